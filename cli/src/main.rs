@@ -1,0 +1,2 @@
+//! The `inflight` command.
+fn main() {}

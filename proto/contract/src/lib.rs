@@ -1,0 +1,12 @@
+//! What router and worker agree on, with no I/O.
+//!
+//! Both sides validate and interpret a request by this one module, so that a request the router admits is
+//! never one the worker refuses for its parameters.
+
+mod finish;
+mod limits;
+mod sampling;
+
+pub use finish::FinishReason;
+pub use limits::{ModelLimits, RequestError, RequestShape};
+pub use sampling::{SamplingError, SamplingParams, SamplingSpec};

@@ -1,0 +1,110 @@
+use inflight_contract::{FinishReason, SamplingSpec};
+
+use crate::v1;
+
+impl From<FinishReason> for v1::FinishReason {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => Self::Stop,
+            FinishReason::Length => Self::Length,
+            FinishReason::Cancelled => Self::Cancelled,
+            FinishReason::Deadline => Self::Deadline,
+            FinishReason::Error => Self::Error,
+        }
+    }
+}
+
+impl v1::FinishReason {
+    /// The contract's reason; `None` while the sequence goes on.
+    pub fn to_contract(self) -> Option<FinishReason> {
+        match self {
+            Self::Unspecified => None,
+            Self::Stop => Some(FinishReason::Stop),
+            Self::Length => Some(FinishReason::Length),
+            Self::Cancelled => Some(FinishReason::Cancelled),
+            Self::Deadline => Some(FinishReason::Deadline),
+            Self::Error => Some(FinishReason::Error),
+        }
+    }
+}
+
+impl v1::SamplingParams {
+    /// The contract's parameters: what is absent here is taken from `defaults`; min_tokens, stop token ids and
+    /// ignore_eos come from `stop`.
+    pub fn to_spec(&self, stop: &v1::StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
+        SamplingSpec {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            logit_bias: self.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect(),
+            logprobs: self.logprobs,
+            n: self.n.unwrap_or(defaults.n),
+            min_tokens: stop.min_tokens,
+            stop_token_ids: stop.stop_token_ids.clone(),
+            ignore_eos: stop.ignore_eos,
+            seed: self.seed.unwrap_or(defaults.seed),
+        }
+    }
+
+    /// The message that carries a spec whole, with every field set.
+    pub fn from_spec(spec: &SamplingSpec) -> Self {
+        Self {
+            temperature: Some(spec.temperature),
+            top_p: Some(spec.top_p),
+            top_k: Some(spec.top_k),
+            min_p: Some(spec.min_p),
+            presence_penalty: Some(spec.presence_penalty),
+            frequency_penalty: Some(spec.frequency_penalty),
+            repetition_penalty: Some(spec.repetition_penalty),
+            logit_bias: spec.logit_bias.iter().copied().collect(),
+            logprobs: spec.logprobs,
+            seed: Some(spec.seed),
+            n: Some(spec.n),
+        }
+    }
+}
+
+impl v1::StopConditions {
+    /// The conditions a worker checks itself.
+    pub fn from_spec(spec: &SamplingSpec, max_tokens: u32) -> Self {
+        Self {
+            max_tokens: Some(max_tokens),
+            min_tokens: spec.min_tokens,
+            stop: Vec::new(),
+            stop_token_ids: spec.stop_token_ids.clone(),
+            ignore_eos: spec.ignore_eos,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spec_survives_the_wire_whole() {
+        let spec = SamplingSpec {
+            temperature: 0.7,
+            top_p: 0.9,
+            top_k: 40,
+            min_p: 0.05,
+            presence_penalty: 0.5,
+            frequency_penalty: -0.5,
+            repetition_penalty: 1.1,
+            logit_bias: vec![(3, 1.0), (9, -2.0)],
+            logprobs: Some(0),
+            n: 3,
+            min_tokens: 4,
+            stop_token_ids: vec![7],
+            ignore_eos: true,
+            seed: u64::MAX,
+        };
+        let sampling = v1::SamplingParams::from_spec(&spec);
+        let stop = v1::StopConditions::from_spec(&spec, 10);
+        assert_eq!(sampling.to_spec(&stop, &SamplingSpec::default()), spec);
+    }
+}

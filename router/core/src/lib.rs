@@ -1,0 +1,1 @@
+//! The pure policies of a router: request queue and placement.

@@ -1,0 +1,1 @@
+//! The router: ingress, text, queue, placement, sessions and relay.

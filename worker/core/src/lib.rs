@@ -1,0 +1,1 @@
+//! The pure state machine of a worker: iteration scheduler and paged KV block manager.

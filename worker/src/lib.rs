@@ -1,0 +1,3 @@
+//! A worker: model, runtime, engine, and the session service that drives them.
+
+pub mod runtime;

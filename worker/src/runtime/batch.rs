@@ -1,0 +1,130 @@
+use super::{Block, Capabilities, Error, Slot};
+
+/// A row of the batch whose logits are wanted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SampleRow {
+    /// Index into [`Batch::tokens`].
+    pub row: u32,
+    /// The slot of its sequence.
+    pub slot: Slot,
+    /// Absolute position of the token to be chosen: that of the row, plus one. Part of the random key.
+    pub position: u32,
+}
+
+/// Copies the whole of one block over another, in all layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// Block read.
+    pub from: Block,
+    /// Block written.
+    pub to: Block,
+}
+
+/// The input of one step: a ragged batch without padding. Prefill chunks and decodes mix freely.
+///
+/// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence are at consecutive positions, and
+/// everything before its first row is in the KV pool already. Its block table covers every position up to
+/// its last row. The buffers are reused from step to step.
+#[derive(Debug, Clone, Default)]
+pub struct Batch {
+    /// Token ids; [rows].
+    pub tokens: Vec<u32>,
+    /// Absolute position of each token in its sequence; [rows].
+    pub positions: Vec<u32>,
+    /// First row of each sequence, and the number of rows at the end; [sequences + 1].
+    pub starts: Vec<u32>,
+    /// Block tables, one after the other.
+    pub blocks: Vec<Block>,
+    /// First entry of each sequence's table in `blocks`, and the length at the end; [sequences + 1].
+    pub block_starts: Vec<u32>,
+    /// Rows to sample from, by ascending row.
+    pub samples: Vec<SampleRow>,
+    /// Copies to make before the forward pass.
+    pub copies: Vec<BlockCopy>,
+}
+
+impl Batch {
+    /// Empties the batch and keeps its buffers.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.positions.clear();
+        self.starts.clear();
+        self.starts.push(0);
+        self.blocks.clear();
+        self.block_starts.clear();
+        self.block_starts.push(0);
+        self.samples.clear();
+        self.copies.clear();
+    }
+
+    /// Appends a sequence's tokens, the first of them at `position`, with its block table.
+    pub fn push_sequence(&mut self, tokens: &[u32], position: u32, blocks: &[Block]) {
+        self.tokens.extend_from_slice(tokens);
+        self.positions.extend((position..).take(tokens.len()));
+        self.starts.push(self.tokens.len() as u32);
+        self.blocks.extend_from_slice(blocks);
+        self.block_starts.push(self.blocks.len() as u32);
+    }
+
+    /// Asks for a sample from the last row of the sequence pushed last.
+    pub fn sample_last_row(&mut self, slot: Slot) {
+        let row = self.tokens.len() - 1;
+        self.samples.push(SampleRow { row: row as u32, slot, position: self.positions[row] + 1 });
+    }
+
+    /// Number of sequences.
+    pub fn sequences(&self) -> usize {
+        self.starts.len().saturating_sub(1)
+    }
+
+    /// Number of tokens.
+    pub fn rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Checks every index against a runtime's bounds, so that kernels need not.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] naming the first rule broken.
+    pub fn check(&self, bounds: &Capabilities) -> Result<(), Error> {
+        let rows = self.tokens.len();
+        let sequences = self.sequences();
+        let ensure = |ok: bool, what: &str| {
+            if ok { Ok(()) } else { Err(Error::Malformed(what.to_owned())) }
+        };
+        ensure(rows > 0, "it has no rows")?;
+        ensure(rows <= bounds.batch_tokens as usize, "it has more rows than batch_tokens")?;
+        ensure(self.positions.len() == rows, "positions and tokens differ in number")?;
+        ensure(self.block_starts.len() == sequences + 1, "block_starts and starts differ in number")?;
+        ensure(self.starts.first() == Some(&0) && self.block_starts.first() == Some(&0), "starts do not begin at 0")?;
+        ensure(self.starts.last() == Some(&(rows as u32)), "starts do not end at the number of rows")?;
+        ensure(
+            self.block_starts.last() == Some(&(self.blocks.len() as u32)),
+            "block_starts do not end at the number of table entries",
+        )?;
+        ensure(self.tokens.iter().all(|token| *token < bounds.vocab_size), "a token is out of the vocabulary")?;
+        ensure(self.blocks.iter().all(|block| *block < bounds.blocks), "a block is out of the pool")?;
+        for s in 0..sequences {
+            let (first, end) = (self.starts[s] as usize, self.starts[s + 1] as usize);
+            ensure(first < end && end <= rows, "a sequence has no rows")?;
+            ensure(self.block_starts[s] <= self.block_starts[s + 1], "block_starts decrease")?;
+            let positions = &self.positions[first..end];
+            ensure(
+                positions.windows(2).all(|pair| pair[1] == pair[0] + 1),
+                "a sequence's positions are not consecutive",
+            )?;
+            let context = positions[positions.len() - 1] as usize + 1;
+            ensure(context <= bounds.context_tokens as usize, "a position is beyond the context")?;
+            let table = (self.block_starts[s + 1] - self.block_starts[s]) as usize;
+            ensure(table * bounds.block_tokens as usize >= context, "a block table is too short")?;
+        }
+        ensure(
+            self.samples.iter().all(|s| (s.row as usize) < rows && s.slot < bounds.slots),
+            "a sample row or slot is out of range",
+        )?;
+        ensure(
+            self.copies.iter().all(|c| c.from < bounds.blocks && c.to < bounds.blocks && c.from != c.to),
+            "a block copy is out of the pool",
+        )
+    }
+}

@@ -1,0 +1,1 @@
+//! Runs the model on CPU cores.
