@@ -1,0 +1,84 @@
+/// What bounds a scheduler. All are hard: nothing grows past them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Tokens in a KV block.
+    pub block_tokens: u32,
+    /// Blocks in the KV pool.
+    pub blocks: u32,
+    /// Sequences that run at once: slots.
+    pub running_max: u32,
+    /// Sequences that wait at once.
+    pub waiting_max: u32,
+    /// Tokens computed in one iteration.
+    pub iteration_tokens: u32,
+    /// Tokens of one sequence, prompt and output together.
+    pub sequence_tokens: u32,
+    /// Blocks that admission leaves free for the growth of what runs.
+    pub watermark_blocks: u32,
+    /// Tokens of output for which admission reserves blocks beyond the prompt.
+    pub min_decode_tokens: u32,
+}
+
+/// Limits that contradict each other.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LimitsError {
+    /// A limit that must be positive is 0.
+    #[error("{0} is 0; it must be at least 1")]
+    Zero(&'static str),
+    /// An iteration could not hold one token of each running sequence, so decodes would starve.
+    #[error("iteration_tokens is {iteration_tokens}, less than running_max {running_max}: each running sequence needs a token")]
+    BudgetBelowRunning {
+        /// Tokens of an iteration.
+        iteration_tokens: u32,
+        /// Running sequences.
+        running_max: u32,
+    },
+}
+
+impl Limits {
+    /// Checks that a scheduler can work within these limits.
+    ///
+    /// # Errors
+    /// [`LimitsError`] naming the limit at fault.
+    pub fn validate(&self) -> Result<(), LimitsError> {
+        for (name, value) in [
+            ("block_tokens", self.block_tokens),
+            ("blocks", self.blocks),
+            ("running_max", self.running_max),
+            ("waiting_max", self.waiting_max),
+            ("iteration_tokens", self.iteration_tokens),
+            ("sequence_tokens", self.sequence_tokens),
+        ] {
+            if value == 0 {
+                return Err(LimitsError::Zero(name));
+            }
+        }
+        if self.iteration_tokens < self.running_max {
+            return Err(LimitsError::BudgetBelowRunning {
+                iteration_tokens: self.iteration_tokens,
+                running_max: self.running_max,
+            });
+        }
+        Ok(())
+    }
+
+    /// Tokens that the whole pool holds.
+    pub fn pool_tokens(&self) -> u32 {
+        self.blocks.saturating_mul(self.block_tokens)
+    }
+
+    /// The longest sequence that can ever run: alone, it has the whole pool.
+    pub fn sequence_tokens_max(&self) -> u32 {
+        self.sequence_tokens.min(self.pool_tokens())
+    }
+
+    /// Blocks that hold this many tokens.
+    pub fn blocks_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.block_tokens)
+    }
+
+    /// Blocks that admitting a sequence with this many tokens to compute reserves.
+    pub fn admission_blocks(&self, tokens: u32) -> u32 {
+        self.blocks_for(tokens.saturating_add(self.min_decode_tokens).min(self.sequence_tokens_max()))
+    }
+}
