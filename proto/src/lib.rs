@@ -2,9 +2,11 @@
 //!
 //! Only this crate and the edges of router and worker know protobuf types.
 
+mod bundle;
 mod codec;
 mod convert;
 
+pub use bundle::bundle_digest;
 pub use codec::StrictCodec;
 
 /// Version 1 of the API; the .proto files carry the documentation.

@@ -1,3 +1,19 @@
 //! A worker: model, runtime, engine, and the session service that drives them.
+//!
+//! ```text
+//! session ▶ inbox ▶ [ scheduler.plan ▶ runtime.execute ▶ sample ▶ scheduler.commit ]* ▶ mailbox ▶ session
+//! ```
 
+mod bundle;
+pub mod engine;
+pub mod metrics;
+pub mod models;
+mod options;
 pub mod runtime;
+mod session;
+mod worker;
+
+pub use bundle::Bundle;
+pub use models::ModelSource;
+pub use options::{Device, Options, OptionsError, UnknownDevice};
+pub use worker::{Error, Progress, Worker};

@@ -1,0 +1,92 @@
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_worker_core::Grant;
+use tracing::Span;
+
+use super::{Event, Failure, Request, RequestKey, Resumed};
+
+/// A choice from its submission to its end.
+pub(super) struct Live {
+    pub key: RequestKey,
+    pub attempt: u32,
+    pub choice: u32,
+    /// Prompt and generated tokens.
+    pub tokens: Vec<u32>,
+    pub prompt_len: usize,
+    pub sampling: Arc<SamplingParams>,
+    /// What it counts against its session's grant.
+    pub cost: Grant,
+    /// Tokens computed since the submission.
+    pub computed_tokens: u32,
+    /// Why it is about to end with an error.
+    pub failure: Option<Failure>,
+    computed_reported: bool,
+    span: Span,
+    /// The phase it is in, a child of `span`; closed when replaced or dropped.
+    phase: Span,
+}
+
+impl Live {
+    pub fn new(request: &Request, choice: u32, resumed: &Resumed, cost: Grant) -> Self {
+        let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
+        tokens.extend_from_slice(&request.prompt);
+        tokens.extend_from_slice(&resumed.tokens);
+        let span = request.span.clone();
+        let phase = tracing::info_span!(parent: &span, "wait", choice);
+        Self {
+            key: request.key,
+            attempt: request.attempt,
+            choice,
+            tokens,
+            prompt_len: request.prompt.len(),
+            sampling: request.sampling.clone(),
+            cost,
+            computed_tokens: 0,
+            failure: None,
+            computed_reported: false,
+            span,
+            phase,
+        }
+    }
+
+    /// It was given a slot.
+    pub fn start(&mut self) {
+        let tokens = self.tokens.len();
+        self.phase = tracing::info_span!(parent: &self.span, "prefill", choice = self.choice, tokens);
+    }
+
+    /// It was preempted and waits again.
+    pub fn requeue(&mut self) {
+        self.phase = tracing::info_span!(parent: &self.span, "preempted", choice = self.choice);
+    }
+
+    /// Whether its newest token ends it.
+    pub fn ends_with(&self, token: u32, eos_token_ids: &[u32]) -> bool {
+        let generated = self.tokens.len() - self.prompt_len;
+        let is_end = (!self.sampling.ignore_eos && eos_token_ids.contains(&token))
+            || self.sampling.stop_token_ids.binary_search(&token).is_ok();
+        is_end && generated > self.sampling.min_tokens as usize
+    }
+
+    /// Tokens computed before its first new one: reported once, with that.
+    pub fn report_computed(&mut self) -> u32 {
+        if std::mem::replace(&mut self.computed_reported, true) {
+            return 0;
+        }
+        self.phase = tracing::info_span!(parent: &self.span, "decode", choice = self.choice);
+        self.computed_tokens
+    }
+
+    pub fn event(&self) -> Event {
+        Event {
+            key: self.key,
+            attempt: self.attempt,
+            choice: self.choice,
+            token: None,
+            logprobs: None,
+            computed_tokens: 0,
+            finish: None,
+        }
+    }
+}

@@ -1,0 +1,401 @@
+//! The engine: the only place where scheduler and runtime meet.
+//!
+//! [`Engine::turn`] is synchronous and takes the time as an argument; the thread that turns it is a shell (see
+//! `session`), so that a deterministic simulation can turn it too.
+
+mod live;
+mod request;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use inflight_contract::{FinishReason, ModelLimits, RequestShape};
+use inflight_worker_core::{
+    Capacity, Ended, Grant, Grants, Iteration, Limits, LimitsError, Load, NewSequence, Scheduler, SequenceId,
+    SubmitError, Time, Verdict,
+};
+
+use crate::runtime::{self, Batch, Runtime, Sampled, SlotSetup};
+use live::Live;
+pub use request::{Command, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId};
+
+/// What bounds the engine beyond its runtime's capabilities.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// Sequences that wait at once.
+    pub waiting_max: u32,
+    /// Sequences beyond the running ones that routers may have in flight here, just enough to hide the way
+    /// between worker and router.
+    pub queue_ahead: u32,
+}
+
+/// What a turn did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// Tokens that went through the model; 0 if nothing ran.
+    pub tokens: u32,
+    /// Tokens sampled.
+    pub sampled: u32,
+    /// Nothing is left to do until a command comes.
+    pub idle: bool,
+}
+
+/// The device failed: what ran has ended, and the engine can't go on.
+#[derive(Debug, thiserror::Error)]
+#[error("the engine stops: {0}")]
+pub struct Fatal(String);
+
+/// Scheduler, runtime and the tokens of all live sequences.
+pub struct Engine {
+    scheduler: Scheduler,
+    runtime: Box<dyn Runtime>,
+    model: ModelLimits,
+    eos_token_ids: Arc<[u32]>,
+    grants: Grants<SessionId>,
+    /// Beside the scheduler's table: indexed by `SequenceId::index`.
+    live: Vec<Option<Live>>,
+    /// The sequence of each choice that still runs.
+    requests: BTreeMap<RequestKey, Vec<Option<SequenceId>>>,
+    batch: Batch,
+    sampled: Vec<Sampled>,
+    verdicts: Vec<Verdict>,
+    ended: Vec<Ended>,
+    draining: bool,
+}
+
+impl Engine {
+    /// An idle engine over a runtime.
+    ///
+    /// # Errors
+    /// [`LimitsError`] if the runtime's capabilities and the settings contradict each other.
+    pub fn new(
+        runtime: Box<dyn Runtime>,
+        eos_token_ids: &[u32],
+        settings: Settings,
+    ) -> Result<Self, LimitsError> {
+        let has = runtime.capabilities();
+        let limits = Limits {
+            block_tokens: has.block_tokens,
+            blocks: has.blocks,
+            running_max: has.slots,
+            waiting_max: settings.waiting_max,
+            iteration_tokens: has.batch_tokens,
+            sequence_tokens: has.context_tokens,
+            // One block in a hundred absorbs the growth of what runs before anything must be preempted.
+            watermark_blocks: has.blocks / 100,
+            min_decode_tokens: has.block_tokens,
+        };
+        let model = ModelLimits {
+            vocab_size: has.vocab_size,
+            context_tokens: has.context_tokens,
+            kv_tokens: limits.pool_tokens(),
+        };
+        let capacity = Capacity {
+            sequences: limits.running_max + settings.queue_ahead,
+            blocks: limits.blocks - limits.watermark_blocks,
+        };
+        Ok(Self {
+            scheduler: Scheduler::new(limits)?,
+            runtime,
+            model,
+            eos_token_ids: eos_token_ids.into(),
+            grants: Grants::new(capacity),
+            live: Vec::new(),
+            requests: BTreeMap::new(),
+            batch: Batch::default(),
+            sampled: Vec::new(),
+            verdicts: Vec::new(),
+            ended: Vec::new(),
+            draining: false,
+        })
+    }
+
+    /// What the model takes.
+    pub fn model_limits(&self) -> ModelLimits {
+        self.model
+    }
+
+    /// The scheduler's limits.
+    pub fn limits(&self) -> &Limits {
+        self.scheduler.limits()
+    }
+
+    /// How busy the scheduler is.
+    pub fn load(&self) -> Load {
+        self.scheduler.load()
+    }
+
+    /// Number of the iteration that ran last.
+    pub fn iteration(&self) -> u64 {
+        self.scheduler.iteration().number
+    }
+
+    /// Each session's grant.
+    pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
+        self.grants.divide(self.scheduler.load().blocks_used)
+    }
+
+    /// From now on every new request is refused.
+    pub fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// The iteration planned last, for metrics.
+    pub fn last_plan(&self) -> &Iteration {
+        self.scheduler.iteration()
+    }
+
+    /// Takes one command. Events go to `events`.
+    pub fn command(&mut self, command: Command, events: &mut Vec<Event>) {
+        match command {
+            Command::Open(session) => self.grants.open(session),
+            Command::Close(session) => {
+                let of_session = RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
+                let keys: Vec<_> = self.requests.range(of_session).map(|(key, _)| *key).collect();
+                for key in keys {
+                    self.cancel(key, None);
+                }
+                self.settle(events);
+                self.grants.close(session);
+            }
+            Command::Submit(request) => self.submit(&request, events),
+            Command::Cancel { key, choice } => self.cancel(key, choice),
+        }
+        self.settle(events);
+    }
+
+    /// Plans, runs and commits one iteration.
+    ///
+    /// # Errors
+    /// [`Fatal`] if the device failed; the events say so for every sequence that took part.
+    pub fn turn(&mut self, now: Time, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+        self.scheduler.plan(now);
+        // Deadlines end sequences in `plan`: their slots must be free before others get them.
+        self.settle(events);
+        let plan = self.scheduler.iteration();
+        for (id, slot) in &plan.preempted {
+            self.runtime.detach(*slot);
+            live_mut(&mut self.live, *id).requeue();
+        }
+        for (id, slot) in &plan.admitted {
+            let live = live_mut(&mut self.live, *id);
+            live.start();
+            let eos_token_ids: &[u32] = if live.sampling.ignore_eos { &[] } else { &self.eos_token_ids };
+            let (prompt, generated) = live.tokens.split_at(live.prompt_len);
+            let setup = SlotSetup {
+                sampling: live.sampling.clone(),
+                choice: live.choice,
+                prompt,
+                generated,
+                eos_token_ids,
+            };
+            self.runtime.attach(*slot, &setup).map_err(|error| Fatal(error.to_string()))?;
+        }
+        if plan.chunks.is_empty() {
+            return Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() });
+        }
+        self.batch.clear();
+        for chunk in &plan.chunks {
+            let live = live_mut(&mut self.live, chunk.id);
+            let tokens = &live.tokens[chunk.start as usize..(chunk.start + chunk.len) as usize];
+            self.batch.push_sequence(tokens, chunk.start, self.scheduler.block_table(chunk.id));
+            if chunk.samples {
+                self.batch.sample_last_row(chunk.slot);
+            }
+        }
+        let number = plan.number;
+        let tokens = self.batch.rows() as u32;
+        if let Err(error) = self.runtime.execute(&self.batch, &mut self.sampled) {
+            return self.fail(number, &error, events);
+        }
+        let sampled = self.sampled.len() as u32;
+        self.take_samples(events);
+        self.scheduler.commit(number, &self.verdicts).map_err(|error| Fatal(error.to_string()))?;
+        self.settle(events);
+        Ok(Turn { tokens, sampled, idle: self.scheduler.is_idle() })
+    }
+
+    fn fail(&mut self, number: u64, error: &runtime::Error, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+        for chunk in &self.scheduler.iteration().chunks {
+            let failure = Failure::Device(error.to_string());
+            live_mut(&mut self.live, chunk.id).failure.get_or_insert(failure);
+        }
+        self.scheduler.fail(number).map_err(|error| Fatal(error.to_string()))?;
+        self.settle(events);
+        Err(Fatal(error.to_string()))
+    }
+
+    /// Appends each sampled token to its sequence, judges it and reports it.
+    fn take_samples(&mut self, events: &mut Vec<Event>) {
+        self.verdicts.clear();
+        let mut sampled = self.sampled.drain(..);
+        for chunk in &self.scheduler.iteration().chunks {
+            let live = live_mut(&mut self.live, chunk.id);
+            live.computed_tokens += chunk.len;
+            if !chunk.samples {
+                continue;
+            }
+            let Some(Sampled { token, logprobs }) = sampled.next() else { break };
+            live.tokens.push(token);
+            let stops = live.ends_with(token, &self.eos_token_ids);
+            self.verdicts.push(if stops { Verdict::Stop } else { Verdict::Continue });
+            let computed_tokens = live.report_computed();
+            let event = Event { token: Some(token), logprobs, computed_tokens, ..live.event() };
+            events.push(event);
+        }
+    }
+
+    fn submit(&mut self, request: &Request, events: &mut Vec<Event>) {
+        if !self.grants.is_open(request.key.session) {
+            return; // it was closed while the request was on its way, so nobody waits for an answer
+        }
+        let outcome = match self.check(request) {
+            Ok(()) => self.enqueue(request, events),
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = outcome {
+            for (choice, _) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
+                let finish = Some(Finish::Failed(failure.clone()));
+                events.push(Event { finish, ..bare_event(request, choice as u32) });
+            }
+        }
+    }
+
+    fn check(&self, request: &Request) -> Result<(), Failure> {
+        if self.draining {
+            return Err(Failure::Draining);
+        }
+        let invalid = |what: String| Err(Failure::Invalid(what));
+        if self.requests.contains_key(&request.key) {
+            return invalid(format!("request {} is in flight already", request.key.request));
+        }
+        let shape =
+            RequestShape { prompt_tokens: request.prompt.len() as u32, max_tokens: request.max_tokens };
+        self.model.check_shape(shape).or_else(|error| invalid(error.to_string()))?;
+        let checked = self.model.check_tokens(&request.prompt, &request.sampling);
+        checked.or_else(|error| invalid(error.to_string()))?;
+        if request.choices.len() != request.sampling.n as usize {
+            return invalid(format!("{} choices came for n = {}", request.choices.len(), request.sampling.n));
+        }
+        for resumed in &request.choices {
+            if resumed.tokens.len() > request.max_tokens as usize {
+                return invalid(format!("{} tokens are resumed, beyond max_tokens", resumed.tokens.len()));
+            }
+            if let Some(id) = resumed.tokens.iter().find(|id| **id >= self.model.vocab_size) {
+                return invalid(format!("resumed token {id} is outside the vocabulary"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits every choice that is not over, or none.
+    fn enqueue(&mut self, request: &Request, events: &mut Vec<Event>) -> Result<(), Failure> {
+        let mut ids: Vec<Option<SequenceId>> = Vec::with_capacity(request.choices.len());
+        for (choice, resumed) in request.choices.iter().enumerate() {
+            let remaining = request.max_tokens - resumed.tokens.len() as u32;
+            if resumed.finished {
+                ids.push(None);
+                continue;
+            }
+            if remaining == 0 {
+                // The lost worker had made the last token but could not say so any more.
+                let finish = Some(Finish::Ended(FinishReason::Length));
+                events.push(Event { finish, ..bare_event(request, choice as u32) });
+                ids.push(None);
+                continue;
+            }
+            let submitted = self.scheduler.submit(NewSequence {
+                known_tokens: (request.prompt.len() + resumed.tokens.len()) as u32,
+                max_tokens: remaining,
+                priority: request.priority,
+                deadline: request.deadline,
+            });
+            match submitted {
+                Ok(id) => ids.push(Some(id)),
+                Err(error) => {
+                    for id in ids.into_iter().flatten() {
+                        self.scheduler.cancel(id);
+                    }
+                    // These never became live, so `settle` must not report them.
+                    self.scheduler.drain_ended().for_each(drop);
+                    return Err(match error {
+                        SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
+                        SubmitError::Empty | SubmitError::TooLong { .. } => Failure::Invalid(error.to_string()),
+                    });
+                }
+            }
+        }
+        for (choice, (id, resumed)) in ids.iter().zip(&request.choices).enumerate() {
+            let Some(id) = id else { continue };
+            if self.live.len() <= id.index() {
+                self.live.resize_with(id.index() + 1, || None);
+            }
+            let cost = self.cost(request.prompt.len());
+            self.grants.charge(request.key.session, cost);
+            self.live[id.index()] = Some(Live::new(request, choice as u32, resumed, cost));
+        }
+        if ids.iter().any(Option::is_some) {
+            self.requests.insert(request.key, ids);
+        }
+        Ok(())
+    }
+
+    /// What a choice counts against its session's grant: the blocks of the prompt, and one more.
+    fn cost(&self, prompt_len: usize) -> Grant {
+        Grant { sequences: 1, blocks: self.scheduler.limits().blocks_for(prompt_len as u32) + 1 }
+    }
+
+    fn cancel(&mut self, key: RequestKey, choice: Option<u32>) {
+        let Some(ids) = self.requests.get(&key) else { return };
+        match choice {
+            Some(choice) => {
+                if let Some(Some(id)) = ids.get(choice as usize) {
+                    self.scheduler.cancel(*id);
+                }
+            }
+            None => ids.iter().flatten().for_each(|id| self.scheduler.cancel(*id)),
+        }
+    }
+
+    /// Reports every ended sequence and frees what it held.
+    fn settle(&mut self, events: &mut Vec<Event>) {
+        let mut ended = std::mem::take(&mut self.ended);
+        ended.extend(self.scheduler.drain_ended());
+        for Ended { id, slot, reason } in ended.drain(..) {
+            if let Some(slot) = slot {
+                self.runtime.detach(slot);
+            }
+            let Some(mut live) = self.live[id.index()].take() else { continue };
+            self.grants.release(live.key.session, live.cost);
+            if let Some(ids) = self.requests.get_mut(&live.key) {
+                if let Some(entry) = ids.get_mut(live.choice as usize) {
+                    *entry = None;
+                }
+                if ids.iter().all(Option::is_none) {
+                    self.requests.remove(&live.key);
+                }
+            }
+            metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
+            let finish = live.failure.take().map_or(Finish::Ended(reason), Finish::Failed);
+            events.push(Event { finish: Some(finish), ..live.event() });
+        }
+        self.ended = ended;
+    }
+}
+
+fn live_mut(live: &mut [Option<Live>], id: SequenceId) -> &mut Live {
+    // A planned sequence has not ended, and `settle` alone takes entries out.
+    live[id.index()].as_mut().expect("a planned sequence is live")
+}
+
+fn bare_event(request: &Request, choice: u32) -> Event {
+    Event {
+        key: request.key,
+        attempt: request.attempt,
+        choice,
+        token: None,
+        logprobs: None,
+        computed_tokens: 0,
+        finish: None,
+    }
+}

@@ -1,0 +1,119 @@
+//! Every metric of a worker, in one table.
+
+use metrics::{Counter, Gauge, Histogram, Unit};
+
+pub(crate) const ENDED: &str = "inflight_worker_ended_total";
+const RUNNING: &str = "inflight_worker_running_sequences";
+const WAITING: &str = "inflight_worker_waiting_sequences";
+const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
+const BLOCKS: &str = "inflight_worker_kv_blocks";
+const SESSIONS: &str = "inflight_worker_sessions";
+const COMMANDS: &str = "inflight_worker_commands_queued";
+const ITERATIONS: &str = "inflight_worker_iterations_total";
+const STEP_SECONDS: &str = "inflight_worker_step_seconds";
+const STEP_TOKENS: &str = "inflight_worker_step_tokens";
+const TOKENS: &str = "inflight_worker_tokens_total";
+const SAMPLED: &str = "inflight_worker_sampled_tokens_total";
+const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
+const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
+const BLOCKED: &str = "inflight_worker_admission_blocked_total";
+const REFUSED_SESSIONS: &str = "inflight_worker_sessions_refused_total";
+
+/// What kind of metric a name is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Goes up only.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// A distribution.
+    Histogram,
+}
+
+/// Name, kind, unit and meaning of every metric a worker exports.
+pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
+    (RUNNING, Kind::Gauge, Unit::Count, "sequences in the running batch"),
+    (WAITING, Kind::Gauge, Unit::Count, "sequences that wait for a slot or blocks"),
+    (BLOCKS_USED, Kind::Gauge, Unit::Count, "KV blocks in use"),
+    (BLOCKS, Kind::Gauge, Unit::Count, "KV blocks in the pool"),
+    (SESSIONS, Kind::Gauge, Unit::Count, "open sessions with routers"),
+    (COMMANDS, Kind::Gauge, Unit::Count, "commands queued for the engine"),
+    (ITERATIONS, Kind::Counter, Unit::Count, "iterations run"),
+    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: plan, forward pass, sampling"),
+    (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),
+    (TOKENS, Kind::Counter, Unit::Count, "tokens computed, prompts and outputs"),
+    (SAMPLED, Kind::Counter, Unit::Count, "tokens sampled"),
+    (PREEMPTIONS, Kind::Counter, Unit::Count, "sequences preempted"),
+    (RECOMPUTED, Kind::Counter, Unit::Count, "computed tokens that preemptions threw away"),
+    (BLOCKED, Kind::Counter, Unit::Count, "iterations in which the first waiting sequence could not start, by reason"),
+    (ENDED, Kind::Counter, Unit::Count, "sequences ended, by reason"),
+    (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "sessions refused"),
+];
+
+/// Buckets of [`STEP_TOKENS`], in tokens; the time histograms use the exporter's own.
+pub const STEP_TOKENS_BUCKETS: &[f64] =
+    &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0];
+/// Buckets of the step time, in seconds.
+pub const STEP_SECONDS_BUCKETS: &[f64] =
+    &[0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
+
+/// Buckets for each histogram of a worker, by name.
+pub const BUCKETS: &[(&str, &[f64])] =
+    &[(STEP_TOKENS, STEP_TOKENS_BUCKETS), (STEP_SECONDS, STEP_SECONDS_BUCKETS)];
+
+/// Registers and describes every metric, so that all are visible from the start.
+pub fn describe() {
+    for &(name, kind, unit, help) in INVENTORY {
+        match kind {
+            Kind::Counter => metrics::describe_counter!(name, unit, help),
+            Kind::Gauge => metrics::describe_gauge!(name, unit, help),
+            Kind::Histogram => metrics::describe_histogram!(name, unit, help),
+        }
+    }
+}
+
+/// Handles of the metrics that change with every iteration: looked up once.
+pub(crate) struct StepMetrics {
+    pub running: Gauge,
+    pub waiting: Gauge,
+    pub blocks_used: Gauge,
+    pub commands: Gauge,
+    pub iterations: Counter,
+    pub step_seconds: Histogram,
+    pub step_tokens: Histogram,
+    pub tokens: Counter,
+    pub sampled: Counter,
+    pub preemptions: Counter,
+    pub recomputed: Counter,
+}
+
+impl StepMetrics {
+    pub fn new(blocks: u32) -> Self {
+        metrics::gauge!(BLOCKS).set(blocks);
+        Self {
+            running: metrics::gauge!(RUNNING),
+            waiting: metrics::gauge!(WAITING),
+            blocks_used: metrics::gauge!(BLOCKS_USED),
+            commands: metrics::gauge!(COMMANDS),
+            iterations: metrics::counter!(ITERATIONS),
+            step_seconds: metrics::histogram!(STEP_SECONDS),
+            step_tokens: metrics::histogram!(STEP_TOKENS),
+            tokens: metrics::counter!(TOKENS),
+            sampled: metrics::counter!(SAMPLED),
+            preemptions: metrics::counter!(PREEMPTIONS),
+            recomputed: metrics::counter!(RECOMPUTED),
+        }
+    }
+}
+
+pub(crate) fn blocked(reason: &'static str) {
+    metrics::counter!(BLOCKED, "reason" => reason).increment(1);
+}
+
+pub(crate) fn sessions(change: f64) {
+    metrics::gauge!(SESSIONS).increment(change);
+}
+
+pub(crate) fn session_refused() {
+    metrics::counter!(REFUSED_SESSIONS).increment(1);
+}

@@ -1,0 +1,138 @@
+use std::net::{Ipv4Addr, SocketAddr};
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::models::ModelSource;
+
+/// What runs the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Device {
+    /// The best device that is there: in this version, the CPU.
+    #[default]
+    Auto,
+    /// CPU cores.
+    Cpu,
+}
+
+/// A device that this build does not know.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown device `{0}`; this build knows `auto` and `cpu`")]
+pub struct UnknownDevice(String);
+
+impl FromStr for Device {
+    type Err = UnknownDevice;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDevice> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            other => Err(UnknownDevice(other.to_owned())),
+        }
+    }
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Cpu => "cpu",
+        })
+    }
+}
+
+/// How a worker is set up.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Where it listens for routers; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// What it serves.
+    pub model: ModelSource,
+    /// The name clients ask for; by default that of the model's directory.
+    pub model_name: Option<String>,
+    /// What runs it.
+    pub device: Device,
+    /// Threads of the CPU runtime; by default as many as the process may use.
+    pub threads: Option<usize>,
+    /// Bytes of the KV pool.
+    pub kv_cache_bytes: u64,
+    /// Tokens in a KV block: a power of two.
+    pub block_tokens: u32,
+    /// Sequences that run at once.
+    pub max_sequences: u32,
+    /// Tokens computed in one iteration.
+    pub max_batch_tokens: u32,
+    /// Most tokens of one sequence; by default, and at most, what the model was trained for.
+    pub max_context_tokens: Option<u32>,
+    /// Sequences that wait at once.
+    pub max_waiting: u32,
+    /// Routers connected at once.
+    pub max_sessions: u32,
+    /// How often a session hears from the worker when nothing happens.
+    pub heartbeat: Duration,
+    /// How long a drain waits for what runs before it gives up.
+    pub drain_timeout: Duration,
+    /// Names the worker in logs; stable over restarts.
+    pub worker_id: String,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            model: ModelSource::Embedded,
+            model_name: None,
+            device: Device::Auto,
+            threads: None,
+            kv_cache_bytes: 1 << 30,
+            block_tokens: 16,
+            max_sequences: 256,
+            max_batch_tokens: 512,
+            max_context_tokens: None,
+            max_waiting: 1024,
+            max_sessions: 64,
+            heartbeat: Duration::from_millis(500),
+            drain_timeout: Duration::from_secs(300),
+            worker_id: "worker".to_owned(),
+        }
+    }
+}
+
+/// Options that can't work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionsError {
+    /// A number is out of its range.
+    #[error("{name} is {value}; it must be {range}")]
+    OutOfRange {
+        /// The option.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What is allowed.
+        range: &'static str,
+    },
+}
+
+impl Options {
+    /// Checks every option that does not depend on the model.
+    ///
+    /// # Errors
+    /// [`OptionsError`] naming the first at fault.
+    pub fn validate(&self) -> Result<(), OptionsError> {
+        let check = |ok: bool, name, value: &dyn std::fmt::Display, range| {
+            if ok { Ok(()) } else { Err(OptionsError::OutOfRange { name, value: value.to_string(), range }) }
+        };
+        let power = self.block_tokens.is_power_of_two() && (1..=256).contains(&self.block_tokens);
+        check(power, "block_tokens", &self.block_tokens, "a power of two from 1 to 256")?;
+        let sequences = (1..=4096).contains(&self.max_sequences);
+        check(sequences, "max_sequences", &self.max_sequences, "from 1 to 4096")?;
+        let batch = self.max_batch_tokens >= self.max_sequences && self.max_batch_tokens <= 65_536;
+        check(batch, "max_batch_tokens", &self.max_batch_tokens, "from max_sequences to 65536")?;
+        check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
+        check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
+        check(self.kv_cache_bytes >= 1, "kv_cache_bytes", &self.kv_cache_bytes, "at least 1")?;
+        check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
+        check(self.threads != Some(0), "threads", &0, "at least 1")?;
+        let heartbeat = self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
+        check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
+    }
+}

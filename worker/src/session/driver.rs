@@ -1,0 +1,177 @@
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use inflight_worker_core::Time;
+use tokio::sync::mpsc;
+
+use super::mailbox::Mailbox;
+use crate::engine::{Command, Engine, Event, Fatal, SessionId, Turn};
+use crate::metrics::StepMetrics;
+
+/// Commands that may wait for the engine; senders wait beyond it, which slows the router's stream down.
+pub(crate) const COMMANDS_MAX: usize = 4096;
+
+/// What the shell sends to the engine's thread.
+pub(crate) enum Message {
+    /// A session begins, and hears from the engine through this mailbox.
+    Open(SessionId, Arc<Mailbox>),
+    /// Anything else of a session.
+    Command(Command),
+    /// Take nothing new, finish what runs, then return.
+    Drain,
+    /// Return now.
+    Stop,
+}
+
+/// The clock of the engine: nanoseconds since it was made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Clock(Instant);
+
+impl Clock {
+    pub fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    pub fn now(self) -> Time {
+        Time::from_nanos(u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    }
+}
+
+/// The thread that turns the engine.
+pub(crate) struct Driver {
+    engine: Engine,
+    messages: mpsc::Receiver<Message>,
+    clock: Clock,
+    mailboxes: BTreeMap<SessionId, Arc<Mailbox>>,
+    events: Vec<Event>,
+    metrics: StepMetrics,
+    step_us: u64,
+    draining: bool,
+    seen_preemptions: u64,
+    seen_recomputed: u64,
+}
+
+impl Driver {
+    pub fn new(engine: Engine, messages: mpsc::Receiver<Message>, clock: Clock) -> Self {
+        let metrics = StepMetrics::new(engine.limits().blocks);
+        Self {
+            engine,
+            messages,
+            clock,
+            mailboxes: BTreeMap::new(),
+            events: Vec::new(),
+            metrics,
+            step_us: 0,
+            draining: false,
+            seen_preemptions: 0,
+            seen_recomputed: 0,
+        }
+    }
+
+    /// Turns the engine until it is told to stop, all senders are gone, or the device fails.
+    ///
+    /// # Errors
+    /// [`Fatal`] if the device failed.
+    pub fn run(mut self) -> Result<(), Fatal> {
+        let outcome = self.drive();
+        for mailbox in self.mailboxes.values() {
+            mailbox.close();
+        }
+        outcome
+    }
+
+    fn drive(&mut self) -> Result<(), Fatal> {
+        let mut idle = true;
+        loop {
+            if idle {
+                if self.draining {
+                    return Ok(());
+                }
+                let Some(message) = self.messages.blocking_recv() else { return Ok(()) };
+                if !self.take(message) {
+                    return Ok(());
+                }
+            }
+            // At most a queue's worth, so that a flood of commands can't keep the engine from running.
+            for _ in 0..COMMANDS_MAX {
+                let Ok(message) = self.messages.try_recv() else { break };
+                if !self.take(message) {
+                    return Ok(());
+                }
+            }
+            let begun = Instant::now();
+            let turned = self.engine.turn(self.clock.now(), &mut self.events);
+            if let Ok(turn) = &turned {
+                idle = turn.idle;
+                self.measure(turn, begun);
+            }
+            self.deliver();
+            turned?;
+        }
+    }
+
+    /// Returns whether to go on.
+    fn take(&mut self, message: Message) -> bool {
+        match message {
+            Message::Open(session, mailbox) => {
+                self.mailboxes.insert(session, mailbox);
+                self.engine.command(Command::Open(session), &mut self.events);
+            }
+            Message::Command(command) => {
+                let closed = if let Command::Close(session) = command { Some(session) } else { None };
+                self.engine.command(command, &mut self.events);
+                if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
+                    mailbox.close();
+                }
+            }
+            Message::Drain => {
+                self.draining = true;
+                self.engine.drain();
+            }
+            Message::Stop => return false,
+        }
+        true
+    }
+
+    fn deliver(&mut self) {
+        for event in self.events.drain(..) {
+            // The events of a closed session have nobody to go to.
+            if let Some(mailbox) = self.mailboxes.get(&event.key.session) {
+                mailbox.push(event);
+            }
+        }
+        let (load, iteration) = (self.engine.load(), self.engine.iteration());
+        for (session, grant) in self.engine.grants() {
+            if let Some(mailbox) = self.mailboxes.get(&session) {
+                mailbox.report(iteration, &load, self.step_us, grant, self.draining);
+            }
+        }
+        self.metrics.running.set(load.running);
+        self.metrics.waiting.set(load.waiting);
+        self.metrics.blocks_used.set(load.blocks_used);
+        self.metrics.commands.set(self.messages.len() as f64);
+        self.metrics.preemptions.increment(load.preemptions - self.seen_preemptions);
+        self.metrics.recomputed.increment(load.recomputed_tokens - self.seen_recomputed);
+        self.seen_preemptions = load.preemptions;
+        self.seen_recomputed = load.recomputed_tokens;
+    }
+
+    fn measure(&mut self, turn: &Turn, begun: Instant) {
+        if turn.tokens == 0 {
+            return;
+        }
+        let elapsed = begun.elapsed();
+        let micros = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        // An exponential mean over about eight steps.
+        self.step_us = if self.step_us == 0 { micros } else { (self.step_us * 7 + micros) / 8 };
+        self.metrics.iterations.increment(1);
+        self.metrics.step_seconds.record(elapsed.as_secs_f64());
+        self.metrics.step_tokens.record(turn.tokens);
+        self.metrics.tokens.increment(turn.tokens.into());
+        self.metrics.sampled.increment(turn.sampled.into());
+        if let Some(blocked) = self.engine.last_plan().blocked {
+            crate::metrics::blocked(blocked.by.label());
+        }
+    }
+}

@@ -1,0 +1,90 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use inflight_contract::SamplingSpec;
+use inflight_proto::v1;
+use inflight_worker_core::Time;
+use opentelemetry::propagation::Extractor;
+use tracing_opentelemetry::OpenTelemetrySpanExt as _;
+
+use crate::engine::{Event, Failure, Finish, Request, RequestKey, Resumed, SessionId};
+
+/// Turns a submission into a request of the engine.
+///
+/// # Errors
+/// The events that refuse it, one for each choice that the router waits for.
+pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Result<Request, Vec<Event>> {
+    let key = RequestKey { session, request: submit.request };
+    let attempt = submit.attempt;
+    let wanted = submit.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
+    request(submit, key, now).map_err(|what| {
+        let refuse = |choice| Event {
+            key,
+            attempt,
+            choice,
+            token: None,
+            logprobs: None,
+            computed_tokens: 0,
+            finish: Some(Finish::Failed(Failure::Invalid(what.clone()))),
+        };
+        (0..wanted.clamp(1, SamplingSpec::CHOICES_MAX)).map(refuse).collect()
+    })
+}
+
+fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, String> {
+    let span = span(&submit);
+    let stop = submit.stop.unwrap_or_default();
+    let sampling = submit.sampling.unwrap_or_default().to_spec(&stop, &SamplingSpec::default());
+    let sampling = sampling.validate().map_err(|error| error.to_string())?;
+    let mut choices = vec![Resumed::default(); sampling.n as usize];
+    for resumed in submit.resumed {
+        let choice = resumed.choice as usize;
+        let entry = choices.get_mut(choice).ok_or_else(|| format!("choice {choice} is resumed, but n is less"))?;
+        *entry = Resumed { tokens: resumed.token_ids, finished: resumed.finished };
+    }
+    Ok(Request {
+        key,
+        attempt: submit.attempt,
+        prompt: submit.prompt.into(),
+        max_tokens: stop.max_tokens.unwrap_or(0),
+        sampling: Arc::new(sampling),
+        choices,
+        priority: submit.priority,
+        deadline: submit.deadline_us.map(|us| now.after(Duration::from_micros(us))),
+        span,
+    })
+}
+
+/// The request's span on this worker, a child of the router's if that is traced.
+fn span(submit: &v1::Submit) -> tracing::Span {
+    let span = tracing::info_span!(
+        "run",
+        otel.kind = "server",
+        request_id = %submit.request_id,
+        attempt = submit.attempt,
+        prompt_tokens = submit.prompt.len(),
+    );
+    if !submit.traceparent.is_empty() {
+        let parent =
+            opentelemetry::global::get_text_map_propagator(|propagator| propagator.extract(&Carrier(submit)));
+        // Without an OpenTelemetry layer there is nothing to set, and nothing is lost.
+        let _ = span.set_parent(parent);
+    }
+    span
+}
+
+struct Carrier<'a>(&'a v1::Submit);
+
+impl Extractor for Carrier<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        match key {
+            "traceparent" => Some(&self.0.traceparent),
+            "tracestate" => Some(&self.0.tracestate),
+            _ => None,
+        }
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        vec!["traceparent", "tracestate"]
+    }
+}

@@ -1,0 +1,219 @@
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use inflight_proto::v1;
+use inflight_worker_core::{Grant, Load};
+use tokio::sync::Notify;
+
+use crate::engine::{Event, Failure, Finish};
+use crate::runtime::{PositionLogprobs, TokenLogprob};
+
+/// Tokens and ends that may wait for a router which does not read; past it the session is closed, and the router
+/// resubmits elsewhere what it had.
+const PENDING_MAX: usize = 1 << 20;
+
+/// Where the engine's thread leaves what a session has to say.
+///
+/// The engine never waits for a router: what a slow one has not read yet is merged, sequence by sequence, into one
+/// larger update.
+pub(crate) struct Mailbox {
+    state: Mutex<State>,
+    wake: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    sequences: Vec<v1::SequenceUpdate>,
+    /// Place in `sequences` of each choice that may still be added to.
+    open: HashMap<(u64, u32, u32), usize>,
+    pending: usize,
+    iteration: u64,
+    load: v1::Load,
+    grant: v1::Grant,
+    draining: bool,
+    changed: bool,
+    closed: bool,
+}
+
+impl Mailbox {
+    pub fn new() -> Self {
+        Self { state: Mutex::default(), wake: Notify::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every critical section leaves the state whole, so a panic elsewhere does not spoil it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds one event.
+    pub fn push(&self, event: Event) {
+        let mut state = self.state();
+        let key = (event.key.request, event.attempt, event.choice);
+        let place = match state.open.get(&key) {
+            Some(&place) => place,
+            None => {
+                let place = state.sequences.len();
+                state.sequences.push(v1::SequenceUpdate {
+                    request: event.key.request,
+                    attempt: event.attempt,
+                    choice: event.choice,
+                    ..v1::SequenceUpdate::default()
+                });
+                state.open.insert(key, place);
+                place
+            }
+        };
+        state.pending += 1;
+        state.changed = true;
+        if state.pending > PENDING_MAX {
+            tracing::warn!("a router does not read its session; closing it");
+            state.closed = true;
+        }
+        let update = &mut state.sequences[place];
+        if let Some(token) = event.token {
+            update.token_ids.push(token);
+        }
+        if let Some(logprobs) = event.logprobs {
+            update.logprobs.push(position(&logprobs));
+        }
+        update.computed_tokens += event.computed_tokens;
+        match event.finish {
+            None => {}
+            Some(Finish::Ended(reason)) => update.finish = v1::FinishReason::from(reason).into(),
+            Some(Finish::Failed(failure)) => {
+                update.finish = v1::FinishReason::Error.into();
+                update.error_code = code(&failure).into();
+                update.error = failure.to_string();
+            }
+        }
+    }
+
+    /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
+    pub fn report(&self, iteration: u64, load: &Load, step_us: u64, grant: Grant, draining: bool) {
+        let mut state = self.state();
+        state.iteration = iteration;
+        state.load = v1::Load {
+            running: load.running,
+            waiting: load.waiting,
+            blocks_used: load.blocks_used,
+            preemptions: load.preemptions,
+            step_us,
+        };
+        let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
+        // A changed load alone can wait for the heartbeat or the next token.
+        state.changed |= state.grant != grant || state.draining != draining;
+        state.grant = grant;
+        state.draining = draining;
+        if state.changed || state.closed {
+            drop(state);
+            self.wake.notify_one();
+        }
+    }
+
+    /// Tells the session that there is something to take.
+    pub fn wake(&self) {
+        self.wake.notify_one();
+    }
+
+    /// No more will come: the session ends once it has sent what is there.
+    pub fn close(&self) {
+        self.state().closed = true;
+        self.wake.notify_one();
+    }
+
+    /// Waits until there is something to take.
+    pub async fn changed(&self) {
+        loop {
+            let woken = self.wake.notified();
+            {
+                let state = self.state();
+                if state.changed || state.closed {
+                    return;
+                }
+            }
+            woken.await;
+        }
+    }
+
+    /// Takes everything; `None` once the mailbox is closed and empty.
+    pub fn take(&self) -> Option<v1::Update> {
+        let mut state = self.state();
+        if state.closed && !state.changed {
+            return None;
+        }
+        state.changed = false;
+        state.pending = 0;
+        state.open.clear();
+        Some(v1::Update {
+            iteration: state.iteration,
+            sequences: std::mem::take(&mut state.sequences),
+            load: Some(state.load),
+            grant: Some(state.grant),
+            draining: state.draining,
+            kv_events: None,
+        })
+    }
+}
+
+fn code(failure: &Failure) -> tonic::Code {
+    match failure {
+        Failure::Invalid(_) => tonic::Code::InvalidArgument,
+        Failure::Overloaded(_) => tonic::Code::ResourceExhausted,
+        Failure::Draining | Failure::Device(_) => tonic::Code::Unavailable,
+    }
+}
+
+fn position(logprobs: &PositionLogprobs) -> v1::PositionLogprobs {
+    let token = |one: &TokenLogprob| v1::TokenLogprob { token_id: one.token, logprob: one.logprob };
+    v1::PositionLogprobs {
+        chosen: Some(token(&logprobs.chosen)),
+        top: logprobs.top.iter().map(token).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{RequestKey, SessionId};
+    use inflight_contract::FinishReason;
+
+    fn event(request: u64, token: u32) -> Event {
+        Event {
+            key: RequestKey { session: SessionId(1), request },
+            attempt: 1,
+            choice: 0,
+            token: Some(token),
+            logprobs: None,
+            computed_tokens: 0,
+            finish: None,
+        }
+    }
+
+    #[test]
+    fn what_a_slow_router_has_not_read_is_merged_by_sequence_in_order() {
+        let mailbox = Mailbox::new();
+        for token in 0..100 {
+            mailbox.push(event(7, token));
+            mailbox.push(event(8, token + 1000));
+        }
+        let finish = Some(Finish::Ended(FinishReason::Length));
+        mailbox.push(Event { finish, token: None, ..event(7, 0) });
+        let update = mailbox.take().unwrap();
+        assert_eq!(update.sequences.len(), 2);
+        assert_eq!(update.sequences[0].token_ids, (0..100).collect::<Vec<_>>());
+        assert_eq!(update.sequences[0].finish(), v1::FinishReason::Length);
+        assert_eq!(update.sequences[1].token_ids.len(), 100);
+        mailbox.push(event(8, 1));
+        assert_eq!(mailbox.take().unwrap().sequences.len(), 1, "what was taken is not sent again");
+    }
+
+    #[test]
+    fn a_router_that_never_reads_loses_its_session_and_not_the_worker() {
+        let mailbox = Mailbox::new();
+        for token in 0..=PENDING_MAX as u32 {
+            mailbox.push(event(7, token));
+        }
+        assert!(mailbox.take().is_some());
+        assert!(mailbox.take().is_none(), "the session is over");
+    }
+}

@@ -1,0 +1,200 @@
+//! The worker's gRPC service: sessions with routers, and the bundle they need.
+
+mod driver;
+mod inbound;
+mod mailbox;
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures::{Stream, StreamExt as _};
+use inflight_proto::v1::{self, session_request, session_response, worker_server};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::bundle::Bundle;
+use crate::engine::{Command, RequestKey, SessionId};
+pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message};
+use mailbox::Mailbox;
+
+/// How long a router may take to say who it is.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes of a bundle in one message; far below the default limit of a message.
+const BUNDLE_PIECE: usize = 1 << 20;
+
+/// What every session is told and shares.
+pub(crate) struct Sessions {
+    pub hello: v1::Hello,
+    pub bundle: Bundle,
+    pub heartbeat: Duration,
+    pub clock: Clock,
+    pub engine: mpsc::Sender<Message>,
+    pub permits: Arc<Semaphore>,
+    pub draining: Arc<AtomicBool>,
+    pub next: AtomicU64,
+}
+
+/// The service itself; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Service(pub Arc<Sessions>);
+
+type Out<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl worker_server::Worker for Service {
+    type SessionStream = Out<v1::SessionResponse>;
+    type FetchBundleStream = Out<v1::FetchBundleResponse>;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<v1::SessionRequest>>,
+    ) -> Result<Response<Self::SessionStream>, Status> {
+        let sessions = &self.0;
+        if sessions.draining.load(Ordering::Acquire) {
+            return Err(Status::unavailable("the worker is draining"));
+        }
+        let Ok(permit) = sessions.permits.clone().try_acquire_owned() else {
+            crate::metrics::session_refused();
+            return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
+        };
+        let mut requests = request.into_inner();
+        let router_id = opened(&mut requests).await?;
+        let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
+        let mailbox = Arc::new(Mailbox::new());
+        let stopped = || Status::unavailable("the worker is stopping");
+        sessions.engine.send(Message::Open(id, mailbox.clone())).await.map_err(|_| stopped())?;
+        tracing::info!(session = id.0, router_id, "session opened");
+        crate::metrics::sessions(1.0);
+        let guard = SessionGuard {
+            id,
+            engine: sessions.engine.clone(),
+            inbound: CancellationToken::new(),
+            _permit: permit,
+        };
+        tokio::spawn(receive(requests, id, sessions.clone(), mailbox.clone(), guard.inbound.clone()));
+        let hello = session_response::Message::Hello(sessions.hello.clone());
+        let updates = updates(mailbox, sessions.heartbeat, guard);
+        let messages = futures::stream::once(async { hello }).chain(updates);
+        let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
+        Ok(Response::new(Box::pin(responses)))
+    }
+
+    async fn fetch_bundle(
+        &self,
+        request: Request<v1::FetchBundleRequest>,
+    ) -> Result<Response<Self::FetchBundleStream>, Status> {
+        let digest = request.into_inner().digest;
+        let bundle = self.0.bundle.clone();
+        if digest != bundle.digest() {
+            let have = bundle.digest();
+            return Err(Status::not_found(format!("no bundle {digest} here; this worker has {have}")));
+        }
+        let pieces = bundle.pieces(BUNDLE_PIECE).map(|(file, data)| {
+            Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() })
+        });
+        let pieces: Vec<_> = pieces.collect();
+        Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
+    }
+}
+
+/// Waits for the opening message and returns the router's name.
+async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<String, Status> {
+    let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
+    let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
+    match first.and_then(|request| request.message) {
+        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => Ok(open.router_id),
+        Some(session_request::Message::Open(open)) => Err(Status::failed_precondition(format!(
+            "the router speaks protocol version {}, this worker {}",
+            open.protocol_version,
+            inflight_proto::PROTOCOL_VERSION
+        ))),
+        _ => Err(Status::invalid_argument("the first message of a session must be `open`")),
+    }
+}
+
+/// Takes a router's messages until it has no more, the session is dropped, or the engine is gone.
+async fn receive(
+    mut requests: Streaming<v1::SessionRequest>,
+    id: SessionId,
+    sessions: Arc<Sessions>,
+    mailbox: Arc<Mailbox>,
+    dropped: CancellationToken,
+) {
+    loop {
+        let message = tokio::select! {
+            () = dropped.cancelled() => break,
+            message = requests.message() => message,
+        };
+        let command = match message {
+            Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
+                session_request::Message::Submit(submit) => {
+                    match inbound::decode(submit, id, sessions.clock.now()) {
+                        Ok(request) => Command::Submit(Box::new(request)),
+                        Err(refusals) => {
+                            refusals.into_iter().for_each(|event| mailbox.push(event));
+                            mailbox.wake();
+                            continue;
+                        }
+                    }
+                }
+                session_request::Message::Cancel(cancel) => Command::Cancel {
+                    key: RequestKey { session: id, request: cancel.request },
+                    choice: cancel.choice,
+                },
+                session_request::Message::Open(_) => {
+                    tracing::warn!(session = id.0, "a router opened its session twice; closing it");
+                    break;
+                }
+            },
+            Ok(Some(v1::SessionRequest { message: None })) => continue, // from a newer router
+            Ok(None) => break,
+            Err(status) => {
+                tracing::debug!(session = id.0, %status, "session broken");
+                break;
+            }
+        };
+        if sessions.engine.send(Message::Command(command)).await.is_err() {
+            break;
+        }
+    }
+    mailbox.close();
+}
+
+fn updates(
+    mailbox: Arc<Mailbox>,
+    heartbeat: Duration,
+    guard: SessionGuard,
+) -> impl Stream<Item = session_response::Message> + Send {
+    futures::stream::unfold((mailbox, guard), move |(mailbox, guard)| async move {
+        // A timeout is a heartbeat: the update then says how the worker is and nothing else.
+        let _ = tokio::time::timeout(heartbeat, mailbox.changed()).await;
+        let update = mailbox.take()?;
+        Some((session_response::Message::Update(update), (mailbox, guard)))
+    })
+}
+
+/// Lives in the response stream: when that is dropped, for whatever reason, the session is over.
+struct SessionGuard {
+    id: SessionId,
+    engine: mpsc::Sender<Message>,
+    inbound: CancellationToken,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        self.inbound.cancel();
+        crate::metrics::sessions(-1.0);
+        tracing::info!(session = self.id.0, "session closed");
+        let close = Message::Command(Command::Close(self.id));
+        let engine = self.engine.clone();
+        if let Err(mpsc::error::TrySendError::Full(close)) = engine.try_send(close)
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(async move { engine.send(close).await.ok() });
+        }
+    }
+}

@@ -1,0 +1,225 @@
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use inflight_proto::v1::worker_server::WorkerServer;
+use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+
+use crate::bundle::Bundle;
+use crate::engine::{Engine, Settings};
+use crate::models::{self, ModelDir};
+use crate::options::{Options, OptionsError};
+use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
+use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Sessions};
+
+/// Largest message from a router: a prompt of a million tokens fits.
+const MESSAGE_BYTES_MAX: usize = 16 << 20;
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Hears how far loading is: bytes done, bytes in all.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// Why a worker could not start or had to stop.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The options can't work.
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    /// The address can't be listened on.
+    #[error("can't listen on {address}: {source}; is another process using the port?")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The model can't be loaded.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// The runtime can't run it.
+    #[error(transparent)]
+    Runtime(#[from] cpu::Error),
+    /// Limits that contradict each other.
+    #[error(transparent)]
+    Limits(#[from] inflight_worker_core::LimitsError),
+    /// The server failed.
+    #[error("the gRPC server failed: {0}")]
+    Server(#[from] tonic::transport::Error),
+    /// The device failed.
+    #[error("{0}")]
+    Device(String),
+}
+
+/// A loaded worker, listening but not yet serving.
+pub struct Worker {
+    listener: TcpListener,
+    address: SocketAddr,
+    driver: Driver,
+    sessions: Arc<Sessions>,
+    drain_timeout: Duration,
+}
+
+impl Worker {
+    /// Takes the port, then loads the model. Blocks for as long as that takes.
+    ///
+    /// # Errors
+    /// [`Error`], saying what is wrong and where.
+    pub fn load(options: &Options, progress: Progress<'_>) -> Result<Self, Error> {
+        options.validate()?;
+        let listen = |source| Error::Listen { address: options.listen, source };
+        // First, so that a taken port is known before minutes of loading.
+        let listener = TcpListener::bind(options.listen).map_err(listen)?;
+        listener.set_nonblocking(true).map_err(listen)?;
+        let address = listener.local_addr().map_err(listen)?;
+        let model = ModelDir::open(&options.model)?;
+        let name = options.model_name.clone().unwrap_or_else(|| model.name().to_owned());
+        let bundle = Bundle::new(model.bundle_files().to_vec());
+        let cpu = CpuOptions {
+            threads: options.threads,
+            kv_bytes: options.kv_cache_bytes,
+            block_tokens: options.block_tokens,
+            slots: options.max_sequences,
+            batch_tokens: options.max_batch_tokens,
+            context_tokens: options.max_context_tokens,
+            isa: None,
+        };
+        let runtime = CpuRuntime::load(&model, &cpu, progress)?;
+        let fingerprint = crate::runtime::Runtime::capabilities(&runtime).fingerprint.clone();
+        let settings =
+            Settings { waiting_max: options.max_waiting, queue_ahead: (options.max_sequences / 8).max(1) };
+        let engine = Engine::new(Box::new(runtime), model.eos_token_ids(), settings)?;
+        let limits = *engine.limits();
+        let hello = v1::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            worker_id: options.worker_id.clone(),
+            incarnation: incarnation(),
+            fingerprint,
+            model: name,
+            architecture: model.architecture().to_owned(),
+            bundle_digest: bundle.digest().to_owned(),
+            limits: Some(v1::WorkerLimits {
+                vocab_size: engine.model_limits().vocab_size,
+                context_tokens: engine.model_limits().context_tokens,
+                block_tokens: limits.block_tokens,
+                blocks: limits.blocks,
+                sequences: limits.running_max,
+            }),
+            heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
+        };
+        let (sender, messages) = mpsc::channel(COMMANDS_MAX);
+        let clock = Clock::start();
+        let sessions = Arc::new(Sessions {
+            hello,
+            bundle,
+            heartbeat: options.heartbeat,
+            clock,
+            engine: sender,
+            permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
+            draining: Arc::new(AtomicBool::new(false)),
+            next: AtomicU64::new(1),
+        });
+        let driver = Driver::new(engine, messages, clock);
+        Ok(Self { listener, address, driver, sessions, drain_timeout: options.drain_timeout })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Name of the model it serves.
+    pub fn model(&self) -> &str {
+        &self.sessions.hello.model
+    }
+
+    /// What routers are told of its bounds.
+    pub fn limits(&self) -> v1::WorkerLimits {
+        self.sessions.hello.limits.unwrap_or_default()
+    }
+
+    /// Serves until `drain` is cancelled and what runs has ended, or until the device fails.
+    ///
+    /// # Errors
+    /// [`Error::Server`] or [`Error::Device`].
+    pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
+        let Self { listener, address, driver, sessions, drain_timeout } = self;
+        crate::metrics::describe();
+        let (ended, mut engine) = oneshot::channel();
+        std::thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || {
+                let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| driver.run()));
+                // Nobody listens any more if the server has failed already.
+                let _ = ended.send(match outcome {
+                    Ok(outcome) => outcome.map_err(|fatal| Error::Device(fatal.to_string())),
+                    Err(_) => Err(Error::Device("the engine panicked; the log above says where".to_owned())),
+                });
+            })
+            .map_err(|source| Error::Listen { address, source })?;
+
+        let (health, health_service) = tonic_health::server::health_reporter();
+        health.set_serving::<WorkerServer<Service>>().await;
+        let reflection = || {
+            tonic_reflection::server::Builder::configure()
+                .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+                .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        };
+        // The descriptors are generated by this build, so they decode.
+        let reflection_v1 = reflection().build_v1().expect("generated descriptors decode");
+        let reflection_v1alpha = reflection().build_v1alpha().expect("generated descriptors decode");
+        let service = WorkerServer::new(Service(sessions.clone())).max_decoding_message_size(MESSAGE_BYTES_MAX);
+        let tokio_listener = tokio::net::TcpListener::from_std(listener);
+        let incoming = tokio_listener.map_err(|source| Error::Listen { address, source })?;
+        let shutdown = CancellationToken::new();
+        let server = Server::builder()
+            .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
+            .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .add_service(health_service)
+            .add_service(reflection_v1)
+            .add_service(reflection_v1alpha)
+            .add_service(service)
+            .serve_with_incoming_shutdown(
+                TcpIncoming::from(incoming).with_nodelay(Some(true)),
+                shutdown.clone().cancelled_owned(),
+            );
+        let server = tokio::spawn(server);
+
+        let outcome = tokio::select! {
+            outcome = &mut engine => outcome,
+            () = drain.cancelled() => {
+                tracing::info!("draining");
+                sessions.draining.store(true, Ordering::Release);
+                health.set_not_serving::<WorkerServer<Service>>().await;
+                health.set_service_status("", tonic_health::ServingStatus::NotServing).await;
+                let _ = sessions.engine.send(Message::Drain).await;
+                match tokio::time::timeout(drain_timeout, &mut engine).await {
+                    Ok(outcome) => outcome,
+                    Err(_) => {
+                        tracing::warn!("drain timed out; routers will move what still runs");
+                        let _ = sessions.engine.send(Message::Stop).await;
+                        engine.await
+                    }
+                }
+            }
+        };
+        shutdown.cancel();
+        // Sessions end with the engine; a connection that stays is not worth more than a moment.
+        match tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await {
+            Ok(Ok(served)) => served?,
+            Ok(Err(_)) | Err(_) => {}
+        }
+        outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
+    }
+}
+
+/// Differs from one start to the next.
+fn incarnation() -> String {
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    format!("{:x}-{:x}", since_epoch.as_nanos(), std::process::id())
+}

@@ -1,0 +1,337 @@
+//! The engine over a runtime that computes nothing but remembers what it was given: each token is a hash of the
+//! whole context as read back through the block table, so any mistake in paging, chunking, preemption or
+//! resumption changes the answer.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use inflight_contract::{FinishReason, SamplingSpec};
+use inflight_worker::engine::{
+    Command, Engine, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId, Settings,
+};
+use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup};
+use inflight_worker_core::Time;
+use proptest::prelude::*;
+
+const VOCAB: u32 = 50;
+const EOS: u32 = 7;
+
+fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
+    let mut hash = seed ^ (u64::from(choice) << 32) ^ 0x9e37_79b9_7f4a_7c15;
+    for token in context {
+        hash = (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+    }
+    (hash >> 20) as u32 % VOCAB
+}
+
+/// What the request yields if it runs alone and undisturbed.
+fn undisturbed(request: &Request, choice: u32) -> (Vec<u32>, FinishReason) {
+    let mut tokens = request.prompt.to_vec();
+    let mut output = Vec::new();
+    while output.len() < request.max_tokens as usize {
+        let token = next_token(&tokens, request.sampling.seed, choice);
+        tokens.push(token);
+        output.push(token);
+        if token == EOS && !request.sampling.ignore_eos {
+            return (output, FinishReason::Stop);
+        }
+    }
+    (output, FinishReason::Length)
+}
+
+struct Remembering {
+    capabilities: Capabilities,
+    memory: Vec<Option<u32>>,
+    slots: Vec<Option<(u64, u32)>>,
+    attached: Arc<AtomicUsize>,
+    fail_after: Option<usize>,
+}
+
+impl Remembering {
+    fn new(blocks: u32, slots: u32, batch_tokens: u32, attached: Arc<AtomicUsize>) -> Self {
+        let capabilities = Capabilities {
+            vocab_size: VOCAB,
+            context_tokens: 120,
+            block_tokens: 4,
+            blocks,
+            slots,
+            batch_tokens,
+            fingerprint: "remembering".to_owned(),
+        };
+        let memory = vec![None; (blocks * 4) as usize];
+        Self { capabilities, memory, slots: vec![None; slots as usize], attached, fail_after: None }
+    }
+}
+
+impl Runtime for Remembering {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
+        let slot = &mut self.slots[slot as usize];
+        assert!(slot.is_none(), "a slot was attached twice");
+        *slot = Some((setup.sampling.seed, setup.choice));
+        self.attached.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        if self.slots[slot as usize].take().is_some() {
+            self.attached.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error> {
+        batch.check(&self.capabilities)?;
+        if let Some(left) = &mut self.fail_after {
+            if *left == 0 {
+                return Err(Error::Device("out of order".to_owned()));
+            }
+            *left -= 1;
+        }
+        sampled.clear();
+        let place = |sequence: usize, position: usize| {
+            let table = &batch.blocks[batch.block_starts[sequence] as usize..];
+            table[position / 4] as usize * 4 + position % 4
+        };
+        for sequence in 0..batch.sequences() {
+            for row in batch.starts[sequence]..batch.starts[sequence + 1] {
+                let row = row as usize;
+                self.memory[place(sequence, batch.positions[row] as usize)] = Some(batch.tokens[row]);
+            }
+        }
+        for sample in &batch.samples {
+            let sequence = batch.starts.partition_point(|start| *start <= sample.row) - 1;
+            let context: Vec<u32> = (0..sample.position as usize)
+                .map(|position| self.memory[place(sequence, position)].expect("a position was never computed"))
+                .collect();
+            let (seed, choice) = self.slots[sample.slot as usize].expect("an unattached slot was sampled");
+            sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Ask {
+    prompt: Vec<u32>,
+    max_tokens: u32,
+    n: u32,
+    seed: u64,
+    ignore_eos: bool,
+    priority: i32,
+    /// Submitted before this turn.
+    at: usize,
+    /// Cancelled before this turn.
+    cancel_at: Option<usize>,
+    /// Starts from this many tokens of an earlier attempt.
+    resumed: usize,
+    session: u64,
+}
+
+fn ask() -> impl Strategy<Value = Ask> {
+    (
+        prop::collection::vec(0..VOCAB, 1..40),
+        (1u32..40, 1u32..=3, any::<u64>(), any::<bool>(), -1i32..=1),
+        (0usize..60, prop::option::weighted(0.2, 0usize..80), 0usize..6, 0u64..3),
+    )
+        .prop_map(|(prompt, (max_tokens, n, seed, ignore_eos, priority), (at, cancel_at, resumed, session))| Ask {
+            prompt,
+            max_tokens,
+            n,
+            seed,
+            ignore_eos,
+            priority,
+            at,
+            cancel_at,
+            resumed,
+            session,
+        })
+}
+
+fn request(ask: &Ask, handle: u64) -> Request {
+    let spec = SamplingSpec { n: ask.n, seed: ask.seed, ignore_eos: ask.ignore_eos, ..SamplingSpec::default() };
+    let mut request = Request {
+        key: RequestKey { session: SessionId(ask.session), request: handle },
+        attempt: 1,
+        prompt: ask.prompt.clone().into(),
+        max_tokens: ask.max_tokens,
+        sampling: Arc::new(spec.validate().unwrap()),
+        choices: Vec::new(),
+        priority: ask.priority,
+        deadline: None,
+        span: tracing::Span::none(),
+    };
+    request.choices = (0..ask.n)
+        .map(|choice| {
+            let (tokens, _) = undisturbed(&request, choice);
+            // Less than all: a finished choice would be marked so.
+            let resumed = ask.resumed.min(tokens.len() - 1);
+            Resumed { tokens: tokens[..resumed].to_vec(), finished: false }
+        })
+        .collect();
+    request
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone(
+        asks in prop::collection::vec(ask(), 1..16),
+        blocks in 21u32..60, slots in 1u32..6, extra in 0u32..30, close in prop::option::of((0u64..3, 5usize..60))
+    ) {
+        let attached = Arc::new(AtomicUsize::new(0));
+        let runtime = Remembering::new(blocks, slots, slots + extra, attached.clone());
+        let settings = Settings { waiting_max: 64, queue_ahead: 4 };
+        let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
+        let mut events = Vec::new();
+        for session in 0..3 {
+            engine.command(Command::Open(SessionId(session)), &mut events);
+        }
+        let requests: Vec<Request> =
+            asks.iter().enumerate().map(|(handle, ask)| request(ask, handle as u64)).collect();
+        let mut closed = None;
+        let mut outputs: BTreeMap<(u64, u32), (Vec<u32>, Option<Finish>)> = BTreeMap::new();
+        let mut turns = 0;
+        loop {
+            for (ask, request) in asks.iter().zip(&requests) {
+                if ask.at == turns && closed != Some(ask.session) {
+                    for (choice, resumed) in request.choices.iter().enumerate() {
+                        outputs.insert((request.key.request, choice as u32), (resumed.tokens.clone(), None));
+                    }
+                    engine.command(Command::Submit(Box::new(request.clone())), &mut events);
+                }
+                if ask.cancel_at == Some(turns) {
+                    engine.command(Command::Cancel { key: request.key, choice: None }, &mut events);
+                }
+            }
+            if let Some((session, _)) = close.filter(|(_, at)| *at == turns) {
+                engine.command(Command::Close(SessionId(session)), &mut events);
+                closed = Some(session);
+            }
+            let turn = engine.turn(Time::from_nanos(turns as u64), &mut events).unwrap();
+            for event in events.drain(..) {
+                let output = outputs.get_mut(&(event.key.request, event.choice)).expect("an unknown choice");
+                prop_assert!(output.1.is_none(), "an event after the end");
+                output.0.extend(event.token);
+                output.1 = event.finish;
+            }
+            turns += 1;
+            if turn.idle && turns > 60 {
+                break;
+            }
+            prop_assert!(turns < 20_000, "no progress");
+        }
+        for (ask, request) in asks.iter().zip(&requests) {
+            for choice in 0..ask.n {
+                let Some((tokens, finish)) = outputs.remove(&(request.key.request, choice)) else {
+                    prop_assert_eq!(closed, Some(ask.session));
+                    continue;
+                };
+                let (expected, reason) = undisturbed(request, choice);
+                match finish.expect("every choice ends") {
+                    Finish::Ended(FinishReason::Cancelled) => {
+                        prop_assert!(ask.cancel_at.is_some() || closed == Some(ask.session));
+                        prop_assert!(expected.starts_with(&tokens));
+                    }
+                    finish => {
+                        prop_assert_eq!(finish, Finish::Ended(reason));
+                        prop_assert_eq!(tokens, expected);
+                    }
+                }
+            }
+        }
+        let load = engine.load();
+        prop_assert_eq!((load.running, load.waiting, load.blocks_used), (0, 0, 0));
+        prop_assert_eq!(attached.load(Ordering::Relaxed), 0, "a slot stayed attached");
+        let whole: u32 = engine.grants().map(|(_, grant)| grant.sequences).sum();
+        prop_assert_eq!(whole, slots + 4, "credits did not all come back");
+    }
+}
+
+fn simple(handle: u64) -> Ask {
+    Ask {
+        prompt: vec![1, 2, 3],
+        max_tokens: 5,
+        n: 1,
+        seed: handle,
+        ignore_eos: true,
+        priority: 0,
+        at: 0,
+        cancel_at: None,
+        resumed: 0,
+        session: 0,
+    }
+}
+
+fn engine(runtime: Remembering, waiting_max: u32) -> Engine {
+    let settings = Settings { waiting_max, queue_ahead: 1 };
+    let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
+    engine.command(Command::Open(SessionId(0)), &mut Vec::new());
+    engine
+}
+
+fn failures(events: &[Event]) -> Vec<&Failure> {
+    let failures = events.iter().filter_map(|event| match &event.finish {
+        Some(Finish::Failed(failure)) => Some(failure),
+        _ => None,
+    });
+    failures.collect()
+}
+
+#[test]
+fn a_request_the_router_should_not_have_sent_is_refused_and_leaves_nothing_behind() {
+    let mut engine = engine(Remembering::new(30, 2, 8, Arc::default()), 2);
+    let good = request(&simple(0), 0);
+    let change = |f: fn(&mut Request)| {
+        let mut bad = good.clone();
+        f(&mut bad);
+        bad
+    };
+    let bad = [
+        change(|r| r.prompt = Vec::new().into()),
+        change(|r| r.prompt = vec![VOCAB].into()),
+        change(|r| r.max_tokens = 0),
+        change(|r| r.max_tokens = 118),
+        change(|r| r.choices[0].tokens = vec![1; 6]),
+        change(|r| r.choices[0].tokens = vec![VOCAB]),
+    ];
+    for (which, bad) in bad.into_iter().enumerate() {
+        let mut events = Vec::new();
+        engine.command(Command::Submit(Box::new(bad)), &mut events);
+        assert!(matches!(failures(&events)[..], [Failure::Invalid(_)]), "case {which}: {events:?}");
+    }
+    let mut events = Vec::new();
+    engine.command(Command::Submit(Box::new(good.clone())), &mut events);
+    engine.command(Command::Submit(Box::new(good)), &mut events);
+    assert!(matches!(failures(&events)[..], [Failure::Invalid(_)]), "a handle in use was taken again");
+    events.clear();
+    let crowd = request(&Ask { n: 3, ..simple(1) }, 1);
+    engine.command(Command::Submit(Box::new(crowd)), &mut events);
+    let [Failure::Overloaded(_), Failure::Overloaded(_), Failure::Overloaded(_)] = failures(&events)[..] else {
+        panic!("all choices or none: {events:?}");
+    };
+    assert_eq!(engine.load().waiting, 1);
+    engine.drain();
+    events.clear();
+    engine.command(Command::Submit(Box::new(request(&simple(2), 2))), &mut events);
+    assert_eq!(failures(&events), [&Failure::Draining]);
+}
+
+#[test]
+fn a_failing_device_ends_what_ran_with_an_error_and_stops_the_engine() {
+    let mut runtime = Remembering::new(30, 2, 8, Arc::default());
+    runtime.fail_after = Some(2);
+    let mut engine = engine(runtime, 8);
+    let mut events = Vec::new();
+    engine.command(Command::Submit(Box::new(request(&simple(0), 0))), &mut events);
+    assert!(engine.turn(Time::ZERO, &mut events).is_ok());
+    assert!(engine.turn(Time::ZERO, &mut events).is_ok());
+    events.clear();
+    assert!(engine.turn(Time::ZERO, &mut events).is_err());
+    assert!(matches!(failures(&events)[..], [Failure::Device(_)]));
+    assert_eq!(engine.load().blocks_used, 0);
+}
