@@ -3,10 +3,14 @@
 //! Both sides validate and interpret a request by this one module, so that a request the router admits is
 //! never one the worker refuses for its parameters.
 
+mod block_hash;
 mod finish;
 mod limits;
 mod sampling;
+mod tenant_service;
 
+pub use block_hash::BlockHash;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, RequestError, RequestShape};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
+pub use tenant_service::{Service, Tenant, TenantService, TokenCost, Weight, WeightError};

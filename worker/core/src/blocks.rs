@@ -1,50 +1,110 @@
-/// Index of a KV block in the pool.
+use std::collections::BTreeMap;
+
+use inflight_contract::BlockHash;
+
+/// Index of a KV block in its pool.
 pub type Block = u32;
 
-/// Which blocks are free and which are owned.
+/// No block: the ends of the free list.
+const NONE: Block = Block::MAX;
+
+#[derive(Debug, Clone, Copy)]
+struct Meta {
+    /// Owners: tables and transfers.
+    refs: u32,
+    /// Set while the content can be found again.
+    hash: Option<BlockHash>,
+    /// Neighbours in the free list; meaningful while `refs` is 0.
+    prev: Block,
+    next: Block,
+}
+
+/// A change of what the pool can find again, for routers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheEvent {
+    /// A block with this hash can be shared.
+    Stored(BlockHash),
+    /// It is gone.
+    Removed(BlockHash),
+}
+
+/// A pool of KV blocks: who owns which, and which content can be found again.
 ///
-/// **Invariant**: free + owned = total after every call, and no block is both. A block is owned by exactly one
-/// sequence's table; `take` hands it over and `give_back` returns it.
+/// The free list *is* the cache: a block without owners keeps its content and its hash until it is taken for
+/// something else, the least recently freed first. Blocks whose content cannot be found again are taken before any
+/// of those. Tables are released from their end, so that the tails of prefixes are evicted before their heads.
+///
+/// **Invariants**: free + owned = total after every call; a block is in the free list exactly while it has no
+/// owner; `index` holds exactly the hashes of the blocks that have one, so no two blocks have the same.
 #[derive(Debug)]
 pub struct BlockPool {
-    free: Vec<Block>,
-    owned: Vec<bool>,
+    meta: Vec<Meta>,
+    /// Ends of the free list: blocks are taken at the head.
+    head: Block,
+    tail: Block,
+    free: u32,
+    index: BTreeMap<BlockHash, Block>,
+    events: Vec<CacheEvent>,
 }
 
 impl BlockPool {
-    /// A pool of `total` free blocks.
+    /// A pool of `total` free blocks, none of which has content.
     pub fn new(total: u32) -> Self {
-        // Popping from the end hands out low indices first: a lightly used pool stays small in memory.
-        Self { free: (0..total).rev().collect(), owned: vec![false; total as usize] }
+        let empty = Meta { refs: 0, hash: None, prev: NONE, next: NONE };
+        let mut pool = Self {
+            meta: vec![empty; total as usize],
+            head: NONE,
+            tail: NONE,
+            free: 0,
+            index: BTreeMap::new(),
+            events: Vec::new(),
+        };
+        // Low indices first: a lightly used pool stays small in memory.
+        (0..total).for_each(|block| pool.push_tail(block));
+        pool
     }
 
     /// All blocks.
     pub fn total(&self) -> u32 {
-        self.owned.len() as u32
+        self.meta.len() as u32
     }
 
-    /// Blocks that nobody owns.
+    /// Blocks without an owner, those with content that can be found again included.
     pub fn free(&self) -> u32 {
-        self.free.len() as u32
+        self.free
     }
 
-    /// Blocks in use.
+    /// Blocks with an owner.
     pub fn used(&self) -> u32 {
-        self.total() - self.free()
+        self.total() - self.free
     }
 
-    /// Takes one block, if one is free.
+    /// Blocks whose content can be found again, owned or not.
+    pub fn cached(&self) -> u32 {
+        self.index.len() as u32
+    }
+
+    /// Owners of a block.
+    pub fn owners(&self, block: Block) -> u32 {
+        self.meta[block as usize].refs
+    }
+
+    /// Takes a free block, forgetting its content. Its one owner is the caller.
     pub fn take(&mut self) -> Option<Block> {
-        let block = self.free.pop()?;
-        debug_assert!(!self.owned[block as usize], "block {block} was free and owned");
-        self.owned[block as usize] = true;
+        let block = self.head;
+        if block == NONE {
+            return None;
+        }
+        self.unlink(block);
+        self.forget(block);
+        self.meta[block as usize].refs = 1;
         Some(block)
     }
 
     /// Takes blocks until `table` has `len` of them; takes none if there are too few.
     pub fn extend(&mut self, table: &mut Vec<Block>, len: u32) -> bool {
         let missing = (len as usize).saturating_sub(table.len());
-        if missing > self.free.len() {
+        if missing > self.free as usize {
             return false;
         }
         for _ in 0..missing {
@@ -53,14 +113,200 @@ impl BlockPool {
         true
     }
 
-    /// Returns all blocks of a table, the last first, so that they are handed out in table order again.
-    pub fn give_back(&mut self, table: &mut Vec<Block>) {
+    /// The block with this content, if there is one.
+    pub fn lookup(&self, hash: BlockHash) -> Option<Block> {
+        self.index.get(&hash).copied()
+    }
+
+    /// Adds an owner to a block that `lookup` found or that another table holds.
+    pub fn share(&mut self, block: Block) {
+        if self.meta[block as usize].refs == 0 {
+            self.unlink(block);
+        }
+        self.meta[block as usize].refs += 1;
+    }
+
+    /// Makes the content of an owned block findable. Where another block has the same content already, that one
+    /// stays the one to be found.
+    pub fn seal(&mut self, block: Block, hash: BlockHash) {
+        let meta = &mut self.meta[block as usize];
+        debug_assert!(meta.refs > 0, "only an owner knows the content");
+        if meta.hash.is_some() {
+            return;
+        }
+        if let std::collections::btree_map::Entry::Vacant(vacant) = self.index.entry(hash) {
+            vacant.insert(block);
+            meta.hash = Some(hash);
+            self.events.push(CacheEvent::Stored(hash));
+        }
+    }
+
+    /// Gives up one ownership of a block.
+    ///
+    /// # Panics
+    /// If it has no owner: it was given back twice.
+    pub fn release(&mut self, block: Block) {
+        let meta = &mut self.meta[block as usize];
+        assert!(meta.refs > 0, "block {block} was given back twice");
+        meta.refs -= 1;
+        if meta.refs > 0 {
+            return;
+        }
+        match meta.hash {
+            Some(_) => self.push_tail(block),
+            None => self.push_head(block),
+        }
+    }
+
+    /// Gives up all blocks of a table, from its end.
+    pub fn release_table(&mut self, table: &mut Vec<Block>) {
         while let Some(block) = table.pop() {
-            assert!(
-                std::mem::replace(&mut self.owned[block as usize], false),
-                "block {block} was given back twice"
-            );
-            self.free.push(block);
+            self.release(block);
+        }
+    }
+
+    /// Forgets all content that can be found again.
+    pub fn clear_cache(&mut self) {
+        while let Some((_, block)) = self.index.pop_first() {
+            if let Some(hash) = self.meta[block as usize].hash.take() {
+                self.events.push(CacheEvent::Removed(hash));
+            }
+        }
+    }
+
+    /// Takes the changes since the last call, in order.
+    pub fn drain_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+        self.events.drain(..)
+    }
+
+    fn forget(&mut self, block: Block) {
+        if let Some(hash) = self.meta[block as usize].hash.take() {
+            self.index.remove(&hash);
+            self.events.push(CacheEvent::Removed(hash));
+        }
+    }
+
+    fn push_tail(&mut self, block: Block) {
+        let before = std::mem::replace(&mut self.tail, block);
+        let meta = &mut self.meta[block as usize];
+        (meta.prev, meta.next) = (before, NONE);
+        match before {
+            NONE => self.head = block,
+            before => self.meta[before as usize].next = block,
+        }
+        self.free += 1;
+    }
+
+    fn push_head(&mut self, block: Block) {
+        let after = std::mem::replace(&mut self.head, block);
+        let meta = &mut self.meta[block as usize];
+        (meta.prev, meta.next) = (NONE, after);
+        match after {
+            NONE => self.tail = block,
+            after => self.meta[after as usize].prev = block,
+        }
+        self.free += 1;
+    }
+
+    fn unlink(&mut self, block: Block) {
+        let Meta { prev, next, .. } = self.meta[block as usize];
+        match prev {
+            NONE => self.head = next,
+            prev => self.meta[prev as usize].next = next,
+        }
+        match next {
+            NONE => self.tail = prev,
+            next => self.meta[next as usize].prev = prev,
+        }
+        self.free -= 1;
+    }
+
+    /// Checks the structure against the owners that tables and transfers claim: `claims[block]` is their number.
+    ///
+    /// # Panics
+    /// If an invariant is broken.
+    pub fn assert_consistent(&self, claims: &[u32]) {
+        for (block, meta) in self.meta.iter().enumerate() {
+            assert_eq!(meta.refs, claims[block], "owners of block {block}");
+            if let Some(hash) = meta.hash {
+                assert_eq!(self.index.get(&hash), Some(&(block as Block)), "the index misses block {block}");
+            }
+        }
+        let hashed = self.meta.iter().filter(|meta| meta.hash.is_some()).count();
+        assert_eq!(hashed, self.index.len(), "the index names blocks that have no hash");
+        let (mut at, mut before, mut listed) = (self.head, NONE, 0);
+        while at != NONE {
+            let meta = &self.meta[at as usize];
+            assert_eq!((meta.refs, meta.prev), (0, before), "the free list is broken at block {at}");
+            (before, at, listed) = (at, meta.next, listed + 1);
+            assert!(listed <= self.total(), "the free list is a circle");
+        }
+        assert_eq!((before, listed), (self.tail, self.free), "the free list loses blocks");
+        assert_eq!(listed + claims.iter().filter(|refs| **refs > 0).count() as u32, self.total());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hash(raw: u128) -> BlockHash {
+        BlockHash::from_raw(raw)
+    }
+
+    #[test]
+    fn the_tail_of_a_prefix_is_evicted_before_its_head_and_nothing_findable_before_the_rest() {
+        let mut pool = BlockPool::new(4);
+        let mut table = Vec::new();
+        assert!(pool.extend(&mut table, 3));
+        let prefix = table.clone();
+        for (place, block) in table.iter().enumerate() {
+            pool.seal(*block, hash(place as u128));
+        }
+        pool.release_table(&mut table);
+        assert_eq!(pool.free(), 4);
+        let taken: Vec<_> = (0..3).filter_map(|_| pool.take()).collect();
+        assert_eq!(taken, [3, prefix[2], prefix[1]]);
+        assert_eq!(pool.lookup(hash(0)), Some(prefix[0]));
+        assert_eq!(pool.lookup(hash(1)), None);
+    }
+
+    proptest! {
+        #[test]
+        fn the_books_agree_with_a_naive_model(ops in prop::collection::vec((0u8..5, any::<u32>()), 0..300)) {
+            let mut pool = BlockPool::new(12);
+            let mut owned: Vec<Block> = Vec::new();
+            let mut found: BTreeMap<BlockHash, Block> = BTreeMap::new();
+            for (op, pick) in ops {
+                match op {
+                    0 => owned.extend(pool.take()),
+                    1 if !owned.is_empty() => {
+                        let block = owned.swap_remove(pick as usize % owned.len());
+                        pool.release(block);
+                    }
+                    2 if !owned.is_empty() => {
+                        pool.seal(owned[pick as usize % owned.len()], hash(u128::from(pick % 20)));
+                    }
+                    3 => if let Some(block) = pool.lookup(hash(u128::from(pick % 20))) {
+                        pool.share(block);
+                        owned.push(block);
+                    },
+                    _ if pick % 50 == 0 => pool.clear_cache(),
+                    _ => {}
+                }
+                for event in pool.drain_events() {
+                    match event {
+                        CacheEvent::Stored(hash) => prop_assert!(found.insert(hash, 0).is_none()),
+                        CacheEvent::Removed(hash) => prop_assert!(found.remove(&hash).is_some()),
+                    }
+                }
+                prop_assert_eq!(found.len() as u32, pool.cached(), "events and cache differ");
+                prop_assert!(found.keys().all(|hash| pool.lookup(*hash).is_some()));
+                let mut claims = vec![0; 12];
+                owned.iter().for_each(|block| claims[*block as usize] += 1);
+                pool.assert_consistent(&claims);
+            }
         }
     }
 }

@@ -1,4 +1,8 @@
-use crate::{SequenceId, Slot};
+use std::time::Duration;
+
+use inflight_contract::BlockHash;
+
+use crate::{Block, SequenceId, Slot};
 
 /// Tokens of one sequence to compute in an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,6 +19,39 @@ pub struct Chunk {
     pub samples: bool,
 }
 
+/// Names a transfer between device and host until its completion was reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TransferId(pub u64);
+
+/// Which way a transfer goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the device to the host.
+    Out,
+    /// From the host to the device.
+    In,
+}
+
+/// Blocks to copy between device and host, in the background.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Transfer {
+    /// Its name.
+    pub id: TransferId,
+    /// Which way.
+    pub direction: Direction,
+    /// Device block and host block of each copy.
+    pub blocks: Vec<(Block, Block)>,
+}
+
+/// Copies the whole of one device block over another, before the forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Copy {
+    /// Block read.
+    pub from: Block,
+    /// Block written.
+    pub to: Block,
+}
+
 /// What the next forward pass computes. The buffers are reused from plan to plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Iteration {
@@ -22,12 +59,20 @@ pub struct Iteration {
     pub number: u64,
     /// Sequences that were given a slot: attach them, with all tokens they have.
     pub admitted: Vec<(SequenceId, Slot)>,
-    /// Sequences that lost slot and blocks and will be computed again: detach the slots.
-    pub preempted: Vec<(SequenceId, Slot)>,
+    /// Sequences that lost slot and blocks, and whether these are kept on the host or computed again.
+    pub preempted: Vec<(SequenceId, Preemption)>,
+    /// Transfers to start now.
+    pub transfers: Vec<Transfer>,
+    /// Copies to make first.
+    pub copies: Vec<Copy>,
     /// The work: decodes first, then prefill chunks.
     pub chunks: Vec<Chunk>,
+    /// Decodes among the chunks.
+    pub decodes: u32,
     /// Why the first of the waiting sequences was not admitted.
     pub blocked: Option<Blocked>,
+    /// Decoding sequences that stand still until a transfer's fence gives blocks back.
+    pub stalled: u32,
 }
 
 impl Iteration {
@@ -39,9 +84,22 @@ impl Iteration {
     pub(crate) fn clear(&mut self) {
         self.admitted.clear();
         self.preempted.clear();
+        self.transfers.clear();
+        self.copies.clear();
         self.chunks.clear();
+        self.decodes = 0;
         self.blocked = None;
+        self.stalled = 0;
     }
+}
+
+/// What becomes of a preempted sequence's keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Preemption {
+    /// They are dropped and computed again.
+    Recompute,
+    /// They are copied to the host.
+    Swap,
 }
 
 /// A sequence that could not start, and why.
@@ -69,6 +127,12 @@ pub enum BlockedBy {
     Budget,
     /// A sequence was preempted in this iteration; admitting another would undo it.
     Preemption,
+    /// Another sequence computes its next block right now: it waits to share it.
+    PrefixUnderWay,
+    /// The policy starts nobody now.
+    Policy,
+    /// Blocks are on their way to the host; it waits for the fence.
+    Fence,
 }
 
 impl BlockedBy {
@@ -79,15 +143,34 @@ impl BlockedBy {
             Self::Slots => "slots",
             Self::Budget => "budget",
             Self::Preemption => "preemption",
+            Self::PrefixUnderWay => "prefix_under_way",
+            Self::Policy => "policy",
+            Self::Fence => "fence",
         }
     }
 }
 
 /// What the driver says of a sampled token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// The sequence goes on, unless it has reached its length.
-    Continue,
+pub struct Verdict {
     /// The token ends the sequence.
-    Stop,
+    pub stop: bool,
+    /// The hash of the block that the token fills, if it fills one.
+    pub hash: Option<BlockHash>,
+}
+
+impl Verdict {
+    /// The sequence goes on, unless it has reached its length.
+    pub const CONTINUE: Self = Self { stop: false, hash: None };
+    /// The token ends the sequence.
+    pub const STOP: Self = Self { stop: true, hash: None };
+}
+
+/// What the driver measured of an iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome<'a> {
+    /// One for each sampling chunk, in order.
+    pub verdicts: &'a [Verdict],
+    /// How long the step took.
+    pub took: Duration,
 }

@@ -1,20 +1,26 @@
-//! The pure state machine of a worker: iteration scheduler and paged KV block manager.
+//! The pure state machine of a worker: iteration scheduler, paged KV block manager, cost model.
 //!
 //! [`Scheduler::plan`] decides what the next forward pass computes, [`Scheduler::commit`] takes what it yielded.
 //! There is no clock, no I/O, no thread and no unordered iteration in here: the same calls give the same plans,
 //! whether a device, a simulator or a test drives them.
 
 mod blocks;
+mod cost;
 mod grants;
 mod iteration;
+mod least_squares;
 mod limits;
+pub mod policy;
 mod scheduler;
 mod sequence;
 mod time;
 
-pub use blocks::{Block, BlockPool};
+pub use blocks::{Block, BlockPool, CacheEvent};
+pub use cost::{CostModel, CostPrior, StepWork};
 pub use grants::{Capacity, Grant, Grants};
-pub use iteration::{Blocked, BlockedBy, Chunk, Iteration, Verdict};
+pub use iteration::{
+    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preemption, Transfer, TransferId, Verdict,
+};
 pub use limits::{Limits, LimitsError};
 pub use scheduler::{CommitError, Ended, Load, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};

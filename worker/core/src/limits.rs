@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 /// What bounds a scheduler. All are hard: nothing grows past them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -5,6 +7,8 @@ pub struct Limits {
     pub block_tokens: u32,
     /// Blocks in the KV pool.
     pub blocks: u32,
+    /// Blocks in the host pool; 0: no swapping.
+    pub host_blocks: u32,
     /// Sequences that run at once: slots.
     pub running_max: u32,
     /// Sequences that wait at once.
@@ -17,6 +21,18 @@ pub struct Limits {
     pub watermark_blocks: u32,
     /// Tokens of output for which admission reserves blocks beyond the prompt.
     pub min_decode_tokens: u32,
+    /// Iterations planned before the oldest of them is committed: 1, or 2 to plan one while another runs.
+    pub depth: u32,
+    /// Sequences admitted past one that does not fit, before nobody passes it any more.
+    pub bypass_max: u32,
+    /// Steps in which a sequence that was preempted is not preempted again while another candidate is there.
+    pub cooldown_steps: u64,
+    /// Whether blocks whose content is known are shared and found again.
+    pub prefix_cache: bool,
+    /// A step with decodes in it should not take longer: bounds the prefill chunks beside them.
+    pub step_target: Option<Duration>,
+    /// A waiting sequence may displace running ones whose priority is at least this much lower.
+    pub preemption_threshold: u32,
 }
 
 /// Limits that contradict each other.
@@ -26,16 +42,44 @@ pub enum LimitsError {
     #[error("{0} is 0; it must be at least 1")]
     Zero(&'static str),
     /// An iteration could not hold one token of each running sequence, so decodes would starve.
-    #[error("iteration_tokens is {iteration_tokens}, less than running_max {running_max}: each running sequence needs a token")]
+    #[error(
+        "iteration_tokens is {iteration_tokens}, less than running_max {running_max}: each running sequence needs \
+         a token"
+    )]
     BudgetBelowRunning {
         /// Tokens of an iteration.
         iteration_tokens: u32,
         /// Running sequences.
         running_max: u32,
     },
+    /// More iterations in flight than a token can be unknown for.
+    #[error("depth is {0}; it must be 1 or 2")]
+    Depth(u32),
 }
 
 impl Limits {
+    /// Limits with everything optional at its default.
+    pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
+        Self {
+            block_tokens,
+            blocks,
+            host_blocks: 0,
+            running_max,
+            waiting_max: 1024,
+            iteration_tokens,
+            sequence_tokens: u32::MAX,
+            // One block in a hundred absorbs the growth of what runs before anything must be preempted.
+            watermark_blocks: blocks / 100,
+            min_decode_tokens: block_tokens,
+            depth: 1,
+            bypass_max: 16,
+            cooldown_steps: 32,
+            prefix_cache: true,
+            step_target: None,
+            preemption_threshold: 1,
+        }
+    }
+
     /// Checks that a scheduler can work within these limits.
     ///
     /// # Errors
@@ -48,10 +92,14 @@ impl Limits {
             ("waiting_max", self.waiting_max),
             ("iteration_tokens", self.iteration_tokens),
             ("sequence_tokens", self.sequence_tokens),
+            ("preemption_threshold", self.preemption_threshold),
         ] {
             if value == 0 {
                 return Err(LimitsError::Zero(name));
             }
+        }
+        if !(1..=2).contains(&self.depth) {
+            return Err(LimitsError::Depth(self.depth));
         }
         if self.iteration_tokens < self.running_max {
             return Err(LimitsError::BudgetBelowRunning {

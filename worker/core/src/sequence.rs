@@ -1,4 +1,6 @@
-use crate::{Block, Time};
+use inflight_contract::{BlockHash, Tenant, Weight};
+
+use crate::{Block, Time, TransferId};
 
 /// Names a sequence from its submission to its end. Ids are reused, but never with the same generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -19,8 +21,8 @@ impl SequenceId {
 pub type Slot = u32;
 
 /// A sequence to schedule. Its tokens stay with the driver: the scheduler counts them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NewSequence {
+#[derive(Debug, Clone, Copy)]
+pub struct NewSequence<'a> {
     /// Tokens known at submission: the prompt and, for a resumed sequence, what it generated before.
     pub known_tokens: u32,
     /// Most tokens to generate from here on.
@@ -29,14 +31,27 @@ pub struct NewSequence {
     pub priority: i32,
     /// When to give up.
     pub deadline: Option<Time>,
+    /// Whose it is.
+    pub tenant: &'a str,
+    /// The tenant's share.
+    pub weight: Weight,
+    /// Hashes of the full blocks of the known tokens; fewer are fine, and none means no sharing.
+    pub hashes: &'a [BlockHash],
+    /// Sequences of the same group have the same known tokens: the first computes them, the others share.
+    pub group: Option<u64>,
 }
 
-/// Where a sequence is. The transitions are in `scheduler.rs` and nowhere else:
+/// Where a sequence is. The transitions are in `scheduler/` and nowhere else:
 ///
 /// ```text
 /// Waiting ──admit──▶ Prefilling ──last chunk──▶ Decoding ──stop, length──▶ (ended)
 ///    ▲                   │                          │
-///    └─────preempt───────┴──────────────────────────┘     cancel, deadline: from any state
+///    ├──recompute────────┼──────────────────────────┤        cancel, deadline: from any state
+///    │                   └────────swap──────────────┤
+///    │                                              ▼
+///    ├──copy failed── SwappingIn ◀── Swapped ◀── SwappingOut
+///    │                   └──▶ Prefilling, Decoding     │
+///    └──────────────────copy failed────────────────────┘
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
@@ -46,48 +61,67 @@ pub(crate) enum State {
     Prefilling { slot: Slot },
     /// Owns a slot; all but its newest token are computed.
     Decoding { slot: Slot },
+    /// Its blocks are on their way to the host and belong to the transfer.
+    SwappingOut { transfer: TransferId },
+    /// Its blocks are in `host_table`.
+    Swapped,
+    /// They are on their way back and belong to the transfer. The slot is its own already.
+    SwappingIn { transfer: TransferId, slot: Slot },
+    /// Its terminal event is out, but an iteration in flight still writes to its slot and blocks.
+    Leaving { slot: Slot },
 }
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub id: SequenceId,
     pub state: State,
+    pub tenant: Tenant,
     pub priority: i32,
     /// Counts submissions: the order of arrival, kept over preemptions.
     pub arrival: u64,
+    /// When it last began to wait.
+    pub queued: Time,
     pub deadline: Option<Time>,
-    /// Prompt and generated tokens.
+    /// Prompt and generated tokens, those included whose iteration is in flight.
     pub known_tokens: u32,
-    /// Tokens whose keys and values are in the pool.
+    /// Tokens whose keys and values are in the pool or will be when what is in flight has run.
     pub computed_tokens: u32,
-    /// Tokens that may still be generated.
+    /// Of these, those that have run.
+    pub committed_tokens: u32,
+    /// Tokens that may still be generated, those in flight excluded.
     pub remaining_tokens: u32,
+    /// Known tokens at submission: computing more than these is charged as output.
+    pub input_tokens: u32,
+    /// Input tokens that were charged, or were shared and need not be.
+    pub charged_tokens: u32,
     pub table: Vec<Block>,
-    /// Ends at the commit of the iteration in flight, for this reason.
-    pub withdrawn: Option<inflight_contract::FinishReason>,
+    pub host_table: Vec<Block>,
+    pub hashes: Vec<BlockHash>,
+    /// Blocks of the table that are findable already.
+    pub sealed_blocks: u32,
+    pub group: Option<u64>,
+    /// Iterations in flight that it takes part in.
+    pub in_flight: u32,
+    /// Will be preempted once nothing of it is in flight.
+    pub evict: bool,
+    /// Sequences admitted past it.
+    pub bypassed: u32,
+    /// Number of the iteration before which it is not preempted again, if another candidate is there.
+    pub spared_until: u64,
 }
 
 impl Sequence {
-    /// Who goes first: the more important, then the older.
-    pub fn rank(&self) -> Rank {
-        Rank { importance: std::cmp::Reverse(self.priority), arrival: self.arrival }
-    }
-
     pub fn slot(&self) -> Option<Slot> {
         match self.state {
-            State::Waiting => None,
-            State::Prefilling { slot } | State::Decoding { slot } => Some(slot),
+            State::Waiting | State::SwappingOut { .. } | State::Swapped => None,
+            State::Prefilling { slot }
+            | State::Decoding { slot }
+            | State::SwappingIn { slot, .. }
+            | State::Leaving { slot } => Some(slot),
         }
     }
 
     pub fn uncomputed(&self) -> u32 {
         self.known_tokens - self.computed_tokens
     }
-}
-
-/// Sort key of queues: the least goes first. Arrivals differ, so no two ranks are equal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Rank {
-    pub importance: std::cmp::Reverse<i32>,
-    pub arrival: u64,
 }

@@ -1,0 +1,263 @@
+use std::collections::BTreeMap;
+
+/// What a token costs its tenant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenCost {
+    /// A prompt token that was really computed: neither a prefix hit nor computed again.
+    pub input: u32,
+    /// A generated token.
+    pub output: u32,
+}
+
+impl Default for TokenCost {
+    /// As in the VTC paper: an output token costs twice an input token.
+    fn default() -> Self {
+        Self { input: 1, output: 2 }
+    }
+}
+
+/// A tenant's share relative to others: in (0, 1000], in steps of 1/1000.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Weight(u32);
+
+/// A weight that is not in (0, 1000].
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[error("weight is {0}; it must be above 0 and at most 1000")]
+pub struct WeightError(pub f32);
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(1000)
+    }
+}
+
+impl TryFrom<f32> for Weight {
+    type Error = WeightError;
+
+    fn try_from(weight: f32) -> Result<Self, WeightError> {
+        // Comparisons with NaN are false, so NaN is refused too.
+        if weight > 0.0 && weight <= 1000.0 {
+            Ok(Self(((weight * 1000.0).round() as u32).max(1)))
+        } else {
+            Err(WeightError(weight))
+        }
+    }
+}
+
+impl Weight {
+    /// As a number.
+    pub fn get(self) -> f64 {
+        f64::from(self.0) / 1000.0
+    }
+}
+
+/// Service received over weight, in thousandths of a token of weight 1: 2^63 of them last for ages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Service(u64);
+
+impl Service {
+    fn of(tokens: u64, weight: Weight) -> Self {
+        // Thousandths of a token over thousandths of weight 1: a token at weight 1 is 1000.
+        Self(tokens.saturating_mul(1_000_000) / u64::from(weight.0))
+    }
+
+    /// In tokens of weight 1.
+    pub fn tokens(self) -> f64 {
+        self.0 as f64 / 1000.0
+    }
+}
+
+/// Names a tenant inside a [`TenantService`]; reused after the tenant was forgotten.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Tenant(u32);
+
+impl Tenant {
+    /// A small number, for tables kept beside the counters.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Counter {
+    name: String,
+    weight: Weight,
+    service: Service,
+    /// Requests that wait or run.
+    active: u32,
+}
+
+/// Virtual token counters: how much service each tenant has had, over its weight.
+///
+/// The algorithm is VTC's (Sheng et al., *Fairness in Serving Large Language Models*, OSDI 2024): serve the
+/// backlogged tenant with the least service, charge as service happens, and lift the counter of a tenant that
+/// becomes active to the least among the active ones, so that idle time earns no credit. For two tenants that stay
+/// backlogged the difference of their counters stays bounded.
+#[derive(Debug, Clone)]
+pub struct TenantService {
+    cost: TokenCost,
+    tenants: Vec<Option<Counter>>,
+    by_name: BTreeMap<String, Tenant>,
+    most: usize,
+    /// Where a tenant starts when no other is active: the most any active one ever had.
+    idle_floor: Service,
+}
+
+impl TenantService {
+    /// No tenants yet; at most `most` idle ones are remembered.
+    pub fn new(cost: TokenCost, most: usize) -> Self {
+        Self { cost, tenants: Vec::new(), by_name: BTreeMap::new(), most, idle_floor: Service::default() }
+    }
+
+    /// A request of a tenant arrives; its weight is the one in force from now on.
+    pub fn arrive(&mut self, name: &str, weight: Weight) -> Tenant {
+        let tenant = match self.by_name.get(name) {
+            Some(tenant) => *tenant,
+            None => self.insert(name, weight),
+        };
+        let floor = self.active_least().unwrap_or(self.idle_floor);
+        // `tenant` was found or inserted just now.
+        if let Some(counter) = &mut self.tenants[tenant.index()] {
+            if counter.active == 0 {
+                counter.service = counter.service.max(floor);
+            }
+            counter.active += 1;
+            counter.weight = weight;
+        }
+        tenant
+    }
+
+    /// A request of a tenant is over.
+    pub fn depart(&mut self, tenant: Tenant) {
+        if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
+            debug_assert!(counter.active > 0, "more requests departed than arrived");
+            counter.active = counter.active.saturating_sub(1);
+            if counter.active == 0 {
+                self.idle_floor = self.idle_floor.max(counter.service);
+            }
+        }
+        if self.by_name.len() > self.most {
+            self.forget_idle();
+        }
+    }
+
+    /// Charges computed prompt tokens and generated tokens.
+    pub fn charge(&mut self, tenant: Tenant, input: u32, output: u32) {
+        let cost = self.cost;
+        if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
+            let tokens = u64::from(input) * u64::from(cost.input) + u64::from(output) * u64::from(cost.output);
+            counter.service.0 = counter.service.0.saturating_add(Service::of(tokens, counter.weight).0);
+        }
+    }
+
+    /// What a tenant has had.
+    pub fn service(&self, tenant: Tenant) -> Service {
+        self.tenants.get(tenant.index()).and_then(Option::as_ref).map_or(Service::default(), |c| c.service)
+    }
+
+    /// Every tenant known, by name, with its service and the number of its requests.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, Service, u32)> {
+        self.by_name.values().filter_map(|tenant| {
+            self.tenants[tenant.index()].as_ref().map(|c| (c.name.as_str(), c.service, c.active))
+        })
+    }
+
+    fn active_least(&self) -> Option<Service> {
+        self.tenants.iter().flatten().filter(|counter| counter.active > 0).map(|counter| counter.service).min()
+    }
+
+    fn insert(&mut self, name: &str, weight: Weight) -> Tenant {
+        let counter =
+            Some(Counter { name: name.to_owned(), weight, service: Service::default(), active: 0 });
+        let place = self.tenants.iter().position(Option::is_none);
+        let tenant = match place {
+            Some(place) => {
+                self.tenants[place] = counter;
+                Tenant(place as u32)
+            }
+            None => {
+                self.tenants.push(counter);
+                Tenant(self.tenants.len() as u32 - 1)
+            }
+        };
+        self.by_name.insert(name.to_owned(), tenant);
+        tenant
+    }
+
+    /// Forgets the idle tenant with the least service: on its return it would be lifted furthest anyway.
+    fn forget_idle(&mut self) {
+        let idle = self.tenants.iter().enumerate().filter_map(|(place, counter)| {
+            counter.as_ref().filter(|counter| counter.active == 0).map(|counter| (counter.service, place))
+        });
+        if let Some((_, place)) = idle.min()
+            && let Some(counter) = self.tenants[place].take()
+        {
+            self.by_name.remove(&counter.name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn weight(weight: f32) -> Weight {
+        Weight::try_from(weight).unwrap()
+    }
+
+    #[test]
+    fn a_weight_is_positive_finite_and_bounded() {
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY, 1000.5] {
+            assert!(Weight::try_from(bad).is_err(), "{bad}");
+        }
+        assert_eq!(Weight::try_from(1e-9).unwrap(), Weight(1));
+    }
+
+    #[test]
+    fn idle_time_earns_no_credit() {
+        let mut service = TenantService::new(TokenCost::default(), 100);
+        let busy = service.arrive("busy", weight(1.0));
+        service.charge(busy, 1000, 500);
+        let late = service.arrive("late", weight(1.0));
+        assert_eq!(service.service(late), service.service(busy));
+        assert_eq!(service.service(late).tokens(), 2000.0);
+        service.depart(late);
+        service.depart(busy);
+        let fresh = service.arrive("fresh", weight(1.0));
+        assert_eq!(service.service(fresh).tokens(), 2000.0, "nor does coming when nobody is there");
+    }
+
+    proptest! {
+        /// The design's bound for a server that serves one request at a time, whole: at every moment the services
+        /// of any two backlogged tenants differ by at most one request's cost over the smaller weight.
+        #[test]
+        fn two_backlogged_tenants_never_drift_apart(
+            weights in (0.1f32..10.0, 0.1f32..10.0), sizes in prop::collection::vec((1u32..200, 1u32..200), 1..300)
+        ) {
+            let mut service = TenantService::new(TokenCost::default(), 100);
+            let tenants = [service.arrive("f", weight(weights.0)), service.arrive("g", weight(weights.1))];
+            let least_weight = f64::from(weights.0.min(weights.1));
+            for (input, output) in sizes {
+                let next = *tenants.iter().min_by_key(|t| service.service(**t)).unwrap();
+                service.charge(next, input, output);
+                let gap = (service.service(tenants[0]).tokens() - service.service(tenants[1]).tokens()).abs();
+                prop_assert!(gap <= 600.0 / (least_weight - 0.001) + 1.0, "gap {gap}");
+            }
+        }
+
+        #[test]
+        fn idle_tenants_are_forgotten_beyond_the_bound_and_active_ones_never(names in prop::collection::vec(0u32..50, 1..200)) {
+            let mut service = TenantService::new(TokenCost::default(), 5);
+            let kept = service.arrive("kept", Weight::default());
+            for name in names {
+                let tenant = service.arrive(&name.to_string(), Weight::default());
+                service.charge(tenant, name, 1);
+                service.depart(tenant);
+                prop_assert!(service.iter().count() <= 6);
+            }
+            service.charge(kept, 1, 0);
+            prop_assert!(service.iter().any(|(name, _, active)| name == "kept" && active == 1));
+        }
+    }
+}

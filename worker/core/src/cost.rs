@@ -1,0 +1,190 @@
+use std::time::Duration;
+
+use crate::least_squares::LeastSquares;
+
+/// What a step computes, as far as its duration depends on it.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct StepWork {
+    /// Tokens in the batch.
+    pub tokens: u32,
+    /// Keys read by attention: over all tokens, the positions up to and including each.
+    pub keys: u64,
+    /// Sequences in the batch.
+    pub sequences: u32,
+}
+
+impl StepWork {
+    /// Adds `len` tokens of one sequence, the first at position `start`.
+    pub fn add(&mut self, start: u32, len: u32) {
+        self.tokens += len;
+        self.keys += keys(start, len);
+        self.sequences += 1;
+    }
+
+    fn features(&self) -> [f64; 4] {
+        [1.0, f64::from(self.tokens), self.keys as f64, f64::from(self.sequences)]
+    }
+}
+
+fn keys(start: u32, len: u32) -> u64 {
+    let (start, len) = (u64::from(start), u64::from(len));
+    len * start + len * (len + 1) / 2
+}
+
+/// Where a cost model starts from, and what never changes: coefficients in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CostPrior {
+    /// A step with nothing in it.
+    pub step: f64,
+    /// For each token.
+    pub token: f64,
+    /// For each key read.
+    pub key: f64,
+    /// For each sequence.
+    pub sequence: f64,
+    /// A copy of nothing between device and host.
+    pub copy: f64,
+    /// For each block copied.
+    pub copy_block: f64,
+    /// How far off the coefficients may be, relative to each: small after a calibration, large for a guess.
+    pub trust: f64,
+}
+
+impl Default for CostPrior {
+    /// A small model on a CPU: off by any factor elsewhere, and unlearnt within a few steps.
+    fn default() -> Self {
+        Self { step: 1e-3, token: 1e-4, key: 1e-8, sequence: 1e-5, copy: 2e-5, copy_block: 2e-5, trust: 10.0 }
+    }
+}
+
+/// How long steps and copies take: a linear model, fitted online to what was measured.
+///
+/// One component with five users: the chunk budget, the choice between recompute and swap, the predicted time to
+/// first token (admission and placement), and the simulator, whose device it is.
+#[derive(Debug, Clone)]
+pub struct CostModel {
+    steps: LeastSquares<4>,
+    copies: LeastSquares<2>,
+    observed_steps: u64,
+}
+
+impl CostModel {
+    /// A model that knows what the prior says.
+    pub fn new(prior: CostPrior) -> Self {
+        let CostPrior { step, token, key, sequence, copy, copy_block, trust } = prior;
+        Self {
+            steps: LeastSquares::new([step, token, key, sequence], trust, 0.998),
+            copies: LeastSquares::new([copy, copy_block], trust, 0.99),
+            observed_steps: 0,
+        }
+    }
+
+    /// Learns from a measured step.
+    pub fn observe_step(&mut self, work: &StepWork, took: Duration) {
+        let seconds = took.as_secs_f64();
+        // Steps are about as noisy, in proportion, whatever their length.
+        let noise = (0.05 * seconds).powi(2).max(1e-14);
+        self.steps.observe(&work.features(), seconds, noise);
+        self.observed_steps += 1;
+    }
+
+    /// Learns from a measured copy of this many blocks, in either direction.
+    pub fn observe_copy(&mut self, blocks: u32, took: Duration) {
+        let seconds = took.as_secs_f64();
+        let noise = (0.05 * seconds).powi(2).max(1e-14);
+        self.copies.observe(&[1.0, f64::from(blocks)], seconds, noise);
+    }
+
+    /// Steps it has learnt from.
+    pub fn observed_steps(&self) -> u64 {
+        self.observed_steps
+    }
+
+    /// Predicted duration of a step.
+    pub fn step(&self, work: &StepWork) -> Duration {
+        seconds(self.steps.predict(&work.features()))
+    }
+
+    /// Predicted duration of a copy of this many blocks, one way.
+    pub fn copy(&self, blocks: u32) -> Duration {
+        seconds(self.copies.predict(&[1.0, f64::from(blocks)]))
+    }
+
+    /// Predicted time that computing `tokens` from position `start` on adds to steps that run anyway.
+    pub fn prefill(&self, start: u32, tokens: u32) -> Duration {
+        let [_, token, key, _] = self.steps.coefficients();
+        seconds(token * f64::from(tokens) + key * keys(start, tokens) as f64)
+    }
+
+    /// The most tokens, up to `most`, of a prefill at position `start` that may join a step with `work` so that
+    /// the step keeps within `target`.
+    pub fn chunk_within(&self, work: &StepWork, start: u32, most: u32, target: Duration) -> u32 {
+        let fits = |len: u32| {
+            let mut with = *work;
+            with.add(start, len);
+            self.step(&with) <= target
+        };
+        // Durations grow with the length, so the lengths that fit are a prefix: bisect.
+        let (mut low, mut high) = (0, most);
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if fits(middle) { low = middle } else { high = middle - 1 }
+        }
+        low
+    }
+}
+
+fn seconds(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.clamp(0.0, 1e6)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn work(tokens: u32, keys: u64, sequences: u32) -> StepWork {
+        StepWork { tokens, keys, sequences }
+    }
+
+    #[test]
+    fn the_keys_of_a_chunk_are_those_each_token_sees() {
+        let mut work = StepWork::default();
+        work.add(3, 2);
+        assert_eq!(work, self::work(2, 4 + 5, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn it_learns_any_device_from_noisy_steps(
+            step in 1e-4f64..3e-2, token in 1e-6f64..1e-3, key in 1e-10f64..1e-7, sequence in 1e-7f64..1e-4,
+            shapes in prop::collection::vec((1u32..512, 1u32..3000, 1u32..64, -1.0f64..1.0), 120)
+        ) {
+            let truth = |w: &StepWork| {
+                step + token * f64::from(w.tokens) + key * w.keys as f64 + sequence * f64::from(w.sequences)
+            };
+            let mut model = CostModel::new(CostPrior::default());
+            let shapes: Vec<_> = shapes.iter()
+                .map(|(t, context, s, noise)| (work(*t, u64::from(*t) * u64::from(*context), *s), *noise)).collect();
+            for (shape, noise) in &shapes {
+                model.observe_step(shape, seconds(truth(shape) * (1.0 + 0.05 * noise)));
+            }
+            let off: f64 = shapes.iter()
+                .map(|(shape, _)| (model.step(shape).as_secs_f64() / truth(shape) - 1.0).abs()).sum::<f64>();
+            prop_assert!(off / 120.0 < 0.05, "mean relative error {}", off / 120.0);
+        }
+
+        #[test]
+        fn the_largest_chunk_within_a_target_fits_and_the_next_does_not(
+            start in 0u32..10_000, most in 1u32..5000, target_us in 1u64..1_000_000, tokens in 0u32..100
+        ) {
+            let model = CostModel::new(CostPrior::default());
+            let base = work(tokens, u64::from(tokens) * 100, tokens);
+            let target = Duration::from_micros(target_us);
+            let len = model.chunk_within(&base, start, most, target);
+            let with = |len| { let mut w = base; w.add(start, len); model.step(&w) };
+            prop_assert!(len <= most && (len == 0 || with(len) <= target));
+            prop_assert!(len == most || with(len + 1) > target);
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Who goes first. Each policy is one file: a name, an order, and what it trades for what.
+
+mod fair;
+mod fcfs;
+mod priority;
+mod static_batch;
+
+use std::cmp::Ordering;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use inflight_contract::{Service, Tenant};
+
+pub use fair::Fair;
+pub use fcfs::Fcfs;
+pub use priority::Priority;
+pub use static_batch::StaticBatch;
+
+/// What a policy sees of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct View {
+    /// A higher number is more important.
+    pub priority: i32,
+    /// Counts submissions.
+    pub arrival: u64,
+    /// Whose it is.
+    pub tenant: Tenant,
+    /// What that tenant has had.
+    pub service: Service,
+    /// Time in the queue so far; zero while it runs.
+    pub waited: Duration,
+}
+
+/// Orders sequences: who is admitted first, and who gives way first.
+///
+/// An order must be total at any moment, and within one tenant and priority it must be that of arrival: the
+/// scheduler looks only at the first of each such lane. Both are checked for every policy by one suite, below.
+pub trait Policy: Debug + Send {
+    /// The name in configuration.
+    fn name(&self) -> &'static str;
+
+    /// `Less` if `a` goes before `b`.
+    fn compare(&self, a: &View, b: &View) -> Ordering;
+
+    /// Whether waiting sequences may start while `running` sequences run.
+    fn admits(&self, running: usize) -> bool {
+        let _ = running;
+        true
+    }
+}
+
+/// The policies by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PolicyKind {
+    /// [`Fcfs`].
+    Fcfs,
+    /// [`Priority`].
+    Priority,
+    /// [`Fair`].
+    #[default]
+    Fair,
+    /// [`StaticBatch`].
+    Static,
+}
+
+/// A policy that does not exist.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown policy `{0}`; there are `fcfs`, `priority`, `fair` and `static`")]
+pub struct UnknownPolicy(String);
+
+impl std::str::FromStr for PolicyKind {
+    type Err = UnknownPolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
+        match name {
+            "fcfs" => Ok(Self::Fcfs),
+            "priority" => Ok(Self::Priority),
+            "fair" => Ok(Self::Fair),
+            "static" => Ok(Self::Static),
+            other => Err(UnknownPolicy(other.to_owned())),
+        }
+    }
+}
+
+impl PolicyKind {
+    /// The policy, with its defaults.
+    pub fn build(self) -> Box<dyn Policy> {
+        match self {
+            Self::Fcfs => Box::new(Fcfs),
+            Self::Priority => Box::new(Priority::default()),
+            Self::Fair => Box::new(Fair::default()),
+            Self::Static => Box::new(StaticBatch),
+        }
+    }
+}
+
+impl std::fmt::Display for PolicyKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Fcfs => "fcfs",
+            Self::Priority => "priority",
+            Self::Fair => "fair",
+            Self::Static => "static",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use inflight_contract::{TenantService, TokenCost, Weight};
+    use proptest::prelude::*;
+
+    const ALL: [PolicyKind; 4] = [PolicyKind::Fcfs, PolicyKind::Priority, PolicyKind::Fair, PolicyKind::Static];
+
+    fn views() -> impl Strategy<Value = Vec<View>> {
+        prop::collection::vec((-2i32..=2, 0usize..3, 0u64..100_000), 1..12).prop_map(|specs| {
+            let mut service = TenantService::new(TokenCost::default(), 10);
+            let tenants: Vec<_> = (0..3).map(|t| service.arrive(&t.to_string(), Weight::default())).collect();
+            service.charge(tenants[1], 700, 10);
+            service.charge(tenants[2], 30, 5);
+            // Earlier arrivals have waited longer.
+            let mut waits: Vec<u64> = specs.iter().map(|(_, _, wait)| *wait).collect();
+            waits.sort_unstable_by(|a, b| b.cmp(a));
+            let views = specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| View {
+                priority: *priority,
+                arrival: arrival as u64,
+                tenant: tenants[*tenant],
+                service: service.service(tenants[*tenant]),
+                waited: Duration::from_millis(wait),
+            });
+            views.collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn every_policy_is_a_total_order_that_keeps_arrivals_within_a_lane(views in views()) {
+            for policy in ALL.map(PolicyKind::build) {
+                for a in &views {
+                    for b in &views {
+                        let order = policy.compare(a, b);
+                        prop_assert_eq!(order, policy.compare(b, a).reverse(), "{} is not antisymmetric", policy.name());
+                        prop_assert_eq!(order == Ordering::Equal, a.arrival == b.arrival);
+                        if (a.priority, a.tenant) == (b.priority, b.tenant) {
+                            prop_assert_eq!(order, a.arrival.cmp(&b.arrival), "{} reorders a lane", policy.name());
+                        }
+                        for c in &views {
+                            if order.is_lt() && policy.compare(b, c).is_lt() {
+                                prop_assert!(policy.compare(a, c).is_lt(), "{} is not transitive", policy.name());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_kinds_agree() {
+        for kind in ALL {
+            assert_eq!(kind.to_string().parse::<PolicyKind>(), Ok(kind));
+            assert_eq!(kind.build().name(), kind.to_string());
+        }
+        assert!("sjf".parse::<PolicyKind>().is_err());
+    }
+}

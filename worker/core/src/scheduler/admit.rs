@@ -1,0 +1,231 @@
+//! How waiting and swapped sequences start.
+
+use super::plan::Draft;
+use super::{Lane, Scheduler};
+use crate::policy::View;
+use crate::sequence::State;
+use crate::{Block, Blocked, BlockedBy, Copy, Time};
+
+/// Sequences looked at in one step that cannot start; the ones behind them wait for the next step.
+const LOOKED_PAST_MAX: usize = 16;
+
+/// The first of a lane that has not been looked at in this step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Head {
+    lane: Lane,
+    index: u32,
+    view: View,
+}
+
+/// What a sequence finds in the pool already.
+#[derive(Debug, Default)]
+struct Prefix {
+    /// Blocks to share.
+    blocks: Vec<Block>,
+    /// A block to copy, for the tokens behind them, and whose it is.
+    copy: Option<(Block, u32)>,
+    /// Tokens that need not be computed.
+    tokens: u32,
+}
+
+impl Scheduler {
+    /// Swapped sequences come back before anything of their priority is admitted; both only while nobody of their
+    /// class was preempted in this step.
+    pub(super) fn start_waiting(&mut self, now: Time, draft: &mut Draft) {
+        if self.waiting == 0 && self.swapped.is_empty() {
+            return;
+        }
+        self.collect_heads(now);
+        let best = self.heads.iter().map(|head| head.view.priority).max();
+        let (mut held_up, rest) = self.swap_in_from(best, now, draft);
+        self.admit_waiting(held_up, now, draft);
+        if rest {
+            (held_up, _) = self.swap_in_from(None, now, draft);
+            let _ = held_up;
+        }
+    }
+
+    /// Swaps in while there is room: sequences of at least this priority. Returns the priority of the first that
+    /// found no room, and whether less important ones are left.
+    fn swap_in_from(&mut self, least: Option<i32>, now: Time, draft: &Draft) -> (Option<i32>, bool) {
+        let mut order = self.swapped.clone();
+        order.sort_by(|a, b| self.policy.compare(&self.view(*a, now), &self.view(*b, now)));
+        for index in order {
+            let priority = self.peek(index).priority;
+            if least.is_some_and(|least| priority < least) {
+                return (None, true);
+            }
+            if draft.preempted >= Some(priority) || !self.swap_in(index) {
+                return (Some(priority), false);
+            }
+        }
+        (None, false)
+    }
+
+    fn admit_waiting(&mut self, held_up: Option<i32>, now: Time, draft: &mut Draft) {
+        let running = self.limits.running_max as usize - self.free_slots.len();
+        let admits = self.policy.admits(running);
+        let mut passed: Vec<u32> = Vec::new();
+        let mut looked_past = 0;
+        while let Some(place) = self.first_head() {
+            let index = self.heads[place].index;
+            let tried = if !admits {
+                Err(BlockedBy::Policy)
+            } else if draft.budget == 0 {
+                Err(BlockedBy::Budget)
+            } else if draft.preempted >= Some(self.peek(index).priority) {
+                Err(BlockedBy::Preemption)
+            } else if held_up >= Some(self.peek(index).priority) {
+                let needed = self.limits.admission_blocks(self.peek(index).known_tokens);
+                Err(BlockedBy::Blocks { needed, free: self.device.free() })
+            } else {
+                self.admit(index, now, draft)
+            };
+            self.advance_head(place, now);
+            let Err(by) = tried else {
+                passed.iter().for_each(|&earlier| self.at(earlier).bypassed += 1);
+                continue;
+            };
+            let id = self.peek(index).id;
+            self.iteration.blocked.get_or_insert(Blocked { id, by });
+            looked_past += 1;
+            match by {
+                BlockedBy::PrefixUnderWay if looked_past < LOOKED_PAST_MAX => {}
+                BlockedBy::Blocks { .. } | BlockedBy::Fence
+                    if looked_past < LOOKED_PAST_MAX && self.peek(index).bypassed < self.limits.bypass_max =>
+                {
+                    passed.push(index);
+                }
+                _ => return,
+            }
+        }
+    }
+
+    /// Gives a waiting sequence a slot, shares what is there already, reserves the rest and plans its first
+    /// chunk.
+    fn admit(&mut self, index: u32, now: Time, draft: &mut Draft) -> Result<(), BlockedBy> {
+        let prefix = self.find_prefix(index)?;
+        let sequence = self.peek(index);
+        let total = self.limits.admission_blocks(sequence.known_tokens);
+        let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
+        let needed = total - prefix.blocks.len() as u32 + unowned;
+        // Alone, a sequence may use the watermark too: it must be able to run whatever its length.
+        let alone = self.running.is_empty() && self.transfers.is_empty();
+        let needed = needed + if alone { 0 } else { self.limits.watermark_blocks };
+        let fits = |scheduler: &Self| scheduler.device.free() >= needed && !scheduler.free_slots.is_empty();
+        if !fits(self) && self.displace(index, needed, now, draft) {
+            // Those that gave way may have been the ones it would have shared with.
+            return if fits(self) { self.admit(index, now, draft) } else { Err(BlockedBy::Fence) };
+        }
+        if self.device.free() < needed {
+            let free = self.device.free();
+            let fence = free + draft.incoming >= needed;
+            return Err(if fence { BlockedBy::Fence } else { BlockedBy::Blocks { needed, free } });
+        }
+        let slot = self.free_slots.pop().ok_or(BlockedBy::Slots)?;
+        self.dequeue(index);
+        let mut table = prefix.blocks;
+        table.iter().for_each(|block| self.device.share(*block));
+        let shared = table.len();
+        let taken = self.device.extend(&mut table, total);
+        assert!(taken, "{needed} blocks were found free");
+        if let Some((from, owner)) = prefix.copy {
+            self.iteration.copies.push(Copy { from, to: table[shared] });
+            // Its blocks must last until the copy was made.
+            self.at(owner).in_flight += 1;
+            draft.sources.push(owner);
+        }
+        let sequence = self.at(index);
+        sequence.table = table;
+        sequence.state = State::Prefilling { slot };
+        sequence.computed_tokens = prefix.tokens;
+        sequence.committed_tokens = prefix.tokens;
+        sequence.charged_tokens = sequence.charged_tokens.max(prefix.tokens.min(sequence.input_tokens));
+        sequence.sealed_blocks = shared as u32;
+        sequence.bypassed = 0;
+        let (id, known) = (sequence.id, sequence.known_tokens);
+        self.totals.admitted_tokens += u64::from(known);
+        self.totals.cached_tokens += u64::from(prefix.tokens);
+        self.running.push(index);
+        self.iteration.admitted.push((id, slot));
+        let len = self.prefill_len(index, draft);
+        self.push_prefill(index, len, draft);
+        Ok(())
+    }
+
+    /// What of a sequence's tokens is in the pool. At least its last known token is always computed: that is
+    /// where the next one comes from.
+    fn find_prefix(&self, index: u32) -> Result<Prefix, BlockedBy> {
+        if let Some(prefix) = self.fork(index)? {
+            return Ok(prefix);
+        }
+        let sequence = self.peek(index);
+        let most = ((sequence.known_tokens - 1) / self.limits.block_tokens) as usize;
+        let hashes = &sequence.hashes[..sequence.hashes.len().min(most)];
+        let found = hashes.iter().map_while(|hash| self.device.lookup(*hash));
+        let blocks: Vec<Block> = found.collect();
+        let next = blocks.len();
+        if let Some(hash) = hashes.get(next) {
+            // The chain makes equal hashes stand at equal places.
+            let computes = |other: &u32| {
+                let other = self.peek(*other);
+                !other.evict && other.sealed_blocks as usize <= next && other.hashes.get(next) == Some(hash)
+            };
+            if self.running.iter().any(computes) {
+                return Err(BlockedBy::PrefixUnderWay);
+            }
+        }
+        let tokens = next as u32 * self.limits.block_tokens;
+        Ok(Prefix { blocks, copy: None, tokens })
+    }
+
+    /// Shares all known tokens with a sibling that has computed them: full blocks by reference, and the block
+    /// that both will write to as a copy.
+    fn fork(&self, index: u32) -> Result<Option<Prefix>, BlockedBy> {
+        let sequence = self.peek(index);
+        let fresh = sequence.known_tokens == sequence.input_tokens;
+        let Some(group) = sequence.group.filter(|_| fresh) else { return Ok(None) };
+        let is_sibling = |other: &&u32| {
+            let other = self.peek(**other);
+            other.group == Some(group) && other.input_tokens == sequence.input_tokens && !other.evict
+        };
+        let Some(&sibling) = self.running.iter().find(is_sibling) else { return Ok(None) };
+        let sibling = self.peek(sibling);
+        if sibling.committed_tokens < sequence.known_tokens {
+            return Err(BlockedBy::PrefixUnderWay);
+        }
+        let tokens = sequence.known_tokens - 1;
+        let full = (tokens / self.limits.block_tokens) as usize;
+        let copy = (tokens % self.limits.block_tokens > 0).then(|| (sibling.table[full], sibling.id.index));
+        Ok(Some(Prefix { blocks: sibling.table[..full].to_vec(), copy, tokens }))
+    }
+
+    fn collect_heads(&mut self, now: Time) {
+        let mut heads = std::mem::take(&mut self.heads);
+        heads.clear();
+        for (lane, waiting) in &self.lanes {
+            if let Some((_, &index)) = waiting.first_key_value() {
+                heads.push(Head { lane: *lane, index, view: self.view(index, now) });
+            }
+        }
+        self.heads = heads;
+    }
+
+    fn first_head(&self) -> Option<usize> {
+        let places = 0..self.heads.len();
+        places.min_by(|&a, &b| self.policy.compare(&self.heads[a].view, &self.heads[b].view))
+    }
+
+    /// Replaces a head by the one behind it in its lane; all heads of a tenant see what it was charged.
+    fn advance_head(&mut self, place: usize, now: Time) {
+        let Head { lane, view, .. } = self.heads[place];
+        let behind = (std::ops::Bound::Excluded(view.arrival), std::ops::Bound::Unbounded);
+        let next = self.lanes.get(&lane).and_then(|waiting| waiting.range(behind).next());
+        match next.map(|(_, index)| *index) {
+            Some(index) => self.heads[place] = Head { lane, index, view: self.view(index, now) },
+            None => {
+                self.heads.swap_remove(place);
+            }
+        }
+    }
+}

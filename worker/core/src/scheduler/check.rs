@@ -1,0 +1,53 @@
+use super::Scheduler;
+use crate::sequence::State;
+
+impl Scheduler {
+    /// Checks every structural invariant. For tests: it looks at all sequences and blocks.
+    ///
+    /// # Panics
+    /// If one is broken.
+    pub fn assert_consistent(&self) {
+        let mut device = vec![0; self.device.total() as usize];
+        let mut host = vec![0; self.host.total() as usize];
+        let mut slots: Vec<u32> = self.free_slots.clone();
+        let claim = |claims: &mut Vec<u32>, blocks: &[u32]| {
+            blocks.iter().for_each(|block| claims[*block as usize] += 1);
+        };
+        for moving in self.transfers.values() {
+            claim(&mut device, &moving.device);
+            claim(&mut host, &moving.host);
+        }
+        let mut waiting = 0;
+        for sequence in self.sequences.iter().flatten() {
+            let index = sequence.id.index;
+            claim(&mut device, &sequence.table);
+            claim(&mut host, &sequence.host_table);
+            slots.extend(sequence.slot());
+            let is_waiting = sequence.state == State::Waiting;
+            let lane = self.lanes.get(&super::lane(sequence));
+            let listed = lane.and_then(|lane| lane.get(&sequence.arrival)) == Some(&index);
+            assert_eq!(is_waiting, listed, "{:?} and the waiting lanes disagree", sequence.id);
+            waiting += u32::from(is_waiting);
+            let runs = matches!(sequence.state, State::Prefilling { .. } | State::Decoding { .. });
+            assert_eq!(runs, self.running.contains(&index), "{:?} and `running` disagree", sequence.id);
+            assert_eq!(sequence.state == State::Swapped, self.swapped.contains(&index));
+            assert!(runs || sequence.in_flight == 0 || matches!(sequence.state, State::Leaving { .. }));
+            assert!(sequence.committed_tokens <= sequence.computed_tokens);
+            assert!(sequence.computed_tokens <= sequence.known_tokens);
+            if runs {
+                let held = sequence.table.len() as u32 * self.limits.block_tokens;
+                assert!(sequence.computed_tokens <= held, "{:?} computed more than it holds", sequence.id);
+                let next = (sequence.computed_tokens / self.limits.block_tokens) as usize;
+                for block in sequence.table.iter().skip(next) {
+                    assert_eq!(self.device.owners(*block), 1, "{:?} may write to a shared block", sequence.id);
+                }
+            }
+        }
+        assert_eq!(waiting, self.waiting);
+        self.device.assert_consistent(&device);
+        self.host.assert_consistent(&host);
+        slots.sort_unstable();
+        assert!(slots.iter().copied().eq(0..self.limits.running_max), "slots are not conserved: {slots:?}");
+        assert!(self.flights.len() <= self.limits.depth as usize);
+    }
+}

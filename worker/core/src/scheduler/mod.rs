@@ -1,0 +1,632 @@
+//! The scheduler: what it holds, how sequences come and go. What a step does is in [`plan`], [`admit`] and
+//! [`preempt`].
+
+mod admit;
+mod check;
+mod plan;
+mod preempt;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use inflight_contract::{FinishReason, Tenant, TenantService};
+
+use crate::cost::{CostModel, StepWork};
+use crate::policy::{Policy, View};
+use crate::sequence::{Sequence, State};
+use crate::{
+    Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, Outcome,
+    SequenceId, Slot, Time, TransferId, Verdict,
+};
+
+/// Why a sequence was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The waiting queue is full.
+    #[error("{waiting} sequences are waiting already, the most this worker queues")]
+    QueueFull {
+        /// Sequences waiting.
+        waiting: u32,
+    },
+    /// There is nothing to compute or nothing to generate.
+    #[error("a sequence needs at least one known token and one to generate")]
+    Empty,
+    /// It could never run to its end.
+    #[error("the sequence may reach {tokens} tokens, but at most {most} fit")]
+    TooLong {
+        /// Tokens at its full length.
+        tokens: u64,
+        /// The longest that runs here.
+        most: u32,
+    },
+}
+
+/// The outcome does not belong to the oldest iteration in flight.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CommitError {
+    /// No iteration was planned, or another one is to be committed first.
+    #[error("iteration {given} is not the oldest in flight (that is {in_flight:?})")]
+    UnknownIteration {
+        /// The number given.
+        given: u64,
+        /// The one expected.
+        in_flight: Option<u64>,
+    },
+    /// One verdict is needed for each sampling chunk.
+    #[error("the iteration samples {expected} tokens, but {given} verdicts came")]
+    Verdicts {
+        /// Sampling chunks.
+        expected: usize,
+        /// Verdicts given.
+        given: usize,
+    },
+    /// No such transfer was started, or it was reported before.
+    #[error("transfer {0:?} is not under way")]
+    UnknownTransfer(TransferId),
+}
+
+/// A sequence's one terminal event. Its slot is freed apart: an iteration in flight may still use it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ended {
+    /// Which.
+    pub id: SequenceId,
+    /// Why.
+    pub reason: FinishReason,
+}
+
+/// How busy the scheduler is, and what it has done since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Sequences with a slot.
+    pub running: u32,
+    /// Sequences that wait.
+    pub waiting: u32,
+    /// Sequences whose blocks are on the host, or on their way there.
+    pub swapped: u32,
+    /// Device blocks owned, by sequences and transfers.
+    pub blocks_used: u32,
+    /// Device blocks in all.
+    pub blocks: u32,
+    /// Host blocks owned.
+    pub host_blocks_used: u32,
+    /// Preemptions that dropped the blocks.
+    pub recompute_preemptions: u64,
+    /// Preemptions that moved them to the host.
+    pub swap_preemptions: u64,
+    /// Tokens computed again.
+    pub recomputed_tokens: u64,
+    /// Known tokens of all admissions.
+    pub admitted_tokens: u64,
+    /// Of these, found in the prefix cache or shared with a sibling.
+    pub cached_tokens: u64,
+    /// Device blocks moved to the host.
+    pub blocks_swapped_out: u64,
+    /// Blocks moved back.
+    pub blocks_swapped_in: u64,
+}
+
+#[derive(Debug, Default)]
+struct Flight {
+    number: u64,
+    chunks: Vec<Chunk>,
+    /// Sequences whose blocks the iteration's copies read, each once for each copy.
+    sources: Vec<u32>,
+    work: StepWork,
+}
+
+#[derive(Debug)]
+struct Moving {
+    direction: Direction,
+    /// `None` once its sequence ended: then the blocks are freed at the fence and that is all.
+    owner: Option<SequenceId>,
+    device: Vec<Block>,
+    host: Vec<Block>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Lane {
+    priority: Reverse<i32>,
+    tenant: Tenant,
+}
+
+/// Decides, before every forward pass, who takes part and with how many tokens.
+///
+/// **Invariants**, checked by the property tests: blocks are conserved under every interleaving, and a block in a
+/// transfer or in an iteration in flight is not reused before that has ended; each sequence ends exactly once; an
+/// iteration never exceeds its budget; nobody gives way to one that goes after it; a step that preempts admits
+/// nobody of the same class; whatever is admitted fits alone, so that the first in order always gets on.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    policy: Box<dyn Policy>,
+    cost: CostModel,
+    tenants: TenantService,
+    device: BlockPool,
+    host: BlockPool,
+    sequences: Vec<Option<Sequence>>,
+    generations: Vec<u32>,
+    free_indices: Vec<u32>,
+    free_slots: Vec<Slot>,
+    /// Sequences in `Prefilling` or `Decoding`.
+    running: Vec<u32>,
+    lanes: BTreeMap<Lane, BTreeMap<u64, u32>>,
+    waiting: u32,
+    swapped: Vec<u32>,
+    transfers: BTreeMap<TransferId, Moving>,
+    deadlines: BTreeSet<(Time, u32)>,
+    arrivals: u64,
+    transfer_ids: u64,
+    iterations: u64,
+    iteration: Iteration,
+    flights: VecDeque<Flight>,
+    spare: Vec<Flight>,
+    ended: Vec<Ended>,
+    freed_slots: Vec<Slot>,
+    totals: Load,
+    scratch: Vec<(u32, u32)>,
+    heads: Vec<admit::Head>,
+}
+
+impl Scheduler {
+    /// Idle tenants that are remembered with what they have had.
+    pub const TENANTS_MAX: usize = 10_000;
+
+    /// An idle scheduler.
+    ///
+    /// # Errors
+    /// [`LimitsError`] if the limits contradict each other.
+    pub fn new(
+        limits: Limits,
+        policy: Box<dyn Policy>,
+        cost: CostModel,
+        tenants: TenantService,
+    ) -> Result<Self, LimitsError> {
+        limits.validate()?;
+        Ok(Self {
+            limits,
+            policy,
+            cost,
+            tenants,
+            device: BlockPool::new(limits.blocks),
+            host: BlockPool::new(limits.host_blocks),
+            sequences: Vec::new(),
+            generations: Vec::new(),
+            free_indices: Vec::new(),
+            free_slots: (0..limits.running_max).rev().collect(),
+            running: Vec::with_capacity(limits.running_max as usize),
+            lanes: BTreeMap::new(),
+            waiting: 0,
+            swapped: Vec::new(),
+            transfers: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            arrivals: 0,
+            transfer_ids: 0,
+            iterations: 0,
+            iteration: Iteration::default(),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
+            ended: Vec::new(),
+            freed_slots: Vec::new(),
+            totals: Load::default(),
+            scratch: Vec::new(),
+            heads: Vec::new(),
+        })
+    }
+
+    /// The limits it was made with.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// What it has learnt of the device.
+    pub fn cost(&self) -> &CostModel {
+        &self.cost
+    }
+
+    /// What its tenants have had.
+    pub fn tenants(&self) -> &TenantService {
+        &self.tenants
+    }
+
+    /// How busy it is now.
+    pub fn load(&self) -> Load {
+        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner.is_some();
+        Load {
+            running: (self.limits.running_max as usize - self.free_slots.len()) as u32,
+            waiting: self.waiting,
+            swapped: (self.swapped.len() + self.transfers.values().filter(moving_out).count()) as u32,
+            blocks_used: self.device.used(),
+            blocks: self.device.total(),
+            host_blocks_used: self.host.used(),
+            ..self.totals
+        }
+    }
+
+    /// Whether there is nothing to do and nothing under way.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.len() == self.free_indices.len() && self.transfers.is_empty()
+    }
+
+    /// The blocks of a sequence, in the order of its positions; empty while it does not run.
+    pub fn block_table(&self, id: SequenceId) -> &[Block] {
+        self.get(id).map_or(&[], |sequence| &sequence.table)
+    }
+
+    /// Queues a sequence.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing has changed then.
+    pub fn submit(&mut self, new: NewSequence<'_>, now: Time) -> Result<SequenceId, SubmitError> {
+        if self.waiting >= self.limits.waiting_max {
+            return Err(SubmitError::QueueFull { waiting: self.waiting });
+        }
+        if new.known_tokens == 0 || new.max_tokens == 0 {
+            return Err(SubmitError::Empty);
+        }
+        let tokens = u64::from(new.known_tokens) + u64::from(new.max_tokens);
+        let most = self.limits.sequence_tokens_max();
+        if tokens > u64::from(most) {
+            return Err(SubmitError::TooLong { tokens, most });
+        }
+        let index = self.free_indices.pop().unwrap_or_else(|| {
+            self.sequences.push(None);
+            self.generations.push(0);
+            self.sequences.len() as u32 - 1
+        });
+        let id = SequenceId { index, generation: self.generations[index as usize] };
+        let hashes: &[_] = if self.limits.prefix_cache { new.hashes } else { &[] };
+        self.arrivals += 1;
+        let sequence = Sequence {
+            id,
+            state: State::Waiting,
+            tenant: self.tenants.arrive(new.tenant, new.weight),
+            priority: new.priority,
+            arrival: self.arrivals,
+            queued: now,
+            deadline: new.deadline,
+            known_tokens: new.known_tokens,
+            computed_tokens: 0,
+            committed_tokens: 0,
+            remaining_tokens: new.max_tokens,
+            input_tokens: new.known_tokens,
+            charged_tokens: 0,
+            table: Vec::new(),
+            host_table: Vec::new(),
+            hashes: hashes[..hashes.len().min((new.known_tokens / self.limits.block_tokens) as usize)].to_vec(),
+            sealed_blocks: 0,
+            group: new.group,
+            in_flight: 0,
+            evict: false,
+            bypassed: 0,
+            spared_until: 0,
+        };
+        if let Some(deadline) = new.deadline {
+            self.deadlines.insert((deadline, index));
+        }
+        self.sequences[index as usize] = Some(sequence);
+        self.enqueue(index);
+        Ok(id)
+    }
+
+    /// Withdraws a sequence: it ends at once. An unknown or ended sequence is left alone.
+    pub fn cancel(&mut self, id: SequenceId) {
+        if self.get(id).is_some() {
+            self.end(id.index, FinishReason::Cancelled);
+        }
+    }
+
+    /// Takes the terminal events since the last call, in order.
+    pub fn drain_ended(&mut self) -> impl Iterator<Item = Ended> + '_ {
+        self.ended.drain(..)
+    }
+
+    /// Takes the slots that became free since the last call: detach them before the next iteration runs.
+    pub fn drain_freed_slots(&mut self) -> impl Iterator<Item = Slot> + '_ {
+        self.freed_slots.drain(..)
+    }
+
+    /// Takes the changes of the prefix cache since the last call, in order.
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+        self.device.drain_events()
+    }
+
+    /// The iteration planned last.
+    pub fn iteration(&self) -> &Iteration {
+        &self.iteration
+    }
+
+    /// Iterations planned and not yet committed.
+    pub fn in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    /// Takes the results of the oldest iteration in flight.
+    ///
+    /// # Errors
+    /// [`CommitError`]; nothing has changed then.
+    pub fn commit(&mut self, iteration: u64, outcome: Outcome<'_>) -> Result<(), CommitError> {
+        let flight = self.oldest(iteration)?;
+        let expected = flight.chunks.iter().filter(|chunk| chunk.samples).count();
+        if expected != outcome.verdicts.len() {
+            return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
+        }
+        let Some(mut flight) = self.flights.pop_front() else { return Ok(()) };
+        self.cost.observe_step(&flight.work, outcome.took);
+        let mut verdicts = outcome.verdicts.iter();
+        for index in flight.sources.drain(..) {
+            self.land(index);
+        }
+        for chunk in flight.chunks.drain(..) {
+            let verdict = if chunk.samples { verdicts.next() } else { None };
+            self.commit_chunk(&chunk, verdict);
+        }
+        self.spare.push(flight);
+        Ok(())
+    }
+
+    /// Ends everything that takes part in any iteration in flight: the device failed.
+    ///
+    /// # Errors
+    /// [`CommitError::UnknownIteration`]; nothing has changed then.
+    pub fn fail(&mut self, iteration: u64) -> Result<(), CommitError> {
+        self.oldest(iteration)?;
+        while let Some(flight) = self.flights.pop_front() {
+            for &index in &flight.sources {
+                self.land(index);
+            }
+            for chunk in &flight.chunks {
+                if self.land(chunk.id.index) {
+                    self.end(chunk.id.index, FinishReason::Error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A transfer reached its fence, or failed; `took` is how long it ran.
+    ///
+    /// # Errors
+    /// [`CommitError::UnknownTransfer`]; nothing has changed then.
+    pub fn transfer_done(
+        &mut self,
+        id: TransferId,
+        succeeded: bool,
+        took: Duration,
+        now: Time,
+    ) -> Result<(), CommitError> {
+        let mut moving = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
+        if succeeded {
+            self.cost.observe_copy(moving.host.len() as u32, took);
+        }
+        let owner = moving.owner.map(|owner| owner.index);
+        match moving.direction {
+            Direction::Out => {
+                self.device.release_table(&mut moving.device);
+                match owner {
+                    Some(index) if succeeded => {
+                        let sequence = self.at(index);
+                        sequence.state = State::Swapped;
+                        sequence.host_table = moving.host;
+                        self.swapped.push(index);
+                    }
+                    Some(index) => {
+                        self.host.release_table(&mut moving.host);
+                        self.requeue(index, now);
+                    }
+                    None => self.host.release_table(&mut moving.host),
+                }
+            }
+            Direction::In => {
+                self.host.release_table(&mut moving.host);
+                match owner {
+                    Some(index) if succeeded => {
+                        let sequence = self.at(index);
+                        sequence.table = moving.device;
+                        if let Some(slot) = sequence.slot() {
+                            let decodes = sequence.uncomputed() == 1;
+                            sequence.state =
+                                if decodes { State::Decoding { slot } } else { State::Prefilling { slot } };
+                        }
+                        self.running.push(index);
+                    }
+                    Some(index) => {
+                        self.device.release_table(&mut moving.device);
+                        let slot = self.at(index).slot();
+                        self.free_slots.extend(slot);
+                        self.freed_slots.extend(slot);
+                        self.requeue(index, now);
+                    }
+                    None => self.device.release_table(&mut moving.device),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Predicted time until the first token of a new prompt with this many tokens to compute, were it submitted
+    /// now: everything ahead of it is computed first, in chunks beside the decodes that run.
+    pub fn predict_first_token(&self, tokens: u32) -> Duration {
+        let mut work = StepWork::default();
+        let mut ahead = u64::from(tokens);
+        for sequence in self.sequences.iter().flatten() {
+            match sequence.state {
+                State::Decoding { .. } => work.add(sequence.computed_tokens, 1),
+                State::Leaving { .. } => {}
+                _ => ahead += u64::from(sequence.uncomputed()),
+            }
+        }
+        let most = self.limits.iteration_tokens.saturating_sub(work.tokens).max(1);
+        let chunk = self.chunk_within_target(&work, 0, most).max(1);
+        let steps = u32::try_from(ahead.div_ceil(u64::from(chunk))).unwrap_or(u32::MAX);
+        let last = chunk.min(u32::try_from(ahead).unwrap_or(u32::MAX));
+        work.add(0, last);
+        self.cost.step(&work).saturating_mul(steps)
+    }
+
+    fn oldest(&self, given: u64) -> Result<&Flight, CommitError> {
+        let in_flight = self.flights.front().map(|flight| flight.number);
+        match self.flights.front() {
+            Some(flight) if flight.number == given => Ok(flight),
+            _ => Err(CommitError::UnknownIteration { given, in_flight }),
+        }
+    }
+
+    fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&Verdict>) {
+        let index = chunk.id.index;
+        if !self.land(index) {
+            return;
+        }
+        // Borrows several fields at once, which `at` can't; `land` found it.
+        let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
+        sequence.committed_tokens = chunk.start + chunk.len;
+        let inputs = sequence.committed_tokens.min(sequence.input_tokens);
+        let charged = inputs.saturating_sub(sequence.charged_tokens);
+        sequence.charged_tokens = sequence.charged_tokens.max(inputs);
+        self.tenants.charge(sequence.tenant, charged, u32::from(verdict.is_some()));
+        let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
+        for place in sequence.sealed_blocks..full {
+            self.device.seal(sequence.table[place as usize], sequence.hashes[place as usize]);
+        }
+        sequence.sealed_blocks = sequence.sealed_blocks.max(full);
+        let Some(verdict) = verdict else { return };
+        if self.limits.prefix_cache {
+            sequence.hashes.extend(verdict.hash);
+        }
+        // Nothing is left to generate, and no later sample is in flight.
+        let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
+        if verdict.stop {
+            self.end(index, FinishReason::Stop);
+        } else if last {
+            self.end(index, FinishReason::Length);
+        }
+    }
+
+    /// An iteration that uses a sequence's slot or blocks has run. Returns whether the sequence still lives; if
+    /// not, and this was the last such iteration, what it owns is free now.
+    fn land(&mut self, index: u32) -> bool {
+        let Some(sequence) = self.sequences[index as usize].as_mut() else { return false };
+        sequence.in_flight -= 1;
+        let leaving = matches!(sequence.state, State::Leaving { .. });
+        if leaving && sequence.in_flight == 0 {
+            self.remove(index);
+        }
+        !leaving
+    }
+
+    /// Ends what is past its deadline.
+    fn expire(&mut self, now: Time) {
+        while let Some(&(deadline, index)) = self.deadlines.first() {
+            if deadline > now {
+                break;
+            }
+            self.end(index, FinishReason::Deadline);
+        }
+    }
+
+    /// The one place where a sequence's terminal event is made. What it owns comes back now or, if an iteration
+    /// or a transfer still uses it, when that is over.
+    fn end(&mut self, index: u32, reason: FinishReason) {
+        let sequence = self.at(index);
+        let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
+        if let Some(deadline) = sequence.deadline.take() {
+            self.deadlines.remove(&(deadline, index));
+        }
+        self.ended.push(Ended { id, reason });
+        match state {
+            State::Waiting => self.dequeue(index),
+            State::Swapped => self.swapped.retain(|other| *other != index),
+            State::SwappingOut { transfer } | State::SwappingIn { transfer, .. } => {
+                if let Some(moving) = self.transfers.get_mut(&transfer) {
+                    moving.owner = None;
+                }
+            }
+            State::Prefilling { slot } | State::Decoding { slot } => {
+                self.running.retain(|other| *other != index);
+                if in_flight > 0 {
+                    self.at(index).state = State::Leaving { slot };
+                    return;
+                }
+            }
+            State::Leaving { .. } => unreachable!("a sequence ends once"),
+        }
+        self.remove(index);
+    }
+
+    /// Takes the entry away and frees what it owns.
+    fn remove(&mut self, index: u32) {
+        let Some(mut sequence) = self.sequences[index as usize].take() else { return };
+        let slot = sequence.slot();
+        self.free_slots.extend(slot);
+        self.freed_slots.extend(slot);
+        self.device.release_table(&mut sequence.table);
+        self.host.release_table(&mut sequence.host_table);
+        self.tenants.depart(sequence.tenant);
+        self.generations[index as usize] = self.generations[index as usize].wrapping_add(1);
+        self.free_indices.push(index);
+    }
+
+    /// Puts a sequence into its lane.
+    fn enqueue(&mut self, index: u32) {
+        let sequence = self.at(index);
+        sequence.state = State::Waiting;
+        let (lane, arrival) = (lane(sequence), sequence.arrival);
+        self.lanes.entry(lane).or_default().insert(arrival, index);
+        self.waiting += 1;
+    }
+
+    fn dequeue(&mut self, index: u32) {
+        let sequence = self.at(index);
+        let (lane, arrival) = (lane(sequence), sequence.arrival);
+        if let Some(waiting) = self.lanes.get_mut(&lane) {
+            waiting.remove(&arrival);
+            if waiting.is_empty() {
+                self.lanes.remove(&lane);
+            }
+        }
+        self.waiting -= 1;
+    }
+
+    /// Back to the queue, at its old place, with nothing computed.
+    fn requeue(&mut self, index: u32, now: Time) {
+        let sequence = self.at(index);
+        let lost = u64::from(sequence.committed_tokens);
+        (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_blocks) = (0, 0, 0);
+        sequence.queued = now;
+        self.totals.recomputed_tokens += lost;
+        self.enqueue(index);
+    }
+
+    fn view(&self, index: u32, now: Time) -> View {
+        let sequence = self.peek(index);
+        View {
+            priority: sequence.priority,
+            arrival: sequence.arrival,
+            tenant: sequence.tenant,
+            service: self.tenants.service(sequence.tenant),
+            waited: match sequence.state {
+                State::Waiting => now.since(sequence.queued),
+                _ => Duration::ZERO,
+            },
+        }
+    }
+
+    fn get(&self, id: SequenceId) -> Option<&Sequence> {
+        let sequence = self.sequences.get(id.index())?.as_ref()?;
+        (sequence.id == id && !matches!(sequence.state, State::Leaving { .. })).then_some(sequence)
+    }
+
+    fn peek(&self, index: u32) -> &Sequence {
+        // Indices come from the scheduler's own lists, and `remove` comes after a sequence left them all.
+        self.sequences[index as usize].as_ref().expect("a scheduled sequence exists")
+    }
+
+    fn at(&mut self, index: u32) -> &mut Sequence {
+        // As in `peek`.
+        self.sequences[index as usize].as_mut().expect("a scheduled sequence exists")
+    }
+}
+
+fn lane(sequence: &Sequence) -> Lane {
+    Lane { priority: Reverse(sequence.priority), tenant: sequence.tenant }
+}

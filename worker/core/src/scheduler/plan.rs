@@ -1,0 +1,171 @@
+//! The order of a step: decodes, prefills under way, swap-ins, admissions.
+
+use super::Scheduler;
+use crate::cost::StepWork;
+use crate::sequence::State;
+use crate::{Chunk, Iteration, Time};
+
+/// What a plan has decided so far.
+#[derive(Debug, Default)]
+pub(super) struct Draft {
+    /// Tokens of the budget that are left.
+    pub budget: u32,
+    /// What the step computes so far.
+    pub work: StepWork,
+    /// Blocks that fences will give back, less those that stalled sequences wait for.
+    pub incoming: u32,
+    /// Priority of the most important sequence preempted in this step: nobody up to it is admitted.
+    pub preempted: Option<i32>,
+    /// Sequences whose blocks are copied.
+    pub sources: Vec<u32>,
+}
+
+impl Scheduler {
+    /// Decides the next iteration. One with no chunks is nothing to execute and is not committed, but its
+    /// transfers are to be started all the same.
+    ///
+    /// # Panics
+    /// If as many iterations are in flight as the limits allow: that is a fault of the driver, not of any input.
+    pub fn plan(&mut self, now: Time) -> &Iteration {
+        assert!(self.flights.len() < self.limits.depth as usize, "plan was called before a commit was due");
+        self.iteration.clear();
+        self.expire(now);
+        let mut draft = Draft { budget: self.limits.iteration_tokens, ..Draft::default() };
+        self.evict_marked(now, &mut draft);
+        draft.incoming = self.incoming_blocks();
+        self.plan_decodes(now, &mut draft);
+        let oldest = self.plan_prefills(now, &mut draft);
+        self.start_waiting(now, &mut draft);
+        if let Some((index, reserved)) = oldest {
+            // What nobody else took.
+            draft.budget += reserved;
+            let len = self.prefill_len(index, &draft).max(reserved);
+            self.push_prefill(index, len, &mut draft);
+        }
+        if !self.iteration.chunks.is_empty() {
+            self.iterations += 1;
+            self.iteration.number = self.iterations;
+            let mut flight = self.spare.pop().unwrap_or_default();
+            flight.number = self.iterations;
+            flight.work = draft.work;
+            flight.sources.append(&mut draft.sources);
+            flight.chunks.extend_from_slice(&self.iteration.chunks);
+            self.flights.push_back(flight);
+        }
+        &self.iteration
+    }
+
+    /// One token for each decoding sequence. Only where blocks are short does the order matter: then the first
+    /// in policy order takes from the last.
+    fn plan_decodes(&mut self, now: Time, draft: &mut Draft) {
+        let short = self.growing() > self.device.free();
+        let mut order = std::mem::take(&mut self.scratch);
+        order.clear();
+        order.extend(self.running.iter().map(|index| (*index, 0)));
+        if short {
+            order.sort_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
+        }
+        for &(index, _) in &order {
+            let sequence = self.peek(index);
+            let State::Decoding { slot } = sequence.state else { continue };
+            if sequence.evict || sequence.remaining_tokens == 0 {
+                continue; // gives way, or waits for its last token's commit
+            }
+            let start = sequence.computed_tokens;
+            if !self.grow(index, start + 1, now, draft) {
+                continue;
+            }
+            draft.budget -= 1; // never below zero: `running_max` is at most the budget
+            draft.work.add(start, 1);
+            self.iteration.decodes += 1;
+            self.push_chunk(index, slot, 1);
+        }
+        self.scratch = order;
+    }
+
+    /// Blocks that the decodes of this step need.
+    fn growing(&self) -> u32 {
+        let grows = |index: &&u32| {
+            let sequence = self.peek(**index);
+            matches!(sequence.state, State::Decoding { .. })
+                && sequence.table.len() as u32 * self.limits.block_tokens <= sequence.computed_tokens
+        };
+        self.running.iter().filter(grows).count() as u32
+    }
+
+    /// Half of the budget is kept for the first prefill in policy order, so that it always gets on; the rest
+    /// goes to the others, the shortest first, so that no short prompt waits behind a long one. Returns the first
+    /// with the tokens kept for it.
+    fn plan_prefills(&mut self, now: Time, draft: &mut Draft) -> Option<(u32, u32)> {
+        let mut prefilling = std::mem::take(&mut self.scratch);
+        prefilling.clear();
+        for &index in &self.running {
+            let sequence = self.peek(index);
+            if matches!(sequence.state, State::Prefilling { .. }) && !sequence.evict {
+                prefilling.push((index, sequence.uncomputed()));
+            }
+        }
+        let first = prefilling
+            .iter()
+            .copied()
+            .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
+        let kept = first.map(|(index, _)| {
+            let len = self.prefill_len(index, draft);
+            // Whatever the target says, the first gets on by a block's worth.
+            let least = self.limits.block_tokens.min(self.peek(index).uncomputed()).min(draft.budget);
+            let reserved = len.min(draft.budget.div_ceil(2)).max(least);
+            draft.budget -= reserved;
+            (index, reserved)
+        });
+        prefilling.retain(|(index, _)| Some(*index) != kept.map(|(first, _)| first));
+        prefilling.sort_by_key(|&(index, uncomputed)| (uncomputed, self.peek(index).arrival));
+        for &(index, _) in &prefilling {
+            let len = self.prefill_len(index, draft);
+            self.push_prefill(index, len, draft);
+        }
+        self.scratch = prefilling;
+        kept
+    }
+
+    /// The tokens of a prefill that budget and target allow.
+    pub(super) fn prefill_len(&self, index: u32, draft: &Draft) -> u32 {
+        let sequence = self.peek(index);
+        let most = sequence.uncomputed().min(draft.budget);
+        if self.iteration.decodes == 0 {
+            return most; // nobody's inter-token latency is at stake
+        }
+        self.chunk_within_target(&draft.work, sequence.computed_tokens, most)
+    }
+
+    pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {
+        match self.limits.step_target {
+            Some(target) if work.tokens > 0 => self.cost.chunk_within(work, start, most, target),
+            _ => most,
+        }
+    }
+
+    pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut Draft) {
+        let sequence = self.peek(index);
+        let (Some(slot), true) = (sequence.slot(), len > 0) else { return };
+        draft.budget -= len;
+        draft.work.add(sequence.computed_tokens, len);
+        self.push_chunk(index, slot, len);
+    }
+
+    /// Plans `len` tokens of a sequence as if they had run: the next plan, made while this one runs, goes on
+    /// from there.
+    fn push_chunk(&mut self, index: u32, slot: u32, len: u32) {
+        let sequence = self.at(index);
+        let start = sequence.computed_tokens;
+        sequence.computed_tokens += len;
+        sequence.in_flight += 1;
+        let samples = sequence.computed_tokens == sequence.known_tokens;
+        if samples {
+            sequence.state = State::Decoding { slot };
+            sequence.known_tokens += 1;
+            sequence.remaining_tokens -= 1;
+        }
+        let id = sequence.id;
+        self.iteration.chunks.push(Chunk { id, slot, start, len, samples });
+    }
+}

@@ -1,0 +1,247 @@
+//! Who gives way when blocks or slots are short, and what becomes of its keys and values.
+
+use std::cmp::Ordering;
+
+use super::plan::Draft;
+use super::{Moving, Scheduler};
+use crate::sequence::State;
+use crate::{Direction, Preemption, Time, Transfer, TransferId};
+
+impl Scheduler {
+    /// Gives a sequence blocks for `tokens`, taking from those that go after it. Returns false if it must stand
+    /// still in this step: blocks are on their way to it, or it gave way itself.
+    pub(super) fn grow(&mut self, index: u32, tokens: u32, now: Time, draft: &mut Draft) -> bool {
+        let needed = self.limits.blocks_for(tokens);
+        loop {
+            // Borrows two fields at once, which `at` can't.
+            let sequence = self.sequences[index as usize].as_mut().expect("a running sequence exists");
+            if self.device.extend(&mut sequence.table, needed) {
+                return true;
+            }
+            let missing = needed - sequence.table.len() as u32 - self.device.free();
+            if draft.incoming >= missing {
+                // It preempts nobody while a fence is about to give it what it needs.
+                draft.incoming -= missing;
+                self.iteration.stalled += 1;
+                return false;
+            }
+            match self.victim(index, now) {
+                Some(victim) => self.give_way(victim, now, draft),
+                None if self.running.len() == 1 => {
+                    // Alone it fits; what it lacks is held by what is leaving or arriving.
+                    self.iteration.stalled += 1;
+                    return false;
+                }
+                None => {
+                    self.give_way(index, now, draft);
+                    return false;
+                }
+            }
+        }
+    }
+
+    /// The sequence that gives way to `needy`: of lower priority if there is one, else of a tenant that goes
+    /// after, else the youngest of its own. Within the first two the one that costs least for each block it
+    /// frees. One that was preempted lately is spared while there is another.
+    fn victim(&self, needy: u32, now: Time) -> Option<u32> {
+        let needs = self.view(needy, now);
+        let goes_after = |index: &u32| {
+            *index != needy
+                && !self.peek(*index).evict
+                && self.policy.compare(&needs, &self.view(*index, now)) == Ordering::Less
+        };
+        let spared = |index: u32| self.peek(index).spared_until > self.iterations;
+        let tier = |index: u32| {
+            let sequence = self.peek(index);
+            match (sequence.priority < needs.priority, sequence.tenant != needs.tenant) {
+                (true, _) => 0,
+                (false, true) => 1,
+                (false, false) => 2,
+            }
+        };
+        let by_cost = |a: u32, b: u32| self.cost_per_block(a).total_cmp(&self.cost_per_block(b));
+        self.running.iter().copied().filter(goes_after).min_by(|&a, &b| {
+            let by_tier = (spared(a), tier(a)).cmp(&(spared(b), tier(b)));
+            let younger = self.peek(b).arrival.cmp(&self.peek(a).arrival);
+            let within = if tier(a) == 2 { younger } else { by_cost(a, b).then(younger) };
+            by_tier.then(within)
+        })
+    }
+
+    /// Seconds that preempting a sequence costs, for each block it frees.
+    fn cost_per_block(&self, index: u32) -> f64 {
+        let sequence = self.peek(index);
+        let recompute = self.cost.prefill(0, sequence.committed_tokens);
+        let cost = match self.swap_cost(index) {
+            Some(swap) => swap.min(recompute),
+            None => recompute,
+        };
+        cost.as_secs_f64() / f64::from(self.exclusive_blocks(index).max(1))
+    }
+
+    /// What swapping a sequence out and in again costs the steps that run beside: half of the copies' time, as
+    /// they overlap. `None` if the host has no room.
+    fn swap_cost(&self, index: u32) -> Option<std::time::Duration> {
+        let blocks = self.limits.blocks_for(self.peek(index).committed_tokens);
+        (blocks > 0 && blocks <= self.host.free()).then(|| self.cost.copy(blocks))
+    }
+
+    fn exclusive_blocks(&self, index: u32) -> u32 {
+        let table = &self.peek(index).table;
+        table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32
+    }
+
+    /// Blocks that come back without anybody being preempted: those in transfers to the host, of sequences
+    /// that have ended but are in flight, and of those that give way once they are not.
+    pub(super) fn incoming_blocks(&self) -> u32 {
+        let moving = self.transfers.values().filter(|moving| moving.direction == Direction::Out);
+        let exclusive = |block: &&u32| self.device.owners(**block) == 1;
+        let moving: usize = moving.map(|moving| moving.device.iter().filter(exclusive).count()).sum();
+        let leaves = |sequence: &&crate::sequence::Sequence| {
+            sequence.evict || matches!(sequence.state, State::Leaving { .. })
+        };
+        let leaving = self.sequences.iter().flatten().filter(leaves);
+        let leaving: u32 = leaving.map(|sequence| self.exclusive_blocks(sequence.id.index)).sum();
+        moving as u32 + leaving
+    }
+
+    /// Preempts those that had to wait for their iteration.
+    pub(super) fn evict_marked(&mut self, now: Time, draft: &mut Draft) {
+        let ready = |index: &u32| {
+            let sequence = self.peek(*index);
+            sequence.evict && sequence.in_flight == 0
+        };
+        let ready: Vec<u32> = self.running.iter().copied().filter(ready).collect();
+        for index in ready {
+            self.preempt(index, now, draft);
+        }
+    }
+
+    /// Preempts a sequence now or, if an iteration in flight still writes to its blocks, marks it to be.
+    pub(super) fn give_way(&mut self, index: u32, now: Time, draft: &mut Draft) {
+        if self.peek(index).in_flight == 0 {
+            return self.preempt(index, now, draft);
+        }
+        draft.incoming += self.exclusive_blocks(index);
+        self.at(index).evict = true;
+    }
+
+    fn preempt(&mut self, index: u32, now: Time, draft: &mut Draft) {
+        let swap = self.swap_cost(index);
+        let (id, priority, computed) = {
+            let spared_until = self.iterations + self.limits.cooldown_steps;
+            let sequence = self.at(index);
+            sequence.evict = false;
+            sequence.spared_until = spared_until;
+            (sequence.id, sequence.priority, sequence.committed_tokens)
+        };
+        draft.preempted = draft.preempted.max(Some(priority));
+        self.running.retain(|other| *other != index);
+        let slot = self.peek(index).slot();
+        self.free_slots.extend(slot);
+        self.freed_slots.extend(slot);
+        let mut table = std::mem::take(&mut self.at(index).table);
+        let swaps = swap.is_some_and(|swap| swap < self.cost.prefill(0, computed));
+        if swaps {
+            self.swap_out(index, table, draft);
+            self.totals.swap_preemptions += 1;
+            self.iteration.preempted.push((id, Preemption::Swap));
+        } else {
+            self.device.release_table(&mut table);
+            self.requeue(index, now);
+            self.totals.recompute_preemptions += 1;
+            self.iteration.preempted.push((id, Preemption::Recompute));
+        }
+    }
+
+    /// Hands the blocks that hold something to a transfer; the others are free at once.
+    fn swap_out(&mut self, index: u32, mut table: Vec<u32>, draft: &mut Draft) {
+        let len = self.limits.blocks_for(self.peek(index).committed_tokens);
+        self.device.release_table(&mut table.split_off(len as usize));
+        let mut host = Vec::with_capacity(len as usize);
+        let taken = self.host.extend(&mut host, len);
+        assert!(taken, "`swap_cost` found {len} free host blocks");
+        draft.incoming += table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32;
+        self.totals.blocks_swapped_out += u64::from(len);
+        let transfer = self.start_transfer(index, Direction::Out, table, host);
+        self.at(index).state = State::SwappingOut { transfer };
+    }
+
+    /// Takes a slot and blocks for a swapped sequence and starts to copy it back. Returns whether it fits.
+    pub(super) fn swap_in(&mut self, index: u32) -> bool {
+        let sequence = self.peek(index);
+        let needed = self.limits.blocks_for(sequence.known_tokens).max(sequence.host_table.len() as u32);
+        let alone = self.running.is_empty() && self.transfers.is_empty();
+        let watermark = if alone { 0 } else { self.limits.watermark_blocks };
+        if needed + watermark > self.device.free() {
+            return false;
+        }
+        let Some(slot) = self.free_slots.pop() else { return false };
+        let mut device = Vec::with_capacity(needed as usize);
+        let taken = self.device.extend(&mut device, needed);
+        assert!(taken, "{needed} blocks were found free");
+        self.swapped.retain(|other| *other != index);
+        let host = std::mem::take(&mut self.at(index).host_table);
+        self.totals.blocks_swapped_in += host.len() as u64;
+        let id = self.peek(index).id;
+        let transfer = self.start_transfer(index, Direction::In, device, host);
+        let sequence = self.at(index);
+        // What was shared before is this sequence's own now; equal content that is still findable stays so.
+        sequence.sealed_blocks = 0;
+        sequence.state = State::SwappingIn { transfer, slot };
+        self.iteration.admitted.push((id, slot));
+        true
+    }
+
+    fn start_transfer(&mut self, index: u32, direction: Direction, device: Vec<u32>, host: Vec<u32>) -> TransferId {
+        self.transfer_ids += 1;
+        let id = TransferId(self.transfer_ids);
+        let blocks = device.iter().copied().zip(host.iter().copied()).collect();
+        self.iteration.transfers.push(Transfer { id, direction, blocks });
+        let owner = Some(self.peek(index).id);
+        self.transfers.insert(id, Moving { direction, owner, device, host });
+        id
+    }
+
+    /// Makes room for a waiting sequence by preempting those of lower priority, if all of them together free
+    /// enough: it is checked in advance, and nobody gives way in vain. Returns whether somebody did.
+    pub(super) fn displace(&mut self, index: u32, needed: u32, now: Time, draft: &mut Draft) -> bool {
+        let highest = i64::from(self.peek(index).priority) - i64::from(self.limits.preemption_threshold);
+        let view = self.view(index, now);
+        let below = |priority: i32| i64::from(priority) <= highest;
+        if self.iteration.admitted.iter().any(|(admitted, _)| below(self.peek(admitted.index).priority)) {
+            return false; // in the next step: nobody starts in a step in which one of its class gives way
+        }
+        let gives_way = |other: &u32| {
+            below(self.peek(*other).priority)
+                && !self.peek(*other).evict
+                && self.policy.compare(&view, &self.view(*other, now)) == Ordering::Less
+        };
+        let mut victims: Vec<u32> = self.running.iter().copied().filter(gives_way).collect();
+        victims.sort_by(|&a, &b| {
+            let (first, second) = (self.peek(a), self.peek(b));
+            first
+                .priority
+                .cmp(&second.priority)
+                .then(self.cost_per_block(a).total_cmp(&self.cost_per_block(b)))
+                .then(second.arrival.cmp(&first.arrival))
+        });
+        let leaving = |index: &&u32| self.peek(**index).evict;
+        let slots = self.free_slots.len() + self.running.iter().filter(leaving).count();
+        let mut lacks_slot = slots == 0;
+        let mut available = self.device.free() + draft.incoming;
+        let enough = victims.iter().position(|&victim| {
+            available += self.exclusive_blocks(victim);
+            lacks_slot = false;
+            available >= needed
+        });
+        if !lacks_slot && slots > 0 && self.device.free() + draft.incoming >= needed {
+            return false; // a fence is about to give it what it needs
+        }
+        let Some(last) = enough else { return false };
+        for &victim in &victims[..=last] {
+            self.give_way(victim, now, draft);
+        }
+        true
+    }
+}
