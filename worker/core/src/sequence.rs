@@ -102,8 +102,8 @@ pub(crate) struct Sequence {
     pub group: Option<u64>,
     /// Iterations in flight that it takes part in.
     pub in_flight: u32,
-    /// Will be preempted once nothing of it is in flight.
-    pub evict: bool,
+    /// Will be preempted for this one, once nothing of it is in flight.
+    pub evict_for: Option<SequenceId>,
     /// Sequences admitted past it.
     pub bypassed: u32,
     /// Number of the iteration before which it is not preempted again, if another candidate is there.
@@ -119,6 +119,11 @@ impl Sequence {
             | State::SwappingIn { slot, .. }
             | State::Leaving { slot } => Some(slot),
         }
+    }
+
+    /// Whether it is about to be preempted.
+    pub fn evicted(&self) -> bool {
+        self.evict_for.is_some()
     }
 
     pub fn uncomputed(&self) -> u32 {

@@ -169,7 +169,7 @@ impl Scheduler {
             // The chain makes equal hashes stand at equal places.
             let computes = |other: &u32| {
                 let other = self.peek(*other);
-                !other.evict && other.sealed_blocks as usize <= next && other.hashes.get(next) == Some(hash)
+                !other.evicted() && other.sealed_blocks as usize <= next && other.hashes.get(next) == Some(hash)
             };
             if self.running.iter().any(computes) {
                 return Err(BlockedBy::PrefixUnderWay);
@@ -187,7 +187,7 @@ impl Scheduler {
         let Some(group) = sequence.group.filter(|_| fresh) else { return Ok(None) };
         let is_sibling = |other: &&u32| {
             let other = self.peek(**other);
-            other.group == Some(group) && other.input_tokens == sequence.input_tokens && !other.evict
+            other.group == Some(group) && other.input_tokens == sequence.input_tokens && !other.evicted()
         };
         let Some(&sibling) = self.running.iter().find(is_sibling) else { return Ok(None) };
         let sibling = self.peek(sibling);

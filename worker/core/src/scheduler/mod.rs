@@ -297,7 +297,7 @@ impl Scheduler {
             sealed_blocks: 0,
             group: new.group,
             in_flight: 0,
-            evict: false,
+            evict_for: None,
             bypassed: 0,
             spared_until: 0,
         };

@@ -68,7 +68,7 @@ impl Scheduler {
         for &(index, _) in &order {
             let sequence = self.peek(index);
             let State::Decoding { slot } = sequence.state else { continue };
-            if sequence.evict || sequence.remaining_tokens == 0 {
+            if sequence.evicted() || sequence.remaining_tokens == 0 {
                 continue; // gives way, or waits for its last token's commit
             }
             let start = sequence.computed_tokens;
@@ -101,7 +101,7 @@ impl Scheduler {
         prefilling.clear();
         for &index in &self.running {
             let sequence = self.peek(index);
-            if matches!(sequence.state, State::Prefilling { .. }) && !sequence.evict {
+            if matches!(sequence.state, State::Prefilling { .. }) && !sequence.evicted() {
                 prefilling.push((index, sequence.uncomputed()));
             }
         }

@@ -26,14 +26,14 @@ impl Scheduler {
                 return false;
             }
             match self.victim(index, now) {
-                Some(victim) => self.give_way(victim, now, draft),
+                Some(victim) => self.give_way(victim, index, now, draft),
                 None if self.running.len() == 1 => {
                     // Alone it fits; what it lacks is held by what is leaving or arriving.
                     self.iteration.stalled += 1;
                     return false;
                 }
                 None => {
-                    self.give_way(index, now, draft);
+                    self.give_way(index, index, now, draft);
                     return false;
                 }
             }
@@ -47,7 +47,7 @@ impl Scheduler {
         let needs = self.view(needy, now);
         let goes_after = |index: &u32| {
             *index != needy
-                && !self.peek(*index).evict
+                && !self.peek(*index).evicted()
                 && self.policy.compare(&needs, &self.view(*index, now)) == Ordering::Less
         };
         let spared = |index: u32| self.peek(index).spared_until > self.iterations;
@@ -98,32 +98,34 @@ impl Scheduler {
         let exclusive = |block: &&u32| self.device.owners(**block) == 1;
         let moving: usize = moving.map(|moving| moving.device.iter().filter(exclusive).count()).sum();
         let leaves = |sequence: &&crate::sequence::Sequence| {
-            sequence.evict || matches!(sequence.state, State::Leaving { .. })
+            sequence.evicted() || matches!(sequence.state, State::Leaving { .. })
         };
         let leaving = self.sequences.iter().flatten().filter(leaves);
         let leaving: u32 = leaving.map(|sequence| self.exclusive_blocks(sequence.id.index)).sum();
         moving as u32 + leaving
     }
 
-    /// Preempts those that had to wait for their iteration.
+    /// Preempts those that had to wait for their iteration, unless whom they give way to is gone.
     pub(super) fn evict_marked(&mut self, now: Time, draft: &mut Draft) {
-        let ready = |index: &u32| {
-            let sequence = self.peek(*index);
-            sequence.evict && sequence.in_flight == 0
-        };
-        let ready: Vec<u32> = self.running.iter().copied().filter(ready).collect();
-        for index in ready {
-            self.preempt(index, now, draft);
+        for place in (0..self.running.len()).rev() {
+            let index = self.running[place];
+            let Some(needy) = self.peek(index).evict_for else { continue };
+            if self.get(needy).is_none() {
+                self.at(index).evict_for = None;
+            } else if self.peek(index).in_flight == 0 {
+                self.preempt(index, now, draft);
+            }
         }
     }
 
     /// Preempts a sequence now or, if an iteration in flight still writes to its blocks, marks it to be.
-    pub(super) fn give_way(&mut self, index: u32, now: Time, draft: &mut Draft) {
+    pub(super) fn give_way(&mut self, index: u32, needy: u32, now: Time, draft: &mut Draft) {
         if self.peek(index).in_flight == 0 {
             return self.preempt(index, now, draft);
         }
         draft.incoming += self.exclusive_blocks(index);
-        self.at(index).evict = true;
+        let needy = self.peek(needy).id;
+        self.at(index).evict_for = Some(needy);
     }
 
     fn preempt(&mut self, index: u32, now: Time, draft: &mut Draft) {
@@ -131,7 +133,7 @@ impl Scheduler {
         let (id, priority, computed) = {
             let spared_until = self.iterations + self.limits.cooldown_steps;
             let sequence = self.at(index);
-            sequence.evict = false;
+            sequence.evict_for = None;
             sequence.spared_until = spared_until;
             (sequence.id, sequence.priority, sequence.committed_tokens)
         };
@@ -214,7 +216,7 @@ impl Scheduler {
         }
         let gives_way = |other: &u32| {
             below(self.peek(*other).priority)
-                && !self.peek(*other).evict
+                && !self.peek(*other).evicted()
                 && self.policy.compare(&view, &self.view(*other, now)) == Ordering::Less
         };
         let mut victims: Vec<u32> = self.running.iter().copied().filter(gives_way).collect();
@@ -226,7 +228,7 @@ impl Scheduler {
                 .then(self.cost_per_block(a).total_cmp(&self.cost_per_block(b)))
                 .then(second.arrival.cmp(&first.arrival))
         });
-        let leaving = |index: &&u32| self.peek(**index).evict;
+        let leaving = |index: &&u32| self.peek(**index).evicted();
         let slots = self.free_slots.len() + self.running.iter().filter(leaving).count();
         let mut lacks_slot = slots == 0;
         let mut available = self.device.free() + draft.incoming;
@@ -240,7 +242,7 @@ impl Scheduler {
         }
         let Some(last) = enough else { return false };
         for &victim in &victims[..=last] {
-            self.give_way(victim, now, draft);
+            self.give_way(victim, index, now, draft);
         }
         true
     }
