@@ -1,5 +1,6 @@
 //! Every metric of a worker, in one table.
 
+use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
 
 pub(crate) const ENDED: &str = "inflight_worker_ended_total";
@@ -14,7 +15,12 @@ const STEP_SECONDS: &str = "inflight_worker_step_seconds";
 const STEP_TOKENS: &str = "inflight_worker_step_tokens";
 const TOKENS: &str = "inflight_worker_tokens_total";
 const SAMPLED: &str = "inflight_worker_sampled_tokens_total";
+const SWAPPED: &str = "inflight_worker_swapped_sequences";
+const HOST_BLOCKS_USED: &str = "inflight_worker_host_blocks_used";
 const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
+const ADMITTED_TOKENS: &str = "inflight_worker_admitted_tokens_total";
+const CACHED_TOKENS: &str = "inflight_worker_cached_tokens_total";
+const SWAPPED_BLOCKS: &str = "inflight_worker_swapped_blocks_total";
 const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
 const REFUSED_SESSIONS: &str = "inflight_worker_sessions_refused_total";
@@ -43,7 +49,12 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),
     (TOKENS, Kind::Counter, Unit::Count, "tokens computed, prompts and outputs"),
     (SAMPLED, Kind::Counter, Unit::Count, "tokens sampled"),
-    (PREEMPTIONS, Kind::Counter, Unit::Count, "sequences preempted"),
+    (SWAPPED, Kind::Gauge, Unit::Count, "sequences whose KV blocks are on the host"),
+    (HOST_BLOCKS_USED, Kind::Gauge, Unit::Count, "blocks of the host pool in use"),
+    (PREEMPTIONS, Kind::Counter, Unit::Count, "sequences preempted, by what became of their blocks"),
+    (ADMITTED_TOKENS, Kind::Counter, Unit::Count, "known tokens of all admissions"),
+    (CACHED_TOKENS, Kind::Counter, Unit::Count, "of these, found in the prefix cache or shared with a sibling"),
+    (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks copied to the host and back, by direction"),
     (RECOMPUTED, Kind::Counter, Unit::Count, "computed tokens that preemptions threw away"),
     (BLOCKED, Kind::Counter, Unit::Count, "iterations in which the first waiting sequence could not start, by reason"),
     (ENDED, Kind::Counter, Unit::Count, "sequences ended, by reason"),
@@ -74,17 +85,24 @@ pub fn describe() {
 
 /// Handles of the metrics that change with every iteration: looked up once.
 pub(crate) struct StepMetrics {
-    pub running: Gauge,
-    pub waiting: Gauge,
-    pub blocks_used: Gauge,
+    running: Gauge,
+    waiting: Gauge,
+    blocks_used: Gauge,
     pub commands: Gauge,
     pub iterations: Counter,
     pub step_seconds: Histogram,
     pub step_tokens: Histogram,
     pub tokens: Counter,
     pub sampled: Counter,
-    pub preemptions: Counter,
-    pub recomputed: Counter,
+    swapped: Gauge,
+    host_blocks_used: Gauge,
+    recompute_preemptions: Counter,
+    swap_preemptions: Counter,
+    recomputed: Counter,
+    admitted_tokens: Counter,
+    cached_tokens: Counter,
+    blocks_out: Counter,
+    blocks_in: Counter,
 }
 
 impl StepMetrics {
@@ -100,9 +118,32 @@ impl StepMetrics {
             step_tokens: metrics::histogram!(STEP_TOKENS),
             tokens: metrics::counter!(TOKENS),
             sampled: metrics::counter!(SAMPLED),
-            preemptions: metrics::counter!(PREEMPTIONS),
+            swapped: metrics::gauge!(SWAPPED),
+            host_blocks_used: metrics::gauge!(HOST_BLOCKS_USED),
+            recompute_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "recompute"),
+            swap_preemptions: metrics::counter!(PREEMPTIONS, "kind" => "swap"),
             recomputed: metrics::counter!(RECOMPUTED),
+            admitted_tokens: metrics::counter!(ADMITTED_TOKENS),
+            cached_tokens: metrics::counter!(CACHED_TOKENS),
+            blocks_out: metrics::counter!(SWAPPED_BLOCKS, "direction" => "out"),
+            blocks_in: metrics::counter!(SWAPPED_BLOCKS, "direction" => "in"),
         }
+    }
+
+    /// Sets the gauges, and advances the counters from what they said before.
+    pub fn record(&self, before: &Load, now: &Load) {
+        self.running.set(now.running);
+        self.waiting.set(now.waiting);
+        self.swapped.set(now.swapped);
+        self.blocks_used.set(now.blocks_used);
+        self.host_blocks_used.set(now.host_blocks_used);
+        self.recompute_preemptions.increment(now.recompute_preemptions - before.recompute_preemptions);
+        self.swap_preemptions.increment(now.swap_preemptions - before.swap_preemptions);
+        self.recomputed.increment(now.recomputed_tokens - before.recomputed_tokens);
+        self.admitted_tokens.increment(now.admitted_tokens - before.admitted_tokens);
+        self.cached_tokens.increment(now.cached_tokens - before.cached_tokens);
+        self.blocks_out.increment(now.blocks_swapped_out - before.blocks_swapped_out);
+        self.blocks_in.increment(now.blocks_swapped_in - before.blocks_swapped_in);
     }
 }
 

@@ -5,17 +5,20 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use inflight_contract::{FinishReason, SamplingSpec};
+use inflight_contract::{FinishReason, SamplingSpec, Weight};
 use inflight_worker::engine::{
     Command, Engine, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId, Settings,
 };
-use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup};
-use inflight_worker_core::Time;
+use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{CostPrior, Direction, Time, Transfer};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
 const EOS: u32 = 7;
+const NOW: Time = Time::ZERO;
 
 fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
     let mut hash = seed ^ (u64::from(choice) << 32) ^ 0x9e37_79b9_7f4a_7c15;
@@ -43,24 +46,37 @@ fn undisturbed(request: &Request, choice: u32) -> (Vec<u32>, FinishReason) {
 struct Remembering {
     capabilities: Capabilities,
     memory: Vec<Option<u32>>,
+    host: Vec<Option<u32>>,
+    /// Transfers under way: they move their blocks at the last moment.
+    transfers: Vec<Transfer>,
+    steps: usize,
     slots: Vec<Option<(u64, u32)>>,
     attached: Arc<AtomicUsize>,
     fail_after: Option<usize>,
 }
 
 impl Remembering {
-    fn new(blocks: u32, slots: u32, batch_tokens: u32, attached: Arc<AtomicUsize>) -> Self {
+    fn new(blocks: u32, host_blocks: u32, slots: u32, batch_tokens: u32, attached: Arc<AtomicUsize>) -> Self {
         let capabilities = Capabilities {
             vocab_size: VOCAB,
             context_tokens: 120,
             block_tokens: 4,
             blocks,
+            host_blocks,
             slots,
             batch_tokens,
             fingerprint: "remembering".to_owned(),
         };
-        let memory = vec![None; (blocks * 4) as usize];
-        Self { capabilities, memory, slots: vec![None; slots as usize], attached, fail_after: None }
+        Self {
+            capabilities,
+            memory: vec![None; (blocks * 4) as usize],
+            host: vec![None; (host_blocks * 4) as usize],
+            transfers: Vec::new(),
+            steps: 0,
+            slots: vec![None; slots as usize],
+            attached,
+            fail_after: None,
+        }
     }
 }
 
@@ -83,7 +99,33 @@ impl Runtime for Remembering {
         }
     }
 
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error> {
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {
+        self.transfers.push(transfer.clone());
+        Ok(())
+    }
+
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
+        // Every third step something arrives, and every fifth of those copies fails.
+        self.steps += 1;
+        if self.steps % 3 != 0 || self.transfers.is_empty() {
+            return;
+        }
+        let Transfer { id, direction, blocks } = self.transfers.remove(0);
+        let succeeded = self.steps % 15 != 0;
+        for (device, host) in blocks.iter().filter(|_| succeeded) {
+            let (device, host) = (*device as usize * 4, *host as usize * 4);
+            let (device, host) = (&mut self.memory[device..device + 4], &mut self.host[host..host + 4]);
+            match direction {
+                Direction::Out => host.copy_from_slice(device),
+                Direction::In => device.copy_from_slice(host),
+            }
+        }
+        finished.push(TransferDone { id, succeeded, took: Duration::from_micros(1) });
+    }
+
+    fn wait_for_transfer(&mut self) {}
+
+    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         batch.check(&self.capabilities)?;
         if let Some(left) = &mut self.fail_after {
             if *left == 0 {
@@ -96,6 +138,10 @@ impl Runtime for Remembering {
             let table = &batch.blocks[batch.block_starts[sequence] as usize..];
             table[position / 4] as usize * 4 + position % 4
         };
+        for copy in &batch.copies {
+            let from = copy.from as usize * 4;
+            self.memory.copy_within(from..from + 4, copy.to as usize * 4);
+        }
         for sequence in 0..batch.sequences() {
             for row in batch.starts[sequence]..batch.starts[sequence + 1] {
                 let row = row as usize;
@@ -110,7 +156,7 @@ impl Runtime for Remembering {
             let (seed, choice) = self.slots[sample.slot as usize].expect("an unattached slot was sampled");
             sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
         }
-        Ok(())
+        Ok(Duration::from_micros(10))
     }
 }
 
@@ -133,7 +179,8 @@ struct Ask {
 
 fn ask() -> impl Strategy<Value = Ask> {
     (
-        prop::collection::vec(0..VOCAB, 1..40),
+        // Few beginnings, so that prompts share prefixes.
+        (0..2 * VOCAB, 1u32..40).prop_map(|(text, len)| (0..len).map(|i| (i * i + text / 40) % VOCAB).collect()),
         (1u32..40, 1u32..=3, any::<u64>(), any::<bool>(), -1i32..=1),
         (0usize..60, prop::option::weighted(0.2, 0usize..80), 0usize..6, 0u64..3),
     )
@@ -157,6 +204,8 @@ fn request(ask: &Ask, handle: u64) -> Request {
         key: RequestKey { session: SessionId(ask.session), request: handle },
         attempt: 1,
         prompt: ask.prompt.clone().into(),
+        tenant: (if ask.priority == 0 { "a" } else { "b" }).into(),
+        weight: Weight::default(),
         max_tokens: ask.max_tokens,
         sampling: Arc::new(spec.validate().unwrap()),
         choices: Vec::new(),
@@ -181,15 +230,18 @@ proptest! {
     #[test]
     fn whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone(
         asks in prop::collection::vec(ask(), 1..16),
-        blocks in 21u32..60, slots in 1u32..6, extra in 0u32..30, close in prop::option::of((0u64..3, 5usize..60))
+        (blocks, host_blocks) in (21u32..60, 0u32..40), slots in 1u32..6, extra in 0u32..30,
+        close in prop::option::of((0u64..3, 5usize..60)), prefix_cache in any::<bool>(), fcfs in any::<bool>()
     ) {
         let attached = Arc::new(AtomicUsize::new(0));
-        let runtime = Remembering::new(blocks, slots, slots + extra, attached.clone());
-        let settings = Settings { waiting_max: 64, queue_ahead: 4 };
+        let runtime = Remembering::new(blocks, host_blocks, slots, slots + extra, attached.clone());
+        let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
+        let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
+        let settings = Settings { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
         let mut events = Vec::new();
         for session in 0..3 {
-            engine.command(Command::Open(SessionId(session)), &mut events);
+            engine.command(Command::Open(SessionId(session)), NOW, &mut events);
         }
         let requests: Vec<Request> =
             asks.iter().enumerate().map(|(handle, ask)| request(ask, handle as u64)).collect();
@@ -202,14 +254,14 @@ proptest! {
                     for (choice, resumed) in request.choices.iter().enumerate() {
                         outputs.insert((request.key.request, choice as u32), (resumed.tokens.clone(), None));
                     }
-                    engine.command(Command::Submit(Box::new(request.clone())), &mut events);
+                    engine.command(Command::Submit(Box::new(request.clone())), NOW, &mut events);
                 }
                 if ask.cancel_at == Some(turns) {
-                    engine.command(Command::Cancel { key: request.key, choice: None }, &mut events);
+                    engine.command(Command::Cancel { key: request.key, choice: None }, NOW, &mut events);
                 }
             }
             if let Some((session, _)) = close.filter(|(_, at)| *at == turns) {
-                engine.command(Command::Close(SessionId(session)), &mut events);
+                engine.command(Command::Close(SessionId(session)), NOW, &mut events);
                 closed = Some(session);
             }
             let turn = engine.turn(Time::from_nanos(turns as u64), &mut events).unwrap();
@@ -268,9 +320,9 @@ fn simple(handle: u64) -> Ask {
 }
 
 fn engine(runtime: Remembering, waiting_max: u32) -> Engine {
-    let settings = Settings { waiting_max, queue_ahead: 1 };
+    let settings = Settings { waiting_max, queue_ahead: 1, ..Settings::default() };
     let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
-    engine.command(Command::Open(SessionId(0)), &mut Vec::new());
+    engine.command(Command::Open(SessionId(0)), NOW, &mut Vec::new());
     engine
 }
 
@@ -284,7 +336,7 @@ fn failures(events: &[Event]) -> Vec<&Failure> {
 
 #[test]
 fn a_request_the_router_should_not_have_sent_is_refused_and_leaves_nothing_behind() {
-    let mut engine = engine(Remembering::new(30, 2, 8, Arc::default()), 2);
+    let mut engine = engine(Remembering::new(30, 0, 2, 8, Arc::default()), 2);
     let good = request(&simple(0), 0);
     let change = |f: fn(&mut Request)| {
         let mut bad = good.clone();
@@ -301,33 +353,33 @@ fn a_request_the_router_should_not_have_sent_is_refused_and_leaves_nothing_behin
     ];
     for (which, bad) in bad.into_iter().enumerate() {
         let mut events = Vec::new();
-        engine.command(Command::Submit(Box::new(bad)), &mut events);
+        engine.command(Command::Submit(Box::new(bad)), NOW, &mut events);
         assert!(matches!(failures(&events)[..], [Failure::Invalid(_)]), "case {which}: {events:?}");
     }
     let mut events = Vec::new();
-    engine.command(Command::Submit(Box::new(good.clone())), &mut events);
-    engine.command(Command::Submit(Box::new(good)), &mut events);
+    engine.command(Command::Submit(Box::new(good.clone())), NOW, &mut events);
+    engine.command(Command::Submit(Box::new(good)), NOW, &mut events);
     assert!(matches!(failures(&events)[..], [Failure::Invalid(_)]), "a handle in use was taken again");
     events.clear();
     let crowd = request(&Ask { n: 3, ..simple(1) }, 1);
-    engine.command(Command::Submit(Box::new(crowd)), &mut events);
+    engine.command(Command::Submit(Box::new(crowd)), NOW, &mut events);
     let [Failure::Overloaded(_), Failure::Overloaded(_), Failure::Overloaded(_)] = failures(&events)[..] else {
         panic!("all choices or none: {events:?}");
     };
     assert_eq!(engine.load().waiting, 1);
     engine.drain();
     events.clear();
-    engine.command(Command::Submit(Box::new(request(&simple(2), 2))), &mut events);
+    engine.command(Command::Submit(Box::new(request(&simple(2), 2))), NOW, &mut events);
     assert_eq!(failures(&events), [&Failure::Draining]);
 }
 
 #[test]
 fn a_failing_device_ends_what_ran_with_an_error_and_stops_the_engine() {
-    let mut runtime = Remembering::new(30, 2, 8, Arc::default());
+    let mut runtime = Remembering::new(30, 0, 2, 8, Arc::default());
     runtime.fail_after = Some(2);
     let mut engine = engine(runtime, 8);
     let mut events = Vec::new();
-    engine.command(Command::Submit(Box::new(request(&simple(0), 0))), &mut events);
+    engine.command(Command::Submit(Box::new(request(&simple(0), 0))), NOW, &mut events);
     assert!(engine.turn(Time::ZERO, &mut events).is_ok());
     assert!(engine.turn(Time::ZERO, &mut events).is_ok());
     events.clear();

@@ -1,10 +1,10 @@
 use std::sync::Arc;
 
-use inflight_contract::SamplingParams;
-use inflight_worker_core::Grant;
+use inflight_contract::{BlockHash, SamplingParams};
+use inflight_worker_core::{Grant, Preemption};
 use tracing::Span;
 
-use super::{Event, Failure, Request, RequestKey, Resumed};
+use super::{Event, Failure, Request, RequestKey};
 
 /// A choice from its submission to its end.
 pub(super) struct Live {
@@ -15,6 +15,10 @@ pub(super) struct Live {
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     pub sampling: Arc<SamplingParams>,
+    /// Where its block hashes start from.
+    root: BlockHash,
+    /// Hashes of its full blocks.
+    chain: Vec<BlockHash>,
     /// What it counts against its session's grant.
     pub cost: Grant,
     /// Tokens computed since the submission.
@@ -28,10 +32,15 @@ pub(super) struct Live {
 }
 
 impl Live {
-    pub fn new(request: &Request, choice: u32, resumed: &Resumed, cost: Grant) -> Self {
-        let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
-        tokens.extend_from_slice(&request.prompt);
-        tokens.extend_from_slice(&resumed.tokens);
+    /// `tokens` are all it has, `chain` the hashes of their full blocks, starting from `root`.
+    pub fn new(
+        request: &Request,
+        choice: u32,
+        tokens: Vec<u32>,
+        root: BlockHash,
+        chain: Vec<BlockHash>,
+        cost: Grant,
+    ) -> Self {
         let span = request.span.clone();
         let phase = tracing::info_span!(parent: &span, "wait", choice);
         Self {
@@ -41,6 +50,8 @@ impl Live {
             tokens,
             prompt_len: request.prompt.len(),
             sampling: request.sampling.clone(),
+            root,
+            chain,
             cost,
             computed_tokens: 0,
             failure: None,
@@ -57,8 +68,19 @@ impl Live {
     }
 
     /// It was preempted and waits again.
-    pub fn requeue(&mut self) {
-        self.phase = tracing::info_span!(parent: &self.span, "preempted", choice = self.choice);
+    pub fn requeue(&mut self, kind: Preemption) {
+        self.phase = match kind {
+            Preemption::Recompute => tracing::info_span!(parent: &self.span, "preempted", choice = self.choice),
+            Preemption::Swap => tracing::info_span!(parent: &self.span, "swapped", choice = self.choice),
+        };
+    }
+
+    /// Appends a token. Returns the hash of the block that it fills, if it fills one.
+    pub fn push(&mut self, token: u32, block_tokens: usize) -> Option<BlockHash> {
+        self.tokens.push(token);
+        let known = self.chain.len();
+        BlockHash::extend_chain(&mut self.chain, self.root, &self.tokens, block_tokens);
+        self.chain.get(known).copied()
     }
 
     /// Whether its newest token ends it.

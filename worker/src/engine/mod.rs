@@ -9,24 +9,48 @@ mod request;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::{FinishReason, ModelLimits, RequestShape};
+use std::time::Duration;
+
+use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost};
+use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    Capacity, Ended, Grant, Grants, Iteration, Limits, LimitsError, Load, NewSequence, Scheduler, SequenceId,
-    SubmitError, Time, Verdict,
+    CacheEvent, Capacity, CostModel, CostPrior, Ended, Grant, Grants, Iteration, Limits, LimitsError, Load,
+    NewSequence, Outcome, Preemption, Scheduler, SequenceId, SubmitError, Time, Verdict,
 };
 
-use crate::runtime::{self, Batch, Runtime, Sampled, SlotSetup};
+use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
 use live::Live;
 pub use request::{Command, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId};
 
-/// What bounds the engine beyond its runtime's capabilities.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How the engine is set up beyond its runtime's capabilities.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     /// Sequences that wait at once.
     pub waiting_max: u32,
     /// Sequences beyond the running ones that routers may have in flight here, just enough to hide the way
     /// between worker and router.
     pub queue_ahead: u32,
+    /// Who goes first.
+    pub policy: PolicyKind,
+    /// Whether blocks whose content is known are shared and found again.
+    pub prefix_cache: bool,
+    /// How long a step with decodes in it should take at most.
+    pub step_target: Option<Duration>,
+    /// What the cost model knows before the first step.
+    pub prior: CostPrior,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            waiting_max: 1024,
+            queue_ahead: 16,
+            policy: PolicyKind::default(),
+            prefix_cache: true,
+            step_target: None,
+            prior: CostPrior::default(),
+        }
+    }
 }
 
 /// What a turn did.
@@ -60,6 +84,10 @@ pub struct Engine {
     sampled: Vec<Sampled>,
     verdicts: Vec<Verdict>,
     ended: Vec<Ended>,
+    transfers_done: Vec<TransferDone>,
+    transfers: usize,
+    cache_events: Vec<CacheEvent>,
+    groups: u64,
     draining: bool,
 }
 
@@ -75,16 +103,14 @@ impl Engine {
     ) -> Result<Self, LimitsError> {
         let has = runtime.capabilities();
         let limits = Limits {
-            block_tokens: has.block_tokens,
-            blocks: has.blocks,
-            running_max: has.slots,
+            host_blocks: has.host_blocks,
             waiting_max: settings.waiting_max,
-            iteration_tokens: has.batch_tokens,
             sequence_tokens: has.context_tokens,
-            // One block in a hundred absorbs the growth of what runs before anything must be preempted.
-            watermark_blocks: has.blocks / 100,
-            min_decode_tokens: has.block_tokens,
+            prefix_cache: settings.prefix_cache,
+            step_target: settings.step_target,
+            ..Limits::new(has.block_tokens, has.blocks, has.slots, has.batch_tokens)
         };
+        let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
             vocab_size: has.vocab_size,
             context_tokens: has.context_tokens,
@@ -95,7 +121,7 @@ impl Engine {
             blocks: limits.blocks - limits.watermark_blocks,
         };
         Ok(Self {
-            scheduler: Scheduler::new(limits)?,
+            scheduler: Scheduler::new(limits, settings.policy.build(), CostModel::new(settings.prior), tenants)?,
             runtime,
             model,
             eos_token_ids: eos_token_ids.into(),
@@ -106,6 +132,10 @@ impl Engine {
             sampled: Vec::new(),
             verdicts: Vec::new(),
             ended: Vec::new(),
+            transfers_done: Vec::new(),
+            transfers: 0,
+            cache_events: Vec::new(),
+            groups: 0,
             draining: false,
         })
     }
@@ -145,8 +175,18 @@ impl Engine {
         self.scheduler.iteration()
     }
 
+    /// Takes the changes of the prefix cache since the last call, in order.
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+        self.cache_events.drain(..)
+    }
+
+    /// Predicted time to the first token of a new prompt with this many tokens to compute.
+    pub fn predict_first_token(&self, tokens: u32) -> Duration {
+        self.scheduler.predict_first_token(tokens)
+    }
+
     /// Takes one command. Events go to `events`.
-    pub fn command(&mut self, command: Command, events: &mut Vec<Event>) {
+    pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<Event>) {
         match command {
             Command::Open(session) => self.grants.open(session),
             Command::Close(session) => {
@@ -158,7 +198,7 @@ impl Engine {
                 self.settle(events);
                 self.grants.close(session);
             }
-            Command::Submit(request) => self.submit(&request, events),
+            Command::Submit(request) => self.submit(&request, now, events),
             Command::Cancel { key, choice } => self.cancel(key, choice),
         }
         self.settle(events);
@@ -169,13 +209,17 @@ impl Engine {
     /// # Errors
     /// [`Fatal`] if the device failed; the events say so for every sequence that took part.
     pub fn turn(&mut self, now: Time, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+        self.take_transfers(now)?;
         self.scheduler.plan(now);
         // Deadlines end sequences in `plan`: their slots must be free before others get them.
         self.settle(events);
         let plan = self.scheduler.iteration();
-        for (id, slot) in &plan.preempted {
-            self.runtime.detach(*slot);
-            live_mut(&mut self.live, *id).requeue();
+        for (id, kind) in &plan.preempted {
+            live_mut(&mut self.live, *id).requeue(*kind);
+        }
+        for transfer in &plan.transfers {
+            self.runtime.start_transfer(transfer).map_err(|error| Fatal(error.to_string()))?;
+            self.transfers += 1;
         }
         for (id, slot) in &plan.admitted {
             let live = live_mut(&mut self.live, *id);
@@ -192,9 +236,15 @@ impl Engine {
             self.runtime.attach(*slot, &setup).map_err(|error| Fatal(error.to_string()))?;
         }
         if plan.chunks.is_empty() {
+            if self.transfers > 0 {
+                // Nothing else to do: wait for a fence rather than spin.
+                self.runtime.wait_for_transfer();
+            }
             return Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() });
         }
         self.batch.clear();
+        let copies = plan.copies.iter().map(|copy| BlockCopy { from: copy.from, to: copy.to });
+        self.batch.copies.extend(copies);
         for chunk in &plan.chunks {
             let live = live_mut(&mut self.live, chunk.id);
             let tokens = &live.tokens[chunk.start as usize..(chunk.start + chunk.len) as usize];
@@ -205,14 +255,27 @@ impl Engine {
         }
         let number = plan.number;
         let tokens = self.batch.rows() as u32;
-        if let Err(error) = self.runtime.execute(&self.batch, &mut self.sampled) {
-            return self.fail(number, &error, events);
-        }
+        let took = match self.runtime.execute(&self.batch, &mut self.sampled) {
+            Ok(took) => took,
+            Err(error) => return self.fail(number, &error, events),
+        };
         let sampled = self.sampled.len() as u32;
         self.take_samples(events);
-        self.scheduler.commit(number, &self.verdicts).map_err(|error| Fatal(error.to_string()))?;
+        let outcome = Outcome { verdicts: &self.verdicts, took };
+        self.scheduler.commit(number, outcome).map_err(|error| Fatal(error.to_string()))?;
         self.settle(events);
         Ok(Turn { tokens, sampled, idle: self.scheduler.is_idle() })
+    }
+
+    /// Reports the transfers that reached their fences.
+    fn take_transfers(&mut self, now: Time) -> Result<(), Fatal> {
+        self.runtime.finished_transfers(&mut self.transfers_done);
+        for TransferDone { id, succeeded, took } in self.transfers_done.drain(..) {
+            self.transfers -= 1;
+            let known = self.scheduler.transfer_done(id, succeeded, took, now);
+            known.map_err(|error| Fatal(error.to_string()))?;
+        }
+        Ok(())
     }
 
     fn fail(&mut self, number: u64, error: &runtime::Error, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
@@ -228,6 +291,7 @@ impl Engine {
     /// Appends each sampled token to its sequence, judges it and reports it.
     fn take_samples(&mut self, events: &mut Vec<Event>) {
         self.verdicts.clear();
+        let block_tokens = self.scheduler.limits().block_tokens as usize;
         let mut sampled = self.sampled.drain(..);
         for chunk in &self.scheduler.iteration().chunks {
             let live = live_mut(&mut self.live, chunk.id);
@@ -236,21 +300,21 @@ impl Engine {
                 continue;
             }
             let Some(Sampled { token, logprobs }) = sampled.next() else { break };
-            live.tokens.push(token);
-            let stops = live.ends_with(token, &self.eos_token_ids);
-            self.verdicts.push(if stops { Verdict::Stop } else { Verdict::Continue });
+            let hash = live.push(token, block_tokens);
+            let stop = live.ends_with(token, &self.eos_token_ids);
+            self.verdicts.push(Verdict { stop, hash });
             let computed_tokens = live.report_computed();
             let event = Event { token: Some(token), logprobs, computed_tokens, ..live.event() };
             events.push(event);
         }
     }
 
-    fn submit(&mut self, request: &Request, events: &mut Vec<Event>) {
+    fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) {
         if !self.grants.is_open(request.key.session) {
             return; // it was closed while the request was on its way, so nobody waits for an answer
         }
         let outcome = match self.check(request) {
-            Ok(()) => self.enqueue(request, events),
+            Ok(()) => self.enqueue(request, now, events),
             Err(failure) => Err(failure),
         };
         if let Err(failure) = outcome {
@@ -289,33 +353,49 @@ impl Engine {
     }
 
     /// Submits every choice that is not over, or none.
-    fn enqueue(&mut self, request: &Request, events: &mut Vec<Event>) -> Result<(), Failure> {
-        let mut ids: Vec<Option<SequenceId>> = Vec::with_capacity(request.choices.len());
-        for (choice, resumed) in request.choices.iter().enumerate() {
+    fn enqueue(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) -> Result<(), Failure> {
+        let block_tokens = self.scheduler.limits().block_tokens as usize;
+        let root = BlockHash::root(&request.tenant);
+        let mut chain = Vec::new();
+        BlockHash::extend_chain(&mut chain, root, &request.prompt, block_tokens);
+        // Choices that start from the prompt alone share its computation.
+        let fresh = request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
+        self.groups += u64::from(fresh);
+        let group = fresh.then_some(self.groups);
+        let mut lives: Vec<(SequenceId, Live)> = Vec::with_capacity(request.choices.len());
+        for (choice, resumed) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
             let remaining = request.max_tokens - resumed.tokens.len() as u32;
-            if resumed.finished {
-                ids.push(None);
-                continue;
-            }
             if remaining == 0 {
                 // The lost worker had made the last token but could not say so any more.
                 let finish = Some(Finish::Ended(FinishReason::Length));
                 events.push(Event { finish, ..bare_event(request, choice as u32) });
-                ids.push(None);
                 continue;
             }
-            let submitted = self.scheduler.submit(NewSequence {
-                known_tokens: (request.prompt.len() + resumed.tokens.len()) as u32,
-                max_tokens: remaining,
-                priority: request.priority,
-                deadline: request.deadline,
-            });
+            let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
+            tokens.extend_from_slice(&request.prompt);
+            tokens.extend_from_slice(&resumed.tokens);
+            let mut chain = chain.clone();
+            BlockHash::extend_chain(&mut chain, root, &tokens, block_tokens);
+            let submitted = self.scheduler.submit(
+                NewSequence {
+                    known_tokens: tokens.len() as u32,
+                    max_tokens: remaining,
+                    priority: request.priority,
+                    deadline: request.deadline,
+                    tenant: &request.tenant,
+                    weight: request.weight,
+                    hashes: &chain,
+                    group,
+                },
+                now,
+            );
             match submitted {
-                Ok(id) => ids.push(Some(id)),
+                Ok(id) => {
+                    let cost = self.cost(request.prompt.len());
+                    lives.push((id, Live::new(request, choice as u32, tokens, root, chain, cost)));
+                }
                 Err(error) => {
-                    for id in ids.into_iter().flatten() {
-                        self.scheduler.cancel(id);
-                    }
+                    lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
                     // These never became live, so `settle` must not report them.
                     self.scheduler.drain_ended().for_each(drop);
                     return Err(match error {
@@ -325,18 +405,19 @@ impl Engine {
                 }
             }
         }
-        for (choice, (id, resumed)) in ids.iter().zip(&request.choices).enumerate() {
-            let Some(id) = id else { continue };
+        if lives.is_empty() {
+            return Ok(());
+        }
+        let mut ids = vec![None; request.choices.len()];
+        for (id, live) in lives {
             if self.live.len() <= id.index() {
                 self.live.resize_with(id.index() + 1, || None);
             }
-            let cost = self.cost(request.prompt.len());
-            self.grants.charge(request.key.session, cost);
-            self.live[id.index()] = Some(Live::new(request, choice as u32, resumed, cost));
+            ids[live.choice as usize] = Some(id);
+            self.grants.charge(request.key.session, live.cost);
+            self.live[id.index()] = Some(live);
         }
-        if ids.iter().any(Option::is_some) {
-            self.requests.insert(request.key, ids);
-        }
+        self.requests.insert(request.key, ids);
         Ok(())
     }
 
@@ -361,10 +442,11 @@ impl Engine {
     fn settle(&mut self, events: &mut Vec<Event>) {
         let mut ended = std::mem::take(&mut self.ended);
         ended.extend(self.scheduler.drain_ended());
-        for Ended { id, slot, reason } in ended.drain(..) {
-            if let Some(slot) = slot {
-                self.runtime.detach(slot);
-            }
+        for slot in self.scheduler.drain_freed_slots() {
+            self.runtime.detach(slot);
+        }
+        self.cache_events.extend(self.scheduler.drain_cache_events());
+        for Ended { id, reason } in ended.drain(..) {
             let Some(mut live) = self.live[id.index()].take() else { continue };
             self.grants.release(live.key.session, live.cost);
             if let Some(ids) = self.requests.get_mut(&live.key) {

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use inflight_contract::{FinishReason, SamplingParams};
+use inflight_contract::{FinishReason, SamplingParams, Weight};
 use inflight_worker_core::Time;
 
 use crate::runtime::PositionLogprobs;
@@ -33,6 +33,10 @@ pub struct Request {
     pub sampling: Arc<SamplingParams>,
     /// What earlier attempts produced; one entry for each choice, in order.
     pub choices: Vec<Resumed>,
+    /// Whom the work is for: its share of the service, and the key of its prefix cache.
+    pub tenant: Arc<str>,
+    /// The tenant's share.
+    pub weight: Weight,
     /// A higher number is more important.
     pub priority: i32,
     /// When to give up.

@@ -4,8 +4,10 @@
 //! what sampling needs between steps (parameters, key, token counts). The engine owns everything else.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_contract::SamplingParams;
+use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
 pub mod cpu;
@@ -29,6 +31,8 @@ pub struct Capabilities {
     pub block_tokens: u32,
     /// Blocks in the KV pool.
     pub blocks: u32,
+    /// Blocks in the host pool behind it; 0 if there is none.
+    pub host_blocks: u32,
     /// Slots: sequences that may be attached at once.
     pub slots: u32,
     /// Most tokens in one batch.
@@ -80,6 +84,17 @@ pub struct Sampled {
     pub logprobs: Option<Box<PositionLogprobs>>,
 }
 
+/// A transfer between device and host that reached its fence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransferDone {
+    /// Which.
+    pub id: TransferId,
+    /// Whether the blocks arrived.
+    pub succeeded: bool,
+    /// How long the copy ran.
+    pub took: Duration,
+}
+
 /// Why a step failed. The batch's effects on the KV pool and on slots are then undefined.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -107,9 +122,22 @@ pub trait Runtime: Send {
 
     /// Runs one step: block copies, then the forward pass, which writes keys and values of all the batch's
     /// tokens, then sampling. `sampled` is cleared and gets one entry for each of the batch's sample rows, in
-    /// order; each sampled token is counted in its slot's history.
+    /// order; each sampled token is counted in its slot's history. Returns how long the step took.
     ///
     /// # Errors
     /// [`Error::Malformed`] before anything ran, [`Error::Device`] at any moment.
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error>;
+    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
+
+    /// Starts to copy blocks between the device's pool and the host's, in the background: steps go on meanwhile,
+    /// and none of them touches these blocks before the transfer was reported as finished.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if a block is out of its pool.
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error>;
+
+    /// Appends the transfers that finished since the last call.
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>);
+
+    /// Returns when a transfer has finished that was not reported yet; at once if none is under way.
+    fn wait_for_transfer(&mut self);
 }

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use inflight_worker_core::Time;
+use inflight_worker_core::{CacheEvent, Load, Time};
 use tokio::sync::mpsc;
 
 use super::mailbox::Mailbox;
@@ -48,8 +48,10 @@ pub(crate) struct Driver {
     metrics: StepMetrics,
     step_us: u64,
     draining: bool,
-    seen_preemptions: u64,
-    seen_recomputed: u64,
+    cache_events: Vec<CacheEvent>,
+    /// Number of the next event of the prefix cache.
+    cache_sequence: u64,
+    seen: Load,
 }
 
 impl Driver {
@@ -64,8 +66,9 @@ impl Driver {
             metrics,
             step_us: 0,
             draining: false,
-            seen_preemptions: 0,
-            seen_recomputed: 0,
+            cache_events: Vec::new(),
+            cache_sequence: 0,
+            seen: Load::default(),
         }
     }
 
@@ -116,11 +119,11 @@ impl Driver {
         match message {
             Message::Open(session, mailbox) => {
                 self.mailboxes.insert(session, mailbox);
-                self.engine.command(Command::Open(session), &mut self.events);
+                self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
             Message::Command(command) => {
                 let closed = if let Command::Close(session) = command { Some(session) } else { None };
-                self.engine.command(command, &mut self.events);
+                self.engine.command(command, self.clock.now(), &mut self.events);
                 if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
                     mailbox.close();
                 }
@@ -141,20 +144,23 @@ impl Driver {
                 mailbox.push(event);
             }
         }
+        self.cache_events.extend(self.engine.drain_cache_events());
+        if !self.cache_events.is_empty() {
+            for mailbox in self.mailboxes.values() {
+                mailbox.push_cache_events(self.cache_sequence, &self.cache_events);
+            }
+            self.cache_sequence += self.cache_events.len() as u64;
+            self.cache_events.clear();
+        }
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
         for (session, grant) in self.engine.grants() {
             if let Some(mailbox) = self.mailboxes.get(&session) {
                 mailbox.report(iteration, &load, self.step_us, grant, self.draining);
             }
         }
-        self.metrics.running.set(load.running);
-        self.metrics.waiting.set(load.waiting);
-        self.metrics.blocks_used.set(load.blocks_used);
+        self.metrics.record(&self.seen, &load);
         self.metrics.commands.set(self.messages.len() as f64);
-        self.metrics.preemptions.increment(load.preemptions - self.seen_preemptions);
-        self.metrics.recomputed.increment(load.recomputed_tokens - self.seen_recomputed);
-        self.seen_preemptions = load.preemptions;
-        self.seen_recomputed = load.recomputed_tokens;
+        self.seen = load;
     }
 
     fn measure(&mut self, turn: &Turn, begun: Instant) {

@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_proto::v1;
-use inflight_worker_core::{Grant, Load};
+use inflight_worker_core::{CacheEvent, Grant, Load};
 use tokio::sync::Notify;
 
 use crate::engine::{Event, Failure, Finish};
@@ -11,6 +11,9 @@ use crate::runtime::{PositionLogprobs, TokenLogprob};
 /// Tokens and ends that may wait for a router which does not read; past it the session is closed, and the router
 /// resubmits elsewhere what it had.
 const PENDING_MAX: usize = 1 << 20;
+
+/// Changes of the prefix cache that may wait for a router.
+const CACHE_EVENTS_MAX: usize = 1 << 14;
 
 /// Where the engine's thread leaves what a session has to say.
 ///
@@ -27,6 +30,7 @@ struct State {
     /// Place in `sequences` of each choice that may still be added to.
     open: HashMap<(u64, u32, u32), usize>,
     pending: usize,
+    kv_events: v1::KvEvents,
     iteration: u64,
     load: v1::Load,
     grant: v1::Grant,
@@ -88,6 +92,28 @@ impl Mailbox {
         }
     }
 
+    /// Adds changes of the prefix cache, the first of which has this number. What a router does not read is
+    /// dropped in the end: it sees a gap in the numbers and knows that its copy is out of date.
+    pub fn push_cache_events(&self, first: u64, events: &[CacheEvent]) {
+        let mut state = self.state();
+        let kept = &mut state.kv_events;
+        let next = kept.first + kept.events.len() as u64;
+        if kept.events.len() + events.len() > CACHE_EVENTS_MAX || (next != first && !kept.events.is_empty()) {
+            kept.events.clear();
+        }
+        if kept.events.is_empty() {
+            kept.first = first;
+        }
+        kept.events.extend(events.iter().map(|event| {
+            let event = match event {
+                CacheEvent::Stored(hash) => v1::kv_event::Event::Stored(hash.short()),
+                CacheEvent::Removed(hash) => v1::kv_event::Event::Removed(hash.short()),
+            };
+            v1::KvEvent { event: Some(event) }
+        }));
+        state.changed = true;
+    }
+
     /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
     pub fn report(&self, iteration: u64, load: &Load, step_us: u64, grant: Grant, draining: bool) {
         let mut state = self.state();
@@ -96,8 +122,10 @@ impl Mailbox {
             running: load.running,
             waiting: load.waiting,
             blocks_used: load.blocks_used,
-            preemptions: load.preemptions,
+            preemptions: load.recompute_preemptions + load.swap_preemptions,
             step_us,
+            swapped: load.swapped,
+            host_blocks_used: load.host_blocks_used,
         };
         let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
         // A changed load alone can wait for the heartbeat or the next token.
@@ -150,7 +178,7 @@ impl Mailbox {
             load: Some(state.load),
             grant: Some(state.grant),
             draining: state.draining,
-            kv_events: None,
+            kv_events: (!state.kv_events.events.is_empty()).then(|| std::mem::take(&mut state.kv_events)),
         })
     }
 }
