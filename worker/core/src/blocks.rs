@@ -1,6 +1,6 @@
-use std::collections::BTreeMap;
-
 use inflight_contract::BlockHash;
+
+use crate::hash_index::HashIndex;
 
 /// Index of a KV block in its pool.
 pub type Block = u32;
@@ -43,7 +43,7 @@ pub struct BlockPool {
     head: Block,
     tail: Block,
     free: u32,
-    index: BTreeMap<BlockHash, Block>,
+    index: HashIndex,
     events: Vec<CacheEvent>,
 }
 
@@ -56,7 +56,7 @@ impl BlockPool {
             head: NONE,
             tail: NONE,
             free: 0,
-            index: BTreeMap::new(),
+            index: HashIndex::new(total),
             events: Vec::new(),
         };
         // Low indices first: a lightly used pool stays small in memory.
@@ -81,7 +81,7 @@ impl BlockPool {
 
     /// Blocks whose content can be found again, owned or not.
     pub fn cached(&self) -> u32 {
-        self.index.len() as u32
+        self.index.len()
     }
 
     /// Owners of a block.
@@ -115,7 +115,7 @@ impl BlockPool {
 
     /// The block with this content, if there is one.
     pub fn lookup(&self, hash: BlockHash) -> Option<Block> {
-        self.index.get(&hash).copied()
+        self.index.get(hash)
     }
 
     /// Adds an owner to a block that `lookup` found or that another table holds.
@@ -134,8 +134,7 @@ impl BlockPool {
         if meta.hash.is_some() {
             return;
         }
-        if let std::collections::btree_map::Entry::Vacant(vacant) = self.index.entry(hash) {
-            vacant.insert(block);
+        if self.index.insert(hash, block) {
             meta.hash = Some(hash);
             self.events.push(CacheEvent::Stored(hash));
         }
@@ -167,11 +166,7 @@ impl BlockPool {
 
     /// Forgets all content that can be found again.
     pub fn clear_cache(&mut self) {
-        while let Some((_, block)) = self.index.pop_first() {
-            if let Some(hash) = self.meta[block as usize].hash.take() {
-                self.events.push(CacheEvent::Removed(hash));
-            }
-        }
+        (0..self.total()).for_each(|block| self.forget(block));
     }
 
     /// Takes the changes since the last call, in order.
@@ -181,7 +176,7 @@ impl BlockPool {
 
     fn forget(&mut self, block: Block) {
         if let Some(hash) = self.meta[block as usize].hash.take() {
-            self.index.remove(&hash);
+            self.index.remove(hash);
             self.events.push(CacheEvent::Removed(hash));
         }
     }
@@ -229,11 +224,11 @@ impl BlockPool {
         for (block, meta) in self.meta.iter().enumerate() {
             assert_eq!(meta.refs, claims[block], "owners of block {block}");
             if let Some(hash) = meta.hash {
-                assert_eq!(self.index.get(&hash), Some(&(block as Block)), "the index misses block {block}");
+                assert_eq!(self.index.get(hash), Some(block as Block), "the index misses block {block}");
             }
         }
         let hashed = self.meta.iter().filter(|meta| meta.hash.is_some()).count();
-        assert_eq!(hashed, self.index.len(), "the index names blocks that have no hash");
+        assert_eq!(hashed, self.index.iter().count(), "the index names blocks that have no hash");
         let (mut at, mut before, mut listed) = (self.head, NONE, 0);
         while at != NONE {
             let meta = &self.meta[at as usize];
@@ -248,6 +243,8 @@ impl BlockPool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use proptest::prelude::*;
 

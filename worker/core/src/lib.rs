@@ -7,6 +7,7 @@
 mod blocks;
 mod cost;
 mod grants;
+mod hash_index;
 mod iteration;
 mod least_squares;
 mod limits;

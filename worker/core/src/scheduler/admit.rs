@@ -104,6 +104,9 @@ impl Scheduler {
     /// Gives a waiting sequence a slot, shares what is there already, reserves the rest and plans its first
     /// chunk.
     fn admit(&mut self, index: u32, now: Time, draft: &mut Draft) -> Result<(), BlockedBy> {
+        if self.free_slots.is_empty() && !self.outranks_any(index) {
+            return Err(BlockedBy::Slots);
+        }
         let prefix = self.find_prefix(index)?;
         let sequence = self.peek(index);
         let total = self.limits.admission_blocks(sequence.known_tokens);
@@ -124,7 +127,8 @@ impl Scheduler {
         }
         let slot = self.free_slots.pop().ok_or(BlockedBy::Slots)?;
         self.dequeue(index);
-        let mut table = prefix.blocks;
+        let mut table = std::mem::take(&mut self.at(index).table);
+        table.extend_from_slice(&prefix.blocks);
         table.iter().for_each(|block| self.device.share(*block));
         let shared = table.len();
         let taken = self.device.extend(&mut table, total);

@@ -275,7 +275,14 @@ impl Scheduler {
             self.sequences.len() as u32 - 1
         });
         let id = SequenceId { index, generation: self.generations[index as usize] };
-        let hashes: &[_] = if self.limits.prefix_cache { new.hashes } else { &[] };
+        let full = |tokens: u32| (tokens / self.limits.block_tokens) as usize;
+        // All the room that it can come to need, so that nothing is allocated while it runs.
+        let mut hashes = Vec::new();
+        if self.limits.prefix_cache {
+            hashes.reserve_exact(full(new.known_tokens + new.max_tokens));
+            hashes.extend(new.hashes.iter().take(full(new.known_tokens)));
+        }
+        let table = Vec::with_capacity(self.limits.blocks_for(new.known_tokens + new.max_tokens) as usize);
         self.arrivals += 1;
         let sequence = Sequence {
             id,
@@ -291,9 +298,9 @@ impl Scheduler {
             remaining_tokens: new.max_tokens,
             input_tokens: new.known_tokens,
             charged_tokens: 0,
-            table: Vec::new(),
+            table,
             host_table: Vec::new(),
-            hashes: hashes[..hashes.len().min((new.known_tokens / self.limits.block_tokens) as usize)].to_vec(),
+            hashes,
             sealed_blocks: 0,
             group: new.group,
             in_flight: 0,

@@ -205,10 +205,23 @@ impl Scheduler {
         id
     }
 
+    /// Whether some running sequence's priority is so much lower that it may be displaced.
+    pub(super) fn outranks_any(&self, index: u32) -> bool {
+        let highest = self.displaceable(index);
+        self.running.iter().any(|other| i64::from(self.peek(*other).priority) <= highest)
+    }
+
+    fn displaceable(&self, index: u32) -> i64 {
+        i64::from(self.peek(index).priority) - i64::from(self.limits.preemption_threshold)
+    }
+
     /// Makes room for a waiting sequence by preempting those of lower priority, if all of them together free
     /// enough: it is checked in advance, and nobody gives way in vain. Returns whether somebody did.
     pub(super) fn displace(&mut self, index: u32, needed: u32, now: Time, draft: &mut Draft) -> bool {
-        let highest = i64::from(self.peek(index).priority) - i64::from(self.limits.preemption_threshold);
+        if !self.outranks_any(index) {
+            return false;
+        }
+        let highest = self.displaceable(index);
         let view = self.view(index, now);
         let below = |priority: i32| i64::from(priority) <= highest;
         if self.iteration.admitted.iter().any(|(admitted, _)| below(self.peek(admitted.index).priority)) {
