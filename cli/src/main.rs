@@ -1,2 +1,80 @@
-//! The `inflight` command.
-fn main() {}
+//! The `inflight` command: every role of the cluster in one binary.
+
+mod config;
+mod event;
+mod exit;
+mod generate;
+mod metrics_endpoint;
+mod relay;
+mod role;
+mod router;
+mod signals;
+mod supervisor;
+mod telemetry;
+mod transcript;
+mod units;
+mod up;
+mod worker;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::config::Invocation;
+
+/// Serves large language models from a cluster: routers, workers, streaming gRPC
+#[derive(Debug, Parser)]
+#[command(name = "inflight", version, max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    role: Role,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Role {
+    /// Starts a router and workers on this machine
+    Up(up::Args),
+    /// Generates text, streaming it to the terminal
+    Generate(generate::Args),
+    /// Runs a router: takes clients' requests and hands them to workers
+    Router(router::Args),
+    /// Runs a worker: loads a model and computes
+    Worker(worker::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.role {
+        Role::Up(args) => role::block_on(None, up::run(args, &matches)),
+        Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
+        Role::Router(args) => role::block_on(None, router::run(args)),
+        // The engine has threads of its own; the session service needs few.
+        Role::Worker(args) => role::block_on(Some(2), worker::run(args)),
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_well_formed_and_help_shows_every_default() {
+        Cli::command().debug_assert();
+        for role in ["router", "worker", "up"] {
+            let command = Cli::command();
+            let help = command.find_subcommand(role).unwrap().clone().render_long_help().to_string();
+            for argument in
+                command.find_subcommand(role).unwrap().get_arguments().filter(|a| !a.is_hide_set())
+            {
+                for default in argument.get_default_values() {
+                    let shown = format!("[default: {}", default.to_str().unwrap());
+                    assert!(help.contains(&shown), "{role}: {} does not show {shown}", argument.get_id());
+                }
+            }
+        }
+    }
+}

@@ -1,1 +1,17 @@
 //! Numeric kernels behind one contract.
+//!
+//! **Invariant: the schedule never changes the answer.** Every output element is reduced in an order that depends
+//! on the shapes of the model alone: not on how many rows run beside it, on its row's place, on tile shapes, on
+//! the number of threads or on which physical block holds a key. So one row at a time and 2,048 rows at once give
+//! the same bits. The order does depend on the instruction set ([`cpu::Isa`]), which is therefore part of the
+//! numerics fingerprint, as is [`VERSION`].
+
+pub mod cpu;
+mod dtype;
+mod philox;
+
+pub use dtype::{Dtype, widen};
+pub use philox::{Draw, philox4x32};
+
+/// Version of the arithmetic. Raised by every change that may alter a bit of any result.
+pub const VERSION: u32 = 1;

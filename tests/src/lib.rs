@@ -1,1 +1,17 @@
-//! Whole-cluster tests.
+//! Harness of the whole-cluster tests: `inflight up` as a real process, and ways to look at it from outside.
+
+mod cluster;
+mod collector;
+mod command;
+mod process;
+mod raw;
+mod scrape;
+mod wait;
+
+pub use cluster::{Cluster, Member};
+pub use collector::{Collector, SeenSpan};
+pub use command::{Finished, run};
+pub use process::{Mark, is_alive, kill};
+pub use raw::send_raw;
+pub use scrape::{Samples, scrape};
+pub use wait::{DEADLINE, eventually};

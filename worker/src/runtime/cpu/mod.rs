@@ -1,1 +1,216 @@
 //! Runs the model on CPU cores.
+//!
+//! The answer for a sequence depends on its own tokens alone, see the invariant of [`inflight_kernels`]: this module
+//! only strings its kernels together. Activations are f32 throughout; keys and values are stored in the model's
+//! own dtype.
+
+mod forward;
+mod sampler;
+mod slots;
+mod weights;
+
+use inflight_kernels::Dtype;
+use inflight_kernels::cpu::{Isa, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
+
+use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup};
+use crate::models::{self, ModelConfig, ModelDir};
+use forward::Forward;
+use sampler::Sampler;
+use slots::Slots;
+use weights::Weights;
+
+/// How a [`CpuRuntime`] is sized.
+#[derive(Debug, Clone)]
+pub struct CpuOptions {
+    /// Threads to compute with; all that the process may use if not given.
+    pub threads: Option<usize>,
+    /// Most bytes of the KV pool. Blocks never used take no memory.
+    pub kv_bytes: u64,
+    /// Tokens in a KV block; a power of two.
+    pub block_tokens: u32,
+    /// Sequences that may be attached at once.
+    pub slots: u32,
+    /// Most tokens in one batch.
+    pub batch_tokens: u32,
+    /// Most tokens of one sequence; the model's own limit if not given.
+    pub context_tokens: Option<u32>,
+    /// Instruction set; the best one here if not given.
+    pub isa: Option<Isa>,
+}
+
+/// Why a runtime can't be built.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model is unusable.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// An option is out of its range.
+    #[error("{name} is {value}; it must be {range}")]
+    Option {
+        /// The option.
+        name: &'static str,
+        /// What was given.
+        value: u64,
+        /// What is allowed.
+        range: String,
+    },
+    /// The KV pool can't hold a single block.
+    #[error(
+        "the KV pool of {kv_bytes} bytes can't hold one block of {block_tokens} tokens, which takes {block_bytes} \
+         bytes with this model; give at least that much"
+    )]
+    KvTooSmall {
+        /// Bytes given.
+        kv_bytes: u64,
+        /// Tokens in a block.
+        block_tokens: u32,
+        /// Bytes of a block.
+        block_bytes: u64,
+    },
+    /// The operating system refused threads.
+    #[error("cannot start the kernels' threads: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+/// Bytes that the keys and values of one token take, all layers together.
+pub fn kv_bytes_per_token(config: &ModelConfig, dtype: Dtype) -> usize {
+    kv_layout(config, dtype, 1).block_bytes()
+}
+
+fn kv_layout(config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayout {
+    let ModelConfig { layers, kv_heads, head_dim, .. } = *config;
+    KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
+}
+
+/// A model on CPU cores.
+pub struct CpuRuntime {
+    capabilities: Capabilities,
+    pool: Pool,
+    isa: Isa,
+    weights: Weights,
+    kv: KvPool,
+    forward: Forward,
+    slots: Slots,
+    sampler: Sampler,
+}
+
+impl CpuRuntime {
+    /// Loads a model: checks its tensors, packs them for the kernels, and sets up the KV pool. `progress` hears the
+    /// bytes packed so far and in all.
+    ///
+    /// # Errors
+    /// [`Error`], before anything large is allocated unless threads are refused.
+    pub fn load(
+        model: &ModelDir,
+        options: &CpuOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        let config = model.config();
+        let context_tokens = check(options, config)?;
+        let tensors = weights::find(model)?;
+        let kv_dtype = tensors.dtype();
+        let layout = kv_layout(config, kv_dtype, options.block_tokens as usize);
+        let block_bytes = layout.block_bytes() as u64;
+        let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
+        if blocks == 0 {
+            let CpuOptions { kv_bytes, block_tokens, .. } = *options;
+            return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
+        }
+        let isa = options.isa.unwrap_or_else(Isa::detect);
+        let threads = match options.threads {
+            Some(threads) => threads,
+            None => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
+        };
+        let pool = Pool::new(threads)?;
+        let fingerprint = models::fingerprint(model, kv_dtype, isa);
+        let weights = tensors.pack(&pool, isa, progress);
+        let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
+        let capabilities = Capabilities {
+            vocab_size: config.vocab_size as u32,
+            context_tokens,
+            block_tokens: options.block_tokens,
+            blocks,
+            slots: options.slots,
+            batch_tokens: options.batch_tokens,
+            fingerprint,
+        };
+        tracing::info!(
+            model = model.name(),
+            isa = isa.name(),
+            threads,
+            weight_bytes = weights.bytes(),
+            blocks,
+            block_bytes,
+            "model is packed"
+        );
+        Ok(Self {
+            pool,
+            isa,
+            weights,
+            kv: KvPool::new(layout, blocks as usize),
+            forward: Forward::new(config, RopeTable::new(frequencies), &capabilities),
+            slots: Slots::new(options.slots as usize),
+            sampler: Sampler::default(),
+            capabilities,
+        })
+    }
+
+    /// The logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
+    pub fn logits(&self) -> &[f32] {
+        self.forward.logits()
+    }
+
+    /// The instruction set it computes with.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+}
+
+/// Checks every option; the context to serve.
+fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
+    let within = |name, value: u64, low: u64, high: u64| {
+        if (low..=high).contains(&value) {
+            return Ok(());
+        }
+        Err(Error::Option { name, value, range: format!("from {low} to {high}") })
+    };
+    within("threads", options.threads.unwrap_or(1) as u64, 1, 1024)?;
+    within("slots", options.slots.into(), 1, 1 << 20)?;
+    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 20)?;
+    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    if !options.block_tokens.is_power_of_two() {
+        let value = options.block_tokens.into();
+        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+    }
+    let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
+    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    Ok(context_tokens)
+}
+
+impl Runtime for CpuRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), super::Error> {
+        self.slots.attach(slot, setup)
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        self.slots.detach(slot);
+    }
+
+    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), super::Error> {
+        sampled.clear();
+        batch.check(&self.capabilities)?;
+        self.slots.check(batch)?;
+        self.forward.place(batch, &self.capabilities)?;
+        for copy in &batch.copies {
+            self.kv.copy_block(copy.from, copy.to);
+        }
+        self.forward.run(batch, &self.weights, &mut self.kv, &self.pool, self.isa);
+        let logits = self.forward.logits();
+        self.sampler.run(batch, logits, &mut self.slots, &self.pool, self.isa, sampled);
+        Ok(())
+    }
+}

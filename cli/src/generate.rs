@@ -1,0 +1,357 @@
+//! `inflight generate`.
+
+use std::collections::HashMap;
+use std::io::{self, Read as _};
+use std::time::Duration;
+
+use inflight_proto::v1::{
+    Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, StopConditions,
+    generate_request::Input, inference_client::InferenceClient,
+};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+
+use crate::exit::{Exit, Failure};
+use crate::transcript::{JsonLines, Text, Transcript};
+use crate::units::Span;
+
+/// How long to try to connect.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often to ask whether the router is still there, and how long to wait for its answer.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+/// What the router gets beyond the deadline to say so itself.
+const DEADLINE_SLACK: Duration = Duration::from_millis(500);
+
+const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 nobody answers at the endpoint or it \
+cannot serve now; 4 the request was refused (INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE); \
+5 a queue or limit is full (RESOURCE_EXHAUSTED); 6 the deadline passed; 7 not allowed; 130 interrupted.";
+
+/// Options of `inflight generate`.
+#[derive(Debug, Clone, clap::Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct Args {
+    /// What to say to the model; `-` or nothing reads the standard input
+    pub prompt: Option<String>,
+    /// Address of a router
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
+    pub endpoint: String,
+    /// Name of the model [default: the only one served]
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
+    pub model: Option<String>,
+    /// Print events as JSON, one object a line
+    #[arg(long)]
+    pub json: bool,
+    /// Send the prompt as plain text even if the model has a chat template
+    #[arg(long)]
+    pub raw: bool,
+    /// System message of the conversation
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    pub system: Option<String>,
+    /// Most tokens to generate for each choice [default: the router's]
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<u32>,
+    /// No ending before this many tokens [default: 0]
+    #[arg(long, value_name = "N")]
+    pub min_tokens: Option<u32>,
+    /// Divides the logits; 0 always takes the most probable token [default: the model's own]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Keeps the most probable tokens that add up to this [default: the model's own]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keeps this many most probable tokens; 0 keeps all [default: the model's own]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    pub top_k: Option<i32>,
+    /// Drops tokens less probable than this times the most probable [default: 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Subtracted from the logit of each token already generated [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub presence_penalty: Option<f32>,
+    /// Subtracted for each time a token was generated [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub frequency_penalty: Option<f32>,
+    /// Divides positive and multiplies negative logits of tokens seen [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Added to the logit of a token id, as ID=BIAS; may be repeated
+    #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Report the log probability of each token and of this many alternatives
+    #[arg(long, value_name = "N")]
+    pub logprobs: Option<u32>,
+    /// Independent choices to generate [default: 1]
+    #[arg(long, value_name = "N")]
+    pub n: Option<u32>,
+    /// Key of the random draws: the same seed yields the same tokens [default: drawn by the router]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// String that ends the text; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Token ids that end the text, separated by commas
+    #[arg(long, value_name = "ID", value_delimiter = ',')]
+    pub stop_token_ids: Vec<u32>,
+    /// Go on past the model's own end of text
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Return token ids too (seen with --json)
+    #[arg(long)]
+    pub return_token_ids: bool,
+    /// Whom the work is for
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_TENANT")]
+    pub tenant: Option<String>,
+    /// The tenant's share relative to others [default: 1]
+    #[arg(long, value_name = "W")]
+    pub weight: Option<f32>,
+    /// A higher number is more important
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
+    pub priority: i32,
+    /// Name of the request in logs [default: the router makes one]
+    #[arg(long, value_name = "ID")]
+    pub request_id: Option<String>,
+    /// Give up after this long, such as 30s [default: never]
+    #[arg(long, value_name = "DURATION")]
+    pub timeout: Option<Span>,
+    /// W3C trace context to continue
+    #[arg(long, value_name = "TRACEPARENT", env = "TRACEPARENT", hide = true)]
+    pub traceparent: Option<String>,
+}
+
+fn parse_bias(text: &str) -> Result<(u32, f32), String> {
+    let parsed = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parsed.ok_or_else(|| "write it as a token id and a number, such as 42=-1.5".to_owned())
+}
+
+/// Generates and shows it.
+///
+/// # Errors
+/// No router, or what the router says.
+pub async fn run(args: Args) -> Result<(), Failure> {
+    let prompt = prompt(args.prompt.as_deref())?;
+    let mut interrupted = std::pin::pin!(tokio::signal::ctrl_c());
+    let stdout = io::stdout();
+    let mut transcript: Box<dyn Transcript> = if args.json {
+        Box::new(JsonLines(stdout))
+    } else {
+        Box::new(Text::new(stdout, io::stderr(), args.n.unwrap_or(1).min(1024) as usize))
+    };
+    let generation = generate(&args, prompt, transcript.as_mut());
+    let deadline = async {
+        match args.timeout {
+            Some(timeout) => tokio::time::sleep(timeout.0 + DEADLINE_SLACK).await,
+            None => std::future::pending().await,
+        }
+    };
+    let ended = tokio::select! {
+        ended = generation => ended,
+        () = deadline => Err(Ended::Status(Status::deadline_exceeded("the deadline passed"))),
+        // Dropping the call cancels it.
+        _ = &mut interrupted => Err(Ended::Failure(Failure::Silent(Exit::Interrupted))),
+    };
+    match ended {
+        Ok(()) => Ok(()),
+        // The reader of our output left, as `head` does.
+        Err(Ended::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(Ended::Output(error)) => Err(Failure::chain("cannot write", &error)),
+        Err(Ended::Failure(failure)) => Err(failure),
+        Err(Ended::Status(status)) => {
+            let status = remap(status, args.timeout);
+            if args.json {
+                let event = serde_json::json!({
+                    "event": "error", "code": code_name(status.code()), "message": status.message(),
+                });
+                crate::event::emit(&event);
+            }
+            let message = format!("{}: {}", code_name(status.code()), status.message());
+            Err(Failure::new(exit_of(status.code()), message))
+        }
+    }
+}
+
+enum Ended {
+    Status(Status),
+    Output(io::Error),
+    Failure(Failure),
+}
+
+impl From<Status> for Ended {
+    fn from(status: Status) -> Self {
+        Self::Status(status)
+    }
+}
+
+fn prompt(given: Option<&str>) -> Result<String, Failure> {
+    let prompt = match given {
+        Some(text) if text != "-" => text.to_owned(),
+        _ => {
+            let mut text = Vec::new();
+            io::stdin()
+                .lock()
+                .read_to_end(&mut text)
+                .map_err(|error| Failure::chain("standard input", &error))?;
+            let text = String::from_utf8(text)
+                .map_err(|_| Failure::new(Exit::Usage, "the standard input is not UTF-8 text"))?;
+            // The newline that ends a line typed or echoed is not meant for the model.
+            text.strip_suffix('\n')
+                .map_or_else(|| text.clone(), |line| line.trim_end_matches('\r').to_owned())
+        }
+    };
+    if prompt.is_empty() {
+        return Err(Failure::new(
+            Exit::Usage,
+            "the prompt is empty; give it as an argument or on the standard input",
+        ));
+    }
+    Ok(prompt)
+}
+
+async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), Ended> {
+    let mut client = InferenceClient::new(connect(&args.endpoint).await.map_err(Ended::Failure)?);
+    let input = if args.raw { Input::Text(prompt) } else { input(args, prompt, &mut client).await? };
+    let mut request = Request::new(message(args, input));
+    if let Some(timeout) = args.timeout {
+        request.set_timeout(timeout.0);
+    }
+    if let Some(traceparent) = &args.traceparent {
+        let value = traceparent
+            .parse()
+            .map_err(|_| Ended::Failure(Failure::new(Exit::Usage, "--traceparent is not valid metadata")))?;
+        request.metadata_mut().insert("traceparent", value);
+    }
+    let mut stream = client.generate(request).await?.into_inner();
+    while let Some(response) = stream.message().await? {
+        transcript.show(&response).map_err(Ended::Output)?;
+    }
+    Ok(())
+}
+
+async fn connect(url: &str) -> Result<Channel, Failure> {
+    let endpoint = Endpoint::from_shared(url.to_owned())
+        .map_err(|error| {
+            Failure::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
+        })?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true);
+    endpoint.connect().await.map_err(|error| {
+        let mut cause: &dyn std::error::Error = &error;
+        while let Some(deeper) = cause.source() {
+            cause = deeper;
+        }
+        let message = format!(
+            "nobody answers at {url} ({cause}); start a cluster with `inflight up`, or name another with --endpoint"
+        );
+        Failure::new(Exit::Unavailable, message)
+    })
+}
+
+/// A chat if the model has a template, else plain text.
+async fn input(args: &Args, prompt: String, client: &mut InferenceClient<Channel>) -> Result<Input, Ended> {
+    let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
+    let chat = asked_for(&models, args.model.as_deref()).is_some_and(|model| model.chat);
+    let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
+    match (&args.system, chat) {
+        (None, false) => Ok(Input::Text(prompt)),
+        (Some(_), false) => {
+            let status = Status::failed_precondition(
+                "the model has no chat template, so it takes no --system message",
+            );
+            Err(Ended::Status(status))
+        }
+        (system, true) => {
+            let system = system.iter().map(|content| message("system", content.clone()));
+            Ok(Input::Chat(Chat { messages: system.chain([message("user", prompt)]).collect() }))
+        }
+    }
+}
+
+fn asked_for<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
+    match (name, models) {
+        (Some(name), _) => models.iter().find(|model| model.name == name),
+        (None, [only]) => Some(only),
+        // The router has the right words for this.
+        (None, _) => None,
+    }
+}
+
+fn message(args: &Args, input: Input) -> GenerateRequest {
+    GenerateRequest {
+        model: args.model.clone().unwrap_or_default(),
+        input: Some(input),
+        sampling: Some(SamplingParams {
+            temperature: args.temperature,
+            top_p: args.top_p,
+            top_k: args.top_k,
+            min_p: args.min_p,
+            presence_penalty: args.presence_penalty,
+            frequency_penalty: args.frequency_penalty,
+            repetition_penalty: args.repetition_penalty,
+            logit_bias: args.logit_bias.iter().copied().collect::<HashMap<_, _>>().into_iter().collect(),
+            logprobs: args.logprobs,
+            seed: args.seed,
+            n: args.n,
+        }),
+        stop: Some(StopConditions {
+            max_tokens: args.max_tokens,
+            min_tokens: args.min_tokens.unwrap_or(0),
+            stop: args.stop.clone(),
+            stop_token_ids: args.stop_token_ids.clone(),
+            ignore_eos: args.ignore_eos,
+        }),
+        return_token_ids: args.return_token_ids,
+        tenant: args.tenant.clone().unwrap_or_default(),
+        weight: args.weight,
+        priority: args.priority,
+        request_id: args.request_id.clone().unwrap_or_default(),
+    }
+}
+
+/// tonic's own client calls its timeout CANCELLED and a broken connection UNKNOWN.
+fn remap(status: Status, timeout: Option<Span>) -> Status {
+    match status.code() {
+        Code::Cancelled if timeout.is_some() && status.message().contains("Timeout") => {
+            Status::deadline_exceeded("the deadline passed before the router answered")
+        }
+        Code::Unknown if status.message().contains("h2 protocol error") => {
+            Status::unavailable("the connection to the router broke")
+        }
+        _ => status,
+    }
+}
+
+fn exit_of(code: Code) -> Exit {
+    match code {
+        Code::Unavailable => Exit::Unavailable,
+        Code::InvalidArgument | Code::NotFound | Code::FailedPrecondition | Code::OutOfRange => Exit::Refused,
+        Code::ResourceExhausted => Exit::Exhausted,
+        Code::DeadlineExceeded => Exit::Deadline,
+        Code::Unauthenticated | Code::PermissionDenied => Exit::Denied,
+        _ => Exit::Failure,
+    }
+}
+
+/// The code's name as gRPC writes it.
+fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}

@@ -1,0 +1,131 @@
+//! The Prometheus endpoint, `GET /metrics`, and beside it `GET /livez`: the process answers, ready or not.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use crate::exit::Failure;
+
+/// Scrapes served at once; more wait in the listen backlog.
+const CONNECTIONS_MAX: usize = 16;
+/// How long a scraper may take to send its request, and to stay connected in all.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
+/// How often samples are folded into the histograms, so that they do not pile up between scrapes.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Installs the process's recorder and serves it at `address`; returns where it really listens.
+///
+/// # Errors
+/// The port is taken, or a recorder was installed before.
+pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result<SocketAddr, Failure> {
+    let listener = TcpListener::bind(address).await.map_err(|error| {
+        let context = format!("cannot listen on {address} for metrics; choose another with --metrics-listen");
+        Failure::chain(&context, &error)
+    })?;
+    let bound = listener.local_addr().map_err(|error| Failure::chain("no metrics address", &error))?;
+    let mut builder = PrometheusBuilder::new();
+    for (name, buckets) in histograms {
+        builder = builder
+            .set_buckets_for_metric(Matcher::Full((*name).to_owned()), buckets)
+            .map_err(|error| Failure::chain("histogram buckets", &error))?;
+    }
+    let recorder = builder.build_recorder();
+    let handle = recorder.handle();
+    metrics::set_global_recorder(recorder).map_err(|error| Failure::chain("metrics recorder", &error))?;
+    describe_process();
+    let upkeep = handle.clone();
+    tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
+        loop {
+            ticks.tick().await;
+            upkeep.run_upkeep();
+        }
+    });
+    tokio::spawn(serve(listener, handle));
+    Ok(bound)
+}
+
+async fn serve(listener: TcpListener, handle: PrometheusHandle) {
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    loop {
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "metrics endpoint could not accept a connection");
+                // Out of file descriptors, most likely: give others time to close theirs.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let handle = handle.clone();
+        tokio::spawn(async move {
+            let answer = service_fn(move |request| {
+                let response = respond(&request, &handle);
+                async move { Ok::<_, Infallible>(response) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(REQUEST_TIMEOUT)
+                .serve_connection(TokioIo::new(stream), answer);
+            if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
+                tracing::debug!(%error, "metrics connection ended early");
+            }
+            drop(permit);
+        });
+    }
+}
+
+fn respond(request: &Request<Incoming>, handle: &PrometheusHandle) -> Response<Full<Bytes>> {
+    let (status, body) = match (request.method(), request.uri().path()) {
+        (&Method::GET, "/metrics") => {
+            sample_process();
+            (StatusCode::OK, handle.render())
+        }
+        (&Method::GET, "/livez") => (StatusCode::OK, "alive\n".to_owned()),
+        (_, "/metrics" | "/livez") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
+        _ => (StatusCode::NOT_FOUND, "metrics are at /metrics, liveness at /livez\n".to_owned()),
+    };
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"));
+    response
+}
+
+fn describe_process() {
+    metrics::describe_gauge!("process_resident_memory_bytes", metrics::Unit::Bytes, "Resident memory now");
+    metrics::describe_gauge!(
+        "process_resident_memory_peak_bytes",
+        metrics::Unit::Bytes,
+        "Most resident memory since the process started"
+    );
+}
+
+/// Reads the process's own memory where the system tells it (Linux).
+fn sample_process() {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
+    let kilobytes = |field: &str| -> Option<f64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(field))?;
+        line.trim_start_matches(':').trim().trim_end_matches("kB").trim().parse().ok()
+    };
+    if let Some(now) = kilobytes("VmRSS") {
+        metrics::gauge!("process_resident_memory_bytes").set(now * 1024.0);
+    }
+    if let Some(peak) = kilobytes("VmHWM") {
+        metrics::gauge!("process_resident_memory_peak_bytes").set(peak * 1024.0);
+    }
+}

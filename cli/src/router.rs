@@ -1,0 +1,156 @@
+//! `inflight router`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use inflight_router::metrics::{Kind, METRICS};
+use inflight_router::{Options, Router};
+
+use crate::event::{self, RoleEvent};
+use crate::exit::{Exit, Failure};
+use crate::role;
+use crate::signals;
+use crate::telemetry;
+use crate::units::{Bytes, ListenAt, Span};
+
+/// What closing connections gets beyond the drain timeout.
+const CLOSE_MARGIN: Duration = Duration::from_secs(1);
+
+/// Options of `inflight router`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Address for clients; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]
+    pub listen: SocketAddr,
+    /// Workers, as HOST:PORT, separated by commas
+    #[arg(long, value_name = "ADDRESS", value_delimiter = ',', env = "INFLIGHT_ROUTER_WORKERS")]
+    pub workers: Vec<String>,
+    /// Address of the Prometheus endpoint, or `off`
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        default_value = "127.0.0.1:8651",
+        env = "INFLIGHT_ROUTER_METRICS_LISTEN"
+    )]
+    pub metrics_listen: ListenAt,
+    /// Name of this router in the workers' logs [default: router@ADDRESS]
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_ROUTER_ID")]
+    pub router_id: Option<String>,
+    /// Most requests that wait for a worker
+    #[arg(long, value_name = "N", default_value_t = Options::default().queue_requests_max, env = "INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX")]
+    pub queue_requests_max: usize,
+    /// Most tokens, prompts and what they may generate, that the waiting requests may come to hold
+    #[arg(long, value_name = "N", default_value_t = Options::default().queue_tokens_max, env = "INFLIGHT_ROUTER_QUEUE_TOKENS_MAX")]
+    pub queue_tokens_max: u64,
+    /// Largest message taken from a client
+    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().message_bytes_max as u64), env = "INFLIGHT_ROUTER_MESSAGE_BYTES_MAX")]
+    pub message_bytes_max: Bytes,
+    /// Most tokens of a request that names no max_tokens
+    #[arg(long, value_name = "N", default_value_t = Options::default().default_max_tokens, env = "INFLIGHT_ROUTER_DEFAULT_MAX_TOKENS")]
+    pub default_max_tokens: u32,
+    /// Most calls open at once, waiting and streaming together
+    #[arg(long, value_name = "N", default_value_t = Options::default().streams_max, env = "INFLIGHT_ROUTER_STREAMS_MAX")]
+    pub streams_max: usize,
+    /// How long to try to connect to a worker
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connect_timeout), env = "INFLIGHT_ROUTER_CONNECT_TIMEOUT")]
+    pub connect_timeout: Span,
+    /// Longest wait before the next try to reach a worker
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().reconnect_backoff_max), env = "INFLIGHT_ROUTER_RECONNECT_BACKOFF_MAX")]
+    pub reconnect_backoff_max: Span,
+    /// A worker that names no heartbeat interval is taken for lost after this long without a word
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().worker_silence_max), env = "INFLIGHT_ROUTER_WORKER_SILENCE_MAX")]
+    pub worker_silence_max: Span,
+    /// How long requests wait for a model whose last worker was lost
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().unserved_wait_max), env = "INFLIGHT_ROUTER_UNSERVED_WAIT_MAX")]
+    pub unserved_wait_max: Span,
+    /// What a client is told to wait when a queue is full
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().retry_delay), env = "INFLIGHT_ROUTER_RETRY_DELAY")]
+    pub retry_delay: Span,
+    /// How often an idle client connection is probed
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().keepalive_interval), env = "INFLIGHT_ROUTER_KEEPALIVE_INTERVAL")]
+    pub keepalive_interval: Span,
+    /// How many workers a request is given to, one after the other, when they are lost
+    #[arg(long, value_name = "N", default_value_t = Options::default().attempts_max, env = "INFLIGHT_ROUTER_ATTEMPTS_MAX")]
+    pub attempts_max: u32,
+    /// Whether clients may ask for the API's description
+    #[arg(long, value_name = "BOOL", default_value_t = Options::default().reflection, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_REFLECTION")]
+    pub reflection: bool,
+    #[command(flatten)]
+    pub telemetry: telemetry::Args,
+    /// TOML file whose keys are the names of these flags; flags and environment win over it
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_CONFIG")]
+    pub config: Option<PathBuf>,
+    #[command(flatten)]
+    pub role: role::Args,
+}
+
+impl Args {
+    fn options(&self) -> Result<Options, Failure> {
+        let options = Options {
+            listen: self.listen,
+            workers: self.workers.clone(),
+            router_id: self.router_id.clone().unwrap_or_else(|| format!("router@{}", self.listen)),
+            queue_requests_max: self.queue_requests_max,
+            queue_tokens_max: self.queue_tokens_max,
+            message_bytes_max: usize::try_from(self.message_bytes_max.0).unwrap_or(usize::MAX),
+            default_max_tokens: self.default_max_tokens,
+            streams_max: self.streams_max,
+            connect_timeout: self.connect_timeout.0,
+            reconnect_backoff_max: self.reconnect_backoff_max.0,
+            worker_silence_max: self.worker_silence_max.0,
+            unserved_wait_max: self.unserved_wait_max.0,
+            attempts_max: self.attempts_max,
+            retry_delay: self.retry_delay.0,
+            keepalive_interval: self.keepalive_interval.0,
+            reflection: self.reflection,
+        };
+        options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
+        Ok(options)
+    }
+}
+
+/// Buckets of the router's histograms, by name.
+fn buckets() -> Vec<(&'static str, &'static [f64])> {
+    let histogram = |metric: &inflight_router::metrics::Metric| match metric.kind {
+        Kind::Histogram(buckets) => Some((metric.name, buckets)),
+        Kind::Counter | Kind::Gauge => None,
+    };
+    METRICS.iter().filter_map(histogram).collect()
+}
+
+/// Runs a router until it is told to stop.
+///
+/// # Errors
+/// A bad option or a taken port.
+pub async fn run(args: Args) -> Result<(), Failure> {
+    let stop = signals::watch(args.role.supervised)
+        .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
+    signals::exit_on_abort(&stop);
+    let options = args.options()?;
+    let router_id = options.router_id.clone();
+    let telemetry =
+        telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
+            .await?;
+    let metrics = telemetry.metrics;
+    let outcome = async {
+        let router = Router::bind(options).await.map_err(|error| Failure::chain("", &error))?;
+        let address = router.address();
+        let handle = router.handle();
+        tracing::info!(%address, "listening");
+        event::emit(&RoleEvent::Listening { address, metrics });
+        let announced = tokio::spawn(async move {
+            handle.ready().await;
+            tracing::info!(%address, "ready");
+            event::emit(&RoleEvent::Ready { address, metrics });
+        });
+        let serving = router.serve(stop.drain.clone());
+        let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
+        let served = role::within_drain(serving, &stop.drain, drain_timeout).await;
+        announced.abort();
+        served
+    }
+    .await;
+    telemetry.stop().await;
+    outcome
+}

@@ -1,0 +1,199 @@
+//! `inflight worker`.
+
+use std::io::IsTerminal as _;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use inflight_worker::metrics::BUCKETS;
+use inflight_worker::{Device, ModelSource, Options, Worker};
+
+use crate::event::{self, RoleEvent};
+use crate::exit::{Exit, Failure};
+use crate::role;
+use crate::signals;
+use crate::telemetry;
+use crate::units::{Bytes, ListenAt, Span};
+
+/// What closing connections gets beyond the drain timeout.
+const CLOSE_MARGIN: Duration = Duration::from_secs(1);
+/// How often loading is reported.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Options that decide what is computed and how; `inflight up` takes them too, for its workers.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Worker")]
+pub struct EngineArgs {
+    /// Directory of a Hugging Face model (config.json, *.safetensors, tokenizer.json) [default: the embedded model]
+    #[arg(long, value_name = "DIR", env = "INFLIGHT_WORKER_MODEL")]
+    pub model: Option<PathBuf>,
+    /// Name under which clients ask for the model [default: the directory's name]
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
+    pub model_name: Option<String>,
+    /// Where to compute: auto or cpu
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
+    pub device: Device,
+    /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
+    #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_THREADS")]
+    pub threads: Option<usize>,
+    /// Memory for the KV cache, such as 512MiB or 4GB
+    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
+    pub kv_cache_bytes: Bytes,
+    /// Tokens in a block of the KV cache
+    #[arg(long, value_name = "N", default_value_t = Options::default().block_tokens, env = "INFLIGHT_WORKER_BLOCK_TOKENS")]
+    pub block_tokens: u32,
+    /// Most sequences in the running batch
+    #[arg(long, value_name = "N", default_value_t = Options::default().max_sequences, env = "INFLIGHT_WORKER_MAX_SEQUENCES")]
+    pub max_sequences: u32,
+    /// Most tokens in one forward pass, over all sequences
+    #[arg(long, value_name = "N", default_value_t = Options::default().max_batch_tokens, env = "INFLIGHT_WORKER_MAX_BATCH_TOKENS")]
+    pub max_batch_tokens: u32,
+    /// Most tokens in a sequence, prompt and output together [default: the model's own context]
+    #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_MAX_CONTEXT_TOKENS")]
+    pub max_context_tokens: Option<u32>,
+    /// Most sequences that wait in the worker for their first iteration
+    #[arg(long, value_name = "N", default_value_t = Options::default().max_waiting, env = "INFLIGHT_WORKER_MAX_WAITING")]
+    pub max_waiting: u32,
+}
+
+/// Options of `inflight worker`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Address for routers; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8652", env = "INFLIGHT_WORKER_LISTEN")]
+    pub listen: SocketAddr,
+    /// Address of the Prometheus endpoint, or `off`
+    #[arg(
+        long,
+        value_name = "ADDRESS",
+        default_value = "127.0.0.1:8653",
+        env = "INFLIGHT_WORKER_METRICS_LISTEN"
+    )]
+    pub metrics_listen: ListenAt,
+    /// Name of this worker, the same over restarts [default: worker@ADDRESS]
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_ID")]
+    pub worker_id: Option<String>,
+    /// How often routers hear from an idle worker; they take it for lost after three times this long
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().heartbeat), env = "INFLIGHT_WORKER_HEARTBEAT")]
+    pub heartbeat: Span,
+    /// Most routers connected at once
+    #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
+    pub max_sessions: u32,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub telemetry: telemetry::Args,
+    /// TOML file whose keys are the names of these flags; flags and environment win over it
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CONFIG")]
+    pub config: Option<PathBuf>,
+    #[command(flatten)]
+    pub role: role::Args,
+}
+
+impl Args {
+    fn options(&self) -> Options {
+        let engine = &self.engine;
+        Options {
+            listen: self.listen,
+            model: match &engine.model {
+                Some(directory) => ModelSource::Directory(directory.clone()),
+                None => ModelSource::Embedded,
+            },
+            model_name: engine.model_name.clone(),
+            device: engine.device,
+            threads: engine.threads,
+            kv_cache_bytes: engine.kv_cache_bytes.0,
+            block_tokens: engine.block_tokens,
+            max_sequences: engine.max_sequences,
+            max_batch_tokens: engine.max_batch_tokens,
+            max_context_tokens: engine.max_context_tokens,
+            max_waiting: engine.max_waiting,
+            max_sessions: self.max_sessions,
+            heartbeat: self.heartbeat.0,
+            drain_timeout: self.role.drain_timeout.0,
+            worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
+        }
+    }
+}
+
+/// Runs a worker until it is told to stop.
+///
+/// # Errors
+/// A bad option, a model that does not load, a taken port.
+pub async fn run(args: Args) -> Result<(), Failure> {
+    let stop = signals::watch(args.role.supervised)
+        .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
+    signals::exit_on_abort(&stop);
+    let options = args.options();
+    options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
+    let worker_id = options.worker_id.clone();
+    let telemetry =
+        telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
+            .await?;
+    let metrics = telemetry.metrics;
+    let outcome = async {
+        let progress = Progress::new(args.role.supervised);
+        let loading = tokio::task::spawn_blocking(move || {
+            Worker::load(&options, &|done, total| progress.show(done, total))
+        });
+        let worker = tokio::select! {
+            loaded = loading => match loaded {
+                Ok(loaded) => loaded.map_err(|error| Failure::chain("", &error))?,
+                Err(panic) => return Err(Failure::chain("loading the model", &panic)),
+            },
+            () = stop.drain.cancelled() => return Ok(()),
+        };
+        let address = worker.address();
+        tracing::info!(%address, worker = worker_id, "ready");
+        event::emit(&RoleEvent::Ready { address, metrics });
+        let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
+        role::within_drain(worker.serve(stop.drain.clone()), &stop.drain, drain_timeout).await
+    }
+    .await;
+    telemetry.stop().await;
+    outcome
+}
+
+/// Shows how far loading is: a bar on a terminal, events for a supervisor, nothing otherwise.
+enum Progress {
+    Bar(ProgressBar),
+    Events(Mutex<Instant>),
+    Silent,
+}
+
+impl Progress {
+    fn new(supervised: bool) -> Self {
+        if supervised {
+            return Self::Events(Mutex::new(Instant::now()));
+        }
+        if !std::io::stderr().is_terminal() {
+            return Self::Silent;
+        }
+        let style = ProgressStyle::with_template("loading {bar:40} {bytes}/{total_bytes}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar());
+        Self::Bar(ProgressBar::no_length().with_style(style))
+    }
+
+    fn show(&self, done: u64, total: u64) {
+        match self {
+            Self::Bar(bar) => {
+                bar.set_length(total);
+                bar.set_position(done);
+                if done >= total {
+                    bar.finish_and_clear();
+                }
+            }
+            Self::Events(last) => {
+                let Ok(mut last) = last.lock() else { return };
+                if last.elapsed() >= PROGRESS_INTERVAL {
+                    *last = Instant::now();
+                    event::emit(&RoleEvent::Loading { done, total });
+                }
+            }
+            Self::Silent => {}
+        }
+    }
+}

@@ -1,0 +1,122 @@
+{{/* Names. Pods of the StatefulSet add a number, and a DNS label has 63 characters. */}}
+{{- define "inflight.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 45 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 45 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "inflight.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "inflight.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of a component; call with (list . "router"). */}}
+{{- define "inflight.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{- define "inflight.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "inflight.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "inflight.image" -}}
+{{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
+{{- end -}}
+
+{{/* Host names of the workers, which a StatefulSet keeps over restarts: the router's static list. */}}
+{{- define "inflight.workers" -}}
+{{- $name := printf "%s-worker" (include "inflight.fullname" .) -}}
+{{- $workers := list -}}
+{{- range $number := until (int .Values.worker.replicas) -}}
+{{- $workers = append $workers (printf "%s-%d.%s.%s.svc:8652" $name $number $name $.Release.Namespace) -}}
+{{- end -}}
+{{- join "," $workers -}}
+{{- end -}}
+
+{{/* The one source of the model; more or less than one is an error. */}}
+{{- define "inflight.source" -}}
+{{- $kinds := list -}}
+{{- range $kind, $fields := .Values.model.source -}}
+{{- if not (kindIs "invalid" $fields) -}}{{- $kinds = append $kinds $kind -}}{{- end -}}
+{{- end -}}
+{{- if gt (len $kinds) 1 -}}{{- $kinds = without $kinds "embedded" -}}{{- end -}}
+{{- if ne (len $kinds) 1 -}}
+{{- fail "model.source: give exactly one of embedded, pvc, hostPath" -}}
+{{- end -}}
+{{- first $kinds -}}
+{{- end -}}
+
+{{- define "inflight.telemetryArgs" -}}
+- --log={{ .Values.telemetry.log }}
+- --log-format=json
+{{- with .Values.telemetry.otlpEndpoint }}
+- --otlp-endpoint={{ . }}
+- --otlp-sample-ratio={{ $.Values.telemetry.sampleRatio }}
+{{- end }}
+{{- end -}}
+
+{{- define "inflight.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "inflight.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where pods may run; call with the component's values. */}}
+{{- define "inflight.scheduling" -}}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of pods; call with (list . component port). */}}
+{{- define "inflight.podAnnotations" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- if $root.Values.telemetry.scrapeAnnotations }}
+prometheus.io/scrape: "true"
+prometheus.io/path: /metrics
+prometheus.io/port: {{ index . 2 | quote }}
+{{- end }}
+{{- with $component.podAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}

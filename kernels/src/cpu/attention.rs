@@ -1,0 +1,414 @@
+//! Attention of a ragged batch over keys and values in blocks.
+//!
+//! Each query goes through its keys in tiles at absolute multiples of 16 positions, first to last, with an online
+//! softmax. What a query computes depends on its position and on the keys and values before it alone, so decode, any
+//! chunk of a prefill, any block size and any block table give the same bits. Queries are grouped only to share
+//! what is loaded.
+
+use super::isa::Isa;
+use super::kv::{Bf16, F16, KvLayout, KvPool, Number, TILE};
+use super::matrix::Shared;
+use super::pool::Pool;
+use super::rope::QkvShape;
+use super::simd::{self, Kernel, Simd, exp};
+use crate::dtype::Dtype;
+
+/// Most numbers of a head.
+pub const HEAD_DIM_MAX: usize = 256;
+
+/// Rows of one task: enough to share keys, few enough to spread over threads.
+const TASK_ROWS: u32 = 16;
+
+/// Sequences of a batch, without padding. See `tasks` for how it is cut up.
+#[derive(Debug, Default, Clone)]
+pub struct Ragged {
+    tasks: Vec<Task>,
+    blocks: Vec<u32>,
+    positions: Vec<u32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Task {
+    /// Range of rows.
+    first: u32,
+    end: u32,
+    /// Where the sequence's block table begins in `blocks`.
+    table: u32,
+}
+
+impl Ragged {
+    /// Takes over a batch: rows `starts[s]..starts[s + 1]` belong to sequence `s`, whose block table is
+    /// `blocks[block_starts[s]..block_starts[s + 1]]`. Keeps its buffers.
+    ///
+    /// # Panics
+    /// If a table does not cover the positions of its rows, or a block is not below `pool_blocks`.
+    pub fn set(
+        &mut self,
+        starts: &[u32],
+        positions: &[u32],
+        block_starts: &[u32],
+        blocks: &[u32],
+        block_tokens: usize,
+        pool_blocks: usize,
+    ) {
+        self.tasks.clear();
+        self.blocks.clear();
+        self.positions.clear();
+        assert!(blocks.iter().all(|block| (*block as usize) < pool_blocks), "a block is out of the pool");
+        for s in 0..starts.len() - 1 {
+            let table = block_starts[s + 1] - block_starts[s];
+            let rows = &positions[starts[s] as usize..starts[s + 1] as usize];
+            let covered = table as usize * block_tokens;
+            assert!(rows.iter().all(|position| (*position as usize) < covered), "a block table is too short");
+            for first in (starts[s]..starts[s + 1]).step_by(TASK_ROWS as usize) {
+                let end = (first + TASK_ROWS).min(starts[s + 1]);
+                self.tasks.push(Task { first, end, table: block_starts[s] });
+            }
+        }
+        self.blocks.extend_from_slice(blocks);
+        self.positions.extend_from_slice(positions);
+    }
+}
+
+/// out[rows, heads * head_dim] = softmax(q k^T / sqrt(head_dim)) v for every row and head, over the keys up to the
+/// row's own position, of those only the last `window` if given.
+///
+/// `qkv` are the rows that [`super::finish_qkv`] finished; their keys and values are read from the pool like any other.
+///
+/// # Panics
+/// If shapes do not match, or `head_dim` is above [`HEAD_DIM_MAX`].
+pub fn attention(
+    pool: &Pool,
+    isa: Isa,
+    shape: QkvShape,
+    qkv: &[f32],
+    batch: &Ragged,
+    kv: &KvPool,
+    layer: usize,
+    window: Option<u32>,
+    out: &mut [f32],
+) {
+    let rows = batch.positions.len();
+    let layout = *kv.layout();
+    assert!(qkv.len() == rows * shape.width(), "qkv is not [rows, width]");
+    assert!(out.len() == rows * shape.heads * shape.head_dim, "out is not [rows, heads * head_dim]");
+    assert!(
+        (layout.kv_heads, layout.head_dim) == (shape.kv_heads, shape.head_dim),
+        "the KV pool differs in shape"
+    );
+    assert!(shape.heads.is_multiple_of(shape.kv_heads) && shape.head_dim <= HEAD_DIM_MAX, "heads do not fit");
+    assert!(batch.blocks.iter().all(|block| (*block as usize) < kv.blocks()), "a block is out of the pool");
+    assert!(layer < layout.layers, "the layer is out of the KV pool");
+    let out = Shared(out.as_mut_ptr());
+    let scale = (1.0 / (shape.head_dim as f64).sqrt()) as f32;
+    pool.each(batch.tasks.len() * shape.kv_heads, &|index| {
+        let (task, kv_head) = (batch.tasks[index / shape.kv_heads], index % shape.kv_heads);
+        let job = Attend {
+            shape,
+            qkv: qkv.as_ptr(),
+            task,
+            kv_head,
+            table: &batch.blocks[task.table as usize..],
+            positions: &batch.positions,
+            kv: kv.as_ptr(),
+            layout,
+            layer,
+            window,
+            scale,
+            out: out.get(),
+        };
+        simd::run(isa, job);
+    });
+}
+
+/// The queries of some rows of one sequence that read one key head.
+struct Attend<'a> {
+    shape: QkvShape,
+    qkv: *const f32,
+    task: Task,
+    kv_head: usize,
+    table: &'a [u32],
+    positions: &'a [u32],
+    kv: *const u8,
+    layout: KvLayout,
+    layer: usize,
+    window: Option<u32>,
+    scale: f32,
+    out: *mut f32,
+}
+
+impl Kernel for Attend<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match self.layout.dtype {
+                Dtype::F32 => self.all::<S, f32>(),
+                Dtype::Bf16 => self.all::<S, Bf16>(),
+                Dtype::F16 => self.all::<S, F16>(),
+            }
+        }
+    }
+}
+
+/// Keys and values of one tile.
+#[derive(Clone, Copy)]
+struct Tile<N> {
+    keys: *const N,
+    /// Numbers from one component of the keys to the next.
+    key_stride: usize,
+    values: *const N,
+}
+
+/// Room for a tile that is put together from blocks smaller than it.
+struct Gathered<N> {
+    keys: [N; HEAD_DIM_MAX * TILE],
+    values: [N; HEAD_DIM_MAX * TILE],
+}
+
+const INDEX: [f32; TILE] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+
+impl Attend<'_> {
+    #[inline(always)]
+    unsafe fn all<S: Simd, N: Number>(&self) {
+        let group = self.shape.heads / self.shape.kv_heads;
+        let queries = (self.task.end - self.task.first) as usize * group;
+        let mut first = 0;
+        while first < queries {
+            let count = S::QUERIES.min(queries - first);
+            // SAFETY: the queries are those of the task.
+            unsafe {
+                match count {
+                    1 => self.queries::<S, N, 1>(first),
+                    2 => self.queries::<S, N, 2>(first),
+                    3 if S::QUERIES >= 3 => self.queries::<S, N, 3>(first),
+                    4 if S::QUERIES >= 4 => self.queries::<S, N, 4>(first),
+                    5 if S::QUERIES >= 5 => self.queries::<S, N, 5>(first),
+                    6 if S::QUERIES >= 6 => self.queries::<S, N, 6>(first),
+                    7 if S::QUERIES >= 7 => self.queries::<S, N, 7>(first),
+                    8 if S::QUERIES >= 8 => self.queries::<S, N, 8>(first),
+                    _ => unreachable!("up to 8 queries are treated at once"),
+                }
+            }
+            first += count;
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn queries<S: Simd, N: Number, const Q: usize>(&self, first: usize) {
+        let head_dim = self.shape.head_dim;
+        let group = self.shape.heads / self.shape.kv_heads;
+        let stride = self.layout.value_stride();
+        let mut query = [std::ptr::null(); Q];
+        let mut out = [std::ptr::null_mut(); Q];
+        // Each query sees positions from `low` to before `high`.
+        let (mut low, mut high) = ([0usize; Q], [0usize; Q]);
+        for i in 0..Q {
+            let row = self.task.first as usize + (first + i) / group;
+            let head = self.kv_head * group + (first + i) % group;
+            // SAFETY: row and head are within qkv and out.
+            unsafe {
+                query[i] = self.qkv.add(row * self.shape.width() + head * head_dim);
+                out[i] = self.out.add((row * self.shape.heads + head) * head_dim);
+            }
+            high[i] = self.positions[row] as usize + 1;
+            low[i] = self.window.map_or(0, |window| high[i].saturating_sub(window as usize));
+        }
+        let mut gathered = None;
+        let mut sums = [[0.0f32; HEAD_DIM_MAX]; Q];
+        // SAFETY: vectors are within the tile's keys and values, and within local arrays.
+        unsafe {
+            let mut best = [f32::NEG_INFINITY; Q];
+            let mut total = [[S::splat(0.0); 2]; Q];
+            // Rows ascend, so the first query sees furthest back and the last one furthest on.
+            for base in (low[0] / TILE * TILE..high[Q - 1]).step_by(TILE) {
+                let tile = self.tile::<N>(base, high[Q - 1], &mut gathered);
+                let scores = self.scores::<S, N, Q>(&query, tile);
+                let mut weights = [[0.0f32; TILE]; Q];
+                let mut decay = [S::splat(1.0); Q];
+                let (mut from, mut to) = ([0usize; Q], [0usize; Q]);
+                let mut whole = true;
+                for i in 0..Q {
+                    from[i] = low[i].saturating_sub(base).min(TILE);
+                    to[i] = high[i].saturating_sub(base).min(TILE);
+                    whole &= (from[i], to[i]) == (0, TILE);
+                    if from[i] < to[i] {
+                        let seen = (from[i], to[i]);
+                        decay[i] = soften::<S>(scores[i], seen, &mut best[i], &mut total[i], &mut weights[i]);
+                    }
+                }
+                if whole {
+                    weigh::<S, N, Q>(tile.values, stride, (0, TILE), &weights, &decay, &mut sums);
+                } else {
+                    for i in 0..Q {
+                        if from[i] < to[i] {
+                            let (weights, sums) = (&weights[i..][..1], &mut sums[i..][..1]);
+                            let one = (from[i], to[i]);
+                            weigh_one::<S, N>(tile.values, stride, one, weights, decay[i], sums);
+                        }
+                    }
+                }
+            }
+            for i in 0..Q {
+                let all = S::sum(S::add(total[i][0], total[i][1]));
+                let scale = 1.0 / all;
+                for d in 0..head_dim {
+                    out[i].add(d).write(sums[i][d] * scale);
+                }
+            }
+        }
+    }
+
+    /// The tile from position `base` on. Positions from `end` on need not exist.
+    #[inline(always)]
+    unsafe fn tile<N: Number>(
+        &self,
+        base: usize,
+        end: usize,
+        room: &mut Option<Box<Gathered<N>>>,
+    ) -> Tile<N> {
+        let layout = &self.layout;
+        let (pool, stride) = (self.kv.cast::<N>(), layout.value_stride());
+        let tokens = layout.block_tokens;
+        // SAFETY: the table covers positions before `end`, and its blocks are in the pool.
+        unsafe {
+            if tokens >= TILE {
+                let offset = base % tokens;
+                let keys = pool.add(layout.keys(self.table[base / tokens], self.layer, self.kv_head));
+                let values = keys.add(layout.values_after_keys() + offset * stride);
+                return Tile { keys: keys.add(offset), key_stride: tokens, values };
+            }
+            let room = room.get_or_insert_with(|| {
+                Box::new(Gathered {
+                    keys: [N::ZERO; HEAD_DIM_MAX * TILE],
+                    values: [N::ZERO; HEAD_DIM_MAX * TILE],
+                })
+            });
+            for position in base..end.min(base + TILE) {
+                let (j, offset) = (position - base, position % tokens);
+                let keys = pool.add(layout.keys(self.table[position / tokens], self.layer, self.kv_head));
+                let values = keys.add(layout.values_after_keys() + offset * stride);
+                for d in 0..layout.head_dim {
+                    room.keys[d * TILE + j] = keys.add(d * tokens + offset).read();
+                    room.values[j * stride + d] = values.add(d).read();
+                }
+            }
+            Tile { keys: room.keys.as_ptr(), key_stride: TILE, values: room.values.as_ptr() }
+        }
+    }
+
+    /// q k^T / sqrt(head_dim) for each query and the 16 keys of a tile. Even and odd components are summed apart.
+    #[inline(always)]
+    unsafe fn scores<S: Simd, N: Number, const Q: usize>(
+        &self,
+        query: &[*const f32; Q],
+        tile: Tile<N>,
+    ) -> [[S::V; 2]; Q] {
+        // SAFETY: components are below head_dim, which is even; vectors are within the tile.
+        unsafe {
+            let mut even = [[S::splat(0.0); 2]; Q];
+            let mut odd = [[S::splat(0.0); 2]; Q];
+            for d in (0..self.shape.head_dim).step_by(2) {
+                for t in 0..TILE / S::LANES {
+                    let at = tile.keys.add(d * tile.key_stride + t * S::LANES);
+                    let (k0, k1) = (N::load::<S>(at), N::load::<S>(at.add(tile.key_stride)));
+                    for i in 0..Q {
+                        even[i][t] = S::fma(S::splat(query[i].add(d).read()), k0, even[i][t]);
+                        odd[i][t] = S::fma(S::splat(query[i].add(d + 1).read()), k1, odd[i][t]);
+                    }
+                }
+            }
+            for i in 0..Q {
+                for t in 0..TILE / S::LANES {
+                    even[i][t] = S::mul(S::add(even[i][t], odd[i][t]), S::splat(self.scale));
+                }
+            }
+            even
+        }
+    }
+}
+
+/// One step of the online softmax for one query: turns the scores of the positions from `seen.0` to before `seen.1`
+/// into weights relative to the best score so far, and returns by what earlier sums must be multiplied.
+#[inline(always)]
+unsafe fn soften<S: Simd>(
+    mut scores: [S::V; 2],
+    seen: (usize, usize),
+    best: &mut f32,
+    total: &mut [S::V; 2],
+    weights: &mut [f32; TILE],
+) -> S::V {
+    let vectors = TILE / S::LANES;
+    // SAFETY: vectors are within the arrays.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        if seen != (0, TILE) {
+            let (from, to) = (S::splat(seen.0 as f32), S::splat(seen.1 as f32));
+            for t in 0..vectors {
+                // What is hidden may be anything, NaN included: it is replaced, not combined.
+                let index = S::load(INDEX.as_ptr().add(t * S::LANES));
+                let before = S::if_less(index, from, hidden, scores[t]);
+                scores[t] = S::if_less(index, to, before, hidden);
+            }
+        }
+        let mut largest = S::largest(scores[0]);
+        if vectors == 2 {
+            largest = largest.max(S::largest(scores[1]));
+        }
+        let now = best.max(largest);
+        let decay = exp::<S>(S::splat(*best - now));
+        *best = now;
+        for t in 0..vectors {
+            let weight = exp::<S>(S::sub(scores[t], S::splat(now)));
+            total[t] = S::fma(total[t], decay, weight);
+            S::store(weights.as_mut_ptr().add(t * S::LANES), weight);
+        }
+        decay
+    }
+}
+
+/// sums = sums * decay + weights * values for some positions of a tile, in their order.
+#[inline(always)]
+unsafe fn weigh<S: Simd, N: Number, const Q: usize>(
+    values: *const N,
+    stride: usize,
+    seen: (usize, usize),
+    weights: &[[f32; TILE]],
+    decay: &[S::V; Q],
+    sums: &mut [[f32; HEAD_DIM_MAX]],
+) {
+    for d in (0..stride).step_by(S::LANES) {
+        // SAFETY: `stride` is a multiple of the lanes and at most HEAD_DIM_MAX; positions are in the tile.
+        unsafe {
+            let mut sum = [S::splat(0.0); Q];
+            for i in 0..Q {
+                sum[i] = S::mul(S::load(sums[i].as_ptr().add(d)), decay[i]);
+            }
+            for j in seen.0..seen.1 {
+                let value = N::load::<S>(values.add(j * stride + d));
+                for i in 0..Q {
+                    sum[i] = S::fma(S::splat(weights[i][j]), value, sum[i]);
+                }
+            }
+            for i in 0..Q {
+                S::store(sums[i].as_mut_ptr().add(d), sum[i]);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn weigh_one<S: Simd, N: Number>(
+    values: *const N,
+    stride: usize,
+    seen: (usize, usize),
+    weights: &[[f32; TILE]],
+    decay: S::V,
+    sums: &mut [[f32; HEAD_DIM_MAX]],
+) {
+    // SAFETY: passed on to the caller.
+    unsafe { weigh::<S, N, 1>(values, stride, seen, weights, &[decay], sums) }
+}
+
+#[cfg(test)]
+mod tests;

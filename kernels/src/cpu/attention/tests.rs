@@ -1,0 +1,214 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::cpu::{KvPlace, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
+
+fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
+    let value = |i| (crate::philox4x32([i, 2, 0, 0], [seed, 0])[0] as f32 / 2f32.powi(31) - 1.0) * scale;
+    (0..n as u32).map(value).collect()
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    shape: QkvShape,
+    dtype: Dtype,
+    lengths: Vec<usize>,
+    window: Option<u32>,
+    normed: bool,
+    seed: u32,
+}
+
+/// Rows of one sequence computed so far.
+#[derive(Clone, Copy)]
+struct Chunks {
+    /// Most rows of a sequence in one call.
+    rows: usize,
+    block_tokens: usize,
+    threads: usize,
+    /// Whether all sequences run in the same calls.
+    together: bool,
+    seed: u32,
+}
+
+/// Keys, values and outputs of layer 1 of 2 for every sequence and position, by calls of the given shape.
+fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
+    let QkvShape { heads, kv_heads, head_dim } = case.shape;
+    let pool = Pool::new(chunks.threads).unwrap();
+    let layout =
+        KvLayout { dtype: case.dtype, layers: 2, kv_heads, head_dim, block_tokens: chunks.block_tokens };
+    let needed: Vec<usize> = case.lengths.iter().map(|length| length.div_ceil(chunks.block_tokens)).collect();
+    let total: usize = needed.iter().sum();
+    let mut kv = KvPool::new(layout, total);
+    // Whatever an earlier sequence left in a block must not matter.
+    let garbage = kv.as_mut_ptr();
+    for i in 0..total * layout.block_bytes() {
+        // SAFETY: the loop stays within the pool.
+        unsafe { garbage.add(i).write(0xff) };
+    }
+    // Blocks in an order by formula.
+    let mut order: Vec<u32> = (0..total as u32).collect();
+    order.sort_by_key(|block| crate::philox4x32([*block, 3, 0, 0], [chunks.seed, 0])[0]);
+    let mut rope = RopeTable::new(inverse_frequencies(head_dim, 10_000.0, &RopeScaling::None));
+    rope.ensure(case.lengths.iter().max().copied().unwrap_or(0));
+    let (q_norm, k_norm) = (values(case.seed, head_dim, 1.5), values(!case.seed, head_dim, 1.5));
+    let norms = case.normed.then_some((q_norm.as_slice(), k_norm.as_slice(), 1e-6));
+
+    let mut out: Vec<Vec<f32>> = case.lengths.iter().map(|n| vec![0.0; n * heads * head_dim]).collect();
+    let mut done = vec![0; case.lengths.len()];
+    let mut turn = 0;
+    while (0..done.len()).any(|s| done[s] < case.lengths[s]) {
+        let (mut starts, mut positions, mut block_starts, mut blocks) = (vec![0], vec![], vec![0], vec![]);
+        let (mut qkv, mut places, mut ran) = (vec![], vec![], vec![]);
+        for s in 0..done.len() {
+            let count = chunks.rows.min(case.lengths[s] - done[s]);
+            if count == 0 || !chunks.together && s != turn % done.len() {
+                continue;
+            }
+            let first: usize = needed[..s].iter().sum();
+            let table = &order[first..first + needed[s]];
+            for position in done[s]..done[s] + count {
+                let row = values(case.seed ^ (s as u32) << 16 ^ position as u32, case.shape.width(), 2.0);
+                qkv.extend(row);
+                positions.push(position as u32);
+                let block = table[position / chunks.block_tokens];
+                places.push(KvPlace { block, offset: (position % chunks.block_tokens) as u32 });
+            }
+            starts.push(positions.len() as u32);
+            blocks.extend_from_slice(&table[..(done[s] + count).div_ceil(chunks.block_tokens)]);
+            block_starts.push(blocks.len() as u32);
+            ran.push((s, done[s], count));
+            done[s] += count;
+        }
+        turn += 1;
+        if ran.is_empty() {
+            continue;
+        }
+        finish_qkv(&pool, isa, case.shape, &mut qkv, norms, &rope, &positions, &places, &mut kv, 1);
+        let mut ragged = Ragged::default();
+        ragged.set(&starts, &positions, &block_starts, &blocks, chunks.block_tokens, total);
+        let mut attended = vec![0.0; positions.len() * heads * head_dim];
+        attention(&pool, isa, case.shape, &qkv, &ragged, &kv, 1, case.window, &mut attended);
+        let mut at = 0;
+        for (s, first, count) in ran {
+            let width = heads * head_dim;
+            out[s][first * width..(first + count) * width].copy_from_slice(&attended[at..at + count * width]);
+            at += count * width;
+        }
+    }
+    out
+}
+
+/// The same in f64 and without any structure.
+fn naive(case: &Case) -> Vec<Vec<f64>> {
+    let QkvShape { heads, kv_heads, head_dim } = case.shape;
+    let round = |x: f64| match case.dtype {
+        Dtype::F32 => x,
+        Dtype::Bf16 => f64::from(half::bf16::from_f64(x)),
+        Dtype::F16 => f64::from(half::f16::from_f64(x)),
+    };
+    let (q_norm, k_norm) = (values(case.seed, head_dim, 1.5), values(!case.seed, head_dim, 1.5));
+    let finish = |x: &[f32], position: usize, norm: &[f32]| -> Vec<f64> {
+        let mean = x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / head_dim as f64;
+        let scale = if case.normed { 1.0 / (mean + 1e-6).sqrt() } else { 1.0 };
+        let weight = |i: usize| if case.normed { f64::from(norm[i]) } else { 1.0 };
+        let x: Vec<f64> = (0..head_dim).map(|i| f64::from(x[i]) * scale * weight(i)).collect();
+        (0..head_dim)
+            .map(|i| {
+                let half = head_dim / 2;
+                let frequency = 10_000f64.powf(-(2.0 * (i % half) as f64) / head_dim as f64);
+                let (sin, cos) = (position as f64 * frequency).sin_cos();
+                if i < half { x[i] * cos - x[i + half] * sin } else { x[i] * cos + x[i - half] * sin }
+            })
+            .collect()
+    };
+    let mut out = Vec::new();
+    for (s, length) in case.lengths.iter().enumerate() {
+        let rows: Vec<Vec<f32>> = (0..*length)
+            .map(|p| values(case.seed ^ (s as u32) << 16 ^ p as u32, case.shape.width(), 2.0))
+            .collect();
+        let mut result = vec![0.0; length * heads * head_dim];
+        for position in 0..*length {
+            let low = case.window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
+            for head in 0..heads {
+                let q = finish(&rows[position][head * head_dim..][..head_dim], position, &q_norm);
+                let kv_head = head / (heads / kv_heads);
+                let score = |p: usize| {
+                    let k = finish(&rows[p][(heads + kv_head) * head_dim..][..head_dim], p, &k_norm);
+                    q.iter().zip(&k).map(|(q, k)| q * round(*k)).sum::<f64>() / (head_dim as f64).sqrt()
+                };
+                let scores: Vec<f64> = (low..=position).map(score).collect();
+                let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - best).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                for (i, weight) in weights.iter().enumerate() {
+                    let v = &rows[low + i][(heads + kv_heads + kv_head) * head_dim..][..head_dim];
+                    for d in 0..head_dim {
+                        let at = (position * heads + head) * head_dim + d;
+                        result[at] += weight / total * round(f64::from(v[d]));
+                    }
+                }
+            }
+        }
+        out.push(result);
+    }
+    out
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128]);
+    let lengths = prop::collection::vec(prop_oneof![1usize..20, 20usize..80], 1..4);
+    let window = prop_oneof![Just(None), (1u32..50).prop_map(Some)];
+    (1usize..4, 1usize..6, head_dim, 0usize..3, lengths, window, any::<bool>(), any::<u32>()).prop_map(
+        |(kv_heads, group, head_dim, dtype, lengths, window, normed, seed)| Case {
+            shape: QkvShape { heads: kv_heads * group, kv_heads, head_dim },
+            dtype: [Dtype::F32, Dtype::Bf16, Dtype::F16][dtype],
+            lengths,
+            window,
+            normed,
+            seed,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn attention_is_right_and_blind_to_chunks_blocks_neighbours_and_threads(
+        case in case(), rows in 2usize..40, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
+    ) {
+        let expected = naive(&case);
+        for isa in Isa::available() {
+            let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };
+            let alone = run(isa, &case, one);
+            let many = Chunks { rows, block_tokens: 1 << block, threads, together: true, seed };
+            let together = run(isa, &case, many);
+            // A key near the middle of two bf16 numbers may be rounded either way by f32 and f64.
+            let tolerance = match case.dtype { Dtype::F32 => 2e-5, Dtype::F16 => 4e-3, Dtype::Bf16 => 3e-2 };
+            for s in 0..case.lengths.len() {
+                for i in 0..expected[s].len() {
+                    let error = (f64::from(alone[s][i]) - expected[s][i]).abs();
+                    prop_assert!(error < tolerance, "{} sequence {s} at {i}: off by {error:e}", isa.name());
+                    let same = alone[s][i].to_bits() == together[s][i].to_bits();
+                    prop_assert!(same, "{} sequence {s} at {i}: other bits", isa.name());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn llama3_frequencies_keep_short_wavelengths_and_stretch_long_ones() {
+    let scaling = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_context: 8192.0,
+    };
+    let plain = inverse_frequencies(128, 500_000.0, &RopeScaling::None);
+    let scaled = inverse_frequencies(128, 500_000.0, &scaling);
+    let ratios: Vec<f32> = plain.iter().zip(&scaled).map(|(a, b)| a / b).collect();
+    assert!(ratios.windows(2).all(|pair| pair[0] <= pair[1] * 1.000_001), "{ratios:?}");
+    assert_eq!((ratios[0], ratios[63]), (1.0, 8.0));
+    assert!(ratios.iter().any(|ratio| *ratio > 1.1 && *ratio < 7.9), "no wavelength lies between");
+}

@@ -1,0 +1,23 @@
+//! Kernels for CPUs, in up to four forms chosen at run time by [`Isa`].
+
+mod attention;
+mod buffer;
+mod gemm;
+mod isa;
+mod kv;
+mod matrix;
+mod pool;
+mod rope;
+mod rows;
+mod sampling;
+mod simd;
+
+pub use attention::{HEAD_DIM_MAX, Ragged, attention};
+pub use gemm::{Activations, Start, gemm};
+pub use isa::Isa;
+pub use kv::{KvLayout, KvPlace, KvPool};
+pub use matrix::{PackedMatrix, Rows};
+pub use pool::Pool;
+pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
+pub use rows::{rms_norm, swiglu};
+pub use sampling::{Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};

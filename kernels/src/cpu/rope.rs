@@ -1,0 +1,242 @@
+//! Rotary position embedding, and everything else between the QKV product and attention.
+
+use std::ops::Range;
+
+use super::isa::Isa;
+use super::kv::{Bf16, F16, KvLayout, KvPlace, KvPool, Number};
+use super::matrix::Shared;
+use super::pool::Pool;
+use super::rows::{grain, rms_scale};
+use super::simd::{self, Kernel, Simd};
+use crate::dtype::Dtype;
+
+/// How rotary frequencies are stretched beyond the context a model was first trained for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    None,
+    /// All by one factor.
+    Linear {
+        /// What frequencies are divided by.
+        factor: f64,
+    },
+    /// Llama 3.1: long wavelengths by a factor, short ones not, those between in proportion.
+    Llama3 {
+        /// What the frequencies of long wavelengths are divided by.
+        factor: f64,
+        /// Wavelengths above `original_context / low_freq_factor` are long.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_context / high_freq_factor` are short.
+        high_freq_factor: f64,
+        /// Context of the first training, in tokens.
+        original_context: f64,
+    },
+}
+
+/// The rotary frequencies of a head, in radians per token; [head_dim / 2]. Rounded to f32 at the same places as in
+/// the training frameworks, since models learnt with those roundings.
+pub fn inverse_frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -> Vec<f32> {
+    let plain = (0..head_dim / 2).map(|i| {
+        let exponent = (2 * i) as f32 / head_dim as f32;
+        1.0 / libm::pow(theta, f64::from(exponent)) as f32
+    });
+    match *scaling {
+        RopeScaling::None => plain.collect(),
+        RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => plain
+            .map(|f| {
+                let wavelength = 2.0 * std::f64::consts::PI / f64::from(f);
+                if wavelength > original_context / low_freq_factor {
+                    return f / factor as f32;
+                }
+                if wavelength < original_context / high_freq_factor {
+                    return f;
+                }
+                let smooth =
+                    (original_context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                ((1.0 - smooth) * f64::from(f) / factor + smooth * f64::from(f)) as f32
+            })
+            .collect(),
+    }
+}
+
+/// Cosines and sines of every position seen so far; grows as sequences do.
+pub struct RopeTable {
+    frequencies: Vec<f32>,
+    /// [positions, head_dim / 2, (cos, sin)]
+    entries: Vec<(f32, f32)>,
+}
+
+impl RopeTable {
+    /// A table for these frequencies, empty so far.
+    pub fn new(frequencies: Vec<f32>) -> Self {
+        Self { frequencies, entries: Vec::new() }
+    }
+
+    /// Makes sure that positions below `positions` are there. Grows by doubling, so it rarely allocates.
+    pub fn ensure(&mut self, positions: usize) {
+        let have = self.entries.len() / self.frequencies.len().max(1);
+        if positions <= have {
+            return;
+        }
+        let target = positions.next_power_of_two().max(256);
+        self.entries.reserve_exact((target - have) * self.frequencies.len());
+        for position in have..target {
+            // The angle is rounded to f32 as in training; its functions are then taken exactly, by libm's pure Rust.
+            self.entries.extend(self.frequencies.iter().map(|f| {
+                let angle = f64::from(position as f32 * f);
+                (libm::cos(angle) as f32, libm::sin(angle) as f32)
+            }));
+        }
+    }
+
+    #[inline(always)]
+    fn at(&self, position: u32) -> &[(f32, f32)] {
+        let half = self.frequencies.len();
+        &self.entries[position as usize * half..][..half]
+    }
+}
+
+/// The shape of a row of the QKV product: queries, then keys, then values, head by head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QkvShape {
+    /// Query heads; a multiple of `kv_heads`.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Numbers of a head; even.
+    pub head_dim: usize,
+}
+
+impl QkvShape {
+    /// Numbers of a row.
+    pub fn width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
+/// Finishes rows of the QKV product: normalises queries and keys head by head where `norms` (weights of queries and
+/// of keys, and epsilon) are given, rotates both to their positions, and writes keys and values into the pool,
+/// rounded to its dtype. `places` must all differ.
+///
+/// # Panics
+/// If shapes do not match, a place is out of the pool, or the table lacks a position.
+pub fn finish_qkv(
+    pool: &Pool,
+    isa: Isa,
+    shape: QkvShape,
+    qkv: &mut [f32],
+    norms: Option<(&[f32], &[f32], f32)>,
+    rope: &RopeTable,
+    positions: &[u32],
+    places: &[KvPlace],
+    kv: &mut KvPool,
+    layer: usize,
+) {
+    let rows = positions.len();
+    let layout = *kv.layout();
+    assert!(qkv.len() == rows * shape.width() && places.len() == rows, "qkv is not [rows, width]");
+    assert!(
+        (layout.kv_heads, layout.head_dim) == (shape.kv_heads, shape.head_dim),
+        "the KV pool differs in shape"
+    );
+    assert!(layer < layout.layers, "the layer is out of the KV pool");
+    assert_eq!(rope.frequencies.len() * 2, shape.head_dim, "the rope table differs in shape");
+    if let Some((q, k, _)) = norms {
+        assert!(q.len() == shape.head_dim && k.len() == shape.head_dim, "norm weights are not [head_dim]");
+    }
+    let in_pool = |place: &KvPlace| {
+        (place.block as usize) < kv.blocks() && (place.offset as usize) < layout.block_tokens
+    };
+    assert!(places.iter().all(in_pool), "a place is out of the KV pool");
+    let qkv = Shared(qkv.as_mut_ptr());
+    let kv = Shared(kv.as_mut_ptr());
+    pool.split(rows, grain(rows, shape.width() * 4), &|rows| {
+        let job = Finish {
+            shape,
+            qkv: qkv.get(),
+            norms,
+            rope,
+            positions,
+            places,
+            kv: kv.get(),
+            layout,
+            layer,
+            rows,
+        };
+        simd::run(isa, job);
+    });
+}
+
+struct Finish<'a> {
+    shape: QkvShape,
+    qkv: *mut f32,
+    norms: Option<(&'a [f32], &'a [f32], f32)>,
+    rope: &'a RopeTable,
+    positions: &'a [u32],
+    places: &'a [KvPlace],
+    kv: *mut u8,
+    layout: KvLayout,
+    layer: usize,
+    rows: Range<usize>,
+}
+
+impl Kernel for Finish<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let QkvShape { heads, kv_heads, head_dim } = self.shape;
+        for row in self.rows.clone() {
+            // SAFETY: rows are disjoint and within qkv.
+            let qkv = unsafe {
+                std::slice::from_raw_parts_mut(self.qkv.add(row * self.shape.width()), self.shape.width())
+            };
+            let angles = self.rope.at(self.positions[row]);
+            let (rotated, values) = qkv.split_at_mut((heads + kv_heads) * head_dim);
+            for (head, x) in rotated.chunks_exact_mut(head_dim).enumerate() {
+                if let Some((q, k, eps)) = self.norms {
+                    let weight = if head < heads { q } else { k };
+                    // SAFETY: passed on to the caller.
+                    let scale = unsafe { rms_scale::<S>(x, eps) };
+                    for i in 0..head_dim {
+                        x[i] = x[i] * scale * weight[i];
+                    }
+                }
+                let (low, high) = x.split_at_mut(head_dim / 2);
+                for i in 0..head_dim / 2 {
+                    let ((a, b), (cos, sin)) = ((low[i], high[i]), angles[i]);
+                    low[i] = a * cos - b * sin;
+                    high[i] = b * cos + a * sin;
+                }
+            }
+            let keys = &rotated[heads * head_dim..];
+            // SAFETY: the place is in the pool and no other row has it.
+            unsafe {
+                match self.layout.dtype {
+                    Dtype::F32 => self.write::<f32>(row, keys, values),
+                    Dtype::Bf16 => self.write::<Bf16>(row, keys, values),
+                    Dtype::F16 => self.write::<F16>(row, keys, values),
+                }
+            }
+        }
+    }
+}
+
+impl Finish<'_> {
+    #[inline(always)]
+    unsafe fn write<N: Number>(&self, row: usize, keys: &[f32], values: &[f32]) {
+        let KvPlace { block, offset } = self.places[row];
+        let (offset, layout) = (offset as usize, &self.layout);
+        let head_dim = layout.head_dim;
+        for head in 0..layout.kv_heads {
+            // SAFETY: block, layer, head and offset are within the pool.
+            unsafe {
+                let k = self.kv.cast::<N>().add(layout.keys(block, self.layer, head));
+                let v = k.add(layout.values_after_keys() + offset * layout.value_stride());
+                for i in 0..head_dim {
+                    k.add(i * layout.block_tokens + offset).write(N::round(keys[head * head_dim + i]));
+                    v.add(i).write(N::round(values[head * head_dim + i]));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! What is done to rows between products: normalisation and the gated activation.
+
+use std::ops::Range;
+
+use super::isa::Isa;
+use super::matrix::Shared;
+use super::pool::Pool;
+use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
+
+/// Numbers below which a second thread does not pay.
+const SMALL: usize = 1 << 14;
+
+/// y = x / sqrt(mean(x^2) + eps) * weight for each row of x[rows, width].
+///
+/// # Panics
+/// If the shapes do not match.
+pub fn rms_norm(pool: &Pool, isa: Isa, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    let width = weight.len();
+    assert!(x.len() == y.len() && x.len().is_multiple_of(width), "x and y are not [rows, width]");
+    let rows = x.len() / width;
+    let y = Shared(y.as_mut_ptr());
+    pool.split(rows, grain(rows, width), &|rows| {
+        simd::run(isa, RmsNorm { x, weight, eps, y: y.get(), rows });
+    });
+}
+
+/// y = silu(gate) * up for each row of gate_up[rows, 2 * width]: first the gates, then the ups.
+///
+/// # Panics
+/// If the shapes do not match.
+pub fn swiglu(pool: &Pool, isa: Isa, gate_up: &[f32], width: usize, y: &mut [f32]) {
+    assert!(
+        y.len().is_multiple_of(width) && gate_up.len() == 2 * y.len(),
+        "gate_up is not [rows, 2 * width]"
+    );
+    let rows = y.len() / width;
+    let y = Shared(y.as_mut_ptr());
+    pool.split(rows, grain(rows, width), &|rows| {
+        simd::run(isa, SwiGlu { gate_up, width, y: y.get(), rows });
+    });
+}
+
+/// All rows for one thread if they are few numbers, else one by one.
+pub(crate) fn grain(rows: usize, width: usize) -> usize {
+    if rows * width < SMALL { rows } else { 1 }
+}
+
+struct RmsNorm<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    y: *mut f32,
+    rows: Range<usize>,
+}
+
+impl Kernel for RmsNorm<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let width = self.weight.len();
+        for row in self.rows {
+            let x = &self.x[row * width..(row + 1) * width];
+            // SAFETY: rows are disjoint and within y.
+            unsafe {
+                let y = std::slice::from_raw_parts_mut(self.y.add(row * width), width);
+                let scale = rms_scale::<S>(x, self.eps);
+                for i in 0..width {
+                    y[i] = x[i] * scale * self.weight[i];
+                }
+            }
+        }
+    }
+}
+
+/// 1 / sqrt(mean(x^2) + eps).
+///
+/// # Safety
+/// The machine has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn rms_scale<S: Simd>(x: &[f32], eps: f32) -> f32 {
+    // SAFETY: every load is within `x`.
+    unsafe {
+        let mut sums = [S::splat(0.0); 4];
+        let whole = x.len() / (4 * S::LANES) * (4 * S::LANES);
+        for at in (0..whole).step_by(4 * S::LANES) {
+            for c in 0..4 {
+                let v = S::load(x.as_ptr().add(at + c * S::LANES));
+                sums[c] = S::fma(v, v, sums[c]);
+            }
+        }
+        for at in (whole..x.len()).step_by(S::LANES) {
+            let v = load_part::<S>(x.as_ptr().add(at), (x.len() - at).min(S::LANES), 0.0);
+            sums[0] = S::fma(v, v, sums[0]);
+        }
+        let sum = S::sum(S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3])));
+        1.0 / (sum / x.len() as f32 + eps).sqrt()
+    }
+}
+
+struct SwiGlu<'a> {
+    gate_up: &'a [f32],
+    width: usize,
+    y: *mut f32,
+    rows: Range<usize>,
+}
+
+impl Kernel for SwiGlu<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let width = self.width;
+        for row in self.rows {
+            let (gate, up) = self.gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
+            for at in (0..width).step_by(S::LANES) {
+                let lanes = (width - at).min(S::LANES);
+                // SAFETY: `lanes` numbers from `at` on are within each of the rows, which are disjoint.
+                unsafe {
+                    let (gate, up) = (gate.as_ptr().add(at), up.as_ptr().add(at));
+                    let y = self.y.add(row * width + at);
+                    if lanes == S::LANES {
+                        S::store(y, gated::<S>(S::load(gate), S::load(up)));
+                    } else {
+                        let part =
+                            gated::<S>(load_part::<S>(gate, lanes, 0.0), load_part::<S>(up, lanes, 0.0));
+                        store_part::<S>(y, lanes, part);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let minus = S::sub(S::splat(0.0), gate);
+        let silu = S::div(gate, S::add(S::splat(1.0), exp::<S>(minus)));
+        S::mul(silu, up)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
+        (0..n as u32)
+            .map(|i| (crate::philox4x32([i, 0, 0, 0], [seed, 0])[0] as f32 / 2f32.powi(31) - 1.0) * scale)
+            .collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn normalisation_and_gate_are_right_and_blind_to_neighbours(
+            seed in any::<u32>(), width in 1usize..300, rows in 1usize..40, threads in 1usize..4,
+        ) {
+            let (pool, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
+            let x = values(seed, rows * width, 3.0);
+            let weight = values(!seed, width, 2.0);
+            let gate_up = values(seed ^ 5, rows * width * 2, 30.0);
+            for isa in Isa::available() {
+                let (mut y, mut alone) = (vec![0.0; rows * width], vec![0.0; width]);
+                rms_norm(&pool, isa, &x, &weight, 1e-5, &mut y);
+                for row in 0..rows {
+                    let x = &x[row * width..(row + 1) * width];
+                    let mean = x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / width as f64;
+                    rms_norm(&single, isa, x, &weight, 1e-5, &mut alone);
+                    prop_assert_eq!(&y[row * width..(row + 1) * width], &alone[..]);
+                    for i in 0..width {
+                        let exact = f64::from(x[i]) / (mean + 1e-5).sqrt() * f64::from(weight[i]);
+                        prop_assert!((f64::from(alone[i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-3));
+                    }
+                }
+                swiglu(&pool, isa, &gate_up, width, &mut y);
+                for row in 0..rows {
+                    let (gate, up) = gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
+                    for i in 0..width {
+                        let (g, u) = (f64::from(gate[i]), f64::from(up[i]));
+                        let exact = g / (1.0 + (-g).exp()) * u;
+                        prop_assert!((f64::from(y[row * width + i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-3));
+                        // A single number, padded to a vector, must have the bits it has within one.
+                        let mut one = [0.0];
+                        swiglu(&single, isa, &[gate[i], up[i]], 1, &mut one);
+                        prop_assert_eq!(one[0].to_bits(), y[row * width + i].to_bits());
+                    }
+                }
+            }
+        }
+    }
+}

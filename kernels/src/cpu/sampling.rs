@@ -1,0 +1,249 @@
+//! Choosing a token from a row of logits.
+//!
+//! All sums run in ascending token id in f64, and ties go to the lower id, so a choice does not depend on the
+//! machine's vectors. Nothing here panics on infinities; NaN is to be removed first by [`mask_nan`].
+
+use super::isa::Isa;
+use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
+
+/// Up to here the best tokens are found in one scan with a short sorted list.
+const SHORT_LIST: usize = 64;
+/// Tokens looked at first for top-p; four times as many each time they do not suffice.
+const NUCLEUS_FIRST: usize = 256;
+
+/// How a distribution is flattened and cut before the draw, in the order of the fields, each on what the one before
+/// left.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Truncation {
+    /// Logits are divided by it; above 0.
+    pub temperature: f32,
+    /// Keep this many most probable tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the most probable tokens, as few as add up to this; 1 keeps all.
+    pub top_p: f32,
+    /// Drop tokens less probable than this times the most probable one.
+    pub min_p: f32,
+}
+
+/// Buffers to reuse between rows.
+#[derive(Debug, Default, Clone)]
+pub struct Workspace {
+    weights: Vec<f32>,
+    keys: Vec<u64>,
+}
+
+/// Replaces NaN by negative infinity: a token whose logit is not a number is never chosen.
+pub fn mask_nan(logits: &mut [f32]) {
+    for logit in logits {
+        *logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
+    }
+}
+
+/// The token with the largest logit, the lowest id among equals. NaN counts as negative infinity.
+pub fn argmax(isa: Isa, logits: &[f32]) -> u32 {
+    let best = largest(isa, logits);
+    logits.iter().position(|logit| *logit == best).unwrap_or(0) as u32
+}
+
+/// ln sum e^logit. A token's log probability is its logit minus this.
+pub fn log_sum_exp(isa: Isa, logits: &[f32], workspace: &mut Workspace) -> f64 {
+    let best = largest(isa, logits);
+    if best.is_infinite() {
+        return f64::from(best);
+    }
+    weigh(isa, logits, best, 1.0, &mut workspace.weights);
+    let total: f64 = workspace.weights.iter().map(|weight| f64::from(*weight)).sum();
+    f64::from(best) + libm::log(total)
+}
+
+/// The `count` tokens with the largest logits, largest first, ties by lower id.
+pub fn top<'a>(
+    logits: &'a [f32],
+    count: usize,
+    workspace: &'a mut Workspace,
+) -> impl Iterator<Item = (u32, f32)> + 'a {
+    best_keys(logits, count, &mut workspace.keys);
+    workspace.keys.iter().map(|key| (*key as u32, logits[*key as u32 as usize]))
+}
+
+/// Draws a token. `uniform` is in [0, 1): kept tokens lie on a line in order of their ids, each as long as it is
+/// probable, and the one at that part of the line is taken.
+pub fn sample(isa: Isa, logits: &[f32], cut: &Truncation, uniform: f64, workspace: &mut Workspace) -> u32 {
+    let best = largest(isa, logits);
+    // Weights are relative to the most probable token, whose weight is 1.
+    weigh(isa, logits, best, cut.temperature, &mut workspace.weights);
+    let Workspace { weights, keys } = workspace;
+    let all = cut.top_k == 0 || cut.top_k >= logits.len();
+    if all && cut.top_p >= 1.0 {
+        if cut.min_p > 0.0 {
+            for weight in weights.iter_mut() {
+                *weight = if *weight < cut.min_p { 0.0 } else { *weight };
+            }
+        }
+        return pick(weights.iter().enumerate().map(|(id, weight)| (id as u32, *weight)), uniform);
+    }
+    let weight_of = |key: &u64| weights[*key as u32 as usize];
+    if all {
+        let total: f64 = weights.iter().map(|weight| f64::from(*weight)).sum();
+        let mut count = NUCLEUS_FIRST;
+        loop {
+            best_keys(logits, count, keys);
+            match nucleus(keys.iter().map(weight_of), f64::from(cut.top_p) * total) {
+                Some(kept) => {
+                    keys.truncate(kept);
+                    break;
+                }
+                None if keys.len() == logits.len() => break,
+                None => count *= 4,
+            }
+        }
+    } else {
+        best_keys(logits, cut.top_k, keys);
+        if cut.top_p < 1.0 {
+            let total: f64 = keys.iter().map(|key| f64::from(weight_of(key))).sum();
+            if let Some(kept) = nucleus(keys.iter().map(weight_of), f64::from(cut.top_p) * total) {
+                keys.truncate(kept);
+            }
+        }
+    }
+    keys.retain(|key| weight_of(key) >= cut.min_p);
+    keys.sort_unstable_by_key(|key| *key as u32);
+    pick(keys.iter().map(|key| (*key as u32, weight_of(key))), uniform)
+}
+
+/// How many of the weights, largest first, are needed to reach `target`; `None` if all do not.
+fn nucleus(weights: impl Iterator<Item = f32>, target: f64) -> Option<usize> {
+    let mut sum = 0.0;
+    for (i, weight) in weights.enumerate() {
+        sum += f64::from(weight);
+        if sum >= target {
+            return Some(i + 1);
+        }
+    }
+    None
+}
+
+fn pick(tokens: impl Iterator<Item = (u32, f32)> + Clone, uniform: f64) -> u32 {
+    let total: f64 = tokens.clone().map(|(_, weight)| f64::from(weight)).sum();
+    let target = uniform * total;
+    let (mut sum, mut last) = (0.0, 0);
+    for (id, weight) in tokens {
+        if weight > 0.0 {
+            sum += f64::from(weight);
+            last = id;
+            if sum > target {
+                break;
+            }
+        }
+    }
+    last
+}
+
+/// Sorts like the tokens from best to worst: larger logits first, then lower ids.
+fn key(id: usize, logit: f32) -> u64 {
+    // Adding 0 makes -0 equal to 0. Flipping bits makes floats compare like unsigned integers.
+    let bits = (logit + 0.0).to_bits();
+    let ascending = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    u64::from(!ascending) << 32 | id as u64
+}
+
+/// The keys of the `count` best tokens, sorted.
+fn best_keys(logits: &[f32], count: usize, keys: &mut Vec<u64>) {
+    keys.clear();
+    let count = count.min(logits.len());
+    if count == 0 {
+        return;
+    }
+    if count <= SHORT_LIST {
+        for (id, logit) in logits.iter().enumerate() {
+            let candidate = key(id, *logit);
+            if keys.len() == count {
+                if candidate >= keys[count - 1] {
+                    continue;
+                }
+                keys.pop();
+            }
+            keys.insert(keys.partition_point(|kept| *kept < candidate), candidate);
+        }
+        return;
+    }
+    keys.extend(logits.iter().enumerate().map(|(id, logit)| key(id, *logit)));
+    if count < keys.len() {
+        keys.select_nth_unstable(count - 1);
+        keys.truncate(count);
+    }
+    keys.sort_unstable();
+}
+
+fn largest(isa: Isa, logits: &[f32]) -> f32 {
+    let mut out = f32::NEG_INFINITY;
+    simd::run(isa, Largest { logits, out: &mut out });
+    out
+}
+
+struct Largest<'a> {
+    logits: &'a [f32],
+    out: &'a mut f32,
+}
+
+impl Kernel for Largest<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: loads are within `logits`.
+        unsafe {
+            let mut best = S::splat(f32::NEG_INFINITY);
+            for chunk in self.logits.chunks(S::LANES) {
+                let v = if chunk.len() == S::LANES {
+                    S::load(chunk.as_ptr())
+                } else {
+                    load_part::<S>(chunk.as_ptr(), chunk.len(), f32::NEG_INFINITY)
+                };
+                // The second operand wins where the first is NaN.
+                best = S::max(v, best);
+            }
+            *self.out = S::largest(best);
+        }
+    }
+}
+
+/// weights = e^((logit - best) / temperature)
+fn weigh(isa: Isa, logits: &[f32], best: f32, temperature: f32, weights: &mut Vec<f32>) {
+    weights.resize(logits.len(), 0.0);
+    simd::run(isa, Weigh { logits, best, temperature, weights });
+}
+
+struct Weigh<'a> {
+    logits: &'a [f32],
+    best: f32,
+    temperature: f32,
+    weights: &'a mut [f32],
+}
+
+impl Kernel for Weigh<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for (from, to) in self.logits.chunks(S::LANES).zip(self.weights.chunks_mut(S::LANES)) {
+            // SAFETY: loads and stores are within the chunks, which are equally long.
+            unsafe {
+                let (best, temperature) = (S::splat(self.best), S::splat(self.temperature));
+                let whole = from.len() == S::LANES;
+                let logit = if whole {
+                    S::load(from.as_ptr())
+                } else {
+                    load_part::<S>(from.as_ptr(), from.len(), 0.0)
+                };
+                let scaled = S::div(S::sub(logit, best), temperature);
+                // Infinity minus infinity is no number, so what equals the best is not subtracted.
+                let weight = exp::<S>(S::if_less(logit, best, scaled, S::splat(0.0)));
+                if whole {
+                    S::store(to.as_mut_ptr(), weight);
+                } else {
+                    store_part::<S>(to.as_mut_ptr(), to.len(), weight);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,141 @@
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// Eight lanes of AVX2 with FMA and F16C.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+// SAFETY: the caller of a `Simd` function has the instruction set and valid pointers.
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const TILE_ROWS: usize = 4;
+    const QUERIES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m256) {
+        // SAFETY: see the impl.
+        unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            let raw = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(raw))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(from: *const u32) -> (__m256, __m256) {
+        // SAFETY: see the impl.
+        unsafe {
+            let raw = _mm256_loadu_si256(from.cast());
+            let high = _mm256_and_si256(raw, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+            (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(raw)), _mm256_castsi256_ps(high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn round(v: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn exp2(v: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe {
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn if_less(a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: __m256) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(v: __m256) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+}

@@ -1,0 +1,160 @@
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+/// Sixteen lanes of AVX-512 (F, BW, DQ, VL).
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+// SAFETY: the caller of a `Simd` function has the instruction set and valid pointers.
+impl Simd for Avx512 {
+    type V = __m512;
+    const LANES: usize = 16;
+    const TILE_ROWS: usize = 8;
+    const QUERIES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m512) {
+        // SAFETY: see the impl.
+        unsafe { _mm512_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let raw = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(raw))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(from: *const u32) -> (__m512, __m512) {
+        // SAFETY: see the impl.
+        unsafe {
+            let raw = _mm512_loadu_si512(from.cast());
+            let high = _mm512_and_si512(raw, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(raw)), _mm512_castsi512_ps(high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn round(v: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn exp2(v: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn if_less(a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(v: __m512) -> f32 {
+        // SAFETY: see the impl.
+        unsafe {
+            let eight = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        }
+    }
+}
+
+/// Adds to each f32 lane the products of its pair of bf16 numbers: `acc + x.0 * w.0 + x.1 * w.1` in the order and
+/// with the rounding of the instruction.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16.
+#[inline(always)]
+pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
+    // SAFETY: the caller has the instruction set; the types differ in name only.
+    unsafe {
+        _mm512_dpbf16_ps(
+            acc,
+            std::mem::transmute::<__m512i, __m512bh>(x),
+            std::mem::transmute::<__m512i, __m512bh>(w),
+        )
+    }
+}

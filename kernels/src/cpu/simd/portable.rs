@@ -1,0 +1,140 @@
+use super::Simd;
+use crate::dtype::{bf16_value, f16_value};
+
+/// Eight lanes of plain Rust, which compilers turn into whatever vectors the target has.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+const N: usize = 8;
+
+#[inline(always)]
+fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    let mut out = [0.0; N];
+    for i in 0..N {
+        out[i] = f(a[i], b[i]);
+    }
+    out
+}
+
+impl Simd for Portable {
+    type V = [f32; N];
+    const LANES: usize = N;
+    const TILE_ROWS: usize = 2;
+    const QUERIES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> [f32; N] {
+        [x; N]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> [f32; N] {
+        // SAFETY: the caller's pointer is valid for a vector.
+        unsafe { from.cast::<[f32; N]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: [f32; N]) {
+        // SAFETY: the caller's pointer is valid for a vector.
+        unsafe { to.cast::<[f32; N]>().write_unaligned(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> [f32; N] {
+        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        let raw = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        raw.map(bf16_value)
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> [f32; N] {
+        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        let raw = unsafe { from.cast::<[u16; N]>().read_unaligned() };
+        raw.map(f16_value)
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_pairs(from: *const u32) -> ([f32; N], [f32; N]) {
+        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        let raw = unsafe { from.cast::<[u32; N]>().read_unaligned() };
+        (raw.map(|pair| f32::from_bits(pair << 16)), raw.map(|pair| f32::from_bits(pair & 0xffff_0000)))
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| x + y)
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| x - y)
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| x * y)
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| x / y)
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| if x > y { x } else { y })
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |x, y| if x < y { x } else { y })
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
+        // Without the instruction a fused product would be a call per lane, so it is rounded twice.
+        let mut out = c;
+        for i in 0..N {
+            out[i] = if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+                a[i].mul_add(b[i], c[i])
+            } else {
+                a[i] * b[i] + c[i]
+            };
+        }
+        out
+    }
+
+    #[inline(always)]
+    unsafe fn round(v: [f32; N]) -> [f32; N] {
+        // Adding 1.5 * 2^23 leaves no bits for a fraction.
+        v.map(|x| (x + 12_582_912.0) - 12_582_912.0)
+    }
+
+    #[inline(always)]
+    unsafe fn exp2(v: [f32; N]) -> [f32; N] {
+        v.map(|x| f32::from_bits(((x as i32 + 127) << 23) as u32))
+    }
+
+    #[inline(always)]
+    unsafe fn if_less(a: [f32; N], b: [f32; N], x: [f32; N], y: [f32; N]) -> [f32; N] {
+        let mut out = y;
+        for i in 0..N {
+            out[i] = if a[i] < b[i] { x[i] } else { y[i] };
+        }
+        out
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: [f32; N]) -> f32 {
+        ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))
+    }
+
+    #[inline(always)]
+    unsafe fn largest(v: [f32; N]) -> f32 {
+        let mut best = v[0];
+        for i in 1..N {
+            best = if v[i] > best { v[i] } else { best };
+        }
+        best
+    }
+}

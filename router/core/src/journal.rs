@@ -1,0 +1,314 @@
+use inflight_contract::FinishReason;
+
+/// Why a choice produces nothing more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// The worker said so, with this reason.
+    Worker(FinishReason),
+    /// The router ended it itself, as at a stop string.
+    Withdrawn,
+}
+
+/// What became of tokens that arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Append {
+    /// They are in the journal.
+    Taken,
+    /// They belong to a choice that the router had ended: not wanted any more.
+    AfterEnd,
+    /// They belong to another attempt than the one in force.
+    Stale,
+}
+
+/// A worker broke the protocol.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum JournalError {
+    /// There is no such choice.
+    #[error("the worker sent choice {choice} of a request with {choices} choices")]
+    UnknownChoice {
+        /// The choice named.
+        choice: u32,
+        /// Choices asked for.
+        choices: usize,
+    },
+    /// More tokens than asked for.
+    #[error("the worker sent more than max_tokens = {max_tokens} tokens for choice {choice}")]
+    TooManyTokens {
+        /// The choice.
+        choice: u32,
+        /// The request's limit.
+        max_tokens: u32,
+    },
+    /// The worker had ended the choice before.
+    #[error("the worker sent tokens for choice {choice} after it had ended it")]
+    TokensAfterEnd {
+        /// The choice.
+        choice: u32,
+    },
+    /// Log probabilities and tokens do not pair.
+    #[error("the worker sent {logprobs} log probabilities for {tokens} tokens of choice {choice}")]
+    UnpairedLogprobs {
+        /// The choice.
+        choice: u32,
+        /// Tokens in the update.
+        tokens: usize,
+        /// Log probabilities in the update.
+        logprobs: usize,
+    },
+}
+
+/// What a choice has brought since it was read last.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fresh<P> {
+    /// New tokens.
+    pub tokens: Vec<u32>,
+    /// One entry for each new token, or none at all.
+    pub logprobs: Vec<P>,
+    /// Set at the one read that sees the worker's end.
+    pub end: Option<FinishReason>,
+}
+
+/// What earlier attempts produced of one choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resumed<'a> {
+    /// Which choice.
+    pub choice: u32,
+    /// Its tokens so far.
+    pub tokens: &'a [u32],
+    /// It has ended and is not run again.
+    pub finished: bool,
+}
+
+#[derive(Debug)]
+struct Choice<P> {
+    tokens: Vec<u32>,
+    /// Tokens before this index were read.
+    read: usize,
+    /// Log probabilities of the tokens not read yet.
+    logprobs: Vec<P>,
+    end: Option<End>,
+    end_read: bool,
+}
+
+/// The journal of one request's stream: every token that workers sent, by choice, and how far its reader got.
+/// It is the buffer between a session and a client (a slow reader finds more at its next read) and what a new
+/// attempt resumes from.
+///
+/// Invariants: a choice holds at most `max_tokens` tokens, so the journal is bounded by n * max_tokens; tokens
+/// of an attempt other than the one in force never enter; nothing enters a choice that has ended.
+#[derive(Debug)]
+pub struct Journal<P> {
+    attempt: u32,
+    max_tokens: u32,
+    with_logprobs: bool,
+    choices: Vec<Choice<P>>,
+}
+
+impl<P> Journal<P> {
+    /// An empty journal at attempt 1.
+    pub fn new(choices: u32, max_tokens: u32, with_logprobs: bool) -> Self {
+        let choice =
+            |_| Choice { tokens: Vec::new(), read: 0, logprobs: Vec::new(), end: None, end_read: false };
+        Self { attempt: 1, max_tokens, with_logprobs, choices: (0..choices).map(choice).collect() }
+    }
+
+    /// The attempt in force.
+    pub fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// Takes what a worker sent for one choice.
+    ///
+    /// # Errors
+    /// [`JournalError`] if it breaks the protocol; the journal is unchanged.
+    pub fn append(
+        &mut self,
+        attempt: u32,
+        choice: u32,
+        tokens: &[u32],
+        logprobs: Vec<P>,
+        finish: Option<FinishReason>,
+    ) -> Result<Append, JournalError> {
+        if attempt != self.attempt {
+            return Ok(Append::Stale);
+        }
+        let choices = self.choices.len();
+        let max_tokens = self.max_tokens;
+        let Some(entry) = self.choices.get_mut(choice as usize) else {
+            return Err(JournalError::UnknownChoice { choice, choices });
+        };
+        match entry.end {
+            Some(End::Withdrawn) => return Ok(Append::AfterEnd),
+            Some(End::Worker(_)) => return Err(JournalError::TokensAfterEnd { choice }),
+            None => {}
+        }
+        if entry.tokens.len() + tokens.len() > max_tokens as usize {
+            return Err(JournalError::TooManyTokens { choice, max_tokens });
+        }
+        if self.with_logprobs {
+            if logprobs.len() != tokens.len() {
+                let (tokens, logprobs) = (tokens.len(), logprobs.len());
+                return Err(JournalError::UnpairedLogprobs { choice, tokens, logprobs });
+            }
+            entry.logprobs.extend(logprobs);
+        }
+        entry.tokens.extend_from_slice(tokens);
+        entry.end = finish.map(End::Worker);
+        Ok(Append::Taken)
+    }
+
+    /// Ends a choice on the router's side. Whether it was still open.
+    pub fn withdraw(&mut self, choice: u32) -> bool {
+        match self.choices.get_mut(choice as usize) {
+            Some(entry) if entry.end.is_none() => {
+                entry.end = Some(End::Withdrawn);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether the router ended this choice itself.
+    pub fn withdrawn(&self, choice: u32) -> bool {
+        self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(End::Withdrawn))
+    }
+
+    /// Reads what is new of a choice; `None` if nothing is.
+    pub fn read(&mut self, choice: u32) -> Option<Fresh<P>> {
+        let entry = self.choices.get_mut(choice as usize)?;
+        let end = match entry.end {
+            Some(End::Worker(reason)) if !entry.end_read => Some(reason),
+            _ => None,
+        };
+        if entry.read == entry.tokens.len() && end.is_none() {
+            return None;
+        }
+        entry.end_read |= end.is_some();
+        let tokens = entry.tokens[entry.read..].to_vec();
+        entry.read = entry.tokens.len();
+        Some(Fresh { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
+    }
+
+    /// Tokens that wait for the reader, over all choices.
+    pub fn unread(&self) -> usize {
+        self.choices.iter().map(|choice| choice.tokens.len() - choice.read).sum()
+    }
+
+    /// Tokens received, over all choices.
+    pub fn tokens(&self) -> usize {
+        self.choices.iter().map(|choice| choice.tokens.len()).sum()
+    }
+
+    /// Whether every choice has ended.
+    pub fn ended(&self) -> bool {
+        self.choices.iter().all(|choice| choice.end.is_some())
+    }
+
+    /// The choices that still run, as a bit mask.
+    pub fn running(&self) -> u32 {
+        let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
+        open.fold(0, |mask, (i, _)| mask | 1 << i)
+    }
+
+    /// Begins the next attempt: what the old one still sends is stale from here on. A choice that holds
+    /// max_tokens already, whose end was lost with its worker, ends here.
+    pub fn next_attempt(&mut self) -> u32 {
+        self.attempt += 1;
+        for choice in &mut self.choices {
+            if choice.end.is_none() && choice.tokens.len() == self.max_tokens as usize {
+                choice.end = Some(End::Worker(FinishReason::Length));
+            }
+        }
+        self.attempt
+    }
+
+    /// What a new attempt resumes from: the choices with tokens or an end.
+    pub fn resumed(&self) -> impl Iterator<Item = Resumed<'_>> {
+        self.choices.iter().enumerate().filter_map(|(i, choice)| {
+            let finished = choice.end.is_some();
+            let touched = finished || !choice.tokens.is_empty();
+            touched.then_some(Resumed { choice: i as u32, tokens: &choice.tokens, finished })
+        })
+    }
+
+    /// KV blocks of `block_tokens` that admitting the journal's running choices takes: the prompt once, then
+    /// each one's own tokens and one block more.
+    pub fn blocks(&self, prompt_tokens: usize, block_tokens: u32) -> u32 {
+        let block = (block_tokens as usize).max(1);
+        let own: usize = self
+            .choices
+            .iter()
+            .filter(|choice| choice.end.is_none())
+            .map(|choice| choice.tokens.len().div_ceil(block) + 1)
+            .sum();
+        u32::try_from(prompt_tokens.div_ceil(block) + own).unwrap_or(u32::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn reads_return_every_token_of_the_current_attempts_once_and_in_order(
+            steps in proptest::collection::vec((0u32..3, 0usize..4, 0u8..8), 0..80)) {
+            let mut journal = Journal::<u32>::new(3, 40, true);
+            let mut sent = vec![Vec::new(); 3];
+            let mut got = vec![Vec::new(); 3];
+            let mut logprobs = vec![Vec::new(); 3];
+            let mut next = 0;
+            for (choice, count, action) in steps {
+                let tokens: Vec<u32> = (next..next + count as u32).collect();
+                next += count as u32;
+                let at = choice as usize;
+                match action {
+                    0 => { journal.next_attempt(); }
+                    1 => {
+                        let old = journal.append(journal.attempt() - 1, choice, &tokens, tokens.clone(), None);
+                        prop_assert_eq!(old, Ok(Append::Stale));
+                    }
+                    2 | 3 => if let Some(fresh) = journal.read(choice) {
+                        got[at].extend(fresh.tokens);
+                        logprobs[at].extend(fresh.logprobs);
+                    },
+                    _ => match journal.append(journal.attempt(), choice, &tokens, tokens.clone(), None) {
+                        Ok(_) => sent[at].extend(tokens),
+                        Err(error) => {
+                            let over = sent[at].len() + count > 40;
+                            let ended = matches!(error, JournalError::TokensAfterEnd { choice: _ });
+                            prop_assert!(over || ended);
+                        }
+                    },
+                }
+                for resumed in journal.resumed() {
+                    prop_assert_eq!(resumed.tokens, &sent[resumed.choice as usize][..]);
+                }
+                prop_assert!(journal.unread() <= 3 * 40);
+            }
+            for choice in 0..3 {
+                if let Some(fresh) = journal.read(choice) {
+                    got[choice as usize].extend(fresh.tokens);
+                    logprobs[choice as usize].extend(fresh.logprobs);
+                }
+            }
+            prop_assert_eq!(&got, &sent);
+            prop_assert_eq!(&logprobs, &sent);
+        }
+    }
+
+    #[test]
+    fn a_choice_ends_once_and_is_not_run_again() {
+        let mut journal = Journal::<()>::new(2, 4, false);
+        assert_eq!(journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)), Ok(Append::Taken));
+        assert_eq!(journal.running(), 0b10);
+        assert_eq!(journal.read(0).and_then(|fresh| fresh.end), Some(FinishReason::Stop));
+        assert_eq!(journal.read(0), None);
+        assert!(matches!(journal.append(1, 0, &[9], vec![], None), Err(JournalError::TokensAfterEnd { .. })));
+        assert!(journal.withdraw(1) && !journal.withdraw(1) && journal.ended());
+        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(Append::AfterEnd));
+        let resumed: Vec<_> = journal.resumed().map(|r| (r.choice, r.tokens.to_vec(), r.finished)).collect();
+        assert_eq!(resumed, [(0, vec![7, 8], true), (1, vec![], true)]);
+    }
+}

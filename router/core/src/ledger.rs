@@ -1,0 +1,131 @@
+use std::collections::BTreeMap;
+
+use crate::Credits;
+
+/// What ending one choice gave back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Settled {
+    /// The choice's sequence; other choices of the request still run.
+    Choice,
+    /// The last sequence and all blocks of the request: it is no longer in flight.
+    Request,
+    /// Nothing: that choice was not in flight.
+    Unknown,
+}
+
+#[derive(Debug)]
+struct Charge {
+    /// Bit i is set while choice i runs.
+    running: u32,
+    blocks: u32,
+}
+
+/// The credits of one session: what its worker grants and what its requests in flight use.
+///
+/// Invariant: `used` is the sum over the requests in flight of their running choices and their blocks, so what
+/// is charged once is given back once. A grant is absolute and may shrink below what is used; then nothing
+/// fits until enough has ended.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    grant: Credits,
+    used: Credits,
+    charges: BTreeMap<u64, Charge>,
+}
+
+impl Ledger {
+    /// Most choices of one request.
+    pub const CHOICES_MAX: u32 = 32;
+
+    /// Replaces the grant.
+    pub fn set_grant(&mut self, grant: Credits) {
+        self.grant = grant;
+    }
+
+    /// What may be in flight.
+    pub fn grant(&self) -> Credits {
+        self.grant
+    }
+
+    /// What is in flight.
+    pub fn used(&self) -> Credits {
+        self.used
+    }
+
+    /// Requests in flight.
+    pub fn requests(&self) -> usize {
+        self.charges.len()
+    }
+
+    /// Charges a submission: the choices set in the mask `running` and `blocks` for all of them together.
+    pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
+        debug_assert!(running != 0, "a submission runs something");
+        let before = self.charges.insert(submission, Charge { running, blocks });
+        debug_assert!(before.is_none(), "a submission is charged once");
+        self.used.sequences += running.count_ones();
+        self.used.blocks += blocks;
+    }
+
+    /// Gives back what an ended choice held.
+    pub fn settle(&mut self, submission: u64, choice: u32) -> Settled {
+        let Some(charge) = self.charges.get_mut(&submission) else { return Settled::Unknown };
+        let bit = 1u32.checked_shl(choice).unwrap_or(0);
+        if charge.running & bit == 0 {
+            return Settled::Unknown;
+        }
+        charge.running &= !bit;
+        self.used.sequences -= 1;
+        if charge.running != 0 {
+            return Settled::Choice;
+        }
+        self.used.blocks -= charge.blocks;
+        self.charges.remove(&submission);
+        Settled::Request
+    }
+
+    /// Whether a choice of a submission still runs.
+    pub fn runs(&self, submission: u64, choice: u32) -> bool {
+        let bit = 1u32.checked_shl(choice).unwrap_or(0);
+        self.charges.get(&submission).is_some_and(|charge| charge.running & bit != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_charged_is_given_back_once_whatever_is_settled_how_often(
+            charges in proptest::collection::vec((1u32..=0xffff, 0u32..1000), 1..20),
+            settles in proptest::collection::vec((0u64..24, 0u32..40), 0..400),
+            grants in proptest::collection::vec((0u32..100, 0u32..100), 1..10)) {
+            let mut ledger = Ledger::default();
+            let mut open: BTreeMap<u64, (u32, u32)> = BTreeMap::new();
+            for (i, (mask, blocks)) in charges.iter().enumerate() {
+                ledger.charge(i as u64, *mask, *blocks);
+                open.insert(i as u64, (*mask, *blocks));
+            }
+            let finish_all = (0u64..20).flat_map(|s| (0..32).map(move |c| (s, c)));
+            for (i, (submission, choice)) in settles.into_iter().chain(finish_all).enumerate() {
+                let (sequences, blocks) = grants[i % grants.len()];
+                ledger.set_grant(Credits { sequences, blocks });
+                let expected = match open.get_mut(&submission) {
+                    Some((mask, _)) if choice < 32 && *mask & (1 << choice) != 0 => {
+                        *mask &= !(1 << choice);
+                        if *mask == 0 { open.remove(&submission); Settled::Request } else { Settled::Choice }
+                    }
+                    _ => Settled::Unknown,
+                };
+                prop_assert_eq!(ledger.settle(submission, choice), expected);
+                let used = Credits {
+                    sequences: open.values().map(|(mask, _)| mask.count_ones()).sum(),
+                    blocks: open.values().map(|(_, blocks)| blocks).sum(),
+                };
+                prop_assert_eq!(ledger.used(), used);
+                prop_assert_eq!(ledger.requests(), open.len());
+            }
+            prop_assert_eq!(ledger.used(), Credits::default());
+        }
+    }
+}

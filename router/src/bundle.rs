@@ -1,0 +1,213 @@
+use std::collections::BTreeMap;
+
+use inflight_contract::SamplingSpec;
+use inflight_proto::bundle_digest;
+use serde_json::Value;
+
+use crate::text::{ChatTemplate, TemplateError, Tokenizer, TokenizerError};
+
+/// A model bundle that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    /// Its files are not the ones announced.
+    #[error(
+        "the bundle's digest is {found}, but {expected} was announced; the worker's files changed while it ran or the transfer is broken"
+    )]
+    Digest {
+        /// As announced.
+        expected: String,
+        /// As received.
+        found: String,
+    },
+    /// It is larger than any model's should be.
+    #[error("the bundle is larger than {max} bytes or has more than {files_max} files")]
+    TooLarge {
+        /// Most bytes taken.
+        max: usize,
+        /// Most files taken.
+        files_max: usize,
+    },
+    /// A file that is needed is not there.
+    #[error("the bundle has no {file}; the model's directory must hold one")]
+    Missing {
+        /// The file.
+        file: &'static str,
+    },
+    /// A file is not what it should be.
+    #[error("{file} in the bundle is not valid: {reason}")]
+    Invalid {
+        /// The file.
+        file: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The tokenizer does not load.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The chat template does not load.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+}
+
+/// The files of a bundle as they arrive.
+#[derive(Debug, Default)]
+pub(crate) struct Bundle {
+    files: BTreeMap<String, Vec<u8>>,
+    bytes: usize,
+}
+
+impl Bundle {
+    const BYTES_MAX: usize = 256 << 20;
+    const FILES_MAX: usize = 64;
+
+    /// Appends a piece of a file.
+    pub(crate) fn append(&mut self, file: &str, data: &[u8]) -> Result<(), BundleError> {
+        self.bytes = self.bytes.saturating_add(data.len());
+        let files = self.files.len() + usize::from(!self.files.contains_key(file));
+        if self.bytes > Self::BYTES_MAX || files > Self::FILES_MAX {
+            return Err(BundleError::TooLarge { max: Self::BYTES_MAX, files_max: Self::FILES_MAX });
+        }
+        self.files.entry(file.to_owned()).or_default().extend_from_slice(data);
+        Ok(())
+    }
+
+    /// Checks the digest and loads what the files say.
+    pub(crate) fn load(self, digest: &str) -> Result<Model, BundleError> {
+        let found = bundle_digest(self.files.iter().map(|(name, data)| (name.as_str(), data.as_slice())));
+        if !found.eq_ignore_ascii_case(digest) {
+            return Err(BundleError::Digest { expected: digest.to_owned(), found });
+        }
+        let tokenizer =
+            self.files.get("tokenizer.json").ok_or(BundleError::Missing { file: "tokenizer.json" })?;
+        let tokenizer = Tokenizer::from_json(tokenizer)?;
+        let config = self.json("tokenizer_config.json")?;
+        let bos_token = special_token(&config, "bos_token");
+        let eos_token = special_token(&config, "eos_token");
+        let source = match self.files.get("chat_template.jinja") {
+            Some(data) => Some(utf8("chat_template.jinja", data)?.to_owned()),
+            None => template_source(&config),
+        };
+        let template = source.map(|source| ChatTemplate::new(&source, &bos_token, &eos_token)).transpose()?;
+        let defaults = sampling_defaults(&self.json("generation_config.json")?)?;
+        Ok(Model { tokenizer, template, defaults })
+    }
+
+    fn json(&self, file: &'static str) -> Result<Value, BundleError> {
+        let Some(data) = self.files.get(file) else { return Ok(Value::Null) };
+        serde_json::from_slice(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
+    }
+}
+
+/// What a router needs to know of a model to speak for it.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) template: Option<ChatTemplate>,
+    /// What a field takes that a request leaves absent.
+    pub(crate) defaults: SamplingSpec,
+}
+
+fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> {
+    std::str::from_utf8(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
+}
+
+/// A special token is a string, or an object with its content.
+fn special_token(config: &Value, key: &str) -> String {
+    let value = &config[key];
+    value.as_str().or_else(|| value["content"].as_str()).unwrap_or_default().to_owned()
+}
+
+/// A template is a string, or one of a list of named ones.
+fn template_source(config: &Value) -> Option<String> {
+    match &config["chat_template"] {
+        Value::String(source) => Some(source.clone()),
+        Value::Array(named) => named
+            .iter()
+            .find(|template| template["name"] == "default")
+            .and_then(|template| template["template"].as_str())
+            .map(str::to_owned),
+        _ => None,
+    }
+}
+
+/// The defaults of generation_config.json. `do_sample: false` means greedy.
+fn sampling_defaults(config: &Value) -> Result<SamplingSpec, BundleError> {
+    let mut spec = SamplingSpec::default();
+    let number = |key: &str| config[key].as_f64().map(|value| value as f32);
+    let set = |field: &mut f32, key: &str| {
+        if let Some(value) = number(key) {
+            *field = value;
+        }
+    };
+    set(&mut spec.temperature, "temperature");
+    set(&mut spec.top_p, "top_p");
+    set(&mut spec.min_p, "min_p");
+    set(&mut spec.repetition_penalty, "repetition_penalty");
+    if let Some(top_k) = config["top_k"].as_i64() {
+        spec.top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
+    }
+    if config["do_sample"] == Value::Bool(false) {
+        spec.temperature = 0.0;
+    }
+    let invalid = |error: inflight_contract::SamplingError| BundleError::Invalid {
+        file: "generation_config.json",
+        reason: error.to_string(),
+    };
+    spec.clone().validate().map_err(invalid)?;
+    Ok(spec)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn generation_config_gives_the_defaults() {
+        let defaults = |value| sampling_defaults(&value).unwrap();
+        assert_eq!(defaults(Value::Null), SamplingSpec::default());
+        let sampled = defaults(json!({"do_sample": true, "temperature": 0.6, "top_p": 0.9, "top_k": 20}));
+        assert_eq!((sampled.temperature, sampled.top_p, sampled.top_k), (0.6, 0.9, 20));
+        assert_eq!(defaults(json!({"do_sample": false, "temperature": 0.6})).temperature, 0.0);
+        assert_eq!(defaults(json!({"temperature": null})).temperature, 1.0);
+        let refused = sampling_defaults(&json!({"top_p": 7})).unwrap_err();
+        assert!(refused.to_string().contains("top_p"), "{refused}");
+    }
+
+    #[test]
+    fn a_bundle_that_is_not_whole_or_not_as_announced_is_refused() {
+        let tokenizer = inflight_fixtures::Family::Llama3.tokenizer_json().as_bytes();
+        let load = |files: &[(&str, &[u8])]| {
+            let mut bundle = Bundle::default();
+            files.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
+            bundle.load(&bundle_digest(files.iter().copied()))
+        };
+        let model = load(&[("tokenizer.json", tokenizer)]).unwrap();
+        assert!(model.template.is_none() && model.defaults == SamplingSpec::default());
+        let missing = load(&[("tokenizer_config.json", b"{}")]).unwrap_err();
+        assert!(matches!(missing, BundleError::Missing { file: "tokenizer.json" }));
+        let broken = load(&[("tokenizer.json", &tokenizer[..100])]).unwrap_err();
+        assert!(matches!(broken, BundleError::Tokenizer(TokenizerError::Load(_))), "{broken}");
+        let config = load(&[("tokenizer.json", tokenizer), ("generation_config.json", b"{")]).unwrap_err();
+        assert!(matches!(config, BundleError::Invalid { file: "generation_config.json", .. }), "{config}");
+        let mut bundle = Bundle::default();
+        bundle.append("tokenizer.json", tokenizer).unwrap();
+        assert!(matches!(bundle.load("00"), Err(BundleError::Digest { .. })));
+        let mut bundle = Bundle::default();
+        let more = |i: usize| bundle.append(&i.to_string(), b"x").is_err();
+        assert_eq!((0..100).position(more), Some(Bundle::FILES_MAX));
+    }
+
+    #[test]
+    fn a_template_is_a_string_or_the_default_of_a_list() {
+        let named = json!({"chat_template": [{"name": "tool_use", "template": "t"},
+                                             {"name": "default", "template": "d"}],
+                           "bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": null});
+        assert_eq!(template_source(&named).as_deref(), Some("d"));
+        assert_eq!(template_source(&json!({"chat_template": "x"})).as_deref(), Some("x"));
+        assert_eq!(template_source(&Value::Null), None);
+        assert_eq!(special_token(&named, "bos_token"), "<s>");
+        assert_eq!(special_token(&named, "eos_token"), "</s>");
+        assert_eq!(special_token(&named, "unk_token"), "");
+    }
+}

@@ -1,0 +1,355 @@
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use inflight_contract::FinishReason;
+use inflight_proto::v1;
+use inflight_proto::v1::generate_response::Event;
+use inflight_router_core::Fresh;
+use tokio::sync::{OwnedSemaphorePermit, watch};
+use tonic::Status;
+use tracing::Span;
+
+use crate::bundle::Model;
+use crate::dispatch::Ticket;
+use crate::metrics as names;
+use crate::outcome::Outcome;
+use crate::relay::{Call, News};
+use crate::text::{Detokenizer, StopMatcher, Vocabulary};
+
+/// One choice on its way from tokens to the client's messages.
+struct Choice {
+    detokenizer: Detokenizer,
+    stops: StopMatcher,
+    /// Tokens that count: those up to its end.
+    tokens: u32,
+    ended: bool,
+}
+
+/// How a choice ended, as its client sees it.
+struct Ending {
+    reason: FinishReason,
+    stop: String,
+    stop_token_id: Option<u32>,
+}
+
+/// The client's side of a request: reads the journal when there is something new and the client has room,
+/// turns tokens into text and says when the request is over. All this runs in the task that writes the
+/// client's stream, so that a slow client costs nobody else anything.
+pub(crate) struct Generation {
+    ticket: Ticket,
+    model: Arc<Model>,
+    unserved: watch::Receiver<Option<Instant>>,
+    unserved_wait: Duration,
+    choices: Vec<Choice>,
+    started: bool,
+    over: bool,
+    ready: VecDeque<v1::GenerateResponse>,
+    span: Span,
+    /// How it ended; none while it has not.
+    outcome: Option<Outcome>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Generation {
+    pub(crate) fn new(
+        ticket: Ticket,
+        model: Arc<Model>,
+        unserved: watch::Receiver<Option<Instant>>,
+        unserved_wait: Duration,
+        span: Span,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
+        let call = &ticket.relay.call;
+        let choice = |_| Choice {
+            detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
+            stops: StopMatcher::new(&call.stop),
+            tokens: 0,
+            ended: false,
+        };
+        let choices = (0..call.sampling.n).map(choice).collect();
+        Self {
+            ticket,
+            model,
+            unserved,
+            unserved_wait,
+            choices,
+            started: false,
+            over: false,
+            ready: VecDeque::new(),
+            span,
+            outcome: None,
+            _permit: permit,
+        }
+    }
+
+    /// The next message; `None` after the last one.
+    pub(crate) async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
+        loop {
+            if let Some(message) = self.ready.pop_front() {
+                return Some(Ok(message));
+            }
+            if self.over {
+                return None;
+            }
+            let news = self.ticket.relay.read();
+            let waiting = news.waiting;
+            if let Err(outcome) = self.take(news) {
+                return Some(Err(self.end_with(outcome)));
+            }
+            if self.ready.is_empty()
+                && let Err(outcome) = self.wait(waiting).await
+            {
+                return Some(Err(self.end_with(outcome)));
+            }
+        }
+    }
+
+    /// Waits until there may be news; an error is an end that only the clock brings about.
+    async fn wait(&mut self, waiting: bool) -> Result<(), Outcome> {
+        let call = &self.ticket.relay.call;
+        let unserved_wait = self.unserved_wait;
+        let unserved = &mut self.unserved;
+        let nobody_serves = async {
+            if !waiting {
+                return std::future::pending().await;
+            }
+            loop {
+                let since = *unserved.borrow_and_update();
+                let change = match since {
+                    None => unserved.changed().await,
+                    Some(since) => tokio::select! {
+                        change = unserved.changed() => change,
+                        () = tokio::time::sleep_until((since + unserved_wait).into()) => return,
+                    },
+                };
+                if change.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            () = sleep_until(call.deadline) => Err(Outcome::DeadlineExceeded),
+            () = self.ticket.relay.changed.notified() => Ok(()),
+            () = nobody_serves => {
+                Err(Outcome::Unserved { model: call.model.clone(), waited: unserved_wait })
+            }
+        }
+    }
+
+    /// Turns what is new into messages.
+    fn take(&mut self, news: News) -> Result<(), Outcome> {
+        if news.placed && !self.started {
+            self.started = true;
+            let call = &self.ticket.relay.call;
+            self.ready.push_back(event(Event::Started(v1::GenerationStarted {
+                request_id: call.request_id.clone(),
+                model: call.model.clone(),
+                prompt_tokens: call.prompt.len() as u32,
+                seed: call.sampling.seed,
+            })));
+        }
+        let mut withdrawn = Vec::new();
+        for (index, fresh) in news.fresh {
+            let call = &self.ticket.relay.call;
+            let choice = &mut self.choices[index as usize];
+            if choice.ended {
+                self.ticket.relay.count_unbilled(fresh.tokens.len());
+                continue;
+            }
+            let worker_ended = fresh.end.is_some();
+            let received = fresh.tokens.len();
+            let before = choice.tokens;
+            let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
+            self.ticket.relay.count_unbilled(received - (choice.tokens - before) as usize);
+            if let Some(delta) = delta {
+                self.ready.push_back(event(Event::Delta(delta)));
+            }
+            if let Some(ending) = ending {
+                if !worker_ended {
+                    withdrawn.push(index);
+                }
+                self.ready.push_back(event(Event::Finished(v1::ChoiceFinished {
+                    choice: index,
+                    reason: v1::FinishReason::from(ending.reason).into(),
+                    stop: ending.stop,
+                    stop_token_id: ending.stop_token_id,
+                })));
+            }
+        }
+        for choice in withdrawn {
+            self.ticket.withdraw(choice);
+        }
+        if self.choices.iter().all(|choice| choice.ended) {
+            self.complete();
+            return Ok(());
+        }
+        match news.failure {
+            Some(failure) if self.ready.is_empty() => Err(failure),
+            // What came before the failure is delivered first; the next read finds it again.
+            _ => Ok(()),
+        }
+    }
+
+    fn complete(&mut self) {
+        let relay = &self.ticket.relay;
+        let call = &relay.call;
+        let times = relay.times();
+        let since = |at: Option<Instant>| {
+            at.map_or(0.0, |at| at.saturating_duration_since(call.arrived).as_secs_f64())
+        };
+        let completion_tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
+        let longest = self.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
+        let between = match (times.first_token, times.last_token) {
+            (Some(first), Some(last)) if longest > 1 => {
+                last.saturating_duration_since(first).as_secs_f64() / f64::from(longest - 1)
+            }
+            _ => 0.0,
+        };
+        let timings = v1::Timings {
+            queue_seconds: since(times.placed),
+            time_to_first_token_seconds: since(times.first_token),
+            time_per_output_token_seconds: between,
+            total_seconds: since(times.last_token),
+        };
+        let usage = v1::Usage { prompt_tokens: call.prompt.len() as u32, completion_tokens };
+        self.ready.push_back(event(Event::Completed(v1::GenerationCompleted {
+            usage: Some(usage),
+            timings: Some(timings),
+        })));
+        self.over = true;
+        self.outcome = Some(Outcome::Completed);
+        if longest > 1 {
+            let (model, operation) = (call.model.clone(), operation(call));
+            metrics::histogram!(names::PER_TOKEN_SECONDS,
+                "gen_ai_request_model" => model, "gen_ai_operation_name" => operation)
+            .record(between);
+        }
+    }
+
+    fn end_with(&mut self, outcome: Outcome) -> Status {
+        self.over = true;
+        self.outcome = Some(outcome.clone());
+        outcome.into_status()
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        let relay = &self.ticket.relay;
+        let call = &relay.call;
+        // A stream that goes before it is over was dropped by its client.
+        let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
+        let times = relay.times();
+        let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
+        let (model, operation) = (call.model.clone(), operation(call));
+        let error = match outcome {
+            Outcome::Completed => "",
+            _ => outcome.label(),
+        };
+        metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
+        metrics::gauge!(names::STREAMS).decrement(1.0);
+        metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone()).increment(tokens.into());
+        metrics::histogram!(names::REQUEST_SECONDS, "gen_ai_request_model" => model.clone(),
+            "gen_ai_operation_name" => operation, "error_type" => error)
+        .record(call.arrived.elapsed());
+        if let Some(first) = times.first_token {
+            metrics::histogram!(names::FIRST_TOKEN_SECONDS,
+                "gen_ai_request_model" => model, "gen_ai_operation_name" => operation)
+            .record(first.saturating_duration_since(call.arrived));
+        }
+        self.span.record("outcome", outcome.label());
+        self.span.record("completion_tokens", tokens);
+        tracing::info!(
+            parent: &self.span,
+            request_id = call.request_id,
+            model = call.model,
+            outcome = outcome.label(),
+            prompt_tokens = call.prompt.len(),
+            completion_tokens = tokens,
+            seconds = call.arrived.elapsed().as_secs_f64(),
+            "request ended"
+        );
+    }
+}
+
+impl Choice {
+    /// Takes new tokens: the delta to send, if any, and the choice's end, if it has come.
+    fn take(
+        &mut self,
+        index: u32,
+        fresh: Fresh<v1::PositionLogprobs>,
+        call: &Call,
+        vocabulary: &Vocabulary,
+    ) -> (Option<v1::GenerationDelta>, Option<Ending>) {
+        let Fresh { mut tokens, mut logprobs, end } = fresh;
+        // The worker ends a choice with STOP at an ending token only, and sends that token last.
+        let stop_token_id = match end {
+            Some(FinishReason::Stop) => tokens.last().copied(),
+            _ => None,
+        };
+        let shown = tokens.len() - usize::from(stop_token_id.is_some());
+        let mut text = String::new();
+        let mut ending = end.map(|reason| Ending { reason, stop: String::new(), stop_token_id });
+        let mut piece = String::new();
+        for (at, token) in tokens[..shown].iter().enumerate() {
+            piece.clear();
+            self.tokens += 1;
+            self.detokenizer.push(vocabulary, *token, &mut piece);
+            let armed = self.tokens > call.sampling.min_tokens;
+            if let Some(found) = self.stops.push(&piece, armed, &mut text) {
+                self.ended = true;
+                ending = Some(Ending {
+                    reason: FinishReason::Stop,
+                    stop: call.stop[found.stop].clone(),
+                    stop_token_id: None,
+                });
+                tokens.truncate(at + 1);
+                logprobs.truncate(at + 1);
+                break;
+            }
+        }
+        if !self.ended && ending.is_some() {
+            self.ended = true;
+            self.tokens += u32::from(stop_token_id.is_some());
+            ending = self.flush(&mut text, call, ending);
+        }
+        let token_ids = if call.return_token_ids { tokens } else { Vec::new() };
+        let nothing = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
+        let delta = v1::GenerationDelta { choice: index, text, token_ids, logprobs };
+        (if nothing { None } else { Some(delta) }, ending)
+    }
+
+    /// Lets out what was held back. The replacement of an incomplete last character is text like any other, and
+    /// may complete a stop string.
+    fn flush(&mut self, text: &mut String, call: &Call, ending: Option<Ending>) -> Option<Ending> {
+        let mut rest = String::new();
+        self.detokenizer.finish(&mut rest);
+        let armed = self.tokens > call.sampling.min_tokens;
+        if let Some(found) = self.stops.push(&rest, armed, text) {
+            return Some(Ending {
+                reason: FinishReason::Stop,
+                stop: call.stop[found.stop].clone(),
+                stop_token_id: None,
+            });
+        }
+        self.stops.finish(text);
+        ending
+    }
+}
+
+fn event(event: Event) -> v1::GenerateResponse {
+    v1::GenerateResponse { event: Some(event) }
+}
+
+fn operation(call: &Call) -> &'static str {
+    if call.chat { "chat" } else { "text_completion" }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
+}

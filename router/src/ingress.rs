@@ -1,0 +1,166 @@
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures::Stream;
+use inflight_proto::v1;
+use inflight_proto::v1::inference_server::Inference;
+use inflight_proto::v1::tokenize_request::Input;
+use tokio::sync::Semaphore;
+use tokio_util::task::TaskTracker;
+use tonic::{Request, Response, Status};
+use tracing::{Instrument, info_span};
+use tracing_opentelemetry::OpenTelemetrySpanExt;
+
+use crate::dispatch::{Dispatch, Served};
+use crate::edge::Arrival;
+use crate::generation::Generation;
+use crate::metrics as names;
+use crate::options::Options;
+use crate::outcome::Outcome;
+use crate::request;
+use crate::trace::{self, TraceContext};
+
+/// What clients call.
+pub(crate) struct Ingress {
+    options: Options,
+    dispatch: Arc<Dispatch>,
+    streams: Arc<Semaphore>,
+    /// Large prompts tokenized at a time.
+    tokenizing: Semaphore,
+    open: TaskTracker,
+}
+
+type GenerateStream = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
+
+impl Ingress {
+    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatch>, open: TaskTracker) -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            options: options.clone(),
+            dispatch,
+            streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
+            tokenizing: Semaphore::new(threads),
+            open,
+        }
+    }
+
+    /// Runs work that takes long on a thread where it holds up no streams.
+    async fn on_cpu<T, F>(&self, large: bool, work: F) -> Result<T, Outcome>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> Result<T, Outcome> + Send + 'static,
+    {
+        if !large {
+            return work();
+        }
+        let internal = |what: &str| Outcome::Internal(what.to_owned());
+        let _permit = self.tokenizing.acquire().await.map_err(|_| internal("the router is shutting down"))?;
+        tokio::task::spawn_blocking(work)
+            .await
+            .unwrap_or_else(|_| Err(internal("tokenizing failed on a fault of the tokenizer library")))
+    }
+
+    async fn start(&self, request: Request<v1::GenerateRequest>) -> Result<Generation, Outcome> {
+        let permit = self.streams.clone().try_acquire_owned().map_err(|_| Outcome::Full {
+            what: format!("{} calls are open, the limit; try again later", self.options.streams_max),
+            retry: self.options.retry_delay,
+        })?;
+        let open = self.open.token();
+        let arrival = request.extensions().get::<Arrival>().copied().unwrap_or_else(Arrival::now);
+        let context = trace::extract(request.metadata());
+        let message = request.into_inner();
+        let served = self.dispatch.resolve(&message.model, arrival.at)?;
+        let span = info_span!(
+            "generate",
+            otel.kind = "server",
+            model = served.name,
+            tenant = message.tenant,
+            request_id = tracing::field::Empty,
+            prompt_tokens = tracing::field::Empty,
+            completion_tokens = tracing::field::Empty,
+            outcome = tracing::field::Empty,
+        );
+        // Fails where no OpenTelemetry layer is installed; then there is nothing to join.
+        let _ = span.set_parent(context.clone());
+        let large = request::is_large(&message);
+        let (prepared, options) = (served.clone(), self.options.clone());
+        let prepare = move || {
+            let (seed, name) = (rand::random(), format!("{:032x}", rand::random::<u128>()));
+            request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name)
+        };
+        let mut call = self.on_cpu(large, prepare).instrument(span.clone()).await?;
+        span.record("request_id", &call.request_id);
+        span.record("prompt_tokens", call.prompt.len());
+        call.trace = TraceContext::of(&span, &context);
+        let queue_span = info_span!(parent: &span, "queue");
+        let Served { model, unserved, .. } = served;
+        let ticket = self.dispatch.submit(call, queue_span, open)?;
+        metrics::gauge!(names::STREAMS).increment(1.0);
+        let wait = self.options.unserved_wait_max;
+        Ok(Generation::new(ticket, model, unserved, wait, span, permit))
+    }
+
+    async fn tokens(&self, request: v1::TokenizeRequest) -> Result<v1::TokenizeResponse, Outcome> {
+        let served = self.dispatch.resolve(&request.model, Instant::now())?;
+        let large = match &request.input {
+            Some(Input::Text(text)) => request::is_large_text(text),
+            Some(Input::Chat(chat)) => request::is_large_chat(chat),
+            None => return Err(Outcome::invalid("input is missing; give text or chat")),
+        };
+        let work = move || {
+            let token_ids = match request.input {
+                Some(Input::Text(text)) => request::encode_text(&served, &text)?,
+                Some(Input::Chat(chat)) => request::encode_chat(&served, chat)?,
+                None => Vec::new(),
+            };
+            let pieces = token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
+            Ok(v1::TokenizeResponse { token_ids, pieces })
+        };
+        self.on_cpu(large, work).await
+    }
+}
+
+#[tonic::async_trait]
+impl Inference for Ingress {
+    type GenerateStream = GenerateStream;
+
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<GenerateStream>, Status> {
+        let refused = |outcome: Outcome| {
+            metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
+            tracing::debug!(outcome = outcome.label(), "request refused");
+            outcome.into_status()
+        };
+        let generation = self.start(request).await.map_err(refused)?;
+        let stream = futures::stream::unfold(generation, |mut generation| async move {
+            generation.next().await.map(|item| (item, generation))
+        });
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let model = |(served, workers): (Served, u32)| v1::Model {
+            name: served.name,
+            architecture: served.architecture,
+            context_tokens: served.limits.sequence_tokens(),
+            vocab_size: served.limits.vocab_size,
+            workers,
+            chat: served.model.template.is_some(),
+        };
+        let models = self.dispatch.models().into_iter().map(model).collect();
+        Ok(Response::new(v1::ListModelsResponse { models }))
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<v1::TokenizeRequest>,
+    ) -> Result<Response<v1::TokenizeResponse>, Status> {
+        self.tokens(request.into_inner()).await.map(Response::new).map_err(Outcome::into_status)
+    }
+}

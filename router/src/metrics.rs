@@ -1,0 +1,134 @@
+//! Every metric of the router, in one table.
+
+use metrics::Unit;
+
+/// What a metric counts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// A distribution, with these upper bounds of its buckets.
+    Histogram(&'static [f64]),
+}
+
+/// One metric.
+#[derive(Debug, Clone, Copy)]
+pub struct Metric {
+    /// Its name, as exported.
+    pub name: &'static str,
+    /// What it counts.
+    pub kind: Kind,
+    /// In which unit.
+    pub unit: Unit,
+    /// What it means.
+    pub help: &'static str,
+    /// Its labels.
+    pub labels: &'static [&'static str],
+}
+
+/// Buckets of request durations, in seconds (OpenTelemetry GenAI conventions).
+pub const DURATION_BUCKETS: &[f64] =
+    &[0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92];
+/// Buckets of times to first token, in seconds (OpenTelemetry GenAI conventions).
+pub const FIRST_TOKEN_BUCKETS: &[f64] =
+    &[0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0];
+/// Buckets of times between tokens, in seconds (OpenTelemetry GenAI conventions).
+pub const PER_TOKEN_BUCKETS: &[f64] =
+    &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
+
+macro_rules! metrics_table {
+    ($($id:ident = $name:literal, $kind:expr, $unit:expr, [$($label:literal),*], $help:literal;)*) => {
+        $(pub(crate) const $id: &str = $name;)*
+
+        /// Every metric that a router can emit.
+        pub const METRICS: &[Metric] = &[
+            $(Metric { name: $name, kind: $kind, unit: $unit, help: $help, labels: &[$($label),*] },)*
+        ];
+    };
+}
+
+metrics_table! {
+    REQUESTS = "inflight_router_requests_total", Kind::Counter, Unit::Count, ["outcome"],
+        "Generate calls that ended, by outcome";
+    STREAMS = "inflight_router_streams", Kind::Gauge, Unit::Count, [],
+        "Generate calls open now";
+    QUEUE_REQUESTS = "inflight_router_queue_requests", Kind::Gauge, Unit::Count, [],
+        "Requests that wait for a worker";
+    QUEUE_TOKENS = "inflight_router_queue_tokens", Kind::Gauge, Unit::Count, [],
+        "Tokens that the waiting requests may come to hold";
+    QUEUE_SECONDS = "inflight_router_queue_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],
+        "Time from a request's arrival until it is first handed to a worker";
+    WORKERS_CONFIGURED = "inflight_router_workers_configured", Kind::Gauge, Unit::Count, [],
+        "Workers in the router's list";
+    WORKERS_CONNECTED = "inflight_router_workers_connected", Kind::Gauge, Unit::Count, [],
+        "Workers with an open session";
+    SESSIONS_LOST = "inflight_router_sessions_lost_total", Kind::Counter, Unit::Count, ["worker"],
+        "Sessions that ended while the router was running";
+    WORKER_REQUESTS = "inflight_router_worker_requests", Kind::Gauge, Unit::Count, ["worker"],
+        "Requests in flight at a worker from this router";
+    WORKER_SEQUENCES = "inflight_router_worker_sequences", Kind::Gauge, Unit::Count, ["worker"],
+        "Sequences in flight at a worker from this router";
+    WORKER_SEQUENCES_GRANTED = "inflight_router_worker_sequences_granted", Kind::Gauge, Unit::Count, ["worker"],
+        "Sequences that a worker lets this router have in flight";
+    WORKER_BLOCKS = "inflight_router_worker_blocks", Kind::Gauge, Unit::Count, ["worker"],
+        "KV blocks charged for the admission of what is in flight at a worker from this router";
+    WORKER_BLOCKS_GRANTED = "inflight_router_worker_blocks_granted", Kind::Gauge, Unit::Count, ["worker"],
+        "KV blocks that a worker lets this router have in flight";
+    RESUBMISSIONS = "inflight_router_resubmissions_total", Kind::Counter, Unit::Count, ["reason"],
+        "Requests put back into the queue: their session was lost, or their worker gave them back";
+    FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", Kind::Counter, Unit::Count, [],
+        "Streams that went on at a worker of another numerics fingerprint, so that tokens may differ";
+    STALE_UPDATES = "inflight_router_stale_updates_total", Kind::Counter, Unit::Count, [],
+        "Sequence updates dropped because they belong to an older attempt or to no request in flight";
+    STALLED_STREAMS = "inflight_router_stalled_streams_total", Kind::Counter, Unit::Count, [],
+        "Times that a client fell behind its stream by more than a full buffer";
+    PROMPT_TOKENS = "inflight_router_prompt_tokens_total", Kind::Counter, Unit::Count, ["model"],
+        "Prompt tokens of requests handed to a worker, counted once for each request";
+    COMPLETION_TOKENS = "inflight_router_completion_tokens_total", Kind::Counter, Unit::Count, ["model"],
+        "Tokens delivered to clients";
+    UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", Kind::Counter, Unit::Count, ["model"],
+        "Tokens that workers produced past a stop string, delivered to nobody";
+    REQUEST_SECONDS = "gen_ai_server_request_duration_seconds", Kind::Histogram(DURATION_BUCKETS), Unit::Seconds,
+        ["gen_ai_request_model", "gen_ai_operation_name", "error_type"],
+        "Time from a request's arrival to its last token";
+    FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS),
+        Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
+        "Time from a request's arrival to its first token";
+    PER_TOKEN_SECONDS = "gen_ai_server_time_per_output_token_seconds", Kind::Histogram(PER_TOKEN_BUCKETS),
+        Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
+        "Mean time between the tokens of a request after its first";
+}
+
+/// Tells the installed recorder the kind, unit and meaning of every metric.
+pub fn describe() {
+    for metric in METRICS {
+        match metric.kind {
+            Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),
+            Kind::Gauge => metrics::describe_gauge!(metric.name, metric.unit, metric.help),
+            Kind::Histogram(_) => metrics::describe_histogram!(metric.name, metric.unit, metric.help),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_say_their_unit() {
+        for (at, metric) in METRICS.iter().enumerate() {
+            assert!(METRICS[..at].iter().all(|other| other.name != metric.name), "{} twice", metric.name);
+            assert_eq!(
+                matches!(metric.kind, Kind::Counter),
+                metric.name.ends_with("_total"),
+                "{}",
+                metric.name
+            );
+            if let Kind::Histogram(buckets) = metric.kind {
+                assert!(buckets.is_sorted() && metric.name.ends_with("_seconds"), "{}", metric.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,166 @@
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tonic::transport::Endpoint;
+
+/// How a router is set up. All durations and bounds have defaults that suit a small cluster.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Where clients connect; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// The workers, each as `host:port`.
+    pub workers: Vec<String>,
+    /// Names this router to the workers, in logs and metrics.
+    pub router_id: String,
+    /// Most requests that wait for a worker.
+    pub queue_requests_max: usize,
+    /// Most tokens (prompts and what they may generate) that the waiting requests may come to hold.
+    pub queue_tokens_max: u64,
+    /// Most `Generate` calls open at once, waiting and streaming together.
+    pub streams_max: usize,
+    /// Largest message taken from a client, in bytes.
+    pub message_bytes_max: usize,
+    /// Tokens generated where a request names no max_tokens.
+    pub default_max_tokens: u32,
+    /// How long a connection to a worker, its hello and each piece of its bundle may take.
+    pub connect_timeout: Duration,
+    /// Longest pause between attempts to reach a worker; the first is a hundred milliseconds.
+    pub reconnect_backoff_max: Duration,
+    /// A worker that names no heartbeat interval is taken for lost after this long without an update.
+    pub worker_silence_max: Duration,
+    /// How long requests wait for a model whose last worker was lost.
+    pub unserved_wait_max: Duration,
+    /// Most workers that a request is handed to, one after the other, as they are lost.
+    pub attempts_max: u32,
+    /// What a client is told to wait when a queue is full.
+    pub retry_delay: Duration,
+    /// How often an idle client connection is probed; one that does not answer for as long is closed and its
+    /// requests are cancelled.
+    pub keepalive_interval: Duration,
+    /// Whether gRPC server reflection is served.
+    pub reflection: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
+            workers: Vec::new(),
+            router_id: "router".to_owned(),
+            queue_requests_max: 1024,
+            queue_tokens_max: 4 << 20,
+            streams_max: 4096,
+            message_bytes_max: 4 << 20,
+            default_max_tokens: 1024,
+            connect_timeout: Duration::from_secs(5),
+            reconnect_backoff_max: Duration::from_secs(5),
+            worker_silence_max: Duration::from_secs(10),
+            unserved_wait_max: Duration::from_secs(30),
+            attempts_max: 4,
+            retry_delay: Duration::from_secs(1),
+            keepalive_interval: Duration::from_secs(10),
+            reflection: true,
+        }
+    }
+}
+
+/// Options that cannot work.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OptionsError {
+    /// There is nobody to route to.
+    #[error("no workers are given; name at least one as host:port")]
+    NoWorkers,
+    /// An address does not parse.
+    #[error("the worker address {address:?} is not host:port: {reason}")]
+    WorkerAddress {
+        /// What was given.
+        address: String,
+        /// Why not.
+        reason: String,
+    },
+    /// A worker is named twice.
+    #[error("the worker address {address:?} is given twice; each worker has one session")]
+    DuplicateWorker {
+        /// What was given.
+        address: String,
+    },
+    /// A bound is zero.
+    #[error("{name} is 0; it must be at least 1")]
+    Zero {
+        /// The option.
+        name: &'static str,
+    },
+}
+
+impl Options {
+    /// Checks that the options can work.
+    ///
+    /// # Errors
+    /// [`OptionsError`] naming the first that cannot.
+    pub fn validate(&self) -> Result<(), OptionsError> {
+        if self.workers.is_empty() {
+            return Err(OptionsError::NoWorkers);
+        }
+        for (at, address) in self.workers.iter().enumerate() {
+            if self.workers[..at].contains(address) {
+                return Err(OptionsError::DuplicateWorker { address: address.clone() });
+            }
+            worker_endpoint(address)?;
+        }
+        let bounds = [
+            ("queue_requests_max", self.queue_requests_max == 0),
+            ("queue_tokens_max", self.queue_tokens_max == 0),
+            ("streams_max", self.streams_max == 0),
+            ("message_bytes_max", self.message_bytes_max == 0),
+            ("default_max_tokens", self.default_max_tokens == 0),
+            ("attempts_max", self.attempts_max == 0),
+            ("connect_timeout", self.connect_timeout.is_zero()),
+            ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
+            ("worker_silence_max", self.worker_silence_max.is_zero()),
+            ("keepalive_interval", self.keepalive_interval.is_zero()),
+        ];
+        match bounds.into_iter().find(|(_, zero)| *zero) {
+            Some((name, _)) => Err(OptionsError::Zero { name }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The endpoint of a worker given as `host:port`.
+pub(crate) fn worker_endpoint(address: &str) -> Result<Endpoint, OptionsError> {
+    let refused = |reason: String| OptionsError::WorkerAddress { address: address.to_owned(), reason };
+    let endpoint =
+        Endpoint::from_shared(format!("http://{address}")).map_err(|error| refused(error.to_string()))?;
+    let uri = endpoint.uri();
+    if uri.port_u16().is_none_or(|port| port == 0) {
+        return Err(refused("the port is missing".to_owned()));
+    }
+    if uri.path() != "/" || uri.query().is_some() {
+        return Err(refused("give no scheme and no path".to_owned()));
+    }
+    Ok(endpoint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_host_and_a_port_make_a_worker_address() {
+        let with = |workers: &[&str]| Options {
+            workers: workers.iter().map(|w| (*w).to_owned()).collect(),
+            ..Options::default()
+        };
+        assert_eq!(with(&["127.0.0.1:7001", "worker-1.workers:7001", "[::1]:7001"]).validate(), Ok(()));
+        assert_eq!(with(&[]).validate(), Err(OptionsError::NoWorkers));
+        for bad in ["worker", "http://worker:1", "worker:1/path", "worker:0", "worker:99999", "", "a b:1"] {
+            assert!(
+                matches!(with(&[bad]).validate(), Err(OptionsError::WorkerAddress { .. })),
+                "{bad:?} was taken"
+            );
+        }
+        assert!(matches!(with(&["a:1", "a:1"]).validate(), Err(OptionsError::DuplicateWorker { .. })));
+        let zero = Options { attempts_max: 0, ..with(&["a:1"]) };
+        assert_eq!(zero.validate(), Err(OptionsError::Zero { name: "attempts_max" }));
+    }
+}

@@ -1,0 +1,161 @@
+use std::time::Instant;
+
+use inflight_contract::{RequestShape, SamplingSpec};
+use inflight_proto::v1;
+use inflight_proto::v1::generate_request::Input;
+
+use crate::dispatch::Served;
+use crate::options::Options;
+use crate::outcome::Outcome;
+use crate::relay::Call;
+use crate::text::{Message, TokenizerError};
+use crate::trace::TraceContext;
+
+/// Bounds of the API's fields that the contract with the workers does not know.
+const NAME_BYTES_MAX: usize = 128;
+const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 256;
+const WEIGHT_MAX: f32 = 1000.0;
+const PRIORITY_MAX: i32 = 100;
+
+/// Whether turning this input into tokens is work for a thread of its own.
+pub(crate) fn is_large(request: &v1::GenerateRequest) -> bool {
+    match &request.input {
+        Some(Input::Text(text)) => is_large_text(text),
+        Some(Input::Chat(chat)) => is_large_chat(chat),
+        Some(Input::TokenIds(_)) | None => false,
+    }
+}
+
+pub(crate) fn is_large_text(text: &str) -> bool {
+    const LARGE_TEXT_BYTES: usize = 16 << 10;
+    text.len() > LARGE_TEXT_BYTES
+}
+
+pub(crate) fn is_large_chat(chat: &v1::Chat) -> bool {
+    chat.messages.iter().any(|message| is_large_text(&message.content)) || chat.messages.len() > 64
+}
+
+/// Checks a request and turns it into a call. `seed` and `request_id` are used where it names none.
+pub(crate) fn prepare(
+    request: v1::GenerateRequest,
+    served: &Served,
+    options: &Options,
+    arrived: Instant,
+    deadline: Option<Instant>,
+    seed: u64,
+    request_id: String,
+) -> Result<Call, Outcome> {
+    check_fields(&request)?;
+    let stop = request.stop.unwrap_or_default();
+    check_stops(&stop)?;
+    let sampling = request.sampling.unwrap_or_default();
+    let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
+    let sampling = sampling.to_spec(&stop, &defaults).validate().map_err(Outcome::invalid)?;
+    if stop.max_tokens == Some(0) {
+        return Err(Outcome::invalid("max_tokens is 0; ask for at least one token"));
+    }
+    let chat = matches!(request.input, Some(Input::Chat(_)));
+    let prompt = match request.input {
+        None => return Err(Outcome::invalid("input is missing; give text, token_ids or chat")),
+        Some(Input::TokenIds(tokens)) => tokens.ids,
+        Some(Input::Text(text)) => encode_text(served, &text)?,
+        Some(Input::Chat(chat)) => encode_chat(served, chat)?,
+    };
+    served.limits.check_tokens(&prompt, &sampling).map_err(Outcome::invalid)?;
+    let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+    let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
+    // A prompt that leaves no room is refused with the numbers below.
+    let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room).max(1));
+    served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(Outcome::invalid)?;
+    if stop.min_tokens > max_tokens {
+        return Err(Outcome::Invalid(format!(
+            "min_tokens is {}, more than max_tokens = {max_tokens}",
+            stop.min_tokens
+        )));
+    }
+    Ok(Call {
+        request_id: if request.request_id.is_empty() { request_id } else { request.request_id },
+        model: served.name.clone(),
+        lane: served.lane,
+        prompt,
+        sampling,
+        max_tokens,
+        stop: stop.stop,
+        tenant: request.tenant,
+        weight: request.weight.unwrap_or(1.0),
+        priority: request.priority,
+        arrived,
+        deadline,
+        return_token_ids: request.return_token_ids,
+        chat,
+        trace: TraceContext::default(),
+    })
+}
+
+fn check_fields(request: &v1::GenerateRequest) -> Result<(), Outcome> {
+    for (name, value) in [("tenant", &request.tenant), ("request_id", &request.request_id)] {
+        if value.len() > NAME_BYTES_MAX {
+            return Err(Outcome::Invalid(format!(
+                "{name} has {} bytes; at most {NAME_BYTES_MAX} are allowed",
+                value.len()
+            )));
+        }
+    }
+    let weight = request.weight.unwrap_or(1.0);
+    // Written so that NaN is refused too.
+    if !(weight > 0.0 && weight <= WEIGHT_MAX) {
+        return Err(Outcome::Invalid(format!("weight is {weight}; it must be in (0, {WEIGHT_MAX}]")));
+    }
+    if !(-PRIORITY_MAX..=PRIORITY_MAX).contains(&request.priority) {
+        return Err(Outcome::Invalid(format!(
+            "priority is {}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]",
+            request.priority
+        )));
+    }
+    Ok(())
+}
+
+fn check_stops(stop: &v1::StopConditions) -> Result<(), Outcome> {
+    if stop.stop.len() > STOPS_MAX {
+        return Err(Outcome::Invalid(format!(
+            "stop has {} strings; at most {STOPS_MAX} are allowed",
+            stop.stop.len()
+        )));
+    }
+    for (index, text) in stop.stop.iter().enumerate() {
+        if text.is_empty() || text.len() > STOP_BYTES_MAX {
+            return Err(Outcome::Invalid(format!(
+                "stop[{index}] has {} bytes; each must have 1 to {STOP_BYTES_MAX}",
+                text.len()
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Token ids of a plain text.
+pub(crate) fn encode_text(served: &Served, text: &str) -> Result<Vec<u32>, Outcome> {
+    if text.is_empty() {
+        return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
+    }
+    served.model.tokenizer.encode(text).map_err(encoding)
+}
+
+/// Token ids of a conversation.
+pub(crate) fn encode_chat(served: &Served, chat: v1::Chat) -> Result<Vec<u32>, Outcome> {
+    let Some(template) = &served.model.template else {
+        return Err(Outcome::NoChatTemplate { model: served.name.clone() });
+    };
+    if chat.messages.is_empty() {
+        return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
+    }
+    let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
+    let messages: Vec<Message> = chat.messages.into_iter().map(message).collect();
+    let text = template.render(&messages).map_err(Outcome::invalid)?;
+    served.model.tokenizer.encode_rendered(&text).map_err(encoding)
+}
+
+fn encoding(error: TokenizerError) -> Outcome {
+    Outcome::invalid(error)
+}

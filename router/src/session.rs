@@ -1,0 +1,274 @@
+use std::collections::BTreeMap;
+use std::error::Error as _;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use inflight_contract::ModelLimits;
+use inflight_proto::v1::session_request::Message as Request;
+use inflight_proto::v1::session_response::Message as Response;
+use inflight_proto::v1::worker_client::WorkerClient;
+use inflight_proto::{PROTOCOL_VERSION, v1};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use crate::bundle::{Bundle, BundleError, Model};
+use crate::dispatch::{Dispatch, Introduction};
+use crate::metrics as names;
+use crate::options::{Options, OptionsError, worker_endpoint};
+
+/// Why a session did not open, or ended.
+#[derive(Debug, thiserror::Error)]
+enum SessionError {
+    #[error(transparent)]
+    Address(#[from] OptionsError),
+    #[error("cannot connect: {0}")]
+    Connect(String),
+    #[error("no answer to {what} within {} s", .limit.as_secs_f64())]
+    Timeout { what: &'static str, limit: Duration },
+    #[error("the worker refused {what}: {} ({:?})", .status.message(), .status.code())]
+    Refused { what: &'static str, status: Status },
+    #[error("the worker broke the protocol: {0}")]
+    Protocol(String),
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
+    #[error("the stream broke: {} ({:?})", .0.message(), .0.code())]
+    Broken(Status),
+    #[error("the worker closed the stream")]
+    Closed,
+    #[error("no update for {} s", .0.as_secs_f64())]
+    Silent(Duration),
+}
+
+/// Bundles in use, by digest: each is fetched and loaded once, whichever worker offers it first.
+#[derive(Debug, Default)]
+pub(crate) struct Models {
+    slots: Mutex<BTreeMap<String, Slot>>,
+}
+
+type Slot = Arc<tokio::sync::Mutex<Weak<Model>>>;
+
+impl Models {
+    async fn get<F>(&self, digest: &str, fetch: F) -> Result<Arc<Model>, SessionError>
+    where
+        F: Future<Output = Result<Bundle, SessionError>>,
+    {
+        let slot = self.slot(digest);
+        let mut loaded = slot.lock().await;
+        if let Some(model) = loaded.upgrade() {
+            return Ok(model);
+        }
+        let bundle = fetch.await?;
+        let expected = digest.to_owned();
+        // Building a tokenizer takes seconds of CPU for a large vocabulary.
+        let load = tokio::task::spawn_blocking(move || bundle.load(&expected)).await;
+        let model = load.map_err(|_| {
+            SessionError::Protocol("loading its bundle failed on a fault of the tokenizer library".to_owned())
+        })??;
+        let model = Arc::new(model);
+        *loaded = Arc::downgrade(&model);
+        Ok(model)
+    }
+
+    fn slot(&self, digest: &str) -> Slot {
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        // A slot that nobody holds and whose model is gone has nothing to say any more.
+        slots.retain(|_, slot| {
+            Arc::strong_count(slot) > 1 || slot.try_lock().map_or(true, |model| model.strong_count() > 0)
+        });
+        slots.entry(digest.to_owned()).or_default().clone()
+    }
+}
+
+/// Keeps one session with one worker, for as long as it is polled: connects, hands updates to the dispatcher,
+/// and after a loss connects again, with growing pauses.
+pub(crate) struct Keeper {
+    pub(crate) worker: usize,
+    pub(crate) address: String,
+    pub(crate) options: Options,
+    pub(crate) dispatch: Arc<Dispatch>,
+    pub(crate) models: Arc<Models>,
+}
+
+/// Closes the dispatcher's side of a session however its task ends.
+struct Opened<'a> {
+    keeper: &'a Keeper,
+    session: u64,
+}
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        self.keeper.dispatch.close(self.keeper.worker, self.session);
+    }
+}
+
+impl Keeper {
+    const BACKOFF_FIRST: Duration = Duration::from_millis(100);
+    /// Probes that find a dead peer on a connection that is open but silent.
+    const KEEPALIVE: Duration = Duration::from_secs(5);
+    const UPDATE_BYTES_MAX: usize = 64 << 20;
+
+    pub(crate) async fn keep(self) {
+        let mut backoff = Self::BACKOFF_FIRST;
+        // The state is logged when it changes, not at each attempt.
+        let mut reported: Option<String> = None;
+        loop {
+            let mut opened = false;
+            let error = match self.run(&mut opened).await {
+                Ok(never) => match never {},
+                Err(error) => error,
+            };
+            if opened {
+                backoff = Self::BACKOFF_FIRST;
+                reported = None;
+                metrics::counter!(names::SESSIONS_LOST, "worker" => self.address.clone()).increment(1);
+            }
+            let reason = error.to_string();
+            if reported.as_ref() != Some(&reason) {
+                let worker = &self.address;
+                match error {
+                    // A worker that was not there yet may still be loading its model.
+                    SessionError::Connect(_) if !opened => {
+                        tracing::info!(worker, reason, "worker cannot be reached; trying on");
+                    }
+                    _ if opened => tracing::warn!(worker, reason, "session with worker is lost; trying on"),
+                    _ => tracing::warn!(worker, reason, "no session with worker; trying on"),
+                }
+                reported = Some(reason);
+            }
+            let jitter = 0.5 + 0.5 * rand::random::<f64>();
+            tokio::time::sleep(backoff.mul_f64(jitter)).await;
+            backoff = (backoff * 2).min(self.options.reconnect_backoff_max);
+        }
+    }
+
+    async fn run(&self, opened: &mut bool) -> Result<std::convert::Infallible, SessionError> {
+        let limit = self.options.connect_timeout;
+        let endpoint = worker_endpoint(&self.address)?
+            .connect_timeout(limit)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(Self::KEEPALIVE)
+            .keep_alive_timeout(Self::KEEPALIVE)
+            .keep_alive_while_idle(true);
+        let channel = endpoint.connect().await.map_err(|error| SessionError::Connect(chain(&error)))?;
+        let mut client = WorkerClient::new(channel).max_decoding_message_size(Self::UPDATE_BYTES_MAX);
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let open =
+            v1::SessionOpen { protocol_version: PROTOCOL_VERSION, router_id: self.options.router_id.clone() };
+        // The receiver is right here, so this cannot fail.
+        let _ = commands.send(v1::SessionRequest { message: Some(Request::Open(open)) });
+        let what = "the opening of a session";
+        let response = within(limit, what, client.session(UnboundedReceiverStream::new(receiver))).await?;
+        let mut updates = response.into_inner();
+        let first = within(limit, what, updates.message()).await?;
+        let hello = match first.and_then(|response| response.message) {
+            Some(Response::Hello(hello)) => hello,
+            Some(Response::Update(_)) => {
+                return Err(SessionError::Protocol("it sent an update before hello".to_owned()));
+            }
+            None => return Err(SessionError::Closed),
+        };
+        let (limits, block_tokens) = check_hello(&hello)?;
+        let fetch = fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
+        let model = self.models.get(&hello.bundle_digest, fetch).await?;
+        let silence = match hello.heartbeat_interval_ms {
+            0 => self.options.worker_silence_max,
+            interval => 3 * Duration::from_millis(interval.into()),
+        };
+        tracing::info!(
+            worker = self.address,
+            worker_id = hello.worker_id,
+            incarnation = hello.incarnation,
+            model = hello.model,
+            fingerprint = hello.fingerprint,
+            "session with worker is open"
+        );
+        let session = self.dispatch.open(Introduction {
+            worker: self.worker,
+            address: self.address.clone(),
+            model_name: hello.model,
+            architecture: hello.architecture,
+            bundle_digest: hello.bundle_digest,
+            fingerprint: hello.fingerprint,
+            limits,
+            block_tokens,
+            model,
+            commands,
+        });
+        let _opened = Opened { keeper: self, session };
+        *opened = true;
+        loop {
+            let next = timeout(silence, updates.message()).await;
+            let message = next.map_err(|_| SessionError::Silent(silence))?.map_err(SessionError::Broken)?;
+            match message.map(|response| response.message) {
+                Some(Some(Response::Update(update))) => self.dispatch.apply(self.worker, session, update),
+                Some(Some(Response::Hello(_))) => {
+                    return Err(SessionError::Protocol("it said hello twice".to_owned()));
+                }
+                // A message of a kind that a newer protocol added.
+                Some(None) => {}
+                None => return Err(SessionError::Closed),
+            }
+        }
+    }
+}
+
+async fn within<T, F>(limit: Duration, what: &'static str, call: F) -> Result<T, SessionError>
+where
+    F: Future<Output = Result<T, Status>>,
+{
+    let answer = timeout(limit, call).await.map_err(|_| SessionError::Timeout { what, limit })?;
+    answer.map_err(|status| SessionError::Refused { what, status })
+}
+
+fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32), SessionError> {
+    let wrong = |what: String| Err(SessionError::Protocol(what));
+    if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
+        return wrong(format!(
+            "it speaks protocol version {}, this router speaks up to {PROTOCOL_VERSION}",
+            hello.protocol_version
+        ));
+    }
+    if hello.model.is_empty() {
+        return wrong("it names no model".to_owned());
+    }
+    let Some(limits) = hello.limits else { return wrong("hello has no limits".to_owned()) };
+    if limits.block_tokens == 0 || limits.blocks == 0 || limits.context_tokens == 0 || limits.vocab_size == 0
+    {
+        return wrong("hello has limits of zero".to_owned());
+    }
+    let kv_tokens = limits.blocks.saturating_mul(limits.block_tokens);
+    let model =
+        ModelLimits { vocab_size: limits.vocab_size, context_tokens: limits.context_tokens, kv_tokens };
+    Ok((model, limits.block_tokens))
+}
+
+/// Fetches a bundle; each piece must come within `limit`.
+async fn fetch_bundle(
+    mut client: WorkerClient<Channel>,
+    digest: String,
+    limit: Duration,
+) -> Result<Bundle, SessionError> {
+    let what = "its bundle";
+    let request = v1::FetchBundleRequest { digest };
+    let mut pieces = within(limit, what, client.fetch_bundle(request)).await?.into_inner();
+    let mut bundle = Bundle::default();
+    while let Some(piece) = within(limit, what, pieces.message()).await? {
+        bundle.append(&piece.file, &piece.data)?;
+    }
+    Ok(bundle)
+}
+
+/// An error with its causes: the transport's own message says nothing.
+fn chain(error: &tonic::transport::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}

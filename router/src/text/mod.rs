@@ -1,0 +1,13 @@
+//! Between text and token ids: what a model's bundle says about them.
+
+mod detokenizer;
+mod stop;
+mod template;
+mod tokenizer;
+mod vocabulary;
+
+pub use detokenizer::Detokenizer;
+pub use stop::{StopMatch, StopMatcher};
+pub use template::{ChatTemplate, Message, TemplateError};
+pub use tokenizer::{Tokenizer, TokenizerError};
+pub use vocabulary::{Vocabulary, VocabularyError};

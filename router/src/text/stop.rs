@@ -1,0 +1,164 @@
+/// A stop string was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StopMatch {
+    /// Its index in the list given.
+    pub stop: usize,
+}
+
+#[derive(Debug, Clone)]
+struct Pattern {
+    /// Its place in the list given.
+    index: usize,
+    bytes: Vec<u8>,
+    /// Knuth-Morris-Pratt failure function: the longest proper border of each prefix.
+    borders: Vec<usize>,
+    /// Bytes of the pattern that the text ends with now.
+    matched: usize,
+}
+
+impl Pattern {
+    fn new(index: usize, text: &str) -> Self {
+        let bytes = text.as_bytes().to_vec();
+        let mut borders = vec![0; bytes.len()];
+        let mut border = 0;
+        for at in 1..bytes.len() {
+            while border > 0 && bytes[at] != bytes[border] {
+                border = borders[border - 1];
+            }
+            border += usize::from(bytes[at] == bytes[border]);
+            borders[at] = border;
+        }
+        Self { index, bytes, borders, matched: 0 }
+    }
+
+    /// Takes the next byte of the text; whether the pattern ends with it.
+    fn step(&mut self, byte: u8) -> bool {
+        if self.matched == self.bytes.len() {
+            self.matched = self.borders[self.matched - 1];
+        }
+        while self.matched > 0 && self.bytes[self.matched] != byte {
+            self.matched = self.borders[self.matched - 1];
+        }
+        self.matched += usize::from(self.bytes[self.matched] == byte);
+        self.matched == self.bytes.len()
+    }
+
+    /// The longest suffix of the text from which the pattern could still be completed.
+    fn open(&self) -> usize {
+        if self.matched == self.bytes.len() { self.borders[self.matched - 1] } else { self.matched }
+    }
+}
+
+/// Finds stop strings in a text that comes in pieces and lets through only what cannot be part of one.
+///
+/// The match that is completed first wins; of several completed at the same byte the longest. Where the text
+/// is cut into pieces makes no difference. Cost: stop strings times bytes.
+#[derive(Debug, Clone)]
+pub struct StopMatcher {
+    patterns: Vec<Pattern>,
+    /// The longest suffix of the text so far that may yet become part of a match.
+    held: String,
+}
+
+impl StopMatcher {
+    /// Looks for these strings; empty ones are not looked for.
+    pub fn new(stops: &[String]) -> Self {
+        let wanted = stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
+        Self {
+            patterns: wanted.map(|(index, stop)| Pattern::new(index, stop)).collect(),
+            held: String::new(),
+        }
+    }
+
+    /// Takes the next piece and appends to `out` what is safe to show. With `armed` false a match is passed
+    /// over as if it were plain text. After a match nothing more may be pushed.
+    pub fn push(&mut self, piece: &str, armed: bool, out: &mut String) -> Option<StopMatch> {
+        if self.patterns.is_empty() {
+            out.push_str(piece);
+            return None;
+        }
+        let before = self.held.len();
+        self.held.push_str(piece);
+        for (at, byte) in piece.bytes().enumerate() {
+            let mut longest: Option<(usize, usize)> = None;
+            for pattern in &mut self.patterns {
+                let len = pattern.bytes.len();
+                if pattern.step(byte) && longest.is_none_or(|(_, most)| len > most) {
+                    longest = Some((pattern.index, len));
+                }
+            }
+            if let (Some((stop, len)), true) = (longest, armed) {
+                out.push_str(&self.held[..before + at + 1 - len]);
+                self.held.clear();
+                return Some(StopMatch { stop });
+            }
+        }
+        let open = self.patterns.iter().map(Pattern::open).max().unwrap_or(0);
+        let safe = self.held.len() - open;
+        out.push_str(&self.held[..safe]);
+        self.held.drain(..safe);
+        None
+    }
+
+    /// Appends what was held back: the text has ended without completing a match.
+    pub fn finish(&mut self, out: &mut String) {
+        out.push_str(&self.held);
+        self.held.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The first end at which a stop string that counts is complete, and the longest that ends there.
+    fn naive(text: &str, stops: &[String], armed_from: usize) -> (String, Option<usize>) {
+        for end in (armed_from..=text.len()).filter(|end| text.is_char_boundary(*end)) {
+            let ends_here = |stop: &&(usize, &String)| text[..end].ends_with(stop.1.as_str());
+            let matches: Vec<_> = stops.iter().enumerate().collect();
+            // max_by_key takes the last of equals; the first of equal strings is reported.
+            if let Some((index, stop)) = matches.iter().rev().filter(ends_here).max_by_key(|(_, s)| s.len()) {
+                return (text[..end - stop.len()].to_owned(), Some(*index));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    proptest! {
+        #[test]
+        fn equals_find_and_truncate_on_the_whole_text(
+            text in "[abé]{0,60}", stops in proptest::collection::vec("[abé]{1,4}", 0..4),
+            cuts in proptest::collection::vec(any::<proptest::sample::Index>(), 0..20), unarmed in 0usize..6) {
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(text.len() + 1))
+                .filter(|cut| text.is_char_boundary(*cut)).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let mut matcher = StopMatcher::new(&stops);
+            let mut out = String::new();
+            let mut found = None;
+            let armed_from = cuts[unarmed.min(cuts.len() - 1)];
+            let (expected, stop) = naive(&text, &stops, armed_from + 1);
+            for (i, pair) in cuts.windows(2).enumerate() {
+                found = matcher.push(&text[pair[0]..pair[1]], i >= unarmed, &mut out);
+                prop_assert!(expected.starts_with(&out), "what was shown never has to be taken back");
+                if found.is_some() { break; }
+            }
+            if found.is_none() { matcher.finish(&mut out); }
+            prop_assert_eq!(out, expected);
+            prop_assert_eq!(found.map(|f| f.stop), stop);
+        }
+
+        #[test]
+        fn no_more_is_held_back_than_the_longest_suffix_that_could_become_a_match(
+            text in "[ab]{0,30}", stops in proptest::collection::vec("[ab]{1,5}", 1..4)) {
+            let mut matcher = StopMatcher::new(&stops);
+            let mut out = String::new();
+            if matcher.push(&text, true, &mut out).is_none() {
+                let could = |held: &str| stops.iter().any(|stop| stop.len() > held.len() && stop.starts_with(held));
+                let longest = (0..=text.len()).find(|from| could(&text[*from..])).unwrap_or(text.len());
+                prop_assert_eq!(&out, &text[..longest]);
+            }
+        }
+    }
+}

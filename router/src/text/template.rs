@@ -1,0 +1,177 @@
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Value};
+use minijinja::{Environment, Error, ErrorKind};
+use serde::Serialize;
+
+/// A chat template that cannot be used, or messages that it refuses.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// The template does not parse.
+    #[error("the chat template does not parse: {0}")]
+    Syntax(String),
+    /// Rendering failed: the template raised an error or took too many steps.
+    #[error("the chat template refused the messages: {0}")]
+    Render(String),
+}
+
+/// One message of a conversation, as templates see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Message {
+    /// Who speaks.
+    pub role: String,
+    /// What is said.
+    pub content: String,
+}
+
+impl Message {
+    fn to_value(&self) -> Value {
+        Value::from_pairs([("role", self.role.as_str()), ("content", self.content.as_str())])
+    }
+}
+
+/// A model's chat template, rendered as transformers renders it: blocks trimmed, Python's string methods,
+/// `raise_exception`, `bos_token` and `eos_token`. It sees no clock (`strftime_now` is undefined, and templates
+/// fall back to a fixed date), so the same messages always give the same prompt.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos_token: String,
+    eos_token: String,
+}
+
+impl ChatTemplate {
+    /// Instructions a rendering may take; a template that loops for ever ends here.
+    const FUEL: u64 = 10_000_000;
+    const NAME: &'static str = "chat";
+
+    /// Parses a template.
+    ///
+    /// # Errors
+    /// [`TemplateError::Syntax`].
+    pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, TemplateError> {
+        let mut environment = Environment::new();
+        let trimmed = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(trimmed.map_err(|error| TemplateError::Syntax(error.to_string()))?);
+        environment.set_fuel(Some(Self::FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", raise_exception);
+        environment.add_filter("tojson", tojson);
+        environment
+            .add_template_owned(Self::NAME, source.to_owned())
+            .map_err(|error| TemplateError::Syntax(error.to_string()))?;
+        Ok(Self { environment, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
+    }
+
+    /// The prompt for a conversation, ending where the assistant speaks.
+    ///
+    /// # Errors
+    /// [`TemplateError::Render`] with the template's own words.
+    pub fn render(&self, messages: &[Message]) -> Result<String, TemplateError> {
+        let context = minijinja::context! {
+            messages => messages.iter().map(Message::to_value).collect::<Value>(),
+            add_generation_prompt => true,
+            bos_token => &self.bos_token,
+            eos_token => &self.eos_token,
+        };
+        self.environment
+            .get_template(Self::NAME)
+            .and_then(|template| template.render(context))
+            .map_err(|error| TemplateError::Render(cause(&error)))
+    }
+}
+
+/// The innermost message: what the template itself said.
+fn cause(error: &Error) -> String {
+    match error.detail() {
+        Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+fn raise_exception(message: String) -> Result<Value, Error> {
+    Err(Error::new(ErrorKind::InvalidOperation, message))
+}
+
+/// As Python's `json.dumps(ensure_ascii=False)`: nothing is escaped for HTML.
+fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    // Options that do not change what is shown here, such as ensure_ascii, are let through.
+    let failed = |error: serde_json::Error| {
+        Error::new(ErrorKind::InvalidOperation, format!("cannot serialise to JSON: {error}"))
+    };
+    let mut out = Vec::new();
+    match indent {
+        Some(indent) => {
+            let pad = vec![b' '; indent.min(16)];
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(&pad);
+            let mut serializer = serde_json::Serializer::with_formatter(&mut out, formatter);
+            value.serialize(&mut serializer).map_err(failed)?;
+        }
+        None => {
+            let mut serializer = serde_json::Serializer::with_formatter(&mut out, Spaced);
+            value.serialize(&mut serializer).map_err(failed)?;
+        }
+    }
+    Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
+}
+
+/// Python's default separators: a space after each comma and colon.
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + std::io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W) -> std::io::Result<()> {
+        w.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(role: &str, content: &str) -> Message {
+        Message { role: role.to_owned(), content: content.to_owned() }
+    }
+
+    #[test]
+    fn renders_as_transformers_does() {
+        let source = "{{ bos_token }}\n{%- for message in messages %}\n  {%- if loop.first and message.role != \
+                      'user' %}{{ raise_exception('start with user, not ' + message['role']) }}{% endif %}\n\
+                      <|{{ message['role'] }}|>{{ message['content'].strip() | tojson }}{{ eos_token }}\n\
+                      {%- endfor %}\n{% if add_generation_prompt %}\n<|assistant|>\n{%- endif %}";
+        let template = ChatTemplate::new(source, "<s>", "</s>").unwrap();
+        let prompt = template.render(&[message("user", "  <b> é\n")]).unwrap();
+        assert_eq!(prompt, "<s><|user|>\"<b> é\"</s><|assistant|>");
+        let refused = template.render(&[message("tool", "x")]).unwrap_err();
+        assert_eq!(refused.to_string(), "the chat template refused the messages: start with user, not tool");
+    }
+
+    #[test]
+    fn a_template_that_never_ends_is_stopped_and_one_that_does_not_parse_is_refused() {
+        let endless = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
+        let template = ChatTemplate::new(endless, "", "").unwrap();
+        assert!(matches!(template.render(&[]), Err(TemplateError::Render(_))));
+        assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax(_))));
+    }
+
+    #[test]
+    fn no_clock_is_in_sight() {
+        let source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}";
+        assert_eq!(ChatTemplate::new(source, "", "").unwrap().render(&[]).unwrap(), "fixed");
+    }
+}

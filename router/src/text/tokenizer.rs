@@ -1,0 +1,243 @@
+use super::{Vocabulary, VocabularyError};
+
+/// A tokenizer that cannot be loaded, or text that it cannot encode.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    /// tokenizer.json does not load.
+    #[error("tokenizer.json does not load: {0}")]
+    Load(String),
+    /// Its decoder cannot be streamed.
+    #[error(transparent)]
+    Vocabulary(#[from] VocabularyError),
+    /// Streaming would not give what the tokenizer's own decoder gives.
+    #[error(
+        "the decoder of tokenizer.json turns {sample:?} into {theirs:?}, but token by token into {ours:?}; it is not supported"
+    )]
+    Mismatch {
+        /// The text tried.
+        sample: &'static str,
+        /// The tokenizer's own decoding.
+        theirs: String,
+        /// Decoding by the table.
+        ours: String,
+    },
+    /// The text could not be encoded.
+    #[error("the text cannot be tokenized: {0}")]
+    Encode(String),
+}
+
+/// A model's tokenizer.
+#[derive(Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    vocabulary: Vocabulary,
+}
+
+impl Tokenizer {
+    /// Loads a tokenizer.json. Truncation and padding that the file asks for are turned off: a prompt that is
+    /// too long is refused, never cut.
+    ///
+    /// # Errors
+    /// [`TokenizerError`] if the file does not load or its decoder is not one that can be streamed.
+    pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
+        let load = |error: tokenizers::Error| TokenizerError::Load(error.to_string());
+        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(load)?;
+        inner.with_truncation(None).map_err(load)?;
+        inner.with_padding(None);
+        let vocabulary = Vocabulary::new(&inner)?;
+        let tokenizer = Self { inner, vocabulary };
+        tokenizer.check_decoder()?;
+        Ok(tokenizer)
+    }
+
+    /// Token ids of a plain text, with the model's own special tokens around it.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`].
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_with(text, true)
+    }
+
+    /// Token ids of a rendered chat, whose special tokens the template wrote itself.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`].
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        self.encode_with(text, false)
+    }
+
+    fn encode_with(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
+        let encoding = self.inner.encode_fast(text, special);
+        Ok(encoding.map_err(|error| TokenizerError::Encode(error.to_string()))?.get_ids().to_vec())
+    }
+
+    /// The bytes of each token.
+    pub fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// The text of one token, special ones included; a part of a character shows as U+FFFD.
+    pub fn piece(&self, id: u32) -> String {
+        String::from_utf8_lossy(self.vocabulary.bytes(id)).into_owned()
+    }
+
+    /// The text of a whole sequence by the tokenizer's own decoder.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`] if the decoder fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.inner.decode(ids, true).map_err(|error| TokenizerError::Encode(error.to_string()))
+    }
+
+    /// Tries the table against the tokenizer's own decoder, so that a decoder misread here is an error when a
+    /// model is loaded and not a wrong answer later.
+    fn check_decoder(&self) -> Result<(), TokenizerError> {
+        for sample in ["Hello, world", " two  spaces\n\tand 3.14 ", "na\u{ef}ve \u{4f60}\u{597d} \u{1f642}!"]
+        {
+            let ids = self.encode_rendered(sample)?;
+            let theirs = self.decode(&ids)?;
+            let mut ours = String::new();
+            let mut detokenizer = super::Detokenizer::new(&self.vocabulary, &[]);
+            for id in ids {
+                detokenizer.push(&self.vocabulary, id, &mut ours);
+            }
+            detokenizer.finish(&mut ours);
+            if ours != theirs {
+                return Err(TokenizerError::Mismatch { sample, theirs, ours });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::{Chat, Family};
+    use proptest::prelude::*;
+
+    use super::super::{ChatTemplate, Detokenizer, Message};
+    use super::*;
+
+    fn tokenizer(family: Family) -> Tokenizer {
+        Tokenizer::from_json(family.tokenizer_json().as_bytes()).unwrap()
+    }
+
+    fn streamed(tokenizer: &Tokenizer, prompt: &[u32], output: &[u32]) -> Vec<String> {
+        let mut detokenizer = Detokenizer::new(tokenizer.vocabulary(), prompt);
+        let mut deltas = Vec::new();
+        for id in output {
+            let mut delta = String::new();
+            detokenizer.push(tokenizer.vocabulary(), *id, &mut delta);
+            deltas.push(delta);
+        }
+        let mut rest = String::new();
+        detokenizer.finish(&mut rest);
+        deltas.push(rest);
+        deltas
+    }
+
+    /// What each run of U+FFFD shows says only that bytes were invalid; decoders count them differently.
+    fn squeezed(text: &str) -> String {
+        let mut out = String::new();
+        for c in text.chars() {
+            if c != '\u{fffd}' || !out.ends_with('\u{fffd}') {
+                out.push(c);
+            }
+        }
+        out
+    }
+
+    /// Prompt and output of any tokens of a vocabulary and a few beyond it.
+    fn sequences() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
+        (proptest::collection::vec(0u32..300, 0..6), proptest::collection::vec(0u32..300, 0..40))
+    }
+
+    /// Prompt and output of whole pieces and of characters spelt in byte tokens, whose ids follow the three
+    /// special ones. (Of a run of byte tokens that is no text the tokenizer's decoder replaces all, the valid
+    /// ones too, which nobody who has shown them can do.)
+    fn pieces() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
+        let spelt = any::<char>()
+            .prop_map(|c| c.to_string().bytes().map(|byte| u32::from(byte) + 3).collect::<Vec<u32>>());
+        let piece =
+            prop_oneof![(0u32..3).prop_map(|id| vec![id]), (259u32..310).prop_map(|id| vec![id]), spelt];
+        let pieces = |most| proptest::collection::vec(piece.clone(), 0..most).prop_map(|ids| ids.concat());
+        (pieces(5), pieces(30))
+    }
+
+    proptest! {
+        #[test]
+        fn byte_level_streams_exactly_what_decoding_at_once_gives((prompt, output) in sequences()) {
+            for family in [Family::Llama3, Family::ChatMl] {
+                let tokenizer = tokenizer(family);
+                let decoded = tokenizer.decode(&output).unwrap();
+                prop_assert_eq!(streamed(&tokenizer, &prompt, &output).concat(), decoded);
+            }
+        }
+
+        #[test]
+        fn sentencepiece_streams_what_decoding_adds_to_the_prompt((prompt, output) in pieces()) {
+            let tokenizer = tokenizer(Family::SentencePiece);
+            let whole = tokenizer.decode(&[prompt.clone(), output.clone()].concat()).unwrap();
+            let before = tokenizer.decode(&prompt).unwrap();
+            let text = streamed(&tokenizer, &prompt, &output).concat();
+            prop_assert_eq!(Some(text.as_str()), whole.strip_prefix(&before));
+        }
+
+        #[test]
+        fn text_survives_the_way_through_tokens_without_broken_characters(text in "\\PC{0,40}") {
+            for family in Family::all() {
+                let tokenizer = tokenizer(*family);
+                let ids = tokenizer.encode_rendered(&text).unwrap();
+                let deltas = streamed(&tokenizer, &[], &ids);
+                prop_assert_eq!(squeezed(&deltas.concat()), squeezed(&tokenizer.decode(&ids).unwrap()));
+                if !text.contains('\u{fffd}') {
+                    prop_assert!(deltas.iter().all(|delta| !delta.contains('\u{fffd}')), "held back until whole");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn invalid_bytes_cost_no_more_than_valid_ones_and_end_as_replacements() {
+        let tokenizer = tokenizer(Family::SentencePiece);
+        let id = |piece: &str| {
+            (0..tokenizer.vocabulary().len() as u32)
+                .find(|id| tokenizer.inner.id_to_token(*id).as_deref() == Some(piece))
+        };
+        let (lead, next) = (id("<0xE4>").unwrap(), id("<0xBD>").unwrap());
+        let last = id("<0xA0>").unwrap();
+        let deltas = streamed(&tokenizer, &[], &[lead, next, last, next, lead, next]);
+        assert_eq!(deltas, ["", "", "\u{4f60}", "\u{fffd}", "", "", "\u{fffd}"]);
+    }
+
+    #[test]
+    fn conversations_and_texts_become_the_tokens_that_transformers_makes_of_them() {
+        for family in Family::all() {
+            let (tokenizer, chat) = (tokenizer(*family), Chat::load(*family).unwrap());
+            let config: serde_json::Value = serde_json::from_str(family.tokenizer_config_json()).unwrap();
+            let part = |key: &str| config[key].as_str().unwrap_or_default();
+            let template =
+                ChatTemplate::new(part("chat_template"), part("bos_token"), part("eos_token")).unwrap();
+            let message = |message: &inflight_fixtures::Message| Message {
+                role: message.role.clone(),
+                content: message.content.clone(),
+            };
+            let rendered = template.render(&chat.messages.iter().map(message).collect::<Vec<_>>()).unwrap();
+            assert_eq!(rendered, chat.rendered);
+            assert_eq!(tokenizer.encode_rendered(&rendered).unwrap(), chat.tokens);
+            for text in chat.texts {
+                assert_eq!(tokenizer.encode(&text.text).unwrap(), text.tokens, "{:?}", text.text);
+                assert_eq!(streamed(&tokenizer, &[], &text.tokens).concat(), text.decoded);
+            }
+        }
+    }
+
+    #[test]
+    fn an_unknown_decoder_is_refused_by_name() {
+        let mut value: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
+        value["decoder"] = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
+        let refused = Tokenizer::from_json(value.to_string().as_bytes()).unwrap_err();
+        assert!(refused.to_string().contains("WordPiece"), "{refused}");
+        assert!(matches!(Tokenizer::from_json(b"{"), Err(TokenizerError::Load(_))));
+    }
+}

@@ -1,0 +1,170 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use inflight_proto::v1;
+use inflight_proto::v1::session_request::Message as Command;
+use inflight_router::Options;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
+use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+
+/// The id of `<|eot_id|>`.
+const EOT: u32 = 284;
+const CALLS: usize = 1000;
+
+/// What every worker answers to a prompt, and so what every client must see whatever happens in between.
+fn answer(name: &str) -> String {
+    format!("{name}: caf\u{e9} \u{1f642} {name}")
+}
+
+/// What a session runs: the submission and the choices that go on, with the tokens left to send.
+type Running = BTreeMap<u64, (v1::Submit, BTreeMap<u32, Vec<u32>>)>;
+
+fn begin(submit: v1::Submit) -> (v1::Submit, BTreeMap<u32, Vec<u32>>) {
+    let whole = [tokens(&answer(&submit.request_id)), vec![EOT]].concat();
+    let n = submit.sampling.as_ref().unwrap().n.unwrap();
+    let choices = (0..n).filter_map(|choice| {
+        let resumed = submit.resumed.iter().find(|resumed| resumed.choice == choice);
+        if resumed.is_some_and(|resumed| resumed.finished) {
+            return None;
+        }
+        let had = resumed.map_or(&[][..], |resumed| &resumed.token_ids);
+        assert!(whole.starts_with(had), "a worker resumes from what workers sent");
+        Some((choice, whole[had.len()..].to_vec()))
+    });
+    let choices = choices.collect();
+    (submit, choices)
+}
+
+fn cancel(session: &Session, running: &mut Running, cancel: v1::Cancel) {
+    // A cancel may cross with the end of what it cancels.
+    let Some((submit, choices)) = running.get_mut(&cancel.request) else { return };
+    let ended: Vec<u32> =
+        choices.keys().copied().filter(|choice| cancel.choice.is_none_or(|only| only == *choice)).collect();
+    for choice in ended {
+        choices.remove(&choice);
+        session.finish(submit, choice, &[], v1::FinishReason::Cancelled);
+    }
+    running.retain(|_, (_, choices)| !choices.is_empty());
+}
+
+/// Plays a worker until the test ends: answers, and now and then breaks its session or shrinks its grant.
+async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::CancellationToken) {
+    let mut random = StdRng::seed_from_u64(seed);
+    'sessions: loop {
+        let mut session = worker.session().await;
+        session.grant(8, 64);
+        let mut running = Running::new();
+        loop {
+            while let Some(command) = session.try_command() {
+                match command {
+                    Command::Submit(submit) => {
+                        running.insert(submit.request, begin(submit));
+                    }
+                    Command::Cancel(message) => cancel(&session, &mut running, message),
+                    Command::Open(_) => panic!("a session opens once"),
+                }
+            }
+            if !quiet.is_cancelled() && random.random_ratio(1, 300) {
+                session.break_stream();
+                continue 'sessions;
+            }
+            let mut update = v1::Update::default();
+            for (submit, choices) in running.values_mut() {
+                for (choice, left) in choices.iter_mut() {
+                    let count = random.random_range(0..=3).min(left.len());
+                    let now: Vec<u32> = left.drain(..count).collect();
+                    let reason =
+                        if left.is_empty() { v1::FinishReason::Stop } else { v1::FinishReason::Unspecified };
+                    update.sequences.push(sequence(submit, *choice, &now, reason));
+                }
+                choices.retain(|_, left| !left.is_empty());
+            }
+            running.retain(|_, (_, choices)| !choices.is_empty());
+            let (sequences, blocks) = if quiet.is_cancelled() {
+                (8, 64)
+            } else {
+                (random.random_range(0..12), random.random_range(0..64))
+            };
+            update.grant = Some(v1::Grant { sequences, blocks });
+            session.update(update);
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// One client: reads a while and leaves, or reads to the end.
+async fn call(cluster: &Cluster, name: String, n: u32, leaves_after: Option<usize>) {
+    let request = v1::GenerateRequest {
+        request_id: name.clone(),
+        sampling: Some(v1::SamplingParams { n: Some(n), ..Default::default() }),
+        ..text(&name)
+    };
+    let stream = cluster.client.clone().generate(request).await.unwrap().into_inner();
+    let mut generated = Generated::from(stream);
+    if let Some(messages) = leaves_after {
+        for _ in 0..messages {
+            if !generated.advance().await.unwrap() {
+                return;
+            }
+        }
+        return;
+    }
+    generated.read_to_end().await.unwrap();
+    let expected = answer(&name);
+    for choice in 0..n as usize {
+        assert_eq!(generated.text[choice], expected, "choice {choice} of {name}");
+    }
+    let each = tokens(&expected).len() as u32 + 1;
+    assert_eq!(generated.usage().completion_tokens, n * each, "tokens of {name}");
+}
+
+#[tokio::test]
+async fn under_breaks_cancels_and_shrinking_grants_every_stream_is_whole_and_all_credits_return() {
+    for seed in [1, 2, 3] {
+        println!("seed {seed}");
+        bounded(one_run(seed)).await;
+    }
+}
+
+async fn one_run(seed: u64) {
+    let mut random = StdRng::seed_from_u64(seed);
+    let workers = [
+        ScriptedWorker::start(Profile::default()).await,
+        ScriptedWorker::start(Profile::default()).await,
+        ScriptedWorker::start(Profile::default()).await,
+    ];
+    let options =
+        Options { attempts_max: 1000, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };
+    let cluster = Cluster::start(&[&workers[0], &workers[1], &workers[2]], options).await;
+    let addresses: BTreeSet<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
+    let quiet = tokio_util::sync::CancellationToken::new();
+    let mut players = tokio::task::JoinSet::new();
+    for worker in workers {
+        players.spawn(play(worker, random.random(), quiet.clone()));
+    }
+    cluster.handle.ready().await;
+    let calls = (0..CALLS).map(|i| {
+        let leaves_after = random.random_bool(0.4).then(|| random.random_range(0..8));
+        call(&cluster, format!("call {i}"), random.random_range(1..4), leaves_after)
+    });
+    let calls: Vec<_> = calls.collect();
+    tokio::select! {
+        _ = futures::future::join_all(calls) => {}
+        Some(played) = players.join_next() => panic!("a worker's script failed: {played:?}"),
+    }
+    quiet.cancel();
+    let zero =
+        |kind: &str, address: &String| format!("inflight_router_worker_{kind}{{worker=\"{address}\"}} 0");
+    let settled = |rendered: &str| {
+        addresses.iter().all(|address| {
+            ["requests", "sequences", "blocks"]
+                .iter()
+                .all(|kind| rendered.lines().any(|line| line == zero(kind, address)))
+        })
+    };
+    while !settled(&metrics().render()) {
+        tokio::task::yield_now().await;
+    }
+}

@@ -1,0 +1,156 @@
+use std::future::Future;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use inflight_fixtures::Family;
+use inflight_proto::v1;
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::generate_response::Event;
+use inflight_proto::v1::inference_client::InferenceClient;
+use inflight_router::text::Tokenizer;
+use inflight_router::{Handle, Options, Router};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Channel;
+use tonic::{Request, Status, Streaming};
+
+use crate::worker::ScriptedWorker;
+
+/// A running router and a client of it.
+pub struct Cluster {
+    pub client: InferenceClient<Channel>,
+    pub channel: Channel,
+    pub handle: Handle,
+    pub drain: CancellationToken,
+    pub serving: tokio::task::JoinHandle<Result<(), inflight_router::Error>>,
+}
+
+impl Cluster {
+    /// A router over these workers.
+    pub async fn start(workers: &[&ScriptedWorker], options: Options) -> Self {
+        let _ = metrics();
+        let workers = workers.iter().map(|worker| worker.address.to_string()).collect();
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let fast = Duration::from_millis(20);
+        let options = Options { listen, workers, reconnect_backoff_max: fast, ..options };
+        let router = Router::bind(options).await.unwrap();
+        let (handle, drain) = (router.handle(), CancellationToken::new());
+        let endpoint =
+            tonic::transport::Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
+        let serving = tokio::spawn(router.serve(drain.clone()));
+        let channel = endpoint.connect().await.unwrap();
+        let client = InferenceClient::new(channel.clone());
+        Self { client, channel, handle, drain, serving }
+    }
+
+    /// Starts a generation.
+    pub async fn generate(&mut self, request: v1::GenerateRequest) -> Result<Generated, Status> {
+        let stream = self.client.generate(request).await?.into_inner();
+        Ok(Generated::from(stream))
+    }
+
+    /// Starts a generation that must be over within `timeout`.
+    pub async fn generate_within(&mut self, request: v1::GenerateRequest, timeout: Duration) -> Generated {
+        let mut request = Request::new(request);
+        let value = format!("{}m", timeout.as_millis()).parse().unwrap();
+        request.metadata_mut().insert("grpc-timeout", value);
+        Generated::from(self.client.generate(request).await.unwrap().into_inner())
+    }
+}
+
+/// The process's metrics, as Prometheus would see them.
+pub fn metrics() -> &'static PrometheusHandle {
+    static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
+    METRICS.get_or_init(|| {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let handle = recorder.handle();
+        metrics::set_global_recorder(recorder).unwrap();
+        inflight_router::metrics::describe();
+        handle
+    })
+}
+
+/// A client's view of a stream.
+pub struct Generated {
+    stream: Streaming<v1::GenerateResponse>,
+    /// Text so far, by choice.
+    pub text: Vec<String>,
+    pub token_ids: Vec<Vec<u32>>,
+    pub logprobs: Vec<v1::PositionLogprobs>,
+    pub started: Option<v1::GenerationStarted>,
+    pub finished: Vec<v1::ChoiceFinished>,
+    pub completed: Option<v1::GenerationCompleted>,
+}
+
+impl From<Streaming<v1::GenerateResponse>> for Generated {
+    fn from(stream: Streaming<v1::GenerateResponse>) -> Self {
+        Self {
+            stream,
+            text: vec![String::new(); 16],
+            token_ids: vec![Vec::new(); 16],
+            logprobs: Vec::new(),
+            started: None,
+            finished: Vec::new(),
+            completed: None,
+        }
+    }
+}
+
+impl Generated {
+    /// Takes the next message; false at the end of the stream.
+    pub async fn advance(&mut self) -> Result<bool, Status> {
+        let Some(message) = self.stream.message().await? else { return Ok(false) };
+        assert!(self.completed.is_none(), "nothing follows `completed`");
+        match message.event.unwrap() {
+            Event::Started(started) => {
+                assert!(self.started.replace(started).is_none(), "`started` comes once");
+            }
+            Event::Delta(delta) => {
+                assert!(self.started.is_some(), "`started` comes first");
+                let choice = delta.choice as usize;
+                self.text[choice].push_str(&delta.text);
+                self.token_ids[choice].extend(delta.token_ids);
+                self.logprobs.extend(delta.logprobs);
+            }
+            Event::Finished(finished) => self.finished.push(finished),
+            Event::Completed(completed) => self.completed = Some(completed),
+        }
+        Ok(true)
+    }
+
+    /// Reads until `text` of the first choice has arrived.
+    pub async fn until_text(&mut self, text: &str) {
+        while self.text[0] != text {
+            assert!(text.starts_with(&self.text[0]), "got {:?} on the way to {text:?}", self.text[0]);
+            assert!(self.advance().await.unwrap(), "the stream ended at {:?}", self.text[0]);
+        }
+    }
+
+    /// Reads to the end.
+    pub async fn read_to_end(&mut self) -> Result<(), Status> {
+        while self.advance().await? {}
+        assert!(self.completed.is_some(), "a stream without an error ends with `completed`");
+        Ok(())
+    }
+
+    pub fn usage(&self) -> v1::Usage {
+        self.completed.as_ref().unwrap().usage.unwrap()
+    }
+}
+
+/// A request to continue a text.
+pub fn text(text: &str) -> v1::GenerateRequest {
+    v1::GenerateRequest { input: Some(Input::Text(text.to_owned())), ..Default::default() }
+}
+
+/// The tokens of a text in the vocabulary of the scripted workers.
+pub fn tokens(text: &str) -> Vec<u32> {
+    static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
+    let load = || Tokenizer::from_json(Family::Llama3.tokenizer_json().as_bytes()).unwrap();
+    TOKENIZER.get_or_init(load).encode_rendered(text).unwrap()
+}
+
+/// A bound on a test: what hangs fails.
+pub async fn bounded(test: impl Future<Output = ()>) {
+    tokio::time::timeout(Duration::from_secs(60), test).await.expect("the test hangs");
+}

@@ -1,0 +1,244 @@
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_router::Options;
+use tonic::Code;
+
+use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+
+const STOP: v1::FinishReason = v1::FinishReason::Stop;
+const LENGTH: v1::FinishReason = v1::FinishReason::Length;
+/// The id of `<|eot_id|>`.
+const EOT: u32 = 284;
+
+/// Two workers, of which only the first has a grant.
+async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2], [Session; 2]) {
+    let mut workers = [ScriptedWorker::start(Profile::default()).await, ScriptedWorker::start(second).await];
+    let cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
+    let sessions = [workers[0].granted().await, workers[1].session().await];
+    cluster.handle.ready().await;
+    (cluster, workers, sessions)
+}
+
+#[tokio::test]
+async fn a_broken_worker_costs_no_byte_of_a_stream() {
+    bounded(async {
+        let (mut cluster, _workers, [mut first, mut second]) =
+            two(Profile::default(), Options::default()).await;
+        let request = v1::GenerateRequest {
+            sampling: Some(v1::SamplingParams { n: Some(3), ..Default::default() }),
+            stop: Some(v1::StopConditions { stop: vec!["#!".to_owned()], ..Default::default() }),
+            return_token_ids: true,
+            ..text("a")
+        };
+        let mut stream = cluster.generate(request).await.unwrap();
+        let submit = first.submit().await;
+        assert_eq!(submit.attempt, 1);
+        // Cut where it hurts: within a character, and within a stop string.
+        let text = "caf\u{e9} \u{1f642} done #";
+        let output = tokens(text);
+        let cut = tokens("caf\u{e9} \u{1f642}").len() - 2;
+        first.tokens(&submit, 0, &output[..cut]);
+        first.finish(&submit, 1, &[tokens("b"), vec![EOT]].concat(), STOP);
+        first.tokens(&submit, 2, &tokens("c#"));
+        stream.until_text("caf\u{e9} ").await;
+        first.break_stream();
+
+        second.grant(64, 1000);
+        let again = second.submit().await;
+        assert_eq!(again.attempt, 2);
+        assert_eq!(
+            (&again.prompt, &again.sampling, &again.stop),
+            (&submit.prompt, &submit.sampling, &submit.stop)
+        );
+        let resumed = |choice, token_ids, finished| v1::ResumedChoice { choice, token_ids, finished };
+        let expected = [
+            resumed(0, output[..cut].to_vec(), false),
+            resumed(1, [tokens("b"), vec![EOT]].concat(), true),
+            resumed(2, tokens("c#"), false),
+        ];
+        assert_eq!(again.resumed, expected);
+        // What an older attempt still says is dropped, also under the new handle.
+        second.sequence(v1::SequenceUpdate {
+            attempt: 1,
+            ..sequence(&again, 0, &tokens("WRONG"), v1::FinishReason::Unspecified)
+        });
+        second.sequence(v1::SequenceUpdate {
+            request: again.request + 1000,
+            ..sequence(&again, 0, &tokens("WRONG"), v1::FinishReason::Unspecified)
+        });
+        second.tokens(&again, 0, &output[cut..]);
+        second.finish(&again, 0, &[EOT], STOP);
+        second.tokens(&again, 2, &tokens("!"));
+        stream.read_to_end().await.unwrap();
+        assert_eq!(stream.text[..3], [text.to_owned(), "b".to_owned(), "c".to_owned()]);
+        assert_eq!(stream.token_ids[0], [output.clone(), vec![EOT]].concat());
+        assert_eq!(stream.finished.len(), 3);
+        let counted = output.len() + 1 + tokens("b").len() + 1 + tokens("c#").len() + tokens("!").len();
+        assert_eq!(stream.usage().completion_tokens as usize, counted, "each token counts once");
+        assert_eq!(second.cancel().await.choice, Some(2));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_request_that_a_worker_gives_back_runs_elsewhere() {
+    bounded(async {
+        let (mut cluster, _workers, [mut first, mut second]) =
+            two(Profile::default(), Options::default()).await;
+        for give_back in [
+            |session: &Session, submit: &v1::Submit| session.fail(submit, 0, Code::Unavailable),
+            |session: &Session, submit: &v1::Submit| {
+                session.finish(submit, 0, &[], v1::FinishReason::Cancelled);
+            },
+        ] {
+            second.grant(0, 0);
+            let mut stream = cluster.generate(text("a")).await.unwrap();
+            let submit = first.submit().await;
+            second.grant(64, 1000);
+            first.tokens(&submit, 0, &tokens("x"));
+            stream.until_text("x").await;
+            give_back(&first, &submit);
+            let again = second.submit().await;
+            assert_eq!(again.resumed[0].token_ids, tokens("x"));
+            second.finish(&again, 0, &tokens("y"), LENGTH);
+            stream.read_to_end().await.unwrap();
+            assert_eq!(stream.text[0], "xy");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_if_there_is_none() {
+    bounded(async {
+        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let (mut cluster, mut workers, [mut first, mut second]) = two(other, Options::default()).await;
+        let mut third_worker = ScriptedWorker::start(Profile::default()).await;
+        let mut both = Cluster::start(
+            &[&workers[0], &workers[1], &third_worker],
+            Options { router_id: "second".to_owned(), ..Options::default() },
+        )
+        .await;
+        let mut one = workers[0].granted().await;
+        let two = workers[1].granted().await;
+        let mut three = third_worker.session().await;
+        let serving = |models: &[v1::Model]| models.iter().map(|model| model.workers).sum::<u32>();
+        while serving(&both.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models)
+            < 3
+        {
+            tokio::task::yield_now().await;
+        }
+        // All three are there: the equal one is waited for, though the other has room.
+        two.grant(0, 0);
+        let mut stream = both.generate(text("a")).await.unwrap();
+        let submit = one.submit().await;
+        one.tokens(&submit, 0, &tokens("x"));
+        stream.until_text("x").await;
+        two.grant(64, 1000);
+        one.break_stream();
+        three.grant(64, 1000);
+        let again = three.submit().await;
+        assert_eq!(again.resumed[0].token_ids, tokens("x"));
+        three.finish(&again, 0, &[EOT], STOP);
+        stream.read_to_end().await.unwrap();
+
+        // Here the only other worker has another fingerprint.
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        let submit = first.submit().await;
+        first.tokens(&submit, 0, &tokens("x"));
+        stream.until_text("x").await;
+        let [worker, _other] = workers;
+        drop(worker);
+        drop(first);
+        second.grant(64, 1000);
+        let again = second.submit().await;
+        assert_eq!(again.attempt, 2);
+        second.finish(&again, 0, &[EOT], STOP);
+        stream.read_to_end().await.unwrap();
+        assert_eq!(stream.text[0], "x");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_request_that_loses_every_worker_ends_unavailable() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { attempts_max: 3, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        for attempt in 1..=3 {
+            assert_eq!(session.submit().await.attempt, attempt);
+            session.break_stream();
+            session = worker.granted().await;
+        }
+        let status = stream.read_to_end().await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+        assert!(status.message().contains("handed to 3 workers"), "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let wait = Duration::from_millis(300);
+        let options = Options { unserved_wait_max: wait, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        let submit = session.submit().await;
+        session.tokens(&submit, 0, &tokens("x"));
+        stream.until_text("x").await;
+        session.break_stream();
+        // It comes back, and the stream goes on where it was.
+        let mut session = worker.granted().await;
+        let again = session.submit().await;
+        session.tokens(&again, 0, &tokens("y"));
+        stream.until_text("xy").await;
+        // It goes for good.
+        drop(worker);
+        session.break_stream();
+        let status = stream.read_to_end().await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+        assert!(status.message().contains("\"tiny\""), "{status}");
+        let late = cluster.generate(text("b")).await.err().unwrap();
+        assert_eq!(late.code(), Code::Unavailable);
+        let models = cluster.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
+        assert!(models.is_empty());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_worker_without_heartbeats_is_taken_for_lost() {
+    bounded(async {
+        let silent = Profile { heartbeat_interval_ms: 30, ..Profile::default() };
+        let mut worker = ScriptedWorker::start(silent).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        // A session may have gone silent before the request came; then the next one has it.
+        let first = loop {
+            match session.submit_or_close().await {
+                Some(submit) => break submit,
+                None => session = worker.granted().await,
+            }
+        };
+        assert_eq!(first.attempt, 1);
+        assert!(session.submit_or_close().await.is_none(), "nothing was said, so the session is given up");
+        let mut session = worker.granted().await;
+        let again = session.submit().await;
+        assert_eq!(again.attempt, 2);
+        session.finish(&again, 0, &[EOT], STOP);
+        stream.read_to_end().await.unwrap();
+    })
+    .await;
+}

@@ -1,0 +1,227 @@
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use inflight_proto::v1;
+use inflight_router::Options;
+use opentelemetry::trace::TracerProvider as _;
+use opentelemetry_sdk::error::OTelSdkResult;
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
+use tonic::{Code, Request};
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
+use tracing_subscriber::layer::SubscriberExt;
+
+use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::worker::{Profile, ScriptedWorker};
+
+const STOP: v1::FinishReason = v1::FinishReason::Stop;
+const LENGTH: v1::FinishReason = v1::FinishReason::Length;
+/// The id of `<|eot_id|>`.
+const EOT: u32 = 284;
+
+/// Keeps the spans that have ended.
+#[derive(Debug, Clone, Default)]
+struct Spans(Arc<Mutex<Vec<SpanData>>>);
+
+impl SpanExporter for Spans {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        self.0.lock().unwrap().extend(batch);
+        Ok(())
+    }
+}
+
+fn service(name: &str) -> HealthCheckRequest {
+    HealthCheckRequest { service: name.to_owned() }
+}
+
+#[tokio::test]
+async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_their_end() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile { bad_bundles: 2, ..Profile::default() }).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut health = HealthClient::new(cluster.channel.clone());
+        let mut watch = health.watch(service("inflight.v1.Inference")).await.unwrap().into_inner();
+        let seen = |answer: Option<HealthCheckResponse>| answer.unwrap().status();
+        assert_eq!(seen(watch.message().await.unwrap()), ServingStatus::NotServing);
+        // The first two sessions fail on a bundle that does not have its digest.
+        for _ in 0..2 {
+            assert!(worker.session().await.closed().await);
+            assert!(!cluster.handle.is_ready());
+        }
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        assert_eq!(seen(watch.message().await.unwrap()), ServingStatus::Serving);
+        let overall = health.check(service("")).await.unwrap().into_inner();
+        assert_eq!(overall.status(), ServingStatus::Serving);
+
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        let submit = session.submit().await;
+        session.tokens(&submit, 0, &tokens("x"));
+        stream.until_text("x").await;
+        cluster.drain.cancel();
+        assert_eq!(seen(watch.message().await.unwrap()), ServingStatus::NotServing);
+        assert!(!cluster.serving.is_finished());
+        session.finish(&submit, 0, &tokens("y"), LENGTH);
+        stream.read_to_end().await.unwrap();
+        assert_eq!(stream.text[0], "xy");
+        // The health watch is still open, and does not hold the router up.
+        cluster.serving.await.unwrap().unwrap();
+        assert!(session.closed().await, "sessions end with the router");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_draining_worker_finishes_what_it_has_and_gets_nothing_new() {
+    bounded(async {
+        let mut workers = [
+            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(Profile::default()).await,
+        ];
+        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
+        let mut first = workers[0].granted().await;
+        let mut second = workers[1].session().await;
+        cluster.handle.ready().await;
+        let mut old = cluster.generate(text("old")).await.unwrap();
+        let submit = first.submit().await;
+        first.update(v1::Update {
+            draining: true,
+            sequences: vec![crate::worker::sequence(&submit, 0, &tokens("x"), v1::FinishReason::Unspecified)],
+            ..Default::default()
+        });
+        old.until_text("x").await;
+        let mut new = cluster.generate(text("new")).await.unwrap();
+        second.grant(8, 1000);
+        let other = second.submit().await;
+        second.finish(&other, 0, &tokens("n"), LENGTH);
+        new.read_to_end().await.unwrap();
+        first.finish(&submit, 0, &tokens("y"), LENGTH);
+        old.read_to_end().await.unwrap();
+        assert_eq!((old.text[0].as_str(), new.text[0].as_str()), ("xy", "n"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
+    bounded(async {
+        let mut workers = [
+            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(Profile::default()).await,
+        ];
+        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
+        let mut sessions = [workers[0].session().await, workers[1].session().await];
+        while cluster
+            .client
+            .list_models(v1::ListModelsRequest {})
+            .await
+            .unwrap()
+            .into_inner()
+            .models
+            .is_empty()
+        {
+            tokio::task::yield_now().await;
+        }
+        let ask = |name: &str, priority| v1::GenerateRequest { priority, ..text(name) };
+        let mut streams = Vec::new();
+        for (name, priority) in [("low", -1), ("first", 0), ("second", 0), ("high", 5)] {
+            streams.push(cluster.generate(ask(name, priority)).await.unwrap());
+        }
+        // One grant at a time, so that the order is seen.
+        for (turn, name) in ["high", "first", "second", "low"].into_iter().enumerate() {
+            let session = &mut sessions[turn % 2];
+            session.grant(1, 100);
+            let submit = session.submit().await;
+            assert_eq!(submit.prompt[1..], tokens(name));
+            session.update(v1::Update {
+                sequences: vec![crate::worker::sequence(&submit, 0, &[EOT], STOP)],
+                grant: Some(v1::Grant { sequences: 0, blocks: 0 }),
+                ..Default::default()
+            });
+        }
+        for mut stream in streams {
+            stream.read_to_end().await.unwrap();
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
+    bounded(async {
+        opentelemetry::global::set_text_map_propagator(TraceContextPropagator::new());
+        let exporter = Spans::default();
+        let provider = SdkTracerProvider::builder().with_simple_exporter(exporter.clone()).build();
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
+        // The test runs on one thread, and so does all that it starts.
+        let _guard = tracing::subscriber::set_default(tracing_subscriber::registry().with(layer));
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let trace = "0af7651916cd43dd8448eb211c80319c";
+        let mut request = Request::new(text("secret words"));
+        let parent = format!("00-{trace}-b7ad6b7169203331-01");
+        request.metadata_mut().insert("traceparent", parent.parse().unwrap());
+        request.metadata_mut().insert("tracestate", "vendor=1".parse().unwrap());
+        let mut stream = cluster.client.generate(request).await.unwrap().into_inner();
+        let submit = session.submit().await;
+        assert_eq!(submit.tracestate, "vendor=1");
+        let fields: Vec<_> = submit.traceparent.split('-').collect();
+        assert_eq!(fields[1], trace);
+        session.finish(&submit, 0, &[EOT], STOP);
+        while stream.message().await.unwrap().is_some() {}
+        drop(stream);
+        let spans = loop {
+            let spans = exporter.0.lock().unwrap().clone();
+            if spans.iter().any(|span| span.name == "generate") {
+                break spans;
+            }
+            tokio::task::yield_now().await;
+        };
+        let named = |name: &str| spans.iter().find(|span| span.name == name).unwrap();
+        let (generate, queue) = (named("generate"), named("queue"));
+        assert_eq!(generate.parent_span_id.to_string(), "b7ad6b7169203331");
+        assert_eq!(generate.span_context.span_id().to_string(), fields[2]);
+        assert_eq!(queue.parent_span_id, generate.span_context.span_id());
+        let attributes: HashMap<_, _> =
+            generate.attributes.iter().map(|kv| (kv.key.as_str(), kv.value.to_string())).collect();
+        assert_eq!(attributes["model"], "tiny");
+        assert_eq!(attributes["outcome"], "completed");
+        assert_eq!(attributes["prompt_tokens"], submit.prompt.len().to_string());
+        assert!(attributes.values().all(|value| !value.contains("secret")), "no prompt in a span");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn reflection_is_served_where_it_is_on() {
+    use tonic_reflection::pb::v1::ServerReflectionRequest;
+    use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+    use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+    use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        for reflection in [true, false] {
+            let cluster = Cluster::start(&[&worker], Options { reflection, ..Options::default() }).await;
+            let mut client = ServerReflectionClient::new(cluster.channel.clone());
+            let list = Some(MessageRequest::ListServices(String::new()));
+            let request = ServerReflectionRequest { host: String::new(), message_request: list };
+            let answer = client.server_reflection_info(futures::stream::iter([request])).await;
+            if !reflection {
+                assert_eq!(answer.err().unwrap().code(), Code::Unimplemented);
+                continue;
+            }
+            let message = answer.unwrap().into_inner().message().await.unwrap().unwrap();
+            let Some(MessageResponse::ListServicesResponse(list)) = message.message_response else {
+                panic!("expected a list of services");
+            };
+            let names: Vec<_> = list.service.into_iter().map(|service| service.name).collect();
+            assert!(names.contains(&"inflight.v1.Inference".to_owned()), "{names:?}");
+            assert!(names.contains(&"grpc.health.v1.Health".to_owned()), "{names:?}");
+        }
+    })
+    .await;
+}

@@ -1,0 +1,12 @@
+//! A real router against workers that play a script, over real connections. Nothing sleeps: tests wait for
+//! what they see on the wire.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
+mod chaos;
+mod cluster;
+mod failover;
+mod lifecycle;
+mod requests;
+mod streams;
+mod worker;

@@ -1,0 +1,339 @@
+use std::time::Duration;
+
+use inflight_fixtures::{Chat, Family};
+use inflight_proto::v1;
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::tokenize_request;
+use inflight_router::{Error, Options, Router};
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::{Code, Request, Status};
+use tonic_types::StatusExt;
+
+use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::worker::{Profile, ScriptedWorker};
+
+type Change = fn(&mut v1::GenerateRequest);
+
+fn changed(change: Change) -> v1::GenerateRequest {
+    let mut request = v1::GenerateRequest {
+        sampling: Some(v1::SamplingParams::default()),
+        stop: Some(v1::StopConditions::default()),
+        ..text("a")
+    };
+    change(&mut request);
+    request
+}
+
+fn sampling(request: &mut v1::GenerateRequest) -> &mut v1::SamplingParams {
+    request.sampling.as_mut().unwrap()
+}
+
+fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
+    request.stop.as_mut().unwrap()
+}
+
+/// What is wrong, and words that the message must have.
+const INVALID: &[(Change, &str)] = &[
+    (|r| r.input = None, "input is missing"),
+    (|r| r.input = Some(Input::Text(String::new())), "the prompt is empty"),
+    (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![] })), "the prompt is empty"),
+    (|r| r.input = Some(Input::Chat(v1::Chat { messages: vec![] })), "the prompt is empty"),
+    (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![1, 285] })), "token id 285 at position 1"),
+    (|r| r.input = Some(Input::TokenIds(v1::TokenIds { ids: vec![1; 257] })), "context is 256"),
+    (|r| stop(r).max_tokens = Some(0), "max_tokens is 0"),
+    (|r| stop(r).max_tokens = Some(255), "context is 256"),
+    (|r| stop(r).max_tokens = Some(u32::MAX), "context is 256"),
+    (|r| (stop(r).max_tokens, stop(r).min_tokens) = (Some(3), 4), "min_tokens is 4"),
+    (|r| stop(r).stop = vec!["x".to_owned(); 10_000], "stop has 10000 strings"),
+    (|r| stop(r).stop = vec!["x".to_owned(), String::new()], "stop[1] has 0 bytes"),
+    (|r| stop(r).stop = vec!["x".repeat(257)], "stop[0] has 257 bytes"),
+    (|r| stop(r).stop_token_ids = vec![1; 129], "stop_token_ids"),
+    (|r| stop(r).stop_token_ids = vec![9999], "token id 9999"),
+    (|r| sampling(r).temperature = Some(-0.1), "temperature"),
+    (|r| sampling(r).temperature = Some(f32::NAN), "temperature"),
+    (|r| sampling(r).top_p = Some(0.0), "top_p"),
+    (|r| sampling(r).top_p = Some(1.1), "top_p"),
+    (|r| sampling(r).top_k = Some(-1), "top_k"),
+    (|r| sampling(r).min_p = Some(f32::INFINITY), "min_p"),
+    (|r| sampling(r).presence_penalty = Some(2.1), "presence_penalty"),
+    (|r| sampling(r).frequency_penalty = Some(-2.1), "frequency_penalty"),
+    (|r| sampling(r).repetition_penalty = Some(0.0), "repetition_penalty"),
+    (|r| sampling(r).logprobs = Some(21), "logprobs"),
+    (|r| sampling(r).n = Some(0), "n is 0"),
+    (|r| sampling(r).n = Some(17), "n is 17"),
+    (|r| sampling(r).logit_bias = (0..1025).map(|id| (id, 0.0)).collect(), "logit_bias"),
+    (|r| sampling(r).logit_bias = [(285, 1.0)].into(), "token id 285"),
+    (|r| sampling(r).logit_bias = [(1, 101.0)].into(), "logit_bias"),
+    (|r| r.weight = Some(0.0), "weight is 0"),
+    (|r| r.weight = Some(f32::NAN), "weight is NaN"),
+    (|r| r.weight = Some(1000.5), "weight is 1000.5"),
+    (|r| r.priority = 101, "priority is 101"),
+    (|r| r.priority = i32::MIN, "priority is -2147483648"),
+    (|r| r.tenant = "t".repeat(129), "tenant has 129 bytes"),
+    (|r| r.request_id = "r".repeat(129), "request_id has 129 bytes"),
+];
+
+#[tokio::test]
+async fn every_field_out_of_its_range_is_refused_by_name_before_a_worker_sees_it() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        for (change, words) in INVALID {
+            let status = cluster.generate(changed(*change)).await.err().expect(words);
+            assert_eq!(status.code(), Code::InvalidArgument, "{words}: {status}");
+            assert!(status.message().contains(words), "{words:?} is not in {:?}", status.message());
+        }
+        // The first thing that the worker hears is the first request that is right.
+        let _stream = cluster.generate(text("right")).await.unwrap();
+        assert_eq!(session.submit().await.prompt[1..], tokens("right"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let mut cluster = Cluster::start(&[&worker, &other], Options::default()).await;
+        let models = loop {
+            let models =
+                cluster.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
+            if models.len() == 2 {
+                break models;
+            }
+            tokio::task::yield_now().await;
+        };
+        let names: Vec<_> =
+            models.iter().map(|model| (model.name.as_str(), model.workers, model.chat)).collect();
+        assert_eq!(names, [("other", 1, true), ("tiny", 1, true)]);
+        assert_eq!((models[1].context_tokens, models[1].vocab_size), (256, 285));
+        let asked = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
+        let unknown = cluster.generate(asked("gpt")).await.err().unwrap();
+        assert_eq!(unknown.code(), Code::NotFound);
+        assert!(unknown.message().contains("\"gpt\"") && unknown.message().contains("other, tiny"));
+        let unnamed = cluster.generate(asked("")).await.err().unwrap();
+        assert_eq!(unnamed.code(), Code::InvalidArgument);
+        assert!(unnamed.message().contains("other, tiny"), "{unnamed}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_router_that_never_reached_a_worker_says_so_at_once() {
+    bounded(async {
+        let gone = ScriptedWorker::start(Profile::default()).await;
+        let address = gone.address;
+        drop(gone);
+        let mut client = {
+            let options = Options {
+                listen: "127.0.0.1:0".parse().unwrap(),
+                workers: vec![address.to_string()],
+                ..Options::default()
+            };
+            let router = Router::bind(options).await.unwrap();
+            let url = format!("http://{}", router.address());
+            tokio::spawn(router.serve(Default::default()));
+            v1::inference_client::InferenceClient::connect(url).await.unwrap()
+        };
+        let status = client.generate(text("a")).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+        assert!(status.message().contains("none of the 1 configured workers"), "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn chats_are_rendered_and_tokenized_as_transformers_does_and_refused_without_a_template() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        cluster.handle.ready().await;
+        let reference = Chat::load(Family::Llama3).unwrap();
+        let message = |message: &inflight_fixtures::Message| v1::ChatMessage {
+            role: message.role.clone(),
+            content: message.content.clone(),
+        };
+        let chat = v1::Chat { messages: reference.messages.iter().map(message).collect() };
+        let input = Some(tokenize_request::Input::Chat(chat.clone()));
+        let tokenize = v1::TokenizeRequest { model: String::new(), input };
+        let answer = cluster.client.tokenize(tokenize).await.unwrap().into_inner();
+        assert_eq!(answer.token_ids, reference.tokens);
+        assert_eq!(answer.pieces.len(), answer.token_ids.len());
+        assert_eq!(answer.pieces[0], "<|begin_of_text|>");
+
+        let mut files = Profile::default().files;
+        files.remove("tokenizer_config.json");
+        let mute = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let mut cluster = Cluster::start(&[&mute], Options::default()).await;
+        cluster.handle.ready().await;
+        let request = v1::GenerateRequest { input: Some(Input::Chat(chat)), ..Default::default() };
+        let status = cluster.generate(request).await.err().unwrap();
+        assert_eq!(status.code(), Code::FailedPrecondition);
+        assert!(status.message().contains("no chat template"), "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_a_request_leaves_out_comes_from_the_model_and_the_router_and_all_is_told_to_the_worker() {
+    bounded(async {
+        let mut files = Profile::default().files;
+        let config = br#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}"#;
+        files.insert("generation_config.json", config.to_vec());
+        let mut worker = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let options = Options { default_max_tokens: 100, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        assert_eq!(session.open.router_id, "router");
+        cluster.handle.ready().await;
+        let request = v1::GenerateRequest {
+            sampling: Some(v1::SamplingParams { top_k: Some(3), n: Some(2), ..Default::default() }),
+            tenant: "t".to_owned(),
+            priority: 7,
+            request_id: "mine".to_owned(),
+            ..text("hello")
+        };
+        let mut stream = cluster.generate(request.clone()).await.unwrap();
+        let submit = session.submit().await;
+        let sampling = submit.sampling.clone().unwrap();
+        assert_eq!((sampling.temperature, sampling.top_k, sampling.top_p), (Some(0.6), Some(3), Some(1.0)));
+        assert_eq!((sampling.repetition_penalty, sampling.n), (Some(1.1), Some(2)));
+        assert_eq!((submit.weight, submit.priority, submit.tenant.as_str()), (1.0, 7, "t"));
+        assert_eq!((submit.attempt, submit.request_id.as_str(), submit.deadline_us), (1, "mine", None));
+        assert_eq!(submit.stop.as_ref().unwrap().max_tokens, Some(100));
+        assert!(submit.resumed.is_empty());
+        stream.advance().await.unwrap();
+        let started = stream.started.clone().unwrap();
+        assert_eq!((started.request_id.as_str(), started.model.as_str()), ("mine", "tiny"));
+        assert_eq!((Some(started.seed), started.prompt_tokens), (sampling.seed, submit.prompt.len() as u32));
+
+        // Where less room than the default is left, max_tokens is the room.
+        let ids = v1::TokenIds { ids: vec![5; 200] };
+        let _stream =
+            cluster.generate(v1::GenerateRequest { input: Some(Input::TokenIds(ids)), ..request }).await;
+        let second = session.submit().await;
+        assert_eq!(second.stop.unwrap().max_tokens, Some(56));
+        assert_ne!(second.sampling.unwrap().seed, sampling.seed, "each request draws a seed of its own");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_full_queue_says_when_to_come_back() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { queue_requests_max: 2, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.session().await;
+        cluster.handle.ready().await;
+        // Nothing is granted, so requests wait.
+        let first = cluster.generate(text("first")).await.unwrap();
+        let _second = cluster.generate(text("second")).await.unwrap();
+        let status = cluster.generate(text("third")).await.err().unwrap();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        let retry = status.get_details_retry_info().unwrap().retry_delay;
+        assert_eq!(retry, Some(Duration::from_secs(1)));
+        assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "1000");
+        assert_eq!(status.get_details_error_info().unwrap().reason, "FULL");
+        // A client that leaves makes room, and its request never reaches the worker.
+        drop(first);
+        let third = loop {
+            match cluster.generate(text("third")).await {
+                Ok(third) => break third,
+                Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
+            }
+        };
+        session.grant(64, 1000);
+        assert_eq!(session.submit().await.prompt[1..], tokens("second"));
+        assert_eq!(session.submit().await.prompt[1..], tokens("third"));
+        drop(third);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_message_over_the_limit_is_resource_exhausted() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { message_bytes_max: 1000, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        cluster.handle.ready().await;
+        let status = cluster.generate(text(&"a".repeat(1001))).await.err().unwrap();
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+        let input = Some(tokenize_request::Input::Text("a".repeat(1001)));
+        let tokenize = v1::TokenizeRequest { model: String::new(), input };
+        assert_eq!(cluster.client.tokenize(tokenize).await.unwrap_err().code(), Code::ResourceExhausted);
+    })
+    .await;
+}
+
+/// Sends bytes as they are.
+#[derive(Default)]
+struct RawCodec;
+
+impl Codec for RawCodec {
+    type Encode = Vec<u8>;
+    type Decode = ();
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl Encoder for RawCodec {
+    type Item = Vec<u8>;
+    type Error = Status;
+
+    fn encode(&mut self, bytes: Vec<u8>, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        bytes::BufMut::put_slice(buffer, &bytes);
+        Ok(())
+    }
+}
+
+impl Decoder for RawCodec {
+    type Item = ();
+    type Error = Status;
+
+    fn decode(&mut self, _: &mut DecodeBuf<'_>) -> Result<Option<()>, Status> {
+        Ok(Some(()))
+    }
+}
+
+#[tokio::test]
+async fn invalid_utf8_and_a_truncated_message_are_the_clients_fault() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        cluster.handle.ready().await;
+        let path = "/inflight.v1.Inference/Generate";
+        // Field 2 (text), two bytes, of which the first can begin no character; then a length beyond the end.
+        for bytes in [vec![0x12, 2, 0xff, b'a'], vec![0x12, 200, b'a']] {
+            let mut client = tonic::client::Grpc::new(cluster.channel.clone());
+            client.ready().await.unwrap();
+            let request = Request::new(bytes);
+            let answer = client.server_streaming(request, path.parse().unwrap(), RawCodec).await;
+            let status = answer.err().unwrap();
+            assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_port_that_is_taken_is_named() {
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let listen = taken.local_addr().unwrap();
+    let options = Options { listen, workers: vec!["127.0.0.1:1".to_owned()], ..Options::default() };
+    let error = Router::bind(options).await.err().unwrap();
+    assert!(matches!(error, Error::Bind { .. }));
+    assert!(error.to_string().contains(&listen.to_string()), "{error}");
+}

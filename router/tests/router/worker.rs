@@ -1,0 +1,268 @@
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+
+use futures::{Stream, StreamExt};
+use inflight_fixtures::Family;
+use inflight_proto::v1::session_request::Message as Command;
+use inflight_proto::v1::session_response::Message;
+use inflight_proto::v1::worker_server::{Worker, WorkerServer};
+use inflight_proto::{PROTOCOL_VERSION, bundle_digest, v1};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+type Files = BTreeMap<&'static str, Vec<u8>>;
+type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// What a scripted worker says of itself.
+#[derive(Clone)]
+pub struct Profile {
+    pub model: &'static str,
+    pub fingerprint: &'static str,
+    pub context_tokens: u32,
+    pub heartbeat_interval_ms: u32,
+    pub files: Files,
+    /// Bundles served wrongly before the right one.
+    pub bad_bundles: u32,
+}
+
+impl Default for Profile {
+    fn default() -> Self {
+        let family = Family::Llama3;
+        let files = BTreeMap::from([
+            ("tokenizer.json", family.tokenizer_json().as_bytes().to_vec()),
+            ("tokenizer_config.json", family.tokenizer_config_json().as_bytes().to_vec()),
+        ]);
+        Self {
+            model: "tiny",
+            fingerprint: "f1",
+            context_tokens: 256,
+            heartbeat_interval_ms: 60_000,
+            files,
+            bad_bundles: 0,
+        }
+    }
+}
+
+/// A worker whose sessions a test plays itself.
+pub struct ScriptedWorker {
+    pub address: SocketAddr,
+    sessions: mpsc::UnboundedReceiver<Session>,
+    server: tokio::task::JoinHandle<()>,
+}
+
+impl ScriptedWorker {
+    pub async fn start(profile: Profile) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        Self::serve(listener, address, profile)
+    }
+
+    fn serve(listener: TcpListener, address: SocketAddr, profile: Profile) -> Self {
+        let (opened, sessions) = mpsc::unbounded_channel();
+        let bad_bundles = Mutex::new(profile.bad_bundles);
+        let service = WorkerServer::new(Service { profile, opened, bad_bundles });
+        let server = tonic::transport::Server::builder()
+            .add_service(service)
+            .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
+        let server = tokio::spawn(async move { server.await.unwrap() });
+        Self { address, sessions, server }
+    }
+
+    /// The next session that the router opens.
+    pub async fn session(&mut self) -> Session {
+        self.sessions.recv().await.unwrap()
+    }
+
+    /// The next session, which is granted plenty at once.
+    pub async fn granted(&mut self) -> Session {
+        let session = self.session().await;
+        session.grant(64, 1 << 20);
+        session
+    }
+}
+
+impl Drop for ScriptedWorker {
+    fn drop(&mut self) {
+        self.server.abort();
+    }
+}
+
+struct Service {
+    profile: Profile,
+    opened: mpsc::UnboundedSender<Session>,
+    bad_bundles: Mutex<u32>,
+}
+
+/// One session, from the worker's side. Dropping it breaks the stream.
+pub struct Session {
+    pub open: v1::SessionOpen,
+    commands: mpsc::UnboundedReceiver<Command>,
+    updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
+}
+
+impl Session {
+    /// The next message from the router.
+    pub async fn command(&mut self) -> Command {
+        self.commands.recv().await.expect("the router ended the session")
+    }
+
+    /// A message that has arrived already.
+    pub fn try_command(&mut self) -> Option<Command> {
+        self.commands.try_recv().ok()
+    }
+
+    pub async fn submit(&mut self) -> v1::Submit {
+        match self.command().await {
+            Command::Submit(submit) => submit,
+            other => panic!("expected a submission, got {other:?}"),
+        }
+    }
+
+    /// The next submission, or none if the router ends the session before.
+    pub async fn submit_or_close(&mut self) -> Option<v1::Submit> {
+        match self.commands.recv().await? {
+            Command::Submit(submit) => Some(submit),
+            other => panic!("expected a submission, got {other:?}"),
+        }
+    }
+
+    pub async fn cancel(&mut self) -> v1::Cancel {
+        match self.command().await {
+            Command::Cancel(cancel) => cancel,
+            other => panic!("expected a cancel, got {other:?}"),
+        }
+    }
+
+    /// Whether the router has ended the session.
+    pub async fn closed(&mut self) -> bool {
+        self.commands.recv().await.is_none()
+    }
+
+    pub fn update(&self, update: v1::Update) {
+        let message = v1::SessionResponse { message: Some(Message::Update(update)) };
+        // A router that has given the session up hears nothing more.
+        let _ = self.updates.send(Ok(message));
+    }
+
+    pub fn grant(&self, sequences: u32, blocks: u32) {
+        self.update(v1::Update { grant: Some(v1::Grant { sequences, blocks }), ..Default::default() });
+    }
+
+    pub fn sequence(&self, sequence: v1::SequenceUpdate) {
+        self.update(v1::Update { sequences: vec![sequence], ..Default::default() });
+    }
+
+    pub fn tokens(&self, submit: &v1::Submit, choice: u32, tokens: &[u32]) {
+        self.sequence(sequence(submit, choice, tokens, v1::FinishReason::Unspecified));
+    }
+
+    pub fn finish(&self, submit: &v1::Submit, choice: u32, tokens: &[u32], reason: v1::FinishReason) {
+        self.sequence(sequence(submit, choice, tokens, reason));
+    }
+
+    pub fn fail(&self, submit: &v1::Submit, choice: u32, code: tonic::Code) {
+        self.sequence(v1::SequenceUpdate {
+            error: "scripted".to_owned(),
+            error_code: code as i32,
+            ..sequence(submit, choice, &[], v1::FinishReason::Error)
+        });
+    }
+
+    pub fn break_stream(self) {
+        let _ = self.updates.send(Err(Status::unknown("scripted")));
+    }
+}
+
+pub fn sequence(
+    submit: &v1::Submit,
+    choice: u32,
+    tokens: &[u32],
+    reason: v1::FinishReason,
+) -> v1::SequenceUpdate {
+    v1::SequenceUpdate {
+        request: submit.request,
+        attempt: submit.attempt,
+        choice,
+        token_ids: tokens.to_vec(),
+        finish: reason.into(),
+        ..Default::default()
+    }
+}
+
+fn digest(files: &Files) -> String {
+    bundle_digest(files.iter().map(|(name, data)| (*name, data.as_slice())))
+}
+
+#[tonic::async_trait]
+impl Worker for Service {
+    type SessionStream = Boxed<v1::SessionResponse>;
+    type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<v1::SessionRequest>>,
+    ) -> Result<Response<Self::SessionStream>, Status> {
+        let mut requests = request.into_inner();
+        let open = match requests.message().await?.and_then(|request| request.message) {
+            Some(Command::Open(open)) => open,
+            other => return Err(Status::invalid_argument(format!("expected open, got {other:?}"))),
+        };
+        let profile = &self.profile;
+        let hello = v1::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            worker_id: "scripted".to_owned(),
+            incarnation: "1".to_owned(),
+            fingerprint: profile.fingerprint.to_owned(),
+            model: profile.model.to_owned(),
+            architecture: "LlamaForCausalLM".to_owned(),
+            bundle_digest: digest(&profile.files),
+            limits: Some(v1::WorkerLimits {
+                vocab_size: 285,
+                context_tokens: profile.context_tokens,
+                block_tokens: 16,
+                blocks: 1 << 16,
+                sequences: 64,
+            }),
+            heartbeat_interval_ms: profile.heartbeat_interval_ms,
+        };
+        let (updates, outgoing) = mpsc::unbounded_channel();
+        let (incoming, commands) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
+                if incoming.send(command).is_err() {
+                    break;
+                }
+            }
+        });
+        let _ = self.opened.send(Session { open, commands, updates });
+        let hello = v1::SessionResponse { message: Some(Message::Hello(hello)) };
+        let stream = futures::stream::iter([Ok(hello)]).chain(UnboundedReceiverStream::new(outgoing));
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn fetch_bundle(
+        &self,
+        _: Request<v1::FetchBundleRequest>,
+    ) -> Result<Response<Self::FetchBundleStream>, Status> {
+        let files = Arc::new(self.profile.files.clone());
+        let mut bad = self.bad_bundles.lock().unwrap();
+        let spoilt = *bad > 0;
+        *bad = bad.saturating_sub(1);
+        let pieces: Vec<_> = files
+            .iter()
+            .flat_map(|(file, data)| data.chunks(1000).map(|data| (*file, data.to_vec())))
+            .map(|(file, mut data)| {
+                if spoilt {
+                    data[0] ^= 1;
+                }
+                Ok(v1::FetchBundleResponse { file: file.to_owned(), data })
+            })
+            .collect();
+        Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
+    }
+}

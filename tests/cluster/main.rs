@@ -1,0 +1,17 @@
+//! Whole-cluster tests: `inflight up` and what stands around it, as real processes.
+
+mod chaos;
+mod clients;
+mod input;
+mod life;
+mod models;
+mod requests;
+mod start;
+mod trace;
+
+use std::path::Path;
+
+/// The binary that this very build made.
+fn program() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_inflight"))
+}

@@ -1,0 +1,42 @@
+//! Model directories: good ones of every architecture serve, broken ones are refused with a reason.
+
+use anyhow::{Context, Result, ensure};
+use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype};
+use inflight_tests::{Cluster, run};
+
+use crate::program;
+use crate::requests::{generate, model, sampled};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_directory_of_every_architecture_serves() -> Result<()> {
+    for arch in Arch::all() {
+        let folder = Checkpoint::new(*arch, Dtype::Bf16).sharded(2).write_temp()?;
+        let flag = format!("--model={}", folder.path().display());
+        let cluster = Cluster::start(program(), &["--workers=1", "--model-name=tiny", &flag]).await?;
+        let mut client = cluster.client().await?;
+        let served = model(&mut client).await?;
+        ensure!(served.name == "tiny" && served.workers == 1, "{served:?}");
+        let answer =
+            generate(&mut client, sampled("Hello", 12, 3)).await.with_context(|| format!("{arch:?}"))?;
+        ensure!(answer.tokens.len() == 12, "{arch:?}: {answer:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_damage_to_a_model_is_refused_with_a_clue() -> Result<()> {
+    for damage in Damage::all() {
+        let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp()?;
+        damage.apply(folder.path())?;
+        let flag = format!("--model={}", folder.path().display());
+        let worker =
+            ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", "--kv-cache-bytes=16MiB", &flag];
+        let refused = run(program(), &worker, "").await?;
+        ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{damage:?}: {refused:?}");
+        let message = refused.stderr.lines().last().unwrap_or_default();
+        ensure!(message.starts_with("error: "), "{damage:?}: {refused:?}");
+        ensure!(refused.stderr.contains(damage.clue()), "{damage:?}: no {:?} in {message}", damage.clue());
+        ensure!(!refused.stderr.contains("panic"), "{damage:?}: {refused:?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,48 @@
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use anyhow::{Context, Result, bail, ensure};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// What a Prometheus endpoint said.
+#[derive(Debug, Clone)]
+pub struct Samples(BTreeMap<String, f64>);
+
+impl Samples {
+    /// The sum over all label sets of a metric.
+    ///
+    /// # Errors
+    /// The endpoint does not have it.
+    pub fn total(&self, name: &str) -> Result<f64> {
+        let of_name =
+            |series: &str| series == name || series.strip_prefix(name).is_some_and(|l| l.starts_with('{'));
+        let values: Vec<f64> = self.0.iter().filter(|(series, _)| of_name(series)).map(|(_, v)| *v).collect();
+        ensure!(!values.is_empty(), "no metric {name}");
+        Ok(values.iter().sum())
+    }
+
+    /// Every series as it was written.
+    pub fn series(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.0.iter().map(|(series, value)| (series.as_str(), *value))
+    }
+}
+
+/// Reads `/metrics` at an address.
+///
+/// # Errors
+/// Nobody answers, or not with metrics.
+pub async fn scrape(address: SocketAddr) -> Result<Samples> {
+    let mut stream = TcpStream::connect(address).await.context("metrics endpoint")?;
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: inflight\r\nconnection: close\r\n\r\n").await?;
+    let mut response = String::new();
+    stream.read_to_string(&mut response).await?;
+    let Some((head, body)) = response.split_once("\r\n\r\n") else { bail!("no HTTP response") };
+    ensure!(head.starts_with("HTTP/1.1 200"), "metrics endpoint said {head}");
+    let mut samples = BTreeMap::new();
+    for line in body.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        let (series, value) = line.rsplit_once(' ').with_context(|| format!("not a sample: {line}"))?;
+        samples.insert(series.to_owned(), value.parse().with_context(|| format!("not a sample: {line}"))?);
+    }
+    Ok(Samples(samples))
+}

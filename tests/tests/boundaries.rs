@@ -1,0 +1,62 @@
+//! Dependencies point one way, and the pure crates stay pure.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+/// Crates that bring clocks, I/O, protobuf or randomness.
+const IMPURE: [&str; 8] = ["tokio", "tonic", "prost", "rand", "hyper", "mio", "getrandom", "metrics"];
+
+/// Names of all packages that a package of this workspace is built from, itself included.
+fn built_from(package: &str) -> Result<Vec<String>> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args([
+            "tree",
+            "--locked",
+            "--offline",
+            "--edges=normal",
+            "--prefix=none",
+            "--format={p}",
+            "--package",
+            package,
+        ])
+        .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")))
+        .output()
+        .context("cargo tree")?;
+    ensure!(output.status.success(), "cargo tree: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout)?;
+    let mut names: Vec<String> =
+        text.lines().filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect();
+    names.sort_unstable();
+    names.dedup();
+    Ok(names)
+}
+
+fn ensure_without(package: &str, unwanted: &[&str]) -> Result<()> {
+    let names = built_from(package)?;
+    ensure!(names.iter().any(|name| name == package), "cargo tree does not know {package}: {names:?}");
+    let found: Vec<&String> = names
+        .iter()
+        .filter(|name| unwanted.iter().any(|u| name == u || name.starts_with(&format!("{u}-"))))
+        .collect();
+    ensure!(found.is_empty(), "{package} is built from {found:?}");
+    Ok(())
+}
+
+#[test]
+fn the_pure_crates_pull_in_no_runtime_protobuf_or_randomness() -> Result<()> {
+    for package in ["inflight-contract", "inflight-worker-core", "inflight-router-core"] {
+        ensure_without(package, &IMPURE)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn dependencies_point_one_way() -> Result<()> {
+    ensure_without("inflight-router", &["inflight-worker", "inflight-kernels"])?;
+    ensure_without("inflight-worker", &["inflight-router"])?;
+    ensure_without("inflight-proto", &["inflight-worker", "inflight-router", "inflight-kernels"])?;
+    ensure_without("inflight-kernels", &["inflight-worker", "inflight-router", "inflight-proto", "tokio"])
+}

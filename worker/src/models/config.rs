@@ -1,0 +1,263 @@
+use inflight_kernels::cpu::{HEAD_DIM_MAX, RopeScaling};
+use serde_json::Value;
+
+use super::Error;
+use super::fields::Fields;
+use super::files::Files;
+
+/// Bounds that no supported model comes near; they keep a broken file from asking for absurd amounts of memory.
+const WIDTH_MAX: u32 = 1 << 20;
+const LAYERS_MAX: u32 = 1 << 10;
+const TOKENS_MAX: u32 = 1 << 28;
+
+/// A family of models that share one decoder block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama 1, 2 and 3.x.
+    Llama,
+    /// Mistral: Llama with a sliding window.
+    Mistral,
+    /// Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
+    Qwen2,
+    /// Qwen3: Llama with normalised queries and keys.
+    Qwen3,
+}
+
+impl Architecture {
+    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+
+    /// Its name in the `architectures` of config.json.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Mistral => "MistralForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    fn read(fields: &Fields) -> Result<Self, Error> {
+        let names = match fields.get("architectures") {
+            None => return Err(fields.missing("architectures")),
+            Some(Value::Array(names)) => names,
+            Some(_) => return Err(fields.bad("architectures", "a list of names")),
+        };
+        let known = |name: &Value| Self::ALL.into_iter().find(|known| name.as_str() == Some(known.name()));
+        names.iter().find_map(known).ok_or_else(|| {
+            let found: Vec<_> = names.iter().map(|name| name.as_str().unwrap_or("?")).collect();
+            fields.unsupported("architectures", &found.join(", "), &Self::ALL.map(Self::name).join(", "))
+        })
+    }
+}
+
+/// The shape and options of a decoder, from config.json.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    /// Which family it is of.
+    pub architecture: Architecture,
+    /// Tokens in the vocabulary: rows of the embedding.
+    pub vocab_size: usize,
+    /// Numbers of a hidden state.
+    pub hidden_size: usize,
+    /// Numbers between the two halves of the feed-forward part.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Numbers of a head; even.
+    pub head_dim: usize,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// How rotary frequencies are stretched.
+    pub rope_scaling: RopeScaling,
+    /// Added to the mean square before its root is taken.
+    pub norm_eps: f32,
+    /// The head is the embedding.
+    pub tied_embeddings: bool,
+    /// Queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// The attention's output has a bias.
+    pub output_bias: bool,
+    /// The products of the feed-forward part have biases.
+    pub mlp_bias: bool,
+    /// Queries and keys are normalised head by head.
+    pub qk_norm: bool,
+    /// Per layer, how many positions up to its own a token attends to; `None` is all.
+    pub windows: Vec<Option<u32>>,
+    /// Most tokens of a sequence.
+    pub context_tokens: u32,
+    /// Tokens that end a sequence, as config.json has them.
+    pub eos_token_ids: Vec<u32>,
+    /// Token that begins a sequence.
+    pub bos_token_id: Option<u32>,
+}
+
+impl ModelConfig {
+    pub(super) fn read(files: &Files) -> Result<Self, Error> {
+        let fields = Fields::read(files, "config.json")?.ok_or_else(|| Error::MissingFile {
+            file: files.label("config.json"),
+            advice: "a model directory needs it; is this the right directory?",
+        })?;
+        let architecture = Architecture::read(&fields)?;
+        let hidden_size = fields.needed_count("hidden_size", WIDTH_MAX)?;
+        let layers = fields.needed_count("num_hidden_layers", LAYERS_MAX)?;
+        let heads = fields.needed_count("num_attention_heads", WIDTH_MAX)?;
+        let kv_heads = match (fields.count("num_key_value_heads", WIDTH_MAX)?, architecture) {
+            (Some(kv_heads), _) => kv_heads,
+            (None, Architecture::Llama) => heads,
+            (None, _) => return Err(fields.missing("num_key_value_heads")),
+        };
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(
+                fields.bad("num_key_value_heads", &format!("a divisor of the {heads} attention heads"))
+            );
+        }
+        let head_dim = head_dim(&fields, architecture, hidden_size, heads)?;
+        match fields.text("hidden_act")? {
+            None | Some("silu") => {}
+            Some(other) => return Err(fields.unsupported("hidden_act", other, "silu")),
+        }
+        if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+            return Err(fields.bad("partial_rotary_factor", "1, as only whole heads can be rotated"));
+        }
+        let (rope_theta, rope_scaling) = rope(&fields)?;
+        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
+        let (qkv_bias, output_bias) = match architecture {
+            Architecture::Qwen2 => (true, false),
+            Architecture::Mistral => (false, false),
+            Architecture::Llama | Architecture::Qwen3 => (attention_bias, attention_bias),
+        };
+        let norm_eps = match fields.number("rms_norm_eps")?.unwrap_or(1e-6) {
+            eps if (0.0..=1.0).contains(&eps) => eps as f32,
+            _ => return Err(fields.bad("rms_norm_eps", "a number from 0 to 1")),
+        };
+        Ok(Self {
+            architecture,
+            vocab_size: fields.needed_count("vocab_size", TOKENS_MAX)?,
+            hidden_size,
+            intermediate_size: fields.needed_count("intermediate_size", WIDTH_MAX)?,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            rope_theta,
+            rope_scaling,
+            norm_eps,
+            tied_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+            qkv_bias,
+            output_bias,
+            mlp_bias: architecture == Architecture::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
+            qk_norm: architecture == Architecture::Qwen3,
+            windows: windows(&fields, architecture, layers)?,
+            context_tokens: fields.needed_count("max_position_embeddings", TOKENS_MAX)? as u32,
+            eos_token_ids: fields.tokens("eos_token_id")?.unwrap_or_default(),
+            bos_token_id: fields.tokens("bos_token_id")?.and_then(|ids| ids.first().copied()),
+        })
+    }
+}
+
+fn head_dim(
+    fields: &Fields,
+    architecture: Architecture,
+    hidden: usize,
+    heads: usize,
+) -> Result<usize, Error> {
+    let head_dim = match (fields.count("head_dim", WIDTH_MAX)?, architecture) {
+        (Some(head_dim), _) => head_dim,
+        // The family's own default; it does not follow from the hidden size.
+        (None, Architecture::Qwen3) => 128,
+        (None, _) if hidden.is_multiple_of(heads) => hidden / heads,
+        (None, _) => {
+            return Err(fields.bad("num_attention_heads", &format!("a divisor of hidden_size, {hidden}")));
+        }
+    };
+    if head_dim % 2 == 1 || head_dim > HEAD_DIM_MAX {
+        let rule = format!("even and at most {HEAD_DIM_MAX}; it comes to {head_dim}");
+        return Err(fields.bad("head_dim", &rule));
+    }
+    Ok(head_dim)
+}
+
+/// Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+fn rope(fields: &Fields) -> Result<(f64, RopeScaling), Error> {
+    const THETA: f64 = 10_000.0;
+    let base = fields.positive("rope_theta")?;
+    let (field, scaling) = match fields.object("rope_parameters")? {
+        Some(parameters) => ("rope_parameters", Some(parameters)),
+        None => ("rope_scaling", fields.object("rope_scaling")?),
+    };
+    let Some(scaling) = scaling else { return Ok((base.unwrap_or(THETA), RopeScaling::None)) };
+    let theta = scaling.positive("rope_theta")?.or(base).unwrap_or(THETA);
+    let kind = match scaling.text("rope_type")? {
+        Some(kind) => kind,
+        None => scaling.text("type")?.unwrap_or("default"),
+    };
+    let needed =
+        |name: &str| scaling.positive(name)?.ok_or_else(|| scaling.missing(&format!("{field}.{name}")));
+    let scaling = match kind {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: needed("factor")? },
+        "llama3" => {
+            let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
+            if high <= low {
+                return Err(scaling.bad("high_freq_factor", "above low_freq_factor"));
+            }
+            RopeScaling::Llama3 {
+                factor: needed("factor")?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_context: needed("original_max_position_embeddings")?,
+            }
+        }
+        other => {
+            return Err(fields.unsupported(&format!("{field}.rope_type"), other, "default, linear, llama3"));
+        }
+    };
+    Ok((theta, scaling))
+}
+
+/// The sliding window of each layer.
+fn windows(fields: &Fields, architecture: Architecture, layers: usize) -> Result<Vec<Option<u32>>, Error> {
+    let qwen = matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3);
+    let switched_on = match architecture {
+        Architecture::Llama => false,
+        Architecture::Mistral => true,
+        Architecture::Qwen2 | Architecture::Qwen3 => fields.flag("use_sliding_window")?.unwrap_or(false),
+    };
+    let window = match switched_on {
+        true => fields.count("sliding_window", TOKENS_MAX)?.map(|window| window as u32),
+        false => None,
+    };
+    if window.is_none() {
+        return Ok(vec![None; layers]);
+    }
+    if let Some(types) = fields.get("layer_types") {
+        let types = types.as_array().map(Vec::as_slice).unwrap_or_default();
+        if types.len() != layers {
+            return Err(fields.bad("layer_types", &format!("a list of {layers} names")));
+        }
+        return types
+            .iter()
+            .map(|kind| match kind.as_str() {
+                Some("sliding_attention") => Ok(window),
+                Some("full_attention") => Ok(None),
+                other => Err(fields.unsupported(
+                    "layer_types",
+                    other.unwrap_or("something that is not a name"),
+                    "full_attention, sliding_attention",
+                )),
+            })
+            .collect();
+    }
+    // In Qwen the first layers attend to everything.
+    let first = match (qwen, fields.get("max_window_layers").map(Value::as_u64)) {
+        (false, _) => 0,
+        (true, Some(Some(first))) => first.min(layers as u64) as usize,
+        (true, Some(None)) => return Err(fields.bad("max_window_layers", "a number of layers")),
+        (true, None) => return Err(fields.missing("max_window_layers")),
+    };
+    Ok((0..layers).map(|layer| window.filter(|_| layer >= first)).collect())
+}

@@ -1,0 +1,159 @@
+use inflight_kernels::cpu::{
+    Activations, Isa, KvPlace, KvPool, Pool, QkvShape, Ragged, RopeTable, Start, attention, finish_qkv, gemm,
+    rms_norm, swiglu,
+};
+use inflight_kernels::widen;
+
+use super::super::{Batch, Capabilities, Error};
+use super::weights::{Linear, Weights};
+use crate::models::ModelConfig;
+
+/// The forward pass: its buffers, and the order of its kernels.
+pub(super) struct Forward {
+    config: ModelConfig,
+    shape: QkvShape,
+    rope: RopeTable,
+    ragged: Ragged,
+    places: Vec<KvPlace>,
+    /// Per block, the last step that wrote to it.
+    written: Vec<u64>,
+    step: u64,
+    activations: Activations,
+    hidden: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: Vec<f32>,
+    attended: Vec<f32>,
+    gate_up: Vec<f32>,
+    gated: Vec<f32>,
+    logits: Vec<f32>,
+    samples: usize,
+}
+
+impl Forward {
+    /// Buffers for the largest batch; memory is taken as batches use it.
+    pub(super) fn new(config: &ModelConfig, rope: RopeTable, bounds: &Capabilities) -> Self {
+        let shape = QkvShape { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
+        let rows = bounds.batch_tokens as usize;
+        let buffer = |width: usize| vec![0.0; rows * width];
+        Self {
+            shape,
+            rope,
+            ragged: Ragged::default(),
+            places: Vec::with_capacity(rows),
+            written: vec![0; bounds.blocks as usize],
+            step: 0,
+            activations: Activations::default(),
+            hidden: buffer(config.hidden_size),
+            normed: buffer(config.hidden_size),
+            qkv: buffer(shape.width()),
+            attended: buffer(config.heads * config.head_dim),
+            gate_up: buffer(2 * config.intermediate_size),
+            gated: buffer(config.intermediate_size),
+            logits: Vec::new(),
+            samples: 0,
+            config: config.clone(),
+        }
+    }
+
+    /// The logits of the last step; [samples, vocab_size].
+    pub(super) fn logits(&self) -> &[f32] {
+        &self.logits[..self.samples * self.config.vocab_size]
+    }
+
+    /// Finds out where each row's key and value go.
+    ///
+    /// # Errors
+    /// Two sequences write to one block.
+    pub(super) fn place(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
+        self.step += 1;
+        self.places.clear();
+        for s in 0..batch.sequences() {
+            let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
+            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+            for (i, position) in positions.iter().enumerate() {
+                let block = table[(position / bounds.block_tokens) as usize];
+                let offset = position % bounds.block_tokens;
+                if i == 0 || offset == 0 {
+                    let written = &mut self.written[block as usize];
+                    if *written == self.step {
+                        return Err(Error::Malformed(format!("block {block} is written from two places")));
+                    }
+                    *written = self.step;
+                }
+                self.places.push(KvPlace { block, offset });
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the logits of the batch's sample rows and writes all rows' keys and values. The batch was checked
+    /// and placed.
+    pub(super) fn run(&mut self, batch: &Batch, weights: &Weights, kv: &mut KvPool, pool: &Pool, isa: Isa) {
+        let Self { config, shape, rope, ragged, places, activations, .. } = self;
+        let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
+        let width = config.hidden_size;
+        let hidden = &mut self.hidden[..rows * width];
+        let normed = &mut self.normed[..rows * width];
+        let qkv = &mut self.qkv[..rows * shape.width()];
+        let attended = &mut self.attended[..rows * shape.heads * shape.head_dim];
+        let gate_up = &mut self.gate_up[..rows * 2 * config.intermediate_size];
+        let gated = &mut self.gated[..rows * config.intermediate_size];
+
+        let Batch { starts, positions, block_starts, blocks, .. } = batch;
+        let block_tokens = kv.layout().block_tokens;
+        ragged.set(starts, positions, block_starts, blocks, block_tokens, kv.blocks());
+        rope.ensure(positions.iter().max().map_or(0, |last| *last as usize + 1));
+
+        let embedding = &weights.embedding;
+        let row_bytes = width * embedding.dtype.bytes();
+        for (token, out) in batch.tokens.iter().zip(hidden.chunks_exact_mut(width)) {
+            let row = &embedding.bytes()[*token as usize * row_bytes..][..row_bytes];
+            widen(embedding.dtype, row, out);
+        }
+
+        for (index, layer) in weights.layers.iter().enumerate() {
+            rms_norm(pool, isa, hidden, &layer.attention_norm, eps, normed);
+            multiply(pool, &layer.qkv, normed, rows, qkv, activations);
+            let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
+            finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, index);
+            attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
+            add(pool, &layer.output, attended, rows, hidden, activations);
+            rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
+            multiply(pool, &layer.gate_up, normed, rows, gate_up, activations);
+            swiglu(pool, isa, gate_up, config.intermediate_size, gated);
+            add(pool, &layer.down, gated, rows, hidden, activations);
+        }
+
+        // Only sampled rows go through the head. They ascend, so each moves to a place before its own.
+        let samples = batch.samples.len();
+        self.samples = samples;
+        if self.logits.len() < samples * config.vocab_size {
+            self.logits.resize(samples * config.vocab_size, 0.0);
+        }
+        if self.normed.len() < samples * width {
+            self.normed.resize(samples * width, 0.0);
+        }
+        for (sample, normed) in batch.samples.iter().zip(self.normed.chunks_exact_mut(width)) {
+            let row = &self.hidden[sample.row as usize * width..][..width];
+            rms_norm(pool, isa, row, &weights.norm, eps, normed);
+        }
+        let logits = &mut self.logits[..samples * config.vocab_size];
+        gemm(pool, &weights.head, &self.normed[..samples * width], samples, Start::Zero, logits, activations);
+    }
+}
+
+/// y = x W^T + bias
+fn multiply(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+    let start = linear.bias.as_deref().map_or(Start::Zero, Start::Bias);
+    gemm(pool, &linear.matrix, x, rows, start, y, scratch);
+}
+
+/// y += x W^T + bias
+fn add(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+    if let Some(bias) = &linear.bias {
+        for row in y.chunks_exact_mut(bias.len()) {
+            row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+        }
+    }
+    gemm(pool, &linear.matrix, x, rows, Start::Output, y, scratch);
+}

@@ -1,0 +1,112 @@
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use inflight_contract::SamplingParams;
+use inflight_kernels::Draw;
+use inflight_kernels::cpu::{Isa, Pool, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+
+use super::super::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
+use super::slots::{Slots, State};
+
+/// Chooses tokens from logits, row by row on all threads.
+#[derive(Default)]
+pub(super) struct Sampler {
+    /// Scratch that threads take and give back; never more than there are threads.
+    scratch: Mutex<Vec<Scratch>>,
+    outcomes: Vec<Mutex<Option<Sampled>>>,
+}
+
+#[derive(Default)]
+struct Scratch {
+    row: Vec<f32>,
+    workspace: Workspace,
+}
+
+impl Sampler {
+    /// Chooses a token for each of the batch's sample rows and counts it in its slot. All slots are attached.
+    pub(super) fn run(
+        &mut self,
+        batch: &Batch,
+        logits: &[f32],
+        slots: &mut Slots,
+        pool: &Pool,
+        isa: Isa,
+        sampled: &mut Vec<Sampled>,
+    ) {
+        let samples = batch.samples.as_slice();
+        if samples.is_empty() {
+            return;
+        }
+        let vocab = logits.len() / samples.len();
+        self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
+        // A slot's next row must see the token of the one before, so a run ends where a slot comes again.
+        let mut first = 0;
+        while first < samples.len() {
+            let end = (first + 1..samples.len())
+                .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
+                .unwrap_or(samples.len());
+            let read: &Slots = slots;
+            pool.each(end - first, &|i| {
+                let i = first + i;
+                let Some(state) = read.get(samples[i].slot) else { return };
+                let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+                let token =
+                    choose(state, &samples[i], &logits[i * vocab..(i + 1) * vocab], isa, &mut scratch);
+                lock(&self.scratch).push(scratch);
+                *lock(&self.outcomes[i]) = Some(token);
+            });
+            for i in first..end {
+                if let Some(outcome) = lock(&self.outcomes[i]).take() {
+                    slots.count(samples[i].slot, outcome.token);
+                    sampled.push(outcome);
+                }
+            }
+            first = end;
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn choose(state: &State, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
+    let sampling = &*state.sampling;
+    if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() {
+        return Sampled { token: argmax(isa, logits), logprobs: None };
+    }
+    let Scratch { row: adjusted, workspace } = scratch;
+    adjusted.clear();
+    adjusted.extend_from_slice(logits);
+    mask_nan(adjusted);
+    state.adjust(adjusted);
+    let token = if sampling.is_greedy() {
+        argmax(isa, adjusted)
+    } else {
+        let draw = Draw { seed: sampling.seed, choice: state.choice, position: row.position, draw: 0 };
+        sample(isa, adjusted, &truncation(sampling), draw.uniform(), workspace)
+    };
+    let logprobs = sampling.logprobs.map(|count| {
+        let total = log_sum_exp(isa, adjusted, workspace);
+        let entry = |token: u32, logit: f32| {
+            let logprob = match (f64::from(logit) - total) as f32 {
+                // Both infinite: the token shares all the probability there is, or there is none.
+                logprob if logprob.is_nan() => 0.0,
+                logprob => logprob,
+            };
+            TokenLogprob { token, logprob }
+        };
+        let top =
+            top(adjusted, count as usize, workspace).map(|(token, logit)| entry(token, logit)).collect();
+        Box::new(PositionLogprobs { chosen: entry(token, adjusted[token as usize]), top })
+    });
+    Sampled { token, logprobs }
+}
+
+fn truncation(sampling: &SamplingParams) -> Truncation {
+    Truncation {
+        temperature: sampling.temperature,
+        top_k: sampling.top_k.max(0) as usize,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+    }
+}

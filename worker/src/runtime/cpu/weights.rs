@@ -1,0 +1,151 @@
+use inflight_kernels::Dtype;
+use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, Rows};
+
+use crate::models::{Error, ModelConfig, ModelDir, Tensor};
+
+/// Weights in the form that kernels read.
+pub(super) struct Weights {
+    pub(super) embedding: Tensor,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Vec<f32>,
+    pub(super) head: PackedMatrix,
+}
+
+pub(super) struct Layer {
+    pub(super) attention_norm: Vec<f32>,
+    /// Queries, keys and values in one product.
+    pub(super) qkv: Linear,
+    /// Weights of the norms of queries and keys.
+    pub(super) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    pub(super) output: Linear,
+    pub(super) mlp_norm: Vec<f32>,
+    /// Gates and ups in one product.
+    pub(super) gate_up: Linear,
+    pub(super) down: Linear,
+}
+
+pub(super) struct Linear {
+    pub(super) matrix: PackedMatrix,
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+impl Weights {
+    /// Bytes held in memory; the embedding stays in its file.
+    pub(super) fn bytes(&self) -> usize {
+        let linears = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
+        linears.map(|linear| linear.matrix.bytes()).sum::<usize>() + self.head.bytes()
+    }
+}
+
+/// The tensors of a model, all found and of the right shape.
+pub(super) struct Found {
+    config: ModelConfig,
+    embedding: Tensor,
+    layers: Vec<FoundLayer>,
+    norm: Tensor,
+    head: Option<Tensor>,
+}
+
+struct FoundLayer {
+    attention_norm: Tensor,
+    qkv: FoundLinear,
+    qk_norm: Option<(Tensor, Tensor)>,
+    output: FoundLinear,
+    mlp_norm: Tensor,
+    gate_up: FoundLinear,
+    down: FoundLinear,
+}
+
+/// Matrices to be stacked, and their biases if they have any.
+struct FoundLinear {
+    matrices: Vec<Tensor>,
+    biases: Vec<Tensor>,
+    k: usize,
+}
+
+/// Finds every tensor that the configuration calls for.
+pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
+    let (config, tensors) = (model.config(), model.tensors());
+    let hidden = config.hidden_size;
+    let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let linear = |prefix: &str, parts: &[(&str, usize)], k: usize, bias: bool| {
+        let mut found = FoundLinear { matrices: Vec::new(), biases: Vec::new(), k };
+        for (part, n) in parts {
+            found.matrices.push(tensors.get(&format!("{prefix}.{part}.weight"), &[*n, k])?);
+            if bias {
+                found.biases.push(tensors.get(&format!("{prefix}.{part}.bias"), &[*n])?);
+            }
+        }
+        Ok::<_, Error>(found)
+    };
+    let embedding = tensors.get("model.embed_tokens.weight", &[config.vocab_size, hidden])?;
+    let mut layers = Vec::with_capacity(config.layers);
+    for layer in 0..config.layers {
+        let at = format!("model.layers.{layer}");
+        let attention = format!("{at}.self_attn");
+        let mlp = format!("{at}.mlp");
+        let parts = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
+        let head_norm = |which: &str| tensors.get(&format!("{attention}.{which}.weight"), &[config.head_dim]);
+        let inner = config.intermediate_size;
+        layers.push(FoundLayer {
+            attention_norm: tensors.get(&format!("{at}.input_layernorm.weight"), &[hidden])?,
+            qkv: linear(&attention, &parts, hidden, config.qkv_bias)?,
+            qk_norm: match config.qk_norm {
+                true => Some((head_norm("q_norm")?, head_norm("k_norm")?)),
+                false => None,
+            },
+            output: linear(&attention, &[("o_proj", hidden)], queries, config.output_bias)?,
+            mlp_norm: tensors.get(&format!("{at}.post_attention_layernorm.weight"), &[hidden])?,
+            gate_up: linear(&mlp, &[("gate_proj", inner), ("up_proj", inner)], hidden, config.mlp_bias)?,
+            down: linear(&mlp, &[("down_proj", hidden)], inner, config.mlp_bias)?,
+        });
+    }
+    let norm = tensors.get("model.norm.weight", &[hidden])?;
+    let head = match config.tied_embeddings {
+        true => None,
+        false => Some(tensors.get("lm_head.weight", &[config.vocab_size, hidden])?),
+    };
+    Ok(Found { config: config.clone(), embedding, layers, norm, head })
+}
+
+impl Found {
+    /// The model's dtype: that of its first projection. Norms may differ from it.
+    pub(super) fn dtype(&self) -> Dtype {
+        self.layers[0].qkv.matrices[0].dtype
+    }
+
+    /// Packs all matrices.
+    pub(super) fn pack(self, pool: &Pool, isa: Isa, progress: &(dyn Fn(u64, u64) + Sync)) -> Weights {
+        let size = |linear: &FoundLinear| linear.matrices.iter().map(|m| m.bytes().len() as u64).sum::<u64>();
+        let head = self.head.as_ref().unwrap_or(&self.embedding);
+        let linears = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
+        let total = head.bytes().len() as u64 + linears.map(size).sum::<u64>();
+        let mut done = 0;
+        progress(done, total);
+        let mut pack = |linear: &FoundLinear| {
+            let sources: Vec<Rows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
+            let matrix = PackedMatrix::pack(pool, isa, linear.k, &sources);
+            done += size(linear);
+            progress(done, total);
+            let bias: Vec<f32> = linear.biases.iter().flat_map(Tensor::to_f32).collect();
+            Linear { matrix, bias: (!bias.is_empty()).then_some(bias) }
+        };
+        let layers = self
+            .layers
+            .iter()
+            .map(|layer| Layer {
+                attention_norm: layer.attention_norm.to_f32(),
+                qkv: pack(&layer.qkv),
+                qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q.to_f32(), k.to_f32())),
+                output: pack(&layer.output),
+                mlp_norm: layer.mlp_norm.to_f32(),
+                gate_up: pack(&layer.gate_up),
+                down: pack(&layer.down),
+            })
+            .collect();
+        let hidden = self.config.hidden_size;
+        let head = FoundLinear { matrices: vec![head.clone()], biases: Vec::new(), k: hidden };
+        let head = pack(&head).matrix;
+        Weights { embedding: self.embedding, layers, norm: self.norm.to_f32(), head }
+    }
+}

@@ -1,0 +1,226 @@
+//! A model directory that can't be used gives an error that names the file and, where there is one, the field or the
+//! tensor, with what was expected and what was found.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::path::Path;
+
+use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Damage, Dtype, TempDir};
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::Runtime;
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Error, kv_bytes_per_token};
+use serde_json::{Value, json};
+
+const OPTIONS: CpuOptions = CpuOptions {
+    threads: Some(1),
+    kv_bytes: 1 << 20,
+    block_tokens: 16,
+    slots: 4,
+    batch_tokens: 32,
+    context_tokens: None,
+    isa: None,
+};
+
+/// Opens and loads, as a worker does.
+fn load(path: &Path) -> Result<CpuRuntime, Error> {
+    let model = ModelDir::open(&ModelSource::Directory(path.to_path_buf()))?;
+    CpuRuntime::load(&model, &OPTIONS, &|_, _| {})
+}
+
+fn message(path: &Path) -> String {
+    match load(path) {
+        Ok(_) => panic!("{} loads", path.display()),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// A checkpoint with one field of its config.json changed; null removes it.
+fn with(arch: Arch, field: &str, value: Value) -> TempDir {
+    let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    match value {
+        Value::Null => _ = config.as_object_mut().unwrap().remove(field),
+        value => config[field] = value,
+    }
+    std::fs::write(&path, config.to_string()).unwrap();
+    folder
+}
+
+#[test]
+fn every_damage_is_refused_with_a_message_that_names_the_culprit() {
+    for arch in [Arch::Llama2, Arch::Qwen3] {
+        for shards in [1, 2] {
+            for style in [ConfigStyle::Transformers4, ConfigStyle::Transformers5] {
+                for damage in Damage::all() {
+                    let checkpoint = Checkpoint::new(arch, Dtype::Bf16).sharded(shards).styled(style);
+                    let folder = checkpoint.write_temp().unwrap();
+                    load(folder.path()).expect("it loads before it is damaged");
+                    damage.apply(folder.path()).unwrap();
+                    let message = message(folder.path());
+                    println!("{damage}: {message}");
+                    assert!(message.contains(damage.clue()), "{arch} {shards} {damage}: {message}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_wrong_shape_names_tensor_and_both_shapes() {
+    let folder = with(Arch::Llama2, "intermediate_size", json!(64));
+    let message = message(folder.path());
+    let hidden = Arch::Llama2.dims().hidden;
+    assert!(message.contains("model.layers.0.mlp.gate_proj.weight"), "{message}");
+    assert!(message.contains(&format!("[64, {hidden}]")), "{message}");
+    assert!(message.contains("has shape ["), "{message}");
+}
+
+#[test]
+fn every_needed_field_is_named_when_it_is_missing() {
+    let needed = [
+        "architectures",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+    ];
+    for field in needed {
+        let message = message(with(Arch::Llama31, field, Value::Null).path());
+        assert!(message.contains("config.json") && message.contains(field), "{field}: {message}");
+    }
+    let message = message(with(Arch::Qwen2, "num_key_value_heads", Value::Null).path());
+    assert!(message.contains("num_key_value_heads"), "{message}");
+}
+
+#[test]
+fn an_unsupported_architecture_is_told_what_is_supported() {
+    let message = message(with(Arch::Llama2, "architectures", json!(["BertModel"])).path());
+    for name in
+        ["BertModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    {
+        assert!(message.contains(name), "{message}");
+    }
+}
+
+#[test]
+fn fields_that_mean_something_unsupported_or_absurd_are_refused_by_name() {
+    let cases = [
+        ("rope_scaling", json!({ "type": "yarn", "factor": 4.0 }), "yarn"),
+        ("rope_scaling", json!({ "rope_type": "dynamic", "factor": 4.0 }), "dynamic"),
+        ("rope_scaling", json!({ "rope_type": "linear" }), "rope_scaling.factor"),
+        ("rope_scaling", json!("linear"), "rope_scaling"),
+        ("rope_theta", json!(0), "rope_theta"),
+        ("rms_norm_eps", json!("tiny"), "rms_norm_eps"),
+        ("rms_norm_eps", json!(-1.0), "rms_norm_eps"),
+        ("head_dim", json!(7), "head_dim"),
+        ("head_dim", json!(4096), "head_dim"),
+        ("vocab_size", json!(1u64 << 40), "vocab_size"),
+        ("num_hidden_layers", json!(1 << 30), "num_hidden_layers"),
+        ("num_hidden_layers", json!(2.5), "num_hidden_layers"),
+        ("hidden_act", json!("gelu"), "hidden_act"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
+        ("tie_word_embeddings", json!("yes"), "tie_word_embeddings"),
+        ("eos_token_id", json!("</s>"), "eos_token_id"),
+        ("attention_bias", json!(true), "model.layers.0.self_attn.q_proj.bias"),
+    ];
+    for (field, value, clue) in cases {
+        let message = message(with(Arch::Llama2, field, value.clone()).path());
+        assert!(message.contains(clue), "{field} = {value}: {message}");
+    }
+}
+
+#[test]
+fn sliding_windows_follow_the_rules_of_each_family() {
+    let windows = |folder: &TempDir| {
+        let source = ModelSource::Directory(folder.path().to_path_buf());
+        ModelDir::open(&source).map(|model| model.config().windows.clone()).map_err(|error| error.to_string())
+    };
+    let edit = |folder: &TempDir, fields: Value| {
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        for (name, value) in fields.as_object().unwrap() {
+            config[name] = value.clone();
+        }
+        std::fs::write(&path, config.to_string()).unwrap();
+    };
+    let qwen = Checkpoint::new(Arch::Qwen25, Dtype::Bf16).write_temp().unwrap();
+    assert_eq!(windows(&qwen).unwrap(), [None; 3], "switched off");
+    edit(&qwen, json!({ "use_sliding_window": true, "sliding_window": 9, "max_window_layers": 2 }));
+    assert_eq!(windows(&qwen).unwrap(), [None, None, Some(9)], "the first layers attend to everything");
+    let types = json!({ "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] });
+    edit(&qwen, types);
+    assert_eq!(windows(&qwen).unwrap(), [Some(9), None, Some(9)], "layer_types decide");
+    edit(&qwen, json!({ "layer_types": ["sliding_attention"] }));
+    assert!(windows(&qwen).unwrap_err().contains("layer_types"));
+    edit(&qwen, json!({ "layer_types": ["chunked_attention", "full_attention", "full_attention"] }));
+    assert!(windows(&qwen).unwrap_err().contains("chunked_attention"));
+    let mistral = Checkpoint::new(Arch::Mistral, Dtype::Bf16).write_temp().unwrap();
+    assert_eq!(windows(&mistral).unwrap(), [Some(24); 2]);
+    edit(&mistral, json!({ "sliding_window": null }));
+    assert_eq!(windows(&mistral).unwrap(), [None; 2]);
+    let llama = with(Arch::Llama2, "sliding_window", json!(8));
+    assert!(windows(&llama).unwrap().iter().all(Option::is_none), "Llama has no windows");
+}
+
+#[test]
+fn a_path_that_is_no_model_directory_is_refused() {
+    let folder = TempDir::new("inflight-none").unwrap();
+    let missing = folder.path().join("nowhere");
+    assert!(message(&missing).contains("nowhere"));
+    std::fs::write(&missing, "x").unwrap();
+    assert!(message(&missing).contains("it is a file"));
+    assert!(message(folder.path()).contains("config.json"));
+}
+
+#[test]
+fn options_out_of_range_say_what_would_do() {
+    let folder = Checkpoint::new(Arch::Llama2, Dtype::Bf16).write_temp().unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    let refused = |options: CpuOptions| match CpuRuntime::load(&model, &options, &|_, _| {}) {
+        Ok(_) => panic!("accepted {options:?}"),
+        Err(error) => error.to_string(),
+    };
+    let per_token = kv_bytes_per_token(model.config(), inflight_kernels::Dtype::Bf16);
+    let too_small = refused(CpuOptions { kv_bytes: 16 * per_token as u64 - 1, ..OPTIONS });
+    assert!(too_small.contains(&(16 * per_token).to_string()), "{too_small}");
+    assert!(refused(CpuOptions { block_tokens: 24, ..OPTIONS }).contains("power of two"));
+    assert!(refused(CpuOptions { block_tokens: 0, ..OPTIONS }).contains("block_tokens"));
+    assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("slots"));
+    assert!(refused(CpuOptions { batch_tokens: 0, ..OPTIONS }).contains("batch_tokens"));
+    assert!(refused(CpuOptions { threads: Some(0), ..OPTIONS }).contains("threads"));
+    assert!(refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("context_tokens"));
+}
+
+#[test]
+fn the_embedded_model_opens_and_runs_like_any_other() {
+    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    assert!(
+        model.bundle_files().iter().any(|(name, content)| name == "tokenizer.json" && !content.is_empty())
+    );
+    assert!(!model.eos_token_ids().is_empty());
+    let runtime = CpuRuntime::load(&model, &OPTIONS, &|_, _| {}).unwrap();
+    assert_eq!(runtime.capabilities().vocab_size as usize, model.config().vocab_size);
+    assert_eq!(runtime.capabilities().fingerprint.len(), 64);
+}
+
+#[test]
+fn the_fingerprint_is_that_of_numbers_and_kernels_and_not_of_threads() {
+    let fingerprint = |checkpoint: &Checkpoint, options: &CpuOptions| {
+        let folder = checkpoint.write_temp().unwrap();
+        let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+        CpuRuntime::load(&model, options, &|_, _| {}).unwrap().capabilities().fingerprint.clone()
+    };
+    let checkpoint = Checkpoint::new(Arch::Llama31, Dtype::Bf16);
+    let base = fingerprint(&checkpoint, &OPTIONS);
+    let other_shape =
+        CpuOptions { threads: Some(3), block_tokens: 32, slots: 9, kv_bytes: 2 << 20, ..OPTIONS };
+    assert_eq!(base, fingerprint(&checkpoint, &other_shape));
+    assert_ne!(base, fingerprint(&checkpoint.clone().seeded(1), &OPTIONS));
+    assert_ne!(base, fingerprint(&Checkpoint::new(Arch::Llama31, Dtype::F16), &OPTIONS));
+    let portable = CpuOptions { isa: Some(inflight_kernels::cpu::Isa::PORTABLE), ..OPTIONS };
+    let detected = inflight_kernels::cpu::Isa::detect() == inflight_kernels::cpu::Isa::PORTABLE;
+    assert_eq!(base == fingerprint(&checkpoint, &portable), detected);
+}
