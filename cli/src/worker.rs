@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_worker::metrics::BUCKETS;
-use inflight_worker::{Device, ModelSource, Options, Worker};
+use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
@@ -42,6 +42,18 @@ pub struct EngineArgs {
     /// Memory for the KV cache, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
+    /// Host memory for the KV cache of sequences that give way, such as 1GiB; 0: they are computed again
+    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
+    pub host_cache_bytes: Bytes,
+    /// Who goes first: fair, fcfs, priority or static
+    #[arg(long, value_name = "POLICY", default_value_t = Options::default().policy, env = "INFLIGHT_WORKER_POLICY")]
+    pub policy: PolicyKind,
+    /// Prompts that begin alike compute the beginning again, each for itself
+    #[arg(long, env = "INFLIGHT_WORKER_NO_PREFIX_CACHE")]
+    pub no_prefix_cache: bool,
+    /// How long an iteration with decodes in it should take at most; bounds the prefill beside them
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Duration::from_millis(50)), env = "INFLIGHT_WORKER_STEP_TARGET")]
+    pub step_target: Span,
     /// Tokens in a block of the KV cache
     #[arg(long, value_name = "N", default_value_t = Options::default().block_tokens, env = "INFLIGHT_WORKER_BLOCK_TOKENS")]
     pub block_tokens: u32,
@@ -106,6 +118,10 @@ impl Args {
             device: engine.device,
             threads: engine.threads,
             kv_cache_bytes: engine.kv_cache_bytes.0,
+            host_cache_bytes: engine.host_cache_bytes.0,
+            policy: engine.policy,
+            prefix_cache: !engine.no_prefix_cache,
+            step_target: Some(engine.step_target.0),
             block_tokens: engine.block_tokens,
             max_sequences: engine.max_sequences,
             max_batch_tokens: engine.max_batch_tokens,

@@ -14,6 +14,7 @@ mod session;
 mod worker;
 
 pub use bundle::Bundle;
+pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use models::ModelSource;
 pub use options::{Device, Options, OptionsError, UnknownDevice};
 pub use worker::{Error, Progress, Worker};

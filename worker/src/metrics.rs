@@ -53,10 +53,20 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (HOST_BLOCKS_USED, Kind::Gauge, Unit::Count, "blocks of the host pool in use"),
     (PREEMPTIONS, Kind::Counter, Unit::Count, "sequences preempted, by what became of their blocks"),
     (ADMITTED_TOKENS, Kind::Counter, Unit::Count, "known tokens of all admissions"),
-    (CACHED_TOKENS, Kind::Counter, Unit::Count, "of these, found in the prefix cache or shared with a sibling"),
+    (
+        CACHED_TOKENS,
+        Kind::Counter,
+        Unit::Count,
+        "of these, found in the prefix cache or shared with a sibling",
+    ),
     (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks copied to the host and back, by direction"),
     (RECOMPUTED, Kind::Counter, Unit::Count, "computed tokens that preemptions threw away"),
-    (BLOCKED, Kind::Counter, Unit::Count, "iterations in which the first waiting sequence could not start, by reason"),
+    (
+        BLOCKED,
+        Kind::Counter,
+        Unit::Count,
+        "iterations in which the first waiting sequence could not start, by reason",
+    ),
     (ENDED, Kind::Counter, Unit::Count, "sequences ended, by reason"),
     (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "sessions refused"),
 ];

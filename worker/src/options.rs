@@ -2,6 +2,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_worker_core::policy::PolicyKind;
+
 use crate::models::ModelSource;
 
 /// What runs the model.
@@ -55,6 +57,14 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Bytes of the KV pool.
     pub kv_cache_bytes: u64,
+    /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
+    pub host_cache_bytes: u64,
+    /// Who goes first.
+    pub policy: PolicyKind,
+    /// Whether prompts that begin alike share the computed blocks, within a tenant.
+    pub prefix_cache: bool,
+    /// How long an iteration with decodes in it should take at most: bounds the prefill beside them.
+    pub step_target: Option<Duration>,
     /// Tokens in a KV block: a power of two.
     pub block_tokens: u32,
     /// Sequences that run at once.
@@ -84,6 +94,10 @@ impl Default for Options {
             device: Device::Auto,
             threads: None,
             kv_cache_bytes: 1 << 30,
+            host_cache_bytes: 256 << 20,
+            policy: PolicyKind::default(),
+            prefix_cache: true,
+            step_target: Some(Duration::from_millis(50)),
             block_tokens: 16,
             max_sequences: 256,
             max_batch_tokens: 512,
@@ -130,9 +144,11 @@ impl Options {
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
         check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
         check(self.kv_cache_bytes >= 1, "kv_cache_bytes", &self.kv_cache_bytes, "at least 1")?;
+        check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
-        let heartbeat = self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
+        let heartbeat =
+            self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
     }
 }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 const OPTIONS: CpuOptions = CpuOptions {
     threads: Some(1),
     kv_bytes: 1 << 20,
+    host_bytes: 0,
     block_tokens: 16,
     slots: 4,
     batch_tokens: 32,

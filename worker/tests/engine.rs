@@ -151,7 +151,9 @@ impl Runtime for Remembering {
         for sample in &batch.samples {
             let sequence = batch.starts.partition_point(|start| *start <= sample.row) - 1;
             let context: Vec<u32> = (0..sample.position as usize)
-                .map(|position| self.memory[place(sequence, position)].expect("a position was never computed"))
+                .map(|position| {
+                    self.memory[place(sequence, position)].expect("a position was never computed")
+                })
                 .collect();
             let (seed, choice) = self.slots[sample.slot as usize].expect("an unattached slot was sampled");
             sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
@@ -180,26 +182,30 @@ struct Ask {
 fn ask() -> impl Strategy<Value = Ask> {
     (
         // Few beginnings, so that prompts share prefixes.
-        (0..2 * VOCAB, 1u32..40).prop_map(|(text, len)| (0..len).map(|i| (i * i + text / 40) % VOCAB).collect()),
+        (0..2 * VOCAB, 1u32..40)
+            .prop_map(|(text, len)| (0..len).map(|i| (i * i + text / 40) % VOCAB).collect()),
         (1u32..40, 1u32..=3, any::<u64>(), any::<bool>(), -1i32..=1),
         (0usize..60, prop::option::weighted(0.2, 0usize..80), 0usize..6, 0u64..3),
     )
-        .prop_map(|(prompt, (max_tokens, n, seed, ignore_eos, priority), (at, cancel_at, resumed, session))| Ask {
-            prompt,
-            max_tokens,
-            n,
-            seed,
-            ignore_eos,
-            priority,
-            at,
-            cancel_at,
-            resumed,
-            session,
-        })
+        .prop_map(
+            |(prompt, (max_tokens, n, seed, ignore_eos, priority), (at, cancel_at, resumed, session))| Ask {
+                prompt,
+                max_tokens,
+                n,
+                seed,
+                ignore_eos,
+                priority,
+                at,
+                cancel_at,
+                resumed,
+                session,
+            },
+        )
 }
 
 fn request(ask: &Ask, handle: u64) -> Request {
-    let spec = SamplingSpec { n: ask.n, seed: ask.seed, ignore_eos: ask.ignore_eos, ..SamplingSpec::default() };
+    let spec =
+        SamplingSpec { n: ask.n, seed: ask.seed, ignore_eos: ask.ignore_eos, ..SamplingSpec::default() };
     let mut request = Request {
         key: RequestKey { session: SessionId(ask.session), request: handle },
         attempt: 1,
@@ -363,7 +369,8 @@ fn a_request_the_router_should_not_have_sent_is_refused_and_leaves_nothing_behin
     events.clear();
     let crowd = request(&Ask { n: 3, ..simple(1) }, 1);
     engine.command(Command::Submit(Box::new(crowd)), NOW, &mut events);
-    let [Failure::Overloaded(_), Failure::Overloaded(_), Failure::Overloaded(_)] = failures(&events)[..] else {
+    let [Failure::Overloaded(_), Failure::Overloaded(_), Failure::Overloaded(_)] = failures(&events)[..]
+    else {
         panic!("all choices or none: {events:?}");
     };
     assert_eq!(engine.load().waiting, 1);

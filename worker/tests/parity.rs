@@ -20,6 +20,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
     let options = CpuOptions {
         threads: Some(2),
         kv_bytes: 16 << 20,
+        host_bytes: 0,
         block_tokens: BLOCK_TOKENS,
         slots: 1,
         batch_tokens: 256,
@@ -80,7 +81,9 @@ fn f32_logits_agree_within_1e_4_and_all_64_greedy_tokens_are_identical() {
                     tokens.push(token);
                     token
                 };
-                decode(&mut runtime, run, chunk, greedy, |step, logits| apart.extend(run.deviation(step, logits)));
+                decode(&mut runtime, run, chunk, greedy, |step, logits| {
+                    apart.extend(run.deviation(step, logits))
+                });
                 assert_eq!(apart.len(), run.steps().len());
                 let worst = apart.iter().copied().fold(0.0, f32::max);
                 println!("{arch} f32 {}: {} steps off by up to {worst:.1e}", isa.name(), apart.len());

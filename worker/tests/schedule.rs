@@ -75,6 +75,7 @@ fn load(path: PathBuf, isa: Isa, threads: usize, block_tokens: u32) -> CpuRuntim
     let options = CpuOptions {
         threads: Some(threads),
         kv_bytes: 64 << 20,
+        host_bytes: 0,
         block_tokens,
         slots: SEQUENCES_MAX as u32,
         batch_tokens: 2048,

@@ -1,3 +1,6 @@
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+
 use half::f16;
 
 use super::simd::Simd;
@@ -72,7 +75,84 @@ pub struct KvPlace {
 pub struct KvPool {
     layout: KvLayout,
     blocks: usize,
-    words: Vec<u32>,
+    memory: Arc<Memory>,
+}
+
+/// Memory that the kernels and a [`KvCopier`] write to at once, never to the same block.
+struct Memory(Box<[UnsafeCell<u32>]>);
+
+// SAFETY: it is reached through raw pointers only, and whoever writes to a block has it to itself: kernels by
+// `&mut KvPool`, copiers by the contract of `KvCopier::copy`.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn zeroed(bytes: usize) -> Self {
+        let words: Box<[u32]> = vec![0; bytes.div_ceil(4)].into();
+        // SAFETY: `UnsafeCell<u32>` has the layout of `u32`.
+        Self(unsafe { Box::from_raw(Box::into_raw(words) as *mut [UnsafeCell<u32>]) })
+    }
+
+    fn as_ptr(&self) -> *mut u8 {
+        UnsafeCell::raw_get(self.0.as_ptr()).cast()
+    }
+}
+
+/// Which way blocks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvDirection {
+    /// From the pool to the host's.
+    Out,
+    /// From the host's pool to the pool.
+    In,
+}
+
+/// Copies blocks between a pool and the host pool behind it, from another thread than the one that computes.
+///
+/// On CPUs both are the same kind of memory; what moves is what would move from and to a GPU.
+pub struct KvCopier {
+    block_bytes: usize,
+    device_blocks: usize,
+    host_blocks: usize,
+    device: Arc<Memory>,
+    host: Memory,
+}
+
+impl KvCopier {
+    /// A host pool of `host_blocks` blocks behind `pool`. Blocks never used cost no memory.
+    pub fn new(pool: &KvPool, host_blocks: usize) -> Self {
+        let block_bytes = pool.layout.block_bytes();
+        Self {
+            block_bytes,
+            device_blocks: pool.blocks,
+            host_blocks,
+            device: Arc::clone(&pool.memory),
+            host: Memory::zeroed(host_blocks * block_bytes),
+        }
+    }
+
+    /// Copies whole blocks, (device, host) each.
+    ///
+    /// # Panics
+    /// If a block is out of its pool.
+    ///
+    /// # Safety
+    /// Until it returns, no kernel reads or writes the device blocks that are written, or writes those that are
+    /// read, and no other copier touches any of the blocks.
+    pub unsafe fn copy(&mut self, direction: KvDirection, blocks: &[(u32, u32)]) {
+        for &(device, host) in blocks {
+            let (device, host) = (device as usize, host as usize);
+            assert!(device < self.device_blocks && host < self.host_blocks, "a block is out of its pool");
+            // SAFETY: the offsets are within the pools, and the caller keeps others away from the blocks.
+            unsafe {
+                let device = self.device.as_ptr().add(device * self.block_bytes);
+                let host = self.host.as_ptr().add(host * self.block_bytes);
+                match direction {
+                    KvDirection::Out => std::ptr::copy_nonoverlapping(device, host, self.block_bytes),
+                    KvDirection::In => std::ptr::copy_nonoverlapping(host, device, self.block_bytes),
+                }
+            }
+        }
+    }
 }
 
 impl KvPool {
@@ -82,7 +162,7 @@ impl KvPool {
     /// If `block_tokens` is not a power of two.
     pub fn new(layout: KvLayout, blocks: usize) -> Self {
         assert!(layout.block_tokens.is_power_of_two(), "block_tokens is not a power of two");
-        Self { layout, blocks, words: vec![0; (blocks * layout.block_bytes()).div_ceil(4)] }
+        Self { layout, blocks, memory: Arc::new(Memory::zeroed(blocks * layout.block_bytes())) }
     }
 
     /// Its shape.
@@ -105,17 +185,17 @@ impl KvPool {
         let bytes = self.layout.block_bytes();
         // SAFETY: both ranges are within the pool; `copy` allows them to be the same.
         unsafe {
-            let start = self.words.as_mut_ptr().cast::<u8>();
+            let start = self.memory.as_ptr();
             std::ptr::copy(start.add(from * bytes), start.add(to * bytes), bytes);
         }
     }
 
     pub(crate) fn as_ptr(&self) -> *const u8 {
-        self.words.as_ptr().cast()
+        self.memory.as_ptr()
     }
 
     pub(crate) fn as_mut_ptr(&mut self) -> *mut u8 {
-        self.words.as_mut_ptr().cast()
+        self.memory.as_ptr()
     }
 }
 

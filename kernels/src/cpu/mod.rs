@@ -15,7 +15,7 @@ mod simd;
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
 pub use gemm::{Activations, Start, gemm};
 pub use isa::Isa;
-pub use kv::{KvLayout, KvPlace, KvPool};
+pub use kv::{KvCopier, KvDirection, KvLayout, KvPlace, KvPool};
 pub use matrix::{PackedMatrix, Rows};
 pub use pool::Pool;
 pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};

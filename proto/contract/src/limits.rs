@@ -88,7 +88,13 @@ impl ModelLimits {
         let vocab_size = self.vocab_size;
         let bias_ids = sampling.logit_bias.iter().map(|(id, _)| *id).enumerate();
         let stop_ids = sampling.stop_token_ids.iter().copied().enumerate();
-        match prompt.iter().copied().enumerate().chain(stop_ids).chain(bias_ids).find(|(_, id)| *id >= vocab_size)
+        match prompt
+            .iter()
+            .copied()
+            .enumerate()
+            .chain(stop_ids)
+            .chain(bias_ids)
+            .find(|(_, id)| *id >= vocab_size)
         {
             Some((position, id)) => Err(RequestError::TokenOutOfVocabulary { id, position, vocab_size }),
             None => Ok(()),

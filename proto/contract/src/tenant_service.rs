@@ -145,7 +145,8 @@ impl TenantService {
     pub fn charge(&mut self, tenant: Tenant, input: u32, output: u32) {
         let cost = self.cost;
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
-            let tokens = u64::from(input) * u64::from(cost.input) + u64::from(output) * u64::from(cost.output);
+            let tokens =
+                u64::from(input) * u64::from(cost.input) + u64::from(output) * u64::from(cost.output);
             counter.service.0 = counter.service.0.saturating_add(Service::of(tokens, counter.weight).0);
         }
     }
@@ -163,12 +164,16 @@ impl TenantService {
     }
 
     fn active_least(&self) -> Option<Service> {
-        self.tenants.iter().flatten().filter(|counter| counter.active > 0).map(|counter| counter.service).min()
+        self.tenants
+            .iter()
+            .flatten()
+            .filter(|counter| counter.active > 0)
+            .map(|counter| counter.service)
+            .min()
     }
 
     fn insert(&mut self, name: &str, weight: Weight) -> Tenant {
-        let counter =
-            Some(Counter { name: name.to_owned(), weight, service: Service::default(), active: 0 });
+        let counter = Some(Counter { name: name.to_owned(), weight, service: Service::default(), active: 0 });
         let place = self.tenants.iter().position(Option::is_none);
         let tenant = match place {
             Some(place) => {

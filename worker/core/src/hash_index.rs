@@ -42,7 +42,10 @@ impl HashIndex {
             }
             at = self.after(at);
         }
-        debug_assert!((self.len as usize) < self.entries.len() / 2, "more entries than the table was made for");
+        debug_assert!(
+            (self.len as usize) < self.entries.len() / 2,
+            "more entries than the table was made for"
+        );
         self.entries[at] = Some((hash, block));
         self.len += 1;
         true

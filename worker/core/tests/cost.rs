@@ -68,7 +68,8 @@ fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<Verdict>) {
     verdicts.clear();
     for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
         let filled = (chunk.start + chunk.len + 1) % 16 == 0;
-        let raw = (chunk.id.index() as u128) << 64 | u128::from(chunk.start) * 0x9e37_79b9 ^ chunk.id.index() as u128;
+        let raw = (chunk.id.index() as u128) << 64
+            | u128::from(chunk.start) * 0x9e37_79b9 ^ chunk.id.index() as u128;
         verdicts.push(Verdict { stop: false, hash: filled.then(|| BlockHash::from_raw(raw)) });
     }
     let outcome = Outcome { verdicts, took: Duration::from_micros(900) };
@@ -107,6 +108,9 @@ fn the_cost_of_a_plan_grows_no_worse_than_linearly() {
     // A ratio of medians of one run; four times the sequences may cost four times as much, and half as much again
     // for the caches that they no longer fit.
     let (small, large) = (median_step(64, 250), median_step(1024, 4000));
-    println!("plan + commit: 64 running {small:?}, 256 running {:?}, 1024 running {large:?}", median_step(256, 1000));
+    println!(
+        "plan + commit: 64 running {small:?}, 256 running {:?}, 1024 running {large:?}",
+        median_step(256, 1000)
+    );
     assert!(large < small * 16 * 3 / 2, "{small:?} at 64, {large:?} at 1024");
 }

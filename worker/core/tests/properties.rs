@@ -9,8 +9,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Limits, NewSequence, Outcome, Preemption, Scheduler,
-    SequenceId, SubmitError, Time, Transfer, Verdict,
+    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Limits, NewSequence, Outcome, Preemption,
+    Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict,
 };
 use proptest::prelude::*;
 
@@ -47,8 +47,8 @@ struct Ask {
 }
 
 fn ask() -> impl Strategy<Value = Ask> {
-    (0u64..3, 1u32..60, 1u32..40, -1i32..=1, 0u8..3, prop::option::weighted(0.2, 0u64..50), 1u32..=3).prop_map(
-        |(text, known, max, priority, tenant, deadline_ms, choices)| Ask {
+    (0u64..3, 1u32..60, 1u32..40, -1i32..=1, 0u8..3, prop::option::weighted(0.2, 0u64..50), 1u32..=3)
+        .prop_map(|(text, known, max, priority, tenant, deadline_ms, choices)| Ask {
             text,
             known,
             max,
@@ -56,8 +56,7 @@ fn ask() -> impl Strategy<Value = Ask> {
             tenant,
             deadline_ms,
             choices,
-        },
-    )
+        })
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -79,7 +78,15 @@ fn limits() -> impl Strategy<Value = Limits> {
         .prop_map(
             |(
                 (block_log, blocks, host_blocks, running_max, waiting_max, extra),
-                (watermark_blocks, min_decode_tokens, depth, bypass_max, cooldown_steps, prefix_cache, target),
+                (
+                    watermark_blocks,
+                    min_decode_tokens,
+                    depth,
+                    bypass_max,
+                    cooldown_steps,
+                    prefix_cache,
+                    target,
+                ),
             )| Limits {
                 host_blocks,
                 waiting_max,
@@ -207,7 +214,11 @@ impl Harness {
                 slot: None,
             };
             for position in 0..ask.known {
-                Self::append(&mut model, mix(ask.text, u64::from(position)) as u32, limits.block_tokens as usize);
+                Self::append(
+                    &mut model,
+                    mix(ask.text, u64::from(position)) as u32,
+                    limits.block_tokens as usize,
+                );
             }
             let fits = ask.known + ask.max <= limits.sequence_tokens_max();
             let tenant = ask.tenant.to_string();
@@ -279,12 +290,16 @@ impl Harness {
         self.now = self.now.after(Duration::from_millis(1));
         let ran: Vec<_> = self.live.values().filter(|model| model.slot.is_some()).collect();
         let all: Vec<_> = self.live.values().collect();
-        let one_lane = all.windows(2).all(|two| (two[0].tenant, two[0].priority) == (two[1].tenant, two[1].priority));
+        let one_lane =
+            all.windows(2).all(|two| (two[0].tenant, two[0].priority) == (two[1].tenant, two[1].priority));
         let oldest = ran.iter().map(|model| model.arrival).min().filter(|_| one_lane && ran.len() > 1);
         let plan = self.scheduler.plan(self.now).clone();
         self.settle();
         for (id, _) in &plan.preempted {
-            assert!(oldest != Some(self.live[id].arrival), "the oldest gave way to a younger one of its lane");
+            assert!(
+                oldest != Some(self.live[id].arrival),
+                "the oldest gave way to a younger one of its lane"
+            );
         }
         let limits = *self.scheduler.limits();
         assert!(plan.tokens() <= limits.iteration_tokens, "the budget is exceeded");
@@ -329,7 +344,8 @@ impl Harness {
             return moved;
         }
         let chunks = plan.chunks.iter().map(|chunk| (*chunk, self.scheduler.block_table(chunk.id).to_vec()));
-        let running = Running { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
+        let running =
+            Running { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
         self.in_flight.push_back(running);
         if eager {
             self.run();
@@ -360,7 +376,8 @@ impl Harness {
                 for position in 0..(chunk.start + chunk.len) as usize {
                     // The newest token may be a placeholder that only the device knows yet.
                     let Some(content) = model.contents.get(position) else { continue };
-                    let place = &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
+                    let place =
+                        &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
                     if position >= chunk.start as usize {
                         *place = *content;
                     } else {

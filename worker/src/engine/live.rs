@@ -70,7 +70,9 @@ impl Live {
     /// It was preempted and waits again.
     pub fn requeue(&mut self, kind: Preemption) {
         self.phase = match kind {
-            Preemption::Recompute => tracing::info_span!(parent: &self.span, "preempted", choice = self.choice),
+            Preemption::Recompute => {
+                tracing::info_span!(parent: &self.span, "preempted", choice = self.choice)
+            }
             Preemption::Swap => tracing::info_span!(parent: &self.span, "swapped", choice = self.choice),
         };
     }

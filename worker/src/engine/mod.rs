@@ -15,7 +15,7 @@ use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, Tena
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, Capacity, CostModel, CostPrior, Ended, Grant, Grants, Iteration, Limits, LimitsError, Load,
-    NewSequence, Outcome, Preemption, Scheduler, SequenceId, SubmitError, Time, Verdict,
+    NewSequence, Outcome, Scheduler, SequenceId, SubmitError, Time, Verdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -121,7 +121,12 @@ impl Engine {
             blocks: limits.blocks - limits.watermark_blocks,
         };
         Ok(Self {
-            scheduler: Scheduler::new(limits, settings.policy.build(), CostModel::new(settings.prior), tenants)?,
+            scheduler: Scheduler::new(
+                limits,
+                settings.policy.build(),
+                CostModel::new(settings.prior),
+                tenants,
+            )?,
             runtime,
             model,
             eos_token_ids: eos_token_ids.into(),
@@ -190,7 +195,8 @@ impl Engine {
         match command {
             Command::Open(session) => self.grants.open(session),
             Command::Close(session) => {
-                let of_session = RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
+                let of_session =
+                    RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
                 let keys: Vec<_> = self.requests.range(of_session).map(|(key, _)| *key).collect();
                 for key in keys {
                     self.cancel(key, None);
@@ -359,7 +365,8 @@ impl Engine {
         let mut chain = Vec::new();
         BlockHash::extend_chain(&mut chain, root, &request.prompt, block_tokens);
         // Choices that start from the prompt alone share its computation.
-        let fresh = request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
+        let fresh =
+            request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
         self.groups += u64::from(fresh);
         let group = fresh.then_some(self.groups);
         let mut lives: Vec<(SequenceId, Live)> = Vec::with_capacity(request.choices.len());
@@ -400,7 +407,9 @@ impl Engine {
                     self.scheduler.drain_ended().for_each(drop);
                     return Err(match error {
                         SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
-                        SubmitError::Empty | SubmitError::TooLong { .. } => Failure::Invalid(error.to_string()),
+                        SubmitError::Empty | SubmitError::TooLong { .. } => {
+                            Failure::Invalid(error.to_string())
+                        }
                     });
                 }
             }

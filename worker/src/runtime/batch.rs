@@ -96,13 +96,19 @@ impl Batch {
         ensure(rows <= bounds.batch_tokens as usize, "it has more rows than batch_tokens")?;
         ensure(self.positions.len() == rows, "positions and tokens differ in number")?;
         ensure(self.block_starts.len() == sequences + 1, "block_starts and starts differ in number")?;
-        ensure(self.starts.first() == Some(&0) && self.block_starts.first() == Some(&0), "starts do not begin at 0")?;
+        ensure(
+            self.starts.first() == Some(&0) && self.block_starts.first() == Some(&0),
+            "starts do not begin at 0",
+        )?;
         ensure(self.starts.last() == Some(&(rows as u32)), "starts do not end at the number of rows")?;
         ensure(
             self.block_starts.last() == Some(&(self.blocks.len() as u32)),
             "block_starts do not end at the number of table entries",
         )?;
-        ensure(self.tokens.iter().all(|token| *token < bounds.vocab_size), "a token is out of the vocabulary")?;
+        ensure(
+            self.tokens.iter().all(|token| *token < bounds.vocab_size),
+            "a token is out of the vocabulary",
+        )?;
         ensure(self.blocks.iter().all(|block| *block < bounds.blocks), "a block is out of the pool")?;
         for s in 0..sequences {
             let (first, end) = (self.starts[s] as usize, self.starts[s + 1] as usize);

@@ -39,7 +39,8 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
     let mut choices = vec![Resumed::default(); sampling.n as usize];
     for resumed in submit.resumed {
         let choice = resumed.choice as usize;
-        let entry = choices.get_mut(choice).ok_or_else(|| format!("choice {choice} is resumed, but n is less"))?;
+        let entry =
+            choices.get_mut(choice).ok_or_else(|| format!("choice {choice} is resumed, but n is less"))?;
         *entry = Resumed { tokens: resumed.token_ids, finished: resumed.finished };
     }
     Ok(Request {

@@ -92,9 +92,9 @@ impl worker_server::Worker for Service {
             let have = bundle.digest();
             return Err(Status::not_found(format!("no bundle {digest} here; this worker has {have}")));
         }
-        let pieces = bundle.pieces(BUNDLE_PIECE).map(|(file, data)| {
-            Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() })
-        });
+        let pieces = bundle
+            .pieces(BUNDLE_PIECE)
+            .map(|(file, data)| Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() }));
         let pieces: Vec<_> = pieces.collect();
         Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
     }

@@ -111,7 +111,8 @@ mod tests {
     use inflight_contract::{TenantService, TokenCost, Weight};
     use proptest::prelude::*;
 
-    const ALL: [PolicyKind; 4] = [PolicyKind::Fcfs, PolicyKind::Priority, PolicyKind::Fair, PolicyKind::Static];
+    const ALL: [PolicyKind; 4] =
+        [PolicyKind::Fcfs, PolicyKind::Priority, PolicyKind::Fair, PolicyKind::Static];
 
     fn views() -> impl Strategy<Value = Vec<View>> {
         prop::collection::vec((-2i32..=2, 0usize..3, 0u64..100_000), 1..12).prop_map(|specs| {
@@ -122,13 +123,14 @@ mod tests {
             // Earlier arrivals have waited longer.
             let mut waits: Vec<u64> = specs.iter().map(|(_, _, wait)| *wait).collect();
             waits.sort_unstable_by(|a, b| b.cmp(a));
-            let views = specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| View {
-                priority: *priority,
-                arrival: arrival as u64,
-                tenant: tenants[*tenant],
-                service: service.service(tenants[*tenant]),
-                waited: Duration::from_millis(wait),
-            });
+            let views =
+                specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| View {
+                    priority: *priority,
+                    arrival: arrival as u64,
+                    tenant: tenants[*tenant],
+                    service: service.service(tenants[*tenant]),
+                    waited: Duration::from_millis(wait),
+                });
             views.collect()
         })
     }

@@ -92,7 +92,8 @@ impl Scheduler {
             match by {
                 BlockedBy::PrefixUnderWay if looked_past < LOOKED_PAST_MAX => {}
                 BlockedBy::Blocks { .. } | BlockedBy::Fence
-                    if looked_past < LOOKED_PAST_MAX && self.peek(index).bypassed < self.limits.bypass_max =>
+                    if looked_past < LOOKED_PAST_MAX
+                        && self.peek(index).bypassed < self.limits.bypass_max =>
                 {
                     passed.push(index);
                 }
@@ -173,7 +174,9 @@ impl Scheduler {
             // The chain makes equal hashes stand at equal places.
             let computes = |other: &u32| {
                 let other = self.peek(*other);
-                !other.evicted() && other.sealed_blocks as usize <= next && other.hashes.get(next) == Some(hash)
+                !other.evicted()
+                    && other.sealed_blocks as usize <= next
+                    && other.hashes.get(next) == Some(hash)
             };
             if self.running.iter().any(computes) {
                 return Err(BlockedBy::PrefixUnderWay);

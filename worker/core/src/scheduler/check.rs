@@ -39,7 +39,12 @@ impl Scheduler {
                 assert!(sequence.computed_tokens <= held, "{:?} computed more than it holds", sequence.id);
                 let next = (sequence.computed_tokens / self.limits.block_tokens) as usize;
                 for block in sequence.table.iter().skip(next) {
-                    assert_eq!(self.device.owners(*block), 1, "{:?} may write to a shared block", sequence.id);
+                    assert_eq!(
+                        self.device.owners(*block),
+                        1,
+                        "{:?} may write to a shared block",
+                        sequence.id
+                    );
                 }
             }
         }

@@ -195,7 +195,13 @@ impl Scheduler {
         true
     }
 
-    fn start_transfer(&mut self, index: u32, direction: Direction, device: Vec<u32>, host: Vec<u32>) -> TransferId {
+    fn start_transfer(
+        &mut self,
+        index: u32,
+        direction: Direction,
+        device: Vec<u32>,
+        host: Vec<u32>,
+    ) -> TransferId {
         self.transfer_ids += 1;
         let id = TransferId(self.transfer_ids);
         let blocks = device.iter().copied().zip(host.iter().copied()).collect();

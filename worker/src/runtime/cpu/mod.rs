@@ -4,16 +4,22 @@
 //! only strings its kernels together. Activations are f32 throughout; keys and values are stored in the model's
 //! own dtype.
 
+mod copies;
 mod forward;
 mod sampler;
 mod slots;
 mod weights;
 
 use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Isa, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
+use inflight_kernels::cpu::{Isa, KvCopier, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
 
-use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup};
+use std::time::{Duration, Instant};
+
+use inflight_worker_core::Transfer;
+
+use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use crate::models::{self, ModelConfig, ModelDir};
+use copies::Copies;
 use forward::Forward;
 use sampler::Sampler;
 use slots::Slots;
@@ -26,6 +32,8 @@ pub struct CpuOptions {
     pub threads: Option<usize>,
     /// Most bytes of the KV pool. Blocks never used take no memory.
     pub kv_bytes: u64,
+    /// Most bytes of the host pool behind it, for swapped sequences; 0: none.
+    pub host_bytes: u64,
     /// Tokens in a KV block; a power of two.
     pub block_tokens: u32,
     /// Sequences that may be attached at once.
@@ -89,6 +97,7 @@ pub struct CpuRuntime {
     isa: Isa,
     weights: Weights,
     kv: KvPool,
+    copies: Copies,
     forward: Forward,
     slots: Slots,
     sampler: Sampler,
@@ -112,6 +121,7 @@ impl CpuRuntime {
         let layout = kv_layout(config, kv_dtype, options.block_tokens as usize);
         let block_bytes = layout.block_bytes() as u64;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
+        let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
         if blocks == 0 {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
@@ -130,6 +140,7 @@ impl CpuRuntime {
             context_tokens,
             block_tokens: options.block_tokens,
             blocks,
+            host_blocks,
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             fingerprint,
@@ -143,11 +154,14 @@ impl CpuRuntime {
             block_bytes,
             "model is packed"
         );
+        let kv = KvPool::new(layout, blocks as usize);
+        let copies = Copies::start(KvCopier::new(&kv, host_blocks as usize), blocks, host_blocks)?;
         Ok(Self {
             pool,
             isa,
             weights,
-            kv: KvPool::new(layout, blocks as usize),
+            kv,
+            copies,
             forward: Forward::new(config, RopeTable::new(frequencies), &capabilities),
             slots: Slots::new(options.slots as usize),
             sampler: Sampler::default(),
@@ -200,7 +214,8 @@ impl Runtime for CpuRuntime {
         self.slots.detach(slot);
     }
 
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), super::Error> {
+    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
+        let begun = Instant::now();
         sampled.clear();
         batch.check(&self.capabilities)?;
         self.slots.check(batch)?;
@@ -211,6 +226,18 @@ impl Runtime for CpuRuntime {
         self.forward.run(batch, &self.weights, &mut self.kv, &self.pool, self.isa);
         let logits = self.forward.logits();
         self.sampler.run(batch, logits, &mut self.slots, &self.pool, self.isa, sampled);
-        Ok(())
+        Ok(begun.elapsed())
+    }
+
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), super::Error> {
+        self.copies.submit(transfer)
+    }
+
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
+        self.copies.finished(finished);
+    }
+
+    fn wait_for_transfer(&mut self) {
+        self.copies.wait();
     }
 }
