@@ -398,7 +398,9 @@ impl Engine {
             );
             match submitted {
                 Ok(id) => {
-                    let cost = self.cost(request.prompt.len());
+                    // Choices that share the prompt add a block each.
+                    let shared = fresh && !lives.is_empty();
+                    let cost = self.cost(if shared { 0 } else { request.prompt.len() });
                     lives.push((id, Live::new(request, choice as u32, tokens, root, chain, cost)));
                 }
                 Err(error) => {
@@ -430,7 +432,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What a choice counts against its session's grant: the blocks of the prompt, and one more.
+    /// What a choice counts against its session's grant: the blocks of the prompt it computes, and one more.
     fn cost(&self, prompt_len: usize) -> Grant {
         Grant { sequences: 1, blocks: self.scheduler.limits().blocks_for(prompt_len as u32) + 1 }
     }
