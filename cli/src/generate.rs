@@ -227,7 +227,11 @@ async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) 
     Ok(())
 }
 
-async fn connect(url: &str) -> Result<Channel, Failure> {
+/// Connects to a router or worker.
+///
+/// # Errors
+/// A malformed URL, or nobody answers.
+pub async fn connect(url: &str) -> Result<Channel, Failure> {
     let endpoint = Endpoint::from_shared(url.to_owned())
         .map_err(|error| {
             Failure::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))

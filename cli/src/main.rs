@@ -1,6 +1,7 @@
 //! The `inflight` command: every role of the cluster in one binary.
 
 mod config;
+mod diagnose;
 mod event;
 mod exit;
 mod generate;
@@ -36,6 +37,8 @@ enum Role {
     Up(up::Args),
     /// Generates text, streaming it to the terminal
     Generate(generate::Args),
+    /// Says what limits a worker, and what to do about it
+    Diagnose(diagnose::Args),
     /// Runs a router: takes clients' requests and hands them to workers
     Router(router::Args),
     /// Runs a worker: loads a model and computes
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
     let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.role {
         Role::Up(args) => role::block_on(None, up::run(args, &matches)),
         Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
+        Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
         Role::Router(args) => role::block_on(None, router::run(args)),
         // The engine has threads of its own; the session service needs few.
         Role::Worker(args) => role::block_on(Some(2), worker::run(args)),

@@ -362,6 +362,9 @@ impl Cluster {
             ));
         }
         text.push_str(&format!("  gRPC     {endpoint}\n"));
+        for worker in &others {
+            text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
+        }
         for member in std::iter::once(&router).chain(&others) {
             if let Some(metrics) = member.metrics {
                 text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));

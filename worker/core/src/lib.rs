@@ -6,8 +6,10 @@
 
 mod blocks;
 mod cost;
+mod diagnosis;
 mod grants;
 mod hash_index;
+mod history;
 mod iteration;
 mod least_squares;
 mod limits;
@@ -18,7 +20,9 @@ mod time;
 
 pub use blocks::{Block, BlockPool, CacheEvent};
 pub use cost::{CostModel, CostPrior, StepWork};
+pub use diagnosis::{Finding, Limit, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
+pub use history::{History, Step};
 pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preemption, Transfer, TransferId, Verdict,
 };

@@ -14,8 +14,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Capacity, CostModel, CostPrior, Ended, Grant, Grants, Iteration, Limits, LimitsError, Load,
-    NewSequence, Outcome, Scheduler, SequenceId, SubmitError, Time, Verdict,
+    CacheEvent, Capacity, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
+    LimitsError, Load, NewSequence, Outcome, Scheduler, SequenceId, SubmitError, Time, Verdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -158,6 +158,11 @@ impl Engine {
     /// How busy the scheduler is.
     pub fn load(&self) -> Load {
         self.scheduler.load()
+    }
+
+    /// What the last iterations did.
+    pub fn history(&self) -> &History {
+        self.scheduler.history()
     }
 
     /// Number of the iteration that ran last.

@@ -2,10 +2,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use inflight_proto::v1;
 use inflight_worker_core::{CacheEvent, Load, Time};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use super::mailbox::Mailbox;
+use super::report;
 use crate::engine::{Command, Engine, Event, Fatal, SessionId, Turn};
 use crate::metrics::StepMetrics;
 
@@ -18,6 +20,13 @@ pub(crate) enum Message {
     Open(SessionId, Arc<Mailbox>),
     /// Anything else of a session.
     Command(Command),
+    /// Say what limits the worker.
+    Diagnose {
+        /// Iterations to tell of.
+        iterations: u32,
+        /// Where the answer goes.
+        reply: oneshot::Sender<v1::DiagnoseResponse>,
+    },
     /// Take nothing new, finish what runs, then return.
     Drain,
     /// Return now.
@@ -127,6 +136,12 @@ impl Driver {
                 if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
                     mailbox.close();
                 }
+            }
+            Message::Diagnose { iterations, reply } => {
+                let (history, load, limits) =
+                    (self.engine.history(), self.engine.load(), self.engine.limits());
+                // Whoever asked may be gone.
+                let _ = reply.send(report::diagnosis(history, &load, limits, self.step_us, iterations));
             }
             Message::Drain => {
                 self.draining = true;

@@ -118,15 +118,7 @@ impl Mailbox {
     pub fn report(&self, iteration: u64, load: &Load, step_us: u64, grant: Grant, draining: bool) {
         let mut state = self.state();
         state.iteration = iteration;
-        state.load = v1::Load {
-            running: load.running,
-            waiting: load.waiting,
-            blocks_used: load.blocks_used,
-            preemptions: load.recompute_preemptions + load.swap_preemptions,
-            step_us,
-            swapped: load.swapped,
-            host_blocks_used: load.host_blocks_used,
-        };
+        state.load = super::report::load(load, step_us);
         let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
         // A changed load alone can wait for the heartbeat or the next token.
         state.changed |= state.grant != grant || state.draining != draining;

@@ -3,6 +3,7 @@
 mod driver;
 mod inbound;
 mod mailbox;
+mod report;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -97,6 +98,17 @@ impl worker_server::Worker for Service {
             .map(|(file, data)| Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() }));
         let pieces: Vec<_> = pieces.collect();
         Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
+    }
+
+    async fn diagnose(
+        &self,
+        request: Request<v1::DiagnoseRequest>,
+    ) -> Result<Response<v1::DiagnoseResponse>, Status> {
+        let stopping = || Status::unavailable("the worker is stopping");
+        let (reply, answer) = oneshot::channel();
+        let message = Message::Diagnose { iterations: request.into_inner().iterations, reply };
+        self.0.engine.send(message).await.map_err(|_| stopping())?;
+        answer.await.map(Response::new).map_err(|_| stopping())
     }
 }
 

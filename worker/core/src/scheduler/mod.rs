@@ -13,6 +13,7 @@ use std::time::Duration;
 use inflight_contract::{FinishReason, Tenant, TenantService};
 
 use crate::cost::{CostModel, StepWork};
+use crate::history::History;
 use crate::policy::{Policy, View};
 use crate::sequence::{Sequence, State};
 use crate::{
@@ -164,6 +165,7 @@ pub struct Scheduler {
     ended: Vec<Ended>,
     freed_slots: Vec<Slot>,
     totals: Load,
+    history: History,
     scratch: Vec<(u32, u32)>,
     heads: Vec<admit::Head>,
 }
@@ -171,6 +173,9 @@ pub struct Scheduler {
 impl Scheduler {
     /// Idle tenants that are remembered with what they have had.
     pub const TENANTS_MAX: usize = 10_000;
+
+    /// Iterations that are remembered.
+    pub const HISTORY: usize = 1024;
 
     /// An idle scheduler.
     ///
@@ -209,6 +214,7 @@ impl Scheduler {
             ended: Vec::new(),
             freed_slots: Vec::new(),
             totals: Load::default(),
+            history: History::new(Self::HISTORY),
             scratch: Vec::new(),
             heads: Vec::new(),
         })
@@ -241,6 +247,11 @@ impl Scheduler {
             host_blocks_used: self.host.used(),
             ..self.totals
         }
+    }
+
+    /// What the last iterations did, and why not more.
+    pub fn history(&self) -> &History {
+        &self.history
     }
 
     /// Whether there is nothing to do and nothing under way.
@@ -359,6 +370,7 @@ impl Scheduler {
             return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
         }
         let Some(mut flight) = self.flights.pop_front() else { return Ok(()) };
+        self.history.finish(flight.number, outcome.took);
         self.cost.observe_step(&flight.work, outcome.took);
         let mut verdicts = outcome.verdicts.iter();
         for index in flight.sources.drain(..) {

@@ -2,6 +2,7 @@
 
 use super::Scheduler;
 use crate::cost::StepWork;
+use crate::history::Step;
 use crate::sequence::State;
 use crate::{Chunk, Iteration, Time};
 
@@ -47,12 +48,37 @@ impl Scheduler {
             self.iteration.number = self.iterations;
             let mut flight = self.spare.pop().unwrap_or_default();
             flight.number = self.iterations;
+            self.remember(now, &draft);
             flight.work = draft.work;
             flight.sources.append(&mut draft.sources);
             flight.chunks.extend_from_slice(&self.iteration.chunks);
             self.flights.push_back(flight);
         }
         &self.iteration
+    }
+
+    /// Adds the iteration just planned to the history.
+    fn remember(&mut self, now: Time, draft: &Draft) {
+        let plan = &self.iteration;
+        // Within a lane the first has waited longest; heads of all lanes are looked at in `start_waiting` anyway.
+        let heads = self.lanes.values().filter_map(|lane| lane.first_key_value());
+        let longest_wait =
+            heads.map(|(_, index)| now.since(self.peek(*index).queued)).max().unwrap_or_default();
+        let load = self.load();
+        self.history.push(Step {
+            number: plan.number,
+            planned: now,
+            took: None,
+            predicted: self.cost.step(&draft.work),
+            decodes: plan.decodes,
+            prefills: plan.chunks.len() as u32 - plan.decodes,
+            prefill_tokens: plan.tokens() - plan.decodes,
+            longest_wait,
+            preempted: plan.preempted.len() as u32,
+            stalled: plan.stalled,
+            blocked: plan.blocked,
+            load,
+        });
     }
 
     /// One token for each decoding sequence. Only where blocks are short does the order matter: then the first

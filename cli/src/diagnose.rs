@@ -1,0 +1,115 @@
+//! `inflight diagnose`: what limits a worker.
+
+use inflight_proto::v1::worker_client::WorkerClient;
+use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
+
+use crate::exit::{Exit, Failure};
+use crate::generate::connect;
+
+/// Options of `inflight diagnose`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Workers to ask, such as 127.0.0.1:8652; `inflight up` prints those it started
+    #[arg(value_name = "ADDRESS", required = true)]
+    pub workers: Vec<String>,
+    /// Also show this many of the last iterations
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
+    pub iterations: u32,
+}
+
+/// Asks each worker in turn and prints what it says.
+///
+/// # Errors
+/// A worker that does not answer; the others were asked all the same.
+pub async fn run(args: Args) -> Result<(), Failure> {
+    let mut outcome = Ok(());
+    for worker in &args.workers {
+        match ask(worker, args.iterations).await {
+            Ok(answer) => print!("{}", render(worker, &answer)),
+            Err(failure) => {
+                eprintln!("{worker}: {failure}");
+                outcome = Err(Failure::Silent(Exit::Unavailable));
+            }
+        }
+    }
+    outcome
+}
+
+async fn ask(worker: &str, iterations: u32) -> Result<DiagnoseResponse, Failure> {
+    let url = if worker.contains("://") { worker.to_owned() } else { format!("http://{worker}") };
+    let mut client = WorkerClient::new(connect(&url).await?);
+    let answer = client.diagnose(DiagnoseRequest { iterations }).await;
+    answer.map(tonic::Response::into_inner).map_err(|status| {
+        let message = format!("{:?}: {}", status.code(), status.message());
+        Failure::new(Exit::Unavailable, message)
+    })
+}
+
+fn render(worker: &str, answer: &DiagnoseResponse) -> String {
+    let DiagnoseResponse { findings, window_iterations, window_seconds, load, iterations } = answer;
+    let Load { running, waiting, swapped, blocks_used, host_blocks_used, .. } = load.unwrap_or_default();
+    let mut text = format!(
+        "{worker}: {running} running, {waiting} waiting, {swapped} swapped; {blocks_used} KV blocks in use, \
+         {host_blocks_used} on the host; {window_iterations} iterations in {window_seconds:.1} s\n"
+    );
+    if findings.is_empty() {
+        let what = if *window_iterations == 0 { "nothing has run yet" } else { "nothing stands out" };
+        text.push_str(&format!("  {what}\n"));
+    }
+    for finding in findings {
+        text.push_str(&format!(
+            "  {:>3.0} %  {}: {}\n         → {}\n",
+            finding.weight * 100.0,
+            finding.limit.replace('_', " "),
+            finding.figure,
+            finding.action
+        ));
+    }
+    for step in iterations {
+        text.push_str(&line(step));
+    }
+    text
+}
+
+fn line(step: &IterationSummary) -> String {
+    let Load { running, waiting, blocks_used, .. } = step.load.unwrap_or_default();
+    let mut text = format!(
+        "  #{:<8} {:>8} us (predicted {:>8})  {:>4} decodes  {:>3} prefills of {:>5} tokens  {running:>4} running \
+         {waiting:>5} waiting  {blocks_used:>6} blocks",
+        step.number, step.took_us, step.predicted_us, step.decodes, step.prefills, step.prefill_tokens
+    );
+    for (count, what) in [(step.preempted, "preempted"), (step.stalled, "stalled")] {
+        if count > 0 {
+            text.push_str(&format!("  {count} {what}"));
+        }
+    }
+    if !step.blocked_by.is_empty() {
+        text.push_str(&format!("  blocked by {}", step.blocked_by.replace('_', " ")));
+    }
+    text.push('\n');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use inflight_proto::v1::Finding;
+
+    #[test]
+    fn an_answer_reads_as_figures_and_an_action() {
+        let finding = Finding {
+            limit: "queue_time".to_owned(),
+            weight: 0.42,
+            figure: "the longest wait was 3.0 s".to_owned(),
+            action: "add workers".to_owned(),
+        };
+        let answer =
+            DiagnoseResponse { findings: vec![finding], window_iterations: 10, ..Default::default() };
+        let text = render("w", &answer);
+        assert!(
+            text.contains("42 %  queue time: the longest wait was 3.0 s\n         → add workers\n"),
+            "{text}"
+        );
+        assert!(render("w", &DiagnoseResponse::default()).contains("nothing has run yet"));
+    }
+}

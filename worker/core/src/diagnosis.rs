@@ -1,0 +1,330 @@
+use std::fmt;
+use std::time::Duration;
+
+use crate::history::Step;
+use crate::{BlockedBy, Limits, Load};
+
+/// What limits a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Limit {
+    /// The KV pool is full while the batch is far below its cap.
+    MemoryPressure,
+    /// Sequences wait though blocks are free.
+    AdmissionBlocked,
+    /// Work is thrown away or moved to and fro.
+    Preemption,
+    /// Requests wait longer than they should.
+    QueueTime,
+    /// Prefill beside decodes makes steps longer than their target.
+    PrefillStarvesDecode,
+    /// Prompts are computed although others like them were.
+    LowPrefixHits,
+    /// The device waits for the scheduler or for work to be handed over.
+    DeviceIdle,
+    /// Prompts crawl through in chunks that are too small.
+    ChunkBudget,
+}
+
+impl Limit {
+    /// A stable name.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::MemoryPressure => "memory_pressure",
+            Self::AdmissionBlocked => "admission_blocked",
+            Self::Preemption => "preemption",
+            Self::QueueTime => "queue_time",
+            Self::PrefillStarvesDecode => "prefill_starves_decode",
+            Self::LowPrefixHits => "low_prefix_hits",
+            Self::DeviceIdle => "device_idle",
+            Self::ChunkBudget => "chunk_budget",
+        }
+    }
+
+    /// One thing to do that would really help.
+    pub fn action(self) -> &'static str {
+        match self {
+            Self::MemoryPressure => {
+                "give the KV cache more memory (--kv-cache-bytes), or add workers; a smaller batch would only make the \
+                 queue longer"
+            }
+            Self::AdmissionBlocked => {
+                "raise what the reason names: --max-sequences for slots, --max-batch-tokens for budget"
+            }
+            Self::Preemption => "give the KV cache more memory (--kv-cache-bytes), or add workers",
+            Self::QueueTime => {
+                "add workers, or memory if blocks are what is short; a smaller batch makes queues longer"
+            }
+            Self::PrefillStarvesDecode => "lower --step-target, so that chunks beside decodes get smaller",
+            Self::LowPrefixHits => {
+                "give the KV cache more memory, or route requests with equal beginnings to one worker"
+            }
+            Self::DeviceIdle => {
+                "look for what keeps the engine's thread: other processes on its cores, or slow routers"
+            }
+            Self::ChunkBudget => {
+                "raise --step-target or --max-batch-tokens, so that prompts go through in larger chunks"
+            }
+        }
+    }
+}
+
+/// Something that limits the worker, with its figure.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    /// What.
+    pub limit: Limit,
+    /// How much it weighs: about the share of the window that it touched, in (0, 1].
+    pub weight: f64,
+    /// The figures it is read from.
+    pub figure: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}; {}", self.limit.label(), self.figure, self.limit.action())
+    }
+}
+
+/// What counts as too much.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Objectives {
+    /// Longest acceptable time in the worker's queue.
+    pub queue: Duration,
+    /// Preemptions in a hundred iterations.
+    pub preemptions: f64,
+    /// Share of admitted tokens found in the prefix cache below which it is called low.
+    pub prefix_hits: f64,
+    /// Share of the time in which the device may be idle though there is work.
+    pub idle: f64,
+}
+
+impl Default for Objectives {
+    fn default() -> Self {
+        Self { queue: Duration::from_secs(1), preemptions: 1.0, prefix_hits: 0.05, idle: 0.1 }
+    }
+}
+
+/// Says what limits a worker, the weightiest first, from its last iterations. Nothing is found where nothing ran.
+pub fn diagnose<'a>(
+    steps: impl DoubleEndedIterator<Item = &'a Step> + Clone,
+    limits: &Limits,
+    objectives: &Objectives,
+) -> Vec<Finding> {
+    let (Some(first), Some(last)) = (steps.clone().next(), steps.clone().next_back()) else {
+        return Vec::new();
+    };
+    let (before, now) = (&first.load, &last.load);
+    let total = steps.clone().count() as f64;
+    let share = |is: &dyn Fn(&Step) -> bool| steps.clone().filter(|step| is(step)).count() as f64 / total;
+    let mut findings = Vec::new();
+    let mut find = |limit, weight: f64, figure: String| {
+        if weight > 0.0 {
+            findings.push(Finding { limit, weight: weight.min(1.0), figure });
+        }
+    };
+
+    let pool = f64::from(limits.blocks);
+    let full = |step: &Step| {
+        f64::from(step.load.blocks_used) > 0.9 * pool && step.load.running * 2 < limits.running_max
+    };
+    let pressed = share(&|step| full(step) && step.load.waiting > 0);
+    let used = steps.clone().map(|step| f64::from(step.load.blocks_used)).sum::<f64>() / total / pool;
+    let running = steps.clone().map(|step| f64::from(step.load.running)).sum::<f64>() / total;
+    find(
+        Limit::MemoryPressure,
+        pressed,
+        format!(
+            "{:.0} % of the KV pool in use with {running:.1} of {} sequences running",
+            used * 100.0,
+            limits.running_max
+        ),
+    );
+
+    let blocked_by =
+        |step: &Step, label: &str| step.blocked.is_some_and(|blocked| blocked.by.label() == label);
+    for (label, by) in [("slots", BlockedBy::Slots), ("budget", BlockedBy::Budget)] {
+        let held = share(&|step| blocked_by(step, label) && f64::from(step.load.blocks_used) < 0.9 * pool);
+        if held > 0.1 {
+            let figure = format!(
+                "in {:.0} % of iterations the first in the queue lacked {}",
+                held * 100.0,
+                by.label()
+            );
+            find(Limit::AdmissionBlocked, held, figure);
+        }
+    }
+
+    let preempted: u32 = steps.clone().map(|step| step.preempted).sum();
+    let rate = f64::from(preempted) / total * 100.0;
+    if rate > objectives.preemptions {
+        let swaps = now.swap_preemptions - before.swap_preemptions;
+        let mean_swap = match swaps {
+            0 => 0.0,
+            swaps => (now.blocks_swapped_out - before.blocks_swapped_out) as f64 / swaps as f64,
+        };
+        let redone = ratio(now.recomputed_tokens - before.recomputed_tokens, admitted(before, now));
+        find(
+            Limit::Preemption,
+            rate / 100.0,
+            format!(
+                "{rate:.1} preemptions in 100 iterations, {mean_swap:.1} blocks in a swap, {:.1} % of the work done again",
+                redone * 100.0
+            ),
+        );
+    }
+
+    let late = share(&|step| step.longest_wait > objectives.queue);
+    let longest = steps.clone().map(|step| step.longest_wait).max().unwrap_or_default();
+    find(Limit::QueueTime, late, format!("the longest wait was {:.1} s", longest.as_secs_f64()));
+
+    if let Some(target) = limits.step_target {
+        let over = share(&|step| {
+            step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
+        });
+        if over > 0.05 {
+            let figure =
+                format!("{:.0} % of iterations with both kinds took over 1.25x of {target:?}", over * 100.0);
+            find(Limit::PrefillStarvesDecode, over, figure);
+        }
+        let small = |step: &Step| {
+            step.prefills > 0
+                && step.decodes > 0
+                && step.load.waiting > 0
+                && step.prefill_tokens < 2 * limits.block_tokens
+        };
+        let crawling = share(&|step| small(step));
+        if crawling > 0.1 {
+            let figure =
+                format!("{:.0} % of mixed iterations had less than two blocks of prefill", crawling * 100.0);
+            find(Limit::ChunkBudget, crawling, figure);
+        }
+    }
+
+    let hits = ratio(now.cached_tokens - before.cached_tokens, admitted(before, now));
+    if limits.prefix_cache
+        && admitted(before, now) > 0
+        && hits < objectives.prefix_hits
+        && now.blocks_used * 10 > now.blocks * 9
+    {
+        let figure = format!("{:.1} % of admitted tokens were found in a cache that is full", hits * 100.0);
+        find(Limit::LowPrefixHits, 0.1, figure);
+    }
+
+    let idle = idle_share(steps.clone());
+    if idle > objectives.idle {
+        find(
+            Limit::DeviceIdle,
+            idle,
+            format!("the device was idle for {:.0} % of the time with work at hand", idle * 100.0),
+        );
+    }
+
+    findings.sort_by(|a, b| b.weight.total_cmp(&a.weight).then(a.limit.cmp(&b.limit)));
+    findings
+}
+
+fn admitted(before: &Load, now: &Load) -> u64 {
+    now.admitted_tokens - before.admitted_tokens
+}
+
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+/// The share of the time between consecutive busy steps in which none ran. A gap before which nothing was left to do
+/// does not count.
+fn idle_share<'a>(steps: impl Iterator<Item = &'a Step> + Clone) -> f64 {
+    let (mut idle, mut all) = (Duration::ZERO, Duration::ZERO);
+    for (step, next) in steps.clone().zip(steps.skip(1)) {
+        let had_work = step.load.waiting > 0
+            || step.load.running > step.decodes
+            || next.number == step.number + 1 && next.decodes > 0;
+        let (Some(took), true) = (step.took, had_work && next.load.running > 0) else { continue };
+        let between = next.planned.since(step.planned);
+        all += between;
+        idle += between.saturating_sub(took);
+    }
+    if all.is_zero() { 0.0 } else { idle.as_secs_f64() / all.as_secs_f64() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Time;
+
+    const LIMITS: fn() -> Limits =
+        || Limits { step_target: Some(Duration::from_millis(20)), ..Limits::new(16, 100, 64, 512) };
+
+    fn step(number: u64) -> Step {
+        Step {
+            number,
+            planned: Time::from_nanos(number * 10_000_000),
+            took: Some(Duration::from_millis(10)),
+            predicted: Duration::from_millis(10),
+            decodes: 40,
+            prefills: 0,
+            prefill_tokens: 0,
+            longest_wait: Duration::ZERO,
+            preempted: 0,
+            stalled: 0,
+            blocked: None,
+            load: Load { running: 40, blocks: 100, blocks_used: 50, ..Load::default() },
+        }
+    }
+
+    fn found(change: impl Fn(&mut Step)) -> Vec<Limit> {
+        let steps: Vec<_> = (0..100)
+            .map(|number| {
+                let mut step = step(number);
+                change(&mut step);
+                step
+            })
+            .collect();
+        let findings = diagnose(steps.iter(), &LIMITS(), &Objectives::default());
+        findings.iter().map(|finding| finding.limit).collect()
+    }
+
+    #[test]
+    fn a_healthy_worker_has_no_findings() {
+        assert_eq!(found(|_| {}), []);
+        assert_eq!(diagnose([].iter(), &LIMITS(), &Objectives::default()), []);
+    }
+
+    #[test]
+    fn each_limit_is_found_where_it_is_the_only_one() {
+        let full = |step: &mut Step| {
+            (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5)
+        };
+        assert_eq!(found(full), [Limit::MemoryPressure]);
+        let id = crate::SequenceId { index: 0, generation: 0 };
+        let slots = |step: &mut Step| step.blocked = Some(crate::Blocked { id, by: BlockedBy::Slots });
+        assert_eq!(found(slots), [Limit::AdmissionBlocked]);
+        let preempting = |step: &mut Step| step.preempted = u32::from(step.number % 10 == 0);
+        assert_eq!(found(preempting), [Limit::Preemption]);
+        let queueing = |step: &mut Step| step.longest_wait = Duration::from_secs(3);
+        assert_eq!(found(queueing), [Limit::QueueTime]);
+        let long = |step: &mut Step| {
+            (step.prefills, step.prefill_tokens) = (1, 500);
+            step.planned = Time::from_nanos(step.number * 30_000_000);
+            step.took = Some(Duration::from_millis(30));
+        };
+        assert_eq!(found(long), [Limit::PrefillStarvesDecode]);
+        let crawling = |step: &mut Step| (step.prefills, step.prefill_tokens, step.load.waiting) = (1, 16, 3);
+        assert_eq!(found(crawling), [Limit::ChunkBudget]);
+        let gaps = |step: &mut Step| step.planned = Time::from_nanos(step.number * 15_000_000);
+        assert_eq!(found(gaps), [Limit::DeviceIdle]);
+        let cold = |step: &mut Step| {
+            (step.load.admitted_tokens, step.load.blocks_used) = (step.number * 100, 95);
+        };
+        assert_eq!(found(cold), [Limit::LowPrefixHits]);
+    }
+
+    #[test]
+    fn the_weightiest_finding_comes_first() {
+        let both = |step: &mut Step| {
+            step.longest_wait = Duration::from_secs(if step.number < 30 { 3 } else { 0 });
+            (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5);
+        };
+        assert_eq!(found(both), [Limit::MemoryPressure, Limit::QueueTime]);
+    }
+}

@@ -1,0 +1,63 @@
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_worker_core::{History, Limits, Load, Objectives, Step, diagnose};
+
+/// The load as routers and operators are told it.
+pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
+    v1::Load {
+        running: load.running,
+        waiting: load.waiting,
+        blocks_used: load.blocks_used,
+        preemptions: load.recompute_preemptions + load.swap_preemptions,
+        step_us,
+        swapped: load.swapped,
+        host_blocks_used: load.host_blocks_used,
+    }
+}
+
+/// What limits the worker, with its last `iterations` iterations.
+pub(super) fn diagnosis(
+    history: &History,
+    now: &Load,
+    limits: &Limits,
+    step_us: u64,
+    iterations: u32,
+) -> v1::DiagnoseResponse {
+    let findings = diagnose(history.iter(), limits, &Objectives::default());
+    let (first, last) = (history.iter().next(), history.iter().next_back());
+    let window = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.planned.since(first.planned));
+    let recent = history.len().saturating_sub(iterations as usize);
+    v1::DiagnoseResponse {
+        findings: findings
+            .into_iter()
+            .map(|finding| v1::Finding {
+                limit: finding.limit.label().to_owned(),
+                weight: finding.weight,
+                figure: finding.figure,
+                action: finding.limit.action().to_owned(),
+            })
+            .collect(),
+        window_iterations: history.len() as u32,
+        window_seconds: window.as_secs_f64(),
+        load: Some(load(now, step_us)),
+        iterations: history.iter().skip(recent).map(|step| summary(step, step_us)).collect(),
+    }
+}
+
+fn summary(step: &Step, step_us: u64) -> v1::IterationSummary {
+    let micros = |duration: Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+    v1::IterationSummary {
+        number: step.number,
+        took_us: step.took.map_or(0, micros),
+        predicted_us: micros(step.predicted),
+        decodes: step.decodes,
+        prefills: step.prefills,
+        prefill_tokens: step.prefill_tokens,
+        longest_wait_us: micros(step.longest_wait),
+        preempted: step.preempted,
+        stalled: step.stalled,
+        blocked_by: step.blocked.map_or("", |blocked| blocked.by.label()).to_owned(),
+        load: Some(load(&step.load, step_us)),
+    }
+}
