@@ -1,5 +1,5 @@
 use std::future::Future;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use inflight_fixtures::Family;
@@ -10,9 +10,14 @@ use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::text::Tokenizer;
 use inflight_router::{Handle, Options, Router};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use opentelemetry::trace::TracerProvider as _;
+use opentelemetry_sdk::error::OTelSdkResult;
+use opentelemetry_sdk::propagation::TraceContextPropagator;
+use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use tonic::{Request, Status, Streaming};
+use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 
 use crate::worker::ScriptedWorker;
 
@@ -28,7 +33,7 @@ pub struct Cluster {
 impl Cluster {
     /// A router over these workers.
     pub async fn start(workers: &[&ScriptedWorker], options: Options) -> Self {
-        let _ = metrics();
+        let _ = (metrics(), spans());
         let workers = workers.iter().map(|worker| worker.address.to_string()).collect();
         let listen = "127.0.0.1:0".parse().unwrap();
         let fast = Duration::from_millis(20);
@@ -55,6 +60,37 @@ impl Cluster {
         let value = format!("{}m", timeout.as_millis()).parse().unwrap();
         request.metadata_mut().insert("grpc-timeout", value);
         Generated::from(self.client.generate(request).await.unwrap().into_inner())
+    }
+}
+
+/// The spans of a trace that have ended. All tests of the process share one subscriber.
+pub fn spans_of(trace: &str) -> Vec<SpanData> {
+    let spans = spans().0.lock().unwrap();
+    spans.iter().filter(|span| span.span_context.trace_id().to_string() == trace).cloned().collect()
+}
+
+fn spans() -> &'static Spans {
+    static SPANS: OnceLock<Spans> = OnceLock::new();
+    SPANS.get_or_init(|| {
+        let spans = Spans::default();
+        opentelemetry::global::set_text_map_propagator(TraceContextPropagator::new());
+        let provider = SdkTracerProvider::builder().with_simple_exporter(spans.clone()).build();
+        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
+        let filter = tracing_subscriber::filter::LevelFilter::INFO;
+        let subscriber = tracing_subscriber::registry().with(layer.with_filter(filter));
+        tracing::subscriber::set_global_default(subscriber).unwrap();
+        spans
+    })
+}
+
+/// Keeps the spans that have ended.
+#[derive(Debug, Clone, Default)]
+struct Spans(Arc<Mutex<Vec<SpanData>>>);
+
+impl SpanExporter for Spans {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        self.0.lock().unwrap().extend(batch);
+        Ok(())
     }
 }
 

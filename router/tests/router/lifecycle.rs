@@ -1,36 +1,19 @@
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
 
 use inflight_proto::v1;
 use inflight_router::Options;
-use opentelemetry::trace::TracerProvider as _;
-use opentelemetry_sdk::error::OTelSdkResult;
-use opentelemetry_sdk::propagation::TraceContextPropagator;
-use opentelemetry_sdk::trace::{SdkTracerProvider, SpanData, SpanExporter};
 use tonic::{Code, Request};
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
-use tracing_subscriber::layer::SubscriberExt;
 
-use crate::cluster::{Cluster, bounded, text, tokens};
+use crate::cluster::{Cluster, bounded, spans_of, text, tokens};
 use crate::worker::{Profile, ScriptedWorker};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 /// The id of `<|eot_id|>`.
 const EOT: u32 = 284;
-
-/// Keeps the spans that have ended.
-#[derive(Debug, Clone, Default)]
-struct Spans(Arc<Mutex<Vec<SpanData>>>);
-
-impl SpanExporter for Spans {
-    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
-        self.0.lock().unwrap().extend(batch);
-        Ok(())
-    }
-}
 
 fn service(name: &str) -> HealthCheckRequest {
     HealthCheckRequest { service: name.to_owned() }
@@ -151,12 +134,6 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
 #[tokio::test]
 async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
     bounded(async {
-        opentelemetry::global::set_text_map_propagator(TraceContextPropagator::new());
-        let exporter = Spans::default();
-        let provider = SdkTracerProvider::builder().with_simple_exporter(exporter.clone()).build();
-        let layer = tracing_opentelemetry::layer().with_tracer(provider.tracer("test"));
-        // The test runs on one thread, and so does all that it starts.
-        let _guard = tracing::subscriber::set_default(tracing_subscriber::registry().with(layer));
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
@@ -175,7 +152,7 @@ async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
         while stream.message().await.unwrap().is_some() {}
         drop(stream);
         let spans = loop {
-            let spans = exporter.0.lock().unwrap().clone();
+            let spans = spans_of(trace);
             if spans.iter().any(|span| span.name == "generate") {
                 break spans;
             }
