@@ -118,6 +118,8 @@ impl Router {
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();
         set_health(&reporter, false).await;
+        // For probes that ask whether the process lives, also while no worker is there.
+        reporter.set_service_status("liveness", ServingStatus::Serving).await;
 
         // Dropped, and with it aborted, when this function returns.
         let mut tasks = JoinSet::new();

@@ -173,6 +173,8 @@ impl Worker {
 
         let (health, health_service) = tonic_health::server::health_reporter();
         health.set_serving::<WorkerServer<Service>>().await;
+        // For probes that ask whether the process lives, also while it drains.
+        health.set_service_status("liveness", tonic_health::ServingStatus::Serving).await;
         let reflection = || {
             tonic_reflection::server::Builder::configure()
                 .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
@@ -219,10 +221,7 @@ impl Worker {
         };
         shutdown.cancel();
         // Sessions end with the engine; a connection that stays is not worth more than a moment.
-        match tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await {
-            Ok(Ok(served)) => served?,
-            Ok(Err(_)) | Err(_) => {}
-        }
+        if let Ok(Ok(served)) = tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await { served? }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
 }

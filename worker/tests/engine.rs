@@ -2,6 +2,8 @@
 //! whole context as read back through the block table, so any mistake in paging, chunking, preemption or
 //! resumption changes the answer.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -107,11 +109,11 @@ impl Runtime for Remembering {
     fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
         // Every third step something arrives, and every fifth of those copies fails.
         self.steps += 1;
-        if self.steps % 3 != 0 || self.transfers.is_empty() {
+        if !self.steps.is_multiple_of(3) || self.transfers.is_empty() {
             return;
         }
         let Transfer { id, direction, blocks } = self.transfers.remove(0);
-        let succeeded = self.steps % 15 != 0;
+        let succeeded = !self.steps.is_multiple_of(15);
         for (device, host) in blocks.iter().filter(|_| succeeded) {
             let (device, host) = (*device as usize * 4, *host as usize * 4);
             let (device, host) = (&mut self.memory[device..device + 4], &mut self.host[host..host + 4]);

@@ -265,4 +265,8 @@ impl Worker for Service {
             .collect();
         Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
     }
+
+    async fn diagnose(&self, _: Request<v1::DiagnoseRequest>) -> Result<Response<v1::DiagnoseResponse>, Status> {
+        Err(Status::unimplemented("a scripted worker has nothing to diagnose"))
+    }
 }

@@ -299,7 +299,7 @@ mod tests {
         let id = crate::SequenceId { index: 0, generation: 0 };
         let slots = |step: &mut Step| step.blocked = Some(crate::Blocked { id, by: BlockedBy::Slots });
         assert_eq!(found(slots), [Limit::AdmissionBlocked]);
-        let preempting = |step: &mut Step| step.preempted = u32::from(step.number % 10 == 0);
+        let preempting = |step: &mut Step| step.preempted = u32::from(step.number.is_multiple_of(10));
         assert_eq!(found(preempting), [Limit::Preemption]);
         let queueing = |step: &mut Step| step.longest_wait = Duration::from_secs(3);
         assert_eq!(found(queueing), [Limit::QueueTime]);

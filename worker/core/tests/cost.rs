@@ -1,5 +1,8 @@
 //! What a plan costs: allocations are counted, and the time is printed by `cargo test -- --nocapture`.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::disallowed_types, clippy::disallowed_methods, reason = "a test may look at the clock")]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -50,7 +53,7 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
             deadline: None,
             tenant: &tenant,
             weight: Weight::default(),
-            hashes: &[BlockHash::from_raw(u128::from(sequence) << 64 | u128::from(sequence) * 977)],
+            hashes: &[BlockHash::from_raw((u128::from(sequence) << 64) | (u128::from(sequence) * 977))],
             group: None,
         };
         scheduler.submit(new, Time::ZERO).unwrap();
@@ -67,9 +70,9 @@ fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<Verdict>) {
     let number = plan.number;
     verdicts.clear();
     for chunk in plan.chunks.iter().filter(|chunk| chunk.samples) {
-        let filled = (chunk.start + chunk.len + 1) % 16 == 0;
-        let raw = (chunk.id.index() as u128) << 64
-            | u128::from(chunk.start) * 0x9e37_79b9 ^ chunk.id.index() as u128;
+        let filled = (chunk.start + chunk.len + 1).is_multiple_of(16);
+        let index = chunk.id.index() as u128;
+        let raw = (index << 64) | ((u128::from(chunk.start) * 0x9e37_79b9) ^ index);
         verdicts.push(Verdict { stop: false, hash: filled.then(|| BlockHash::from_raw(raw)) });
     }
     let outcome = Outcome { verdicts, took: Duration::from_micros(900) };

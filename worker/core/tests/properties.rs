@@ -3,6 +3,9 @@
 //! iteration runs and checked when one reads it. A block that is reused too early, shared wrongly, copied from the
 //! wrong place or lost on its way to the host changes what is read.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::disallowed_methods, reason = "the number of cases comes from the environment")]
+
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -160,7 +163,7 @@ struct Harness {
 impl Harness {
     fn new(limits: Limits, policy: PolicyKind) -> Self {
         // Copies are cheap in half of the runs and dear in the others, so that both kinds of preemption happen.
-        let copy_block = if limits.blocks % 2 == 0 { 1e-9 } else { 1e-4 };
+        let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
         let cost = CostModel::new(CostPrior { copy_block, copy: 0.0, ..CostPrior::default() });
         let tenants = TenantService::new(TokenCost::default(), 10);
         let page = vec![0; limits.block_tokens as usize];

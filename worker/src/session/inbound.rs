@@ -17,6 +17,7 @@ pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Resul
     let key = RequestKey { session, request: submit.request };
     let attempt = submit.attempt;
     let wanted = submit.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
+    let over: Vec<u32> = submit.resumed.iter().filter(|one| one.finished).map(|one| one.choice).collect();
     request(submit, key, now).map_err(|what| {
         let refuse = |choice| Event {
             key,
@@ -27,7 +28,8 @@ pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Resul
             computed_tokens: 0,
             finish: Some(Finish::Failed(Failure::Invalid(what.clone()))),
         };
-        (0..wanted.clamp(1, SamplingSpec::CHOICES_MAX)).map(refuse).collect()
+        let choices = 0..wanted.clamp(1, SamplingSpec::CHOICES_MAX);
+        choices.filter(|choice| !over.contains(choice)).map(refuse).collect()
     })
 }
 
