@@ -58,11 +58,11 @@ pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
 /// Rounds to bf16, to nearest with ties to even; the bits.
 #[inline(always)]
 pub(crate) fn bf16_bits(x: f32) -> u16 {
+    // Both are computed and one is chosen, so that it vectorises.
     let bits = x.to_bits();
-    if x.is_nan() {
-        return (bits >> 16) as u16 | 0x40;
-    }
-    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet = (bits >> 16) | 0x40;
+    (if x.is_nan() { quiet } else { rounded }) as u16
 }
 
 /// The value of bf16 bits.

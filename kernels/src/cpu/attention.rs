@@ -16,6 +16,10 @@ use crate::dtype::Dtype;
 /// Most numbers of a head.
 pub const HEAD_DIM_MAX: usize = 256;
 
+const LINE_BYTES: usize = 64;
+/// How far ahead tiles are asked for: computing one takes less time than fetching it.
+const PREFETCH_TILES: usize = 2;
+
 /// Rows of one task: enough to share keys, few enough to spread over threads.
 const TASK_ROWS: u32 = 16;
 
@@ -143,9 +147,9 @@ impl Kernel for Attend<'_> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.layout.dtype {
-                Dtype::F32 => self.all::<S, f32>(),
-                Dtype::Bf16 => self.all::<S, Bf16>(),
-                Dtype::F16 => self.all::<S, F16>(),
+                Dtype::F32 => self.tiles::<S, f32>(),
+                Dtype::Bf16 => self.tiles::<S, Bf16>(),
+                Dtype::F16 => self.tiles::<S, F16>(),
             }
         }
     }
@@ -170,7 +174,13 @@ const INDEX: [f32; TILE] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12
 
 impl Attend<'_> {
     #[inline(always)]
-    unsafe fn all<S: Simd, N: Number>(&self) {
+    unsafe fn tiles<S: Simd, N: Number>(&self) {
+        // SAFETY: passed on to the caller; the scores of a tile fill that many vectors.
+        unsafe { if S::LANES == TILE { self.all::<S, N, 1>() } else { self.all::<S, N, 2>() } }
+    }
+
+    #[inline(always)]
+    unsafe fn all<S: Simd, N: Number, const T: usize>(&self) {
         let group = self.shape.heads / self.shape.kv_heads;
         let queries = (self.task.end - self.task.first) as usize * group;
         let mut first = 0;
@@ -179,14 +189,14 @@ impl Attend<'_> {
             // SAFETY: the queries are those of the task.
             unsafe {
                 match count {
-                    1 => self.queries::<S, N, 1>(first),
-                    2 => self.queries::<S, N, 2>(first),
-                    3 if S::QUERIES >= 3 => self.queries::<S, N, 3>(first),
-                    4 if S::QUERIES >= 4 => self.queries::<S, N, 4>(first),
-                    5 if S::QUERIES >= 5 => self.queries::<S, N, 5>(first),
-                    6 if S::QUERIES >= 6 => self.queries::<S, N, 6>(first),
-                    7 if S::QUERIES >= 7 => self.queries::<S, N, 7>(first),
-                    8 if S::QUERIES >= 8 => self.queries::<S, N, 8>(first),
+                    1 => self.queries::<S, N, T, 1>(first),
+                    2 => self.queries::<S, N, T, 2>(first),
+                    3 if S::QUERIES >= 3 => self.queries::<S, N, T, 3>(first),
+                    4 if S::QUERIES >= 4 => self.queries::<S, N, T, 4>(first),
+                    5 if S::QUERIES >= 5 => self.queries::<S, N, T, 5>(first),
+                    6 if S::QUERIES >= 6 => self.queries::<S, N, T, 6>(first),
+                    7 if S::QUERIES >= 7 => self.queries::<S, N, T, 7>(first),
+                    8 if S::QUERIES >= 8 => self.queries::<S, N, T, 8>(first),
                     _ => unreachable!("up to 8 queries are treated at once"),
                 }
             }
@@ -195,7 +205,7 @@ impl Attend<'_> {
     }
 
     #[inline(always)]
-    unsafe fn queries<S: Simd, N: Number, const Q: usize>(&self, first: usize) {
+    unsafe fn queries<S: Simd, N: Number, const T: usize, const Q: usize>(&self, first: usize) {
         let head_dim = self.shape.head_dim;
         let group = self.shape.heads / self.shape.kv_heads;
         let stride = self.layout.value_stride();
@@ -219,11 +229,12 @@ impl Attend<'_> {
         // SAFETY: vectors are within the tile's keys and values, and within local arrays.
         unsafe {
             let mut best = [f32::NEG_INFINITY; Q];
-            let mut total = [[S::splat(0.0); 2]; Q];
+            let mut total = [[S::splat(0.0); T]; Q];
             // Rows ascend, so the first query sees furthest back and the last one furthest on.
             for base in (low[0] / TILE * TILE..high[Q - 1]).step_by(TILE) {
                 let tile = self.tile::<N>(base, high[Q - 1], &mut gathered);
-                let scores = self.scores::<S, N, Q>(&query, tile);
+                self.prefetch::<S, N>(base + PREFETCH_TILES * TILE, high[Q - 1]);
+                let scores = self.scores::<S, N, T, Q>(&query, tile);
                 let mut weights = [[0.0f32; TILE]; Q];
                 let mut decay = [S::splat(1.0); Q];
                 let (mut from, mut to) = ([0usize; Q], [0usize; Q]);
@@ -234,7 +245,8 @@ impl Attend<'_> {
                     whole &= (from[i], to[i]) == (0, TILE);
                     if from[i] < to[i] {
                         let seen = (from[i], to[i]);
-                        decay[i] = soften::<S>(scores[i], seen, &mut best[i], &mut total[i], &mut weights[i]);
+                        decay[i] =
+                            soften::<S, T>(scores[i], seen, &mut best[i], &mut total[i], &mut weights[i]);
                     }
                 }
                 if whole {
@@ -250,7 +262,7 @@ impl Attend<'_> {
                 }
             }
             for i in 0..Q {
-                let all = S::sum(S::add(total[i][0], total[i][1]));
+                let all = S::sum(if T == 1 { total[i][0] } else { S::add(total[i][0], total[i][T - 1]) });
                 let scale = 1.0 / all;
                 for d in 0..head_dim {
                     out[i].add(d).write(sums[i][d] * scale);
@@ -297,19 +309,45 @@ impl Attend<'_> {
         }
     }
 
+    /// Asks for the tile from position `base` on, whose block may be far from the one at work.
+    #[inline(always)]
+    unsafe fn prefetch<S: Simd, N: Number>(&self, base: usize, end: usize) {
+        let layout = &self.layout;
+        let tokens = layout.block_tokens;
+        if base >= end || tokens < TILE {
+            return;
+        }
+        let line = LINE_BYTES / size_of::<N>();
+        // SAFETY: the table covers positions before `end`; prefetching reads nothing.
+        unsafe {
+            let head = layout.keys(self.table[base / tokens], self.layer, self.kv_head);
+            let keys = self.kv.cast::<N>().add(head);
+            let values = keys.add(layout.values_after_keys() + base % tokens * layout.value_stride());
+            if tokens == TILE {
+                // Keys are one range only where a tile is the whole block.
+                for at in (0..layout.head_dim * TILE).step_by(line) {
+                    S::prefetch(keys.add(at).cast());
+                }
+            }
+            for at in (0..layout.value_stride() * TILE).step_by(line) {
+                S::prefetch(values.add(at).cast());
+            }
+        }
+    }
+
     /// q k^T / sqrt(head_dim) for each query and the 16 keys of a tile. Even and odd components are summed apart.
     #[inline(always)]
-    unsafe fn scores<S: Simd, N: Number, const Q: usize>(
+    unsafe fn scores<S: Simd, N: Number, const T: usize, const Q: usize>(
         &self,
         query: &[*const f32; Q],
         tile: Tile<N>,
-    ) -> [[S::V; 2]; Q] {
+    ) -> [[S::V; T]; Q] {
         // SAFETY: components are below head_dim, which is even; vectors are within the tile.
         unsafe {
-            let mut even = [[S::splat(0.0); 2]; Q];
-            let mut odd = [[S::splat(0.0); 2]; Q];
+            let mut even = [[S::splat(0.0); T]; Q];
+            let mut odd = [[S::splat(0.0); T]; Q];
             for d in (0..self.shape.head_dim).step_by(2) {
-                for t in 0..TILE / S::LANES {
+                for t in 0..T {
                     let at = tile.keys.add(d * tile.key_stride + t * S::LANES);
                     let (k0, k1) = (N::load::<S>(at), N::load::<S>(at.add(tile.key_stride)));
                     for i in 0..Q {
@@ -319,7 +357,7 @@ impl Attend<'_> {
                 }
             }
             for i in 0..Q {
-                for t in 0..TILE / S::LANES {
+                for t in 0..T {
                     even[i][t] = S::mul(S::add(even[i][t], odd[i][t]), S::splat(self.scale));
                 }
             }
@@ -331,20 +369,19 @@ impl Attend<'_> {
 /// One step of the online softmax for one query: turns the scores of the positions from `seen.0` to before `seen.1`
 /// into weights relative to the best score so far, and returns by what earlier sums must be multiplied.
 #[inline(always)]
-unsafe fn soften<S: Simd>(
-    mut scores: [S::V; 2],
+unsafe fn soften<S: Simd, const T: usize>(
+    mut scores: [S::V; T],
     seen: (usize, usize),
     best: &mut f32,
-    total: &mut [S::V; 2],
+    total: &mut [S::V; T],
     weights: &mut [f32; TILE],
 ) -> S::V {
-    let vectors = TILE / S::LANES;
     // SAFETY: vectors are within the arrays.
     unsafe {
         let hidden = S::splat(f32::NEG_INFINITY);
         if seen != (0, TILE) {
             let (from, to) = (S::splat(seen.0 as f32), S::splat(seen.1 as f32));
-            for t in 0..vectors {
+            for t in 0..T {
                 // What is hidden may be anything, NaN included: it is replaced, not combined.
                 let index = S::load(INDEX.as_ptr().add(t * S::LANES));
                 let before = S::if_less(index, from, hidden, scores[t]);
@@ -352,13 +389,13 @@ unsafe fn soften<S: Simd>(
             }
         }
         let mut largest = S::largest(scores[0]);
-        if vectors == 2 {
-            largest = largest.max(S::largest(scores[1]));
+        for t in 1..T {
+            largest = largest.max(S::largest(scores[t]));
         }
         let now = best.max(largest);
         let decay = exp::<S>(S::splat(*best - now));
         *best = now;
-        for t in 0..vectors {
+        for t in 0..T {
             let weight = exp::<S>(S::sub(scores[t], S::splat(now)));
             total[t] = S::fma(total[t], decay, weight);
             S::store(weights.as_mut_ptr().add(t * S::LANES), weight);

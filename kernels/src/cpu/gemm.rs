@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::isa::Path;
-use super::matrix::{PackedMatrix, Shared};
+use super::matrix::{PackedMatrix, Shared, panel_columns};
 use super::pool::Pool;
 use super::simd::{self, Kernel, Simd, load_part, store_part};
 use crate::dtype::{Dtype, bf16_bits, bf16_value};
@@ -20,6 +20,12 @@ use format::{Bf16, F16, F32, Format};
 const ROW_BLOCK: usize = 512;
 /// Bytes of a panel's cache block: within the first-level cache, beside a tile's activations.
 const PANEL_BLOCK_BYTES: usize = 32 << 10;
+
+/// Least bytes of weights, times passes over them, that are worth a unit of their own.
+const UNIT_BYTES: usize = 64 << 10;
+
+/// Activations brought into tile order at a time; even, as bf16 goes in pairs.
+const PACK_CHUNK: usize = 256;
 
 /// What a product's sums start from.
 #[derive(Debug, Clone, Copy)]
@@ -85,6 +91,9 @@ pub fn gemm(
     if let Start::Bias(bias) = start {
         assert_eq!(bias.len(), w.n, "the bias is not [n]");
     }
+    if rows == 0 {
+        return;
+    }
     let layout = Layout::of(w);
     let row_words = w.steps * layout.words();
     if scratch.words.len() < rows * row_words {
@@ -103,7 +112,11 @@ pub fn gemm(
     let words = scratch.words.as_ptr();
     let y = Shared(y.as_mut_ptr());
     let x = Shared(words.cast_mut());
-    pool.split(w.n.div_ceil(super::matrix::panel_columns(w.isa)), 1, &|panels| {
+    // Nor is it worth while to hand out less than some microseconds of work; a few panels go together in any case,
+    // as tiles of one or two rows span several.
+    let panel_work = w.panel_bytes * rows.div_ceil(8);
+    let grain = (UNIT_BYTES / panel_work).max(4);
+    pool.split(w.n.div_ceil(panel_columns(w.isa)), grain, &|panels| {
         let job = Multiply { w, x: x.get(), row_words, rows, start, y: y.get(), panels };
         #[cfg(target_arch = "x86_64")]
         if layout == Layout::Packed {
@@ -147,23 +160,43 @@ impl Kernel for Pack<'_> {
             };
             for i in 0..height {
                 let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
-                match self.layout {
-                    Layout::Single => {
-                        for (s, value) in row.iter().enumerate() {
-                            tile[s * height + i] = value.to_bits();
+                // Numbers are brought into shape side by side, which vectorises, and then spread.
+                let mut words = [0u32; PACK_CHUNK];
+                let per_step = self.layout.words();
+                for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
+                    let (steps, step) = match self.layout {
+                        Layout::Single => {
+                            for (word, x) in words.iter_mut().zip(numbers) {
+                                *word = x.to_bits();
+                            }
+                            (numbers.len(), chunk * PACK_CHUNK)
                         }
-                    }
-                    Layout::Pair => {
-                        for (s, pair) in row.chunks(2).enumerate() {
-                            let at = (s * height + i) * 2;
-                            tile[at] = bf16_value(bf16_bits(pair[0])).to_bits();
-                            tile[at + 1] = pair.get(1).map_or(0, |x| bf16_value(bf16_bits(*x)).to_bits());
+                        Layout::Pair => {
+                            words[numbers.len() - 1 + numbers.len() % 2] = 0;
+                            for (word, x) in words.iter_mut().zip(numbers) {
+                                *word = bf16_value(bf16_bits(*x)).to_bits();
+                            }
+                            (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
                         }
-                    }
-                    Layout::Packed => {
-                        for (s, pair) in row.chunks(2).enumerate() {
-                            let high = pair.get(1).map_or(0, |x| bf16_bits(*x));
-                            tile[s * height + i] = u32::from(bf16_bits(pair[0])) | u32::from(high) << 16;
+                        Layout::Packed => {
+                            for (word, pair) in words.iter_mut().zip(numbers.chunks_exact(2)) {
+                                *word = u32::from(bf16_bits(pair[0])) | u32::from(bf16_bits(pair[1])) << 16;
+                            }
+                            if let [last] = numbers.chunks_exact(2).remainder() {
+                                words[numbers.len() / 2] = u32::from(bf16_bits(*last));
+                            }
+                            (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
+                        }
+                    };
+                    let tile = &mut tile[(step * height + i) * per_step..];
+                    if per_step == 1 {
+                        for (s, word) in words[..steps].iter().enumerate() {
+                            tile[s * height] = *word;
+                        }
+                    } else {
+                        for (s, pair) in words[..2 * steps].chunks_exact(2).enumerate() {
+                            tile[s * height * 2] = pair[0];
+                            tile[s * height * 2 + 1] = pair[1];
                         }
                     }
                 }

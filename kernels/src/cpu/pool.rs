@@ -10,24 +10,35 @@ use std::thread::{self, JoinHandle, Thread};
 const SPINS: u32 = 1 << 11;
 /// Yields before a thread goes to sleep. Workers may share cores, so waiting must let others run.
 const YIELDS: u32 = 16;
+/// Units per thread that [`Pool::split`] aims for: enough to take over the share of a thread that is late.
+const UNITS_PER_THREAD: usize = 4;
 
-type Job = *const (dyn Fn(usize) + Sync);
-
-/// A fixed set of threads that run one job at a time together with the caller.
+/// A fixed set of threads that help the caller with one job at a time.
 ///
-/// Which thread does what is decided by the job from the thread's index; no answer may depend on it.
+/// A job is a number of units. Each thread has a share of them, the same ones for equal jobs, so that what they read
+/// stays in its cache; whoever is done takes from the others' shares. So the caller never waits for a thread
+/// that has not begun, as happens where cores are shared: it does that thread's units itself. Which thread does
+/// what must not matter to any answer.
 pub struct Pool {
     shared: Arc<Shared>,
     handles: Vec<JoinHandle<()>>,
     running: Mutex<()>,
 }
 
+#[derive(Clone, Copy)]
+struct Job {
+    unit: *const (dyn Fn(usize) + Sync),
+    units: usize,
+}
+
 struct Shared {
-    /// Raised for every job; a change tells threads that `job` is new.
-    epoch: AtomicUsize,
     job: UnsafeCell<Option<Job>>,
-    /// Threads that have not finished the job.
-    pending: AtomicUsize,
+    /// Per thread, how many units of its share nobody has claimed yet.
+    unclaimed: Vec<Counter>,
+    /// Units not finished yet.
+    unfinished: AtomicUsize,
+    /// Raised for every job, to wake threads.
+    epoch: AtomicUsize,
     /// Per thread: it sleeps, or is about to.
     asleep: Vec<AtomicBool>,
     caller: Mutex<Option<Thread>>,
@@ -36,34 +47,39 @@ struct Shared {
     stop: AtomicBool,
 }
 
-// SAFETY: `job` is written only by the caller that holds `running`, while no thread runs (`pending` is 0), and
-// read by threads only after they saw `epoch` rise, which happens after the write.
+/// On a cache line of its own.
+#[repr(align(64))]
+struct Counter(AtomicUsize);
+
+// SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished. It is
+// read only by who has claimed a unit and not finished it, and claiming synchronises with the write.
 unsafe impl Sync for Shared {}
-// SAFETY: the job behind the pointer is `Sync` and outlives its run, see `Pool::run`.
+// SAFETY: what the job points to is `Sync` and lives until all units are finished, see `Pool::each`.
 unsafe impl Send for Shared {}
 
 impl Pool {
-    /// `threads` threads, the caller of [`Pool::run`] being one of them; at least one.
+    /// `threads` threads, the caller of a job being one of them; at least one.
     ///
     /// # Errors
     /// The operating system refused a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
-        let others = threads.max(1) - 1;
+        let threads = threads.max(1);
         let shared = Arc::new(Shared {
-            epoch: AtomicUsize::new(0),
             job: UnsafeCell::new(None),
-            pending: AtomicUsize::new(0),
-            asleep: (0..others).map(|_| AtomicBool::new(false)).collect(),
+            unclaimed: (0..threads).map(|_| Counter(AtomicUsize::new(0))).collect(),
+            unfinished: AtomicUsize::new(0),
+            epoch: AtomicUsize::new(0),
+            asleep: (0..threads).map(|_| AtomicBool::new(false)).collect(),
             caller: Mutex::new(None),
             caller_asleep: AtomicBool::new(false),
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
         });
-        let mut pool = Self { shared, handles: Vec::with_capacity(others), running: Mutex::new(()) };
-        for index in 0..others {
+        let mut pool = Self { shared, handles: Vec::with_capacity(threads - 1), running: Mutex::new(()) };
+        for index in 1..threads {
             let shared = Arc::clone(&pool.shared);
-            let body = move || shared.work(index);
-            pool.handles.push(thread::Builder::new().name(format!("kernels-{}", index + 1)).spawn(body)?);
+            let body = move || shared.help(index);
+            pool.handles.push(thread::Builder::new().name(format!("kernels-{index}")).spawn(body)?);
         }
         Ok(pool)
     }
@@ -73,85 +89,57 @@ impl Pool {
         self.handles.len() + 1
     }
 
-    /// Calls `job` once with every thread index, and returns when all calls have. A call from within a job, or
-    /// from a second thread meanwhile, runs all of them on the spot.
+    /// Runs `unit` on every index below `units`, each once, and returns when all are done. A call from within a
+    /// unit, or from a second thread meanwhile, does all of them itself.
     ///
     /// # Panics
-    /// If the job panicked on any thread.
-    pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
+    /// If a unit panicked.
+    pub fn each(&self, units: usize, unit: &(dyn Fn(usize) + Sync)) {
+        if units <= 1 || self.handles.is_empty() {
+            return (0..units).for_each(unit);
+        }
         let guard = match self.running.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return (0..self.threads()).for_each(job),
+            Err(TryLockError::WouldBlock) => return (0..units).for_each(unit),
         };
-        if self.handles.is_empty() {
-            drop(guard);
-            return job(0);
-        }
-        self.run_on_all(job, guard);
-    }
-
-    fn run_on_all(&self, job: &(dyn Fn(usize) + Sync), guard: MutexGuard<'_, ()>) {
         let shared = &*self.shared;
         *lock(&shared.caller) = Some(thread::current());
-        // SAFETY: only the lifetime is erased. This function returns only after every thread has finished with
-        // the job (`pending` is 0), also when the job panics.
-        let erased: Job = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(job) };
-        // SAFETY: `running` is held and no thread runs, so nobody else touches `job`.
-        unsafe { *shared.job.get() = Some(erased) };
-        shared.pending.store(self.handles.len(), Ordering::SeqCst);
+        // SAFETY: only the lifetime is erased. This function returns only when every unit is finished, also when
+        // one panics, and nobody uses the pointer without a claimed unit.
+        let unit = unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(unit)
+        };
+        // SAFETY: `running` is held and every unit of earlier jobs is finished, so nobody reads `job`.
+        unsafe { *shared.job.get() = Some(Job { unit, units }) };
+        shared.unfinished.store(units, Ordering::SeqCst);
+        for thread in 0..self.threads() {
+            shared.unclaimed[thread].0.store(shared.share(thread, units).len(), Ordering::SeqCst);
+        }
         shared.epoch.fetch_add(1, Ordering::SeqCst);
-        for (asleep, handle) in shared.asleep.iter().zip(&self.handles) {
+        for (handle, asleep) in self.handles.iter().zip(&shared.asleep[1..]) {
             if asleep.swap(false, Ordering::SeqCst) {
                 handle.thread().unpark();
             }
         }
-        let own = catch_unwind(AssertUnwindSafe(|| job(0)));
-        wait(&shared.caller_asleep, || shared.pending.load(Ordering::SeqCst) == 0);
-        let theirs = lock(&shared.panic).take();
+        shared.work(0);
+        wait(&shared.caller_asleep, || shared.unfinished.load(Ordering::SeqCst) == 0);
+        let panic = lock(&shared.panic).take();
         drop(guard);
-        if let Err(panic) = own {
-            resume_unwind(panic);
-        }
-        if let Some(panic) = theirs {
+        if let Some(panic) = panic {
             resume_unwind(panic);
         }
     }
 
-    /// Splits `0..items` into one contiguous range per thread, each a multiple of `grain` but the last, and runs
-    /// `job` on those that are not empty.
+    /// Splits `0..items` into contiguous ranges of at least `grain` items, but for the last, and runs `job` on each.
     pub fn split(&self, items: usize, grain: usize, job: &(dyn Fn(Range<usize>) + Sync)) {
-        let grains = items.div_ceil(grain.max(1));
-        if grains <= 1 || self.handles.is_empty() {
-            if items > 0 {
-                job(0..items);
-            }
-            return;
-        }
-        let threads = self.threads();
-        self.run(&|index| {
-            let start = grains * index / threads * grain;
-            let end = (grains * (index + 1) / threads * grain).min(items);
-            if start < end {
-                job(start..end);
-            }
-        });
-    }
-
-    /// Runs `job` on every index below `items`, each once, on whichever thread is free.
-    pub fn each(&self, items: usize, job: &(dyn Fn(usize) + Sync)) {
-        if items <= 1 || self.handles.is_empty() {
-            return (0..items).for_each(job);
-        }
-        let next = AtomicUsize::new(0);
-        self.run(&|_| {
-            loop {
-                let item = next.fetch_add(1, Ordering::Relaxed);
-                if item >= items {
-                    break;
-                }
-                job(item);
-            }
+        let grain = grain.max(1);
+        let grains = items.div_ceil(grain);
+        let units = grains.min(self.threads() * UNITS_PER_THREAD);
+        self.each(units, &|unit| {
+            let start = grains * unit / units * grain;
+            let end = (grains * (unit + 1) / units * grain).min(items);
+            job(start..end);
         });
     }
 }
@@ -162,38 +150,64 @@ impl Drop for Pool {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         for handle in self.handles.drain(..) {
             handle.thread().unpark();
-            // A thread catches its job's panics, so joining can't fail.
+            // A thread catches the panics of units, so joining can't fail.
             let _ = handle.join();
         }
     }
 }
 
 impl Shared {
-    fn work(&self, index: usize) {
+    fn share(&self, thread: usize, units: usize) -> Range<usize> {
+        let threads = self.unclaimed.len();
+        units * thread / threads..units * (thread + 1) / threads
+    }
+
+    fn help(&self, thread: usize) {
         let mut seen = 0;
-        loop {
-            wait(&self.asleep[index], || self.epoch.load(Ordering::SeqCst) != seen);
+        while !self.stop.load(Ordering::SeqCst) {
+            self.work(thread);
+            wait(&self.asleep[thread], || self.epoch.load(Ordering::SeqCst) != seen);
             seen = self.epoch.load(Ordering::SeqCst);
-            if self.stop.load(Ordering::SeqCst) {
-                return;
-            }
-            // SAFETY: `epoch` rose, so `job` was written before and is not written again until `pending` is 0.
-            let job = unsafe { *self.job.get() };
-            if let Some(job) = job {
-                // SAFETY: the caller keeps the job alive until `pending` is 0.
-                let job = unsafe { &*job };
-                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| job(index + 1))) {
-                    *lock(&self.panic) = Some(panic);
+        }
+    }
+
+    /// Does what is left of the thread's own share, then what is left of the others'.
+    fn work(&self, thread: usize) {
+        let threads = self.unclaimed.len();
+        for i in 0..threads {
+            let owner = (thread + i) % threads;
+            while let Some(rank) = claim(&self.unclaimed[owner].0) {
+                // SAFETY: a unit is claimed and not finished, so `job` is set and stays.
+                let job = unsafe { *self.job.get() };
+                if let Some(Job { unit, units }) = job {
+                    let index = self.share(owner, units).start + rank;
+                    // SAFETY: as above, what it points to lives until the unit is finished.
+                    let unit = unsafe { &*unit };
+                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| unit(index))) {
+                        *lock(&self.panic) = Some(panic);
+                    }
                 }
-            }
-            if self.pending.fetch_sub(1, Ordering::SeqCst) == 1
-                && self.caller_asleep.swap(false, Ordering::SeqCst)
-                && let Some(caller) = &*lock(&self.caller)
-            {
-                caller.unpark();
+                if self.unfinished.fetch_sub(1, Ordering::SeqCst) == 1
+                    && self.caller_asleep.swap(false, Ordering::SeqCst)
+                    && let Some(caller) = &*lock(&self.caller)
+                {
+                    caller.unpark();
+                }
             }
         }
     }
+}
+
+/// Takes one of what is unclaimed; its rank among them.
+fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
+    let mut left = unclaimed.load(Ordering::SeqCst);
+    while left > 0 {
+        match unclaimed.compare_exchange_weak(left, left - 1, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => return Some(left - 1),
+            Err(now) => left = now,
+        }
+    }
+    None
 }
 
 /// Spins, then yields, then sleeps until `done`. Whoever makes it true swaps `asleep` and unparks if it was set.
@@ -236,7 +250,7 @@ mod tests {
                 for grain in [1, 3, 64] {
                     let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
                     pool.split(items, grain, &|range| {
-                        assert!(range.start % grain == 0);
+                        assert!(range.start % grain == 0 && !range.is_empty());
                         range.for_each(|i| _ = counts[i].fetch_add(1, Ordering::Relaxed));
                     });
                     pool.each(items, &|i| _ = counts[i].fetch_add(1, Ordering::Relaxed));
@@ -247,19 +261,34 @@ mod tests {
     }
 
     #[test]
+    fn many_short_jobs_in_a_row_lose_and_repeat_nothing() {
+        let pool = Pool::new(3).unwrap();
+        let total = AtomicUsize::new(0);
+        for round in 0..50_000 {
+            let own = AtomicUsize::new(0);
+            pool.each(2 + round % 5, &|i| {
+                own.fetch_add(i + 1, Ordering::Relaxed);
+                total.fetch_add(1, Ordering::Relaxed);
+            });
+            let units = 2 + round % 5;
+            assert_eq!(own.into_inner(), units * (units + 1) / 2, "round {round}");
+        }
+        assert_eq!(total.into_inner(), 50_000 / 5 * (2 + 3 + 4 + 5 + 6));
+    }
+
+    #[test]
     fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
         let pool = Pool::new(3).unwrap();
-        for culprit in 0..3 {
-            let run =
-                AssertUnwindSafe(|| pool.run(&|index| assert!(index != culprit, "thread {index} fails")));
+        for culprit in 0..9 {
+            let run = AssertUnwindSafe(|| pool.each(9, &|i| assert!(i != culprit, "unit {i} fails")));
             assert!(catch_unwind(run).is_err());
             let count = AtomicUsize::new(0);
-            pool.run(&|_| {
+            pool.each(9, &|_| {
                 count.fetch_add(1, Ordering::Relaxed);
-                // A nested run must neither deadlock nor skip an index.
-                pool.run(&|_| _ = count.fetch_add(1, Ordering::Relaxed));
+                // A job within a job must neither deadlock nor skip a unit.
+                pool.each(4, &|_| _ = count.fetch_add(1, Ordering::Relaxed));
             });
-            assert_eq!(count.load(Ordering::Relaxed), 3 + 9);
+            assert_eq!(count.into_inner(), 9 + 9 * 4);
         }
     }
 }

@@ -130,6 +130,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: see the impl; prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn largest(v: __m256) -> f32 {
         // SAFETY: see the impl.
         unsafe {

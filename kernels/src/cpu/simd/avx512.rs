@@ -131,6 +131,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: see the impl; prefetching never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn largest(v: __m512) -> f32 {
         // SAFETY: see the impl.
         unsafe {

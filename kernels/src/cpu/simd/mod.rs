@@ -57,6 +57,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// The sum of all lanes, in an order that is part of the instruction set's arithmetic.
     unsafe fn sum(v: Self::V) -> f32;
+    /// Asks for a cache line that will be read soon; any address will do.
+    unsafe fn prefetch(at: *const u8);
     /// The largest lane.
     unsafe fn largest(v: Self::V) -> f32;
 }
