@@ -221,7 +221,9 @@ impl Worker {
         };
         shutdown.cancel();
         // Sessions end with the engine; a connection that stays is not worth more than a moment.
-        if let Ok(Ok(served)) = tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await { served? }
+        if let Ok(Ok(served)) = tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await {
+            served?
+        }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
 }

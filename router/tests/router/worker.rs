@@ -266,7 +266,10 @@ impl Worker for Service {
         Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
     }
 
-    async fn diagnose(&self, _: Request<v1::DiagnoseRequest>) -> Result<Response<v1::DiagnoseResponse>, Status> {
+    async fn diagnose(
+        &self,
+        _: Request<v1::DiagnoseRequest>,
+    ) -> Result<Response<v1::DiagnoseResponse>, Status> {
         Err(Status::unimplemented("a scripted worker has nothing to diagnose"))
     }
 }

@@ -203,7 +203,8 @@ impl Scheduler {
         }
         let tokens = sequence.known_tokens - 1;
         let full = (tokens / self.limits.block_tokens) as usize;
-        let copy = (!tokens.is_multiple_of(self.limits.block_tokens)).then(|| (sibling.table[full], sibling.id.index));
+        let copy = (!tokens.is_multiple_of(self.limits.block_tokens))
+            .then(|| (sibling.table[full], sibling.id.index));
         Ok(Some(Prefix { blocks: sibling.table[..full].to_vec(), copy, tokens }))
     }
 
