@@ -13,6 +13,7 @@ mod history;
 mod iteration;
 mod least_squares;
 mod limits;
+mod mutant;
 pub mod policy;
 mod scheduler;
 mod sequence;
@@ -27,6 +28,8 @@ pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preemption, Transfer, TransferId, Verdict,
 };
 pub use limits::{Limits, LimitsError};
+#[cfg(feature = "mutants")]
+pub use mutant::Mutant;
 pub use scheduler::{CommitError, Ended, Load, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};
 pub use time::Time;

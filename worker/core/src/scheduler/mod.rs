@@ -14,6 +14,7 @@ use inflight_contract::{FinishReason, Tenant, TenantService};
 
 use crate::cost::{CostModel, StepWork};
 use crate::history::History;
+use crate::mutant::Mutant;
 use crate::policy::{Policy, View};
 use crate::sequence::{Sequence, State};
 use crate::{
@@ -166,6 +167,8 @@ pub struct Scheduler {
     freed_slots: Vec<Slot>,
     totals: Load,
     history: History,
+    #[cfg(feature = "mutants")]
+    mutant: Option<Mutant>,
     scratch: Vec<(u32, u32)>,
     heads: Vec<admit::Head>,
 }
@@ -215,9 +218,27 @@ impl Scheduler {
             freed_slots: Vec::new(),
             totals: Load::default(),
             history: History::new(Self::HISTORY),
+            #[cfg(feature = "mutants")]
+            mutant: None,
             scratch: Vec::new(),
             heads: Vec::new(),
         })
+    }
+
+    /// Breaks it on purpose.
+    #[cfg(feature = "mutants")]
+    pub fn mutate(&mut self, mutant: Mutant) {
+        self.mutant = Some(mutant);
+    }
+
+    #[cfg(feature = "mutants")]
+    fn is_mutant(&self, mutant: Mutant) -> bool {
+        self.mutant == Some(mutant)
+    }
+
+    #[cfg(not(feature = "mutants"))]
+    fn is_mutant(&self, _: Mutant) -> bool {
+        false
     }
 
     /// The limits it was made with.

@@ -3,6 +3,7 @@
 use super::Scheduler;
 use crate::cost::StepWork;
 use crate::history::Step;
+use crate::mutant::Mutant;
 use crate::sequence::State;
 use crate::{Chunk, Iteration, Time};
 
@@ -101,7 +102,9 @@ impl Scheduler {
             if !self.grow(index, start + 1, now, draft) {
                 continue;
             }
-            draft.budget -= 1; // never below zero: `running_max` is at most the budget
+            if !self.is_mutant(Mutant::BudgetIgnoresDecodes) {
+                draft.budget -= 1; // never below zero: `running_max` is at most the budget
+            }
             draft.work.add(start, 1);
             self.iteration.decodes += 1;
             self.push_chunk(index, slot, 1);

@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 
 use super::plan::Draft;
 use super::{Moving, Scheduler};
+use crate::mutant::Mutant;
 use crate::sequence::State;
 use crate::{Direction, Preemption, Time, Transfer, TransferId};
 
@@ -60,6 +61,9 @@ impl Scheduler {
             }
         };
         let by_cost = |a: u32, b: u32| self.cost_per_block(a).total_cmp(&self.cost_per_block(b));
+        if self.is_mutant(Mutant::VictimOldest) {
+            return self.running.iter().copied().min_by_key(|index| self.peek(*index).arrival);
+        }
         self.running.iter().copied().filter(goes_after).min_by(|&a, &b| {
             let by_tier = (spared(a), tier(a)).cmp(&(spared(b), tier(b)));
             let younger = self.peek(b).arrival.cmp(&self.peek(a).arrival);
@@ -167,6 +171,11 @@ impl Scheduler {
         self.totals.blocks_swapped_out += u64::from(len);
         let transfer = self.start_transfer(index, Direction::Out, table, host);
         self.at(index).state = State::SwappingOut { transfer };
+        if self.is_mutant(Mutant::FreeBeforeFence)
+            && let Some(moving) = self.transfers.get_mut(&transfer)
+        {
+            self.device.release_table(&mut moving.device);
+        }
     }
 
     /// Takes a slot and blocks for a swapped sequence and starts to copy it back. Returns whether it fits.
