@@ -101,7 +101,8 @@ impl Worker {
             step_target: options.step_target,
             prior: CostPrior::default(),
         };
-        let engine = Engine::new(Box::new(runtime), model.eos_token_ids(), settings)?;
+        let mut engine = Engine::new(Box::new(runtime), model.eos_token_ids(), settings)?;
+        engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         let limits = *engine.limits();
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,

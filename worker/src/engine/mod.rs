@@ -3,6 +3,7 @@
 //! [`Engine::turn`] is synchronous and takes the time as an argument; the thread that turns it is a shell (see
 //! `session`), so that a deterministic simulation can turn it too.
 
+mod calibrate;
 mod live;
 mod request;
 

@@ -246,6 +246,16 @@ impl Scheduler {
         &self.limits
     }
 
+    /// Teaches the cost model a step that was measured apart from any iteration, as in a calibration.
+    pub fn observe_step(&mut self, work: &StepWork, took: Duration) {
+        self.cost.observe_step(work, took);
+    }
+
+    /// Teaches the cost model a copy of this many blocks.
+    pub fn observe_copy(&mut self, blocks: u32, took: Duration) {
+        self.cost.observe_copy(blocks, took);
+    }
+
     /// What it has learnt of the device.
     pub fn cost(&self) -> &CostModel {
         &self.cost

@@ -1,0 +1,87 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use inflight_contract::SamplingParams;
+use inflight_worker_core::{Direction, StepWork, Transfer, TransferId};
+
+use super::Engine;
+use crate::runtime::{Error, SlotSetup};
+
+/// Time after which no further step is tried: start-up must stay short with any model.
+const ENOUGH: Duration = Duration::from_millis(300);
+
+/// What is tried: sequences, tokens of each, and tokens that each has in the pool before.
+const SHAPES: [(u32, u32, u32); 8] =
+    [(1, 1, 0), (1, 16, 0), (1, 64, 0), (4, 1, 48), (8, 1, 16), (2, 32, 16), (1, 128, 0), (1, 1, 127)];
+
+impl Engine {
+    /// Teaches the cost model by a few steps and copies, before anything is submitted. The model starts from knowledge
+    /// of this device, however rough, and learns on from what it serves.
+    ///
+    /// # Errors
+    /// The runtime failed.
+    pub fn calibrate(&mut self) -> Result<(), Error> {
+        debug_assert!(self.scheduler.is_idle(), "calibration uses blocks that belong to nobody");
+        let has = self.runtime.capabilities().clone();
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: 0,
+            prompt: &[0],
+            generated: &[],
+            eos_token_ids: &[],
+        };
+        let mut spent = Duration::ZERO;
+        // The first round touches memory for the first time and is not representative.
+        for round in 0..3 {
+            for (sequences, len, context) in SHAPES {
+                let blocks_each = (context + len).div_ceil(has.block_tokens);
+                let fits = sequences <= has.slots
+                    && sequences * len <= has.batch_tokens
+                    && context + len < has.context_tokens
+                    && sequences * blocks_each <= has.blocks;
+                if !fits || spent > ENOUGH {
+                    continue;
+                }
+                self.batch.clear();
+                let mut work = StepWork::default();
+                for sequence in 0..sequences {
+                    self.runtime.attach(sequence, &setup)?;
+                    let first = sequence * blocks_each;
+                    let blocks: Vec<u32> = (first..first + blocks_each).collect();
+                    self.batch.push_sequence(&vec![0; len as usize], context, &blocks);
+                    self.batch.sample_last_row(sequence);
+                    work.add(context, len);
+                }
+                let took = self.runtime.execute(&self.batch, &mut self.sampled)?;
+                (0..sequences).for_each(|sequence| self.runtime.detach(sequence));
+                spent += took;
+                if round > 0 {
+                    self.scheduler.observe_step(&work, took);
+                }
+            }
+            self.calibrate_copies(round, has.blocks.min(has.host_blocks))?;
+        }
+        self.sampled.clear();
+        Ok(())
+    }
+
+    fn calibrate_copies(&mut self, round: u64, blocks: u32) -> Result<(), Error> {
+        for (nth, count) in [1, 8].into_iter().enumerate().filter(|(_, count)| *count <= blocks) {
+            for direction in [Direction::Out, Direction::In] {
+                // Ids of its own: the scheduler counts from 1.
+                let id = TransferId(u64::MAX - round * 4 - nth as u64);
+                let pairs = (0..count).map(|block| (block, block)).collect();
+                self.runtime.start_transfer(&Transfer { id, direction, blocks: pairs })?;
+                self.transfers_done.clear();
+                while self.transfers_done.is_empty() {
+                    self.runtime.wait_for_transfer();
+                    self.runtime.finished_transfers(&mut self.transfers_done);
+                }
+                for done in self.transfers_done.drain(..).filter(|done| done.succeeded && round > 0) {
+                    self.scheduler.observe_copy(count, done.took);
+                }
+            }
+        }
+        Ok(())
+    }
+}
