@@ -7,6 +7,7 @@ mod exit;
 mod generate;
 mod metrics_endpoint;
 mod relay;
+mod replay;
 mod role;
 mod router;
 mod signals;
@@ -39,6 +40,8 @@ enum Role {
     Generate(generate::Args),
     /// Says what limits a worker, and what to do about it
     Diagnose(diagnose::Args),
+    /// Makes the plans of a recorded worker again, and shows them
+    Replay(replay::Args),
     /// Runs a router: takes clients' requests and hands them to workers
     Router(router::Args),
     /// Runs a worker: loads a model and computes
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
         Role::Up(args) => role::block_on(None, up::run(args, &matches)),
         Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
         Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
+        Role::Replay(args) => replay::run(&args),
         Role::Router(args) => role::block_on(None, router::run(args)),
         // The engine has threads of its own; the session service needs few.
         Role::Worker(args) => role::block_on(Some(2), worker::run(args)),

@@ -94,6 +94,9 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
+    /// Record everything that reaches the scheduler to this file, for `inflight replay`
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
+    pub record: Option<PathBuf>,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
@@ -130,6 +133,7 @@ impl Args {
             max_sessions: self.max_sessions,
             heartbeat: self.heartbeat.0,
             drain_timeout: self.role.drain_timeout.0,
+            record: self.record.clone(),
             worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
         }
     }

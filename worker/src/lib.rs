@@ -15,6 +15,7 @@ mod worker;
 
 pub use bundle::Bundle;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
+pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
 pub use models::ModelSource;
 pub use options::{Device, Options, OptionsError, UnknownDevice};
 pub use worker::{Error, Progress, Worker};

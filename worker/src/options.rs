@@ -1,4 +1,5 @@
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -83,6 +84,8 @@ pub struct Options {
     pub drain_timeout: Duration,
     /// Names the worker in logs; stable over restarts.
     pub worker_id: String,
+    /// A file that gets everything which reaches the scheduler, to replay its plans offline.
+    pub record: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -107,6 +110,7 @@ impl Default for Options {
             heartbeat: Duration::from_millis(500),
             drain_timeout: Duration::from_secs(300),
             worker_id: "worker".to_owned(),
+            record: None,
         }
     }
 }

@@ -1,4 +1,5 @@
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -40,6 +41,14 @@ pub enum Error {
         /// Why not.
         source: std::io::Error,
     },
+    /// The recording can't be written.
+    #[error("can't record to {}: {source}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
     /// The model can't be loaded.
     #[error(transparent)]
     Model(#[from] models::Error),
@@ -78,6 +87,11 @@ impl Worker {
         let listener = TcpListener::bind(options.listen).map_err(listen)?;
         listener.set_nonblocking(true).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
+        let recording = options.record.as_ref().map(|path| {
+            let create = std::fs::File::create(path);
+            create.map_err(|source| Error::Record { path: path.clone(), source })
+        });
+        let recording = recording.transpose()?;
         let model = ModelDir::open(&options.model)?;
         let name = options.model_name.clone().unwrap_or_else(|| model.name().to_owned());
         let bundle = Bundle::new(model.bundle_files().to_vec());
@@ -100,6 +114,7 @@ impl Worker {
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
             prior: CostPrior::default(),
+            record: options.record.is_some(),
         };
         let mut engine = Engine::new(Box::new(runtime), model.eos_token_ids(), settings)?;
         engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
@@ -133,7 +148,7 @@ impl Worker {
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
         });
-        let driver = Driver::new(engine, messages, clock);
+        let driver = Driver::new(engine, messages, clock, recording);
         Ok(Self { listener, address, driver, sessions, drain_timeout: options.drain_timeout })
     }
 

@@ -15,7 +15,7 @@ use inflight_worker::engine::{
 };
 use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostPrior, Direction, Time, Transfer};
+use inflight_worker_core::{CostPrior, Direction, Time, Transfer, replay};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
@@ -249,7 +249,7 @@ proptest! {
         let runtime = Remembering::new(blocks, host_blocks, slots, slots + extra, attached.clone());
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
-        let settings = Settings { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None };
+        let settings = Settings { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
         let mut events = Vec::new();
         for session in 0..3 {
@@ -313,6 +313,7 @@ proptest! {
         prop_assert_eq!(attached.load(Ordering::Relaxed), 0, "a slot stayed attached");
         let whole: u32 = engine.grants().map(|(_, grant)| grant.sequences).sum();
         prop_assert_eq!(whole, slots + 4, "credits did not all come back");
+        prop_assert!(replay(&engine.take_log(), |_, _| ()).is_ok(), "a replay plans otherwise");
     }
 }
 

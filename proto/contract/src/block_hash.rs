@@ -31,6 +31,11 @@ impl BlockHash {
         Self(raw)
     }
 
+    /// All 128 bits.
+    pub fn raw(self) -> u128 {
+        self.0
+    }
+
     /// What travels in KV events: enough for a hint, half the bytes.
     pub fn short(self) -> u64 {
         self.0 as u64

@@ -5,7 +5,7 @@ use inflight_contract::BlockHash;
 use crate::{Block, SequenceId, Slot};
 
 /// Tokens of one sequence to compute in an iteration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Chunk {
     /// Whose.
     pub id: SequenceId,
@@ -24,7 +24,7 @@ pub struct Chunk {
 pub struct TransferId(pub u64);
 
 /// Which way a transfer goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// From the device to the host.
     Out,
@@ -33,7 +33,7 @@ pub enum Direction {
 }
 
 /// Blocks to copy between device and host, in the background.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Transfer {
     /// Its name.
     pub id: TransferId,
@@ -44,7 +44,7 @@ pub struct Transfer {
 }
 
 /// Copies the whole of one device block over another, before the forward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Copy {
     /// Block read.
     pub from: Block,
@@ -53,7 +53,7 @@ pub struct Copy {
 }
 
 /// What the next forward pass computes. The buffers are reused from plan to plan.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Iteration {
     /// Counts iterations, from 1.
     pub number: u64,
@@ -94,7 +94,7 @@ impl Iteration {
 }
 
 /// What becomes of a preempted sequence's keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Preemption {
     /// They are dropped and computed again.
     Recompute,
@@ -103,7 +103,7 @@ pub enum Preemption {
 }
 
 /// A sequence that could not start, and why.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Blocked {
     /// The first in the queue.
     pub id: SequenceId,
@@ -112,7 +112,7 @@ pub struct Blocked {
 }
 
 /// What a waiting sequence lacks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockedBy {
     /// Blocks: it needs so many, the watermark included, and so many are free.
     Blocks {

@@ -39,6 +39,8 @@ pub struct Settings {
     pub step_target: Option<Duration>,
     /// What the cost model knows before the first step.
     pub prior: CostPrior,
+    /// Whether everything that reaches the scheduler is recorded.
+    pub record: bool,
 }
 
 impl Default for Settings {
@@ -50,6 +52,7 @@ impl Default for Settings {
             prefix_cache: true,
             step_target: None,
             prior: CostPrior::default(),
+            record: false,
         }
     }
 }
@@ -121,13 +124,13 @@ impl Engine {
             sequences: limits.running_max + settings.queue_ahead,
             blocks: limits.blocks - limits.watermark_blocks,
         };
+        let cost = CostModel::new(settings.prior);
+        let mut scheduler = Scheduler::new(limits, settings.policy.build(), cost, tenants)?;
+        if settings.record {
+            scheduler.record(settings.policy, &settings.prior);
+        }
         Ok(Self {
-            scheduler: Scheduler::new(
-                limits,
-                settings.policy.build(),
-                CostModel::new(settings.prior),
-                tenants,
-            )?,
+            scheduler,
             runtime,
             model,
             eos_token_ids: eos_token_ids.into(),
@@ -184,6 +187,11 @@ impl Engine {
     /// The iteration planned last, for metrics.
     pub fn last_plan(&self) -> &Iteration {
         self.scheduler.iteration()
+    }
+
+    /// Takes what was recorded since the last call; empty unless [`Settings::record`].
+    pub fn take_log(&mut self) -> Vec<u8> {
+        self.scheduler.take_log()
     }
 
     /// Takes the changes of the prefix cache since the last call, in order.

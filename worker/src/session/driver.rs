@@ -1,4 +1,6 @@
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -57,6 +59,7 @@ pub(crate) struct Driver {
     metrics: StepMetrics,
     step_us: u64,
     draining: bool,
+    recording: Option<BufWriter<File>>,
     cache_events: Vec<CacheEvent>,
     /// Number of the next event of the prefix cache.
     cache_sequence: u64,
@@ -64,7 +67,13 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub fn new(engine: Engine, messages: mpsc::Receiver<Message>, clock: Clock) -> Self {
+    /// `recording` gets what the engine records.
+    pub fn new(
+        engine: Engine,
+        messages: mpsc::Receiver<Message>,
+        clock: Clock,
+        recording: Option<File>,
+    ) -> Self {
         let metrics = StepMetrics::new(engine.limits().blocks);
         Self {
             engine,
@@ -75,6 +84,7 @@ impl Driver {
             metrics,
             step_us: 0,
             draining: false,
+            recording: recording.map(BufWriter::new),
             cache_events: Vec::new(),
             cache_sequence: 0,
             seen: Load::default(),
@@ -87,6 +97,7 @@ impl Driver {
     /// [`Fatal`] if the device failed.
     pub fn run(mut self) -> Result<(), Fatal> {
         let outcome = self.drive();
+        self.write_log(true);
         for mailbox in self.mailboxes.values() {
             mailbox.close();
         }
@@ -119,6 +130,7 @@ impl Driver {
                 self.measure(turn, begun);
             }
             self.deliver();
+            self.write_log(idle || turned.is_err());
             turned?;
         }
     }
@@ -150,6 +162,17 @@ impl Driver {
             Message::Stop => return false,
         }
         true
+    }
+
+    /// Writes what was recorded; to the file itself when there is time for it.
+    fn write_log(&mut self, flush: bool) {
+        let Some(file) = &mut self.recording else { return };
+        let written = file.write_all(&self.engine.take_log());
+        let flushed = if flush { file.flush() } else { Ok(()) };
+        if let Err(error) = written.and(flushed) {
+            tracing::error!(%error, "recording stops: the file can't be written");
+            self.recording = None;
+        }
     }
 
     fn deliver(&mut self) {

@@ -12,10 +12,11 @@ use std::time::Duration;
 
 use inflight_contract::{FinishReason, Tenant, TenantService};
 
-use crate::cost::{CostModel, StepWork};
+use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
 use crate::mutant::Mutant;
-use crate::policy::{Policy, View};
+use crate::policy::{Policy, PolicyKind, View};
+use crate::record::Log;
 use crate::sequence::{Sequence, State};
 use crate::{
     Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, Outcome,
@@ -167,6 +168,7 @@ pub struct Scheduler {
     freed_slots: Vec<Slot>,
     totals: Load,
     history: History,
+    log: Option<Log>,
     #[cfg(feature = "mutants")]
     mutant: Option<Mutant>,
     scratch: Vec<(u32, u32)>,
@@ -218,6 +220,7 @@ impl Scheduler {
             freed_slots: Vec::new(),
             totals: Load::default(),
             history: History::new(Self::HISTORY),
+            log: None,
             #[cfg(feature = "mutants")]
             mutant: None,
             scratch: Vec::new(),
@@ -246,13 +249,27 @@ impl Scheduler {
         &self.limits
     }
 
+    /// Records from now on everything that reaches it, for [`crate::replay`]. To be called before anything does, with
+    /// the policy and the prior that it was made with.
+    pub fn record(&mut self, policy: PolicyKind, prior: &CostPrior) {
+        debug_assert!(self.arrivals == 0 && self.iterations == 0, "the beginning would be missing");
+        self.log = Some(Log::new(&self.limits, policy, prior));
+    }
+
+    /// Takes what was recorded since the last call; empty if nothing is.
+    pub fn take_log(&mut self) -> Vec<u8> {
+        self.log.as_mut().map(Log::take).unwrap_or_default()
+    }
+
     /// Teaches the cost model a step that was measured apart from any iteration, as in a calibration.
     pub fn observe_step(&mut self, work: &StepWork, took: Duration) {
+        self.log.iter_mut().for_each(|log| log.step(work, took));
         self.cost.observe_step(work, took);
     }
 
     /// Teaches the cost model a copy of this many blocks.
     pub fn observe_copy(&mut self, blocks: u32, took: Duration) {
+        self.log.iter_mut().for_each(|log| log.copy(blocks, took));
         self.cost.observe_copy(blocks, took);
     }
 
@@ -300,6 +317,7 @@ impl Scheduler {
     /// # Errors
     /// [`SubmitError`]; nothing has changed then.
     pub fn submit(&mut self, new: NewSequence<'_>, now: Time) -> Result<SequenceId, SubmitError> {
+        self.log.iter_mut().for_each(|log| log.submit(&new, now));
         if self.waiting >= self.limits.waiting_max {
             return Err(SubmitError::QueueFull { waiting: self.waiting });
         }
@@ -361,6 +379,7 @@ impl Scheduler {
     /// Withdraws a sequence: it ends at once. An unknown or ended sequence is left alone.
     pub fn cancel(&mut self, id: SequenceId) {
         if self.get(id).is_some() {
+            self.log.iter_mut().for_each(|log| log.cancel(id));
             self.end(id.index, FinishReason::Cancelled);
         }
     }
@@ -400,6 +419,7 @@ impl Scheduler {
         if expected != outcome.verdicts.len() {
             return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
         }
+        self.log.iter_mut().for_each(|log| log.commit(iteration, &outcome));
         let Some(mut flight) = self.flights.pop_front() else { return Ok(()) };
         self.history.finish(flight.number, outcome.took);
         self.cost.observe_step(&flight.work, outcome.took);
@@ -421,6 +441,7 @@ impl Scheduler {
     /// [`CommitError::UnknownIteration`]; nothing has changed then.
     pub fn fail(&mut self, iteration: u64) -> Result<(), CommitError> {
         self.oldest(iteration)?;
+        self.log.iter_mut().for_each(|log| log.fail(iteration));
         while let Some(flight) = self.flights.pop_front() {
             for &index in &flight.sources {
                 self.land(index);
@@ -446,6 +467,7 @@ impl Scheduler {
         now: Time,
     ) -> Result<(), CommitError> {
         let mut moving = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
+        self.log.iter_mut().for_each(|log| log.transfer_done(id, succeeded, took, now));
         if succeeded {
             self.cost.observe_copy(moving.host.len() as u32, took);
         }

@@ -55,6 +55,9 @@ impl Scheduler {
             flight.chunks.extend_from_slice(&self.iteration.chunks);
             self.flights.push_back(flight);
         }
+        if let Some(log) = &mut self.log {
+            log.plan(&self.iteration, now);
+        }
         &self.iteration
     }
 

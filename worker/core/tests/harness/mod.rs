@@ -11,8 +11,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Limits, NewSequence, Outcome, Preemption,
-    Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict,
+    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
+    Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
 
@@ -152,6 +152,8 @@ struct Running {
 pub struct Harness {
     /// What is tested.
     pub scheduler: Scheduler,
+    /// Every plan, as it was made.
+    plans: Vec<Iteration>,
     live: BTreeMap<SequenceId, Model>,
     slots: BTreeMap<u32, SequenceId>,
     device: Vec<Vec<u64>>,
@@ -171,11 +173,15 @@ impl Harness {
     pub fn new(limits: Limits, policy: PolicyKind) -> Self {
         // Copies are cheap in half of the runs and dear in the others, so that both kinds of preemption happen.
         let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
-        let cost = CostModel::new(CostPrior { copy_block, copy: 0.0, ..CostPrior::default() });
+        let prior = CostPrior { copy_block, copy: 0.0, ..CostPrior::default() };
+        let cost = CostModel::new(prior);
         let tenants = TenantService::new(TokenCost::default(), 10);
         let page = vec![0; limits.block_tokens as usize];
+        let mut scheduler = Scheduler::new(limits, policy.build(), cost, tenants).unwrap();
+        scheduler.record(policy, &prior);
         Self {
-            scheduler: Scheduler::new(limits, policy.build(), cost, tenants).unwrap(),
+            scheduler,
+            plans: Vec::new(),
             live: BTreeMap::new(),
             slots: BTreeMap::new(),
             device: vec![page.clone(); limits.blocks as usize],
@@ -304,6 +310,7 @@ impl Harness {
             all.windows(2).all(|two| (two[0].tenant, two[0].priority) == (two[1].tenant, two[1].priority));
         let oldest = ran.iter().map(|model| model.arrival).min().filter(|_| one_lane && ran.len() > 1);
         let plan = self.scheduler.plan(self.now).clone();
+        self.plans.push(plan.clone());
         self.settle();
         for (id, _) in &plan.preempted {
             assert!(
@@ -486,7 +493,7 @@ impl Harness {
             Op::Submit(ask) => self.submit(ask),
             Op::Cancel { pick } => self.cancel(*pick),
             Op::Plan => {
-                self.plan(at % 3 == 0);
+                self.plan(at.is_multiple_of(3));
             }
             Op::Commit { stops, device_fails } => self.commit(*stops, *device_fails),
             Op::Fence { pick, succeeds } => self.fence(*pick, *succeeds),
@@ -497,7 +504,7 @@ impl Harness {
     pub fn finish(&mut self) {
         let mut steps = 0;
         while !self.live.is_empty() || !self.transfers.is_empty() || !self.in_flight.is_empty() {
-            self.plan(steps % 2 == 0);
+            self.plan(steps.is_multiple_of(2));
             self.commit(0, false);
             self.fence(steps, true);
             steps += 1;
@@ -508,5 +515,18 @@ impl Harness {
         let load = self.scheduler.load();
         assert_eq!((load.running, load.waiting, load.swapped), (0, 0, 0));
         assert_eq!((load.blocks_used, load.host_blocks_used), (0, 0));
+        let log = self.scheduler.take_log();
+        let mut replayed = Vec::new();
+        let plans = replay(&log, |plan, _| replayed.push(plan.clone())).unwrap();
+        assert_eq!(plans as usize, self.plans.len());
+        assert!(replayed == self.plans, "a replay plans otherwise");
+        // A log that was cut short, as that of a killed process, replays up to there; a spoilt one says so.
+        if plans > 0 {
+            let cut = &log[..log.len() - 3];
+            assert!(replay(cut, |_, _| {}).is_ok_and(|fewer| fewer <= plans));
+        }
+        let mut spoilt = log;
+        spoilt[3] ^= 1;
+        assert!(replay(&spoilt, |_, _| {}).is_err());
     }
 }

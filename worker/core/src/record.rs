@@ -1,0 +1,419 @@
+//! Record and replay: everything that reached a scheduler, compactly, so that its plans can be made again offline,
+//! bit for bit.
+
+use std::hash::{Hash as _, Hasher};
+use std::time::Duration;
+
+use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
+
+use crate::policy::PolicyKind;
+use crate::{
+    CostModel, CostPrior, Iteration, Limits, NewSequence, Outcome, Scheduler, SequenceId, StepWork, Time,
+    TransferId, Verdict,
+};
+
+const MAGIC: &[u8; 8] = b"inflrec1";
+
+/// What reached a scheduler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Kind {
+    Submit = 1,
+    Cancel,
+    Plan,
+    Commit,
+    Fail,
+    TransferDone,
+    Step,
+    Copy,
+}
+
+/// The log of a scheduler, as bytes that were not taken yet.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    bytes: Vec<u8>,
+}
+
+impl Log {
+    /// Begins with what the scheduler was made of.
+    pub fn new(limits: &Limits, policy: PolicyKind, prior: &CostPrior) -> Self {
+        let mut log = Self { bytes: MAGIC.to_vec() };
+        let Limits { block_tokens, blocks, host_blocks, running_max, waiting_max, iteration_tokens, .. } =
+            *limits;
+        let Limits { sequence_tokens, watermark_blocks, min_decode_tokens, depth, bypass_max, .. } = *limits;
+        for value in [
+            block_tokens,
+            blocks,
+            host_blocks,
+            running_max,
+            waiting_max,
+            iteration_tokens,
+            sequence_tokens,
+            watermark_blocks,
+            min_decode_tokens,
+            depth,
+            bypass_max,
+            limits.preemption_threshold,
+        ] {
+            log.number(value.into());
+        }
+        log.number(limits.cooldown_steps);
+        log.number(limits.prefix_cache.into());
+        log.option(limits.step_target.map(nanos));
+        log.text(&policy.to_string());
+        let CostPrior { step, token, key, sequence, copy, copy_block, trust } = *prior;
+        for value in [step, token, key, sequence, copy, copy_block, trust] {
+            log.number(value.to_bits());
+        }
+        log
+    }
+
+    pub fn submit(&mut self, new: &NewSequence<'_>, now: Time) {
+        self.kind(Kind::Submit);
+        self.number(now.as_nanos());
+        self.number(new.known_tokens.into());
+        self.number(new.max_tokens.into());
+        self.number((i64::from(new.priority) as u64).rotate_left(1));
+        self.option(new.deadline.map(Time::as_nanos));
+        self.text(new.tenant);
+        self.number(u64::from((new.weight.get() as f32).to_bits()));
+        self.number(new.hashes.len() as u64);
+        new.hashes.iter().for_each(|hash| self.hash(*hash));
+        self.option(new.group);
+    }
+
+    pub fn cancel(&mut self, id: SequenceId) {
+        self.kind(Kind::Cancel);
+        self.number(id.index.into());
+        self.number(id.generation.into());
+    }
+
+    pub fn plan(&mut self, plan: &Iteration, now: Time) {
+        self.kind(Kind::Plan);
+        self.number(now.as_nanos());
+        self.bytes.extend_from_slice(&digest(plan).to_le_bytes());
+    }
+
+    pub fn commit(&mut self, iteration: u64, outcome: &Outcome<'_>) {
+        self.kind(Kind::Commit);
+        self.number(iteration);
+        self.number(nanos(outcome.took));
+        self.number(outcome.verdicts.len() as u64);
+        for verdict in outcome.verdicts {
+            self.bytes.push(u8::from(verdict.stop) | u8::from(verdict.hash.is_some()) << 1);
+            verdict.hash.into_iter().for_each(|hash| self.hash(hash));
+        }
+    }
+
+    pub fn fail(&mut self, iteration: u64) {
+        self.kind(Kind::Fail);
+        self.number(iteration);
+    }
+
+    pub fn transfer_done(&mut self, id: TransferId, succeeded: bool, took: Duration, now: Time) {
+        self.kind(Kind::TransferDone);
+        self.number(id.0);
+        self.number(succeeded.into());
+        self.number(nanos(took));
+        self.number(now.as_nanos());
+    }
+
+    pub fn step(&mut self, work: &StepWork, took: Duration) {
+        self.kind(Kind::Step);
+        self.number(work.tokens.into());
+        self.number(work.keys);
+        self.number(work.sequences.into());
+        self.number(nanos(took));
+    }
+
+    pub fn copy(&mut self, blocks: u32, took: Duration) {
+        self.kind(Kind::Copy);
+        self.number(blocks.into());
+        self.number(nanos(took));
+    }
+
+    pub fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.bytes)
+    }
+
+    fn kind(&mut self, kind: Kind) {
+        self.bytes.push(kind as u8);
+    }
+
+    /// LEB128: seven bits a byte, the lowest first.
+    fn number(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.bytes.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.bytes.push(value as u8);
+    }
+
+    fn option(&mut self, value: Option<u64>) {
+        self.bytes.push(value.is_some().into());
+        value.into_iter().for_each(|value| self.number(value));
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(text.len() as u64);
+        self.bytes.extend_from_slice(text.as_bytes());
+    }
+
+    fn hash(&mut self, hash: BlockHash) {
+        self.bytes.extend_from_slice(&hash.raw().to_le_bytes());
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A digest of everything that a plan says: FNV-1a over its fields.
+fn digest(plan: &Iteration) -> u64 {
+    struct Fnv(u64);
+    impl Hasher for Fnv {
+        fn finish(&self) -> u64 {
+            self.0
+        }
+
+        fn write(&mut self, bytes: &[u8]) {
+            for byte in bytes {
+                self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        }
+    }
+    let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
+    plan.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Why a log can't be replayed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayError {
+    /// It is not a log, or a damaged one.
+    #[error("the log is malformed at byte {at}: {what}")]
+    Malformed {
+        /// Where.
+        at: usize,
+        /// What was expected.
+        what: &'static str,
+    },
+    /// The scheduler plans otherwise than it did when the log was made: another version, most likely.
+    #[error("plan {plan} (at byte {at}) is not the one that was recorded")]
+    Diverged {
+        /// Plans replayed before it.
+        plan: u64,
+        /// Where.
+        at: usize,
+    },
+}
+
+/// Replays a log; `each` hears every plan with its time. Returns the number of plans. A log that ends in the middle of
+/// a record, as that of a killed process does, is replayed up to there.
+///
+/// # Errors
+/// [`ReplayError`]; what was heard until then is right.
+pub fn replay(bytes: &[u8], mut each: impl FnMut(&Iteration, Time)) -> Result<u64, ReplayError> {
+    let mut reader = Reader { bytes, at: 0 };
+    let mut scheduler = reader.header()?;
+    let mut plans = 0;
+    while reader.at < bytes.len() {
+        let at = reader.at;
+        match reader.record(&mut scheduler) {
+            Ok(None) => {}
+            Ok(Some((now, recorded))) => {
+                if digest(scheduler.iteration()) != recorded {
+                    return Err(ReplayError::Diverged { plan: plans, at });
+                }
+                each(scheduler.iteration(), now);
+                plans += 1;
+            }
+            Err(ReplayError::Malformed { at, .. }) if at >= bytes.len() => break,
+            Err(error) => return Err(error),
+        }
+        scheduler.drain_ended().for_each(drop);
+        scheduler.drain_freed_slots().for_each(drop);
+        scheduler.drain_cache_events().for_each(drop);
+    }
+    Ok(plans)
+}
+
+struct Reader<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl Reader<'_> {
+    fn header(&mut self) -> Result<Scheduler, ReplayError> {
+        if self.take(MAGIC.len())? != MAGIC {
+            return Err(ReplayError::Malformed { at: 0, what: "the log of a scheduler of this version" });
+        }
+        let limits = Limits {
+            block_tokens: self.small()?,
+            blocks: self.small()?,
+            host_blocks: self.small()?,
+            running_max: self.small()?,
+            waiting_max: self.small()?,
+            iteration_tokens: self.small()?,
+            sequence_tokens: self.small()?,
+            watermark_blocks: self.small()?,
+            min_decode_tokens: self.small()?,
+            depth: self.small()?,
+            bypass_max: self.small()?,
+            preemption_threshold: self.small()?,
+            cooldown_steps: self.number()?,
+            prefix_cache: self.number()? != 0,
+            step_target: self.option()?.map(Duration::from_nanos),
+        };
+        let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
+        let mut real = || self.number().map(f64::from_bits);
+        let prior = CostPrior {
+            step: real()?,
+            token: real()?,
+            key: real()?,
+            sequence: real()?,
+            copy: real()?,
+            copy_block: real()?,
+            trust: real()?,
+        };
+        let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
+        Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants)
+            .map_err(|_| self.malformed("limits that agree with each other"))
+    }
+
+    /// Does what a record says. Returns the time and the digest of a plan.
+    fn record(&mut self, scheduler: &mut Scheduler) -> Result<Option<(Time, u64)>, ReplayError> {
+        match self.take(1)?[0] {
+            kind if kind == Kind::Submit as u8 => self.submit(scheduler)?,
+            kind if kind == Kind::Cancel as u8 => {
+                let id = SequenceId { index: self.small()?, generation: self.small()? };
+                scheduler.cancel(id);
+            }
+            kind if kind == Kind::Plan as u8 => {
+                let now = Time::from_nanos(self.number()?);
+                let digest = self.fixed::<8>().map(u64::from_le_bytes)?;
+                if scheduler.in_flight() >= scheduler.limits().depth as usize {
+                    return Err(self.malformed("a commit before the next plan"));
+                }
+                scheduler.plan(now);
+                return Ok(Some((now, digest)));
+            }
+            kind if kind == Kind::Commit as u8 => {
+                let (number, took) = (self.number()?, self.duration()?);
+                let mut verdicts = Vec::new();
+                for _ in 0..self.number()? {
+                    let flags = self.take(1)?[0];
+                    let hash = if flags & 2 != 0 { Some(self.hash()?) } else { None };
+                    verdicts.push(Verdict { stop: flags & 1 != 0, hash });
+                }
+                let done = scheduler.commit(number, Outcome { verdicts: &verdicts, took });
+                done.map_err(|_| self.malformed("the commit of the iteration in flight"))?;
+            }
+            kind if kind == Kind::Fail as u8 => {
+                let number = self.number()?;
+                scheduler
+                    .fail(number)
+                    .map_err(|_| self.malformed("the failure of the iteration in flight"))?;
+            }
+            kind if kind == Kind::TransferDone as u8 => {
+                let (id, succeeded) = (TransferId(self.number()?), self.number()? != 0);
+                let (took, now) = (self.duration()?, Time::from_nanos(self.number()?));
+                let done = scheduler.transfer_done(id, succeeded, took, now);
+                done.map_err(|_| self.malformed("the end of a transfer under way"))?;
+            }
+            kind if kind == Kind::Step as u8 => {
+                let (tokens, keys, sequences) = (self.small()?, self.number()?, self.small()?);
+                scheduler.observe_step(&StepWork { tokens, keys, sequences }, self.duration()?);
+            }
+            kind if kind == Kind::Copy as u8 => {
+                let blocks = self.small()?;
+                scheduler.observe_copy(blocks, self.duration()?);
+            }
+            _ => return Err(self.malformed("the kind of a record")),
+        }
+        Ok(None)
+    }
+
+    fn submit(&mut self, scheduler: &mut Scheduler) -> Result<(), ReplayError> {
+        let now = Time::from_nanos(self.number()?);
+        let (known_tokens, max_tokens) = (self.small()?, self.small()?);
+        let priority = self.number()?.rotate_right(1) as i64 as i32;
+        let deadline = self.option()?.map(Time::from_nanos);
+        let tenant = self.text()?;
+        let weight = Weight::try_from(f32::from_bits(self.small()?));
+        let weight = weight.map_err(|_| self.malformed("a weight"))?;
+        let mut hashes = Vec::new();
+        for _ in 0..self.number()? {
+            hashes.push(self.hash()?);
+        }
+        let group = self.option()?;
+        let new = NewSequence {
+            known_tokens,
+            max_tokens,
+            priority,
+            deadline,
+            tenant: &tenant,
+            weight,
+            hashes: &hashes,
+            group,
+        };
+        // What was refused then is refused again.
+        let _ = scheduler.submit(new, now);
+        Ok(())
+    }
+
+    fn malformed(&self, what: &'static str) -> ReplayError {
+        ReplayError::Malformed { at: self.at.min(self.bytes.len().saturating_sub(1)), what }
+    }
+
+    fn take(&mut self, len: usize) -> Result<&[u8], ReplayError> {
+        let end = self.at.saturating_add(len);
+        match self.bytes.get(self.at..end) {
+            Some(taken) => {
+                self.at = end;
+                Ok(taken)
+            }
+            None => Err(ReplayError::Malformed { at: self.bytes.len(), what: "more bytes" }),
+        }
+    }
+
+    fn fixed<const N: usize>(&mut self) -> Result<[u8; N], ReplayError> {
+        let mut fixed = [0; N];
+        fixed.copy_from_slice(self.take(N)?);
+        Ok(fixed)
+    }
+
+    fn number(&mut self) -> Result<u64, ReplayError> {
+        let mut value = 0u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.take(1)?[0];
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Ok(value);
+            }
+        }
+        Err(self.malformed("a number of at most 64 bits"))
+    }
+
+    fn small(&mut self) -> Result<u32, ReplayError> {
+        u32::try_from(self.number()?).map_err(|_| self.malformed("a number of at most 32 bits"))
+    }
+
+    fn option(&mut self) -> Result<Option<u64>, ReplayError> {
+        if self.take(1)?[0] == 0 { Ok(None) } else { self.number().map(Some) }
+    }
+
+    fn duration(&mut self) -> Result<Duration, ReplayError> {
+        self.number().map(Duration::from_nanos)
+    }
+
+    fn text(&mut self) -> Result<String, ReplayError> {
+        let len = self.small()? as usize;
+        let text = self.take(len)?.to_vec();
+        String::from_utf8(text).map_err(|_| self.malformed("text in UTF-8"))
+    }
+
+    fn hash(&mut self) -> Result<BlockHash, ReplayError> {
+        self.fixed::<16>().map(|raw| BlockHash::from_raw(u128::from_le_bytes(raw)))
+    }
+}
