@@ -502,7 +502,7 @@ impl Harness {
 
     /// Left alone, everything ends.
     pub fn finish(&mut self) {
-        let mut steps = 0;
+        let mut steps = 0usize;
         while !self.live.is_empty() || !self.transfers.is_empty() || !self.in_flight.is_empty() {
             self.plan(steps.is_multiple_of(2));
             self.commit(0, false);
