@@ -184,6 +184,7 @@ fn scarcity_never_changes_the_answer() {
                     seen.swap_preemptions += load.swap_preemptions;
                     seen.cached_tokens += load.cached_tokens;
                     seen.blocks_swapped_in += load.blocks_swapped_in;
+                    seen.host_cached_tokens += load.host_cached_tokens;
                     for (key, steps) in &alone {
                         prop_assert_eq!(&together[key], steps, "{:?} {:?} {:?}: {:?}", arch, dtype, isa, key);
                     }
@@ -195,5 +196,6 @@ fn scarcity_never_changes_the_answer() {
     let seen = seen.into_inner();
     // Otherwise the test would prove nothing.
     assert!(seen.recompute_preemptions > 10 && seen.swap_preemptions > 10, "{seen:?}");
+    assert!(seen.host_cached_tokens > 10, "{seen:?}");
     assert!(seen.cached_tokens > 100 && seen.blocks_swapped_in > 10, "{seen:?}");
 }

@@ -284,7 +284,8 @@ impl Engine {
         let outcome = Outcome { verdicts: &self.verdicts, took };
         self.scheduler.commit(number, outcome).map_err(|error| Fatal(error.to_string()))?;
         self.settle(events);
-        Ok(Turn { tokens, sampled, idle: self.scheduler.is_idle() })
+        // The next plan finds out whether there is nothing left to do, cold blocks to keep included.
+        Ok(Turn { tokens, sampled, idle: false })
     }
 
     /// Reports the transfers that reached their fences.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use inflight_contract::FinishReason;
 
-use super::{CommitError, Flight, Scheduler};
+use super::{CommitError, Flight, Purpose, Scheduler};
 use crate::sequence::State;
 use crate::{Chunk, Direction, Outcome, Time, TransferId, Verdict};
 
@@ -71,7 +71,18 @@ impl Scheduler {
         if succeeded {
             self.cost.observe_copy(moving.host.len() as u32, took);
         }
-        let owner = moving.owner.map(|owner| owner.index);
+        if let Purpose::Offload(hashes) = &moving.purpose {
+            for ((device, host), hash) in moving.device.iter().zip(&moving.host).zip(hashes) {
+                self.device.release_cold(*device);
+                if succeeded {
+                    self.host.seal(*host, *hash);
+                }
+                self.host.release(*host);
+            }
+            self.host.drain_events().for_each(drop); // routers hear of what the device holds
+            return Ok(());
+        }
+        let owner = moving.owner().map(|owner| owner.index);
         match moving.direction {
             Direction::Out => {
                 self.device.release_table(&mut moving.device);
@@ -107,6 +118,7 @@ impl Scheduler {
                         let slot = self.at(index).slot();
                         self.free_slots.extend(slot);
                         self.freed_slots.extend(slot);
+                        self.at(index).skip_host = true;
                         self.requeue(index, now);
                     }
                     None => self.device.release_table(&mut moving.device),

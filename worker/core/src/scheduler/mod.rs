@@ -11,7 +11,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, Tenant, TenantService};
+use inflight_contract::{BlockHash, FinishReason, Tenant, TenantService};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -104,6 +104,10 @@ pub struct Load {
     pub admitted_tokens: u64,
     /// Of these, found in the prefix cache or shared with a sibling.
     pub cached_tokens: u64,
+    /// Of these, found on the host.
+    pub host_cached_tokens: u64,
+    /// Cold blocks of the prefix cache copied to the host.
+    pub blocks_offloaded: u64,
     /// Device blocks moved to the host.
     pub blocks_swapped_out: u64,
     /// Blocks moved back.
@@ -122,10 +126,30 @@ struct Flight {
 #[derive(Debug)]
 struct Moving {
     direction: Direction,
-    /// `None` once its sequence ended: then the blocks are freed at the fence and that is all.
-    owner: Option<SequenceId>,
+    purpose: Purpose,
+    /// Blocks of the device: all those of its sequence, also where only some are copied.
     device: Vec<Block>,
     host: Vec<Block>,
+}
+
+/// Whom a transfer is for.
+#[derive(Debug)]
+enum Purpose {
+    /// A sequence that is swapped, or that finds its prefix on the host.
+    Sequence(SequenceId),
+    /// A sequence that has ended: the blocks are freed at the fence and that is all.
+    Nobody,
+    /// The prefix cache: cold blocks are kept on the host under these hashes.
+    Offload(Vec<BlockHash>),
+}
+
+impl Moving {
+    fn owner(&self) -> Option<SequenceId> {
+        match self.purpose {
+            Purpose::Sequence(owner) => Some(owner),
+            Purpose::Nobody | Purpose::Offload(_) => None,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -286,7 +310,7 @@ impl Scheduler {
 
     /// How busy it is now.
     pub fn load(&self) -> Load {
-        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner.is_some();
+        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner().is_some();
         Load {
             running: (self.limits.running_max as usize - self.free_slots.len()) as u32,
             waiting: self.waiting,
@@ -366,6 +390,7 @@ impl Scheduler {
             group: new.group,
             in_flight: 0,
             evict_for: None,
+            skip_host: false,
             bypassed: 0,
             spared_until: 0,
         };
@@ -454,7 +479,7 @@ impl Scheduler {
             State::Swapped => self.swapped.retain(|other| *other != index),
             State::SwappingOut { transfer } | State::SwappingIn { transfer, .. } => {
                 if let Some(moving) = self.transfers.get_mut(&transfer) {
-                    moving.owner = None;
+                    moving.purpose = Purpose::Nobody;
                 }
             }
             State::Prefilling { slot } | State::Decoding { slot } => {
