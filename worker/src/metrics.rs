@@ -47,7 +47,7 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (SESSIONS, Kind::Gauge, Unit::Count, "open sessions with routers"),
     (COMMANDS, Kind::Gauge, Unit::Count, "commands queued for the engine"),
     (ITERATIONS, Kind::Counter, Unit::Count, "iterations run"),
-    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: plan, forward pass, sampling"),
+    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: forward pass and sampling"),
     (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),
     (TOKENS, Kind::Counter, Unit::Count, "tokens computed, prompts and outputs"),
     (SAMPLED, Kind::Counter, Unit::Count, "tokens sampled"),
