@@ -45,6 +45,9 @@ fn undisturbed(request: &Request, choice: u32) -> (Vec<u32>, FinishReason) {
     (output, FinishReason::Length)
 }
 
+/// Seed and choice of what is attached to each slot.
+type Attached = Vec<Option<(u64, u32)>>;
+
 struct Remembering {
     capabilities: Capabilities,
     memory: Vec<Option<u32>>,
@@ -52,9 +55,9 @@ struct Remembering {
     /// Transfers under way: they move their blocks at the last moment.
     transfers: Vec<Transfer>,
     steps: usize,
-    slots: Vec<Option<(u64, u32)>>,
+    slots: Attached,
     attached: Arc<AtomicUsize>,
-    in_flight: VecDeque<(Batch, Vec<Option<(u64, u32)>>)>,
+    in_flight: VecDeque<(Batch, Attached)>,
     /// What the last completed step yielded.
     last: Vec<Sampled>,
     fail_after: Option<usize>,

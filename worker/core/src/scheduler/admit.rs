@@ -80,7 +80,8 @@ impl Scheduler {
             } else if draft.preempted >= Some(self.peek(index).priority) {
                 Err(BlockedBy::Preemption)
             } else if held_up >= Some(self.peek(index).priority) {
-                let needed = self.limits.admission_blocks(self.peek(index).known_tokens);
+                let sequence = self.peek(index);
+                let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
                 Err(BlockedBy::Blocks { needed, free: self.device.free() })
             } else {
                 self.admit(index, now, draft)
@@ -114,7 +115,7 @@ impl Scheduler {
         }
         let prefix = self.find_prefix(index)?;
         let sequence = self.peek(index);
-        let total = self.limits.admission_blocks(sequence.known_tokens);
+        let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
         let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
         let needed = total - prefix.blocks.len() as u32 + unowned;
         // Alone, a sequence may use the watermark too: it must be able to run whatever its length.

@@ -519,6 +519,7 @@ impl Scheduler {
     fn dequeue(&mut self, index: u32) {
         let sequence = self.at(index);
         let (lane, arrival) = (lane(sequence), sequence.arrival);
+        self.tenants.start(lane.tenant);
         if let Some(waiting) = self.lanes.get_mut(&lane) {
             waiting.remove(&arrival);
             if waiting.is_empty() {
@@ -534,7 +535,9 @@ impl Scheduler {
         let lost = u64::from(sequence.committed_tokens);
         (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_blocks) = (0, 0, 0);
         sequence.queued = now;
+        let tenant = sequence.tenant;
         self.totals.recomputed_tokens += lost;
+        self.tenants.wait(tenant);
         self.enqueue(index);
     }
 
