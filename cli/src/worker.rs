@@ -51,6 +51,9 @@ pub struct EngineArgs {
     /// Prompts that begin alike compute the beginning again, each for itself
     #[arg(long, env = "INFLIGHT_WORKER_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
+    /// Plan the next iteration while one runs; pays where a core is left beside those that compute
+    #[arg(long, env = "INFLIGHT_WORKER_OVERLAP")]
+    pub overlap: bool,
     /// How long an iteration with decodes in it should take at most; bounds the prefill beside them
     #[arg(long, value_name = "DURATION", default_value_t = Span(Duration::from_millis(50)), env = "INFLIGHT_WORKER_STEP_TARGET")]
     pub step_target: Span,
@@ -124,6 +127,7 @@ impl Args {
             host_cache_bytes: engine.host_cache_bytes.0,
             policy: engine.policy,
             prefix_cache: !engine.no_prefix_cache,
+            overlap: engine.overlap,
             step_target: Some(engine.step_target.0),
             block_tokens: engine.block_tokens,
             max_sequences: engine.max_sequences,

@@ -20,6 +20,8 @@ const HOST_BLOCKS_USED: &str = "inflight_worker_host_blocks_used";
 const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
 const ADMITTED_TOKENS: &str = "inflight_worker_admitted_tokens_total";
 const CACHED_TOKENS: &str = "inflight_worker_cached_tokens_total";
+const HOST_CACHED_TOKENS: &str = "inflight_worker_host_cached_tokens_total";
+const OFFLOADED_BLOCKS: &str = "inflight_worker_offloaded_blocks_total";
 const SWAPPED_BLOCKS: &str = "inflight_worker_swapped_blocks_total";
 const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
@@ -45,7 +47,7 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (SESSIONS, Kind::Gauge, Unit::Count, "open sessions with routers"),
     (COMMANDS, Kind::Gauge, Unit::Count, "commands queued for the engine"),
     (ITERATIONS, Kind::Counter, Unit::Count, "iterations run"),
-    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: plan, forward pass, sampling"),
+    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: forward pass and sampling"),
     (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),
     (TOKENS, Kind::Counter, Unit::Count, "tokens computed, prompts and outputs"),
     (SAMPLED, Kind::Counter, Unit::Count, "tokens sampled"),
@@ -59,6 +61,8 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
         Unit::Count,
         "of these, found in the prefix cache or shared with a sibling",
     ),
+    (HOST_CACHED_TOKENS, Kind::Counter, Unit::Count, "of the cached tokens, those copied back from the host"),
+    (OFFLOADED_BLOCKS, Kind::Counter, Unit::Count, "cold blocks of the prefix cache copied to the host"),
     (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks copied to the host and back, by direction"),
     (RECOMPUTED, Kind::Counter, Unit::Count, "computed tokens that preemptions threw away"),
     (
@@ -111,6 +115,8 @@ pub(crate) struct StepMetrics {
     recomputed: Counter,
     admitted_tokens: Counter,
     cached_tokens: Counter,
+    host_cached_tokens: Counter,
+    offloaded: Counter,
     blocks_out: Counter,
     blocks_in: Counter,
 }
@@ -135,6 +141,8 @@ impl StepMetrics {
             recomputed: metrics::counter!(RECOMPUTED),
             admitted_tokens: metrics::counter!(ADMITTED_TOKENS),
             cached_tokens: metrics::counter!(CACHED_TOKENS),
+            host_cached_tokens: metrics::counter!(HOST_CACHED_TOKENS),
+            offloaded: metrics::counter!(OFFLOADED_BLOCKS),
             blocks_out: metrics::counter!(SWAPPED_BLOCKS, "direction" => "out"),
             blocks_in: metrics::counter!(SWAPPED_BLOCKS, "direction" => "in"),
         }
@@ -152,6 +160,8 @@ impl StepMetrics {
         self.recomputed.increment(now.recomputed_tokens - before.recomputed_tokens);
         self.admitted_tokens.increment(now.admitted_tokens - before.admitted_tokens);
         self.cached_tokens.increment(now.cached_tokens - before.cached_tokens);
+        self.host_cached_tokens.increment(now.host_cached_tokens - before.host_cached_tokens);
+        self.offloaded.increment(now.blocks_offloaded - before.blocks_offloaded);
         self.blocks_out.increment(now.blocks_swapped_out - before.blocks_swapped_out);
         self.blocks_in.increment(now.blocks_swapped_in - before.blocks_swapped_in);
     }

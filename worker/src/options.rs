@@ -66,6 +66,9 @@ pub struct Options {
     pub prefix_cache: bool,
     /// How long an iteration with decodes in it should take at most: bounds the prefill beside them.
     pub step_target: Option<Duration>,
+    /// Whether the next iteration is planned while one runs. Steps then have a thread of their own, which pays where
+    /// a core is left for it.
+    pub overlap: bool,
     /// Tokens in a KV block: a power of two.
     pub block_tokens: u32,
     /// Sequences that run at once.
@@ -101,6 +104,7 @@ impl Default for Options {
             policy: PolicyKind::default(),
             prefix_cache: true,
             step_target: Some(Duration::from_millis(50)),
+            overlap: false,
             block_tokens: 16,
             max_sequences: 256,
             max_batch_tokens: 512,

@@ -16,6 +16,7 @@ use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
 use crate::options::{Options, OptionsError};
+use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Sessions};
 
@@ -106,7 +107,9 @@ impl Worker {
             isa: None,
         };
         let runtime = CpuRuntime::load(&model, &cpu, progress)?;
-        let fingerprint = crate::runtime::Runtime::capabilities(&runtime).fingerprint.clone();
+        let runtime: Box<dyn Runtime> =
+            if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+        let fingerprint = runtime.capabilities().fingerprint.clone();
         let settings = Settings {
             waiting_max: options.max_waiting,
             queue_ahead: (options.max_sequences / 8).max(1),
@@ -116,7 +119,7 @@ impl Worker {
             prior: CostPrior::default(),
             record: options.record.is_some(),
         };
-        let mut engine = Engine::new(Box::new(runtime), model.eos_token_ids(), settings)?;
+        let mut engine = Engine::new(runtime, model.eos_token_ids(), settings)?;
         engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         let limits = *engine.limits();
         let hello = v1::Hello {

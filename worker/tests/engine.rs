@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -45,6 +45,9 @@ fn undisturbed(request: &Request, choice: u32) -> (Vec<u32>, FinishReason) {
     (output, FinishReason::Length)
 }
 
+/// Seed and choice of what is attached to each slot.
+type Attached = Vec<Option<(u64, u32)>>;
+
 struct Remembering {
     capabilities: Capabilities,
     memory: Vec<Option<u32>>,
@@ -52,8 +55,11 @@ struct Remembering {
     /// Transfers under way: they move their blocks at the last moment.
     transfers: Vec<Transfer>,
     steps: usize,
-    slots: Vec<Option<(u64, u32)>>,
+    slots: Attached,
     attached: Arc<AtomicUsize>,
+    in_flight: VecDeque<(Batch, Attached)>,
+    /// What the last completed step yielded.
+    last: Vec<Sampled>,
     fail_after: Option<usize>,
     /// Positions that were never computed read as 0: a calibration does not care.
     lenient: bool,
@@ -69,6 +75,7 @@ impl Remembering {
             host_blocks,
             slots,
             batch_tokens,
+            depth: 1,
             fingerprint: "remembering".to_owned(),
         };
         Self {
@@ -79,6 +86,8 @@ impl Remembering {
             steps: 0,
             slots: vec![None; slots as usize],
             attached,
+            in_flight: VecDeque::new(),
+            last: Vec::new(),
             fail_after: None,
             lenient: false,
         }
@@ -130,8 +139,21 @@ impl Runtime for Remembering {
 
     fn wait_for_transfer(&mut self) {}
 
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), Error> {
         batch.check(&self.capabilities)?;
+        assert!(
+            self.in_flight.len() < self.capabilities.depth as usize,
+            "launched more than may be in flight"
+        );
+        // Slots as they are now: what is attached or detached later is not seen by this step.
+        self.in_flight.push_back((std::mem::take(batch), self.slots.clone()));
+        Ok(())
+    }
+
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
+        // As late as can be: whatever was planned and moved meanwhile must not have touched what this step uses.
+        let (mut batch, slots) = self.in_flight.pop_front().expect("a step was launched");
+        batch.feed(&self.last)?;
         if let Some(left) = &mut self.fail_after {
             if *left == 0 {
                 return Err(Error::Device("out of order".to_owned()));
@@ -160,9 +182,10 @@ impl Runtime for Remembering {
                 token.expect("a position was never computed")
             };
             let context: Vec<u32> = (0..sample.position as usize).map(read).collect();
-            let (seed, choice) = self.slots[sample.slot as usize].expect("an unattached slot was sampled");
+            let (seed, choice) = slots[sample.slot as usize].expect("an unattached slot was sampled");
             sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
         }
+        self.last.clone_from(sampled);
         // A device that is as linear as the cost model.
         Ok(Duration::from_micros(200 + 50 * batch.rows() as u64 + 3 * batch.sequences() as u64))
     }
@@ -243,10 +266,12 @@ proptest! {
     fn whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone(
         asks in prop::collection::vec(ask(), 1..16),
         (blocks, host_blocks) in (21u32..60, 0u32..40), slots in 1u32..6, extra in 0u32..30,
-        close in prop::option::of((0u64..3, 5usize..60)), prefix_cache in any::<bool>(), fcfs in any::<bool>()
+        close in prop::option::of((0u64..3, 5usize..60)), prefix_cache in any::<bool>(), fcfs in any::<bool>(),
+        depth in 1u32..=2
     ) {
         let attached = Arc::new(AtomicUsize::new(0));
-        let runtime = Remembering::new(blocks, host_blocks, slots, slots + extra, attached.clone());
+        let mut runtime = Remembering::new(blocks, host_blocks, slots, slots + extra, attached.clone());
+        runtime.capabilities.depth = depth;
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
         let settings = Settings { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true };

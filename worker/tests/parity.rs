@@ -61,7 +61,7 @@ fn decode(
             if feed.is_empty() {
                 batch.sample_last_row(0);
             }
-            runtime.execute(&batch, &mut sampled).unwrap();
+            runtime.execute(&mut batch, &mut sampled).unwrap();
             position += part.len() as u32;
         }
         seen(step, runtime.logits());

@@ -15,6 +15,7 @@ use inflight_kernels::cpu::Isa;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{Command, Engine, Request, RequestKey, Resumed, SessionId, Settings};
 use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::Runtime;
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_worker_core::{CostPrior, Load, Time};
 use proptest::prelude::*;
@@ -156,9 +157,10 @@ fn scarcity_never_changes_the_answer() {
                 1usize..3,
                 any::<bool>(),
                 any::<bool>(),
+                any::<bool>(),
             );
             TestRunner::new(cases)
-                .run(&workloads, |(asks, blocks, host_blocks, threads, cheap_copies, fcfs)| {
+                .run(&workloads, |(asks, blocks, host_blocks, threads, cheap_copies, fcfs, overlap)| {
                     let alone: BTreeMap<_, _> = {
                         let settings = Settings { prefix_cache: false, ..Settings::default() };
                         let roomy = runtime(&folder, dtype, isa, 1, 64, 0);
@@ -177,13 +179,16 @@ fn scarcity_never_changes_the_answer() {
                     let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Priority };
                     let settings = Settings { policy, prior, ..Settings::default() };
                     let scarce = runtime(&folder, dtype, isa, threads, blocks, host_blocks);
-                    let mut engine = Engine::new(Box::new(scarce), &[], settings).unwrap();
+                    let scarce: Box<dyn Runtime> =
+                        if overlap { Box::new(scarce.overlapped().unwrap()) } else { Box::new(scarce) };
+                    let mut engine = Engine::new(scarce, &[], settings).unwrap();
                     let (together, load) = run(&mut engine, &asks);
                     let mut seen = seen.borrow_mut();
                     seen.recompute_preemptions += load.recompute_preemptions;
                     seen.swap_preemptions += load.swap_preemptions;
                     seen.cached_tokens += load.cached_tokens;
                     seen.blocks_swapped_in += load.blocks_swapped_in;
+                    seen.host_cached_tokens += load.host_cached_tokens;
                     for (key, steps) in &alone {
                         prop_assert_eq!(&together[key], steps, "{:?} {:?} {:?}: {:?}", arch, dtype, isa, key);
                     }
@@ -195,5 +200,6 @@ fn scarcity_never_changes_the_answer() {
     let seen = seen.into_inner();
     // Otherwise the test would prove nothing.
     assert!(seen.recompute_preemptions > 10 && seen.swap_preemptions > 10, "{seen:?}");
+    assert!(seen.host_cached_tokens > 10, "{seen:?}");
     assert!(seen.cached_tokens > 100 && seen.blocks_swapped_in > 10, "{seen:?}");
 }

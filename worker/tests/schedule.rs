@@ -113,7 +113,7 @@ fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<Step> {
         if position + 1 >= request.prompt {
             batch.sample_last_row(0);
         }
-        runtime.execute(&batch, &mut sampled).unwrap();
+        runtime.execute(&mut batch, &mut sampled).unwrap();
         if let Some(chosen) = sampled.pop() {
             tokens.push(chosen.token);
             steps.push(Step { logits: bits(runtime, 0), sampled: chosen });
@@ -207,7 +207,7 @@ fn together(
         }
         // What was moved away from is free only after the step.
         let copied: Vec<u32> = batch.copies.iter().map(|copy| copy.from).collect();
-        runtime.execute(&batch, &mut sampled).unwrap();
+        runtime.execute(&mut batch, &mut sampled).unwrap();
         free.extend(copied);
         prop_assert_eq!(sampled.len(), ran.len());
         for (sample, (index, sampled)) in ran.iter().zip(&sampled).enumerate() {

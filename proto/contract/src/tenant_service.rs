@@ -85,21 +85,24 @@ struct Counter {
     service: Service,
     /// Requests that wait or run.
     active: u32,
+    /// Requests that wait.
+    waiting: u32,
 }
 
 /// Virtual token counters: how much service each tenant has had, over its weight.
 ///
 /// The algorithm is VTC's (Sheng et al., *Fairness in Serving Large Language Models*, OSDI 2024): serve the
 /// backlogged tenant with the least service, charge as service happens, and lift the counter of a tenant that
-/// becomes active to the least among the active ones, so that idle time earns no credit. For two tenants that stay
-/// backlogged the difference of their counters stays bounded.
+/// becomes backlogged to the least among the backlogged ones, so that idle time earns no credit. For two tenants
+/// that stay backlogged the difference of their counters stays bounded. Backlogged means that a request waits: a
+/// tenant whose requests all run takes less than its share, and would hand its low counter to every newcomer.
 #[derive(Debug, Clone)]
 pub struct TenantService {
     cost: TokenCost,
     tenants: Vec<Option<Counter>>,
     by_name: BTreeMap<String, Tenant>,
     most: usize,
-    /// Where a tenant starts when no other is active: the most any active one ever had.
+    /// Where a tenant starts when nobody waits: the most that any had when the last of its requests began.
     idle_floor: Service,
 }
 
@@ -109,32 +112,48 @@ impl TenantService {
         Self { cost, tenants: Vec::new(), by_name: BTreeMap::new(), most, idle_floor: Service::default() }
     }
 
-    /// A request of a tenant arrives; its weight is the one in force from now on.
+    /// A request of a tenant arrives and waits; its weight is the one in force from now on.
     pub fn arrive(&mut self, name: &str, weight: Weight) -> Tenant {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
             None => self.insert(name, weight),
         };
-        let floor = self.active_least().unwrap_or(self.idle_floor);
         // `tenant` was found or inserted just now.
         if let Some(counter) = &mut self.tenants[tenant.index()] {
-            if counter.active == 0 {
-                counter.service = counter.service.max(floor);
-            }
             counter.active += 1;
             counter.weight = weight;
         }
+        self.wait(tenant);
         tenant
     }
 
-    /// A request of a tenant is over.
+    /// A request of a tenant waits: it has arrived, or was preempted.
+    pub fn wait(&mut self, tenant: Tenant) {
+        let floor = self.backlogged_least().unwrap_or(self.idle_floor);
+        if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
+            if counter.waiting == 0 {
+                counter.service = counter.service.max(floor);
+            }
+            counter.waiting += 1;
+        }
+    }
+
+    /// A request of a tenant waits no more: it begins to be served, or was withdrawn.
+    pub fn start(&mut self, tenant: Tenant) {
+        if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
+            debug_assert!(counter.waiting > 0, "more requests began than waited");
+            counter.waiting = counter.waiting.saturating_sub(1);
+            if counter.waiting == 0 {
+                self.idle_floor = self.idle_floor.max(counter.service);
+            }
+        }
+    }
+
+    /// A request of a tenant is over; it does not wait any more.
     pub fn depart(&mut self, tenant: Tenant) {
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
             debug_assert!(counter.active > 0, "more requests departed than arrived");
             counter.active = counter.active.saturating_sub(1);
-            if counter.active == 0 {
-                self.idle_floor = self.idle_floor.max(counter.service);
-            }
         }
         if self.by_name.len() > self.most {
             self.forget_idle();
@@ -163,17 +182,14 @@ impl TenantService {
         })
     }
 
-    fn active_least(&self) -> Option<Service> {
-        self.tenants
-            .iter()
-            .flatten()
-            .filter(|counter| counter.active > 0)
-            .map(|counter| counter.service)
-            .min()
+    fn backlogged_least(&self) -> Option<Service> {
+        let backlogged = self.tenants.iter().flatten().filter(|counter| counter.waiting > 0);
+        backlogged.map(|counter| counter.service).min()
     }
 
     fn insert(&mut self, name: &str, weight: Weight) -> Tenant {
-        let counter = Some(Counter { name: name.to_owned(), weight, service: Service::default(), active: 0 });
+        let service = Service::default();
+        let counter = Some(Counter { name: name.to_owned(), weight, service, active: 0, waiting: 0 });
         let place = self.tenants.iter().position(Option::is_none);
         let tenant = match place {
             Some(place) => {
@@ -227,10 +243,28 @@ mod tests {
         let late = service.arrive("late", weight(1.0));
         assert_eq!(service.service(late), service.service(busy));
         assert_eq!(service.service(late).tokens(), 2000.0);
-        service.depart(late);
-        service.depart(busy);
+        for tenant in [late, busy] {
+            service.start(tenant);
+            service.depart(tenant);
+        }
         let fresh = service.arrive("fresh", weight(1.0));
         assert_eq!(service.service(fresh).tokens(), 2000.0, "nor does coming when nobody is there");
+    }
+
+    #[test]
+    fn a_tenant_that_only_runs_gives_no_credit_to_those_who_come() {
+        let mut service = TenantService::new(TokenCost::default(), 100);
+        let light = service.arrive("light", weight(1.0));
+        service.start(light);
+        let busy = service.arrive("busy", weight(1.0));
+        service.charge(busy, 1000, 500);
+        let late = service.arrive("late", weight(1.0));
+        assert_eq!(service.service(late).tokens(), 2000.0);
+        assert_eq!(service.service(light).tokens(), 0.0);
+        service.start(late);
+        service.charge(late, 0, 100);
+        service.wait(late);
+        assert_eq!(service.service(late).tokens(), 2200.0, "nor is anything taken away from who waits again");
     }
 
     proptest! {
@@ -258,6 +292,7 @@ mod tests {
             for name in names {
                 let tenant = service.arrive(&name.to_string(), Weight::default());
                 service.charge(tenant, name, 1);
+                service.start(tenant);
                 service.depart(tenant);
                 prop_assert!(service.iter().count() <= 6);
             }

@@ -157,6 +157,30 @@ impl BlockPool {
         }
     }
 
+    /// Gives up one ownership of a block that was borrowed only to be copied: if it was the last, the block is as cold
+    /// as before, and now the first to be taken.
+    ///
+    /// # Panics
+    /// As [`BlockPool::release`].
+    pub fn release_cold(&mut self, block: Block) {
+        let meta = &mut self.meta[block as usize];
+        assert!(meta.refs > 0, "block {block} was given back twice");
+        meta.refs -= 1;
+        if meta.refs == 0 {
+            self.push_head(block);
+        }
+    }
+
+    /// The free blocks whose content can be found again, the next to be taken first.
+    pub fn cold(&self) -> impl Iterator<Item = (Block, BlockHash)> + '_ {
+        let first = (self.head != NONE).then_some(self.head);
+        let links = std::iter::successors(first, |block| {
+            let next = self.meta[*block as usize].next;
+            (next != NONE).then_some(next)
+        });
+        links.filter_map(|block| self.meta[block as usize].hash.map(|hash| (block, hash)))
+    }
+
     /// Gives up all blocks of a table, from its end.
     pub fn release_table(&mut self, table: &mut Vec<Block>) {
         while let Some(block) = table.pop() {

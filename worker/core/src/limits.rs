@@ -125,8 +125,9 @@ impl Limits {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// Blocks that admitting a sequence with this many tokens to compute reserves.
-    pub fn admission_blocks(&self, tokens: u32) -> u32 {
-        self.blocks_for(tokens.saturating_add(self.min_decode_tokens).min(self.sequence_tokens_max()))
+    /// Blocks that admitting a sequence reserves, which has `known` tokens and may generate `remaining` more.
+    pub fn admission_blocks(&self, known: u32, remaining: u32) -> u32 {
+        let reserved = known.saturating_add(self.min_decode_tokens.min(remaining));
+        self.blocks_for(reserved.min(self.sequence_tokens_max()))
     }
 }

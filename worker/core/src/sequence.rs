@@ -104,6 +104,8 @@ pub(crate) struct Sequence {
     pub in_flight: u32,
     /// Will be preempted for this one, once nothing of it is in flight.
     pub evict_for: Option<SequenceId>,
+    /// A copy of its prefix from the host failed: it is computed instead.
+    pub skip_host: bool,
     /// Sequences admitted past it.
     pub bypassed: u32,
     /// Number of the iteration before which it is not preempted again, if another candidate is there.

@@ -52,7 +52,7 @@ impl Engine {
                     self.batch.sample_last_row(sequence);
                     work.add(context, len);
                 }
-                let took = self.runtime.execute(&self.batch, &mut self.sampled)?;
+                let took = self.runtime.execute(&mut self.batch, &mut self.sampled)?;
                 (0..sequences).for_each(|sequence| self.runtime.detach(sequence));
                 spent += took;
                 if round > 0 {

@@ -7,7 +7,7 @@ mod calibrate;
 mod live;
 mod request;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use std::time::Duration;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Capacity, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
+    CacheEvent, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
     LimitsError, Load, NewSequence, Outcome, Scheduler, SequenceId, SubmitError, Time, Verdict,
 };
 
@@ -64,8 +64,17 @@ pub struct Turn {
     pub tokens: u32,
     /// Tokens sampled.
     pub sampled: u32,
+    /// How long the step took.
+    pub took: Duration,
     /// Nothing is left to do until a command comes.
     pub idle: bool,
+}
+
+/// An iteration that the runtime works on.
+#[derive(Debug, Default)]
+struct Flight {
+    number: u64,
+    chunks: Vec<Chunk>,
 }
 
 /// The device failed: what ran has ended, and the engine can't go on.
@@ -85,6 +94,11 @@ pub struct Engine {
     /// The sequence of each choice that still runs.
     requests: BTreeMap<RequestKey, Vec<Option<SequenceId>>>,
     batch: Batch,
+    /// Iterations launched and not completed, oldest first.
+    flights: VecDeque<Flight>,
+    spare: Vec<Flight>,
+    /// By `SequenceId::index`: which sample of the batch launched last is the sequence's.
+    sample_of: Vec<u32>,
     sampled: Vec<Sampled>,
     verdicts: Vec<Verdict>,
     ended: Vec<Ended>,
@@ -108,6 +122,7 @@ impl Engine {
         let has = runtime.capabilities();
         let limits = Limits {
             host_blocks: has.host_blocks,
+            depth: has.depth,
             waiting_max: settings.waiting_max,
             sequence_tokens: has.context_tokens,
             prefix_cache: settings.prefix_cache,
@@ -138,6 +153,9 @@ impl Engine {
             live: Vec::new(),
             requests: BTreeMap::new(),
             batch: Batch::default(),
+            flights: VecDeque::new(),
+            spare: Vec::new(),
+            sample_of: Vec::new(),
             sampled: Vec::new(),
             verdicts: Vec::new(),
             ended: Vec::new(),
@@ -224,12 +242,30 @@ impl Engine {
         self.settle(events);
     }
 
-    /// Plans, runs and commits one iteration.
+    /// Plans and launches an iteration if there may be one more in flight, then waits for the oldest if there may
+    /// not, or if nothing else is to be done.
     ///
     /// # Errors
     /// [`Fatal`] if the device failed; the events say so for every sequence that took part.
     pub fn turn(&mut self, now: Time, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
         self.take_transfers(now)?;
+        let depth = self.scheduler.limits().depth as usize;
+        let launched = self.flights.len() < depth && self.launch(now, events)?;
+        if launched && self.flights.len() < depth {
+            return Ok(Turn::default());
+        }
+        if !self.flights.is_empty() {
+            return self.complete(events);
+        }
+        if self.transfers > 0 {
+            // Nothing else to do: wait for a fence rather than spin.
+            self.runtime.wait_for_transfer();
+        }
+        Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() })
+    }
+
+    /// Plans an iteration and launches it. Returns whether there was anything to compute.
+    fn launch(&mut self, now: Time, events: &mut Vec<Event>) -> Result<bool, Fatal> {
         self.scheduler.plan(now);
         // Deadlines end sequences in `plan`: their slots must be free before others get them.
         self.settle(events);
@@ -256,35 +292,59 @@ impl Engine {
             self.runtime.attach(*slot, &setup).map_err(|error| Fatal(error.to_string()))?;
         }
         if plan.chunks.is_empty() {
-            if self.transfers > 0 {
-                // Nothing else to do: wait for a fence rather than spin.
-                self.runtime.wait_for_transfer();
-            }
-            return Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() });
+            return Ok(false);
         }
         self.batch.clear();
         let copies = plan.copies.iter().map(|copy| BlockCopy { from: copy.from, to: copy.to });
         self.batch.copies.extend(copies);
         for chunk in &plan.chunks {
             let live = live_mut(&mut self.live, chunk.id);
-            let tokens = &live.tokens[chunk.start as usize..(chunk.start + chunk.len) as usize];
-            self.batch.push_sequence(tokens, chunk.start, self.scheduler.block_table(chunk.id));
+            let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
+            let table = self.scheduler.block_table(chunk.id);
+            if end <= live.tokens.len() {
+                self.batch.push_sequence(&live.tokens[start..end], chunk.start, table);
+            } else {
+                // Its token is sampled by the iteration in flight: the device fills it in.
+                self.batch.push_sequence(&[0], chunk.start, table);
+                self.batch.feed_last_row(self.sample_of[chunk.id.index()]);
+            }
             if chunk.samples {
                 self.batch.sample_last_row(chunk.slot);
             }
         }
-        let number = plan.number;
-        let tokens = self.batch.rows() as u32;
-        let took = match self.runtime.execute(&self.batch, &mut self.sampled) {
+        if self.sample_of.len() < self.live.len() {
+            self.sample_of.resize(self.live.len(), 0);
+        }
+        let mut flight = self.spare.pop().unwrap_or_default();
+        flight.number = plan.number;
+        flight.chunks.clear();
+        flight.chunks.extend_from_slice(&plan.chunks);
+        for (sample, chunk) in flight.chunks.iter().filter(|chunk| chunk.samples).enumerate() {
+            self.sample_of[chunk.id.index()] = sample as u32;
+        }
+        self.flights.push_back(flight);
+        match self.runtime.launch(&mut self.batch) {
+            Ok(()) => Ok(true),
+            Err(error) => Err(self.fail(&error, events)),
+        }
+    }
+
+    /// Waits for the oldest iteration in flight, takes its tokens and commits it.
+    fn complete(&mut self, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+        let took = match self.runtime.complete(&mut self.sampled) {
             Ok(took) => took,
-            Err(error) => return self.fail(number, &error, events),
+            Err(error) => return Err(self.fail(&error, events)),
         };
+        let Some(flight) = self.flights.pop_front() else { return Ok(Turn::default()) };
         let sampled = self.sampled.len() as u32;
-        self.take_samples(events);
+        let tokens = flight.chunks.iter().map(|chunk| chunk.len).sum();
+        self.take_samples(&flight, events);
         let outcome = Outcome { verdicts: &self.verdicts, took };
-        self.scheduler.commit(number, outcome).map_err(|error| Fatal(error.to_string()))?;
+        self.scheduler.commit(flight.number, outcome).map_err(|error| Fatal(error.to_string()))?;
+        self.spare.push(flight);
         self.settle(events);
-        Ok(Turn { tokens, sampled, idle: self.scheduler.is_idle() })
+        // The next plan finds out whether there is nothing left to do, cold blocks to keep included.
+        Ok(Turn { tokens, sampled, took, idle: false })
     }
 
     /// Reports the transfers that reached their fences.
@@ -298,28 +358,37 @@ impl Engine {
         Ok(())
     }
 
-    fn fail(&mut self, number: u64, error: &runtime::Error, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
-        for chunk in &self.scheduler.iteration().chunks {
-            let failure = Failure::Device(error.to_string());
-            live_mut(&mut self.live, chunk.id).failure.get_or_insert(failure);
+    /// Ends all that takes part in any iteration in flight, and tells why.
+    fn fail(&mut self, error: &runtime::Error, events: &mut Vec<Event>) -> Fatal {
+        for chunk in self.flights.iter().flat_map(|flight| &flight.chunks) {
+            if let Some(live) = &mut self.live[chunk.id.index()] {
+                live.failure.get_or_insert(Failure::Device(error.to_string()));
+            }
         }
-        self.scheduler.fail(number).map_err(|error| Fatal(error.to_string()))?;
+        if let Some(oldest) = self.flights.front() {
+            // It was planned and not committed, so it is known.
+            let _ = self.scheduler.fail(oldest.number);
+        }
+        self.flights.clear();
         self.settle(events);
-        Err(Fatal(error.to_string()))
+        Fatal(error.to_string())
     }
 
     /// Appends each sampled token to its sequence, judges it and reports it.
-    fn take_samples(&mut self, events: &mut Vec<Event>) {
+    fn take_samples(&mut self, flight: &Flight, events: &mut Vec<Event>) {
         self.verdicts.clear();
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let mut sampled = self.sampled.drain(..);
-        for chunk in &self.scheduler.iteration().chunks {
-            let live = live_mut(&mut self.live, chunk.id);
-            live.computed_tokens += chunk.len;
-            if !chunk.samples {
+        for chunk in &flight.chunks {
+            let sample = if chunk.samples { sampled.next() } else { None };
+            // Its index is nobody else's while it is in flight, so what is here is the sequence itself, or nothing if
+            // that has ended in the meantime.
+            let Some(live) = &mut self.live[chunk.id.index()] else {
+                self.verdicts.extend(sample.map(|_| Verdict::CONTINUE));
                 continue;
-            }
-            let Some(Sampled { token, logprobs }) = sampled.next() else { break };
+            };
+            live.computed_tokens += chunk.len;
+            let Some(Sampled { token, logprobs }) = sample else { continue };
             let hash = live.push(token, block_tokens);
             let stop = live.ends_with(token, &self.eos_token_ids);
             self.verdicts.push(Verdict { stop, hash });

@@ -1,4 +1,4 @@
-use super::{Block, Capabilities, Error, Slot};
+use super::{Block, Capabilities, Error, Sampled, Slot};
 
 /// A row of the batch whose logits are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,6 +9,15 @@ pub struct SampleRow {
     pub slot: Slot,
     /// Absolute position of the token to be chosen: that of the row, plus one. Part of the random key.
     pub position: u32,
+}
+
+/// A row whose token is not known yet: it is what the step before samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Feedback {
+    /// Index into [`Batch::tokens`], which holds any valid token there.
+    pub row: u32,
+    /// Index into the samples of the batch launched before.
+    pub sample: u32,
 }
 
 /// Copies the whole of one block over another, in all layers.
@@ -41,6 +50,8 @@ pub struct Batch {
     pub samples: Vec<SampleRow>,
     /// Copies to make before the forward pass.
     pub copies: Vec<BlockCopy>,
+    /// Rows whose tokens the device fills in.
+    pub feedback: Vec<Feedback>,
 }
 
 impl Batch {
@@ -55,6 +66,7 @@ impl Batch {
         self.block_starts.push(0);
         self.samples.clear();
         self.copies.clear();
+        self.feedback.clear();
     }
 
     /// Appends a sequence's tokens, the first of them at `position`, with its block table.
@@ -70,6 +82,31 @@ impl Batch {
     pub fn sample_last_row(&mut self, slot: Slot) {
         let row = self.tokens.len() - 1;
         self.samples.push(SampleRow { row: row as u32, slot, position: self.positions[row] + 1 });
+    }
+
+    /// Leaves the token of the last row, the only one of the sequence pushed last, to the device: it is what `sample`
+    /// of the batch launched before yields.
+    pub fn feed_last_row(&mut self, sample: u32) {
+        let row = self.tokens.len() as u32 - 1;
+        self.feedback.push(Feedback { row, sample });
+    }
+
+    /// Fills in the tokens that were not known, now that the step before has sampled them.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if that step has no such sample.
+    pub fn feed(&mut self, before: &[Sampled]) -> Result<(), Error> {
+        for Feedback { row, sample } in self.feedback.drain(..) {
+            let (Some(token), Some(sampled)) =
+                (self.tokens.get_mut(row as usize), before.get(sample as usize))
+            else {
+                return Err(Error::Malformed(format!(
+                    "row {row} waits for sample {sample}, which is not there"
+                )));
+            };
+            *token = sampled.token;
+        }
+        Ok(())
     }
 
     /// Number of sequences.

@@ -12,7 +12,7 @@ use inflight_worker_core::{Transfer, TransferId};
 mod batch;
 pub mod cpu;
 
-pub use batch::{Batch, BlockCopy, SampleRow};
+pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
 
 /// Index of a sequence's place in the runtime's slot table; below [`Capabilities::slots`].
 pub type Slot = u32;
@@ -37,6 +37,8 @@ pub struct Capabilities {
     pub slots: u32,
     /// Most tokens in one batch.
     pub batch_tokens: u32,
+    /// Steps that may be launched before the first of them is completed: 1, or 2 where steps run beside the caller.
+    pub depth: u32,
     /// Digest of everything that decides a token's bits: weights, dtypes, instruction set, kernel version. Not
     /// the number of threads.
     pub fingerprint: String,
@@ -120,13 +122,29 @@ pub trait Runtime: Send {
     /// Frees what a slot holds. Detaching a free slot does nothing.
     fn detach(&mut self, slot: Slot);
 
-    /// Runs one step: block copies, then the forward pass, which writes keys and values of all the batch's
-    /// tokens, then sampling. `sampled` is cleared and gets one entry for each of the batch's sample rows, in
-    /// order; each sampled token is counted in its slot's history. Returns how long the step took.
+    /// Begins one step: block copies, then the forward pass, which writes keys and values of all the batch's
+    /// tokens, then sampling. Calls to `attach` and `detach` before it are effective in it, those after it are not.
+    /// The batch's content is the runtime's afterwards: the caller gets buffers to fill again.
     ///
     /// # Errors
-    /// [`Error::Malformed`] before anything ran, [`Error::Device`] at any moment.
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
+    /// [`Error::Malformed`] before anything ran; other errors come with [`Runtime::complete`].
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), Error>;
+
+    /// Waits for the oldest step launched. `sampled` is cleared and gets one entry for each of its batch's sample
+    /// rows, in order; each sampled token is counted in its slot's history. Returns how long the step took.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if no step was launched, [`Error::Device`] if it failed.
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
+
+    /// Launches a step and waits for it.
+    ///
+    /// # Errors
+    /// As `launch` and `complete`.
+    fn execute(&mut self, batch: &mut Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
+        self.launch(batch)?;
+        self.complete(sampled)
+    }
 
     /// Starts to copy blocks between the device's pool and the host's, in the background: steps go on meanwhile,
     /// and none of them touches these blocks before the transfer was reported as finished.

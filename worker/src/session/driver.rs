@@ -123,11 +123,10 @@ impl Driver {
                     return Ok(());
                 }
             }
-            let begun = Instant::now();
             let turned = self.engine.turn(self.clock.now(), &mut self.events);
             if let Ok(turn) = &turned {
                 idle = turn.idle;
-                self.measure(turn, begun);
+                self.measure(turn);
             }
             self.deliver();
             self.write_log(idle || turned.is_err());
@@ -201,11 +200,11 @@ impl Driver {
         self.seen = load;
     }
 
-    fn measure(&mut self, turn: &Turn, begun: Instant) {
+    fn measure(&mut self, turn: &Turn) {
         if turn.tokens == 0 {
             return;
         }
-        let elapsed = begun.elapsed();
+        let elapsed = turn.took;
         let micros = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
         // An exponential mean over about eight steps.
         self.step_us = if self.step_us == 0 { micros } else { (self.step_us * 7 + micros) / 8 };

@@ -1,10 +1,12 @@
 //! How waiting and swapped sequences start.
 
+use inflight_contract::BlockHash;
+
 use super::plan::Draft;
-use super::{Lane, Scheduler};
+use super::{Lane, Moving, Scheduler};
 use crate::policy::View;
 use crate::sequence::State;
-use crate::{Block, Blocked, BlockedBy, Copy, Time};
+use crate::{Block, Blocked, BlockedBy, Copy, Direction, Time};
 
 /// Sequences looked at in one step that cannot start; the ones behind them wait for the next step.
 const LOOKED_PAST_MAX: usize = 16;
@@ -24,6 +26,8 @@ struct Prefix {
     blocks: Vec<Block>,
     /// A block to copy, for the tokens behind them, and whose it is.
     copy: Option<(Block, u32)>,
+    /// Blocks of the host to copy behind the shared ones.
+    host: Vec<Block>,
     /// Tokens that need not be computed.
     tokens: u32,
 }
@@ -76,7 +80,8 @@ impl Scheduler {
             } else if draft.preempted >= Some(self.peek(index).priority) {
                 Err(BlockedBy::Preemption)
             } else if held_up >= Some(self.peek(index).priority) {
-                let needed = self.limits.admission_blocks(self.peek(index).known_tokens);
+                let sequence = self.peek(index);
+                let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
                 Err(BlockedBy::Blocks { needed, free: self.device.free() })
             } else {
                 self.admit(index, now, draft)
@@ -110,7 +115,7 @@ impl Scheduler {
         }
         let prefix = self.find_prefix(index)?;
         let sequence = self.peek(index);
-        let total = self.limits.admission_blocks(sequence.known_tokens);
+        let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
         let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
         let needed = total - prefix.blocks.len() as u32 + unowned;
         // Alone, a sequence may use the watermark too: it must be able to run whatever its length.
@@ -141,8 +146,6 @@ impl Scheduler {
             draft.sources.push(owner);
         }
         let sequence = self.at(index);
-        sequence.table = table;
-        sequence.state = State::Prefilling { slot };
         sequence.computed_tokens = prefix.tokens;
         sequence.committed_tokens = prefix.tokens;
         sequence.charged_tokens = sequence.charged_tokens.max(prefix.tokens.min(sequence.input_tokens));
@@ -151,8 +154,18 @@ impl Scheduler {
         let (id, known) = (sequence.id, sequence.known_tokens);
         self.totals.admitted_tokens += u64::from(known);
         self.totals.cached_tokens += u64::from(prefix.tokens);
-        self.running.push(index);
         self.iteration.admitted.push((id, slot));
+        if !prefix.host.is_empty() {
+            self.totals.host_cached_tokens += prefix.host.len() as u64 * u64::from(self.limits.block_tokens);
+            prefix.host.iter().for_each(|block| self.host.share(*block));
+            let transfer = self.start_transfer(index, Direction::In, table, shared, prefix.host);
+            self.at(index).state = State::SwappingIn { transfer, slot };
+            return Ok(());
+        }
+        let sequence = self.at(index);
+        sequence.table = table;
+        sequence.state = State::Prefilling { slot };
+        self.running.push(index);
         let len = self.prefill_len(index, draft);
         self.push_prefill(index, len, draft);
         Ok(())
@@ -182,8 +195,9 @@ impl Scheduler {
                 return Err(BlockedBy::PrefixUnderWay);
             }
         }
-        let tokens = next as u32 * self.limits.block_tokens;
-        Ok(Prefix { blocks, copy: None, tokens })
+        let host = if sequence.skip_host { Vec::new() } else { self.on_host(&hashes[next..], next)? };
+        let tokens = (next + host.len()) as u32 * self.limits.block_tokens;
+        Ok(Prefix { blocks, copy: None, host, tokens })
     }
 
     /// Shares all known tokens with a sibling that has computed them: full blocks by reference, and the block
@@ -205,7 +219,26 @@ impl Scheduler {
         let full = (tokens / self.limits.block_tokens) as usize;
         let copy = (!tokens.is_multiple_of(self.limits.block_tokens))
             .then(|| (sibling.table[full], sibling.id.index));
-        Ok(Some(Prefix { blocks: sibling.table[..full].to_vec(), copy, tokens }))
+        let blocks = sibling.table[..full].to_vec();
+        Ok(Some(Prefix { blocks, copy, host: Vec::new(), tokens }))
+    }
+
+    /// The blocks of the host that go on where the device's end, if copying them is cheaper than computing them.
+    /// `hashes` are those of the blocks from place `next` on.
+    fn on_host(&self, hashes: &[BlockHash], next: usize) -> Result<Vec<Block>, BlockedBy> {
+        let host: Vec<Block> = hashes.iter().map_while(|hash| self.host.lookup(*hash)).collect();
+        let Some(first) = hashes.first().filter(|_| !host.is_empty()) else { return Ok(Vec::new()) };
+        let loads = |moving: &Moving| {
+            let owner = moving.owner().filter(|_| moving.direction == Direction::In);
+            owner.is_some_and(|owner| self.peek(owner.index).hashes.get(next) == Some(first))
+        };
+        if self.transfers.values().any(loads) {
+            return Err(BlockedBy::PrefixUnderWay);
+        }
+        let (start, tokens) =
+            (next as u32 * self.limits.block_tokens, host.len() as u32 * self.limits.block_tokens);
+        let cheaper = self.cost.copy(host.len() as u32) < self.cost.prefill(start, tokens);
+        Ok(if cheaper { host } else { Vec::new() })
     }
 
     fn collect_heads(&mut self, now: Time) {

@@ -1,8 +1,9 @@
 //! The scheduler: what it holds, how sequences come and go. What a step does is in [`plan`], [`admit`] and
-//! [`preempt`].
+//! [`preempt`], what comes of it in [`commit`].
 
 mod admit;
 mod check;
+mod commit;
 mod plan;
 mod preempt;
 
@@ -10,7 +11,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, Tenant, TenantService};
+use inflight_contract::{BlockHash, FinishReason, Tenant, TenantService};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -19,8 +20,8 @@ use crate::policy::{Policy, PolicyKind, View};
 use crate::record::Log;
 use crate::sequence::{Sequence, State};
 use crate::{
-    Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, Outcome,
-    SequenceId, Slot, Time, TransferId, Verdict,
+    Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
+    Slot, Time, TransferId,
 };
 
 /// Why a sequence was not taken.
@@ -103,6 +104,10 @@ pub struct Load {
     pub admitted_tokens: u64,
     /// Of these, found in the prefix cache or shared with a sibling.
     pub cached_tokens: u64,
+    /// Of these, found on the host.
+    pub host_cached_tokens: u64,
+    /// Cold blocks of the prefix cache copied to the host.
+    pub blocks_offloaded: u64,
     /// Device blocks moved to the host.
     pub blocks_swapped_out: u64,
     /// Blocks moved back.
@@ -121,10 +126,30 @@ struct Flight {
 #[derive(Debug)]
 struct Moving {
     direction: Direction,
-    /// `None` once its sequence ended: then the blocks are freed at the fence and that is all.
-    owner: Option<SequenceId>,
+    purpose: Purpose,
+    /// Blocks of the device: all those of its sequence, also where only some are copied.
     device: Vec<Block>,
     host: Vec<Block>,
+}
+
+/// Whom a transfer is for.
+#[derive(Debug)]
+enum Purpose {
+    /// A sequence that is swapped, or that finds its prefix on the host.
+    Sequence(SequenceId),
+    /// A sequence that has ended: the blocks are freed at the fence and that is all.
+    Nobody,
+    /// The prefix cache: cold blocks are kept on the host under these hashes.
+    Offload(Vec<BlockHash>),
+}
+
+impl Moving {
+    fn owner(&self) -> Option<SequenceId> {
+        match self.purpose {
+            Purpose::Sequence(owner) => Some(owner),
+            Purpose::Nobody | Purpose::Offload(_) => None,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -285,7 +310,7 @@ impl Scheduler {
 
     /// How busy it is now.
     pub fn load(&self) -> Load {
-        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner.is_some();
+        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner().is_some();
         Load {
             running: (self.limits.running_max as usize - self.free_slots.len()) as u32,
             waiting: self.waiting,
@@ -365,6 +390,7 @@ impl Scheduler {
             group: new.group,
             in_flight: 0,
             evict_for: None,
+            skip_host: false,
             bypassed: 0,
             spared_until: 0,
         };
@@ -409,113 +435,6 @@ impl Scheduler {
         self.flights.len()
     }
 
-    /// Takes the results of the oldest iteration in flight.
-    ///
-    /// # Errors
-    /// [`CommitError`]; nothing has changed then.
-    pub fn commit(&mut self, iteration: u64, outcome: Outcome<'_>) -> Result<(), CommitError> {
-        let flight = self.oldest(iteration)?;
-        let expected = flight.chunks.iter().filter(|chunk| chunk.samples).count();
-        if expected != outcome.verdicts.len() {
-            return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
-        }
-        self.log.iter_mut().for_each(|log| log.commit(iteration, &outcome));
-        let Some(mut flight) = self.flights.pop_front() else { return Ok(()) };
-        self.history.finish(flight.number, outcome.took);
-        self.cost.observe_step(&flight.work, outcome.took);
-        let mut verdicts = outcome.verdicts.iter();
-        for index in flight.sources.drain(..) {
-            self.land(index);
-        }
-        for chunk in flight.chunks.drain(..) {
-            let verdict = if chunk.samples { verdicts.next() } else { None };
-            self.commit_chunk(&chunk, verdict);
-        }
-        self.spare.push(flight);
-        Ok(())
-    }
-
-    /// Ends everything that takes part in any iteration in flight: the device failed.
-    ///
-    /// # Errors
-    /// [`CommitError::UnknownIteration`]; nothing has changed then.
-    pub fn fail(&mut self, iteration: u64) -> Result<(), CommitError> {
-        self.oldest(iteration)?;
-        self.log.iter_mut().for_each(|log| log.fail(iteration));
-        while let Some(flight) = self.flights.pop_front() {
-            for &index in &flight.sources {
-                self.land(index);
-            }
-            for chunk in &flight.chunks {
-                if self.land(chunk.id.index) {
-                    self.end(chunk.id.index, FinishReason::Error);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// A transfer reached its fence, or failed; `took` is how long it ran.
-    ///
-    /// # Errors
-    /// [`CommitError::UnknownTransfer`]; nothing has changed then.
-    pub fn transfer_done(
-        &mut self,
-        id: TransferId,
-        succeeded: bool,
-        took: Duration,
-        now: Time,
-    ) -> Result<(), CommitError> {
-        let mut moving = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
-        self.log.iter_mut().for_each(|log| log.transfer_done(id, succeeded, took, now));
-        if succeeded {
-            self.cost.observe_copy(moving.host.len() as u32, took);
-        }
-        let owner = moving.owner.map(|owner| owner.index);
-        match moving.direction {
-            Direction::Out => {
-                self.device.release_table(&mut moving.device);
-                match owner {
-                    Some(index) if succeeded => {
-                        let sequence = self.at(index);
-                        sequence.state = State::Swapped;
-                        sequence.host_table = moving.host;
-                        self.swapped.push(index);
-                    }
-                    Some(index) => {
-                        self.host.release_table(&mut moving.host);
-                        self.requeue(index, now);
-                    }
-                    None => self.host.release_table(&mut moving.host),
-                }
-            }
-            Direction::In => {
-                self.host.release_table(&mut moving.host);
-                match owner {
-                    Some(index) if succeeded => {
-                        let sequence = self.at(index);
-                        sequence.table = moving.device;
-                        if let Some(slot) = sequence.slot() {
-                            let decodes = sequence.uncomputed() == 1;
-                            sequence.state =
-                                if decodes { State::Decoding { slot } } else { State::Prefilling { slot } };
-                        }
-                        self.running.push(index);
-                    }
-                    Some(index) => {
-                        self.device.release_table(&mut moving.device);
-                        let slot = self.at(index).slot();
-                        self.free_slots.extend(slot);
-                        self.freed_slots.extend(slot);
-                        self.requeue(index, now);
-                    }
-                    None => self.device.release_table(&mut moving.device),
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// Predicted time until the first token of a new prompt with this many tokens to compute, were it submitted
     /// now: everything ahead of it is computed first, in chunks beside the decodes that run.
     pub fn predict_first_token(&self, tokens: u32) -> Duration {
@@ -534,56 +453,6 @@ impl Scheduler {
         let last = chunk.min(u32::try_from(ahead).unwrap_or(u32::MAX));
         work.add(0, last);
         self.cost.step(&work).saturating_mul(steps)
-    }
-
-    fn oldest(&self, given: u64) -> Result<&Flight, CommitError> {
-        let in_flight = self.flights.front().map(|flight| flight.number);
-        match self.flights.front() {
-            Some(flight) if flight.number == given => Ok(flight),
-            _ => Err(CommitError::UnknownIteration { given, in_flight }),
-        }
-    }
-
-    fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&Verdict>) {
-        let index = chunk.id.index;
-        if !self.land(index) {
-            return;
-        }
-        // Borrows several fields at once, which `at` can't; `land` found it.
-        let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
-        sequence.committed_tokens = chunk.start + chunk.len;
-        let inputs = sequence.committed_tokens.min(sequence.input_tokens);
-        let charged = inputs.saturating_sub(sequence.charged_tokens);
-        sequence.charged_tokens = sequence.charged_tokens.max(inputs);
-        self.tenants.charge(sequence.tenant, charged, u32::from(verdict.is_some()));
-        let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
-        for place in sequence.sealed_blocks..full {
-            self.device.seal(sequence.table[place as usize], sequence.hashes[place as usize]);
-        }
-        sequence.sealed_blocks = sequence.sealed_blocks.max(full);
-        let Some(verdict) = verdict else { return };
-        if self.limits.prefix_cache {
-            sequence.hashes.extend(verdict.hash);
-        }
-        // Nothing is left to generate, and no later sample is in flight.
-        let last = sequence.remaining_tokens == 0 && sequence.known_tokens == sequence.committed_tokens + 1;
-        if verdict.stop {
-            self.end(index, FinishReason::Stop);
-        } else if last {
-            self.end(index, FinishReason::Length);
-        }
-    }
-
-    /// An iteration that uses a sequence's slot or blocks has run. Returns whether the sequence still lives; if
-    /// not, and this was the last such iteration, what it owns is free now.
-    fn land(&mut self, index: u32) -> bool {
-        let Some(sequence) = self.sequences[index as usize].as_mut() else { return false };
-        sequence.in_flight -= 1;
-        let leaving = matches!(sequence.state, State::Leaving { .. });
-        if leaving && sequence.in_flight == 0 {
-            self.remove(index);
-        }
-        !leaving
     }
 
     /// Ends what is past its deadline.
@@ -610,7 +479,7 @@ impl Scheduler {
             State::Swapped => self.swapped.retain(|other| *other != index),
             State::SwappingOut { transfer } | State::SwappingIn { transfer, .. } => {
                 if let Some(moving) = self.transfers.get_mut(&transfer) {
-                    moving.owner = None;
+                    moving.purpose = Purpose::Nobody;
                 }
             }
             State::Prefilling { slot } | State::Decoding { slot } => {
@@ -650,6 +519,7 @@ impl Scheduler {
     fn dequeue(&mut self, index: u32) {
         let sequence = self.at(index);
         let (lane, arrival) = (lane(sequence), sequence.arrival);
+        self.tenants.start(lane.tenant);
         if let Some(waiting) = self.lanes.get_mut(&lane) {
             waiting.remove(&arrival);
             if waiting.is_empty() {
@@ -665,7 +535,9 @@ impl Scheduler {
         let lost = u64::from(sequence.committed_tokens);
         (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_blocks) = (0, 0, 0);
         sequence.queued = now;
+        let tenant = sequence.tenant;
         self.totals.recomputed_tokens += lost;
+        self.tenants.wait(tenant);
         self.enqueue(index);
     }
 

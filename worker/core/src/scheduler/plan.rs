@@ -44,6 +44,10 @@ impl Scheduler {
             let len = self.prefill_len(index, &draft).max(reserved);
             self.push_prefill(index, len, &mut draft);
         }
+        // Looking for what to keep costs a little: now and then is enough while there is work.
+        if self.iteration.chunks.is_empty() || self.iterations.is_multiple_of(8) {
+            self.offload();
+        }
         if !self.iteration.chunks.is_empty() {
             self.iterations += 1;
             self.iteration.number = self.iterations;

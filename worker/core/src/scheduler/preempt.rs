@@ -2,11 +2,18 @@
 
 use std::cmp::Ordering;
 
+use inflight_contract::BlockHash;
+
 use super::plan::Draft;
-use super::{Moving, Scheduler};
+use super::{Moving, Purpose, Scheduler};
 use crate::mutant::Mutant;
 use crate::sequence::State;
 use crate::{Direction, Preemption, Time, Transfer, TransferId};
+
+/// Blocks that one transfer moves to the host's part of the prefix cache.
+const OFFLOAD_MAX: usize = 16;
+/// Cold blocks looked at to find them.
+const OFFLOAD_LOOKED_AT: usize = 256;
 
 impl Scheduler {
     /// Gives a sequence blocks for `tokens`, taking from those that go after it. Returns false if it must stand
@@ -167,9 +174,10 @@ impl Scheduler {
         let mut host = Vec::with_capacity(len as usize);
         let taken = self.host.extend(&mut host, len);
         assert!(taken, "`swap_cost` found {len} free host blocks");
+        self.host.drain_events().for_each(drop); // routers hear of what the device holds
         draft.incoming += table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32;
         self.totals.blocks_swapped_out += u64::from(len);
-        let transfer = self.start_transfer(index, Direction::Out, table, host);
+        let transfer = self.start_transfer(index, Direction::Out, table, 0, host);
         self.at(index).state = State::SwappingOut { transfer };
         if self.is_mutant(Mutant::FreeBeforeFence)
             && let Some(moving) = self.transfers.get_mut(&transfer)
@@ -195,7 +203,7 @@ impl Scheduler {
         let host = std::mem::take(&mut self.at(index).host_table);
         self.totals.blocks_swapped_in += host.len() as u64;
         let id = self.peek(index).id;
-        let transfer = self.start_transfer(index, Direction::In, device, host);
+        let transfer = self.start_transfer(index, Direction::In, device, 0, host);
         let sequence = self.at(index);
         // What was shared before is this sequence's own now; equal content that is still findable stays so.
         sequence.sealed_blocks = 0;
@@ -204,20 +212,54 @@ impl Scheduler {
         true
     }
 
-    fn start_transfer(
+    /// Hands blocks to a transfer for a sequence: host block i goes with device block `first + i`.
+    pub(super) fn start_transfer(
         &mut self,
         index: u32,
         direction: Direction,
         device: Vec<u32>,
+        first: usize,
         host: Vec<u32>,
     ) -> TransferId {
+        let blocks = device.iter().skip(first).copied().zip(host.iter().copied()).collect();
+        let purpose = Purpose::Sequence(self.peek(index).id);
+        self.begin(direction, blocks, Moving { direction, purpose, device, host })
+    }
+
+    fn begin(&mut self, direction: Direction, blocks: Vec<(u32, u32)>, moving: Moving) -> TransferId {
         self.transfer_ids += 1;
         let id = TransferId(self.transfer_ids);
-        let blocks = device.iter().copied().zip(host.iter().copied()).collect();
         self.iteration.transfers.push(Transfer { id, direction, blocks });
-        let owner = Some(self.peek(index).id);
-        self.transfers.insert(id, Moving { direction, owner, device, host });
+        self.transfers.insert(id, moving);
         id
+    }
+
+    /// While no other transfer is under way, keeps the blocks of the prefix cache that would be taken next on the
+    /// host, as far as it has room that nobody uses.
+    pub(super) fn offload(&mut self) {
+        if self.limits.host_blocks == 0 || !self.limits.prefix_cache || !self.transfers.is_empty() {
+            return;
+        }
+        let fresh = |(_, hash): &(u32, BlockHash)| self.host.lookup(*hash).is_none();
+        let room = self.host.free() as usize;
+        // Twice as much room as is looked at: else what was kept first would give way to what is kept next, and be
+        // fresh again, for ever.
+        let looked_at = OFFLOAD_LOOKED_AT.min(room / 2);
+        let cold: Vec<(u32, BlockHash)> =
+            self.device.cold().take(looked_at).filter(fresh).take(OFFLOAD_MAX).collect();
+        if cold.is_empty() {
+            return;
+        }
+        let mut host = Vec::with_capacity(cold.len());
+        let taken = self.host.extend(&mut host, cold.len() as u32);
+        assert!(taken, "{room} host blocks were found free");
+        self.host.drain_events().for_each(drop); // routers hear of what the device holds
+        cold.iter().for_each(|(block, _)| self.device.share(*block));
+        self.totals.blocks_offloaded += cold.len() as u64;
+        let (device, hashes): (Vec<u32>, Vec<BlockHash>) = cold.into_iter().unzip();
+        let blocks = device.iter().copied().zip(host.iter().copied()).collect();
+        let purpose = Purpose::Offload(hashes);
+        self.begin(Direction::Out, blocks, Moving { direction: Direction::Out, purpose, device, host });
     }
 
     /// Whether some running sequence's priority is so much lower that it may be displaced.

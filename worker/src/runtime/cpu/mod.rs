@@ -6,6 +6,7 @@
 
 mod copies;
 mod forward;
+mod overlapped;
 mod sampler;
 mod slots;
 mod weights;
@@ -21,6 +22,7 @@ use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone
 use crate::models::{self, ModelConfig, ModelDir};
 use copies::Copies;
 use forward::Forward;
+pub use overlapped::Overlapped;
 use sampler::Sampler;
 use slots::Slots;
 use weights::Weights;
@@ -90,14 +92,22 @@ fn kv_layout(config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayou
     KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
 }
 
-/// A model on CPU cores.
+/// A model on CPU cores: steps run on the caller's thread and the pool's.
 pub struct CpuRuntime {
+    compute: Compute,
+    copies: Copies,
+    /// What the last step launched yielded.
+    last: Vec<Sampled>,
+    took: Option<Duration>,
+}
+
+/// What computes: all that a step touches.
+struct Compute {
     capabilities: Capabilities,
     pool: Pool,
     isa: Isa,
     weights: Weights,
     kv: KvPool,
-    copies: Copies,
     forward: Forward,
     slots: Slots,
     sampler: Sampler,
@@ -143,6 +153,7 @@ impl CpuRuntime {
             host_blocks,
             slots: options.slots,
             batch_tokens: options.batch_tokens,
+            depth: 1,
             fingerprint,
         };
         tracing::info!(
@@ -156,27 +167,35 @@ impl CpuRuntime {
         );
         let kv = KvPool::new(layout, blocks as usize);
         let copies = Copies::start(KvCopier::new(&kv, host_blocks as usize), blocks, host_blocks)?;
-        Ok(Self {
+        let compute = Compute {
             pool,
             isa,
             weights,
             kv,
-            copies,
             forward: Forward::new(config, RopeTable::new(frequencies), &capabilities),
             slots: Slots::new(options.slots as usize),
             sampler: Sampler::default(),
             capabilities,
-        })
+        };
+        Ok(Self { compute, copies, last: Vec::new(), took: None })
+    }
+
+    /// The same with steps on a thread of their own, so that the next one is planned while one runs.
+    ///
+    /// # Errors
+    /// The operating system refused the thread.
+    pub fn overlapped(self) -> Result<Overlapped, Error> {
+        Ok(Overlapped::start(self.compute, self.copies)?)
     }
 
     /// The logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
     pub fn logits(&self) -> &[f32] {
-        self.forward.logits()
+        self.compute.forward.logits()
     }
 
     /// The instruction set it computes with.
     pub fn isa(&self) -> Isa {
-        self.isa
+        self.compute.isa
     }
 }
 
@@ -201,23 +220,12 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
     Ok(context_tokens)
 }
 
-impl Runtime for CpuRuntime {
-    fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
-    }
-
-    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), super::Error> {
-        self.slots.attach(slot, setup)
-    }
-
-    fn detach(&mut self, slot: Slot) {
-        self.slots.detach(slot);
-    }
-
-    fn execute(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
+impl Compute {
+    /// One step, from a batch that was checked. `last` is what the step before yielded, and gets what this one does.
+    fn step(&mut self, batch: &mut Batch, last: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
         let begun = Instant::now();
-        sampled.clear();
-        batch.check(&self.capabilities)?;
+        batch.feed(last)?;
+        last.clear();
         self.slots.check(batch)?;
         self.forward.place(batch, &self.capabilities)?;
         for copy in &batch.copies {
@@ -225,8 +233,36 @@ impl Runtime for CpuRuntime {
         }
         self.forward.run(batch, &self.weights, &mut self.kv, &self.pool, self.isa);
         let logits = self.forward.logits();
-        self.sampler.run(batch, logits, &mut self.slots, &self.pool, self.isa, sampled);
+        self.sampler.run(batch, logits, &mut self.slots, &self.pool, self.isa, last);
         Ok(begun.elapsed())
+    }
+}
+
+impl Runtime for CpuRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.compute.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), super::Error> {
+        self.compute.slots.attach(slot, setup)
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        self.compute.slots.detach(slot);
+    }
+
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), super::Error> {
+        batch.check(&self.compute.capabilities)?;
+        self.took = Some(self.compute.step(batch, &mut self.last)?);
+        Ok(())
+    }
+
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
+        sampled.clear();
+        let took =
+            self.took.take().ok_or_else(|| super::Error::Malformed("no step was launched".to_owned()))?;
+        sampled.append(&mut self.last);
+        Ok(took)
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), super::Error> {

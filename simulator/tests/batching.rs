@@ -1,0 +1,111 @@
+//! What the order of service does to whom: static against continuous batching, the short behind the long.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+mod common;
+
+use common::{a10g, scheduler};
+use inflight_simulator::workload::{Lengths, Workload};
+use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{Limits, Time};
+
+const SEED: u64 = 64;
+
+fn serve(limits: Limits, policy: PolicyKind, requests: &[Request]) -> Records {
+    let mut simulation = Simulation::new(scheduler(limits, policy), a10g());
+    let mut records = Records::new(requests);
+    simulation.run(requests, &mut records).unwrap();
+    records
+}
+
+#[test]
+fn continuous_batching_beats_static_batching_at_the_same_cap() {
+    // Heavy-tailed outputs, all there from the start; 32 slots and memory for all of them.
+    let outputs = Lengths::new(&[(0.0, 4.0), (0.5, 64.0), (0.9, 300.0), (1.0, 1500.0)]);
+    let workload = Workload { requests: 1000, outputs, ..Workload::chat() };
+    let mut requests = workload.generate(SEED);
+    requests.iter_mut().for_each(|request| request.arrival = Time::ZERO);
+    let limits =
+        Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 32 * 2600 / 16, 32, 4096) };
+    let [continuous, grouped] = [PolicyKind::Fair, PolicyKind::Static].map(|policy| {
+        let records = serve(limits, policy, &requests);
+        let (first, between) = (records.times_to_first_token(), records.times_per_token());
+        println!(
+            "{policy:8} {:6.1} tok/s  TTFT P50 {:6.1} P99 {:6.1} s  per token P50 {:5.1} P99 {:5.1} ms  \
+             slots in use {:5.1} %  KV efficiency {:5.2} %",
+            records.tokens_per_second(),
+            percentile(&first, 0.5),
+            percentile(&first, 0.99),
+            1e3 * percentile(&between, 0.5),
+            1e3 * percentile(&between, 0.99),
+            100.0 * records.kv().occupancy(),
+            100.0 * (1.0 - records.kv().empty()),
+        );
+        records
+    });
+    assert!(continuous.kv().occupancy() >= 0.94, "{}", continuous.kv().occupancy());
+    assert!(continuous.tokens_per_second() >= 2.0 * grouped.tokens_per_second());
+    let median = |records: &Records| percentile(&records.times_to_first_token(), 0.5);
+    assert!(median(&continuous) < median(&grouped));
+}
+
+#[test]
+fn a_static_group_of_three_stands_empty_for_1400_of_3000_slot_steps() {
+    /// Each step takes a second.
+    struct Clock;
+    impl Device for Clock {
+        fn step(&self, _: &BatchWork) -> std::time::Duration {
+            std::time::Duration::from_secs(1)
+        }
+        fn copy(&self, _: u32) -> std::time::Duration {
+            std::time::Duration::ZERO
+        }
+    }
+    let requests = [1000, 200, 400].map(|output| Request::new(Time::ZERO, 0, 1, output));
+    let limits = Limits { prefix_cache: false, ..Limits::new(16, 1000, 3, 64) };
+    let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Static), Clock);
+    let mut records = Records::new(&requests);
+    simulation.run(&requests, &mut records).unwrap();
+    assert_eq!(records.steps(), 1000);
+    assert_eq!((records.kv().slots, records.kv().running), (3000.0, 1600.0));
+}
+
+#[test]
+fn under_fcfs_the_short_suffer_behind_the_long() {
+    // Three of four slots are busy on average: the short ones take half of that, the few long ones the other half.
+    let fixed = |tokens: f64| Lengths::new(&[(0.0, tokens), (1.0, tokens)]);
+    let short =
+        Workload { rate: 2.0, requests: 900, shares: vec![1.0], prompts: fixed(32.0), outputs: fixed(24.0) };
+    let long = Workload {
+        rate: 0.04,
+        requests: 18,
+        prompts: fixed(1500.0),
+        outputs: fixed(1000.0),
+        ..short.clone()
+    };
+    let limits = Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 1000, 4, 2048) };
+    let alone = short.generate(SEED);
+    let mut mixed = long.generate(SEED + 1);
+    mixed.extend(&alone);
+    mixed.sort_by_key(|request| request.arrival);
+
+    // Latency over that of the same request on an idle server.
+    let slowdown = |records: &Records, output_tokens: u32| {
+        let of = |record: &&inflight_simulator::Record| record.request.output_tokens == output_tokens;
+        let request = Request { arrival: Time::ZERO, ..records.iter().find(of).unwrap().request };
+        let idle = serve(limits, PolicyKind::Fcfs, &[request]).makespan().since(Time::ZERO).as_secs_f64();
+        let latencies = records.iter().filter(of).filter_map(|record| record.latency());
+        let mut slowdowns: Vec<f64> = latencies.map(|latency| latency.as_secs_f64() / idle).collect();
+        slowdowns.sort_by(f64::total_cmp);
+        (percentile(&slowdowns, 0.5), percentile(&slowdowns, 0.99))
+    };
+    let (alone, mixed) = (serve(limits, PolicyKind::Fcfs, &alone), serve(limits, PolicyKind::Fcfs, &mixed));
+    let rows = [slowdown(&alone, 24), slowdown(&mixed, 24), slowdown(&mixed, 1000)];
+    for (name, (p50, p99)) in ["short, alone", "short, with long ones", "long"].iter().zip(rows) {
+        println!("{name:24} slowdown P50 {p50:6.2}  P99 {p99:6.2}");
+    }
+    let [alone, short, long] = rows.map(|(_, p99)| p99);
+    assert!(short > 5.0 * alone, "the long ones hold the short ones up");
+    assert!(short > 5.0 * long, "and hardly notice them");
+}

@@ -1,0 +1,65 @@
+//! The design's fairness bound at every instant, for random tenants on small pools.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::scheduler;
+use inflight_contract::{TokenCost, Weight};
+use inflight_simulator::{Request, ServiceGap, Simulation};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+use proptest::prelude::*;
+
+/// Requests of up to four tenants that send much more than a small pool can serve.
+fn requests() -> impl Strategy<Value = Vec<Request>> {
+    let tenants = prop::collection::vec((0.2f32..5.0, 1u32..60, 1u32..60, 1u64..30), 2..=4);
+    let picks = prop::collection::vec((any::<prop::sample::Index>(), 0.1f64..1.0, 0.1f64..1.0), 20..200);
+    (tenants, picks).prop_map(|(tenants, picks)| {
+        let mut at = Time::ZERO;
+        let request = |(pick, prompt, output): (prop::sample::Index, f64, f64)| {
+            let tenant = pick.index(tenants.len());
+            let (weight, prompt_max, output_max, pause_ms) = tenants[tenant];
+            at = at.after(Duration::from_millis(pause_ms));
+            let scaled = |share: f64, most: u32| ((share * f64::from(most)) as u32).max(1);
+            let (prompt, output) = (scaled(prompt, prompt_max), scaled(output, output_max));
+            let weight = Weight::try_from(weight).unwrap();
+            Request { weight, max_tokens: output_max, ..Request::new(at, tenant as u32, prompt, output) }
+        };
+        picks.into_iter().map(request).collect()
+    })
+}
+
+fn limits() -> impl Strategy<Value = Limits> {
+    (0u32..=4, 128u32..400, 2u32..12, 0u32..64, 0u32..64, prop_oneof![Just(0u32), 1u32..20], prop::bool::ANY)
+        .prop_map(|(block_log, tokens, running_max, extra, min_decode_tokens, bypass_max, swaps)| {
+            let blocks = tokens >> block_log;
+            Limits {
+                min_decode_tokens,
+                bypass_max,
+                host_blocks: if swaps { blocks } else { 0 },
+                prefix_cache: false,
+                ..Limits::new(1 << block_log, blocks, running_max, running_max + extra)
+            }
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(400) })]
+    /// With no host pool and no request passed, it is the design's own bound.
+    #[test]
+    fn two_tenants_that_stay_backlogged_never_drift_apart_beyond_the_bound(
+        requests in requests(), limits in limits()
+    ) {
+        let cost = CostModel::new(CostPrior::default());
+        let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), cost);
+        // What was admitted may hold the host pool, too.
+        let tokens = limits.pool_tokens() + limits.host_blocks * limits.block_tokens;
+        let mut gap = ServiceGap::new(TokenCost::default(), tokens).with_passes(limits.bypass_max);
+        simulation.run(&requests, &mut gap).unwrap();
+        simulation.scheduler().assert_consistent();
+        prop_assert!(gap.largest_share() <= 1.0, "a gap of {} of the bound", gap.largest_share());
+    }
+}

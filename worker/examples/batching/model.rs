@@ -1,0 +1,139 @@
+//! The models to measure with.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use half::bf16;
+use inflight_fixtures::TempDir;
+use inflight_worker::models::{ModelDir, ModelSource};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::json;
+
+use crate::options::{Options, Outcome};
+use crate::stats::Dice;
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/demo");
+
+/// An opened model.
+pub struct Model {
+    pub dir: ModelDir,
+    pub name: String,
+    /// Where its files are while it is open, if they were made for it.
+    _folder: Option<TempDir>,
+}
+
+impl Model {
+    /// The model that the options name, with `context` positions if so many are asked for.
+    pub fn open(options: &Options, context: Option<u32>) -> Outcome<Self> {
+        let context = options.get("context")?.or(context);
+        let shape: Option<String> = options.get("random")?;
+        let given: Option<PathBuf> = options.get("model")?;
+        let folder = match (shape, &given, context) {
+            (Some(shape), ..) => random(&shape, context.unwrap_or(1024))?,
+            (None, given, Some(context)) => stretch(given.as_deref().unwrap_or(DEMO.as_ref()), context)?,
+            (None, given, None) => {
+                let source = given.clone().map_or(ModelSource::Embedded, ModelSource::Directory);
+                let dir = ModelDir::open(&source)?;
+                return Ok(Self { name: dir.name().to_owned(), dir, _folder: None });
+            }
+        };
+        let dir = ModelDir::open(&ModelSource::Directory(folder.path().to_owned()))?;
+        let stem = given.map_or_else(|| "demo model".to_owned(), |path| path.display().to_string());
+        let name = options.get("random")?.map_or(stem, |shape: String| format!("random weights {shape}"));
+        let context = dir.config().context_tokens;
+        Ok(Self { name: format!("{name}, {context} positions"), dir, _folder: Some(folder) })
+    }
+}
+
+/// A directory with the files of a model, but for the number of positions in its config.json.
+fn stretch(model: &Path, context: u32) -> Outcome<TempDir> {
+    let folder = TempDir::new("inflight-batching")?;
+    let config = link(model, &folder, &["config.json"])?;
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(config)?)?;
+    config["max_position_embeddings"] = context.into();
+    std::fs::write(folder.path().join("config.json"), config.to_string())?;
+    Ok(folder)
+}
+
+/// A Llama of the shape `WIDTHxLAYERS` with random bf16 weights: its answers mean nothing, its work is that of a
+/// model of this size.
+fn random(shape: &str, context: u32) -> Outcome<TempDir> {
+    let wrong = || format!("--random is `{shape}`; it must be WIDTHxLAYERS, the width a multiple of 128");
+    let (width, layers) = shape.split_once('x').ok_or_else(wrong)?;
+    let (width, layers): (usize, usize) = (width.parse()?, layers.parse()?);
+    if width == 0 || !width.is_multiple_of(128) || layers == 0 {
+        return Err(wrong().into());
+    }
+    let folder = TempDir::new("inflight-batching")?;
+    let config = link(DEMO.as_ref(), &folder, &["config.json", "model.safetensors"])?;
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(config)?)?;
+    let (inner, head, vocab) = (width * 8 / 3 / 64 * 64, 64, 2048);
+    let (heads, kv_heads) = (width / head, width / head / 2);
+    for (field, value) in [
+        ("hidden_size", json!(width)),
+        ("intermediate_size", json!(inner)),
+        ("num_hidden_layers", json!(layers)),
+        ("num_attention_heads", json!(heads)),
+        ("num_key_value_heads", json!(kv_heads)),
+        ("head_dim", json!(head)),
+        ("vocab_size", json!(vocab)),
+        ("max_position_embeddings", json!(context)),
+    ] {
+        config[field] = value;
+    }
+    std::fs::write(folder.path().join("config.json"), config.to_string())?;
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![vocab, width]),
+        ("model.norm.weight".to_owned(), vec![width]),
+    ];
+    for layer in 0..layers {
+        let of_layer = [
+            ("input_layernorm", vec![width]),
+            ("post_attention_layernorm", vec![width]),
+            ("self_attn.q_proj", vec![heads * head, width]),
+            ("self_attn.k_proj", vec![kv_heads * head, width]),
+            ("self_attn.v_proj", vec![kv_heads * head, width]),
+            ("self_attn.o_proj", vec![width, heads * head]),
+            ("mlp.gate_proj", vec![inner, width]),
+            ("mlp.up_proj", vec![inner, width]),
+            ("mlp.down_proj", vec![width, inner]),
+        ];
+        let named = of_layer.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape));
+        shapes.extend(named);
+    }
+    let mut dice = Dice(7);
+    let scale = 2.0 / (width as f64).sqrt();
+    let tensors: Vec<_> = shapes
+        .into_iter()
+        .map(|(name, shape)| {
+            let mut value = || match shape.len() {
+                1 => 1.0, // a norm
+                _ => scale * ((dice.next() >> 32) as f64 / f64::from(u32::MAX) - 0.5),
+            };
+            let count: usize = shape.iter().product();
+            let bytes: Vec<u8> = (0..count).flat_map(|_| bf16::from_f64(value()).to_le_bytes()).collect();
+            (name, shape, bytes)
+        })
+        .collect();
+    let views: Result<BTreeMap<_, _>, _> = tensors
+        .iter()
+        .map(|(name, shape, bytes)| {
+            TensorView::new(Dtype::BF16, shape.clone(), bytes).map(|view| (name.clone(), view))
+        })
+        .collect();
+    safetensors::serialize_to_file(views?, None, &folder.path().join("model.safetensors"))?;
+    Ok(folder)
+}
+
+/// Links a model's files but for some into a folder. Returns the path of its config.json.
+fn link(model: &Path, folder: &TempDir, without: &[&str]) -> Outcome<PathBuf> {
+    for entry in std::fs::read_dir(model)? {
+        let path = std::path::absolute(entry?.path())?;
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        if path.is_file() && !without.contains(&name) {
+            std::os::unix::fs::symlink(&path, folder.path().join(name))?;
+        }
+    }
+    Ok(model.join("config.json"))
+}

@@ -1,0 +1,67 @@
+//! The command line.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+const NAMES: [&str; 15] = [
+    "model",
+    "random",
+    "context",
+    "threads",
+    "runs",
+    "seed",
+    "sequences",
+    "batch-tokens",
+    "requests",
+    "clients",
+    "streams",
+    "prompt",
+    "every",
+    "seconds",
+    "target-factor",
+];
+
+/// A scenario and its options, `--name value`.
+pub struct Options {
+    pub scenario: String,
+    given: BTreeMap<String, String>,
+}
+
+impl Options {
+    pub fn parse(arguments: impl Iterator<Item = String>) -> Outcome<Self> {
+        let mut arguments = arguments.peekable();
+        let scenario = arguments.next().ok_or("name a scenario: `continuous` or `storm`")?;
+        let mut given = BTreeMap::new();
+        while let Some(argument) = arguments.next() {
+            let name = argument.strip_prefix("--").unwrap_or_default();
+            if !NAMES.contains(&name) {
+                let known = NAMES.map(|name| format!("--{name}")).join(", ");
+                return Err(format!("unknown option `{argument}`; there are {known}").into());
+            }
+            let value = arguments.next().ok_or_else(|| format!("{argument} needs a value"))?;
+            given.insert(name.to_owned(), value);
+        }
+        Ok(Self { scenario, given })
+    }
+
+    /// The value of `--name`, if given.
+    pub fn get<T: FromStr>(&self, name: &str) -> Outcome<Option<T>> {
+        let parse = |value: &String| {
+            value.parse().map_err(|_| format!("--{name} is `{value}`, which is not what it takes"))
+        };
+        Ok(self.given.get(name).map(parse).transpose()?)
+    }
+
+    /// The value of `--name`, at least `least`.
+    pub fn number<T: FromStr + PartialOrd + std::fmt::Display>(
+        &self,
+        name: &str,
+        default: T,
+        least: T,
+    ) -> Outcome<T> {
+        let value = self.get(name)?.unwrap_or(default);
+        if value >= least { Ok(value) } else { Err(format!("--{name} is {value}, less than {least}").into()) }
+    }
+}
