@@ -260,7 +260,7 @@ fn request(ask: &Ask, handle: u64) -> Request {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone(
