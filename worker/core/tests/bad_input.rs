@@ -1,0 +1,97 @@
+//! What a scheduler is given that it must refuse, or bear.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::time::Duration;
+
+use inflight_contract::{FinishReason, TenantService, TokenCost, Weight};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{
+    CommitError, CostModel, CostPrior, Limits, LimitsError, NewSequence, Outcome, Scheduler, SubmitError,
+    Time, TransferId, Verdict,
+};
+
+fn scheduler(limits: Limits) -> Result<Scheduler, LimitsError> {
+    let tenants = TenantService::new(TokenCost::default(), 10);
+    Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(CostPrior::default()), tenants)
+}
+
+fn sequence(known_tokens: u32, max_tokens: u32) -> NewSequence<'static> {
+    NewSequence {
+        known_tokens,
+        max_tokens,
+        priority: 0,
+        deadline: None,
+        tenant: "t",
+        weight: Weight::default(),
+        hashes: &[],
+        group: None,
+    }
+}
+
+const LIMITS: fn() -> Limits =
+    || Limits { sequence_tokens: 100, waiting_max: 2, ..Limits::new(4, 20, 4, 16) };
+
+#[test]
+fn limits_that_contradict_each_other_are_named() {
+    assert_eq!(
+        scheduler(Limits { block_tokens: 0, ..LIMITS() }).err(),
+        Some(LimitsError::Zero("block_tokens"))
+    );
+    assert_eq!(scheduler(Limits { blocks: 0, ..LIMITS() }).err(), Some(LimitsError::Zero("blocks")));
+    assert_eq!(scheduler(Limits { depth: 3, ..LIMITS() }).err(), Some(LimitsError::Depth(3)));
+    let starved = scheduler(Limits { iteration_tokens: 3, ..LIMITS() }).err();
+    assert_eq!(starved, Some(LimitsError::BudgetBelowRunning { iteration_tokens: 3, running_max: 4 }));
+}
+
+#[test]
+fn what_can_never_run_is_refused_at_once_and_changes_nothing() {
+    let mut scheduler = scheduler(LIMITS()).unwrap();
+    let mut refused = |new| scheduler.submit(new, Time::ZERO).err();
+    assert_eq!(refused(sequence(5, 0)), Some(SubmitError::Empty));
+    assert_eq!(refused(sequence(0, 5)), Some(SubmitError::Empty));
+    // The pool holds 80 tokens, less than the context of 100.
+    assert_eq!(refused(sequence(80, 1)), Some(SubmitError::TooLong { tokens: 81, most: 80 }));
+    assert_eq!(
+        refused(sequence(u32::MAX, u32::MAX)),
+        Some(SubmitError::TooLong { tokens: 2 * u64::from(u32::MAX), most: 80 })
+    );
+    assert_eq!(refused(sequence(79, 1)), None);
+    assert_eq!(refused(sequence(1, 1)), None);
+    assert_eq!(refused(sequence(1, 1)), Some(SubmitError::QueueFull { waiting: 2 }));
+    assert_eq!(scheduler.load().waiting, 2);
+}
+
+#[test]
+fn a_clock_that_goes_backwards_ends_nothing_early_and_stops_nothing() {
+    let mut scheduler = scheduler(LIMITS()).unwrap();
+    let late = Time::from_nanos(1_000_000);
+    let deadline = Some(Time::from_nanos(2_000_000));
+    scheduler.submit(NewSequence { deadline, ..sequence(4, 3) }, late).unwrap();
+    for now in [late, Time::ZERO, Time::from_nanos(5)] {
+        let number = scheduler.plan(now).number;
+        let outcome = Outcome { verdicts: &[Verdict::CONTINUE], took: Duration::ZERO };
+        scheduler.commit(number, outcome).unwrap();
+    }
+    let ended: Vec<_> = scheduler.drain_ended().map(|ended| ended.reason).collect();
+    assert_eq!(ended, [FinishReason::Length]);
+}
+
+#[test]
+fn results_of_what_was_never_started_are_refused_and_change_nothing() {
+    let mut scheduler = scheduler(LIMITS()).unwrap();
+    let nothing = Outcome { verdicts: &[], took: Duration::ZERO };
+    let unknown = |given, in_flight| Err(CommitError::UnknownIteration { given, in_flight });
+    assert_eq!(scheduler.commit(1, nothing), unknown(1, None));
+    assert_eq!(scheduler.fail(1), unknown(1, None));
+    scheduler.submit(sequence(4, 3), Time::ZERO).unwrap();
+    let number = scheduler.plan(Time::ZERO).number;
+    assert_eq!(scheduler.commit(number + 1, nothing), unknown(number + 1, Some(number)));
+    assert_eq!(scheduler.commit(number, nothing), Err(CommitError::Verdicts { expected: 1, given: 0 }));
+    let transfer = TransferId(9);
+    let done = scheduler.transfer_done(transfer, true, Duration::ZERO, Time::ZERO);
+    assert_eq!(done, Err(CommitError::UnknownTransfer(transfer)));
+    let outcome = Outcome { verdicts: &[Verdict::STOP], took: Duration::ZERO };
+    assert_eq!(scheduler.commit(number, outcome), Ok(()));
+    assert!(scheduler.is_idle());
+}
