@@ -187,6 +187,7 @@ fn options_out_of_range_say_what_would_do() {
     let per_token = kv_bytes_per_token(model.config(), inflight_kernels::Dtype::Bf16);
     let too_small = refused(CpuOptions { kv_bytes: 16 * per_token as u64 - 1, ..OPTIONS });
     assert!(too_small.contains(&(16 * per_token).to_string()), "{too_small}");
+    assert!(refused(CpuOptions { kv_bytes: 1 << 60, ..OPTIONS }).contains("--kv-cache-bytes"));
     assert!(refused(CpuOptions { block_tokens: 24, ..OPTIONS }).contains("power of two"));
     assert!(refused(CpuOptions { block_tokens: 0, ..OPTIONS }).contains("block_tokens"));
     assert!(refused(CpuOptions { slots: 0, ..OPTIONS }).contains("slots"));

@@ -14,9 +14,22 @@ struct Meta {
     refs: u32,
     /// Set while the content can be found again.
     hash: Option<BlockHash>,
-    /// Neighbours in the free list; meaningful while `refs` is 0.
+    /// When it was last freed, on the pool's own count.
+    freed: u64,
+    /// Neighbours in its free list; meaningful while `refs` is 0.
     prev: Block,
     next: Block,
+}
+
+/// Ends of a free list: blocks are taken at the head.
+#[derive(Debug, Clone, Copy)]
+struct List {
+    head: Block,
+    tail: Block,
+}
+
+impl List {
+    const EMPTY: Self = Self { head: NONE, tail: NONE };
 }
 
 /// A change of what the pool can find again, for routers.
@@ -30,19 +43,19 @@ pub enum CacheEvent {
 
 /// A pool of KV blocks: who owns which, and which content can be found again.
 ///
-/// The free list *is* the cache: a block without owners keeps its content and its hash until it is taken for
-/// something else, the least recently freed first. Blocks whose content cannot be found again are taken before any
-/// of those. Tables are released from their end, so that the tails of prefixes are evicted before their heads.
+/// The free blocks with content *are* the cache: a block without owners keeps its content and its hash until it is taken
+/// for something else, the least recently freed first. Blocks whose content cannot be found again are taken before
+/// any of those. Tables are released from their end, so that the tails of prefixes are evicted before their heads.
 ///
-/// **Invariants**: free + owned = total after every call; a block is in the free list exactly while it has no
-/// owner; `index` holds exactly the hashes of the blocks that have one, so no two blocks have the same.
+/// **Invariants**: free + owned = total after every call; a block is in a free list exactly while it has no
+/// owner: in `cached`, by the time it was freed, if it has a hash, else in `empty`; `index` holds exactly the hashes of the blocks that have one, so no two blocks have the same.
 #[derive(Debug)]
 pub struct BlockPool {
     meta: Vec<Meta>,
-    /// Ends of the free list: blocks are taken at the head.
-    head: Block,
-    tail: Block,
+    empty: List,
+    cached: List,
     free: u32,
+    frees: u64,
     index: HashIndex,
     events: Vec<CacheEvent>,
 }
@@ -50,17 +63,18 @@ pub struct BlockPool {
 impl BlockPool {
     /// A pool of `total` free blocks, none of which has content.
     pub fn new(total: u32) -> Self {
-        let empty = Meta { refs: 0, hash: None, prev: NONE, next: NONE };
+        let unused = Meta { refs: 0, hash: None, freed: 0, prev: NONE, next: NONE };
         let mut pool = Self {
-            meta: vec![empty; total as usize],
-            head: NONE,
-            tail: NONE,
+            meta: vec![unused; total as usize],
+            empty: List::EMPTY,
+            cached: List::EMPTY,
             free: 0,
+            frees: 0,
             index: HashIndex::new(total),
             events: Vec::new(),
         };
         // Low indices first: a lightly used pool stays small in memory.
-        (0..total).for_each(|block| pool.push_tail(block));
+        (0..total).rev().for_each(|block| pool.link(block, NONE));
         pool
     }
 
@@ -91,7 +105,7 @@ impl BlockPool {
 
     /// Takes a free block, forgetting its content. Its one owner is the caller.
     pub fn take(&mut self) -> Option<Block> {
-        let block = self.head;
+        let block = if self.empty.head == NONE { self.cached.head } else { self.empty.head };
         if block == NONE {
             return None;
         }
@@ -151,14 +165,14 @@ impl BlockPool {
         if meta.refs > 0 {
             return;
         }
-        match meta.hash {
-            Some(_) => self.push_tail(block),
-            None => self.push_head(block),
-        }
+        self.frees += 1;
+        meta.freed = self.frees;
+        let after = if meta.hash.is_some() { self.cached.tail } else { NONE };
+        self.link(block, after);
     }
 
-    /// Gives up one ownership of a block that was borrowed only to be copied: if it was the last, the block is as cold
-    /// as before, and now the first to be taken.
+    /// Gives up one ownership of a block that was borrowed only to be copied: if it was the last, the block goes back
+    /// to where it was among the free ones.
     ///
     /// # Panics
     /// As [`BlockPool::release`].
@@ -166,14 +180,25 @@ impl BlockPool {
         let meta = &mut self.meta[block as usize];
         assert!(meta.refs > 0, "block {block} was given back twice");
         meta.refs -= 1;
-        if meta.refs == 0 {
-            self.push_head(block);
+        if meta.refs > 0 {
+            return;
         }
+        let Meta { freed, hash, .. } = *meta;
+        let mut after = NONE;
+        if hash.is_some() {
+            // It was near the head, so this walk is short.
+            let mut next = self.cached.head;
+            while next != NONE && self.meta[next as usize].freed < freed {
+                after = next;
+                next = self.meta[next as usize].next;
+            }
+        }
+        self.link(block, after);
     }
 
     /// The free blocks whose content can be found again, the next to be taken first.
     pub fn cold(&self) -> impl Iterator<Item = (Block, BlockHash)> + '_ {
-        let first = (self.head != NONE).then_some(self.head);
+        let first = (self.cached.head != NONE).then_some(self.cached.head);
         let links = std::iter::successors(first, |block| {
             let next = self.meta[*block as usize].next;
             (next != NONE).then_some(next)
@@ -190,7 +215,19 @@ impl BlockPool {
 
     /// Forgets all content that can be found again.
     pub fn clear_cache(&mut self) {
-        (0..self.total()).for_each(|block| self.forget(block));
+        for block in 0..self.total() {
+            let Meta { refs, hash, .. } = self.meta[block as usize];
+            if hash.is_none() {
+                continue;
+            }
+            if refs == 0 {
+                self.unlink(block);
+            }
+            self.forget(block);
+            if refs == 0 {
+                self.link(block, NONE);
+            }
+        }
     }
 
     /// Takes the changes since the last call, in order.
@@ -205,36 +242,31 @@ impl BlockPool {
         }
     }
 
-    fn push_tail(&mut self, block: Block) {
-        let before = std::mem::replace(&mut self.tail, block);
-        let meta = &mut self.meta[block as usize];
-        (meta.prev, meta.next) = (before, NONE);
-        match before {
-            NONE => self.head = block,
-            before => self.meta[before as usize].next = block,
+    /// Puts a block without owners into its list, behind `after` or, if that is no block, at the head.
+    fn link(&mut self, block: Block, after: Block) {
+        let list = if self.meta[block as usize].hash.is_some() { &mut self.cached } else { &mut self.empty };
+        let next = match after {
+            NONE => std::mem::replace(&mut list.head, block),
+            after => std::mem::replace(&mut self.meta[after as usize].next, block),
+        };
+        match next {
+            NONE => list.tail = block,
+            next => self.meta[next as usize].prev = block,
         }
-        self.free += 1;
-    }
-
-    fn push_head(&mut self, block: Block) {
-        let after = std::mem::replace(&mut self.head, block);
         let meta = &mut self.meta[block as usize];
-        (meta.prev, meta.next) = (NONE, after);
-        match after {
-            NONE => self.tail = block,
-            after => self.meta[after as usize].prev = block,
-        }
+        (meta.prev, meta.next) = (after, next);
         self.free += 1;
     }
 
     fn unlink(&mut self, block: Block) {
-        let Meta { prev, next, .. } = self.meta[block as usize];
+        let Meta { prev, next, hash, .. } = self.meta[block as usize];
+        let list = if hash.is_some() { &mut self.cached } else { &mut self.empty };
         match prev {
-            NONE => self.head = next,
+            NONE => list.head = next,
             prev => self.meta[prev as usize].next = next,
         }
         match next {
-            NONE => self.tail = prev,
+            NONE => list.tail = prev,
             next => self.meta[next as usize].prev = prev,
         }
         self.free -= 1;
@@ -253,14 +285,23 @@ impl BlockPool {
         }
         let hashed = self.meta.iter().filter(|meta| meta.hash.is_some()).count();
         assert_eq!(hashed, self.index.iter().count(), "the index names blocks that have no hash");
-        let (mut at, mut before, mut listed) = (self.head, NONE, 0);
-        while at != NONE {
-            let meta = &self.meta[at as usize];
-            assert_eq!((meta.refs, meta.prev), (0, before), "the free list is broken at block {at}");
-            (before, at, listed) = (at, meta.next, listed + 1);
-            assert!(listed <= self.total(), "the free list is a circle");
+        let mut listed = 0;
+        for (list, cached) in [(self.empty, false), (self.cached, true)] {
+            let (mut at, mut before) = (list.head, NONE);
+            while at != NONE {
+                let meta = &self.meta[at as usize];
+                assert_eq!((meta.refs, meta.prev), (0, before), "a free list is broken at block {at}");
+                assert_eq!(meta.hash.is_some(), cached, "block {at} is in the wrong list");
+                assert!(
+                    !cached || before == NONE || self.meta[before as usize].freed < meta.freed,
+                    "out of order"
+                );
+                (before, at, listed) = (at, meta.next, listed + 1);
+                assert!(listed <= self.total(), "a free list is a circle");
+            }
+            assert_eq!(before, list.tail, "a free list loses its end");
         }
-        assert_eq!((before, listed), (self.tail, self.free), "the free list loses blocks");
+        assert_eq!(listed, self.free, "a free list loses blocks");
         assert_eq!(listed + claims.iter().filter(|refs| **refs > 0).count() as u32, self.total());
     }
 }
@@ -291,6 +332,26 @@ mod tests {
         assert_eq!(taken, [3, prefix[2], prefix[1]]);
         assert_eq!(pool.lookup(hash(0)), Some(prefix[0]));
         assert_eq!(pool.lookup(hash(1)), None);
+    }
+
+    #[test]
+    fn borrowing_cold_blocks_does_not_change_who_is_taken_next() {
+        let filled = || {
+            let mut pool = BlockPool::new(6);
+            let mut table = Vec::new();
+            assert!(pool.extend(&mut table, 4));
+            (0..4).for_each(|place| pool.seal(table[place], hash(place as u128)));
+            pool.release_table(&mut table);
+            pool
+        };
+        let taken = |mut pool: BlockPool| std::iter::from_fn(|| pool.take()).collect::<Vec<_>>();
+        for borrowed in [vec![0, 1], vec![1, 0], vec![2], vec![3, 1, 0], vec![0, 1, 2, 3]] {
+            let mut pool = filled();
+            let cold: Vec<Block> = pool.cold().map(|(block, _)| block).collect();
+            borrowed.iter().for_each(|place| pool.share(cold[*place]));
+            borrowed.iter().for_each(|place| pool.release_cold(cold[*place]));
+            assert_eq!(taken(pool), taken(filled()), "{borrowed:?}");
+        }
     }
 
     proptest! {

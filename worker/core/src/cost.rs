@@ -154,6 +154,33 @@ mod tests {
         assert_eq!(work, self::work(2, 4 + 5, 1));
     }
 
+    #[test]
+    fn hours_of_equal_steps_do_not_spoil_what_it_knows() {
+        let truth = |w: &StepWork| {
+            seconds(5e-3 + 8e-5 * f64::from(w.tokens) + 2e-8 * w.keys as f64 + 4e-5 * f64::from(w.sequences))
+        };
+        let mut model = CostModel::new(CostPrior::default());
+        let mixed = |n: u32| work(1 + n * 37 % 300, u64::from(n) * 997 % 60_000, 1 + n % 40);
+        (0..200).for_each(|n| model.observe_step(&mixed(n), truth(&mixed(n))));
+        for n in 0..60_000u32 {
+            // Pure decode: as many tokens as sequences, so that the two can't be told apart.
+            let batch = 1 + n / 1000 % 64;
+            let decode = work(batch, u64::from(batch) * 700, batch);
+            model.observe_step(&decode, truth(&decode));
+        }
+        for shape in [work(32, 20_000, 32), work(300, 90_000, 9), work(1, 10, 1)] {
+            let (predicted, takes) = (model.step(&shape).as_secs_f64(), truth(&shape).as_secs_f64());
+            assert!((predicted / takes - 1.0).abs() < 0.1, "{shape:?}: {predicted} s for {takes} s");
+        }
+        // And it still learns.
+        for n in 0..2000 {
+            model.observe_step(&mixed(n), truth(&mixed(n)) * 3);
+        }
+        let shape = work(100, 10_000, 20);
+        let ratio = model.step(&shape).as_secs_f64() / truth(&shape).as_secs_f64();
+        assert!((ratio - 3.0).abs() < 0.3, "{ratio} instead of 3");
+    }
+
     proptest! {
         #[test]
         fn it_learns_any_device_from_noisy_steps(

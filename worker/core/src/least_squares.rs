@@ -6,6 +6,8 @@
 pub(crate) struct LeastSquares<const N: usize> {
     estimate: [f64; N],
     covariance: [[f64; N]; N],
+    /// Variances of the prior: no direction is ever less certain than at the start.
+    most: [f64; N],
     forgetting: f64,
 }
 
@@ -17,7 +19,8 @@ impl<const N: usize> LeastSquares<N> {
         for (i, value) in prior.iter().enumerate() {
             covariance[i][i] = (value.abs().max(1e-9) * trust).powi(2);
         }
-        Self { estimate: prior, covariance, forgetting }
+        let most = std::array::from_fn(|i| covariance[i][i]);
+        Self { estimate: prior, covariance, most, forgetting }
     }
 
     /// Takes one observation with the given noise variance.
@@ -34,10 +37,13 @@ impl<const N: usize> LeastSquares<N> {
         }
         for i in 0..N {
             for j in 0..N {
-                let reduced = self.covariance[i][j] - gained[i] * gained[j] / spread;
-                // Forgetting inflates directions that are not excited without end: the bound keeps them finite.
-                self.covariance[i][j] = (reduced / self.forgetting).clamp(-1e6, 1e6);
+                self.covariance[i][j] -= gained[i] * gained[j] / spread;
             }
+        }
+        // Forgetting inflates directions that nothing excites without end, until rounding leaves no valid covariance. So
+        // it is done to the whole matrix, and only while no variance exceeds the prior's.
+        if (0..N).all(|i| self.covariance[i][i] / self.forgetting <= self.most[i]) {
+            self.covariance.iter_mut().flatten().for_each(|value| *value /= self.forgetting);
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::Settings;
 
-use crate::driver::{BLOCK_TOKENS, Driver, Size};
+use crate::driver::{Driver, Size};
 use crate::model::Model;
 use crate::options::{Options, Outcome};
 use crate::stats::{Dice, machine_load, median, quantile};
@@ -44,7 +44,7 @@ struct Pass {
 
 pub fn run(options: &Options) -> Outcome<()> {
     let model = Model::open(options, None)?;
-    let size = Size::of(options, 16, 2048)?;
+    let size = Size::of(options, 16, 2048, 16)?;
     let (count, runs) = (options.number("requests", 480, 1)?, options.number("runs", 3, 1)?);
     let clients = options.number("clients", 3 * size.sequences, 1)?;
     let seed = options.number("seed", 1, 0)?;
@@ -159,7 +159,7 @@ fn pass(model: &Model, size: &Size, jobs: &[Job], clients: u32, mode: Mode) -> O
         }
         if !plan.chunks.is_empty() {
             used += useful.map(|chunk| u64::from(chunk.start + chunk.len)).sum::<u64>();
-            allocated += u64::from(load.blocks_used * BLOCK_TOKENS);
+            allocated += u64::from(load.blocks_used * size.block_tokens);
         }
         let sampling = plan.chunks.iter().filter(|chunk| chunk.samples);
         for (chunk, job) in sampling.zip(&turned.tokens) {

@@ -13,7 +13,6 @@ use inflight_worker_core::{Iteration, Load, Time};
 use crate::model::Model;
 use crate::options::{Options, Outcome};
 
-pub const BLOCK_TOKENS: u32 = 16;
 const SESSION: SessionId = SessionId(0);
 
 /// How an engine is sized.
@@ -22,14 +21,17 @@ pub struct Size {
     pub threads: Option<usize>,
     pub sequences: u32,
     pub batch_tokens: u32,
+    pub block_tokens: u32,
 }
 
 impl Size {
-    pub fn of(options: &Options, sequences: u32, batch_tokens: u32) -> Outcome<Self> {
+    /// What the options say, else these defaults.
+    pub fn of(options: &Options, sequences: u32, batch_tokens: u32, block_tokens: u32) -> Outcome<Self> {
         Ok(Self {
             threads: options.get("threads")?,
             sequences: options.number("sequences", sequences, 1)?,
             batch_tokens: options.number("batch-tokens", batch_tokens, 1)?,
+            block_tokens: options.number("block-tokens", block_tokens, 1)?,
         })
     }
 }
@@ -45,6 +47,7 @@ pub struct Turned {
     pub idle: bool,
 }
 
+/// One iteration at a time: the plan looked at after a turn is the one that ran in it.
 pub struct Driver {
     engine: Engine,
     sampling: Arc<SamplingParams>,
@@ -59,7 +62,7 @@ impl Driver {
             threads: size.threads,
             kv_bytes: 2 << 30,
             host_bytes: 0,
-            block_tokens: BLOCK_TOKENS,
+            block_tokens: size.block_tokens,
             slots: size.sequences,
             batch_tokens: size.batch_tokens,
             context_tokens: None,

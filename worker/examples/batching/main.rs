@@ -20,6 +20,7 @@
 //! | `--seed N` | 1 | of lengths and contents |
 //! | `--sequences N` | 16, storm: 32 | the cap: sequences that run at once |
 //! | `--batch-tokens N` | 2048, storm: 512 | tokens in an iteration |
+//! | `--block-tokens N` | 16, storm: 8 | tokens in a KV block; also the least that a prefill gets on in an iteration |
 //! | `--requests N` | 480 | continuous: length of the list |
 //! | `--clients N` | 3 × the cap | continuous: each sends its next request when the one before is done |
 //! | `--streams N` | 8 | storm: steady streams |

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 16] = [
     "model",
     "random",
     "context",
@@ -14,6 +14,7 @@ const NAMES: [&str; 15] = [
     "seed",
     "sequences",
     "batch-tokens",
+    "block-tokens",
     "requests",
     "clients",
     "streams",

@@ -12,9 +12,12 @@ use crate::stats::{Dice, machine_load, median, quantile};
 
 /// Handles from here on are long prompts.
 const LONG: u64 = 1 << 32;
-/// Tokens of a stream's prompt, and of what follows a long one.
-const PROMPT: u32 = 32;
+/// Tokens of a stream's prompt: few, so that a stream's beginning weighs no more than a decode or so.
+const PROMPT: u32 = 4;
+/// Tokens that follow a long prompt.
 const ANSWER: u32 = 16;
+/// Seconds before anything counts: until the streams' lengths are mixed.
+const WARM_UP: f64 = 2.0;
 
 #[derive(Debug, Clone, Copy)]
 struct Load {
@@ -48,7 +51,7 @@ pub fn run(options: &Options) -> Outcome<()> {
         seed: options.number("seed", 1, 0)?,
     };
     let model = Model::open(options, Some(4500))?;
-    let size = Size::of(options, 32, 512)?;
+    let size = Size::of(options, 32, 512, 8)?;
     let (runs, factor) = (options.number("runs", 3, 1)?, options.number("target-factor", 2.0, 1.0)?);
     // Room for the longest prompt beside everything else: it goes through in one iteration.
     let whole = Size { batch_tokens: load.prompt + size.batch_tokens, ..size };
@@ -63,7 +66,7 @@ pub fn run(options: &Options) -> Outcome<()> {
         machine_load(),
     );
     // The first part warms caches up and the processor's clock, and says what an iteration takes.
-    let warm = part(&model, &size, None, &Load { seconds: load.seconds.min(4.0), ..load }, false)?;
+    let warm = part(&model, &size, None, &load, false)?;
     let target = Duration::from_secs_f64(factor * quantile(&warm.between, 0.5) / 1e3);
     println!("step target {:.2} ms, {factor} times the calm median", 1e3 * target.as_secs_f64());
     let (mut calm, mut chunked, mut unchunked) = (Vec::new(), Vec::new(), Vec::new());
@@ -122,8 +125,8 @@ fn part(model: &Model, size: &Size, target: Option<Duration>, load: &Load, storm
     let mut dice = Dice(load.seed);
     let contents: Vec<Arc<[u32]>> = (0..4).map(|_| dice.tokens(load.prompt, vocab).into()).collect();
     let mut start = |driver: &mut Driver, stream: u64| {
-        // Of different lengths, so that streams do not begin and end together.
-        let output = dice.lognormal(400.0, 0.5, (100, 900));
+        // Of different lengths, so that streams do not begin and end together, and long, so that few begin.
+        let output = dice.lognormal(600.0, 0.4, (200, 1000));
         driver.submit(stream, &dice.tokens(PROMPT, vocab).into(), output);
     };
     (0..load.streams).for_each(|stream| start(&mut driver, stream));
@@ -134,12 +137,14 @@ fn part(model: &Model, size: &Size, target: Option<Duration>, load: &Load, storm
     let (mut mixed, mut with_decodes, mut beside) = (0u32, 0u32, 0u64);
     loop {
         let now = driver.now().as_secs_f64();
-        if now >= load.seconds {
+        let end = WARM_UP + load.seconds;
+        // Nothing counts any more then, but every long prompt gets its answer.
+        if now >= end && first.iter().all(Option::is_some) {
             break;
         }
-        // The first comes after half an interval. Time counts from when it was due, not from when it was sent.
-        let next = load.every * (due.len() as f64 + 0.5);
-        if storm && now >= next {
+        // The first comes after half an interval. Its time counts from when it was due, not from when it was sent.
+        let next = WARM_UP + load.every * (due.len() as f64 + 0.5);
+        if storm && now >= next && next < end {
             let long = due.len() as u64;
             driver.submit(LONG + long, &contents[long as usize % contents.len()], ANSWER);
             due.push(next);
@@ -148,7 +153,8 @@ fn part(model: &Model, size: &Size, target: Option<Duration>, load: &Load, storm
         let turned = driver.turn()?;
         let now = driver.now().as_secs_f64();
         let plan = driver.plan();
-        if plan.decodes > 0 {
+        let counts = (WARM_UP..end).contains(&now);
+        if plan.decodes > 0 && counts {
             let prefill = plan.tokens() - plan.decodes;
             with_decodes += 1;
             mixed += u32::from(prefill > 0);
@@ -156,7 +162,10 @@ fn part(model: &Model, size: &Size, target: Option<Duration>, load: &Load, storm
         }
         for request in turned.tokens {
             match latest.get_mut(request as usize) {
-                Some(latest) => between.extend(latest.replace(now).map(|before| 1e3 * (now - before))),
+                Some(latest) => {
+                    let before = latest.replace(now).filter(|_| counts);
+                    between.extend(before.map(|before| 1e3 * (now - before)));
+                }
                 None => {
                     let long = (request - LONG) as usize;
                     first[long].get_or_insert(1e3 * (now - due[long]));

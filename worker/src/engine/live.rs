@@ -87,10 +87,7 @@ impl Live {
 
     /// Whether its newest token ends it.
     pub fn ends_with(&self, token: u32, eos_token_ids: &[u32]) -> bool {
-        let generated = self.tokens.len() - self.prompt_len;
-        let is_end = (!self.sampling.ignore_eos && eos_token_ids.contains(&token))
-            || self.sampling.stop_token_ids.binary_search(&token).is_ok();
-        is_end && generated > self.sampling.min_tokens as usize
+        ends(&self.sampling, token, self.tokens.len() - self.prompt_len, eos_token_ids)
     }
 
     /// Tokens computed before its first new one: reported once, with that.
@@ -113,4 +110,11 @@ impl Live {
             finish: None,
         }
     }
+}
+
+/// Whether a token, the last of so many generated, ends its choice.
+pub(super) fn ends(sampling: &SamplingParams, token: u32, generated: usize, eos_token_ids: &[u32]) -> bool {
+    let is_end = (!sampling.ignore_eos && eos_token_ids.contains(&token))
+        || sampling.stop_token_ids.binary_search(&token).is_ok();
+    is_end && generated > sampling.min_tokens as usize
 }

@@ -452,13 +452,22 @@ impl Engine {
             request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
         self.groups += u64::from(fresh);
         let group = fresh.then_some(self.groups);
+        let mut over = Vec::new();
         let mut lives: Vec<(SequenceId, Live)> = Vec::with_capacity(request.choices.len());
         for (choice, resumed) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
             let remaining = request.max_tokens - resumed.tokens.len() as u32;
-            if remaining == 0 {
-                // The lost worker had made the last token but could not say so any more.
-                let finish = Some(Finish::Ended(FinishReason::Length));
-                events.push(Event { finish, ..bare_event(request, choice as u32) });
+            // The lost worker had made the last token but could not say so any more.
+            let ended = resumed.tokens.last().is_some_and(|last| {
+                live::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
+            });
+            let reason = match (ended, remaining) {
+                (true, _) => Some(FinishReason::Stop),
+                (false, 0) => Some(FinishReason::Length),
+                (false, _) => None,
+            };
+            if let Some(reason) = reason {
+                let finish = Some(Finish::Ended(reason));
+                over.push(Event { finish, ..bare_event(request, choice as u32) });
                 continue;
             }
             let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
@@ -499,6 +508,7 @@ impl Engine {
                 }
             }
         }
+        events.append(&mut over);
         if lives.is_empty() {
             return Ok(());
         }

@@ -165,8 +165,9 @@ impl Driver {
 
     /// Writes what was recorded; to the file itself when there is time for it.
     fn write_log(&mut self, flush: bool) {
+        let log = self.engine.take_log(); // taken also if it has nowhere to go, or it would grow
         let Some(file) = &mut self.recording else { return };
-        let written = file.write_all(&self.engine.take_log());
+        let written = file.write_all(&log);
         let flushed = if flush { file.flush() } else { Ok(()) };
         if let Err(error) = written.and(flushed) {
             tracing::error!(%error, "recording stops: the file can't be written");
@@ -190,9 +191,14 @@ impl Driver {
             self.cache_events.clear();
         }
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
+        let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
+        let told = v1::Load {
+            first_token_us: u64::try_from(first_token.as_micros()).unwrap_or(u64::MAX),
+            ..report::load(&load, self.step_us)
+        };
         for (session, grant) in self.engine.grants() {
             if let Some(mailbox) = self.mailboxes.get(&session) {
-                mailbox.report(iteration, &load, self.step_us, grant, self.draining);
+                mailbox.report(iteration, told, grant, self.draining);
             }
         }
         self.metrics.record(&self.seen, &load);

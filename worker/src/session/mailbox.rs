@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, Grant, Load};
+use inflight_worker_core::{CacheEvent, Grant};
 use tokio::sync::Notify;
 
 use crate::engine::{Event, Failure, Finish};
@@ -52,6 +52,9 @@ impl Mailbox {
     /// Adds one event.
     pub fn push(&self, event: Event) {
         let mut state = self.state();
+        if state.closed {
+            return; // nobody will read it
+        }
         let key = (event.key.request, event.attempt, event.choice);
         let place = match state.open.get(&key) {
             Some(&place) => place,
@@ -115,10 +118,10 @@ impl Mailbox {
     }
 
     /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
-    pub fn report(&self, iteration: u64, load: &Load, step_us: u64, grant: Grant, draining: bool) {
+    pub fn report(&self, iteration: u64, load: v1::Load, grant: Grant, draining: bool) {
         let mut state = self.state();
         state.iteration = iteration;
-        state.load = super::report::load(load, step_us);
+        state.load = load;
         let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
         // A changed load alone can wait for the heartbeat or the next token.
         state.changed |= state.grant != grant || state.draining != draining;
@@ -133,6 +136,11 @@ impl Mailbox {
     /// Tells the session that there is something to take.
     pub fn wake(&self) {
         self.wake.notify_one();
+    }
+
+    /// Whether the session is over.
+    pub fn is_closed(&self) -> bool {
+        self.state().closed
     }
 
     /// No more will come: the session ends once it has sent what is there.

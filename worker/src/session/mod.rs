@@ -135,7 +135,7 @@ async fn receive(
     mailbox: Arc<Mailbox>,
     dropped: CancellationToken,
 ) {
-    loop {
+    while !mailbox.is_closed() {
         let message = tokio::select! {
             () = dropped.cancelled() => break,
             message = requests.message() => message,
@@ -173,6 +173,8 @@ async fn receive(
         }
     }
     mailbox.close();
+    // Its work ends now, whether or not the router reads the rest; closing twice is closing once.
+    let _ = sessions.engine.send(Message::Command(Command::Close(id))).await;
 }
 
 fn updates(

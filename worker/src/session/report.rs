@@ -3,7 +3,10 @@ use std::time::Duration;
 use inflight_proto::v1;
 use inflight_worker_core::{History, Limits, Load, Objectives, Step, diagnose};
 
-/// The load as routers and operators are told it.
+/// Tokens of the prompt whose time to first token a load predicts.
+pub(super) const PROMPT_TOKENS: u32 = 256;
+
+/// The load as routers and operators are told it, but for the prediction.
 pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     v1::Load {
         running: load.running,
@@ -13,6 +16,7 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
         step_us,
         swapped: load.swapped,
         host_blocks_used: load.host_blocks_used,
+        first_token_us: 0,
     }
 }
 

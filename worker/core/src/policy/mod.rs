@@ -42,9 +42,10 @@ pub trait Policy: Debug + Send {
     /// `Less` if `a` goes before `b`.
     fn compare(&self, a: &View, b: &View) -> Ordering;
 
-    /// Whether waiting sequences may start while `running` sequences run.
-    fn admits(&self, running: usize) -> bool {
-        let _ = running;
+    /// Whether waiting sequences may start while `running` sequences run. `group_open`: the admissions of the step
+    /// before ended only because its tokens were used up.
+    fn admits(&self, running: usize, group_open: bool) -> bool {
+        let _ = (running, group_open);
         true
     }
 }

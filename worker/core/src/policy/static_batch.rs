@@ -18,7 +18,7 @@ impl Policy for StaticBatch {
         a.arrival.cmp(&b.arrival)
     }
 
-    fn admits(&self, running: usize) -> bool {
-        running == 0
+    fn admits(&self, running: usize, group_open: bool) -> bool {
+        running == 0 || group_open
     }
 }

@@ -40,7 +40,7 @@ impl Scheduler {
             return;
         }
         self.collect_heads(now);
-        let best = self.heads.iter().map(|head| head.view.priority).max();
+        let best = self.first_head().map(|place| self.heads[place].view);
         let (mut held_up, rest) = self.swap_in_from(best, now, draft);
         self.admit_waiting(held_up, now, draft);
         if rest {
@@ -49,14 +49,17 @@ impl Scheduler {
         }
     }
 
-    /// Swaps in while there is room: sequences of at least this priority. Returns the priority of the first that
-    /// found no room, and whether less important ones are left.
-    fn swap_in_from(&mut self, least: Option<i32>, now: Time, draft: &Draft) -> (Option<i32>, bool) {
+    /// Swaps in while there is room, up to those that are less important than `best`, the first of the waiting, and go
+    /// after it. Returns the priority of the first that found no room, and whether others are left.
+    fn swap_in_from(&mut self, best: Option<View>, now: Time, draft: &Draft) -> (Option<i32>, bool) {
         let mut order = self.swapped.clone();
         order.sort_by(|a, b| self.policy.compare(&self.view(*a, now), &self.view(*b, now)));
         for index in order {
             let priority = self.peek(index).priority;
-            if least.is_some_and(|least| priority < least) {
+            let behind = |best: View| {
+                best.priority > priority && self.policy.compare(&best, &self.view(index, now)).is_lt()
+            };
+            if best.is_some_and(behind) {
                 return (None, true);
             }
             if draft.preempted >= Some(priority) || !self.swap_in(index) {
@@ -68,7 +71,8 @@ impl Scheduler {
 
     fn admit_waiting(&mut self, held_up: Option<i32>, now: Time, draft: &mut Draft) {
         let running = self.limits.running_max as usize - self.free_slots.len();
-        let admits = self.policy.admits(running);
+        let admits = self.policy.admits(running, self.group_open);
+        self.group_open = false;
         let mut passed: Vec<u32> = Vec::new();
         let mut looked_past = 0;
         while let Some(place) = self.first_head() {
@@ -86,16 +90,21 @@ impl Scheduler {
             } else {
                 self.admit(index, now, draft)
             };
-            self.advance_head(place, now);
+            match tried {
+                // Those behind it share the prefix, most likely: the lane waits for the next step.
+                Err(BlockedBy::PrefixUnderWay) => drop(self.heads.swap_remove(place)),
+                _ => self.advance_head(place, now),
+            }
             let Err(by) = tried else {
                 passed.iter().for_each(|&earlier| self.at(earlier).bypassed += 1);
                 continue;
             };
             let id = self.peek(index).id;
             self.iteration.blocked.get_or_insert(Blocked { id, by });
+            self.group_open |= by == BlockedBy::Budget;
             looked_past += 1;
             match by {
-                BlockedBy::PrefixUnderWay if looked_past < LOOKED_PAST_MAX => {}
+                BlockedBy::PrefixUnderWay => {}
                 BlockedBy::Blocks { .. } | BlockedBy::Fence
                     if looked_past < LOOKED_PAST_MAX
                         && self.peek(index).bypassed < self.limits.bypass_max =>
@@ -141,9 +150,11 @@ impl Scheduler {
         assert!(taken, "{needed} blocks were found free");
         if let Some((from, owner)) = prefix.copy {
             self.iteration.copies.push(Copy { from, to: table[shared] });
-            // Its blocks must last until the copy was made.
-            self.at(owner).in_flight += 1;
-            draft.sources.push(owner);
+            // The blocks of both must last until the copy was made, also if no chunk of this one fits the step.
+            for holder in [owner, index] {
+                self.at(holder).in_flight += 1;
+                draft.sources.push(holder);
+            }
         }
         let sequence = self.at(index);
         sequence.computed_tokens = prefix.tokens;

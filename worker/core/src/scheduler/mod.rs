@@ -193,6 +193,8 @@ pub struct Scheduler {
     freed_slots: Vec<Slot>,
     totals: Load,
     history: History,
+    /// The last step's admissions ended only because its tokens were used up.
+    group_open: bool,
     log: Option<Log>,
     #[cfg(feature = "mutants")]
     mutant: Option<Mutant>,
@@ -245,6 +247,7 @@ impl Scheduler {
             freed_slots: Vec::new(),
             totals: Load::default(),
             history: History::new(Self::HISTORY),
+            group_open: false,
             log: None,
             #[cfg(feature = "mutants")]
             mutant: None,
@@ -549,7 +552,7 @@ impl Scheduler {
             tenant: sequence.tenant,
             service: self.tenants.service(sequence.tenant),
             waited: match sequence.state {
-                State::Waiting => now.since(sequence.queued),
+                State::Waiting | State::Swapped => now.since(sequence.queued),
                 _ => Duration::ZERO,
             },
         }

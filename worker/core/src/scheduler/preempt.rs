@@ -146,6 +146,7 @@ impl Scheduler {
             let sequence = self.at(index);
             sequence.evict_for = None;
             sequence.spared_until = spared_until;
+            sequence.queued = now;
             (sequence.id, sequence.priority, sequence.committed_tokens)
         };
         draft.preempted = draft.preempted.max(Some(priority));
@@ -292,9 +293,10 @@ impl Scheduler {
         let mut victims: Vec<u32> = self.running.iter().copied().filter(gives_way).collect();
         victims.sort_by(|&a, &b| {
             let (first, second) = (self.peek(a), self.peek(b));
-            first
-                .priority
-                .cmp(&second.priority)
+            let spared = |spared_until: u64| spared_until > self.iterations;
+            spared(first.spared_until)
+                .cmp(&spared(second.spared_until))
+                .then(first.priority.cmp(&second.priority))
                 .then(self.cost_per_block(a).total_cmp(&self.cost_per_block(b)))
                 .then(second.arrival.cmp(&first.arrival))
         });

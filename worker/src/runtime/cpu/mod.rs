@@ -77,6 +77,17 @@ pub enum Error {
         /// Bytes of a block.
         block_bytes: u64,
     },
+    /// There is no such amount of memory.
+    #[error(
+        "this machine can't give {kv_bytes} bytes to the KV pool and {host_bytes} to the host pool behind it; lower \
+         --kv-cache-bytes or --host-cache-bytes"
+    )]
+    Memory {
+        /// Bytes asked for the KV pool.
+        kv_bytes: u64,
+        /// Bytes asked for the host pool.
+        host_bytes: u64,
+    },
     /// The operating system refused threads.
     #[error("cannot start the kernels' threads: {0}")]
     Threads(#[from] std::io::Error),
@@ -135,6 +146,12 @@ impl CpuRuntime {
         if blocks == 0 {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
+        }
+        // Nothing is taken yet: this asks whether so much address space is to be had at all.
+        let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
+        let all = usize::try_from(kv_bytes.saturating_add(host_bytes)).unwrap_or(usize::MAX);
+        if Vec::<u8>::new().try_reserve_exact(all).is_err() {
+            return Err(Error::Memory { kv_bytes, host_bytes });
         }
         let isa = options.isa.unwrap_or_else(Isa::detect);
         let threads = match options.threads {
