@@ -1,9 +1,11 @@
 //! `inflight diagnose`: what limits a worker.
 
+use std::io::Write as _;
+
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{self, Exit, Failure};
 use crate::generate::connect;
 
 /// Options of `inflight diagnose`.
@@ -25,9 +27,14 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     let mut outcome = Ok(());
     for worker in &args.workers {
         match ask(worker, args.iterations).await {
-            Ok(answer) => print!("{}", render(worker, &answer)),
+            Ok(answer) => {
+                let text = render(worker, &answer);
+                if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
+                    return Ok(()); // nobody reads any more
+                }
+            }
             Err(failure) => {
-                eprintln!("{worker}: {failure}");
+                exit::say(format_args!("{worker}: {failure}"));
                 outcome = Err(Failure::Silent(Exit::Unavailable));
             }
         }

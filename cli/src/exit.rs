@@ -25,6 +25,12 @@ pub enum Exit {
     Interrupted = 130,
 }
 
+/// Says it on standard error, to whoever still reads: unlike `eprintln!`, a closed pipe is no panic.
+pub fn say(text: fmt::Arguments<'_>) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stderr().lock(), "{text}");
+}
+
 /// Ends the command.
 #[derive(Debug)]
 pub enum Failure {
@@ -64,7 +70,7 @@ impl Failure {
     pub fn report(self) -> ExitCode {
         match self {
             Self::Message(exit, message) => {
-                eprintln!("error: {message}");
+                say(format_args!("error: {message}"));
                 ExitCode::from(exit as u8)
             }
             Self::Clap(error) => {

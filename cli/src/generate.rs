@@ -255,7 +255,8 @@ pub async fn connect(url: &str) -> Result<Channel, Failure> {
 /// A chat if the model has a template, else plain text.
 async fn input(args: &Args, prompt: String, client: &mut InferenceClient<Channel>) -> Result<Input, Ended> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
-    let chat = asked_for(&models, args.model.as_deref()).is_some_and(|model| model.chat);
+    // Where it is not known which model will answer, the router says what is wrong.
+    let chat = asked_for(&models, args.model.as_deref()).map_or(args.system.is_some(), |model| model.chat);
     let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
     match (&args.system, chat) {
         (None, false) => Ok(Input::Text(prompt)),

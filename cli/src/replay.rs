@@ -1,6 +1,7 @@
 //! `inflight replay`: makes the plans of a recorded worker again.
 
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::PathBuf;
 
 use inflight_worker::{Iteration, replay};
@@ -26,14 +27,18 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let bytes = std::fs::read(&args.file).map_err(|error| {
         Failure::new(Exit::Failure, format!("can't read {}: {error}", args.file.display()))
     })?;
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    let mut written = Ok(());
     let replayed = replay(&bytes, |plan, now| {
-        if args.plans {
-            println!("{:>12.6} s  {}", now.as_nanos() as f64 * 1e-9, line(plan));
+        if args.plans && written.is_ok() {
+            written = writeln!(out, "{:>12.6} s  {}", now.as_nanos() as f64 * 1e-9, line(plan));
         }
     });
     let plans =
         replayed.map_err(|error| Failure::new(Exit::Failure, format!("{}: {error}", args.file.display())))?;
-    println!("{plans} plans replayed, each as it was recorded");
+    // Whoever closed the pipe has seen enough.
+    let _ = written.and_then(|()| writeln!(out, "{plans} plans replayed, each as it was recorded"));
+    let _ = out.flush();
     Ok(())
 }
 

@@ -63,7 +63,7 @@ pub fn exit_on_abort(stop: &Stop) {
     let abort = stop.abort.clone();
     tokio::spawn(async move {
         abort.cancelled().await;
-        eprintln!("stopped at once: second signal");
+        crate::exit::say(format_args!("stopped at once: second signal"));
         std::process::exit(Exit::Interrupted as i32);
     });
 }

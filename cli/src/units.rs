@@ -76,8 +76,12 @@ impl FromStr for Span {
         number
             .zip(seconds)
             .and_then(|(number, seconds)| Duration::try_from_secs_f64(number * seconds).ok())
+            // Beyond it, sums with the clock overflow.
+            .filter(|span| *span <= Duration::from_secs(366 * 86_400))
             .map(Self)
-            .ok_or_else(|| "not a duration; write it with its unit, like 250ms, 30s or 5m".to_owned())
+            .ok_or_else(|| {
+                "not a duration of at most a year; write it with its unit, like 250ms, 30s or 5m".to_owned()
+            })
     }
 }
 

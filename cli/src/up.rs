@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::given_flags;
 use crate::event::{self, ClusterEvent, Member};
-use crate::exit::{Exit, Failure};
+use crate::exit::{self, Exit, Failure};
 use crate::relay;
 use crate::signals::{self, Stop};
 use crate::supervisor::{Event, Keeper, Show, Spec};
@@ -195,7 +195,7 @@ fn try_port(address: SocketAddr, flag: &str) -> Result<TcpListener, Failure> {
 fn shower(bars: MultiProgress, verbose: bool) -> Show {
     Arc::new(move |name: &str, line: &relay::Line| {
         if verbose || line.urgent {
-            bars.suspend(|| eprintln!("{name} │ {}", line.text));
+            bars.suspend(|| exit::say(format_args!("{name} │ {}", line.text)));
         }
     })
 }
@@ -230,8 +230,17 @@ impl Cluster {
         }
         let addresses: Vec<SocketAddr> = self.members.values().map(|member| member.address).collect();
         self.start(ROUTER, self.plan.router(&addresses));
+        // The router is ready once it can use what a worker serves, its tokenizer and template included.
+        let by = tokio::time::Instant::now() + CONNECT_TIMEOUT;
         while !self.members.contains_key(&ROUTER) {
-            if self.next().await?.is_none() {
+            let next = tokio::time::timeout_at(by, self.next()).await.map_err(|_| {
+                let message = format!(
+                    "the router could use no worker within {} s; its warnings above say why",
+                    CONNECT_TIMEOUT.as_secs()
+                );
+                Failure::new(Exit::Failure, message)
+            })?;
+            if next?.is_none() {
                 return Ok(());
             }
         }
@@ -248,7 +257,7 @@ impl Cluster {
     }
 
     fn say(&self, text: &str) {
-        self.bars.suspend(|| eprintln!("{text}"));
+        self.bars.suspend(|| exit::say(format_args!("{text}")));
     }
 
     /// Handles the next event; `None` when it is time to stop.
@@ -390,7 +399,7 @@ impl Cluster {
         if by_request && json {
             event::emit(&ClusterEvent::Stopping {});
         } else if by_request {
-            eprintln!("stopping: streams in flight finish; once more ends at once");
+            exit::say(format_args!("stopping: streams in flight finish; once more ends at once"));
         } else {
             // Something failed; nobody waits for streams.
             abort.cancel();

@@ -27,7 +27,7 @@ pub(crate) struct Ingress {
     dispatch: Arc<Dispatch>,
     streams: Arc<Semaphore>,
     /// Large prompts tokenized at a time.
-    tokenizing: Semaphore,
+    tokenizing: Arc<Semaphore>,
     open: TaskTracker,
 }
 
@@ -40,7 +40,7 @@ impl Ingress {
             options: options.clone(),
             dispatch,
             streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
-            tokenizing: Semaphore::new(threads),
+            tokenizing: Arc::new(Semaphore::new(threads)),
             open,
         }
     }
@@ -55,7 +55,13 @@ impl Ingress {
             return work();
         }
         let internal = |what: &str| Outcome::Internal(what.to_owned());
-        let _permit = self.tokenizing.acquire().await.map_err(|_| internal("the router is shutting down"))?;
+        let permit = Arc::clone(&self.tokenizing).acquire_owned().await;
+        let permit = permit.map_err(|_| internal("the router is shutting down"))?;
+        let work = move || {
+            // Held by the work itself, which goes on when the caller is gone.
+            let _permit = permit;
+            work()
+        };
         tokio::task::spawn_blocking(work)
             .await
             .unwrap_or_else(|_| Err(internal("tokenizing failed on a fault of the tokenizer library")))

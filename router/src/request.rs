@@ -27,13 +27,16 @@ pub(crate) fn is_large(request: &v1::GenerateRequest) -> bool {
     }
 }
 
+/// Bytes of text beyond which tokenizing would hold up the streams that share a thread.
+const LARGE_TEXT_BYTES: usize = 16 << 10;
+
 pub(crate) fn is_large_text(text: &str) -> bool {
-    const LARGE_TEXT_BYTES: usize = 16 << 10;
     text.len() > LARGE_TEXT_BYTES
 }
 
 pub(crate) fn is_large_chat(chat: &v1::Chat) -> bool {
-    chat.messages.iter().any(|message| is_large_text(&message.content)) || chat.messages.len() > 64
+    let bytes = chat.messages.iter().map(|message| message.role.len() + message.content.len()).sum::<usize>();
+    bytes > LARGE_TEXT_BYTES || chat.messages.len() > 64
 }
 
 /// Checks a request and turns it into a call. `seed` and `request_id` are used where it names none.

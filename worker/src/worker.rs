@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use inflight_contract::SamplingSpec;
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_worker_core::CostPrior;
@@ -110,9 +111,13 @@ impl Worker {
         let runtime: Box<dyn Runtime> =
             if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
         let fingerprint = runtime.capabilities().fingerprint.clone();
+        let queue_ahead = (options.max_sequences / 8).max(1);
         let settings = Settings {
-            waiting_max: options.max_waiting,
-            queue_ahead: (options.max_sequences / 8).max(1),
+            // Whatever the routers were granted must find room, or they would be refused what they may send.
+            waiting_max: options
+                .max_waiting
+                .max(options.max_sequences + queue_ahead + SamplingSpec::CHOICES_MAX),
+            queue_ahead,
             policy: options.policy,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
