@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Chunk, CommitError, NewSequence, Outcome, Preemption, Scheduler, SequenceId, Time, TransferId, Verdict,
+    Chunk, CommitError, NewSequence, Outcome, Preempted, Preemption, Scheduler, SequenceId, Time, TransferId, Verdict,
 };
 
 use crate::{BatchWork, Device, Event, Observer, Request, StepSample};
@@ -214,13 +214,13 @@ impl<D: Device> Simulation<D> {
             let part = if place < plan.decodes as usize { &mut work.decode } else { &mut work.prefill };
             part.add(chunk.start, chunk.len);
         }
-        for (id, preemption) in &plan.preempted {
+        for Preempted { id, kind, .. } in &plan.preempted {
             if let Some(live) = self.live.get_mut(id.index()).and_then(Option::as_mut) {
                 leave(live, &mut self.stored_tokens, &mut self.known_tokens);
-                if *preemption == Preemption::Recompute {
+                if *kind == Preemption::Recompute {
                     live.stored_tokens = 0;
                 }
-                observer.request(self.now, live.index, &requests[live.index], &Event::Preempted(*preemption));
+                observer.request(self.now, live.index, &requests[live.index], &Event::Preempted(*kind));
             }
         }
         let mut ends = self.transfers.back().map_or(self.now, |moving| moving.ends.max(self.now));

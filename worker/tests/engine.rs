@@ -63,6 +63,8 @@ struct Remembering {
     fail_after: Option<usize>,
     /// Positions that were never computed read as 0: a calibration does not care.
     lenient: bool,
+    /// No transfer ever finishes.
+    copies_dead: bool,
 }
 
 impl Remembering {
@@ -90,6 +92,7 @@ impl Remembering {
             last: Vec::new(),
             fail_after: None,
             lenient: false,
+            copies_dead: false,
         }
     }
 }
@@ -121,7 +124,7 @@ impl Runtime for Remembering {
     fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
         // Every third step something arrives, and every fifth of those copies fails.
         self.steps += 1;
-        if !self.steps.is_multiple_of(3) || self.transfers.is_empty() {
+        if !self.steps.is_multiple_of(3) || self.transfers.is_empty() || self.copies_dead {
             return;
         }
         let Transfer { id, direction, blocks } = self.transfers.remove(0);
@@ -137,7 +140,9 @@ impl Runtime for Remembering {
         finished.push(TransferDone { id, succeeded, took: Duration::from_micros(1) });
     }
 
-    fn wait_for_transfer(&mut self) {}
+    fn wait_for_transfer(&mut self) -> Result<(), Error> {
+        if self.copies_dead { Err(Error::Device("no copies any more".to_owned())) } else { Ok(()) }
+    }
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error> {
         batch.check(&self.capabilities)?;
@@ -386,6 +391,8 @@ fn a_request_the_router_should_not_have_sent_is_refused_and_leaves_nothing_behin
         change(|r| r.prompt = vec![VOCAB].into()),
         change(|r| r.max_tokens = 0),
         change(|r| r.max_tokens = 118),
+        change(|r| r.priority = 101),
+        change(|r| r.priority = i32::MIN),
         change(|r| r.choices[0].tokens = vec![1; 6]),
         change(|r| r.choices[0].tokens = vec![VOCAB]),
     ];
@@ -425,6 +432,26 @@ fn a_failing_device_ends_what_ran_with_an_error_and_stops_the_engine() {
     assert!(engine.turn(Time::ZERO, &mut events).is_err());
     assert!(matches!(failures(&events)[..], [Failure::Device(_)]));
     assert_eq!(engine.load().blocks_used, 0);
+}
+
+#[test]
+fn an_engine_whose_copies_never_finish_stops_with_an_error_instead_of_turning_for_ever() {
+    let attached = Arc::new(AtomicUsize::new(0));
+    let mut runtime = Remembering::new(8, 8, 4, 32, attached);
+    runtime.copies_dead = true;
+    let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
+    let settings = Settings { prior, ..Settings::default() };
+    let mut engine = Engine::new(Box::new(runtime), &[], settings).unwrap();
+    let mut events = Vec::new();
+    engine.command(Command::Open(SessionId(0)), NOW, &mut events);
+    // Two that outgrow the pool together: one is swapped out, and never arrives on the host.
+    for handle in 0..2 {
+        let ask = Ask { max_tokens: 20, ..simple(handle) };
+        engine.command(Command::Submit(Box::new(request(&ask, handle))), NOW, &mut events);
+    }
+    let stopped = (0..200).find_map(|_| engine.turn(NOW, &mut events).err());
+    assert!(stopped.expect("it stops").to_string().contains("no copies any more"));
+    assert_eq!(engine.load().swap_preemptions, 1);
 }
 
 #[test]

@@ -11,6 +11,6 @@ mod tenant_service;
 
 pub use block_hash::BlockHash;
 pub use finish::FinishReason;
-pub use limits::{ModelLimits, RequestError, RequestShape};
+pub use limits::{ModelLimits, PRIORITY_MAX, RequestError, RequestShape, check_priority};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
 pub use tenant_service::{Service, Tenant, TenantService, TokenCost, Weight, WeightError};

@@ -20,6 +20,9 @@ pub struct RequestShape {
     pub max_tokens: u32,
 }
 
+/// The most important priority; the least important is its negative.
+pub const PRIORITY_MAX: i32 = 100;
+
 /// Why a request can never run on this model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
@@ -43,6 +46,9 @@ pub enum RequestError {
         /// The model's context.
         context_tokens: u32,
     },
+    /// A priority is out of its range.
+    #[error("priority is {0}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]")]
+    Priority(i32),
     /// A token id is not in the vocabulary.
     #[error("token id {id} at position {position} is outside the vocabulary of {vocab_size}")]
     TokenOutOfVocabulary {
@@ -53,6 +59,15 @@ pub enum RequestError {
         /// Tokens in the vocabulary.
         vocab_size: u32,
     },
+}
+
+/// Checks a request's priority.
+///
+/// # Errors
+/// [`RequestError::Priority`].
+pub fn check_priority(priority: i32) -> Result<(), RequestError> {
+    let within = (-PRIORITY_MAX..=PRIORITY_MAX).contains(&priority);
+    if within { Ok(()) } else { Err(RequestError::Priority(priority)) }
 }
 
 impl ModelLimits {
@@ -107,6 +122,16 @@ mod tests {
     use super::*;
 
     const LIMITS: ModelLimits = ModelLimits { vocab_size: 100, context_tokens: 64, kv_tokens: 48 };
+
+    #[test]
+    fn a_priority_is_within_a_hundred_of_zero() {
+        for good in [-PRIORITY_MAX, 0, PRIORITY_MAX] {
+            assert_eq!(check_priority(good), Ok(()));
+        }
+        for bad in [i32::MIN, -PRIORITY_MAX - 1, PRIORITY_MAX + 1, i32::MAX] {
+            assert_eq!(check_priority(bad), Err(RequestError::Priority(bad)));
+        }
+    }
 
     #[test]
     fn a_request_that_fills_the_smaller_of_context_and_pool_is_the_largest_taken() {

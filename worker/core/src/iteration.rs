@@ -59,8 +59,10 @@ pub struct Iteration {
     pub number: u64,
     /// Sequences that were given a slot: attach them, with all tokens they have.
     pub admitted: Vec<(SequenceId, Slot)>,
-    /// Sequences that lost slot and blocks, and whether these are kept on the host or computed again.
-    pub preempted: Vec<(SequenceId, Preemption)>,
+    /// Sequences that lost slot and blocks.
+    pub preempted: Vec<Preempted>,
+    /// Sequences that will give way when the iterations in flight have run, and for whom, if that is still needed then.
+    pub marked: Vec<(SequenceId, SequenceId)>,
     /// Transfers to start now.
     pub transfers: Vec<Transfer>,
     /// Copies to make first.
@@ -84,6 +86,7 @@ impl Iteration {
     pub(crate) fn clear(&mut self) {
         self.admitted.clear();
         self.preempted.clear();
+        self.marked.clear();
         self.transfers.clear();
         self.copies.clear();
         self.chunks.clear();
@@ -100,6 +103,17 @@ pub enum Preemption {
     Recompute,
     /// They are copied to the host.
     Swap,
+}
+
+/// A sequence that gave way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Preempted {
+    /// Which.
+    pub id: SequenceId,
+    /// What becomes of its keys and values.
+    pub kind: Preemption,
+    /// For whom: the one that lacked blocks or a slot, which may be itself.
+    pub needy: SequenceId,
 }
 
 /// A sequence that could not start, and why.

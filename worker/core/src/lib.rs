@@ -26,7 +26,8 @@ pub use diagnosis::{Finding, Limit, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, Step};
 pub use iteration::{
-    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preemption, Transfer, TransferId, Verdict,
+    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preempted, Preemption, Transfer,
+    TransferId, Verdict,
 };
 pub use limits::{Limits, LimitsError};
 #[cfg(feature = "mutants")]

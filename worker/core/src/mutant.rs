@@ -8,4 +8,12 @@ pub enum Mutant {
     VictimOldest,
     /// Decodes are not subtracted from the budget.
     BudgetIgnoresDecodes,
+    /// One that has just come back gives way again before it got on, though others could.
+    NoProgressForgotten,
+    /// Who was marked to give way does, whether it is still needed or not.
+    MarkNotRechecked,
+    /// One that does not fit is passed without end.
+    PassedForEver,
+    /// The first in order gets nothing while others run.
+    FirstSkipped,
 }

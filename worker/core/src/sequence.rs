@@ -108,6 +108,12 @@ pub(crate) struct Sequence {
     pub skip_host: bool,
     /// Sequences admitted past it.
     pub bypassed: u32,
+    /// When it lost its slot, until it gets one again.
+    pub preempted_at: Option<Time>,
+    /// Findable blocks that nobody else had when it was preempted by dropping them.
+    pub dropped_blocks: u32,
+    /// It came back from a preemption, and none of its tokens was computed since.
+    pub without_progress: bool,
     /// Number of the iteration before which it is not preempted again, if another candidate is there.
     pub spared_until: u64,
 }

@@ -39,7 +39,15 @@ fn caught_after(mutant: Option<Mutant>) -> Option<u32> {
 #[test]
 fn every_mutant_is_caught_and_the_scheduler_itself_is_not() {
     assert_eq!(caught_after(None), None, "the properties reject a scheduler that nobody broke");
-    for mutant in [Mutant::FreeBeforeFence, Mutant::VictimOldest, Mutant::BudgetIgnoresDecodes] {
+    for mutant in [
+        Mutant::FreeBeforeFence,
+        Mutant::VictimOldest,
+        Mutant::BudgetIgnoresDecodes,
+        Mutant::NoProgressForgotten,
+        Mutant::MarkNotRechecked,
+        Mutant::PassedForEver,
+        Mutant::FirstSkipped,
+    ] {
         let caught = caught_after(Some(mutant));
         println!("{mutant:?} is caught after {caught:?} schedules");
         assert!(caught.is_some(), "{mutant:?} got away");

@@ -74,7 +74,7 @@ impl Engine {
                 self.runtime.start_transfer(&Transfer { id, direction, blocks: pairs })?;
                 self.transfers_done.clear();
                 while self.transfers_done.is_empty() {
-                    self.runtime.wait_for_transfer();
+                    self.runtime.wait_for_transfer()?;
                     self.runtime.finished_transfers(&mut self.transfers_done);
                 }
                 for done in self.transfers_done.drain(..).filter(|done| done.succeeded && round > 0) {

@@ -12,7 +12,9 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost};
+use inflight_contract::{
+    BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost, check_priority,
+};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
@@ -259,7 +261,9 @@ impl Engine {
         }
         if self.transfers > 0 {
             // Nothing else to do: wait for a fence rather than spin.
-            self.runtime.wait_for_transfer();
+            if let Err(error) = self.runtime.wait_for_transfer() {
+                return Err(self.fail(&error, events));
+            }
         }
         Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() })
     }
@@ -270,12 +274,13 @@ impl Engine {
         // Deadlines end sequences in `plan`: their slots must be free before others get them.
         self.settle(events);
         let plan = self.scheduler.iteration();
-        for (id, kind) in &plan.preempted {
-            live_mut(&mut self.live, *id).requeue(*kind);
+        for preempted in &plan.preempted {
+            live_mut(&mut self.live, preempted.id).requeue(preempted.kind);
         }
-        for transfer in &plan.transfers {
-            self.runtime.start_transfer(transfer).map_err(|error| Fatal(error.to_string()))?;
-            self.transfers += 1;
+        let started = plan.transfers.iter().try_for_each(|transfer| self.runtime.start_transfer(transfer));
+        self.transfers += plan.transfers.len();
+        if let Err(error) = started {
+            return Err(self.fail(&error, events));
         }
         for (id, slot) in &plan.admitted {
             let live = live_mut(&mut self.live, *id);
@@ -425,6 +430,7 @@ impl Engine {
         let shape =
             RequestShape { prompt_tokens: request.prompt.len() as u32, max_tokens: request.max_tokens };
         self.model.check_shape(shape).or_else(|error| invalid(error.to_string()))?;
+        check_priority(request.priority).or_else(|error| invalid(error.to_string()))?;
         let checked = self.model.check_tokens(&request.prompt, &request.sampling);
         checked.or_else(|error| invalid(error.to_string()))?;
         if request.choices.len() != request.sampling.n as usize {

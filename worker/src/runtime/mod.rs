@@ -157,5 +157,8 @@ pub trait Runtime: Send {
     fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>);
 
     /// Returns when a transfer has finished that was not reported yet; at once if none is under way.
-    fn wait_for_transfer(&mut self);
+    ///
+    /// # Errors
+    /// [`Error::Device`] if none of those under way will ever finish.
+    fn wait_for_transfer(&mut self) -> Result<(), Error>;
 }

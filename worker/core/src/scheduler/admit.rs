@@ -4,6 +4,7 @@ use inflight_contract::BlockHash;
 
 use super::plan::Draft;
 use super::{Lane, Moving, Scheduler};
+use crate::mutant::Mutant;
 use crate::policy::View;
 use crate::sequence::State;
 use crate::{Block, Blocked, BlockedBy, Copy, Direction, Time};
@@ -62,7 +63,7 @@ impl Scheduler {
             if best.is_some_and(behind) {
                 return (None, true);
             }
-            if draft.preempted >= Some(priority) || !self.swap_in(index) {
+            if draft.preempted >= Some(priority) || !self.swap_in(index, now) {
                 return (Some(priority), false);
             }
         }
@@ -75,7 +76,12 @@ impl Scheduler {
         self.group_open = false;
         let mut passed: Vec<u32> = Vec::new();
         let mut looked_past = 0;
+        let allowance = self.limits.bypass_max.max(1);
         while let Some(place) = self.first_head() {
+            // Each admission passes all of these; once is the least, for those that wait for a prefix.
+            if passed.iter().any(|earlier| self.peek(*earlier).bypassed >= allowance) {
+                return;
+            }
             let index = self.heads[place].index;
             let tried = if !admits {
                 Err(BlockedBy::Policy)
@@ -104,10 +110,11 @@ impl Scheduler {
             self.group_open |= by == BlockedBy::Budget;
             looked_past += 1;
             match by {
-                BlockedBy::PrefixUnderWay => {}
+                BlockedBy::PrefixUnderWay => passed.push(index),
                 BlockedBy::Blocks { .. } | BlockedBy::Fence
                     if looked_past < LOOKED_PAST_MAX
-                        && self.peek(index).bypassed < self.limits.bypass_max =>
+                        && (self.peek(index).bypassed < self.limits.bypass_max
+                            || self.is_mutant(Mutant::PassedForEver)) =>
                 {
                     passed.push(index);
                 }
@@ -123,13 +130,7 @@ impl Scheduler {
             return Err(BlockedBy::Slots);
         }
         let prefix = self.find_prefix(index)?;
-        let sequence = self.peek(index);
-        let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
-        let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
-        let needed = total - prefix.blocks.len() as u32 + unowned;
-        // Alone, a sequence may use the watermark too: it must be able to run whatever its length.
-        let alone = self.running.is_empty() && self.transfers.is_empty();
-        let needed = needed + if alone { 0 } else { self.limits.watermark_blocks };
+        let (total, needed) = self.admission_need(index, &prefix);
         let fits = |scheduler: &Self| scheduler.device.free() >= needed && !scheduler.free_slots.is_empty();
         if !fits(self) && self.displace(index, needed, now, draft) {
             // Those that gave way may have been the ones it would have shared with.
@@ -162,9 +163,12 @@ impl Scheduler {
         sequence.charged_tokens = sequence.charged_tokens.max(prefix.tokens.min(sequence.input_tokens));
         sequence.sealed_blocks = shared as u32;
         sequence.bypassed = 0;
+        let dropped = std::mem::take(&mut sequence.dropped_blocks);
         let (id, known) = (sequence.id, sequence.known_tokens);
         self.totals.admitted_tokens += u64::from(known);
         self.totals.cached_tokens += u64::from(prefix.tokens);
+        self.resumption.found(prefix.blocks.len() as u32, dropped);
+        self.resume(index, now);
         self.iteration.admitted.push((id, slot));
         if !prefix.host.is_empty() {
             self.totals.host_cached_tokens += prefix.host.len() as u64 * u64::from(self.limits.block_tokens);
@@ -180,6 +184,29 @@ impl Scheduler {
         let len = self.prefill_len(index, draft);
         self.push_prefill(index, len, draft);
         Ok(())
+    }
+
+    /// Blocks that a sequence is given at admission, and how many must be free for that.
+    fn admission_need(&self, index: u32, prefix: &Prefix) -> (u32, u32) {
+        let sequence = self.peek(index);
+        let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
+        // Alone, a sequence may use the watermark too: it must be able to run whatever its length.
+        let alone = self.running.is_empty() && self.transfers.is_empty();
+        let watermark = if alone { 0 } else { self.limits.watermark_blocks };
+        (total, total - prefix.blocks.len() as u32 + unowned + watermark)
+    }
+
+    /// Blocks that must be free to admit a waiting sequence; `None` if it waits for something else.
+    pub(super) fn blocks_to_admit(&self, index: u32) -> Option<u32> {
+        let prefix = self.find_prefix(index).ok()?;
+        Some(self.admission_need(index, &prefix).1)
+    }
+
+    /// Whether a waiting sequence may still wait to share what another computes: passed too often, it computes
+    /// that itself.
+    fn may_wait_to_share(&self, index: u32) -> bool {
+        self.peek(index).bypassed < self.limits.bypass_max.max(1)
     }
 
     /// What of a sequence's tokens is in the pool. At least its last known token is always computed: that is
@@ -202,11 +229,11 @@ impl Scheduler {
                     && other.sealed_blocks as usize <= next
                     && other.hashes.get(next) == Some(hash)
             };
-            if self.running.iter().any(computes) {
+            if self.may_wait_to_share(index) && self.running.iter().any(computes) {
                 return Err(BlockedBy::PrefixUnderWay);
             }
         }
-        let host = if sequence.skip_host { Vec::new() } else { self.on_host(&hashes[next..], next)? };
+        let host = if sequence.skip_host { Vec::new() } else { self.on_host(index, &hashes[next..], next)? };
         let tokens = (next + host.len()) as u32 * self.limits.block_tokens;
         Ok(Prefix { blocks, copy: None, host, tokens })
     }
@@ -224,7 +251,7 @@ impl Scheduler {
         let Some(&sibling) = self.running.iter().find(is_sibling) else { return Ok(None) };
         let sibling = self.peek(sibling);
         if sibling.committed_tokens < sequence.known_tokens {
-            return Err(BlockedBy::PrefixUnderWay);
+            return if self.may_wait_to_share(index) { Err(BlockedBy::PrefixUnderWay) } else { Ok(None) };
         }
         let tokens = sequence.known_tokens - 1;
         let full = (tokens / self.limits.block_tokens) as usize;
@@ -236,14 +263,14 @@ impl Scheduler {
 
     /// The blocks of the host that go on where the device's end, if copying them is cheaper than computing them.
     /// `hashes` are those of the blocks from place `next` on.
-    fn on_host(&self, hashes: &[BlockHash], next: usize) -> Result<Vec<Block>, BlockedBy> {
+    fn on_host(&self, index: u32, hashes: &[BlockHash], next: usize) -> Result<Vec<Block>, BlockedBy> {
         let host: Vec<Block> = hashes.iter().map_while(|hash| self.host.lookup(*hash)).collect();
         let Some(first) = hashes.first().filter(|_| !host.is_empty()) else { return Ok(Vec::new()) };
         let loads = |moving: &Moving| {
             let owner = moving.owner().filter(|_| moving.direction == Direction::In);
             owner.is_some_and(|owner| self.peek(owner.index).hashes.get(next) == Some(first))
         };
-        if self.transfers.values().any(loads) {
+        if self.may_wait_to_share(index) && self.transfers.values().any(loads) {
             return Err(BlockedBy::PrefixUnderWay);
         }
         let (start, tokens) =

@@ -144,6 +144,7 @@ impl Scheduler {
         // Borrows several fields at once, which `at` can't; `land` found it.
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
         sequence.committed_tokens = chunk.start + chunk.len;
+        sequence.without_progress = false;
         let inputs = sequence.committed_tokens.min(sequence.input_tokens);
         let charged = inputs.saturating_sub(sequence.charged_tokens);
         sequence.charged_tokens = sequence.charged_tokens.max(inputs);

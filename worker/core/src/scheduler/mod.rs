@@ -6,6 +6,7 @@ mod check;
 mod commit;
 mod plan;
 mod preempt;
+mod resumption;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -23,6 +24,7 @@ use crate::{
     Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
     Slot, Time, TransferId,
 };
+use resumption::Resumption;
 
 /// Why a sequence was not taken.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -193,6 +195,7 @@ pub struct Scheduler {
     freed_slots: Vec<Slot>,
     totals: Load,
     history: History,
+    resumption: Resumption,
     /// The last step's admissions ended only because its tokens were used up.
     group_open: bool,
     log: Option<Log>,
@@ -247,6 +250,7 @@ impl Scheduler {
             freed_slots: Vec::new(),
             totals: Load::default(),
             history: History::new(Self::HISTORY),
+            resumption: Resumption::default(),
             group_open: false,
             log: None,
             #[cfg(feature = "mutants")]
@@ -395,6 +399,9 @@ impl Scheduler {
             evict_for: None,
             skip_host: false,
             bypassed: 0,
+            preempted_at: None,
+            dropped_blocks: 0,
+            without_progress: false,
             spared_until: 0,
         };
         if let Some(deadline) = new.deadline {
@@ -471,6 +478,9 @@ impl Scheduler {
     /// The one place where a sequence's terminal event is made. What it owns comes back now or, if an iteration
     /// or a transfer still uses it, when that is over.
     fn end(&mut self, index: u32, reason: FinishReason) {
+        if reason == FinishReason::Cancelled && self.peek(index).preempted_at.is_some() {
+            self.resumption.withdrawn();
+        }
         let sequence = self.at(index);
         let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
         if let Some(deadline) = sequence.deadline.take() {
@@ -530,6 +540,15 @@ impl Scheduler {
             }
         }
         self.waiting -= 1;
+    }
+
+    /// It has a slot again after a preemption: it is spared until it got on, and for the cool-down.
+    fn resume(&mut self, index: u32, now: Time) {
+        let spared_until = self.iterations + self.limits.cooldown_steps;
+        let sequence = self.at(index);
+        let Some(since) = sequence.preempted_at.take() else { return };
+        (sequence.without_progress, sequence.spared_until) = (true, spared_until);
+        self.resumption.resumed(now.since(since));
     }
 
     /// Back to the queue, at its old place, with nothing computed.

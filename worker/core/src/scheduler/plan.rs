@@ -105,6 +105,9 @@ impl Scheduler {
             if sequence.evicted() || sequence.remaining_tokens == 0 {
                 continue; // gives way, or waits for its last token's commit
             }
+            if self.is_mutant(Mutant::FirstSkipped) && order.len() > 1 && index == order[0].0 {
+                continue;
+            }
             let start = sequence.computed_tokens;
             if !self.grow(index, start + 1, now, draft) {
                 continue;
@@ -120,10 +123,12 @@ impl Scheduler {
     }
 
     /// Blocks that the decodes of this step need.
-    fn growing(&self) -> u32 {
+    pub(super) fn growing(&self) -> u32 {
         let grows = |index: &&u32| {
             let sequence = self.peek(**index);
             matches!(sequence.state, State::Decoding { .. })
+                && !sequence.evicted()
+                && sequence.remaining_tokens > 0
                 && sequence.table.len() as u32 * self.limits.block_tokens <= sequence.computed_tokens
         };
         self.running.iter().filter(grows).count() as u32

@@ -8,7 +8,7 @@ use super::plan::Draft;
 use super::{Moving, Purpose, Scheduler};
 use crate::mutant::Mutant;
 use crate::sequence::State;
-use crate::{Direction, Preemption, Time, Transfer, TransferId};
+use crate::{Direction, Preempted, Preemption, SequenceId, Time, Transfer, TransferId};
 
 /// Blocks that one transfer moves to the host's part of the prefix cache.
 const OFFLOAD_MAX: usize = 16;
@@ -50,7 +50,7 @@ impl Scheduler {
 
     /// The sequence that gives way to `needy`: of lower priority if there is one, else of a tenant that goes
     /// after, else the youngest of its own. Within the first two the one that costs least for each block it
-    /// frees. One that was preempted lately is spared while there is another.
+    /// frees. While there is another, those are spared that came back lately or would free nothing.
     fn victim(&self, needy: u32, now: Time) -> Option<u32> {
         let needs = self.view(needy, now);
         let goes_after = |index: &u32| {
@@ -58,7 +58,6 @@ impl Scheduler {
                 && !self.peek(*index).evicted()
                 && self.policy.compare(&needs, &self.view(*index, now)) == Ordering::Less
         };
-        let spared = |index: u32| self.peek(index).spared_until > self.iterations;
         let tier = |index: u32| {
             let sequence = self.peek(index);
             match (sequence.priority < needs.priority, sequence.tenant != needs.tenant) {
@@ -67,34 +66,60 @@ impl Scheduler {
                 (false, false) => 2,
             }
         };
-        let by_cost = |a: u32, b: u32| self.cost_per_block(a).total_cmp(&self.cost_per_block(b));
+        let by_cost = |a: u32, b: u32| self.cost_per_block(a, now).total_cmp(&self.cost_per_block(b, now));
         if self.is_mutant(Mutant::VictimOldest) {
             return self.running.iter().copied().min_by_key(|index| self.peek(*index).arrival);
         }
         self.running.iter().copied().filter(goes_after).min_by(|&a, &b| {
-            let by_tier = (spared(a), tier(a)).cmp(&(spared(b), tier(b)));
+            let by_tier = (self.spared(a), tier(a)).cmp(&(self.spared(b), tier(b)));
             let younger = self.peek(b).arrival.cmp(&self.peek(a).arrival);
             let within = if tier(a) == 2 { younger } else { by_cost(a, b).then(younger) };
             by_tier.then(within)
         })
     }
 
-    /// Seconds that preempting a sequence costs, for each block it frees.
-    fn cost_per_block(&self, index: u32) -> f64 {
+    /// Why a sequence should rather not give way, the weightiest reason first: it came back from a preemption and did
+    /// not get on since; it came back lately; nothing would be gained.
+    fn spared(&self, index: u32) -> (bool, bool, bool) {
+        if self.is_mutant(Mutant::NoProgressForgotten) {
+            return (false, false, false);
+        }
         let sequence = self.peek(index);
-        let recompute = self.cost.prefill(0, sequence.committed_tokens);
-        let cost = match self.swap_cost(index) {
-            Some(swap) => swap.min(recompute),
-            None => recompute,
-        };
-        cost.as_secs_f64() / f64::from(self.exclusive_blocks(index).max(1))
+        let idle = sequence.without_progress && sequence.in_flight == 0;
+        (idle, sequence.spared_until > self.iterations, self.exclusive_blocks(index) == 0)
     }
 
-    /// What swapping a sequence out and in again costs the steps that run beside: half of the copies' time, as
-    /// they overlap. `None` if the host has no room.
-    fn swap_cost(&self, index: u32) -> Option<std::time::Duration> {
-        let blocks = self.limits.blocks_for(self.peek(index).committed_tokens);
-        (blocks > 0 && blocks <= self.host.free()).then(|| self.cost.copy(blocks))
+    /// Seconds that preempting a sequence costs, for each block it frees.
+    fn cost_per_block(&self, index: u32, now: Time) -> f64 {
+        self.preemption_cost(index, now).0 / f64::from(self.exclusive_blocks(index).max(1))
+    }
+
+    /// What is cheaper to preempt a sequence by, and the seconds that this costs the steps that run beside, weighed by
+    /// the probability that the sequence comes back. Copies overlap with steps: half of their time counts. A full host
+    /// pool leaves only computing again, of which what will still be found in the prefix cache is left out.
+    fn preemption_cost(&self, index: u32, now: Time) -> (f64, Preemption) {
+        let sequence = self.peek(index);
+        let returns = self.resumption.probability(sequence.deadline, now);
+        let tokens = sequence.committed_tokens;
+        let (shared, dropped) = self.findable_blocks(index);
+        let found = f64::from(shared) + self.resumption.found_share() * f64::from(dropped);
+        let kept = ((found * f64::from(self.limits.block_tokens)) as u32).min(tokens);
+        let recompute = returns * self.cost.prefill(kept, tokens - kept).as_secs_f64();
+        let blocks = self.limits.blocks_for(tokens);
+        if blocks == 0 || blocks > self.host.free() {
+            return (recompute, Preemption::Recompute);
+        }
+        let swap = 0.5 * (1.0 + returns) * self.cost.copy(blocks).as_secs_f64();
+        if swap < recompute { (swap, Preemption::Swap) } else { (recompute, Preemption::Recompute) }
+    }
+
+    /// The leading blocks of a sequence that others have too, and those behind them that can be found only until they
+    /// are taken for something else.
+    fn findable_blocks(&self, index: u32) -> (u32, u32) {
+        let sequence = self.peek(index);
+        let sealed = &sequence.table[..sequence.table.len().min(sequence.sealed_blocks as usize)];
+        let shared = sealed.iter().take_while(|block| self.device.owners(**block) > 1).count();
+        (shared as u32, (sealed.len() - shared) as u32)
     }
 
     fn exclusive_blocks(&self, index: u32) -> u32 {
@@ -116,7 +141,7 @@ impl Scheduler {
         moving as u32 + leaving
     }
 
-    /// Preempts those that had to wait for their iteration, unless whom they give way to is gone.
+    /// Preempts those that had to wait for their iteration, unless that became needless in the meantime.
     pub(super) fn evict_marked(&mut self, now: Time, draft: &mut Draft) {
         for place in (0..self.running.len()).rev() {
             let index = self.running[place];
@@ -124,47 +149,80 @@ impl Scheduler {
             if self.get(needy).is_none() {
                 self.at(index).evict_for = None;
             } else if self.peek(index).in_flight == 0 {
-                self.preempt(index, now, draft);
+                // One that got nothing out of the iteration that it had to wait for is chosen anew, or not.
+                let got_on = !self.peek(index).without_progress;
+                if got_on && self.is_still_needed(index, needy, now)
+                    || self.is_mutant(Mutant::MarkNotRechecked)
+                {
+                    self.preempt(index, needy, now, draft);
+                } else {
+                    self.at(index).evict_for = None;
+                }
             }
         }
+    }
+
+    /// Whether `needy` still goes before the sequence that was marked for it and still lacks what that one holds.
+    fn is_still_needed(&self, marked: u32, needy: SequenceId, now: Time) -> bool {
+        let itself = needy.index == marked;
+        if !itself && self.policy.compare(&self.view(needy.index, now), &self.view(marked, now)).is_ge() {
+            return false;
+        }
+        let available = self.device.free() + self.incoming_blocks() - self.exclusive_blocks(marked);
+        let sequence = self.peek(needy.index);
+        let own = match sequence.state {
+            State::Decoding { .. } if itself => self
+                .limits
+                .blocks_for(sequence.computed_tokens + 1)
+                .saturating_sub(sequence.table.len() as u32),
+            State::Decoding { .. } => 0, // among those that grow
+            State::Waiting => match self.blocks_to_admit(needy.index) {
+                Some(_) if self.free_slots.is_empty() => return true,
+                Some(blocks) => blocks,
+                None => return false,
+            },
+            _ => return false,
+        };
+        self.growing() + own > available
     }
 
     /// Preempts a sequence now or, if an iteration in flight still writes to its blocks, marks it to be.
     pub(super) fn give_way(&mut self, index: u32, needy: u32, now: Time, draft: &mut Draft) {
         if self.peek(index).in_flight == 0 {
-            return self.preempt(index, now, draft);
+            return self.preempt(index, self.peek(needy).id, now, draft);
         }
         draft.incoming += self.exclusive_blocks(index);
-        let needy = self.peek(needy).id;
+        let (id, needy) = (self.peek(index).id, self.peek(needy).id);
         self.at(index).evict_for = Some(needy);
+        self.iteration.marked.push((id, needy));
     }
 
-    fn preempt(&mut self, index: u32, now: Time, draft: &mut Draft) {
-        let swap = self.swap_cost(index);
-        let (id, priority, computed) = {
-            let spared_until = self.iterations + self.limits.cooldown_steps;
-            let sequence = self.at(index);
-            sequence.evict_for = None;
-            sequence.spared_until = spared_until;
-            sequence.queued = now;
-            (sequence.id, sequence.priority, sequence.committed_tokens)
-        };
+    fn preempt(&mut self, index: u32, needy: SequenceId, now: Time, draft: &mut Draft) {
+        let (_, kind) = self.preemption_cost(index, now);
+        let (_, dropped) = self.findable_blocks(index);
+        let sequence = self.at(index);
+        sequence.evict_for = None;
+        sequence.queued = now;
+        sequence.preempted_at = Some(now);
+        let (id, priority) = (sequence.id, sequence.priority);
         draft.preempted = draft.preempted.max(Some(priority));
         self.running.retain(|other| *other != index);
         let slot = self.peek(index).slot();
         self.free_slots.extend(slot);
         self.freed_slots.extend(slot);
         let mut table = std::mem::take(&mut self.at(index).table);
-        let swaps = swap.is_some_and(|swap| swap < self.cost.prefill(0, computed));
-        if swaps {
-            self.swap_out(index, table, draft);
-            self.totals.swap_preemptions += 1;
-            self.iteration.preempted.push((id, Preemption::Swap));
-        } else {
-            self.device.release_table(&mut table);
-            self.requeue(index, now);
-            self.totals.recompute_preemptions += 1;
-            self.iteration.preempted.push((id, Preemption::Recompute));
+        self.iteration.preempted.push(Preempted { id, kind, needy });
+        match kind {
+            Preemption::Swap => {
+                self.swap_out(index, table, draft);
+                self.totals.swap_preemptions += 1;
+            }
+            Preemption::Recompute => {
+                self.device.release_table(&mut table);
+                self.at(index).dropped_blocks = dropped;
+                self.requeue(index, now);
+                self.totals.recompute_preemptions += 1;
+            }
         }
     }
 
@@ -174,7 +232,7 @@ impl Scheduler {
         self.device.release_table(&mut table.split_off(len as usize));
         let mut host = Vec::with_capacity(len as usize);
         let taken = self.host.extend(&mut host, len);
-        assert!(taken, "`swap_cost` found {len} free host blocks");
+        assert!(taken, "`preemption_cost` found {len} free host blocks");
         self.host.drain_events().for_each(drop); // routers hear of what the device holds
         draft.incoming += table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32;
         self.totals.blocks_swapped_out += u64::from(len);
@@ -188,9 +246,11 @@ impl Scheduler {
     }
 
     /// Takes a slot and blocks for a swapped sequence and starts to copy it back. Returns whether it fits.
-    pub(super) fn swap_in(&mut self, index: u32) -> bool {
+    pub(super) fn swap_in(&mut self, index: u32, now: Time) -> bool {
         let sequence = self.peek(index);
-        let needed = self.limits.blocks_for(sequence.known_tokens).max(sequence.host_table.len() as u32);
+        // As many as an admission reserves: it must not give way again for want of its first block.
+        let needed = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
+        let needed = needed.max(sequence.host_table.len() as u32);
         let alone = self.running.is_empty() && self.transfers.is_empty();
         let watermark = if alone { 0 } else { self.limits.watermark_blocks };
         if needed + watermark > self.device.free() {
@@ -209,6 +269,7 @@ impl Scheduler {
         // What was shared before is this sequence's own now; equal content that is still findable stays so.
         sequence.sealed_blocks = 0;
         sequence.state = State::SwappingIn { transfer, slot };
+        self.resume(index, now);
         self.iteration.admitted.push((id, slot));
         true
     }
@@ -293,11 +354,10 @@ impl Scheduler {
         let mut victims: Vec<u32> = self.running.iter().copied().filter(gives_way).collect();
         victims.sort_by(|&a, &b| {
             let (first, second) = (self.peek(a), self.peek(b));
-            let spared = |spared_until: u64| spared_until > self.iterations;
-            spared(first.spared_until)
-                .cmp(&spared(second.spared_until))
+            self.spared(a)
+                .cmp(&self.spared(b))
                 .then(first.priority.cmp(&second.priority))
-                .then(self.cost_per_block(a).total_cmp(&self.cost_per_block(b)))
+                .then(self.cost_per_block(a, now).total_cmp(&self.cost_per_block(b, now)))
                 .then(second.arrival.cmp(&first.arrival))
         });
         let leaving = |index: &&u32| self.peek(**index).evicted();

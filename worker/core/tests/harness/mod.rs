@@ -5,14 +5,16 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+mod rules;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
-use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::policy::{Policy, PolicyKind};
 use inflight_worker_core::{
     CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
-    Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
+    Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
 
@@ -139,6 +141,16 @@ struct Model {
     seed: u64,
     cancelled: bool,
     slot: Option<u32>,
+    /// Its blocks are on the host, or on their way there.
+    swapped: bool,
+    /// Was preempted and has no slot since.
+    preempted: bool,
+    /// Came back from a preemption, and nothing of it was computed since.
+    idle: bool,
+    /// Will give way once it is not in flight.
+    marked: bool,
+    /// Admissions past it while it was the first of its lane.
+    passed: u32,
 }
 
 struct Running {
@@ -154,12 +166,15 @@ pub struct Harness {
     pub scheduler: Scheduler,
     /// Every plan, as it was made.
     plans: Vec<Iteration>,
+    policy: Box<dyn Policy>,
+    kind: PolicyKind,
     live: BTreeMap<SequenceId, Model>,
     slots: BTreeMap<u32, SequenceId>,
     device: Vec<Vec<u64>>,
     host: Vec<Vec<u64>>,
     in_flight: VecDeque<Running>,
-    transfers: Vec<(Transfer, bool)>,
+    /// With whether they were made already, and for whom.
+    transfers: Vec<(Transfer, bool, Option<SequenceId>)>,
     cached: BTreeMap<BlockHash, ()>,
     submitted: u64,
     groups: u64,
@@ -182,6 +197,8 @@ impl Harness {
         Self {
             scheduler,
             plans: Vec::new(),
+            policy: policy.build(),
+            kind: policy,
             live: BTreeMap::new(),
             slots: BTreeMap::new(),
             device: vec![page.clone(); limits.blocks as usize],
@@ -228,6 +245,11 @@ impl Harness {
                 seed: mix(self.submitted, u64::from(choice)),
                 cancelled: false,
                 slot: None,
+                swapped: false,
+                preempted: false,
+                idle: false,
+                marked: false,
+                passed: 0,
             };
             for position in 0..ask.known {
                 Self::append(
@@ -304,27 +326,20 @@ impl Harness {
             self.commit(0, false);
         }
         self.now = self.now.after(Duration::from_millis(1));
-        let ran: Vec<_> = self.live.values().filter(|model| model.slot.is_some()).collect();
-        let all: Vec<_> = self.live.values().collect();
-        let one_lane =
-            all.windows(2).all(|two| (two[0].tenant, two[0].priority) == (two[1].tenant, two[1].priority));
-        let oldest = ran.iter().map(|model| model.arrival).min().filter(|_| one_lane && ran.len() > 1);
+        let before = self.look();
         let plan = self.scheduler.plan(self.now).clone();
         self.plans.push(plan.clone());
         self.settle();
-        for (id, _) in &plan.preempted {
-            assert!(
-                oldest != Some(self.live[id].arrival),
-                "the oldest gave way to a younger one of its lane"
-            );
-        }
+        self.judge(&before, &plan);
         let limits = *self.scheduler.limits();
         assert!(plan.tokens() <= limits.iteration_tokens, "the budget is exceeded");
-        for (id, kind) in &plan.preempted {
+        for Preempted { id, kind, .. } in &plan.preempted {
             let victim = self.live.get_mut(id).expect("an ended sequence was preempted");
             if *kind == Preemption::Recompute {
                 victim.planned = 0;
             }
+            victim.swapped = *kind == Preemption::Swap;
+            (victim.preempted, victim.idle, victim.marked) = (true, false, false);
             let priority = victim.priority;
             for (admitted, _) in &plan.admitted {
                 assert!(self.live[admitted].priority > priority, "its class was admitted in the same step");
@@ -334,14 +349,28 @@ impl Harness {
             assert!(self.slots.insert(*slot, *id).is_none(), "a slot was given out twice");
             let model = self.live.get_mut(id).expect("an ended sequence was admitted");
             assert!(model.slot.replace(*slot).is_none(), "admitted twice");
+            model.idle |= std::mem::take(&mut model.preempted);
+            (model.swapped, model.passed) = (false, 0);
         }
+        for (id, _) in &plan.marked {
+            self.live.get_mut(id).expect("an ended sequence was marked").marked = true;
+        }
+        let swapped = plan.preempted.iter().filter(|one| one.kind == Preemption::Swap).map(|one| one.id);
+        let arriving = plan.admitted.iter().map(|(id, _)| *id);
+        let arriving = arriving.filter(|id| self.scheduler.block_table(*id).is_empty());
+        let (mut out, mut back) = (swapped.collect::<VecDeque<_>>(), arriving.collect::<VecDeque<_>>());
         for transfer in &plan.transfers {
             self.swaps += 1;
             // A copy happens at some moment before its fence: at the first or at the last.
             if eager {
                 self.run_transfer(transfer);
             }
-            self.transfers.push((transfer.clone(), eager));
+            // Blocks of the prefix cache go out last.
+            let owner = match transfer.direction {
+                Direction::Out => out.pop_front(),
+                Direction::In => back.pop_front(),
+            };
+            self.transfers.push((transfer.clone(), eager, owner));
         }
         let mut seen = BTreeMap::new();
         for chunk in &plan.chunks {
@@ -421,6 +450,11 @@ impl Harness {
             self.settle();
             return;
         }
+        for (chunk, _) in &oldest.chunks {
+            if let Some(model) = self.live.get_mut(&chunk.id) {
+                model.idle = false;
+            }
+        }
         let block_tokens = self.block_tokens();
         let mut verdicts = Vec::new();
         for (chunk, _) in oldest.chunks.iter().filter(|(chunk, _)| chunk.samples) {
@@ -457,7 +491,7 @@ impl Harness {
         if self.transfers.is_empty() {
             return;
         }
-        let (transfer, moved) = self.transfers.swap_remove(pick % self.transfers.len());
+        let (transfer, moved, owner) = self.transfers.swap_remove(pick % self.transfers.len());
         if succeeds && !moved {
             self.run_transfer(&transfer);
         }
@@ -473,6 +507,9 @@ impl Harness {
         self.scheduler.transfer_done(transfer.id, succeeds, Duration::from_micros(50), self.now).unwrap();
         assert!(self.scheduler.transfer_done(transfer.id, true, Duration::ZERO, self.now).is_err());
         if !succeeds {
+            if let Some(model) = owner.and_then(|owner| self.live.get_mut(&owner)) {
+                model.swapped = false;
+            }
             // Whoever it belonged to starts over.
             for model in self.live.values_mut().filter(|model| model.slot.is_none()) {
                 model.planned = 0;

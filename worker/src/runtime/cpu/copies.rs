@@ -71,7 +71,7 @@ impl Copies {
             return malformed("a transferred block is out of its pool");
         }
         if jobs.send(transfer.clone()).is_err() {
-            return Err(Error::Device("the copy thread is gone".to_owned()));
+            return Err(gone());
         }
         self.under_way += 1;
         Ok(())
@@ -83,12 +83,18 @@ impl Copies {
         finished.append(&mut self.arrived);
     }
 
-    pub(super) fn wait(&mut self) {
+    /// # Errors
+    /// [`Error::Device`] if the thread is gone: it panicked.
+    pub(super) fn wait(&mut self) -> Result<(), Error> {
         if self.under_way > 0 && self.arrived.is_empty() {
-            // An error means that the thread is gone; the next submission says so.
-            self.arrived.extend(self.done.recv().ok());
+            self.arrived.push(self.done.recv().map_err(|_| gone())?);
         }
+        Ok(())
     }
+}
+
+fn gone() -> Error {
+    Error::Device("the thread that copies blocks to and from the host is gone".to_owned())
 }
 
 impl Drop for Copies {
@@ -105,5 +111,27 @@ impl Drop for Copies {
             // If it panicked, the panic hook has said so.
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_for_a_copy_of_a_dead_thread_fails_instead_of_returning() {
+        let (_, done) = sync_channel(1);
+        let mut copies = Copies {
+            jobs: None,
+            done,
+            thread: None,
+            device_blocks: 4,
+            host_blocks: 4,
+            under_way: 1,
+            arrived: Vec::new(),
+        };
+        assert!(matches!(copies.wait(), Err(Error::Device(_))));
+        copies.under_way = 0;
+        assert!(copies.wait().is_ok(), "with nothing under way there is nothing to wait for");
     }
 }

@@ -290,7 +290,7 @@ impl Runtime for CpuRuntime {
         self.copies.finished(finished);
     }
 
-    fn wait_for_transfer(&mut self) {
-        self.copies.wait();
+    fn wait_for_transfer(&mut self) -> Result<(), super::Error> {
+        self.copies.wait()
     }
 }

@@ -154,8 +154,8 @@ impl Runtime for Overlapped {
         self.copies.finished(finished);
     }
 
-    fn wait_for_transfer(&mut self) {
-        self.copies.wait();
+    fn wait_for_transfer(&mut self) -> Result<(), Error> {
+        self.copies.wait()
     }
 }
 
