@@ -48,6 +48,15 @@ impl Failure {
         Self::Message(exit, message.into())
     }
 
+    /// The same with where it happened in front.
+    #[must_use]
+    pub fn at(self, place: &str) -> Self {
+        match self {
+            Self::Message(exit, message) => Self::Message(exit, format!("{place}: {message}")),
+            other => other,
+        }
+    }
+
     /// An error and its causes, on one line.
     pub fn chain(context: &str, error: &dyn std::error::Error) -> Self {
         let mut message = String::from(context);

@@ -327,7 +327,8 @@ fn remap(status: Status, timeout: Option<Span>) -> Status {
     }
 }
 
-fn exit_of(code: Code) -> Exit {
+/// The exit code that tells of a status.
+pub fn exit_of(code: Code) -> Exit {
     match code {
         Code::Unavailable => Exit::Unavailable,
         Code::InvalidArgument | Code::NotFound | Code::FailedPrecondition | Code::OutOfRange => Exit::Refused,
@@ -339,7 +340,7 @@ fn exit_of(code: Code) -> Exit {
 }
 
 /// The code's name as gRPC writes it.
-fn code_name(code: Code) -> &'static str {
+pub fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
         Code::Cancelled => "CANCELLED",

@@ -1,5 +1,6 @@
 //! The `inflight` command: every role of the cluster in one binary.
 
+mod bench;
 mod config;
 mod diagnose;
 mod event;
@@ -38,6 +39,8 @@ enum Role {
     Up(up::Args),
     /// Generates text, streaming it to the terminal
     Generate(generate::Args),
+    /// Sends a load to servers, ours or OpenAI-compatible ones, and measures what comes of it
+    Bench(Box<bench::Args>),
     /// Says what limits a worker, and what to do about it
     Diagnose(diagnose::Args),
     /// Makes the plans of a recorded worker again, and shows them
@@ -52,6 +55,8 @@ fn main() -> ExitCode {
     let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.role {
         Role::Up(args) => role::block_on(None, up::run(args, &matches)),
         Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
+        // One core: what it takes itself should not be taken from a server on the same machine.
+        Role::Bench(args) => role::block_on(Some(1), bench::run(*args)),
         Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
         Role::Replay(args) => replay::run(&args),
         Role::Router(args) => role::block_on(None, router::run(args)),
@@ -72,7 +77,7 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed_and_help_shows_every_default() {
         Cli::command().debug_assert();
-        for role in ["router", "worker", "up"] {
+        for role in ["router", "worker", "up", "bench"] {
             let command = Cli::command();
             let help = command.find_subcommand(role).unwrap().clone().render_long_help().to_string();
             for argument in

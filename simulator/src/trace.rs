@@ -41,7 +41,55 @@ pub enum TraceError {
         /// What is there.
         value: String,
     },
+    /// No format that is known.
+    #[error(
+        "the trace {path} is in no format known here; it begins with `{start}`. Known are CSV files with the columns {known}, and \
+         JSON lines with `input_length` and `output_length`"
+    )]
+    Format {
+        /// Which file.
+        path: String,
+        /// The beginning of its first line.
+        start: String,
+        /// The columns that tell one format from another.
+        known: &'static str,
+    },
+    /// A line is not the JSON expected.
+    #[error("the trace {path}, line {line}: {message}")]
+    Json {
+        /// Which file.
+        path: String,
+        /// Which line, from 1.
+        line: usize,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// It has no request.
+    #[error("the trace {path} has no request")]
+    Empty {
+        /// Which file.
+        path: String,
+    },
 }
+
+/// A request of a trace, as far as the trace tells.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TracedRequest {
+    /// Seconds after the first request; `None` if the trace has no times.
+    pub arrival_s: Option<f64>,
+    /// Whose it is, if the trace tells.
+    pub tenant: Option<u32>,
+    /// Tokens of its prompt, at least 1.
+    pub prompt_tokens: u32,
+    /// Tokens generated, at least 1.
+    pub output_tokens: u32,
+    /// Names of the prompt's blocks of [`TRACED_BLOCK_TOKENS`] tokens, if the trace has them: an equal run at the front is
+    /// an equal prefix.
+    pub blocks: Vec<u64>,
+}
+
+/// Tokens in a block of [`TracedRequest::blocks`].
+pub const TRACED_BLOCK_TOKENS: u32 = 512;
 
 struct Csv {
     path: String,
@@ -54,6 +102,10 @@ impl Csv {
         let text = std::fs::read_to_string(path)
             .map_err(|source| TraceError::Read { path: name.clone(), source })?;
         Ok(Self { path: name, text })
+    }
+
+    fn has(&self, column: &str) -> bool {
+        self.text.lines().next().unwrap_or_default().split(',').any(|name| name == column)
     }
 
     fn place(&self, column: &'static str) -> Result<(usize, &'static str), TraceError> {
@@ -138,4 +190,170 @@ pub fn read_lengths(path: &Path) -> Result<Vec<(u32, u32)>, TraceError> {
     let csv = Csv::read(path)?;
     let (prompt, output) = (csv.place("num_prefill_tokens")?, csv.place("num_decode_tokens")?);
     csv.rows().map(|row| Ok((csv.value(row, prompt)?, csv.value(row, output)?))).collect()
+}
+
+/// Reads a trace of any format known, told by its first line: Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`), files of
+/// lengths ([`read_lengths`]), VTC's ([`read_vtc`]), and Mooncake's JSON lines. Requests with times come in their order.
+///
+/// # Errors
+/// [`TraceError`].
+pub fn read_trace(path: &Path) -> Result<Vec<TracedRequest>, TraceError> {
+    let csv = Csv::read(path)?;
+    let mut requests = if csv.text.starts_with('{') {
+        read_mooncake(&csv)?
+    } else if csv.has("ContextTokens") {
+        read_azure(&csv)?
+    } else if csv.has("req_time") {
+        let traced = |served: &ServedRequest| TracedRequest {
+            arrival_s: Some(served.arrival_s),
+            tenant: Some(served.tenant),
+            prompt_tokens: served.prompt_tokens.max(1),
+            output_tokens: served.output_tokens.max(1),
+            blocks: Vec::new(),
+        };
+        read_vtc(path)?.iter().map(traced).collect()
+    } else if csv.has("num_prefill_tokens") {
+        let traced = |(prompt, output): (u32, u32)| TracedRequest {
+            prompt_tokens: prompt.max(1),
+            output_tokens: output.max(1),
+            ..TracedRequest::default()
+        };
+        read_lengths(path)?.into_iter().map(traced).collect()
+    } else {
+        let start = csv.text.lines().next().unwrap_or_default().chars().take(80).collect();
+        let known = "TIMESTAMP, ContextTokens and GeneratedTokens; num_prefill_tokens and num_decode_tokens; req_time, \
+                     adapter_dir, prompt_len and output_len";
+        return Err(TraceError::Format { path: csv.path, start, known });
+    };
+    requests.sort_by(|a, b| a.arrival_s.unwrap_or(0.0).total_cmp(&b.arrival_s.unwrap_or(0.0)));
+    let Some(first) = requests.first().map(|request| request.arrival_s) else {
+        return Err(TraceError::Empty { path: csv.path });
+    };
+    for request in &mut requests {
+        request.arrival_s = request.arrival_s.zip(first).map(|(at, first)| at - first);
+    }
+    Ok(requests)
+}
+
+fn read_azure(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
+    let time = csv.place("TIMESTAMP")?;
+    let (prompt, output) = (csv.place("ContextTokens")?, csv.place("GeneratedTokens")?);
+    let request = |row| {
+        Ok(TracedRequest {
+            arrival_s: Some(csv.value::<Timestamp>(row, time)?.0),
+            prompt_tokens: csv.value::<u32>(row, prompt)?.max(1),
+            output_tokens: csv.value::<u32>(row, output)?.max(1),
+            ..TracedRequest::default()
+        })
+    };
+    csv.rows().map(request).collect()
+}
+
+/// Seconds since 1970 of `YYYY-MM-DD HH:MM:SS.FFFFFFF`.
+struct Timestamp(f64);
+
+impl FromStr for Timestamp {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (date, time) = text.trim().split_once([' ', 'T']).ok_or(())?;
+        let three = |text: &str, mark: char| -> Result<[f64; 3], ()> {
+            let numbers: Vec<f64> =
+                text.split(mark).map(|part| part.parse().map_err(|_| ())).collect::<Result<_, ()>>()?;
+            numbers.try_into().map_err(|_| ())
+        };
+        let [year, month, day] = three(date, '-')?;
+        let [hour, minute, second] = three(time, ':')?;
+        if !(1.0..=12.0).contains(&month) || !(1970.0..1e4).contains(&year) {
+            return Err(());
+        }
+        // Years begin in March, so that the leap day is their last.
+        let (year, month) = if month > 2.0 { (year, month - 3.0) } else { (year - 1.0, month + 9.0) };
+        let leaps = (year / 4.0).floor() - (year / 100.0).floor() + (year / 400.0).floor();
+        let days = year * 365.0 + leaps + ((153.0 * month + 2.0) / 5.0).floor() + day - 1.0 - 719_468.0;
+        Ok(Self(((days * 24.0 + hour) * 60.0 + minute) * 60.0 + second))
+    }
+}
+
+fn read_mooncake(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
+    let lines = csv.text.lines().enumerate().filter(|(_, line)| !line.is_empty());
+    let request = |(at, line): (usize, &str)| {
+        let refuse = |message: String| TraceError::Json { path: csv.path.clone(), line: at + 1, message };
+        let value: serde_json::Value =
+            serde_json::from_str(line).map_err(|error| refuse(error.to_string()))?;
+        let tokens = |key: &str| {
+            let tokens = value[key].as_u64().and_then(|tokens| u32::try_from(tokens).ok());
+            tokens
+                .map(|tokens| tokens.max(1))
+                .ok_or_else(|| refuse(format!("`{key}` is no number of tokens")))
+        };
+        let arrival = match &value["timestamp"] {
+            serde_json::Value::Null => None,
+            given => Some(given.as_f64().ok_or_else(|| refuse("`timestamp` is no number".to_owned()))? / 1e3),
+        };
+        Ok(TracedRequest {
+            arrival_s: arrival,
+            tenant: None,
+            prompt_tokens: tokens("input_length")?,
+            output_tokens: tokens("output_length")?,
+            blocks: value["hash_ids"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .filter_map(serde_json::Value::as_u64)
+                .collect(),
+        })
+    };
+    lines.map(request).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(name: &str, text: &str) -> Result<Vec<TracedRequest>, TraceError> {
+        let path = std::env::temp_dir().join(format!("inflight-trace-{}-{name}", std::process::id()));
+        std::fs::write(&path, text).unwrap();
+        let read = read_trace(&path);
+        std::fs::remove_file(&path).unwrap();
+        read
+    }
+
+    #[test]
+    fn every_format_is_told_by_its_first_line() {
+        let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-28 23:59:59.5000000,374,44\n2024-03-01 00:00:00.2500000,9,0";
+        let requests = read("azure", azure).unwrap();
+        assert_eq!((requests[0].prompt_tokens, requests[0].output_tokens), (374, 44));
+        assert_eq!(requests[1].arrival_s, Some(86_400.75), "2024 has a 29 February");
+        assert_eq!(requests[1].output_tokens, 1);
+        let lengths = read("lengths", "num_prefill_tokens,num_decode_tokens\n74,918\n").unwrap();
+        assert_eq!(
+            (lengths[0].arrival_s, lengths[0].prompt_tokens, lengths[0].output_tokens),
+            (None, 74, 918)
+        );
+        let vtc = "req_time,adapter_dir,prompt_len,output_len,first_token_latency,request_latency\n\
+                   3.0,b,13,199,1.0,9.0\n1.0,a,7,8,1.0,9.0\n";
+        let requests = read("vtc", vtc).unwrap();
+        assert_eq!((requests[0].arrival_s, requests[0].tenant), (Some(0.0), Some(1)));
+        assert_eq!((requests[1].arrival_s, requests[1].tenant), (Some(2.0), Some(0)));
+        let mooncake =
+            "{\"timestamp\": 1500, \"input_length\": 600, \"output_length\": 5, \"hash_ids\": [3, 4]}\n";
+        assert_eq!(read("mooncake", mooncake).unwrap()[0].blocks, [3, 4]);
+    }
+
+    #[test]
+    fn a_trace_that_is_none_says_what_is_wrong() {
+        let says = |name, text| read(name, text).unwrap_err().to_string();
+        assert!(says("other", "a,b\n1,2\n").contains("no format known here; it begins with `a,b`"));
+        assert!(says("none", "num_prefill_tokens,num_decode_tokens\n").contains("no request"));
+        assert!(says("lines", "{\"input_length\": 1}\n").contains("line 1: `output_length`"));
+        let date = "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n";
+        assert!(says("date", date).contains("line 2: `yesterday` in column `TIMESTAMP`"));
+        assert!(
+            read_trace(Path::new("/nowhere/trace.csv"))
+                .unwrap_err()
+                .to_string()
+                .contains("/nowhere/trace.csv")
+        );
+    }
 }

@@ -33,6 +33,12 @@ impl Random {
         -(1.0 - self.unit()).ln() / rate
     }
 
+    /// A number from the standard normal distribution (Box and Muller's transform).
+    pub fn normal(&mut self) -> f64 {
+        let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
+        radius * (std::f64::consts::TAU * self.unit()).cos()
+    }
+
     /// The place of a share, with these shares as weights.
     pub fn pick(&mut self, shares: &[f64]) -> usize {
         let mut left = self.unit() * shares.iter().sum::<f64>();

@@ -6,6 +6,7 @@ mod command;
 mod process;
 mod raw;
 mod scrape;
+mod token_server;
 mod wait;
 
 pub use cluster::{Cluster, Member};
@@ -14,4 +15,5 @@ pub use command::{Finished, run};
 pub use process::{Mark, is_alive, kill};
 pub use raw::send_raw;
 pub use scrape::{Samples, scrape};
+pub use token_server::{Answered, Fault, Script, TOKEN_SERVER_MODEL, TokenServer};
 pub use wait::{DEADLINE, eventually};

@@ -1,0 +1,81 @@
+//! Names and addresses of the servers under test.
+
+use std::str::FromStr;
+
+use hyper::Uri;
+
+use super::client::{Client, Dial};
+use super::grpc::Grpc;
+use super::openai::OpenAi;
+
+/// A server: `[NAME=]URL`. A URL without a path is a router of ours; one with a path, such as `/v1`, the base of an OpenAI-compatible API.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// What it is called in tables.
+    pub name: String,
+    /// Where it is.
+    pub url: String,
+    authority: String,
+    /// The path without a slash at its end; empty for a router.
+    base: String,
+}
+
+impl Endpoint {
+    /// A client for it; nothing is sent yet.
+    pub fn client(&self) -> Client {
+        let dial = Dial::Tcp(self.authority.clone());
+        match self.base.as_str() {
+            "" => Client::Grpc(Grpc::new(dial, self.url.clone())),
+            base => Client::OpenAi(OpenAi::new(dial, self.authority.clone(), base.to_owned())),
+        }
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, url) = match text.split_once('=') {
+            Some((name, url)) if !name.contains("://") => (name, url),
+            _ => ("", text),
+        };
+        let uri: Uri = url.parse().map_err(|error| {
+            format!("{error}; write it like http://HOST:PORT or NAME=http://HOST:PORT/v1")
+        })?;
+        match uri.scheme_str() {
+            Some("http") => {}
+            Some("https") => return Err("TLS is not spoken here; measure behind it, over http".to_owned()),
+            _ => return Err("write it like http://HOST:PORT or NAME=http://HOST:PORT/v1".to_owned()),
+        }
+        let host = uri.host().unwrap_or_default();
+        let port = match uri.authority().and_then(|authority| authority.as_str().strip_prefix(host)) {
+            Some("") => 80,
+            _ => uri.port_u16().ok_or("its port is no number up to 65535")?,
+        };
+        let authority = format!("{host}:{port}");
+        let path = uri.path().trim_end_matches('/');
+        let base = path.strip_suffix("/completions").unwrap_or(path).to_owned();
+        let name = if name.is_empty() { authority.clone() } else { name.to_owned() };
+        let url = format!("http://{authority}{base}");
+        Ok(Self { name, url, authority, base })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_tells_an_openai_api_from_a_router() {
+        let endpoint = |text: &str| text.parse::<Endpoint>().unwrap();
+        let router = endpoint("http://127.0.0.1:8650/");
+        assert_eq!((router.name.as_str(), router.url.as_str()), ("127.0.0.1:8650", "http://127.0.0.1:8650"));
+        assert_eq!(router.client().protocol(), "grpc");
+        let peer = endpoint("peer=http://h/v1/completions");
+        assert_eq!((peer.name.as_str(), peer.url.as_str()), ("peer", "http://h:80/v1"));
+        assert_eq!(peer.client().protocol(), "openai");
+        for text in ["", "h:1", "a=", "https://h/v1", "ftp://h", "http://", "x=http://h:99999"] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! `inflight bench` as a process, against a real cluster and against servers whose every token is known.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use inflight_tests::{Cluster, Fault, Finished, Script, TokenServer, run};
+use serde_json::Value;
+
+use crate::program;
+
+async fn bench(arguments: &[&str]) -> Result<Finished> {
+    let mut all = vec!["bench"];
+    all.extend_from_slice(arguments);
+    run(program(), &all, "").await
+}
+
+fn json(finished: &Finished) -> Result<Value> {
+    ensure!(finished.code == Some(0), "{finished:?}");
+    serde_json::from_str(&finished.stdout).with_context(|| format!("not JSON: {}", finished.stdout))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
+    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let lengths =
+        ["--prompt-tokens=10..40", "--output-tokens=lognormal:mean=20,sigma=0.7,max=60", "--seed=7"];
+    for load in ["--concurrency=3", "--rate=50"] {
+        let mut arguments = vec!["--endpoint", &cluster.endpoint, load, "--requests=40", "--json=-"];
+        arguments.extend_from_slice(&lengths);
+        let report = json(&bench(&arguments).await?)?;
+        let round = &report["points"][0]["endpoints"][0]["rounds"][0];
+        ensure!(round["requests"]["completed"] == 40 && round["requests"]["short"] == 0, "{report:#}");
+        let figure =
+            |name: &str| round["figures"][name].as_f64().with_context(|| format!("no {name} in {report:#}"));
+        ensure!(
+            figure("output_tokens_per_s")? > 0.0
+                && figure("total_tokens_per_s")? > figure("output_tokens_per_s")?
+        );
+        ensure!(
+            figure("e2e_ms_p50")? >= figure("ttft_ms_p50")? && figure("itl_ms_p99")? >= figure("itl_ms_p50")?
+        );
+        ensure!(report["setting"]["endpoints"][0]["prompts"] == "token ids", "{report:#}");
+    }
+    let refused = bench(&["--endpoint", &cluster.endpoint, "--model=nobody"]).await?;
+    ensure!(refused.code == Some(4) && refused.stderr.contains("serves no model \"nobody\""), "{refused:?}");
+    let long = bench(&["--endpoint", &cluster.endpoint, "--prompt-tokens=1000000"]).await?;
+    ensure!(long.code == Some(2) && long.stderr.contains("--max-prompt-tokens"), "{long:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_servers_are_compared_by_ratios() -> Result<()> {
+    let gap = Duration::from_millis(10);
+    let fast = TokenServer::new(Script { gap, ..Script::default() }).listen_grpc().await?;
+    let slow = TokenServer::new(Script { gap: gap * 4, ..Script::default() }).listen_openai().await?;
+    let (fast, slow) = (format!("fast=http://{fast}"), format!("slow=http://{slow}/v1"));
+    let arguments =
+        ["--endpoint", &fast, "--endpoint", &slow, "--concurrency=4", "--requests=8", "--output-tokens=10"];
+    let shown = bench(&arguments).await?;
+    ensure!(shown.code == Some(0) && shown.stdout.contains("fast / slow"), "{shown:?}");
+    ensure!(shown.stdout.contains("closed loop, 4 streams; 3 rounds, medians"), "{}", shown.stdout);
+    let report = json(&bench(&[&arguments[..], &["--json=-"]].concat()).await?)?;
+    let ratio =
+        report["points"][0]["ratios"][0]["ratios"]["itl_ms_p50"]["median"].as_f64().context("no ratio")?;
+    // A quarter, and what a busy machine makes of it.
+    ensure!((0.15..0.6).contains(&ratio), "{ratio}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_trace_is_replayed_with_its_tenants() -> Result<()> {
+    let server = TokenServer::new(Script::default());
+    let endpoint = format!("http://{}", server.listen_grpc().await?);
+    let path = std::env::temp_dir().join(format!("inflight-bench-{}.csv", std::process::id()));
+    let trace = "req_time,adapter_dir,prompt_len,output_len,first_token_latency,request_latency\n\
+                 0.0,a,13,5,1,1\n1.0,b,7,3,1,1\n9.0,a,8,4,1,1\n";
+    std::fs::write(&path, trace)?;
+    let path = path.to_str().context("a path that is no text")?;
+    let report = json(&bench(&["--endpoint", &endpoint, "--trace", path, "--speed=100", "--json=-"]).await?)?;
+    std::fs::remove_file(path)?;
+    let served: Vec<(usize, u32, String)> = server
+        .log()
+        .into_iter()
+        .map(|request| (request.prompt.len(), request.asked, request.tenant))
+        .collect();
+    let expected = [(13, 5, "tenant-0"), (7, 3, "tenant-1"), (8, 4, "tenant-0")];
+    ensure!(
+        served == expected.map(|(prompt, asked, tenant)| (prompt, asked, tenant.to_owned())),
+        "{served:?}"
+    );
+    let tenants = &report["points"][0]["endpoints"][0]["rounds"][0]["tenants"];
+    ensure!(tenants[0]["output_tokens"] == 9 && tenants[1]["output_tokens"] == 3, "{tenants}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_measured_is_said_and_fails() -> Result<()> {
+    let free = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?;
+    for down in [format!("http://{free}"), format!("http://{free}/v1")] {
+        let down = bench(&["--endpoint", &down]).await?;
+        ensure!(down.code == Some(3) && down.stderr.contains("nobody answers at"), "{down:?}");
+    }
+    // What goes wrong, its exit code, and what must be said: from the first request on, and after some that went well.
+    let faults = [
+        (Fault::Error, 1, "500 Internal Server Error: out of order", "http_500"),
+        (Fault::EndsEarly(3), 1, "ended before its completion did", "truncated"),
+        (Fault::Refusal, 5, "too much to do", ""),
+    ];
+    for (fault, code, words, kind) in faults {
+        let script = Script { fault: Some(fault), ..Script::default() };
+        let endpoint = format!("http://{}/v1", TokenServer::new(script).listen_openai().await?);
+        let failed = bench(&["--endpoint", &endpoint]).await?;
+        ensure!(failed.code == Some(code) && failed.stderr.contains(words), "{failed:?}");
+        if kind.is_empty() {
+            continue;
+        }
+        let script = Script { healthy: 8, ..script };
+        let endpoint = format!("http://{}/v1", TokenServer::new(script).listen_openai().await?);
+        let failed = bench(&["--endpoint", &endpoint, "--requests=12", "--concurrency=1"]).await?;
+        ensure!(failed.code == Some(1) && failed.stdout.contains("requests completed"), "{failed:?}");
+        ensure!(
+            failed.stderr.contains(" of 12 requests failed") && failed.stderr.contains(kind),
+            "{failed:?}"
+        );
+    }
+    let wrong = TokenServer::new(Script::default()).listen_openai().await?;
+    let protocol = bench(&["--endpoint", &format!("http://{wrong}")]).await?;
+    ensure!(protocol.code != Some(0) && protocol.stderr.contains("/v1"), "{protocol:?}");
+    for (flags, words) in [
+        (["--trace=/nowhere/trace.csv", "--speed=2"], "/nowhere/trace.csv"),
+        (["--rate=0", "--seed=1"], "--rate"),
+        (["--concurrency=2", "--rate=1"], "cannot be used with"),
+        (["--endpoint=https://h/v1", "--seed=1"], "TLS"),
+        (["--output-tokens=0", "--seed=1"], "from 1 to"),
+    ] {
+        let refused = bench(&flags).await?;
+        ensure!(refused.code == Some(2) && refused.stderr.contains(words), "{flags:?}: {refused:?}");
+    }
+    Ok(())
+}
