@@ -53,7 +53,7 @@ class Peers:
             subprocess.run([str(part) for part in command(out)], check=True, stdout=sys.stderr)
         return out
 
-    def inflight(self, _streams):
+    def inflight(self):
         command = [self.arguments.inflight, "up", "--json", "--model", self.checkpoint(), "--workers", "1", "--threads", self.threads,
                    "--port", PORTS["inflight"], "--metrics-port", PORTS["inflight"] + 100, "--kv-cache-bytes", "2GiB"]
         if self.arguments.dtype != "bf16":
@@ -80,7 +80,7 @@ class Peers:
                 "-C", mask, "--cpu-strict", "1", "-np", streams, "-c", streams * CONTEXT_TOKENS, "-fa", "on",
                 "--load-mode", "none", "--cache-ram", "0"], {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
-    def openvino(self, _streams):
+    def openvino(self):
         weight = {"bf16": "fp16", "int8": "int8", "int4": "int4"}[self.arguments.dtype]
         exporter = Path(self.arguments.openvino_python).with_name("optimum-cli")
         weights = self.converted(f"openvino-{weight}", lambda out: [
@@ -89,7 +89,7 @@ class Peers:
         return [self.arguments.openvino_python, HERE / "openvino_server.py", weights, "--port", PORTS["openvino"],
                 "--threads", self.threads, "--streams", max(self.arguments.concurrency)], {}
 
-    def vllm(self, _streams):
+    def vllm(self):
         environment = {
             "VLLM_CPU_OMP_THREADS_BIND": self.arguments.cpus.replace(",", "-") if self.threads == "2" else self.arguments.cpus,
             "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -98,7 +98,7 @@ class Peers:
         }
         if self.arguments.vllm_preload:
             environment["LD_PRELOAD"] = self.arguments.vllm_preload
-        return [self.arguments.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", self.checkpoint(), "--port", PORTS["vllm"],
+        return [self.arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.checkpoint(), "--port", PORTS["vllm"],
                 "--dtype", "bfloat16", "--no-enable-prefix-caching", "--max-model-len", CONTEXT_TOKENS,
                 "--max-num-seqs", max(self.arguments.concurrency)], environment
 
@@ -167,30 +167,41 @@ def parse():
     return parser.parse_args()
 
 
-def compare(arguments, peers, streams):
-    """One concurrency: starts the servers, measures, and returns the report."""
+def compare(arguments, peers):
+    """Starts the servers, measures each concurrency, and yields the reports. Only llama.cpp's server has to be started anew for each."""
     servers = {"inflight": peers.inflight}
-    if arguments.llama_server:
-        servers["llama.cpp"] = peers.llama
     if arguments.openvino_python:
         servers["openvino"] = peers.openvino
     if arguments.vllm_python and arguments.dtype == "bf16":
         servers["vllm"] = peers.vllm
+    with contextlib.ExitStack() as stack:
+        for name, start in servers.items():
+            command, environment = start()
+            stack.enter_context(running(name, command, environment, arguments))
+        for streams in arguments.concurrency:
+            with contextlib.ExitStack() as inner:
+                names = list(servers)
+                if arguments.llama_server:
+                    command, environment = peers.llama(streams)
+                    inner.enter_context(running("llama.cpp", command, environment, arguments))
+                    names.insert(1, "llama.cpp")
+                yield streams, measure(arguments, names, streams)
+
+
+def measure(arguments, names, streams):
+    """One concurrency."""
     requests = arguments.requests or max(12, 3 * streams)
     bench = [arguments.inflight, "bench", "--concurrency", streams, "--requests", requests, "--rounds", arguments.rounds,
              "--seed", arguments.seed, "--vocab-size", checkpoint.SHAPES[arguments.shape][5],
              "--prompt-tokens", arguments.prompt_tokens, "--output-tokens", arguments.output_tokens]
+    for name in names:
+        bench += ["--endpoint", f"{name}=http://127.0.0.1:{PORTS[name]}" + ("" if name == "inflight" else "/v1")]
+    for endpoint in arguments.endpoint:
+        bench += ["--endpoint", endpoint]
     out = arguments.work / f"{arguments.shape}-{arguments.dtype}-{streams}.json"
-    with contextlib.ExitStack() as stack:
-        for name, start in servers.items():
-            command, environment = start(streams)
-            stack.enter_context(running(name, command, environment, arguments))
-            bench += ["--endpoint", f"{name}=http://127.0.0.1:{PORTS[name]}" + ("" if name == "inflight" else "/v1")]
-        for endpoint in arguments.endpoint:
-            bench += ["--endpoint", endpoint]
-        command = [str(part) for part in [*bench, "--json", out]]
-        print("running " + " ".join(command), file=sys.stderr)
-        subprocess.run(command, check=True)
+    command = [str(part) for part in [*bench, "--json", out]]
+    print("running " + " ".join(command), file=sys.stderr)
+    subprocess.run(command, check=True)
     return json.loads(out.read_text())
 
 
@@ -217,8 +228,7 @@ def main():
     arguments = parse()
     arguments.work.mkdir(parents=True, exist_ok=True)
     peers = Peers(arguments)
-    results = [(streams, compare(arguments, peers, streams)) for streams in arguments.concurrency]
-    print(summary(results))
+    print(summary(list(compare(arguments, peers))))
 
 
 if __name__ == "__main__":

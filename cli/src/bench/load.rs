@@ -169,9 +169,9 @@ async fn open(
             }
             at = due.recv() => {
                 let Some(at) = at else {
-                    // The trace has ended: so does what counts.
-                    round.meter.stop_admitting();
+                    // The trace has ended, and with its last requests so does what counts.
                     while in_flight.join_next().await.is_some() {}
+                    round.meter.stop_admitting();
                     break;
                 };
                 let permit = match Arc::clone(&places).try_acquire_owned() {
