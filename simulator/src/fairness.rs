@@ -137,6 +137,7 @@ pub struct ServiceGap {
     cost: TokenCost,
     pool_tokens: u32,
     passes: u32,
+    ageing: f64,
     tenants: BTreeMap<u32, TenantState>,
     /// Of both tenants backlogged, the first being the smaller number.
     stretches: BTreeMap<(u32, u32), Stretch>,
@@ -151,6 +152,7 @@ impl ServiceGap {
             cost,
             pool_tokens,
             passes: 0,
+            ageing: 0.0,
             tenants: BTreeMap::new(),
             stretches: BTreeMap::new(),
             largest: 0.0,
@@ -162,6 +164,13 @@ impl ServiceGap {
     /// [`bypass_max`](inflight_worker_core::Limits::bypass_max) passes can come to.
     pub fn with_passes(mut self, passes: u32) -> Self {
         self.passes = passes;
+        self
+    }
+
+    /// Widens the bound by the service that ageing forgives at most, in tokens of weight 1: each of two tenants may be that
+    /// far ahead of the other.
+    pub fn with_ageing(mut self, tokens_max: f64) -> Self {
+        self.ageing = tokens_max;
         self
     }
 
@@ -182,7 +191,7 @@ impl ServiceGap {
         let input = f64::from(self.cost.input) * f64::from(f.longest_prompt.max(g.longest_prompt));
         let output = f64::from(self.cost.output) * f64::from(self.pool_tokens);
         let passes = f64::from(self.passes) * f.dearest.max(g.dearest);
-        (2.0 * input.max(output) + passes) / f.weight.min(g.weight)
+        (2.0 * input.max(output) + passes) / f.weight.min(g.weight) + 2.0 * self.ageing
     }
 
     /// The difference of two tenants' services since the start, in tokens of weight 1.

@@ -9,7 +9,7 @@ use common::{Run, a10g, simulate, trace, vtc_limits};
 use inflight_contract::{TokenCost, Weight};
 use inflight_simulator::trace::{read_vtc, requests_of};
 use inflight_simulator::workload::Workload;
-use inflight_simulator::{Request, ServiceDifference};
+use inflight_simulator::{Request, ServedRequest, ServiceDifference};
 use inflight_worker_core::Time;
 use inflight_worker_core::policy::PolicyKind;
 
@@ -47,7 +47,7 @@ fn the_metric_gives_the_published_figures_from_the_published_results() {
         ("vtc_overload_vtc.csv", 19_288, 10_377, 698_124),
         ("vtc_overload_vtc_oracle.csv", 587, 51, 171),
     ] {
-        let Some(path) = trace(&format!("tenants/{file}")) else { return };
+        let Some(path) = trace(&format!("tenants/{file}")) else { continue };
         let ticks = ServiceDifference::paper_ticks();
         let found = ServiceDifference::measure(&read_vtc(&path).unwrap(), TokenCost::default(), &ticks);
         println!("{file:28} max {:.2}  mean {:.2}  variance {:.2}", found.max, found.mean, found.variance);
@@ -60,8 +60,36 @@ fn the_metric_gives_the_published_figures_from_the_published_results() {
 }
 
 #[test]
+fn the_metric_gives_what_can_be_worked_out_by_hand() {
+    // Two tenants, one window: 600 tokens of cost each asked for, the first served whole in it, the second a half.
+    let request = |tenant, end_s| ServedRequest {
+        tenant,
+        arrival_s: 5.0,
+        first_token_s: 10.0,
+        end_s,
+        prompt_tokens: 200,
+        output_tokens: 200,
+    };
+    let found = ServiceDifference::measure(
+        &[request(0, 50.0), request(1, 110.0)],
+        TokenCost::default(),
+        &[0.0, 200.0],
+    );
+    // 600 / 60 s against 300 / 60 s, and its demand is no less; at the second tick nothing is served.
+    assert!((found.max - 5.0).abs() < 1e-9 && (found.mean - 2.5).abs() < 1e-9, "{found:?}");
+    assert!((found.variance - 6.25).abs() < 1e-9);
+}
+
+#[test]
 fn fcfs_in_simulation_is_as_unfair_and_as_fast_as_the_real_server() {
-    let Some(requests) = vtc_requests("vtc_real_fcfs.csv") else { return };
+    let Some(requests) = vtc_requests("vtc_real_fcfs.csv") else {
+        // A workload of the same statistics is as unfair and as fast, as far as chance allows.
+        let run = run(PolicyKind::Fcfs, &Workload::chat().generate(SEED), None);
+        let (found, rate) = (run.service_difference(), run.records.tokens_per_second());
+        assert!(off_by(found.max, FCFS_REAL.0) < 0.5 && off_by(found.mean, FCFS_REAL.1) < 0.5, "{found:?}");
+        assert!(off_by(rate, FCFS_REAL.2) < 0.2, "{rate} tok/s");
+        return;
+    };
     let run = run(PolicyKind::Fcfs, &requests, None);
     let (found, rate) = (run.service_difference(), run.records.tokens_per_second());
     assert!(off_by(found.max, FCFS_REAL.0) < 0.1, "max {}", found.max);

@@ -160,3 +160,31 @@ impl Options {
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_worker_can_do_is_refused_by_name() {
+        let named =
+            |options: Options| options.validate().err().map(|error| error.to_string()).unwrap_or_default();
+        for block_tokens in [0, 3, 24, 512] {
+            let error = named(Options { block_tokens, ..Options::default() });
+            assert!(error.contains("block_tokens") && error.contains("power of two"), "{error}");
+        }
+        assert!(named(Options { kv_cache_bytes: 0, ..Options::default() }).contains("kv_cache_bytes"));
+        assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
+        assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
+        assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));
+        assert!(
+            named(Options { step_target: Some(Duration::ZERO), ..Options::default() })
+                .contains("step_target")
+        );
+        assert_eq!(
+            Options { host_cache_bytes: 0, ..Options::default() }.validate(),
+            Ok(()),
+            "no host pool is fine"
+        );
+    }
+}

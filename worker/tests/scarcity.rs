@@ -1,25 +1,28 @@
 //! The engine on the real runtime with too little of everything: a pool that holds a fraction of the work, so that
-//! sequences are preempted, swapped and computed again all the time; prompts that share prefixes; choices that fork.
-//! Whatever happens, each choice gets the tokens and the log probabilities, bit for bit, that it gets alone with
-//! all the room there is and no prefix cache.
+//! sequences are preempted, swapped and computed again all the time, at random moments besides; prompts that share
+//! prefixes; choices that fork; cancels and deadlines in the middle; tenants of different weight; every policy, with and
+//! without a target for the steps. Whatever happens, each choice gets the tokens and the log probabilities, bit for bit,
+//! that it gets alone with all the room there is and no prefix cache, on every dtype and every instruction set.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use inflight_contract::{SamplingParams, SamplingSpec, Weight};
+use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::Isa;
 use inflight_worker::PolicyKind;
-use inflight_worker::engine::{Command, Engine, Request, RequestKey, Resumed, SessionId, Settings};
+use inflight_worker::engine::{Command, Engine, Finish, Request, RequestKey, Resumed, SessionId, Settings};
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::Runtime;
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_worker_core::{CostPrior, Load, Time};
 use proptest::prelude::*;
-use proptest::test_runner::{Config, TestRunner};
+use proptest::test_runner::{Config, RngSeed, TestRunner};
 
 /// A token and the bits of its log probability and of those of its runners-up.
 type Step = (u32, Vec<u32>);
@@ -34,14 +37,27 @@ struct Ask {
     temperature: f32,
     presence_penalty: f32,
     priority: i32,
+    tenant: bool,
     at: usize,
+    /// Turns after its submission at which it is withdrawn, past its deadline, or made to give way.
+    cancel_after: Option<usize>,
+    deadline_after: Option<usize>,
+    preempt_after: Option<usize>,
 }
 
 fn ask() -> impl Strategy<Value = Ask> {
     let sizes = (0u32..3, 1u32..70, 1u32..40, 1u32..=3);
     let choice = (any::<u64>(), prop_oneof![Just(0.0f32), Just(0.9)], prop_oneof![Just(0.0f32), Just(0.7)]);
-    (sizes, choice, -1i32..=1, 0usize..40).prop_map(
-        |((text, prompt, max_tokens, n), (seed, temperature, presence_penalty), priority, at)| Ask {
+    let rarely = |turns| prop::option::weighted(0.15, 1usize..turns);
+    let events = (0usize..40, rarely(60), rarely(60), prop::option::weighted(0.4, 1usize..60));
+    (sizes, choice, -1i32..=1, any::<bool>(), events).prop_map(
+        |(
+            (text, prompt, max_tokens, n),
+            (seed, temperature, presence_penalty),
+            priority,
+            tenant,
+            (at, cancel_after, deadline_after, preempt_after),
+        )| Ask {
             text,
             prompt,
             max_tokens,
@@ -50,7 +66,11 @@ fn ask() -> impl Strategy<Value = Ask> {
             temperature,
             presence_penalty,
             priority,
+            tenant,
             at,
+            cancel_after,
+            deadline_after,
+            preempt_after,
         },
     )
 }
@@ -75,10 +95,10 @@ fn request(ask: &Ask, handle: u64, vocab: u32) -> Request {
         max_tokens: ask.max_tokens,
         sampling: Arc::new(sampling(ask)),
         choices: vec![Resumed::default(); ask.n as usize],
-        tenant: "a".into(),
-        weight: Weight::default(),
+        tenant: (if ask.tenant { "a" } else { "b" }).into(),
+        weight: Weight::try_from(if ask.tenant { 1.0 } else { 3.0 }).unwrap(),
         priority: ask.priority,
-        deadline: None,
+        deadline: ask.deadline_after.map(|turns| Time::from_nanos((ask.at + turns) as u64)),
         span: tracing::Span::none(),
     }
 }
@@ -111,95 +131,194 @@ fn runtime(
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
 
-fn run(engine: &mut Engine, asks: &[Ask]) -> (BTreeMap<(u64, u32), Vec<Step>>, Load) {
+/// What a choice got, and whether it ended before its time.
+#[derive(Debug, Default)]
+struct Output {
+    steps: Vec<Step>,
+    cut: bool,
+}
+
+/// What happened, so that a test can't pass because nothing did.
+#[derive(Debug, Default)]
+struct Seen {
+    recomputed: u64,
+    swapped: u64,
+    swapped_in: u64,
+    cached: u64,
+    host_cached: u64,
+    forced: u64,
+    /// Steps that ran while another was in flight.
+    overlapped: u64,
+    cut: u64,
+}
+
+impl Seen {
+    fn add(&mut self, load: &Load) {
+        self.recomputed += load.recompute_preemptions;
+        self.swapped += load.swap_preemptions;
+        self.swapped_in += load.blocks_swapped_in;
+        self.cached += load.cached_tokens;
+        self.host_cached += load.host_cached_tokens;
+    }
+}
+
+fn run(engine: &mut Engine, asks: &[Ask], seen: &mut Seen) -> BTreeMap<(u64, u32), Output> {
     let vocab = engine.model_limits().vocab_size;
     let mut events = Vec::new();
     engine.command(Command::Open(SessionId(0)), Time::ZERO, &mut events);
-    let mut outputs: BTreeMap<(u64, u32), Vec<Step>> = BTreeMap::new();
+    let mut outputs: BTreeMap<(u64, u32), Output> = BTreeMap::new();
     for turn in 0.. {
         assert!(turn < 100_000, "no progress");
         let now = Time::from_nanos(turn as u64);
-        for (handle, ask) in asks.iter().enumerate().filter(|(_, ask)| ask.at == turn) {
+        for (handle, ask) in asks.iter().enumerate() {
             let request = request(ask, handle as u64, vocab);
-            engine.command(Command::Submit(Box::new(request)), now, &mut events);
+            let key = request.key;
+            let due = |after: Option<usize>| after.is_some_and(|after| ask.at + after == turn);
+            if ask.at == turn {
+                engine.command(Command::Submit(Box::new(request)), now, &mut events);
+            }
+            if due(ask.cancel_after) {
+                engine.command(Command::Cancel { key, choice: None }, now, &mut events);
+            }
+            if due(ask.preempt_after) {
+                engine.preempt(key, 0);
+                seen.forced += 1;
+            }
         }
-        let idle = engine.turn(now, &mut events).unwrap().idle;
+        let turned = engine.turn(now, &mut events).unwrap();
+        seen.overlapped += u64::from(turned.tokens > 0 && engine.in_flight() > 0);
         for event in events.drain(..) {
             let output = outputs.entry((event.key.request, event.choice)).or_default();
             if let Some(token) = event.token {
                 let logprobs = event.logprobs.expect("log probabilities were asked for");
                 let bits = std::iter::once(&logprobs.chosen).chain(&logprobs.top);
-                output.push((token, bits.map(|one| one.logprob.to_bits()).collect()));
+                output.steps.push((token, bits.map(|one| one.logprob.to_bits()).collect()));
+            }
+            match event.finish {
+                None | Some(Finish::Ended(FinishReason::Stop | FinishReason::Length)) => {}
+                Some(Finish::Ended(FinishReason::Cancelled | FinishReason::Deadline)) => output.cut = true,
+                Some(other) => panic!("it ended by {other:?}"),
             }
         }
-        if idle && turn > 40 {
+        if turned.idle && turn > 100 {
             break;
         }
     }
     let load = engine.load();
     assert_eq!((load.running, load.waiting, load.swapped), (0, 0, 0));
     assert_eq!((load.blocks_used, load.host_blocks_used), (0, 0));
-    (outputs, load)
+    seen.add(&load);
+    outputs
+}
+
+#[derive(Debug)]
+struct Workload {
+    asks: Vec<Ask>,
+    blocks: u64,
+    host_blocks: u64,
+    threads: usize,
+    cheap_copies: bool,
+    policy: PolicyKind,
+    step_target: Option<Duration>,
+    overlap: bool,
+}
+
+fn workload() -> impl Strategy<Value = Workload> {
+    use PolicyKind::{Fair, Fcfs, Priority, Static};
+    let asks = prop::collection::vec(ask(), 4..12);
+    let policy = prop_oneof![2 => Just(Fair), 2 => Just(Priority), 1 => Just(Fcfs), 1 => Just(Static)];
+    let target = prop::option::of(1u64..3000);
+    (asks, 16u64..30, 0u64..40, 1usize..3, any::<bool>(), policy, target, any::<bool>()).prop_map(
+        |(asks, blocks, host_blocks, threads, cheap_copies, policy, target, overlap)| Workload {
+            asks,
+            blocks,
+            host_blocks,
+            threads,
+            cheap_copies,
+            policy,
+            step_target: target.map(Duration::from_micros),
+            overlap,
+        },
+    )
+}
+
+fn check(
+    workload: &Workload,
+    folder: &TempDir,
+    dtype: Dtype,
+    isa: Isa,
+    seen: &mut Seen,
+) -> Result<(), TestCaseError> {
+    let settings = Settings { prefix_cache: false, ..Settings::default() };
+    let roomy = runtime(folder, dtype, isa, 1, 64, 0);
+    let mut engine = Engine::new(Box::new(roomy), &[], settings).unwrap();
+    let mut alone = BTreeMap::new();
+    for (handle, ask) in workload.asks.iter().enumerate() {
+        let undisturbed =
+            Ask { at: 0, cancel_after: None, deadline_after: None, preempt_after: None, ..ask.clone() };
+        let outputs = run(&mut engine, &[undisturbed], &mut Seen::default());
+        alone
+            .extend(outputs.into_iter().map(|((_, choice), output)| ((handle as u64, choice), output.steps)));
+    }
+    let copy_block = if workload.cheap_copies { 1e-9 } else { 1.0 };
+    let prior = CostPrior { copy: 0.0, copy_block, trust: 1e-6, ..CostPrior::default() };
+    let (policy, step_target) = (workload.policy, workload.step_target);
+    let settings = Settings { policy, prior, step_target, ..Settings::default() };
+    let scarce = runtime(folder, dtype, isa, workload.threads, workload.blocks, workload.host_blocks);
+    let scarce: Box<dyn Runtime> =
+        if workload.overlap { Box::new(scarce.overlapped().unwrap()) } else { Box::new(scarce) };
+    let mut engine = Engine::new(scarce, &[], settings).unwrap();
+    let together = run(&mut engine, &workload.asks, seen);
+    for (key, steps) in &alone {
+        let output = &together[key];
+        seen.cut += u64::from(output.cut);
+        let same = if output.cut { steps.starts_with(&output.steps) } else { *steps == output.steps };
+        prop_assert!(same, "{:?} {:?}: {:?} got {:?} and alone {:?}", dtype, isa, key, output, steps);
+    }
+    Ok(())
+}
+
+/// `INFLIGHT_SEEDS=FIRST..END` asks for other seeds than the one that every run tries.
+fn seeds() -> std::ops::Range<u64> {
+    let parse = |text: &str| {
+        let (first, end) = text.split_once("..")?;
+        Some(first.parse().ok()?..end.parse().ok()?)
+    };
+    match std::env::var("INFLIGHT_SEEDS") {
+        Ok(text) => parse(&text).unwrap_or_else(|| panic!("INFLIGHT_SEEDS={text}: write it as FIRST..END")),
+        Err(_) => 0..1,
+    }
 }
 
 #[test]
 fn scarcity_never_changes_the_answer() {
-    let models = [(Arch::Llama32, Dtype::Bf16), (Arch::Qwen3, Dtype::F32), (Arch::Mistral, Dtype::F16)];
-    let seen = RefCell::new(Load::default());
-    for (arch, dtype) in models {
-        let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
-        for isa in Isa::available() {
-            let cases = Config { cases: 6, failure_persistence: None, ..Config::default() };
-            let workloads = (
-                prop::collection::vec(ask(), 4..12),
-                16u64..30,
-                0u64..40,
-                1usize..3,
-                any::<bool>(),
-                any::<bool>(),
-                any::<bool>(),
-            );
-            TestRunner::new(cases)
-                .run(&workloads, |(asks, blocks, host_blocks, threads, cheap_copies, fcfs, overlap)| {
-                    let alone: BTreeMap<_, _> = {
-                        let settings = Settings { prefix_cache: false, ..Settings::default() };
-                        let roomy = runtime(&folder, dtype, isa, 1, 64, 0);
-                        let mut engine = Engine::new(Box::new(roomy), &[], settings).unwrap();
-                        let each = asks.iter().enumerate().flat_map(|(handle, ask)| {
-                            let ask = Ask { at: 0, ..ask.clone() };
-                            let (outputs, _) = run(&mut engine, &[ask]);
-                            outputs
-                                .into_iter()
-                                .map(move |((_, choice), steps)| ((handle as u64, choice), steps))
-                        });
-                        each.collect()
-                    };
-                    let copy_block = if cheap_copies { 1e-9 } else { 1.0 };
-                    let prior = CostPrior { copy: 0.0, copy_block, trust: 1e-6, ..CostPrior::default() };
-                    let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Priority };
-                    let settings = Settings { policy, prior, ..Settings::default() };
-                    let scarce = runtime(&folder, dtype, isa, threads, blocks, host_blocks);
-                    let scarce: Box<dyn Runtime> =
-                        if overlap { Box::new(scarce.overlapped().unwrap()) } else { Box::new(scarce) };
-                    let mut engine = Engine::new(scarce, &[], settings).unwrap();
-                    let (together, load) = run(&mut engine, &asks);
-                    let mut seen = seen.borrow_mut();
-                    seen.recompute_preemptions += load.recompute_preemptions;
-                    seen.swap_preemptions += load.swap_preemptions;
-                    seen.cached_tokens += load.cached_tokens;
-                    seen.blocks_swapped_in += load.blocks_swapped_in;
-                    seen.host_cached_tokens += load.host_cached_tokens;
-                    for (key, steps) in &alone {
-                        prop_assert_eq!(&together[key], steps, "{:?} {:?} {:?}: {:?}", arch, dtype, isa, key);
-                    }
-                    Ok(())
-                })
-                .unwrap();
+    let dtypes = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+    let archs = [Arch::Llama32, Arch::Qwen3, Arch::Mistral];
+    let seen = RefCell::new(Seen::default());
+    for seed in seeds() {
+        for (d, dtype) in dtypes.into_iter().enumerate() {
+            for (i, isa) in Isa::available().into_iter().enumerate() {
+                let arch = archs[(d + i + seed as usize) % archs.len()];
+                let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
+                let config = Config {
+                    cases: 6,
+                    failure_persistence: None,
+                    rng_seed: RngSeed::Fixed(seed << 8 | (d << 4 | i) as u64),
+                    ..Config::default()
+                };
+                let outcome = TestRunner::new(config).run(&workload(), |workload| {
+                    check(&workload, &folder, dtype, isa, &mut seen.borrow_mut())
+                });
+                if let Err(error) = outcome {
+                    panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {arch:?}: {error}", seed + 1);
+                }
+            }
         }
     }
     let seen = seen.into_inner();
+    println!("seeds {:?}: {seen:?}", seeds());
     // Otherwise the test would prove nothing.
-    assert!(seen.recompute_preemptions > 10 && seen.swap_preemptions > 10, "{seen:?}");
-    assert!(seen.host_cached_tokens > 10, "{seen:?}");
-    assert!(seen.cached_tokens > 100 && seen.blocks_swapped_in > 10, "{seen:?}");
+    assert!(seen.recomputed > 10 && seen.swapped > 10 && seen.swapped_in > 10, "{seen:?}");
+    assert!(seen.cached > 100 && seen.host_cached > 10, "{seen:?}");
+    assert!(seen.forced > 10 && seen.overlapped > 100 && seen.cut > 10, "{seen:?}");
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+use std::io::Write as _;
 use std::path::PathBuf;
 
 use inflight_contract::{TenantService, TokenCost};
@@ -9,7 +10,7 @@ use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
     percentile,
 };
-use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::policy::{Policy, PolicyKind};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
 
 /// Tokens of the KV pool of the published runs.
@@ -20,7 +21,11 @@ pub fn trace(file: &str) -> Option<PathBuf> {
     match std::env::var_os("INFLIGHT_TRACES") {
         Some(root) => Some(PathBuf::from(root).join(file)),
         None => {
-            println!("INFLIGHT_TRACES is not set: {file} is not looked at");
+            // Not by `println`, which a test that passes keeps to itself.
+            let _ = writeln!(
+                std::io::stderr(),
+                "INFLIGHT_TRACES is not set: {file} is skipped, a seeded workload like it runs"
+            );
             None
         }
     }
@@ -54,8 +59,12 @@ pub fn vtc_limits() -> Limits {
 }
 
 pub fn scheduler(limits: Limits, policy: PolicyKind) -> Scheduler {
+    scheduler_with(limits, policy.build())
+}
+
+pub fn scheduler_with(limits: Limits, policy: Box<dyn Policy>) -> Scheduler {
     let tenants = TenantService::new(TokenCost::default(), 1000);
-    Scheduler::new(limits, policy.build(), CostModel::new(CostPrior::default()), tenants).unwrap()
+    Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap()
 }
 
 pub struct Run {
@@ -104,4 +113,16 @@ pub fn simulate(
     simulation.run(requests, &mut observers).unwrap();
     let (records, gap) = observers;
     Run { records, gap }
+}
+
+/// The seeds that `INFLIGHT_SEEDS=FIRST..END` asks for, or these.
+pub fn seeds(otherwise: std::ops::Range<u64>) -> std::ops::Range<u64> {
+    let parse = |text: &str| {
+        let (first, end) = text.split_once("..")?;
+        Some(first.parse().ok()?..end.parse().ok()?)
+    };
+    match std::env::var("INFLIGHT_SEEDS") {
+        Ok(text) => parse(&text).unwrap_or_else(|| panic!("INFLIGHT_SEEDS={text}: write it as FIRST..END")),
+        Err(_) => otherwise,
+    }
 }

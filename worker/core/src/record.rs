@@ -12,7 +12,7 @@ use crate::{
     TransferId, Verdict,
 };
 
-const MAGIC: &[u8; 8] = b"inflrec1";
+const MAGIC: &[u8; 8] = b"inflrec2";
 
 /// What reached a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +26,7 @@ enum Kind {
     TransferDone,
     Step,
     Copy,
+    Preempt,
 }
 
 /// The log of a scheduler, as bytes that were not taken yet.
@@ -84,6 +85,12 @@ impl Log {
 
     pub fn cancel(&mut self, id: SequenceId) {
         self.kind(Kind::Cancel);
+        self.number(id.index.into());
+        self.number(id.generation.into());
+    }
+
+    pub fn preempt(&mut self, id: SequenceId) {
+        self.kind(Kind::Preempt);
         self.number(id.index.into());
         self.number(id.generation.into());
     }
@@ -288,6 +295,10 @@ impl Reader<'_> {
             kind if kind == Kind::Cancel as u8 => {
                 let id = SequenceId { index: self.small()?, generation: self.small()? };
                 scheduler.cancel(id);
+            }
+            kind if kind == Kind::Preempt as u8 => {
+                let id = SequenceId { index: self.small()?, generation: self.small()? };
+                scheduler.preempt(id);
             }
             kind if kind == Kind::Plan as u8 => {
                 let now = Time::from_nanos(self.number()?);

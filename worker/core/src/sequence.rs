@@ -104,6 +104,8 @@ pub(crate) struct Sequence {
     pub in_flight: u32,
     /// Will be preempted for this one, once nothing of it is in flight.
     pub evict_for: Option<SequenceId>,
+    /// It gives way whether anybody needs its blocks or not.
+    pub forced: bool,
     /// A copy of its prefix from the host failed: it is computed instead.
     pub skip_host: bool,
     /// Sequences admitted past it.

@@ -39,9 +39,31 @@ fn limits_that_contradict_each_other_are_named() {
         Some(LimitsError::Zero("block_tokens"))
     );
     assert_eq!(scheduler(Limits { blocks: 0, ..LIMITS() }).err(), Some(LimitsError::Zero("blocks")));
+    let threshold = Limits { preemption_threshold: 0, ..LIMITS() };
+    assert_eq!(scheduler(threshold).err(), Some(LimitsError::Zero("preemption_threshold")));
     assert_eq!(scheduler(Limits { depth: 3, ..LIMITS() }).err(), Some(LimitsError::Depth(3)));
     let starved = scheduler(Limits { iteration_tokens: 3, ..LIMITS() }).err();
     assert_eq!(starved, Some(LimitsError::BudgetBelowRunning { iteration_tokens: 3, running_max: 4 }));
+}
+
+#[test]
+fn without_a_host_pool_who_gives_way_is_computed_again() {
+    let limits = Limits { host_blocks: 0, watermark_blocks: 0, min_decode_tokens: 0, ..LIMITS() };
+    let mut scheduler = scheduler(Limits { blocks: 6, ..limits }).unwrap();
+    for _ in 0..2 {
+        scheduler.submit(sequence(8, 14), Time::ZERO).unwrap();
+    }
+    for now in 0..200 {
+        let plan = scheduler.plan(Time::from_nanos(now));
+        assert!(plan.transfers.is_empty());
+        let (number, chunks) = (plan.number, plan.chunks.len());
+        let verdicts = vec![Verdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+        if chunks > 0 {
+            scheduler.commit(number, Outcome { verdicts: &verdicts, took: Duration::ZERO }).unwrap();
+        }
+    }
+    assert_eq!(scheduler.drain_ended().filter(|ended| ended.reason == FinishReason::Length).count(), 2);
+    assert!(scheduler.load().recompute_preemptions > 0 && scheduler.load().swap_preemptions == 0);
 }
 
 #[test]

@@ -5,8 +5,8 @@
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
 
 mod harness;
-
-use std::ops::Range;
+#[path = "harness/seeds.rs"]
+mod seeds;
 
 use harness::{Harness, limits, op, policy};
 use proptest::prelude::*;
@@ -15,23 +15,9 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 /// Schedules that one seed stands for.
 const SCHEDULES: u32 = 1000;
 
-/// `INFLIGHT_SEEDS=FIRST..END` asks for other seeds than the two that every run tries.
-fn seeds() -> Range<u64> {
-    let parse = |text: String| {
-        let (first, end) = text.split_once("..")?;
-        Some(first.parse().ok()?..end.parse().ok()?)
-    };
-    match std::env::var("INFLIGHT_SEEDS") {
-        Ok(text) => {
-            parse(text.clone()).unwrap_or_else(|| panic!("INFLIGHT_SEEDS={text}: write it as FIRST..END"))
-        }
-        Err(_) => 0..2,
-    }
-}
-
 #[test]
 fn every_schedule_conserves_blocks_and_ends_each_sequence_once() {
-    let seeds = seeds();
+    let seeds = seeds::seeds();
     for seed in seeds.clone() {
         let config = Config {
             cases: SCHEDULES,

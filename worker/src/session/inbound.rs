@@ -93,3 +93,22 @@ impl Extractor for Carrier<'_> {
         vec!["traceparent", "tracestate"]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_submission_with_a_weight_that_is_none_is_refused_for_each_choice_by_name() {
+        for weight in [0.0, -1.0, f32::NAN, f32::INFINITY, 1000.5] {
+            let sampling = v1::SamplingParams { n: Some(2), ..v1::SamplingParams::default() };
+            let submit = v1::Submit { weight, sampling: Some(sampling), ..v1::Submit::default() };
+            let refused = decode(submit, SessionId(0), Time::ZERO).err().unwrap_or_default();
+            let whys: Vec<_> = refused.iter().map(|event| format!("{:?}", event.finish)).collect();
+            assert_eq!(whys.len(), 2);
+            assert!(whys.iter().all(|why| why.contains("weight is")), "{whys:?}");
+        }
+        let submit = v1::Submit { weight: 1.0, ..v1::Submit::default() };
+        assert!(decode(submit, SessionId(0), Time::ZERO).is_ok());
+    }
+}

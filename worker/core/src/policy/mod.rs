@@ -23,6 +23,8 @@ pub struct View {
     pub priority: i32,
     /// Counts submissions.
     pub arrival: u64,
+    /// Tokens that it has and those that it may still generate: the same all its life.
+    pub tokens: u32,
     /// Whose it is.
     pub tenant: Tenant,
     /// What that tenant has had.
@@ -128,6 +130,7 @@ mod tests {
                 specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| View {
                     priority: *priority,
                     arrival: arrival as u64,
+                    tokens: 1,
                     tenant: tenants[*tenant],
                     service: service.service(tenants[*tenant]),
                     waited: Duration::from_millis(wait),

@@ -20,15 +20,18 @@ pub(super) struct Head {
     view: View,
 }
 
-/// What a sequence finds in the pool already.
+/// What a sequence finds in the pool already: numbers only, for looking must not allocate.
 #[derive(Debug, Default)]
 struct Prefix {
-    /// Blocks to share.
-    blocks: Vec<Block>,
+    /// Blocks to share: the first of its hashes, or of the sibling's table.
+    blocks: u32,
+    /// Of these, those that nobody owns.
+    unowned: u32,
+    sibling: Option<u32>,
     /// A block to copy, for the tokens behind them, and whose it is.
     copy: Option<(Block, u32)>,
     /// Blocks of the host to copy behind the shared ones.
-    host: Vec<Block>,
+    host: u32,
     /// Tokens that need not be computed.
     tokens: u32,
 }
@@ -53,9 +56,23 @@ impl Scheduler {
     /// Swaps in while there is room, up to those that are less important than `best`, the first of the waiting, and go
     /// after it. Returns the priority of the first that found no room, and whether others are left.
     fn swap_in_from(&mut self, best: Option<View>, now: Time, draft: &Draft) -> (Option<i32>, bool) {
-        let mut order = self.swapped.clone();
-        order.sort_by(|a, b| self.policy.compare(&self.view(*a, now), &self.view(*b, now)));
-        for index in order {
+        let mut order = std::mem::take(&mut self.swap_order);
+        order.clear();
+        order.extend_from_slice(&self.swapped);
+        order.sort_unstable_by(|a, b| self.policy.compare(&self.view(*a, now), &self.view(*b, now)));
+        let outcome = self.swap_in_order(&order, best, now, draft);
+        self.swap_order = order;
+        outcome
+    }
+
+    fn swap_in_order(
+        &mut self,
+        order: &[u32],
+        best: Option<View>,
+        now: Time,
+        draft: &Draft,
+    ) -> (Option<i32>, bool) {
+        for &index in order {
             let priority = self.peek(index).priority;
             let behind = |best: View| {
                 best.priority > priority && self.policy.compare(&best, &self.view(index, now)).is_lt()
@@ -74,18 +91,28 @@ impl Scheduler {
         let running = self.limits.running_max as usize - self.free_slots.len();
         let admits = self.policy.admits(running, self.group_open);
         self.group_open = false;
-        let mut passed: Vec<u32> = Vec::new();
+        let mut passed = std::mem::take(&mut self.passed);
+        passed.clear();
+        if admits {
+            self.admit_in_order(held_up, now, draft, &mut passed);
+        } else if let Some(place) = self.first_head() {
+            let id = self.peek(self.heads[place].index).id;
+            self.iteration.blocked.get_or_insert(Blocked { id, by: BlockedBy::Policy });
+        }
+        self.passed = passed;
+    }
+
+    fn admit_in_order(&mut self, held_up: Option<i32>, now: Time, draft: &mut Draft, passed: &mut Vec<u32>) {
         let mut looked_past = 0;
         let allowance = self.limits.bypass_max.max(1);
         while let Some(place) = self.first_head() {
             // Each admission passes all of these; once is the least, for those that wait for a prefix.
-            if passed.iter().any(|earlier| self.peek(*earlier).bypassed >= allowance) {
+            let spent = passed.iter().any(|earlier| self.peek(*earlier).bypassed >= allowance);
+            if spent && !self.is_mutant(Mutant::PassedForEver) {
                 return;
             }
             let index = self.heads[place].index;
-            let tried = if !admits {
-                Err(BlockedBy::Policy)
-            } else if draft.budget == 0 {
+            let tried = if draft.budget == 0 {
                 Err(BlockedBy::Budget)
             } else if draft.preempted >= Some(self.peek(index).priority) {
                 Err(BlockedBy::Preemption)
@@ -144,7 +171,13 @@ impl Scheduler {
         let slot = self.free_slots.pop().ok_or(BlockedBy::Slots)?;
         self.dequeue(index);
         let mut table = std::mem::take(&mut self.at(index).table);
-        table.extend_from_slice(&prefix.blocks);
+        match prefix.sibling {
+            Some(sibling) => table.extend_from_slice(&self.peek(sibling).table[..prefix.blocks as usize]),
+            None => {
+                let hashes = self.peek(index).hashes.iter().take(prefix.blocks as usize);
+                table.extend(hashes.filter_map(|hash| self.device.lookup(*hash)));
+            }
+        }
         table.iter().for_each(|block| self.device.share(*block));
         let shared = table.len();
         let taken = self.device.extend(&mut table, total);
@@ -167,13 +200,15 @@ impl Scheduler {
         let (id, known) = (sequence.id, sequence.known_tokens);
         self.totals.admitted_tokens += u64::from(known);
         self.totals.cached_tokens += u64::from(prefix.tokens);
-        self.resumption.found(prefix.blocks.len() as u32, dropped);
+        self.resumption.found(prefix.blocks, dropped);
         self.resume(index, now);
         self.iteration.admitted.push((id, slot));
-        if !prefix.host.is_empty() {
-            self.totals.host_cached_tokens += prefix.host.len() as u64 * u64::from(self.limits.block_tokens);
-            prefix.host.iter().for_each(|block| self.host.share(*block));
-            let transfer = self.start_transfer(index, Direction::In, table, shared, prefix.host);
+        if prefix.host > 0 {
+            self.totals.host_cached_tokens += u64::from(prefix.host) * u64::from(self.limits.block_tokens);
+            let hashes = self.peek(index).hashes.iter().skip(shared).take(prefix.host as usize);
+            let host: Vec<Block> = hashes.filter_map(|hash| self.host.lookup(*hash)).collect();
+            host.iter().for_each(|block| self.host.share(*block));
+            let transfer = self.start_transfer(index, Direction::In, table, shared, host);
             self.at(index).state = State::SwappingIn { transfer, slot };
             return Ok(());
         }
@@ -190,11 +225,10 @@ impl Scheduler {
     fn admission_need(&self, index: u32, prefix: &Prefix) -> (u32, u32) {
         let sequence = self.peek(index);
         let total = self.limits.admission_blocks(sequence.known_tokens, sequence.remaining_tokens);
-        let unowned = prefix.blocks.iter().filter(|block| self.device.owners(**block) == 0).count() as u32;
         // Alone, a sequence may use the watermark too: it must be able to run whatever its length.
         let alone = self.running.is_empty() && self.transfers.is_empty();
         let watermark = if alone { 0 } else { self.limits.watermark_blocks };
-        (total, total - prefix.blocks.len() as u32 + unowned + watermark)
+        (total, total - prefix.blocks + prefix.unowned + watermark)
     }
 
     /// Blocks that must be free to admit a waiting sequence; `None` if it waits for something else.
@@ -218,9 +252,11 @@ impl Scheduler {
         let sequence = self.peek(index);
         let most = ((sequence.known_tokens - 1) / self.limits.block_tokens) as usize;
         let hashes = &sequence.hashes[..sequence.hashes.len().min(most)];
-        let found = hashes.iter().map_while(|hash| self.device.lookup(*hash));
-        let blocks: Vec<Block> = found.collect();
-        let next = blocks.len();
+        let (mut next, mut unowned) = (0, 0);
+        for block in hashes.iter().map_while(|hash| self.device.lookup(*hash)) {
+            next += 1;
+            unowned += u32::from(self.device.owners(block) == 0);
+        }
         if let Some(hash) = hashes.get(next) {
             // The chain makes equal hashes stand at equal places.
             let computes = |other: &u32| {
@@ -233,9 +269,10 @@ impl Scheduler {
                 return Err(BlockedBy::PrefixUnderWay);
             }
         }
-        let host = if sequence.skip_host { Vec::new() } else { self.on_host(index, &hashes[next..], next)? };
-        let tokens = (next + host.len()) as u32 * self.limits.block_tokens;
-        Ok(Prefix { blocks, copy: None, host, tokens })
+        let host = if sequence.skip_host { 0 } else { self.on_host(index, &hashes[next..], next)? };
+        let blocks = next as u32;
+        let tokens = (blocks + host) * self.limits.block_tokens;
+        Ok(Prefix { blocks, unowned, sibling: None, copy: None, host, tokens })
     }
 
     /// Shares all known tokens with a sibling that has computed them: full blocks by reference, and the block
@@ -257,15 +294,15 @@ impl Scheduler {
         let full = (tokens / self.limits.block_tokens) as usize;
         let copy = (!tokens.is_multiple_of(self.limits.block_tokens))
             .then(|| (sibling.table[full], sibling.id.index));
-        let blocks = sibling.table[..full].to_vec();
-        Ok(Some(Prefix { blocks, copy, host: Vec::new(), tokens }))
+        let (blocks, sibling) = (full as u32, Some(sibling.id.index));
+        Ok(Some(Prefix { blocks, unowned: 0, sibling, copy, host: 0, tokens }))
     }
 
-    /// The blocks of the host that go on where the device's end, if copying them is cheaper than computing them.
+    /// The number of blocks of the host that go on where the device's end, if copying them is cheaper than computing them.
     /// `hashes` are those of the blocks from place `next` on.
-    fn on_host(&self, index: u32, hashes: &[BlockHash], next: usize) -> Result<Vec<Block>, BlockedBy> {
-        let host: Vec<Block> = hashes.iter().map_while(|hash| self.host.lookup(*hash)).collect();
-        let Some(first) = hashes.first().filter(|_| !host.is_empty()) else { return Ok(Vec::new()) };
+    fn on_host(&self, index: u32, hashes: &[BlockHash], next: usize) -> Result<u32, BlockedBy> {
+        let host = hashes.iter().map_while(|hash| self.host.lookup(*hash)).count() as u32;
+        let Some(first) = hashes.first().filter(|_| host > 0) else { return Ok(0) };
         let loads = |moving: &Moving| {
             let owner = moving.owner().filter(|_| moving.direction == Direction::In);
             owner.is_some_and(|owner| self.peek(owner.index).hashes.get(next) == Some(first))
@@ -273,10 +310,9 @@ impl Scheduler {
         if self.may_wait_to_share(index) && self.transfers.values().any(loads) {
             return Err(BlockedBy::PrefixUnderWay);
         }
-        let (start, tokens) =
-            (next as u32 * self.limits.block_tokens, host.len() as u32 * self.limits.block_tokens);
-        let cheaper = self.cost.copy(host.len() as u32) < self.cost.prefill(start, tokens);
-        Ok(if cheaper { host } else { Vec::new() })
+        let (start, tokens) = (next as u32 * self.limits.block_tokens, host * self.limits.block_tokens);
+        let cheaper = self.cost.copy(host) < self.cost.prefill(start, tokens);
+        Ok(if cheaper { host } else { 0 })
     }
 
     fn collect_heads(&mut self, now: Time) {

@@ -4,6 +4,7 @@
 mod admit;
 mod check;
 mod commit;
+mod error;
 mod plan;
 mod preempt;
 mod resumption;
@@ -24,53 +25,8 @@ use crate::{
     Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
     Slot, Time, TransferId,
 };
+pub use error::{CommitError, SubmitError};
 use resumption::Resumption;
-
-/// Why a sequence was not taken.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum SubmitError {
-    /// The waiting queue is full.
-    #[error("{waiting} sequences are waiting already, the most this worker queues")]
-    QueueFull {
-        /// Sequences waiting.
-        waiting: u32,
-    },
-    /// There is nothing to compute or nothing to generate.
-    #[error("a sequence needs at least one known token and one to generate")]
-    Empty,
-    /// It could never run to its end.
-    #[error("the sequence may reach {tokens} tokens, but at most {most} fit")]
-    TooLong {
-        /// Tokens at its full length.
-        tokens: u64,
-        /// The longest that runs here.
-        most: u32,
-    },
-}
-
-/// The outcome does not belong to the oldest iteration in flight.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum CommitError {
-    /// No iteration was planned, or another one is to be committed first.
-    #[error("iteration {given} is not the oldest in flight (that is {in_flight:?})")]
-    UnknownIteration {
-        /// The number given.
-        given: u64,
-        /// The one expected.
-        in_flight: Option<u64>,
-    },
-    /// One verdict is needed for each sampling chunk.
-    #[error("the iteration samples {expected} tokens, but {given} verdicts came")]
-    Verdicts {
-        /// Sampling chunks.
-        expected: usize,
-        /// Verdicts given.
-        given: usize,
-    },
-    /// No such transfer was started, or it was reported before.
-    #[error("transfer {0:?} is not under way")]
-    UnknownTransfer(TransferId),
-}
 
 /// A sequence's one terminal event. Its slot is freed apart: an iteration in flight may still use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,6 +159,9 @@ pub struct Scheduler {
     mutant: Option<Mutant>,
     scratch: Vec<(u32, u32)>,
     heads: Vec<admit::Head>,
+    passed: Vec<u32>,
+    swap_order: Vec<u32>,
+    victims: Vec<u32>,
 }
 
 impl Scheduler {
@@ -257,6 +216,9 @@ impl Scheduler {
             mutant: None,
             scratch: Vec::new(),
             heads: Vec::new(),
+            passed: Vec::new(),
+            swap_order: Vec::new(),
+            victims: Vec::new(),
         })
     }
 
@@ -397,6 +359,7 @@ impl Scheduler {
             group: new.group,
             in_flight: 0,
             evict_for: None,
+            forced: false,
             skip_host: false,
             bypassed: 0,
             preempted_at: None,
@@ -417,6 +380,18 @@ impl Scheduler {
         if self.get(id).is_some() {
             self.log.iter_mut().for_each(|log| log.cancel(id));
             self.end(id.index, FinishReason::Cancelled);
+        }
+    }
+
+    /// Makes a running sequence give way at the next moment it can, as if another lacked its blocks: for drills, and to
+    /// prove that it changes no answer. One that does not run is left alone.
+    pub fn preempt(&mut self, id: SequenceId) {
+        let runs =
+            |sequence: &Sequence| matches!(sequence.state, State::Prefilling { .. } | State::Decoding { .. });
+        if self.get(id).is_some_and(runs) {
+            self.log.iter_mut().for_each(|log| log.preempt(id));
+            let sequence = self.at(id.index);
+            (sequence.evict_for, sequence.forced) = (Some(id), true);
         }
     }
 
@@ -568,6 +543,7 @@ impl Scheduler {
         View {
             priority: sequence.priority,
             arrival: sequence.arrival,
+            tokens: sequence.known_tokens + sequence.remaining_tokens,
             tenant: sequence.tenant,
             service: self.tenants.service(sequence.tenant),
             waited: match sequence.state {

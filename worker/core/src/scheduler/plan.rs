@@ -97,7 +97,7 @@ impl Scheduler {
         order.clear();
         order.extend(self.running.iter().map(|index| (*index, 0)));
         if short {
-            order.sort_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
+            order.sort_unstable_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
         }
         for &(index, _) in &order {
             let sequence = self.peek(index);

@@ -151,10 +151,9 @@ impl Scheduler {
             } else if self.peek(index).in_flight == 0 {
                 // One that got nothing out of the iteration that it had to wait for is chosen anew, or not.
                 let got_on = !self.peek(index).without_progress;
-                if got_on && self.is_still_needed(index, needy, now)
-                    || self.is_mutant(Mutant::MarkNotRechecked)
-                {
-                    self.preempt(index, needy, now, draft);
+                let needed = got_on && self.is_still_needed(index, needy, now);
+                if needed || self.peek(index).forced || self.is_mutant(Mutant::MarkNotRechecked) {
+                    self.evict(index, needy, now, draft);
                 } else {
                     self.at(index).evict_for = None;
                 }
@@ -189,7 +188,7 @@ impl Scheduler {
     /// Preempts a sequence now or, if an iteration in flight still writes to its blocks, marks it to be.
     pub(super) fn give_way(&mut self, index: u32, needy: u32, now: Time, draft: &mut Draft) {
         if self.peek(index).in_flight == 0 {
-            return self.preempt(index, self.peek(needy).id, now, draft);
+            return self.evict(index, self.peek(needy).id, now, draft);
         }
         draft.incoming += self.exclusive_blocks(index);
         let (id, needy) = (self.peek(index).id, self.peek(needy).id);
@@ -197,11 +196,11 @@ impl Scheduler {
         self.iteration.marked.push((id, needy));
     }
 
-    fn preempt(&mut self, index: u32, needy: SequenceId, now: Time, draft: &mut Draft) {
+    fn evict(&mut self, index: u32, needy: SequenceId, now: Time, draft: &mut Draft) {
         let (_, kind) = self.preemption_cost(index, now);
         let (_, dropped) = self.findable_blocks(index);
         let sequence = self.at(index);
-        sequence.evict_for = None;
+        (sequence.evict_for, sequence.forced) = (None, false);
         sequence.queued = now;
         sequence.preempted_at = Some(now);
         let (id, priority) = (sequence.id, sequence.priority);
@@ -346,13 +345,15 @@ impl Scheduler {
         if self.iteration.admitted.iter().any(|(admitted, _)| below(self.peek(admitted.index).priority)) {
             return false; // in the next step: nobody starts in a step in which one of its class gives way
         }
+        let mut victims = std::mem::take(&mut self.victims);
+        victims.clear();
         let gives_way = |other: &u32| {
             below(self.peek(*other).priority)
                 && !self.peek(*other).evicted()
                 && self.policy.compare(&view, &self.view(*other, now)) == Ordering::Less
         };
-        let mut victims: Vec<u32> = self.running.iter().copied().filter(gives_way).collect();
-        victims.sort_by(|&a, &b| {
+        victims.extend(self.running.iter().copied().filter(gives_way));
+        victims.sort_unstable_by(|&a, &b| {
             let (first, second) = (self.peek(a), self.peek(b));
             self.spared(a)
                 .cmp(&self.spared(b))
@@ -369,13 +370,13 @@ impl Scheduler {
             lacks_slot = false;
             available >= needed
         });
-        if !lacks_slot && slots > 0 && self.device.free() + draft.incoming >= needed {
-            return false; // a fence is about to give it what it needs
-        }
-        let Some(last) = enough else { return false };
-        for &victim in &victims[..=last] {
+        // A fence may be about to give it what it needs.
+        let incoming = !lacks_slot && slots > 0 && self.device.free() + draft.incoming >= needed;
+        let give_way = enough.filter(|_| !incoming).map_or(0, |last| last + 1);
+        for &victim in &victims[..give_way] {
             self.give_way(victim, index, now, draft);
         }
-        true
+        self.victims = victims;
+        give_way > 0
     }
 }

@@ -25,6 +25,10 @@ pub enum Op {
     Cancel {
         pick: usize,
     },
+    /// A sequence is made to give way.
+    Preempt {
+        pick: usize,
+    },
     /// Plans an iteration; the oldest in flight is committed first if there is no room.
     Plan,
     /// Runs what is in flight, then commits the oldest. `stops` decides, bit by bit, which samples end.
@@ -70,6 +74,7 @@ pub fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => ask().prop_map(Op::Submit),
         1 => any::<usize>().prop_map(|pick| Op::Cancel { pick }),
+        1 => any::<usize>().prop_map(|pick| Op::Preempt { pick }),
         8 => Just(Op::Plan),
         8 => (any::<u64>(), prop::bool::weighted(0.02))
             .prop_map(|(stops, device_fails)| Op::Commit { stops: stops & stops >> 9, device_fails }),
@@ -149,6 +154,8 @@ struct Model {
     idle: bool,
     /// Will give way once it is not in flight.
     marked: bool,
+    /// Will in any case.
+    forced: bool,
     /// Admissions past it while it was the first of its lane.
     passed: u32,
 }
@@ -249,6 +256,7 @@ impl Harness {
                 preempted: false,
                 idle: false,
                 marked: false,
+                forced: false,
                 passed: 0,
             };
             for position in 0..ask.known {
@@ -292,6 +300,17 @@ impl Harness {
         self.scheduler.cancel(id);
         self.scheduler.cancel(id); // withdrawing twice is withdrawing once
         self.settle();
+    }
+
+    fn preempt(&mut self, pick: usize) {
+        if self.live.is_empty() {
+            return;
+        }
+        let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
+        self.scheduler.preempt(id);
+        let model = self.live.get_mut(&id).unwrap();
+        model.forced = model.slot.is_some() && !self.scheduler.block_table(id).is_empty();
+        self.scheduler.assert_consistent();
     }
 
     fn settle(&mut self) {
@@ -339,7 +358,7 @@ impl Harness {
                 victim.planned = 0;
             }
             victim.swapped = *kind == Preemption::Swap;
-            (victim.preempted, victim.idle, victim.marked) = (true, false, false);
+            (victim.preempted, victim.idle, victim.marked, victim.forced) = (true, false, false, false);
             let priority = victim.priority;
             for (admitted, _) in &plan.admitted {
                 assert!(self.live[admitted].priority > priority, "its class was admitted in the same step");
@@ -529,6 +548,7 @@ impl Harness {
         match op {
             Op::Submit(ask) => self.submit(ask),
             Op::Cancel { pick } => self.cancel(*pick),
+            Op::Preempt { pick } => self.preempt(*pick),
             Op::Plan => {
                 self.plan(at.is_multiple_of(3));
             }

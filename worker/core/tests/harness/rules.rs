@@ -69,6 +69,7 @@ impl Harness {
         let view = |model: &Model| View {
             priority: model.priority,
             arrival: model.arrival,
+            tokens: model.tokens.len() as u32 + model.remaining,
             tenant: before.tenant,
             service: before.services.get(&model.tenant.to_string()).copied().unwrap_or_default(),
             waited: Default::default(),
@@ -125,6 +126,9 @@ impl Harness {
             };
             let goes_after = |other: &Model| self.compare(before, needy, other).is_lt();
             let itself = one.id == one.needy;
+            if itself && victim.forced {
+                continue;
+            }
             assert!(
                 itself || !order_holds || goes_after(victim),
                 "{one:?}: it goes before whom it gives way to"
@@ -160,13 +164,13 @@ impl Harness {
             // It has got on since it came back, or nobody else could give way.
             let candidate = |(id, _): (&SequenceId, &u32)| {
                 let Some(other) = self.live.get(id) else { return false };
-                *id != one.needy
-                    && !preempted(id)
-                    && !plan.marked.iter().any(|(marked, _)| marked == id)
-                    && !(other.marked && before.in_flight.contains(id))
-                    && !(other.idle && !before.in_flight.contains(id))
-                    && goes_after(other)
-                    && (!displaced || displaceable(other))
+                let flying = before.in_flight.contains(id);
+                let leaves = plan.marked.iter().any(|(marked, _)| marked == id)
+                    || other.forced
+                    || other.marked && flying;
+                let idle = other.idle && !flying;
+                let eligible = !displaced || displaceable(other);
+                *id != one.needy && !preempted(id) && !leaves && !idle && eligible && goes_after(other)
             };
             let idle = victim.idle && !before.in_flight.contains(&one.id);
             if idle && order_holds {

@@ -1,0 +1,430 @@
+//! What went wrong in other engines, each kind of fault as the proof that it can't happen here.
+//!
+//! | kind of fault | proof |
+//! |---|---|
+//! | a block is reused while a step that uses it is in flight | `properties`: `every_schedule_conserves_blocks_and_ends_each_sequence_once` (contents are checked), mutant `FreeBeforeFence` |
+//! | whoever waits for a fence preempts, and again, and nobody gets on | `properties` (`check_victims` in `harness/rules.rs`), mutants `NoProgressForgotten`, `MarkNotRechecked` |
+//! | a preempted sequence's late result is taken for the next one's | [`a_sequence_in_flight_gives_way_only_when_its_step_has_run`]; worker: `whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone` at depth 2 |
+//! | loads that are parked hold the whole pool | [`loads_under_way_never_stop_who_runs`] |
+//! | blocks leak where a request ends in the middle of a transfer | [`a_sequence_that_ends_in_any_transfer_gives_everything_back`] |
+//! | what gave way is put back into the queue that is being drained | [`who_gives_way_does_not_start_again_in_the_same_step`] |
+//! | sequences that decode well are preempted to sort lengths | [`sequences_of_any_length_decode_together_while_blocks_suffice`] |
+//! | the oldest is evicted | `properties` (`check_victims`), mutant `VictimOldest` |
+//! | the loop ends while sequences are swapped out | [`who_is_swapped_out_comes_back_when_all_others_are_gone`] |
+//! | a cool-down by the wall clock | [`the_cool_down_counts_steps_whatever_the_clock_says`] |
+//! | the last sequence left preempts itself | [`the_last_one_left_has_the_whole_pool_and_never_gives_way`] |
+//! | a swap is copied into something temporary and lost | `properties` (contents are checked over both pools); worker: `scarcity_never_changes_the_answer` |
+//! | a long prompt blocks all short ones | [`short_prompts_overtake_a_long_one_that_came_first`] |
+//! | the important wait because all slots are taken | [`a_more_important_request_gets_a_slot_when_all_are_taken`] |
+//! | cold requests starve behind those with cached prefixes | [`a_cold_request_is_passed_a_bounded_number_of_times`], `bounded_wait` |
+//! | victims are chosen without regard to what they cost | [`of_another_tenants_sequences_the_cheapest_gives_way`] |
+//! | a preempted request loses its place | [`who_gave_way_starts_before_those_that_came_later`] |
+//! | filling memory to the brim, and preempting all the time | [`admission_leaves_room_for_the_growth_of_what_runs`] |
+//! | nothing starts any more, and nothing says why | `bounded_wait`; `properties` (each plan that starts nobody names the reason) |
+//! | decoding slows down for long after a preemption | [`after_a_preemption_the_others_decode_in_every_step`] |
+//! | one full context ends every generation | [`who_reaches_its_length_ends_alone`] |
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::time::Duration;
+
+use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{
+    BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, Limits, NewSequence, Outcome, Preemption,
+    Scheduler, SequenceId, Time, Transfer, Verdict,
+};
+
+/// A scheduler whose iterations and transfers the test runs when it likes.
+struct Bench {
+    scheduler: Scheduler,
+    clock: u64,
+    ended: Vec<Ended>,
+}
+
+impl Bench {
+    /// Copies cost next to nothing: whoever gives way is swapped, if there is a host pool.
+    fn new(limits: Limits, policy: PolicyKind) -> Self {
+        let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-6, ..CostPrior::default() };
+        let tenants = TenantService::new(TokenCost::default(), 10);
+        let scheduler = Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants).unwrap();
+        Self { scheduler, clock: 0, ended: Vec::new() }
+    }
+
+    fn submit(&mut self, known: u32, max: u32) -> SequenceId {
+        self.submit_as("t", 0, known, max)
+    }
+
+    fn submit_as(&mut self, tenant: &str, priority: i32, known: u32, max: u32) -> SequenceId {
+        let new = NewSequence {
+            known_tokens: known,
+            max_tokens: max,
+            priority,
+            deadline: None,
+            tenant,
+            weight: Weight::default(),
+            hashes: &[],
+            group: None,
+        };
+        self.scheduler.submit(new, Time::from_nanos(self.clock)).unwrap()
+    }
+
+    fn plan(&mut self) -> Iteration {
+        self.clock += 1;
+        self.scheduler.plan(Time::from_nanos(self.clock)).clone()
+    }
+
+    fn commit(&mut self, plan: &Iteration) {
+        if plan.chunks.is_empty() {
+            return;
+        }
+        let verdicts = vec![Verdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+        let outcome = Outcome { verdicts: &verdicts, took: Duration::from_micros(100) };
+        self.scheduler.commit(plan.number, outcome).unwrap();
+        self.ended.extend(self.scheduler.drain_ended());
+        self.scheduler.drain_freed_slots().for_each(drop);
+        self.scheduler.assert_consistent();
+    }
+
+    fn finish(&mut self, transfer: &Transfer, succeeded: bool) {
+        let now = Time::from_nanos(self.clock);
+        self.scheduler.transfer_done(transfer.id, succeeded, Duration::ZERO, now).unwrap();
+    }
+
+    /// One step with everything it starts.
+    fn step(&mut self) -> Iteration {
+        let plan = self.plan();
+        self.commit(&plan);
+        plan.transfers.iter().for_each(|transfer| self.finish(transfer, true));
+        plan
+    }
+
+    /// Steps until somebody gives way.
+    fn until_preempted(&mut self) -> Iteration {
+        for _ in 0..1000 {
+            let plan = self.plan();
+            self.commit(&plan);
+            if !plan.preempted.is_empty() {
+                return plan;
+            }
+            plan.transfers.iter().for_each(|transfer| self.finish(transfer, true));
+        }
+        panic!("nobody gave way");
+    }
+
+    fn drain(&mut self) {
+        for _ in 0..10_000 {
+            self.step();
+            if self.scheduler.is_idle() {
+                return;
+            }
+        }
+        panic!("it does not end: {:?}", self.scheduler.load());
+    }
+
+    fn used(&self) -> (u32, u32) {
+        (self.scheduler.load().blocks_used, self.scheduler.load().host_blocks_used)
+    }
+}
+
+fn limits(blocks: u32, running_max: u32, iteration_tokens: u32) -> Limits {
+    Limits {
+        watermark_blocks: 0,
+        min_decode_tokens: 0,
+        prefix_cache: false,
+        ..Limits::new(4, blocks, running_max, iteration_tokens)
+    }
+}
+
+fn decodes(plan: &Iteration, id: SequenceId) -> bool {
+    plan.chunks.iter().any(|chunk| chunk.id == id)
+}
+
+#[test]
+fn a_sequence_in_flight_gives_way_only_when_its_step_has_run() {
+    let mut bench = Bench::new(Limits { depth: 2, ..limits(6, 2, 16) }, PolicyKind::Fcfs);
+    let (old, young) = (bench.submit(8, 16), bench.submit(8, 8));
+    let mut before = bench.plan();
+    let mut marked = false;
+    while bench.scheduler.load().recompute_preemptions == 0 {
+        let plan = bench.plan();
+        for preempted in &plan.preempted {
+            assert_eq!((preempted.id, preempted.needy), (young, old));
+            assert!(marked, "it was in flight, so it was marked first");
+            assert!(!decodes(&before, young), "its step is still in flight");
+        }
+        marked |= plan.marked == [(young, old)];
+        bench.commit(&before);
+        before = plan;
+        assert!(bench.ended.is_empty());
+    }
+}
+
+#[test]
+fn loads_under_way_never_stop_who_runs() {
+    let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+    let old = bench.submit(12, 20);
+    let young = bench.submit(12, 8);
+    let plan = bench.until_preempted();
+    assert_eq!((plan.preempted[0].id, plan.preempted[0].kind), (young, Preemption::Swap));
+    plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
+    // Whatever it loads never arrives, and the other one runs to its end all the same.
+    let mut parked = Vec::new();
+    for _ in 0..200 {
+        let plan = bench.plan();
+        bench.commit(&plan);
+        parked.extend(plan.transfers);
+        if bench.ended.iter().any(|ended| ended.id == old) {
+            return;
+        }
+    }
+    panic!("{old:?} waits for loads of another: {parked:?}");
+}
+
+#[test]
+fn a_sequence_that_ends_in_any_transfer_gives_everything_back() {
+    for direction in [Direction::Out, Direction::In] {
+        for succeeded in [true, false] {
+            let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+            let (old, young) = (bench.submit(12, 20), bench.submit(12, 8));
+            let mut plan = bench.until_preempted();
+            if direction == Direction::In {
+                plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
+                bench.scheduler.cancel(old);
+                plan = bench.plan();
+            }
+            let transfer = plan.transfers.iter().find(|one| one.direction == direction).unwrap().clone();
+            bench.scheduler.cancel(young);
+            bench.scheduler.assert_consistent();
+            assert_ne!(bench.used(), (0, 0), "the transfer still uses them");
+            bench.finish(&transfer, succeeded);
+            bench.scheduler.cancel(old);
+            bench.drain();
+            assert_eq!(bench.used(), (0, 0), "{direction:?}, succeeded: {succeeded}");
+        }
+    }
+}
+
+#[test]
+fn who_gives_way_does_not_start_again_in_the_same_step() {
+    let mut bench = Bench::new(limits(8, 4, 16), PolicyKind::Fcfs);
+    for _ in 0..4 {
+        bench.submit(8, 16);
+    }
+    for _ in 0..200 {
+        let plan = bench.step();
+        for preempted in &plan.preempted {
+            assert!(plan.admitted.iter().all(|(id, _)| *id != preempted.id));
+        }
+    }
+    assert!(bench.scheduler.load().recompute_preemptions > 0 && bench.scheduler.is_idle());
+}
+
+#[test]
+fn sequences_of_any_length_decode_together_while_blocks_suffice() {
+    let mut bench = Bench::new(limits(200, 8, 600), PolicyKind::Fair);
+    let lengths = [1, 400, 3, 90, 2, 7, 33, 5];
+    let all: Vec<_> = lengths.into_iter().map(|known| bench.submit(known, 10)).collect();
+    bench.step();
+    for _ in 0..9 {
+        let plan = bench.step();
+        assert!(all.iter().all(|id| decodes(&plan, *id)), "{plan:?}");
+    }
+    assert_eq!(bench.ended.len(), 8);
+    assert_eq!(bench.scheduler.load().recompute_preemptions, 0);
+}
+
+#[test]
+fn who_is_swapped_out_comes_back_when_all_others_are_gone() {
+    let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+    let (old, young) = (bench.submit(12, 20), bench.submit(12, 8));
+    let plan = bench.until_preempted();
+    plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
+    bench.scheduler.cancel(old);
+    assert!(!bench.scheduler.is_idle(), "somebody is swapped out");
+    bench.drain();
+    let last = bench.ended.last().unwrap();
+    assert_eq!((last.id, last.reason), (young, FinishReason::Length));
+}
+
+#[test]
+fn the_cool_down_counts_steps_whatever_the_clock_says() {
+    // The same workload with a clock that stands still and with one that leaps an hour a step.
+    let plans = |leap: u64| {
+        let mut bench = Bench::new(Limits { cooldown_steps: 3, ..limits(10, 4, 16) }, PolicyKind::Fcfs);
+        for i in 0..5 {
+            bench.submit_as(["a", "b"][i % 2], 0, 8, 16);
+        }
+        let mut plans = Vec::new();
+        for _ in 0..200 {
+            bench.clock += leap;
+            plans.push(bench.step());
+        }
+        assert!(bench.scheduler.is_idle());
+        plans
+    };
+    let still = plans(0);
+    assert!(still.iter().any(|plan| !plan.preempted.is_empty()));
+    assert!(still == plans(3_600_000_000_000));
+}
+
+#[test]
+fn the_last_one_left_has_the_whole_pool_and_never_gives_way() {
+    let limits = Limits { watermark_blocks: 3, ..limits(5, 2, 16) };
+    let mut bench = Bench::new(limits, PolicyKind::Fair);
+    let id = bench.submit(3, 17);
+    bench.drain();
+    assert_eq!(bench.ended, [Ended { id, reason: FinishReason::Length }]);
+    assert_eq!(bench.scheduler.load().recompute_preemptions, 0);
+}
+
+#[test]
+fn short_prompts_overtake_a_long_one_that_came_first() {
+    let mut bench = Bench::new(limits(400, 8, 16), PolicyKind::Fcfs);
+    let long = bench.submit(800, 4);
+    bench.step();
+    let short: Vec<_> = (0..3).map(|_| bench.submit(4, 2)).collect();
+    let mut long_tokens = 0;
+    for _ in 0..8 {
+        let plan = bench.step();
+        long_tokens +=
+            plan.chunks.iter().filter(|chunk| chunk.id == long).map(|chunk| chunk.len).sum::<u32>();
+    }
+    assert!(short.iter().all(|id| bench.ended.iter().any(|ended| ended.id == *id)), "{:?}", bench.ended);
+    assert!(long_tokens >= 8 * 8, "and it gets on meanwhile, by half of each step");
+}
+
+#[test]
+fn a_more_important_request_gets_a_slot_when_all_are_taken() {
+    let mut bench = Bench::new(limits(100, 2, 16), PolicyKind::Priority);
+    let low = [bench.submit_as("t", 0, 4, 50), bench.submit_as("t", 0, 4, 50)];
+    (0..3).for_each(|_| drop(bench.step()));
+    let high = bench.submit_as("t", 1, 4, 5);
+    let started = (0..3).any(|_| bench.step().admitted.iter().any(|(id, _)| *id == high));
+    assert!(started, "all slots are taken by the less important, and stay so");
+    assert_eq!(bench.scheduler.load().recompute_preemptions, 1, "one of {low:?} is enough");
+}
+
+#[test]
+fn a_cold_request_is_passed_a_bounded_number_of_times() {
+    let limits = Limits { prefix_cache: true, bypass_max: 4, waiting_max: 64, ..limits(20, 8, 64) };
+    let mut bench = Bench::new(limits, PolicyKind::Fair);
+    let hashes: Vec<_> = (1..4).map(|block| BlockHash::from_raw(block << 64 | block)).collect();
+    let hit = |bench: &mut Bench| {
+        let new = NewSequence {
+            known_tokens: 13,
+            max_tokens: 6,
+            priority: 0,
+            deadline: None,
+            tenant: "hits",
+            weight: Weight::default(),
+            hashes: &hashes,
+            group: None,
+        };
+        bench.scheduler.submit(new, Time::from_nanos(bench.clock)).unwrap()
+    };
+    hit(&mut bench);
+    (0..2).for_each(|_| drop(bench.step()));
+    let cold = bench.submit_as("cold", 0, 70, 2);
+    let mut passed = 0;
+    for _ in 0..200 {
+        while bench.scheduler.load().waiting < 16 {
+            hit(&mut bench);
+        }
+        let plan = bench.step();
+        if plan.admitted.iter().any(|(id, _)| *id == cold) {
+            assert!(bench.scheduler.load().cached_tokens > 0, "the others had their prefix cached");
+            return;
+        }
+        passed += plan.admitted.len();
+        assert!(passed <= 4, "{passed} passed it");
+    }
+    panic!("it never starts");
+}
+
+#[test]
+fn of_another_tenants_sequences_the_cheapest_gives_way() {
+    let mut bench = Bench::new(limits(14, 4, 64), PolicyKind::Fair);
+    // The tenant that has had more, with much computed, and with little; then another that needs the room.
+    let dear = bench.submit_as("much", 0, 37, 12);
+    let cheap = bench.submit_as("much", 0, 5, 12);
+    bench.step();
+    let needy = bench.submit_as("little", 0, 8, 30);
+    let preempted = bench.until_preempted().preempted[0];
+    assert_eq!((preempted.id, preempted.needy), (cheap, needy), "and not {dear:?}");
+}
+
+#[test]
+fn who_gave_way_starts_before_those_that_came_later() {
+    let mut bench = Bench::new(Limits { bypass_max: 0, ..limits(8, 4, 16) }, PolicyKind::Fcfs);
+    bench.submit(12, 12);
+    let young = bench.submit(12, 12);
+    let plan = bench.until_preempted();
+    assert_eq!(plan.preempted[0].id, young);
+    let late = bench.submit(12, 12);
+    let mut order = Vec::new();
+    while !bench.scheduler.is_idle() {
+        order.extend(bench.step().admitted.iter().map(|(id, _)| *id));
+    }
+    assert_eq!(order.iter().copied().find(|id| [young, late].contains(id)), Some(young));
+}
+
+#[test]
+fn admission_leaves_room_for_the_growth_of_what_runs() {
+    // Each of 40 grows by two blocks over its life. Reserving the first beforehand and keeping a tenth of the pool
+    // free, few have to be computed again; filling the pool with prompts, many more.
+    let redone = |limits: Limits| {
+        let mut bench = Bench::new(limits, PolicyKind::Fair);
+        for _ in 0..200 {
+            bench.submit(24, 8);
+        }
+        bench.drain();
+        bench.scheduler.load().recompute_preemptions
+    };
+    let careful = Limits {
+        waiting_max: 1000,
+        prefix_cache: false,
+        watermark_blocks: 20,
+        ..Limits::new(4, 200, 100, 256)
+    };
+    let brim = Limits { watermark_blocks: 0, min_decode_tokens: 0, ..careful };
+    let (careful, brim) = (redone(careful), redone(brim));
+    println!("{careful} preemptions against {brim} for 200 sequences");
+    assert!(careful * 2 < brim && careful <= 20, "{careful} against {brim}");
+    let mut bench = Bench::new(Limits { watermark_blocks: 2, ..limits(8, 4, 64) }, PolicyKind::Fair);
+    bench.submit(20, 4);
+    bench.submit(8, 4);
+    let plan = bench.step();
+    assert_eq!(plan.blocked.map(|blocked| blocked.by), Some(BlockedBy::Blocks { needed: 4, free: 3 }));
+}
+
+#[test]
+fn after_a_preemption_the_others_decode_in_every_step() {
+    let mut bench = Bench::new(limits(16, 4, 32), PolicyKind::Fcfs);
+    let all: Vec<_> = (0..4).map(|_| bench.submit(12, 12)).collect();
+    let victim = bench.until_preempted().preempted[0].id;
+    let others: Vec<_> = all.into_iter().filter(|id| *id != victim).collect();
+    for _ in 0..20 {
+        let plan = bench.step();
+        let live = others.iter().filter(|id| !bench.ended.iter().any(|ended| ended.id == **id));
+        for id in live {
+            let gave_way = plan.preempted.iter().any(|one| one.id == *id);
+            let waits = bench.scheduler.block_table(*id).is_empty();
+            assert!(gave_way || waits || decodes(&plan, *id), "{id:?} stands still: {plan:?}");
+        }
+    }
+}
+
+#[test]
+fn who_reaches_its_length_ends_alone() {
+    let limits = Limits { sequence_tokens: 24, ..limits(40, 4, 32) };
+    let mut bench = Bench::new(limits, PolicyKind::Fair);
+    let full = bench.submit(20, 4);
+    let others: Vec<_> = (0..3).map(|_| bench.submit(4, 16)).collect();
+    while bench.ended.is_empty() {
+        bench.step();
+    }
+    assert_eq!(bench.ended, [Ended { id: full, reason: FinishReason::Length }]);
+    let plan = bench.step();
+    assert!(others.iter().all(|id| decodes(&plan, *id)));
+}

@@ -1,0 +1,142 @@
+//! Taking a request: it is checked once more, and becomes a sequence for each choice.
+
+use inflight_contract::{BlockHash, FinishReason, RequestShape, check_priority};
+use inflight_worker_core::{Grant, NewSequence, SequenceId, SubmitError, Time};
+
+use super::live::{self, Live};
+use super::{Engine, Event, Failure, Finish, Request, bare_event};
+
+impl Engine {
+    pub(super) fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) {
+        if !self.grants.is_open(request.key.session) {
+            return; // it was closed while the request was on its way, so nobody waits for an answer
+        }
+        let outcome = match self.check(request) {
+            Ok(()) => self.enqueue(request, now, events),
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = outcome {
+            for (choice, _) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
+                let finish = Some(Finish::Failed(failure.clone()));
+                events.push(Event { finish, ..bare_event(request, choice as u32) });
+            }
+        }
+    }
+
+    fn check(&self, request: &Request) -> Result<(), Failure> {
+        if self.draining {
+            return Err(Failure::Draining);
+        }
+        let invalid = |what: String| Err(Failure::Invalid(what));
+        if self.requests.contains_key(&request.key) {
+            return invalid(format!("request {} is in flight already", request.key.request));
+        }
+        let shape =
+            RequestShape { prompt_tokens: request.prompt.len() as u32, max_tokens: request.max_tokens };
+        self.model.check_shape(shape).or_else(|error| invalid(error.to_string()))?;
+        check_priority(request.priority).or_else(|error| invalid(error.to_string()))?;
+        let checked = self.model.check_tokens(&request.prompt, &request.sampling);
+        checked.or_else(|error| invalid(error.to_string()))?;
+        if request.choices.len() != request.sampling.n as usize {
+            return invalid(format!("{} choices came for n = {}", request.choices.len(), request.sampling.n));
+        }
+        for resumed in &request.choices {
+            if resumed.tokens.len() > request.max_tokens as usize {
+                return invalid(format!("{} tokens are resumed, beyond max_tokens", resumed.tokens.len()));
+            }
+            if let Some(id) = resumed.tokens.iter().find(|id| **id >= self.model.vocab_size) {
+                return invalid(format!("resumed token {id} is outside the vocabulary"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits every choice that is not over, or none.
+    fn enqueue(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) -> Result<(), Failure> {
+        let block_tokens = self.scheduler.limits().block_tokens as usize;
+        let root = BlockHash::root(&request.tenant);
+        let mut chain = Vec::new();
+        BlockHash::extend_chain(&mut chain, root, &request.prompt, block_tokens);
+        // Choices that start from the prompt alone share its computation.
+        let fresh =
+            request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
+        self.groups += u64::from(fresh);
+        let group = fresh.then_some(self.groups);
+        let mut over = Vec::new();
+        let mut lives: Vec<(SequenceId, Live)> = Vec::with_capacity(request.choices.len());
+        for (choice, resumed) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
+            let remaining = request.max_tokens - resumed.tokens.len() as u32;
+            // The lost worker had made the last token but could not say so any more.
+            let ended = resumed.tokens.last().is_some_and(|last| {
+                live::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
+            });
+            let reason = match (ended, remaining) {
+                (true, _) => Some(FinishReason::Stop),
+                (false, 0) => Some(FinishReason::Length),
+                (false, _) => None,
+            };
+            if let Some(reason) = reason {
+                let finish = Some(Finish::Ended(reason));
+                over.push(Event { finish, ..bare_event(request, choice as u32) });
+                continue;
+            }
+            let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
+            tokens.extend_from_slice(&request.prompt);
+            tokens.extend_from_slice(&resumed.tokens);
+            let mut chain = chain.clone();
+            BlockHash::extend_chain(&mut chain, root, &tokens, block_tokens);
+            let submitted = self.scheduler.submit(
+                NewSequence {
+                    known_tokens: tokens.len() as u32,
+                    max_tokens: remaining,
+                    priority: request.priority,
+                    deadline: request.deadline,
+                    tenant: &request.tenant,
+                    weight: request.weight,
+                    hashes: &chain,
+                    group,
+                },
+                now,
+            );
+            match submitted {
+                Ok(id) => {
+                    // Choices that share the prompt add a block each.
+                    let shared = fresh && !lives.is_empty();
+                    let cost = self.cost(if shared { 0 } else { request.prompt.len() });
+                    lives.push((id, Live::new(request, choice as u32, tokens, root, chain, cost)));
+                }
+                Err(error) => {
+                    lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
+                    // These never became live, so `settle` must not report them.
+                    self.scheduler.drain_ended().for_each(drop);
+                    return Err(match error {
+                        SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
+                        SubmitError::Empty | SubmitError::TooLong { .. } => {
+                            Failure::Invalid(error.to_string())
+                        }
+                    });
+                }
+            }
+        }
+        events.append(&mut over);
+        if lives.is_empty() {
+            return Ok(());
+        }
+        let mut ids = vec![None; request.choices.len()];
+        for (id, live) in lives {
+            if self.live.len() <= id.index() {
+                self.live.resize_with(id.index() + 1, || None);
+            }
+            ids[live.choice as usize] = Some(id);
+            self.grants.charge(request.key.session, live.cost);
+            self.live[id.index()] = Some(live);
+        }
+        self.requests.insert(request.key, ids);
+        Ok(())
+    }
+
+    /// What a choice counts against its session's grant: the blocks of the prompt it computes, and one more.
+    fn cost(&self, prompt_len: usize) -> Grant {
+        Grant { sequences: 1, blocks: self.scheduler.limits().blocks_for(prompt_len as u32) + 1 }
+    }
+}
