@@ -2,7 +2,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Chunk, CommitError, NewSequence, Outcome, Preempted, Preemption, Scheduler, SequenceId, Time, TransferId, Verdict,
+    Chunk, CommitError, NewSequence, Outcome, Preempted, Preemption, Scheduler, SequenceId, Time, TransferId,
+    Verdict,
 };
 
 use crate::{BatchWork, Device, Event, Observer, Request, StepSample};
