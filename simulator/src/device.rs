@@ -17,6 +17,7 @@ impl BatchWork {
         StepWork {
             tokens: self.prefill.tokens + self.decode.tokens,
             keys: self.prefill.keys + self.decode.keys,
+            prefill_keys: self.prefill.prefill_keys + self.decode.prefill_keys,
             sequences: self.prefill.sequences + self.decode.sequences,
         }
     }

@@ -62,8 +62,8 @@ impl Log {
         log.number(limits.prefix_cache.into());
         log.option(limits.step_target.map(nanos));
         log.text(&policy.to_string());
-        let CostPrior { step, token, key, sequence, copy, copy_block, trust } = *prior;
-        for value in [step, token, key, sequence, copy, copy_block, trust] {
+        let CostPrior { step, token, key, prefill_key, sequence, copy, copy_block, trust } = *prior;
+        for value in [step, token, key, prefill_key, sequence, copy, copy_block, trust] {
             log.number(value.to_bits());
         }
         log
@@ -129,6 +129,7 @@ impl Log {
         self.kind(Kind::Step);
         self.number(work.tokens.into());
         self.number(work.keys);
+        self.number(work.prefill_keys);
         self.number(work.sequences.into());
         self.number(nanos(took));
     }
@@ -278,6 +279,7 @@ impl Reader<'_> {
             step: real()?,
             token: real()?,
             key: real()?,
+            prefill_key: real()?,
             sequence: real()?,
             copy: real()?,
             copy_block: real()?,
@@ -333,8 +335,9 @@ impl Reader<'_> {
                 done.map_err(|_| self.malformed("the end of a transfer under way"))?;
             }
             kind if kind == Kind::Step as u8 => {
-                let (tokens, keys, sequences) = (self.small()?, self.number()?, self.small()?);
-                scheduler.observe_step(&StepWork { tokens, keys, sequences }, self.duration()?);
+                let (tokens, keys) = (self.small()?, self.number()?);
+                let (prefill_keys, sequences) = (self.number()?, self.small()?);
+                scheduler.observe_step(&StepWork { tokens, keys, prefill_keys, sequences }, self.duration()?);
             }
             kind if kind == Kind::Copy as u8 => {
                 let blocks = self.small()?;

@@ -125,6 +125,11 @@ impl Driver {
         self.engine.last_plan()
     }
 
+    /// What it was predicted to take, and what it took.
+    pub fn last_step(&self) -> Option<(Duration, Duration)> {
+        self.engine.history().iter().next_back().and_then(|step| Some((step.predicted, step.took?)))
+    }
+
     /// The load when it was planned.
     pub fn load(&self) -> Load {
         self.engine.history().iter().next_back().map(|step| step.load).unwrap_or_default()

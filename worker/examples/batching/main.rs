@@ -20,14 +20,14 @@
 //! | `--seed N` | 1 | of lengths and contents |
 //! | `--sequences N` | 16, storm: 32 | the cap: sequences that run at once |
 //! | `--batch-tokens N` | 2048, storm: 512 | tokens in an iteration |
-//! | `--block-tokens N` | 16, storm: 8 | tokens in a KV block; also the least that a prefill gets on in an iteration |
+//! | `--block-tokens N` | 16 | tokens in a KV block |
 //! | `--requests N` | 480 | continuous: length of the list |
 //! | `--clients N` | 3 × the cap | continuous: each sends its next request when the one before is done |
 //! | `--streams N` | 8 | storm: steady streams |
 //! | `--prompt N` | 4000 | storm: tokens of a long prompt |
 //! | `--every S` | 3 | storm: seconds from one long prompt to the next |
 //! | `--seconds S` | 15 | storm: length of each part |
-//! | `--target-factor F` | 2.0 | storm: the step target, as a multiple of the first calm part's median time between tokens |
+//! | `--target-factor F` | 1.8 | storm: the step target, as a multiple of the 99th percentile of the time between tokens in the calm part before |
 
 mod continuous;
 mod driver;

@@ -151,10 +151,8 @@ impl Scheduler {
             .copied()
             .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
         let kept = first.map(|(index, _)| {
-            let len = self.prefill_len(index, draft);
-            // Whatever the target says, the first gets on by a block's worth.
-            let least = self.limits.block_tokens.min(self.peek(index).uncomputed()).min(draft.budget);
-            let reserved = len.min(draft.budget.div_ceil(2)).max(least);
+            let len = self.prefill_len(index, draft).max(self.least_prefill(index, draft));
+            let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
             (index, reserved)
         });
@@ -176,6 +174,16 @@ impl Scheduler {
             return most; // nobody's inter-token latency is at stake
         }
         self.chunk_within_target(&draft.work, sequence.computed_tokens, most)
+    }
+
+    /// What the first prefill gets whatever the target says: tokens for a quarter of the time that the step takes
+    /// without it, and at least one. So a target that decodes alone exceed slows prefills down, but does not stop them,
+    /// and what they exceed it by is bounded in time rather than in tokens, which are dear at the end of a long prompt.
+    fn least_prefill(&self, index: u32, draft: &Draft) -> u32 {
+        let sequence = self.peek(index);
+        let most = sequence.uncomputed().min(draft.budget);
+        let target = self.cost.step(&draft.work).mul_f64(1.25);
+        self.cost.chunk_within(&draft.work, sequence.computed_tokens, most, target).max(1).min(most)
     }
 
     pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {
