@@ -5,10 +5,16 @@
 
 mod journal;
 mod ledger;
+mod outliers;
 mod placement;
 mod queue;
+mod retry_budget;
+mod suspicion;
 
 pub use journal::{Append, End, Fresh, Journal, JournalError, Resumed};
 pub use ledger::{Ledger, Settled};
+pub use outliers::{OutlierLimits, Outliers};
 pub use placement::{Candidate, Credits, LeastLoaded, Placement};
 pub use queue::{Place, QueueFull, QueueLimits, RequestQueue};
+pub use retry_budget::RetryBudget;
+pub use suspicion::{AfterLoss, Suspicion};
