@@ -33,7 +33,7 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto or cpu
+    /// Where to compute: auto, cpu, or sim:PROFILE, which computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
     /// Threads that compute [default: one for each core; `up` divides the cores among its workers]

@@ -3,24 +3,34 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
 
 use crate::models::ModelSource;
+use crate::runtime::sim::{SpecError, read_profile};
 
 /// What runs the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
     /// The best device that is there: in this version, the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
+    /// None: answers come as slowly as these costs say, and mean nothing.
+    Sim(DeviceProfile),
 }
 
 /// A device that this build does not know.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown device `{0}`; this build knows `auto` and `cpu`")]
-pub struct UnknownDevice(String);
+#[derive(Debug, thiserror::Error)]
+pub enum UnknownDevice {
+    /// No device is called so.
+    #[error("unknown device `{0}`; this build knows `auto`, `cpu` and `sim:PROFILE`")]
+    Name(String),
+    /// A simulated device of unknown costs.
+    #[error(transparent)]
+    Profile(#[from] SpecError),
+}
 
 impl FromStr for Device {
     type Err = UnknownDevice;
@@ -29,17 +39,11 @@ impl FromStr for Device {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            other => Err(UnknownDevice(other.to_owned())),
+            other => match other.strip_prefix("sim:") {
+                Some(profile) => Ok(Self::Sim(read_profile(profile)?)),
+                None => Err(UnknownDevice::Name(other.to_owned())),
+            },
         }
-    }
-}
-
-impl std::fmt::Display for Device {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Cpu => "cpu",
-        })
     }
 }
 

@@ -16,9 +16,10 @@ use tonic::transport::server::TcpIncoming;
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
-use crate::options::{Options, OptionsError};
+use crate::options::{Device, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
+use crate::runtime::sim::{SimOptions, SimRuntime};
 use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Sessions};
 
 /// Largest message from a router: a prompt of a million tokens fits.
@@ -97,19 +98,7 @@ impl Worker {
         let model = ModelDir::open(&options.model)?;
         let name = options.model_name.clone().unwrap_or_else(|| model.name().to_owned());
         let bundle = Bundle::new(model.bundle_files().to_vec());
-        let cpu = CpuOptions {
-            threads: options.threads,
-            kv_bytes: options.kv_cache_bytes,
-            host_bytes: options.host_cache_bytes,
-            block_tokens: options.block_tokens,
-            slots: options.max_sequences,
-            batch_tokens: options.max_batch_tokens,
-            context_tokens: options.max_context_tokens,
-            isa: None,
-        };
-        let runtime = CpuRuntime::load(&model, &cpu, progress)?;
-        let runtime: Box<dyn Runtime> =
-            if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+        let (runtime, prior) = runtime(options, &model, progress)?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
         let settings = Settings {
@@ -121,11 +110,14 @@ impl Worker {
             policy: options.policy,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
-            prior: CostPrior::default(),
+            prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };
         let mut engine = Engine::new(runtime, model.eos_token_ids(), settings)?;
-        engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
+        // A simulated device costs what its profile says: nothing is to be found out.
+        if prior.is_none() {
+            engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
+        }
         let limits = *engine.limits();
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
@@ -250,6 +242,44 @@ impl Worker {
         }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
+}
+
+/// The device, and what is known of its costs beforehand.
+fn runtime(
+    options: &Options,
+    model: &ModelDir,
+    progress: Progress<'_>,
+) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
+    if let Device::Sim(profile) = options.device {
+        let config = model.config();
+        let sim = SimOptions {
+            profile,
+            vocab_size: config.vocab_size as u32,
+            // There are no positions to be out of range of, so it takes longer sequences than the model would.
+            context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
+            block_tokens: options.block_tokens,
+            slots: options.max_sequences,
+            batch_tokens: options.max_batch_tokens,
+            overlap: options.overlap,
+        };
+        let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
+        tracing::warn!(model = model.name(), ?profile, "the device is simulated: answers mean nothing");
+        return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
+    }
+    let cpu = CpuOptions {
+        threads: options.threads,
+        kv_bytes: options.kv_cache_bytes,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        isa: None,
+    };
+    let runtime = CpuRuntime::load(model, &cpu, progress)?;
+    let runtime: Box<dyn Runtime> =
+        if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+    Ok((runtime, None))
 }
 
 /// Differs from one start to the next.

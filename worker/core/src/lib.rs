@@ -15,6 +15,7 @@ mod least_squares;
 mod limits;
 mod mutant;
 pub mod policy;
+mod profile;
 mod record;
 mod scheduler;
 mod sequence;
@@ -31,6 +32,7 @@ pub use iteration::{
 pub use limits::{Limits, LimitsError};
 #[cfg(feature = "mutants")]
 pub use mutant::Mutant;
+pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};
