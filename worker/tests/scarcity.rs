@@ -77,6 +77,7 @@ fn request(ask: &Ask, handle: u64, vocab: u32) -> Request {
         choices: vec![Resumed::default(); ask.n as usize],
         tenant: "a".into(),
         weight: Weight::default(),
+        order: None,
         priority: ask.priority,
         deadline: None,
         span: tracing::Span::none(),

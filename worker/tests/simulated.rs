@@ -50,6 +50,7 @@ fn request(handle: u64, (prompt, max_tokens, seed, n): Ask, resumed: Vec<Resumed
         choices: if resumed.is_empty() { vec![Resumed::default(); n as usize] } else { resumed },
         tenant: "a".into(),
         weight: Weight::default(),
+        order: None,
         priority: 0,
         deadline: None,
         span: tracing::Span::none(),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, TenantService, TokenCost};
+use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, Service, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
@@ -217,6 +217,21 @@ impl Engine {
         self.cache_events.drain(..)
     }
 
+    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.scheduler.drain_charged()
+    }
+
+    /// All that each tenant was charged since it is known.
+    pub fn charged(&self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.scheduler.tenants().charged()
+    }
+
+    /// The highest order of the sequences that began to run.
+    pub fn begun(&self) -> Service {
+        self.scheduler.begun()
+    }
+
     /// Predicted time to the first token of a new prompt with this many tokens to compute.
     pub fn predict_first_token(&self, tokens: u32) -> Duration {
         self.scheduler.predict_first_token(tokens)
@@ -226,6 +241,7 @@ impl Engine {
     pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<Event>) {
         match command {
             Command::Open(session) => self.grants.open(session),
+            Command::Backlog { session, waits } => self.grants.set_backlog(session, waits),
             Command::Close(session) => {
                 let of_session =
                     RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
@@ -485,6 +501,9 @@ impl Engine {
                     weight: request.weight,
                     hashes: &chain,
                     group,
+                    order: request.order,
+                    // A choice that has tokens was charged for its prompt where it got them.
+                    charged_tokens: if resumed.tokens.is_empty() { 0 } else { tokens.len() as u32 },
                 },
                 now,
             );

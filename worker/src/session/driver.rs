@@ -2,10 +2,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, Load, Time};
+use inflight_worker_core::{CacheEvent, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::mailbox::Mailbox;
@@ -35,13 +35,13 @@ pub(crate) enum Message {
     Stop,
 }
 
-/// The clock of the engine: nanoseconds since it was made.
+/// The clock of the engine: nanoseconds since it was made. In a simulation, the runtime's own.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Clock(Instant);
+pub(crate) struct Clock(tokio::time::Instant);
 
 impl Clock {
     pub fn start() -> Self {
-        Self(Instant::now())
+        Self(tokio::time::Instant::now())
     }
 
     pub fn now(self) -> Time {
@@ -116,28 +116,77 @@ impl Driver {
                     return Ok(());
                 }
             }
-            // At most a queue's worth, so that a flood of commands can't keep the engine from running.
-            for _ in 0..COMMANDS_MAX {
-                let Ok(message) = self.messages.try_recv() else { break };
+            if !self.take_waiting() {
+                return Ok(());
+            }
+            let turned = self.engine.turn(self.clock.now(), &mut self.events);
+            idle = turned.as_ref().is_ok_and(|turn| turn.idle);
+            self.after(turned)?;
+        }
+    }
+
+    /// As [`Driver::run`], but on the runtime's clock: what a step says it took is slept.
+    ///
+    /// # Errors
+    /// [`Fatal`] if the device failed.
+    pub async fn run_as_task(mut self) -> Result<(), Fatal> {
+        let outcome = self.drive_as_task().await;
+        self.mailboxes.values().for_each(|mailbox| mailbox.close());
+        outcome
+    }
+
+    async fn drive_as_task(&mut self) -> Result<(), Fatal> {
+        /// A turn that says that it took no time takes this long, so that a simulation gets on.
+        const TURN_MIN: Duration = Duration::from_micros(10);
+        let mut idle = true;
+        loop {
+            if idle {
+                if self.draining {
+                    return Ok(());
+                }
+                let Some(message) = self.messages.recv().await else { return Ok(()) };
                 if !self.take(message) {
                     return Ok(());
                 }
             }
-            let turned = self.engine.turn(self.clock.now(), &mut self.events);
-            if let Ok(turn) = &turned {
-                idle = turn.idle;
-                self.measure(turn);
+            if !self.take_waiting() {
+                return Ok(());
             }
-            self.deliver();
-            self.write_log(idle || turned.is_err());
-            turned?;
+            let turned = self.engine.turn(self.clock.now(), &mut self.events);
+            idle = turned.as_ref().is_ok_and(|turn| turn.idle);
+            if let Ok(turn) = &turned {
+                tokio::time::sleep(turn.took.max(TURN_MIN)).await;
+            }
+            self.after(turned)?;
         }
+    }
+
+    /// Takes what waits: at most a queue's worth, so that a flood of commands can't keep the engine from running. Returns
+    /// whether to go on.
+    fn take_waiting(&mut self) -> bool {
+        for _ in 0..COMMANDS_MAX {
+            let Ok(message) = self.messages.try_recv() else { break };
+            if !self.take(message) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn after(&mut self, turned: Result<Turn, Fatal>) -> Result<(), Fatal> {
+        if let Ok(turn) = &turned {
+            self.measure(turn);
+        }
+        self.deliver();
+        self.write_log(turned.as_ref().map_or(true, |turn| turn.idle));
+        turned.map(drop)
     }
 
     /// Returns whether to go on.
     fn take(&mut self, message: Message) -> bool {
         match message {
             Message::Open(session, mailbox) => {
+                self.engine.charged().for_each(|(tenant, cost)| mailbox.charge(tenant, cost));
                 self.mailboxes.insert(session, mailbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
@@ -190,6 +239,11 @@ impl Driver {
             self.cache_sequence += self.cache_events.len() as u64;
             self.cache_events.clear();
         }
+        for (tenant, cost) in self.engine.drain_charged() {
+            self.mailboxes.values().for_each(|mailbox| mailbox.charge(tenant, cost));
+        }
+        let (begun, routers) = (self.engine.begun().thousandths(), self.mailboxes.len() as u32);
+        self.mailboxes.values().for_each(|mailbox| mailbox.share(begun, routers));
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
         let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
         let told = v1::Load {
@@ -197,6 +251,8 @@ impl Driver {
             ..report::load(&load, self.step_us)
         };
         for (session, grant) in self.engine.grants() {
+            // A draining worker takes nothing new, whatever room it has.
+            let grant = if self.draining { Grant::default() } else { grant };
             if let Some(mailbox) = self.mailboxes.get(&session) {
                 mailbox.report(iteration, told, grant, self.draining);
             }

@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_proto::v1;
@@ -31,6 +31,11 @@ struct State {
     open: HashMap<(u64, u32, u32), usize>,
     pending: usize,
     kv_events: v1::KvEvents,
+    /// What tenants had that were charged since the update before.
+    charges: BTreeMap<String, u64>,
+    services: Vec<v1::ServiceTable>,
+    begun_order: u64,
+    routers: u32,
     iteration: u64,
     load: v1::Load,
     grant: v1::Grant,
@@ -117,6 +122,30 @@ impl Mailbox {
         state.changed = true;
     }
 
+    /// Notes what a tenant has had by now. It can wait for the heartbeat or the next token.
+    pub fn charge(&self, tenant: &str, cost: u64) {
+        let mut state = self.state();
+        match state.charges.get_mut(tenant) {
+            Some(known) => *known = cost,
+            None => {
+                state.charges.insert(tenant.to_owned(), cost);
+            }
+        }
+    }
+
+    /// Adds what is known of other incarnations.
+    pub fn teach(&self, services: Vec<v1::ServiceTable>) {
+        self.state().services.extend(services);
+    }
+
+    /// Sets how far service has got, and how many routers share the worker.
+    pub fn share(&self, begun_order: u64, routers: u32) {
+        let mut state = self.state();
+        state.begun_order = begun_order;
+        state.changed |= state.routers != routers;
+        state.routers = routers;
+    }
+
     /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
     pub fn report(&self, iteration: u64, load: v1::Load, grant: Grant, draining: bool) {
         let mut state = self.state();
@@ -178,6 +207,13 @@ impl Mailbox {
             load: Some(state.load),
             grant: Some(state.grant),
             draining: state.draining,
+            charges: std::mem::take(&mut state.charges)
+                .into_iter()
+                .map(|(tenant, cost)| v1::TenantCharge { tenant, cost })
+                .collect(),
+            services: std::mem::take(&mut state.services),
+            begun_order: state.begun_order,
+            routers: state.routers,
             kv_events: (!state.kv_events.events.is_empty()).then(|| std::mem::take(&mut state.kv_events)),
         })
     }

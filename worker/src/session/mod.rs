@@ -4,6 +4,7 @@ mod driver;
 mod inbound;
 mod mailbox;
 mod report;
+mod services;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
 pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message};
 use mailbox::Mailbox;
+pub(crate) use services::Services;
 
 /// How long a router may take to say who it is.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,6 +38,8 @@ pub(crate) struct Sessions {
     pub permits: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
+    /// Of other incarnations.
+    pub services: Services,
 }
 
 /// The service itself; cheap to clone.
@@ -62,9 +66,10 @@ impl worker_server::Worker for Service {
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
         let mut requests = request.into_inner();
-        let router_id = opened(&mut requests).await?;
+        let (router_id, protocol_version) = opened(&mut requests).await?;
         let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
         let mailbox = Arc::new(Mailbox::new());
+        mailbox.teach(sessions.services.tell());
         let stopped = || Status::unavailable("the worker is stopping");
         sessions.engine.send(Message::Open(id, mailbox.clone())).await.map_err(|_| stopped())?;
         tracing::info!(session = id.0, router_id, "session opened");
@@ -76,7 +81,8 @@ impl worker_server::Worker for Service {
             _permit: permit,
         };
         tokio::spawn(receive(requests, id, sessions.clone(), mailbox.clone(), guard.inbound.clone()));
-        let hello = session_response::Message::Hello(sessions.hello.clone());
+        let hello = v1::Hello { protocol_version, ..sessions.hello.clone() };
+        let hello = session_response::Message::Hello(hello);
         let updates = updates(mailbox, sessions.heartbeat, guard);
         let messages = futures::stream::once(async { hello }).chain(updates);
         let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
@@ -112,12 +118,14 @@ impl worker_server::Worker for Service {
     }
 }
 
-/// Waits for the opening message and returns the router's name.
-async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<String, Status> {
+/// Waits for the opening message and returns the router's name and the protocol version that both speak.
+async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(String, u32), Status> {
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
-        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => Ok(open.router_id),
+        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => {
+            Ok((open.router_id, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
+        }
         Some(session_request::Message::Open(open)) => Err(Status::failed_precondition(format!(
             "the router speaks protocol version {}, this worker {}",
             open.protocol_version,
@@ -156,6 +164,13 @@ async fn receive(
                     key: RequestKey { session: id, request: cancel.request },
                     choice: cancel.choice,
                 },
+                session_request::Message::Backlog(backlog) => {
+                    Command::Backlog { session: id, waits: backlog.waits }
+                }
+                session_request::Message::Services(told) => {
+                    sessions.services.learn(told);
+                    continue;
+                }
                 session_request::Message::Open(_) => {
                     tracing::warn!(session = id.0, "a router opened its session twice; closing it");
                     break;

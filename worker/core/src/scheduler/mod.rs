@@ -11,7 +11,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, Tenant, TenantService};
+use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantService};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -184,6 +184,8 @@ pub struct Scheduler {
     transfers: BTreeMap<TransferId, Moving>,
     deadlines: BTreeSet<(Time, u32)>,
     arrivals: u64,
+    /// The highest order of those that began.
+    begun: Service,
     transfer_ids: u64,
     iterations: u64,
     iteration: Iteration,
@@ -238,6 +240,7 @@ impl Scheduler {
             transfers: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             arrivals: 0,
+            begun: Service::default(),
             transfer_ids: 0,
             iterations: 0,
             iteration: Iteration::default(),
@@ -311,6 +314,16 @@ impl Scheduler {
         &self.tenants
     }
 
+    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.tenants.drain_charged()
+    }
+
+    /// The highest order of the sequences that began to run: how far service has got.
+    pub fn begun(&self) -> Service {
+        self.begun
+    }
+
     /// How busy it is now.
     pub fn load(&self) -> Load {
         let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner().is_some();
@@ -372,10 +385,16 @@ impl Scheduler {
         }
         let table = Vec::with_capacity(self.limits.blocks_for(new.known_tokens + new.max_tokens) as usize);
         self.arrivals += 1;
+        let tenant = self.tenants.arrive(new.tenant, new.weight);
+        // A lane is served by arrival, so within it the turns must rise, whichever router sent them.
+        let lane = self.lanes.get(&Lane { priority: Reverse(new.priority), tenant });
+        let last = lane.and_then(|waiting| waiting.last_key_value()).map(|(_, last)| self.peek(*last).order);
+        let order = new.order.map(|order| order.max(last.flatten().unwrap_or_default()));
         let sequence = Sequence {
             id,
             state: State::Waiting,
-            tenant: self.tenants.arrive(new.tenant, new.weight),
+            tenant,
+            order,
             priority: new.priority,
             arrival: self.arrivals,
             queued: now,
@@ -385,7 +404,7 @@ impl Scheduler {
             committed_tokens: 0,
             remaining_tokens: new.max_tokens,
             input_tokens: new.known_tokens,
-            charged_tokens: 0,
+            charged_tokens: new.charged_tokens,
             table,
             host_table: Vec::new(),
             hashes,
@@ -521,7 +540,8 @@ impl Scheduler {
 
     fn dequeue(&mut self, index: u32) {
         let sequence = self.at(index);
-        let (lane, arrival) = (lane(sequence), sequence.arrival);
+        let (lane, arrival, order) = (lane(sequence), sequence.arrival, sequence.order);
+        self.begun = self.begun.max(order.unwrap_or_default());
         self.tenants.start(lane.tenant);
         if let Some(waiting) = self.lanes.get_mut(&lane) {
             waiting.remove(&arrival);
@@ -550,7 +570,10 @@ impl Scheduler {
             priority: sequence.priority,
             arrival: sequence.arrival,
             tenant: sequence.tenant,
-            service: self.tenants.service(sequence.tenant),
+            service: match (sequence.state, sequence.order) {
+                (State::Waiting, Some(order)) => order,
+                _ => self.tenants.service(sequence.tenant),
+            },
             waited: match sequence.state {
                 State::Waiting | State::Swapped => now.since(sequence.queued),
                 _ => Duration::ZERO,

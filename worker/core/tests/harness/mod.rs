@@ -247,6 +247,8 @@ impl Harness {
                 weight: Weight::default(),
                 hashes: &model.chain,
                 group: (ask.choices > 1).then_some(self.groups),
+                order: None,
+                charged_tokens: 0,
             };
             match self.scheduler.submit(new, self.now) {
                 Ok(id) => {
