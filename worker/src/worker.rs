@@ -209,6 +209,7 @@ impl Core {
                 block_tokens: limits.block_tokens,
                 blocks: limits.blocks,
                 sequences: limits.running_max,
+                host_blocks: limits.host_blocks,
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
         };

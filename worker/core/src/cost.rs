@@ -95,6 +95,13 @@ impl CostModel {
         self.copies.observe(&[1.0, f64::from(blocks)], seconds, noise);
     }
 
+    /// What it knows: seconds of an empty step, for each token, key and sequence; of an empty copy, for each block.
+    pub fn coefficients(&self) -> [f64; 6] {
+        let ([step, token, key, sequence], [copy, block]) =
+            (self.steps.coefficients(), self.copies.coefficients());
+        [step, token, key, sequence, copy, block]
+    }
+
     /// Steps it has learnt from.
     pub fn observed_steps(&self) -> u64 {
         self.observed_steps

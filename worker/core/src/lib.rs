@@ -21,7 +21,8 @@ mod scheduler;
 mod sequence;
 mod time;
 
-pub use blocks::{Block, BlockPool, CacheEvent};
+pub use blocks::{Block, BlockPool, CacheEvent, CacheTier};
+pub use inflight_contract::BlockHash;
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Finding, Limit, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
@@ -34,6 +35,6 @@ pub use limits::{Limits, LimitsError};
 pub use mutant::Mutant;
 pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, replay};
-pub use scheduler::{CommitError, Ended, Load, Scheduler, SubmitError};
+pub use scheduler::{CommitError, Ended, Load, PrefillOutlook, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};
 pub use time::Time;

@@ -15,8 +15,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, Service, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
-    LimitsError, Load, NewSequence, Outcome, Scheduler, SequenceId, SubmitError, Time, Verdict,
+    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
+    LimitsError, Load, NewSequence, Outcome, PrefillOutlook, Scheduler, SequenceId, SubmitError, Time, Verdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -104,7 +104,7 @@ pub struct Engine {
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
     transfers: usize,
-    cache_events: Vec<CacheEvent>,
+    cache_events: Vec<(CacheTier, CacheEvent)>,
     groups: u64,
     draining: bool,
 }
@@ -213,8 +213,24 @@ impl Engine {
     }
 
     /// Takes the changes of the prefix cache since the last call, in order.
-    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
+        self.cache_events.extend(self.scheduler.drain_cache_events());
         self.cache_events.drain(..)
+    }
+
+    /// All that the prefix cache can find again, changes not taken yet included.
+    pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
+        self.scheduler.cache_contents()
+    }
+
+    /// What the cost model knows, in the order of [`CostModel::coefficients`].
+    pub fn cost_coefficients(&self) -> [f64; 6] {
+        self.scheduler.cost().coefficients()
+    }
+
+    /// What a prompt that comes now has ahead of it.
+    pub fn prefill_outlook(&self) -> PrefillOutlook {
+        self.scheduler.prefill_outlook()
     }
 
     /// Takes the tenants charged since the last call, each with all it was charged since it is known.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, Grant, Load, Time};
+use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::mailbox::Mailbox;
@@ -22,6 +22,8 @@ pub(crate) enum Message {
     Open(SessionId, Arc<Mailbox>),
     /// Anything else of a session.
     Command(Command),
+    /// The session's router asks for all that the prefix cache holds.
+    Resync(SessionId),
     /// Say what limits the worker.
     Diagnose {
         /// Iterations to tell of.
@@ -60,10 +62,12 @@ pub(crate) struct Driver {
     step_us: u64,
     draining: bool,
     recording: Option<BufWriter<File>>,
-    cache_events: Vec<CacheEvent>,
+    cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Number of the next event of the prefix cache.
     cache_sequence: u64,
     seen: Load,
+    /// What steps cost, as the routers were told.
+    told_cost: [f64; 6],
 }
 
 impl Driver {
@@ -88,6 +92,7 @@ impl Driver {
             cache_events: Vec::new(),
             cache_sequence: 0,
             seen: Load::default(),
+            told_cost: [0.0; 6],
         }
     }
 
@@ -186,11 +191,24 @@ impl Driver {
     fn take(&mut self, message: Message) -> bool {
         match message {
             Message::Open(session, mailbox) => {
+                self.tell_cache();
+                mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
+                mailbox.cost(report::cost(self.engine.cost_coefficients()));
                 self.engine.charged().for_each(|(tenant, cost)| mailbox.charge(tenant, cost));
                 self.mailboxes.insert(session, mailbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
+            Message::Resync(session) => {
+                if let Some(mailbox) = self.mailboxes.get(&session) {
+                    mailbox.request_cache();
+                }
+            }
             Message::Command(command) => {
+                if let Command::Submit(request) = &command
+                    && let Some(mailbox) = self.mailboxes.get(&request.key.session)
+                {
+                    mailbox.arrive();
+                }
                 let closed = if let Command::Close(session) = command { Some(session) } else { None };
                 self.engine.command(command, self.clock.now(), &mut self.events);
                 if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
@@ -231,14 +249,8 @@ impl Driver {
                 mailbox.push(event);
             }
         }
-        self.cache_events.extend(self.engine.drain_cache_events());
-        if !self.cache_events.is_empty() {
-            for mailbox in self.mailboxes.values() {
-                mailbox.push_cache_events(self.cache_sequence, &self.cache_events);
-            }
-            self.cache_sequence += self.cache_events.len() as u64;
-            self.cache_events.clear();
-        }
+        self.tell_cache();
+        self.tell_cost();
         for (tenant, cost) in self.engine.drain_charged() {
             self.mailboxes.values().for_each(|mailbox| mailbox.charge(tenant, cost));
         }
@@ -246,8 +258,13 @@ impl Driver {
         self.mailboxes.values().for_each(|mailbox| mailbox.share(begun, routers));
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
         let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
+        let outlook = self.engine.prefill_outlook();
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let told = v1::Load {
-            first_token_us: u64::try_from(first_token.as_micros()).unwrap_or(u64::MAX),
+            first_token_us: micros(first_token),
+            prefill_ahead_us: micros(outlook.ahead),
+            prefill_stretch: outlook.stretch as f32,
+            decode_step_us: micros(outlook.decode_step),
             ..report::load(&load, self.step_us)
         };
         for (session, grant) in self.engine.grants() {
@@ -260,6 +277,31 @@ impl Driver {
         self.metrics.record(&self.seen, &load);
         self.metrics.commands.set(self.messages.len() as f64);
         self.seen = load;
+    }
+
+    /// Passes changes of the prefix cache on, and all of it to those that lost some.
+    fn tell_cache(&mut self) {
+        self.cache_events.extend(self.engine.drain_cache_events());
+        if !self.cache_events.is_empty() {
+            for mailbox in self.mailboxes.values() {
+                mailbox.push_cache_events(self.cache_sequence, &self.cache_events);
+            }
+            self.cache_sequence += self.cache_events.len() as u64;
+            self.cache_events.clear();
+        }
+        for mailbox in self.mailboxes.values().filter(|mailbox| mailbox.wants_cache()) {
+            mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
+        }
+    }
+
+    /// Says what steps cost once that has changed enough to matter.
+    fn tell_cost(&mut self) {
+        let now = self.engine.cost_coefficients();
+        let differs = |(now, told): (&f64, &f64)| (now - told).abs() > 0.03 * now.max(*told);
+        if now.iter().zip(&self.told_cost).any(differs) {
+            self.told_cost = now;
+            self.mailboxes.values().for_each(|mailbox| mailbox.cost(report::cost(now)));
+        }
     }
 
     fn measure(&mut self, turn: &Turn) {

@@ -1,5 +1,6 @@
 //! The worker's gRPC service: sessions with routers, and the bundle they need.
 
+mod cache_news;
 mod driver;
 mod inbound;
 mod mailbox;
@@ -154,6 +155,7 @@ async fn receive(
                     match inbound::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => Command::Submit(Box::new(request)),
                         Err(refusals) => {
+                            mailbox.arrive();
                             refusals.into_iter().for_each(|event| mailbox.push(event));
                             mailbox.wake();
                             continue;
@@ -169,6 +171,12 @@ async fn receive(
                 }
                 session_request::Message::Services(told) => {
                     sessions.services.learn(told);
+                    continue;
+                }
+                session_request::Message::Resync(_) => {
+                    if sessions.engine.send(Message::Resync(id)).await.is_err() {
+                        break;
+                    }
                     continue;
                 }
                 session_request::Message::Open(_) => {

@@ -1,179 +1,206 @@
-/// Capacity at a worker, as grants and requests count it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Credits {
-    /// Sequences (choices) in flight.
-    pub sequences: u32,
-    /// KV blocks for their admission.
-    pub blocks: u32,
-}
+//! Where a request runs.
+//!
+//! [`Placer`] filters the workers that may have it, a [`Policy`] picks one of those. Each policy is a file.
 
-impl Credits {
-    /// Whether `need` more fit when `used` of these are taken. A shrunken grant may be below what is used.
-    pub fn fit(self, used: Credits, need: Credits) -> bool {
-        let within = |bound: u32, used: u32, need: u32| u64::from(used) + u64::from(need) <= u64::from(bound);
-        within(self.sequences, used.sequences, need.sequences)
-            && within(self.blocks, used.blocks, need.blocks)
-    }
-}
+mod candidate;
+mod cost;
+mod estimate;
+mod fleet;
+mod least_loaded;
+mod power_of_two;
+mod prefix;
+mod random;
+mod round_robin;
 
-/// A worker that could run a request, as one session knows it.
+use std::fmt;
+use std::str::FromStr;
+
+pub use candidate::{Candidate, Credits, Standing};
+pub use cost::Cost;
+pub use estimate::{Cached, CostCoefficients, Estimate, WorkerLoad};
+pub use fleet::{Chain, Fleet};
+pub use least_loaded::LeastLoaded;
+pub use power_of_two::PowerOfTwo;
+pub use prefix::Prefix;
+pub use random::Random;
+pub use round_robin::RoundRobin;
+
+/// A request, as far as its place depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Candidate {
-    /// The worker's index in the router's list.
-    pub worker: usize,
-    /// What the session may have in flight.
-    pub grant: Credits,
-    /// What it has in flight.
-    pub used: Credits,
-    /// What the request needs there (workers may have blocks of different sizes).
-    pub need: Credits,
-    /// It failed this request before: taken only if no other has room.
-    pub avoid: bool,
+pub struct Ask {
+    /// Tokens of its prompt, those that earlier attempts generated included.
+    pub prompt_tokens: u32,
+    /// Tokens that it may be expected to generate.
+    pub output_tokens: u32,
 }
 
-impl Candidate {
-    /// Whether the request may be handed over now. A session with nothing in flight takes any request as soon
-    /// as it has a grant: a request larger than every grant would otherwise wait for ever.
-    pub fn has_room(&self) -> bool {
-        let idle = self.used.sequences == 0;
-        self.grant.fit(self.used, self.need) || (idle && self.grant.sequences > 0 && self.grant.blocks > 0)
-    }
+/// Picks one of several workers that may have a request.
+///
+/// What a policy sees has been filtered, so that it can't pick wrongly; what it picks depends on what it is asked, on
+/// what it was asked before, and on its seed.
+pub trait Policy: Send + fmt::Debug {
+    /// The place of the worker in the list, which is not empty and is sorted by worker.
+    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize;
 
-    /// Compares the load after taking the request: the fuller of the two bounds, as a fraction.
-    fn load(&self) -> Fraction {
-        let sequences = Fraction::new(self.used.sequences, self.need.sequences, self.grant.sequences);
-        let blocks = Fraction::new(self.used.blocks, self.need.blocks, self.grant.blocks);
-        sequences.max(blocks)
+    /// Whether it looks at what of a prompt is cached: finding that out costs a hash for each block.
+    fn reads_prefixes(&self) -> bool {
+        false
     }
 }
 
-/// A non-negative fraction, compared exactly.
-#[derive(Debug, Clone, Copy)]
-struct Fraction {
-    over: u64,
-    under: u64,
+/// The policies by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PlacementKind {
+    /// [`RoundRobin`].
+    RoundRobin,
+    /// [`LeastLoaded`].
+    LeastLoaded,
+    /// [`PowerOfTwo`].
+    PowerOfTwo,
+    /// [`Prefix`].
+    Prefix,
+    /// [`Cost`].
+    #[default]
+    Cost,
 }
 
-impl Fraction {
-    fn new(used: u32, need: u32, bound: u32) -> Self {
-        Self { over: u64::from(used) + u64::from(need), under: u64::from(bound).max(1) }
+/// No placement is called so.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown placement `{0}`; there are {known}", known = PlacementKind::ALL.map(PlacementKind::name).join(", "))]
+pub struct UnknownPlacement(String);
+
+impl PlacementKind {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::RoundRobin, Self::LeastLoaded, Self::PowerOfTwo, Self::Prefix, Self::Cost];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::RoundRobin => "round-robin",
+            Self::LeastLoaded => "least-loaded",
+            Self::PowerOfTwo => "power-of-two",
+            Self::Prefix => "prefix",
+            Self::Cost => "cost",
+        }
+    }
+
+    /// The policy, fresh. Routers with different seeds do not all begin with the same worker.
+    pub fn build(self, seed: u64) -> Box<dyn Policy> {
+        match self {
+            Self::RoundRobin => Box::new(RoundRobin::new(seed)),
+            Self::LeastLoaded => Box::new(LeastLoaded::new(seed)),
+            Self::PowerOfTwo => Box::new(PowerOfTwo::new(seed)),
+            Self::Prefix => Box::new(Prefix::new(seed)),
+            Self::Cost => Box::new(Cost::new(seed)),
+        }
     }
 }
 
-impl PartialEq for Fraction {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
+impl FromStr for PlacementKind {
+    type Err = UnknownPlacement;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPlacement> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| UnknownPlacement(name.to_owned()))
     }
 }
 
-impl Eq for Fraction {}
+impl fmt::Display for PlacementKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
-impl PartialOrd for Fraction {
+/// Decides where a request runs: never at a worker that may not have it, and at one that failed it before only where
+/// no other worker may have it at all, now or later.
+#[derive(Debug)]
+pub struct Placer {
+    policy: Box<dyn Policy>,
+    eligible: Vec<Candidate>,
+}
+
+impl Placer {
+    /// With this policy.
+    pub fn new(policy: Box<dyn Policy>) -> Self {
+        Self { policy, eligible: Vec::new() }
+    }
+
+    /// Whether the candidates' estimates need to say what is cached.
+    pub fn reads_prefixes(&self) -> bool {
+        self.policy.reads_prefixes()
+    }
+
+    /// The worker to hand the request to now; `None` if there is none with room for it.
+    pub fn choose(&mut self, ask: &Ask, candidates: &[Candidate]) -> Option<usize> {
+        let serving = |candidate: &&Candidate| candidate.standing == Standing::Serving;
+        let spoilt = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
+        self.eligible.clear();
+        let eligible = candidates.iter().filter(serving).filter(|candidate| !(spoilt && candidate.avoid));
+        self.eligible.extend(eligible.filter(|candidate| candidate.has_room()));
+        self.eligible.sort_by_key(|candidate| candidate.worker);
+        match self.eligible.as_slice() {
+            [] => None,
+            [only] => {
+                let worker = only.worker;
+                // It takes part, so that a policy's turn goes on from here.
+                self.policy.pick(ask, &self.eligible);
+                Some(worker)
+            }
+            several => {
+                let picked = self.policy.pick(ask, several);
+                debug_assert!(picked < several.len(), "a policy picks from its list");
+                several.get(picked).map(|candidate| candidate.worker)
+            }
+        }
+    }
+}
+
+/// Whose turn it is among equals: the first worker behind the one taken last, round and round.
+#[derive(Debug, Clone, Copy, Default)]
+struct Turn {
+    last: Option<usize>,
+    seed: u64,
+}
+
+impl Turn {
+    fn new(seed: u64) -> Self {
+        Self { last: None, seed }
+    }
+
+    /// The best by `key`, the one whose turn it is among equals.
+    fn best<K: Ord>(&mut self, workers: &[Candidate], key: impl Fn(&Candidate) -> K) -> usize {
+        // Each router begins elsewhere, so that several idle ones don't all begin with the same worker.
+        let last = *self.last.get_or_insert_with(|| {
+            let start = (self.seed % workers.len().max(1) as u64) as usize;
+            workers.get(start).map_or(0, |candidate| candidate.worker)
+        });
+        let order = |(_, candidate): &(usize, &Candidate)| {
+            (key(candidate), candidate.worker <= last, candidate.worker)
+        };
+        let best = workers.iter().enumerate().min_by_key(order);
+        let (place, worker) = best.map_or((0, last), |(place, candidate)| (place, candidate.worker));
+        self.last = Some(worker);
+        place
+    }
+}
+
+/// A finite number in order.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Ordered(f64);
+
+impl Eq for Ordered {}
+
+impl PartialOrd for Ordered {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Fraction {
+impl Ord for Ordered {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        let scale = |a: u64, b: u64| u128::from(a) * u128::from(b);
-        scale(self.over, other.under).cmp(&scale(other.over, self.under))
-    }
-}
-
-/// Decides where a request runs.
-pub trait Placement: Send {
-    /// The worker to hand the request to now; `None` if none of the candidates has room.
-    fn choose(&mut self, candidates: &[Candidate]) -> Option<usize>;
-}
-
-/// Takes the worker that is relatively least loaded after taking the request; among equals, the next one
-/// after the worker chosen last, so that an idle cluster is filled round and round.
-#[derive(Debug, Default)]
-pub struct LeastLoaded {
-    last: Option<usize>,
-}
-
-impl Placement for LeastLoaded {
-    fn choose(&mut self, candidates: &[Candidate]) -> Option<usize> {
-        let wrapped = |worker: usize| self.last.is_some_and(|last| worker <= last);
-        let chosen = candidates
-            .iter()
-            .filter(|candidate| candidate.has_room())
-            .min_by_key(|c| (c.avoid, c.load(), wrapped(c.worker), c.worker))?
-            .worker;
-        self.last = Some(chosen);
-        Some(chosen)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn credits(most: u32) -> impl Strategy<Value = Credits> {
-        (0..=most, 0..=most).prop_map(|(sequences, blocks)| Credits { sequences, blocks })
-    }
-
-    fn idle(worker: usize, sequences: u32) -> Candidate {
-        Candidate {
-            worker,
-            grant: Credits { sequences, blocks: 100 },
-            used: Credits::default(),
-            need: Credits { sequences: 1, blocks: 2 },
-            avoid: false,
-        }
-    }
-
-    #[test]
-    fn equal_workers_are_taken_in_turn() {
-        let mut policy = LeastLoaded::default();
-        let candidates: Vec<_> = (0..3).map(|worker| idle(worker, 8)).collect();
-        let chosen: Vec<_> = (0..6).filter_map(|_| policy.choose(&candidates)).collect();
-        assert_eq!(chosen, [0, 1, 2, 0, 1, 2]);
-    }
-
-    #[test]
-    fn load_is_relative_to_the_grant_and_a_worker_to_avoid_comes_last() {
-        let mut policy = LeastLoaded::default();
-        let busy_but_large = Candidate { used: Credits { sequences: 4, blocks: 8 }, ..idle(0, 64) };
-        let small = Candidate { used: Credits { sequences: 2, blocks: 4 }, ..idle(1, 4) };
-        assert_eq!(policy.choose(&[busy_but_large, small]), Some(0));
-        assert_eq!(policy.choose(&[Candidate { avoid: true, ..busy_but_large }, small]), Some(1));
-        let full = Candidate { used: Credits { sequences: 4, blocks: 8 }, ..small };
-        assert_eq!(policy.choose(&[Candidate { avoid: true, ..busy_but_large }, full]), Some(0));
-    }
-
-    #[test]
-    fn a_request_larger_than_every_grant_starts_on_an_idle_session_alone() {
-        let mut policy = LeastLoaded::default();
-        let large = Candidate { need: Credits { sequences: 16, blocks: 900 }, ..idle(0, 8) };
-        assert_eq!(policy.choose(&[large]), Some(0));
-        assert_eq!(policy.choose(&[Candidate { used: Credits { sequences: 1, blocks: 1 }, ..large }]), None);
-        assert_eq!(policy.choose(&[Candidate { grant: Credits::default(), ..large }]), None);
-    }
-
-    proptest! {
-        #[test]
-        fn only_a_worker_with_room_is_chosen_and_one_is_if_there_is_any(
-            workers in proptest::collection::vec((credits(20), credits(20), credits(4), any::<bool>()), 0..8)) {
-            let candidates: Vec<_> = workers.into_iter().enumerate()
-                .map(|(worker, (grant, used, need, avoid))| Candidate { worker, grant, used, need, avoid })
-                .collect();
-            match LeastLoaded::default().choose(&candidates) {
-                Some(worker) => {
-                    let c = candidates[worker];
-                    prop_assert!(c.grant.fit(c.used, c.need) || c.used.sequences == 0);
-                    prop_assert!(!c.avoid || candidates.iter().all(|o| o.avoid || !o.has_room()));
-                    let used = |x: &Candidate| (f64::from(x.used.sequences + x.need.sequences) / f64::from(x.grant.sequences.max(1)))
-                        .max(f64::from(x.used.blocks + x.need.blocks) / f64::from(x.grant.blocks.max(1)));
-                    for other in candidates.iter().filter(|o| o.avoid == c.avoid && o.has_room()) {
-                        prop_assert!(used(&c) <= used(other) + 1e-9);
-                    }
-                }
-                None => prop_assert!(candidates.iter().all(|c| !c.has_room())),
-            }
-        }
+        self.0.total_cmp(&other.0)
     }
 }

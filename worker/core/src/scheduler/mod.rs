@@ -20,7 +20,7 @@ use crate::policy::{Policy, PolicyKind, View};
 use crate::record::Log;
 use crate::sequence::{Sequence, State};
 use crate::{
-    Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
+    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
     Slot, Time, TransferId,
 };
 
@@ -112,6 +112,17 @@ pub struct Load {
     pub blocks_swapped_out: u64,
     /// Blocks moved back.
     pub blocks_swapped_in: u64,
+}
+
+/// What a prompt that comes now has ahead of it, by the cost model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PrefillOutlook {
+    /// Time that the prompts taken on and not computed take on their own.
+    pub ahead: Duration,
+    /// By what factor computing prompts takes longer in chunks, beside the sequences that decode; at least 1.
+    pub stretch: f64,
+    /// Duration of a step with these sequences alone.
+    pub decode_step: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -442,9 +453,17 @@ impl Scheduler {
         self.freed_slots.drain(..)
     }
 
-    /// Takes the changes of the prefix cache since the last call, in order.
-    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
-        self.device.drain_events()
+    /// Takes the changes of the prefix cache since the last call, those of each tier in order.
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
+        let device = self.device.drain_events().map(|event| (CacheTier::Device, event));
+        device.chain(self.host.drain_events().map(|event| (CacheTier::Host, event)))
+    }
+
+    /// All that the prefix cache can find again, with the changes that were not taken yet: at most one entry for each
+    /// block of each pool.
+    pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
+        let device = self.device.contents().map(|hash| (CacheTier::Device, hash));
+        device.chain(self.host.contents().map(|hash| (CacheTier::Host, hash)))
     }
 
     /// The iteration planned last.
@@ -475,6 +494,26 @@ impl Scheduler {
         let last = chunk.min(u32::try_from(ahead).unwrap_or(u32::MAX));
         work.add(0, last);
         self.cost.step(&work).saturating_mul(steps)
+    }
+
+    /// What a prompt that comes now has ahead of it.
+    pub fn prefill_outlook(&self) -> PrefillOutlook {
+        let mut work = StepWork::default();
+        let mut ahead = Duration::ZERO;
+        for sequence in self.sequences.iter().flatten() {
+            match sequence.state {
+                State::Decoding { .. } => work.add(sequence.computed_tokens, 1),
+                State::Leaving { .. } => {}
+                _ => ahead += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed()),
+            }
+        }
+        let decode_step = if work.sequences > 0 { self.cost.step(&work) } else { Duration::ZERO };
+        let most = self.limits.iteration_tokens.saturating_sub(work.tokens).max(1);
+        let chunk = self.chunk_within_target(&work, 0, most).max(1);
+        work.add(0, chunk);
+        let (step, alone) = (self.cost.step(&work).as_secs_f64(), self.cost.prefill(0, chunk).as_secs_f64());
+        let stretch = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
+        PrefillOutlook { ahead, stretch, decode_step }
     }
 
     /// Ends what is past its deadline.

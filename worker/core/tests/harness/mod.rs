@@ -11,7 +11,7 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
     Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
@@ -160,7 +160,7 @@ pub struct Harness {
     host: Vec<Vec<u64>>,
     in_flight: VecDeque<Running>,
     transfers: Vec<(Transfer, bool)>,
-    cached: BTreeMap<BlockHash, ()>,
+    cached: BTreeMap<(CacheTier, BlockHash), ()>,
     submitted: u64,
     groups: u64,
     ended: u64,
@@ -291,12 +291,14 @@ impl Harness {
                 model.slot = None;
             }
         }
-        for event in self.scheduler.drain_cache_events().collect::<Vec<_>>() {
+        for (tier, event) in self.scheduler.drain_cache_events().collect::<Vec<_>>() {
             match event {
-                CacheEvent::Stored(hash) => assert!(self.cached.insert(hash, ()).is_none()),
-                CacheEvent::Removed(hash) => assert!(self.cached.remove(&hash).is_some()),
+                CacheEvent::Stored(hash) => assert!(self.cached.insert((tier, hash), ()).is_none()),
+                CacheEvent::Removed(hash) => assert!(self.cached.remove(&(tier, hash)).is_some()),
             }
         }
+        let contents: BTreeMap<_, _> = self.scheduler.cache_contents().map(|block| (block, ())).collect();
+        assert_eq!(contents, self.cached, "whoever joins now is told something else than those who listened");
         self.scheduler.assert_consistent();
     }
 
