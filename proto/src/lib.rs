@@ -20,3 +20,12 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 
 /// The session protocol this build speaks.
 pub const PROTOCOL_VERSION: u32 = 1;
+
+/// Most bytes of a `Submit` that a worker whose sequences hold `context_tokens` can be sent: a prompt, the tokens of every
+/// choice so far, five bytes each, and a mebibyte for everything else. What a router accepts stays below it.
+pub fn submit_bytes_max(context_tokens: u32) -> usize {
+    const TOKEN_BYTES: usize = 5;
+    const REST: usize = 1 << 20;
+    let sequences = 1 + inflight_contract::SamplingSpec::CHOICES_MAX as usize;
+    (context_tokens as usize).saturating_mul(TOKEN_BYTES * sequences).saturating_add(REST)
+}

@@ -8,6 +8,7 @@ use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tonic::{Code, Status};
 use tower::{Layer, Service};
 
+use crate::clock;
 use crate::outcome::Outcome;
 
 /// When a call arrived and by when it must be over.
@@ -19,11 +20,11 @@ pub(crate) struct Arrival {
 
 impl Arrival {
     pub(crate) fn now() -> Self {
-        Self { at: Instant::now(), deadline: None }
+        Self { at: clock::now(), deadline: None }
     }
 
     fn of(headers: &HeaderMap) -> Self {
-        let at = Instant::now();
+        let at = clock::now();
         let timeout = headers.get("grpc-timeout").and_then(parse_timeout);
         Self { at, deadline: timeout.and_then(|timeout| at.checked_add(timeout)) }
     }

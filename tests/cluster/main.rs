@@ -6,7 +6,9 @@ mod input;
 mod life;
 mod models;
 mod requests;
+mod rolling;
 mod start;
+mod storm;
 mod trace;
 
 use std::path::Path;

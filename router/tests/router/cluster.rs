@@ -42,6 +42,8 @@ impl Cluster {
         let (handle, drain) = (router.handle(), CancellationToken::new());
         let endpoint =
             tonic::transport::Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
+        // A client that does not read is soon one that takes nothing.
+        let endpoint = endpoint.initial_stream_window_size(65_535);
         let serving = tokio::spawn(router.serve(drain.clone()));
         let channel = endpoint.connect().await.unwrap();
         let client = InferenceClient::new(channel.clone());

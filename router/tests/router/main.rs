@@ -7,6 +7,7 @@ mod chaos;
 mod cluster;
 mod failover;
 mod lifecycle;
+mod recovery;
 mod requests;
 mod streams;
 mod worker;
