@@ -22,7 +22,7 @@ use crate::options::{Device, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 use crate::runtime::sim::{SimOptions, SimRuntime};
-use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Services, Sessions};
+use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Services, Sessions};
 
 /// A router that was cut off is noticed, and what it submitted is freed, after the two together.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
@@ -216,6 +216,7 @@ impl Core {
         let services = Services::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);
         let clock = Clock::start();
+        let pulse = Arc::new(Pulse::default());
         let sessions = Arc::new(Sessions {
             hello,
             bundle,
@@ -225,9 +226,10 @@ impl Core {
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
+            pulse: pulse.clone(),
             services,
         });
-        let driver = Driver::new(engine, messages, clock, recording);
+        let driver = Driver::new(engine, messages, clock, recording, pulse);
         Ok(Self { driver, sessions, drain_timeout: options.drain_timeout })
     }
 

@@ -70,7 +70,7 @@ pub async fn run(address: &str, load: Load) -> Done {
     let mut sum = Done::default();
     for done in join_all(calls).await {
         let done = done.unwrap();
-        assert_eq!(done.tokens, load.tokens.into());
+        assert_eq!(done.tokens, u64::from(load.tokens));
         sum.tokens += done.tokens;
         sum.messages += done.messages;
     }

@@ -40,8 +40,8 @@ impl Inference for Proxy {
 }
 
 pub async fn serve(source: &str) {
-    let channel = Endpoint::from_shared(format!("http://{source}")).unwrap().tcp_nodelay(true).connect();
-    let proxy = Proxy(InferenceClient::new(channel.await.unwrap()));
+    let endpoint = Endpoint::from_shared(format!("http://{source}")).unwrap().tcp_nodelay(true);
+    let proxy = Proxy(InferenceClient::new(endpoint.connect().await.unwrap()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     println!("{}", listener.local_addr().unwrap());
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));

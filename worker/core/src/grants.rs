@@ -62,6 +62,11 @@ impl<K: Ord + Copy> Grants<K> {
         self.sessions.contains_key(&session)
     }
 
+    /// Changes how many sequences may be in flight together.
+    pub fn set_sequences(&mut self, sequences: u32) {
+        self.capacity.sequences = sequences;
+    }
+
     /// Notes whether anything waits at a session's router.
     pub fn set_backlog(&mut self, session: K, backlog: bool) {
         if let Some(held) = self.sessions.get_mut(&session) {

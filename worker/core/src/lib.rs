@@ -16,6 +16,7 @@ mod limits;
 mod mutant;
 pub mod policy;
 mod profile;
+mod queue_ahead;
 mod record;
 mod scheduler;
 mod sequence;
@@ -34,6 +35,7 @@ pub use limits::{Limits, LimitsError};
 #[cfg(feature = "mutants")]
 pub use mutant::Mutant;
 pub use profile::{DeviceProfile, ProfileError};
+pub use queue_ahead::QueueAhead;
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, PrefillOutlook, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};

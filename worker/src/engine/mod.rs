@@ -12,11 +12,14 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, ModelLimits, RequestShape, Service, TenantService, TokenCost};
+use inflight_contract::{
+    BlockHash, FinishReason, ModelLimits, RequestShape, Service, TenantService, TokenCost,
+};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
-    LimitsError, Load, NewSequence, Outcome, PrefillOutlook, Scheduler, SequenceId, SubmitError, Time, Verdict,
+    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
+    Limits, LimitsError, Load, NewSequence, Outcome, PrefillOutlook, QueueAhead, Scheduler, SequenceId,
+    SubmitError, Time, Verdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -28,8 +31,8 @@ pub use request::{Command, Event, Failure, Finish, Request, RequestKey, Resumed,
 pub struct Settings {
     /// Sequences that wait at once.
     pub waiting_max: u32,
-    /// Sequences beyond the running ones that routers may have in flight here, just enough to hide the way
-    /// between worker and router.
+    /// Most sequences beyond the running ones that routers may have in flight here; as few of them as hide the way
+    /// between worker and router, see [`QueueAhead`].
     pub queue_ahead: u32,
     /// Who goes first.
     pub policy: PolicyKind,
@@ -89,6 +92,9 @@ pub struct Engine {
     model: ModelLimits,
     eos_token_ids: Arc<[u32]>,
     grants: Grants<SessionId>,
+    ahead: QueueAhead,
+    /// Sequences that ended since the iteration completed last.
+    ended_since: u32,
     /// Beside the scheduler's table: indexed by `SequenceId::index`.
     live: Vec<Option<Live>>,
     /// The sequence of each choice that still runs.
@@ -135,10 +141,8 @@ impl Engine {
             context_tokens: has.context_tokens,
             kv_tokens: limits.pool_tokens(),
         };
-        let capacity = Capacity {
-            sequences: limits.running_max + settings.queue_ahead,
-            blocks: limits.blocks - limits.watermark_blocks,
-        };
+        let capacity =
+            Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };
         let cost = CostModel::new(settings.prior);
         let mut scheduler = Scheduler::new(limits, settings.policy.build(), cost, tenants)?;
         if settings.record {
@@ -150,6 +154,8 @@ impl Engine {
             model,
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
+            ahead: QueueAhead::new(settings.queue_ahead),
+            ended_since: 0,
             live: Vec::new(),
             requests: BTreeMap::new(),
             batch: Batch::default(),
@@ -375,6 +381,8 @@ impl Engine {
         self.scheduler.commit(flight.number, outcome).map_err(|error| Fatal(error.to_string()))?;
         self.spare.push(flight);
         self.settle(events);
+        self.ahead.learn(took, std::mem::take(&mut self.ended_since));
+        self.grants.set_sequences(self.scheduler.limits().running_max + self.ahead.depth());
         // The next plan finds out whether there is nothing left to do, cold blocks to keep included.
         Ok(Turn { tokens, sampled, took, idle: false })
     }
@@ -588,6 +596,7 @@ impl Engine {
         for Ended { id, reason } in ended.drain(..) {
             let Some(mut live) = self.live[id.index()].take() else { continue };
             self.grants.release(live.key.session, live.cost);
+            self.ended_since += 1;
             if let Some(ids) = self.requests.get_mut(&live.key) {
                 if let Some(entry) = ids.get_mut(live.choice as usize) {
                     *entry = None;

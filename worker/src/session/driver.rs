@@ -9,6 +9,7 @@ use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::mailbox::Mailbox;
+use super::pulse::Pulse;
 use super::report;
 use crate::engine::{Command, Engine, Event, Fatal, SessionId, Turn};
 use crate::metrics::StepMetrics;
@@ -66,6 +67,7 @@ pub(crate) struct Driver {
     /// Number of the next event of the prefix cache.
     cache_sequence: u64,
     seen: Load,
+    pulse: Arc<Pulse>,
     /// What steps cost, as the routers were told.
     told_cost: [f64; 6],
 }
@@ -77,6 +79,7 @@ impl Driver {
         messages: mpsc::Receiver<Message>,
         clock: Clock,
         recording: Option<File>,
+        pulse: Arc<Pulse>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits().blocks);
         Self {
@@ -92,6 +95,7 @@ impl Driver {
             cache_events: Vec::new(),
             cache_sequence: 0,
             seen: Load::default(),
+            pulse,
             told_cost: [0.0; 6],
         }
     }
@@ -124,7 +128,10 @@ impl Driver {
             if !self.take_waiting() {
                 return Ok(());
             }
-            let turned = self.engine.turn(self.clock.now(), &mut self.events);
+            let now = self.clock.now();
+            self.pulse.begin(now);
+            let turned = self.engine.turn(now, &mut self.events);
+            self.pulse.end();
             idle = turned.as_ref().is_ok_and(|turn| turn.idle);
             self.after(turned)?;
         }
@@ -157,7 +164,10 @@ impl Driver {
             if !self.take_waiting() {
                 return Ok(());
             }
-            let turned = self.engine.turn(self.clock.now(), &mut self.events);
+            let now = self.clock.now();
+            self.pulse.begin(now);
+            let turned = self.engine.turn(now, &mut self.events);
+            self.pulse.end();
             idle = turned.as_ref().is_ok_and(|turn| turn.idle);
             if let Ok(turn) = &turned {
                 tokio::time::sleep(turn.took.max(TURN_MIN)).await;

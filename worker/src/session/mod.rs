@@ -4,6 +4,7 @@ mod cache_news;
 mod driver;
 mod inbound;
 mod mailbox;
+mod pulse;
 mod report;
 mod services;
 
@@ -22,6 +23,7 @@ use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
 pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message};
 use mailbox::Mailbox;
+pub(crate) use pulse::Pulse;
 pub(crate) use services::Services;
 
 /// How long a router may take to say who it is.
@@ -39,6 +41,7 @@ pub(crate) struct Sessions {
     pub permits: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
+    pub pulse: Arc<Pulse>,
     /// Of other incarnations.
     pub services: Services,
 }
@@ -62,6 +65,9 @@ impl worker_server::Worker for Service {
         if sessions.draining.load(Ordering::Acquire) {
             return Err(Status::unavailable("the worker is draining"));
         }
+        if sessions.pulse.is_stuck(sessions.clock.now()) {
+            return Err(Status::unavailable("the worker's device does not answer"));
+        }
         let Ok(permit) = sessions.permits.clone().try_acquire_owned() else {
             crate::metrics::session_refused();
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
@@ -84,7 +90,7 @@ impl worker_server::Worker for Service {
         tokio::spawn(receive(requests, id, sessions.clone(), mailbox.clone(), guard.inbound.clone()));
         let hello = v1::Hello { protocol_version, ..sessions.hello.clone() };
         let hello = session_response::Message::Hello(hello);
-        let updates = updates(mailbox, sessions.heartbeat, guard);
+        let updates = updates(mailbox, sessions.clone(), guard);
         let messages = futures::stream::once(async { hello }).chain(updates);
         let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
         Ok(Response::new(Box::pin(responses)))
@@ -202,14 +208,18 @@ async fn receive(
 
 fn updates(
     mailbox: Arc<Mailbox>,
-    heartbeat: Duration,
+    sessions: Arc<Sessions>,
     guard: SessionGuard,
 ) -> impl Stream<Item = session_response::Message> + Send {
-    futures::stream::unfold((mailbox, guard), move |(mailbox, guard)| async move {
+    futures::stream::unfold((mailbox, sessions, guard), |(mailbox, sessions, guard)| async move {
         // A timeout is a heartbeat: the update then says how the worker is and nothing else.
-        let _ = tokio::time::timeout(heartbeat, mailbox.changed()).await;
+        let silent = tokio::time::timeout(sessions.heartbeat, mailbox.changed()).await.is_err();
+        if silent && sessions.pulse.is_stuck(sessions.clock.now()) {
+            tracing::error!(session = guard.id.0, "the device does not answer; closing the session");
+            return None;
+        }
         let update = mailbox.take()?;
-        Some((session_response::Message::Update(update), (mailbox, guard)))
+        Some((session_response::Message::Update(update), (mailbox, sessions, guard)))
     })
 }
 
