@@ -5,6 +5,7 @@ mod diagnose;
 mod event;
 mod exit;
 mod generate;
+mod key;
 mod metrics_endpoint;
 mod relay;
 mod replay;
@@ -13,6 +14,7 @@ mod router;
 mod signals;
 mod supervisor;
 mod telemetry;
+mod tls;
 mod transcript;
 mod units;
 mod up;
@@ -40,6 +42,8 @@ enum Role {
     Generate(generate::Args),
     /// Says what limits a worker, and what to do about it
     Diagnose(diagnose::Args),
+    /// Makes an API key
+    Key(key::Args),
     /// Makes the plans of a recorded worker again, and shows them
     Replay(replay::Args),
     /// Runs a router: takes clients' requests and hands them to workers
@@ -53,6 +57,7 @@ fn main() -> ExitCode {
         Role::Up(args) => role::block_on(None, up::run(args, &matches)),
         Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
         Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
+        Role::Key(args) => key::run(&args),
         Role::Replay(args) => replay::run(&args),
         Role::Router(args) => role::block_on(None, router::run(args)),
         // The engine has threads of its own; the session service needs few.

@@ -16,6 +16,7 @@ use crate::exit::{Exit, Failure};
 use crate::role;
 use crate::signals;
 use crate::telemetry;
+use crate::tls;
 use crate::units::{Bytes, ListenAt, Span};
 
 /// What closing connections gets beyond the drain timeout.
@@ -103,6 +104,8 @@ pub struct Args {
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
+    pub tls: tls::ServerArgs,
+    #[command(flatten)]
     pub telemetry: telemetry::Args,
     /// TOML file whose keys are the names of these flags; flags and environment win over it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CONFIG")]
@@ -112,10 +115,11 @@ pub struct Args {
 }
 
 impl Args {
-    fn options(&self) -> Options {
+    fn options(&self) -> Result<Options, Failure> {
         let engine = &self.engine;
-        Options {
+        Ok(Options {
             listen: self.listen,
+            tls: self.tls.files()?,
             model: match &engine.model {
                 Some(directory) => ModelSource::Directory(directory.clone()),
                 None => ModelSource::Embedded,
@@ -139,7 +143,7 @@ impl Args {
             drain_timeout: self.role.drain_timeout.0,
             record: self.record.clone(),
             worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
-        }
+        })
     }
 }
 
@@ -151,7 +155,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     let stop = signals::watch(args.role.supervised)
         .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
     signals::exit_on_abort(&stop);
-    let options = args.options();
+    let options = args.options()?;
     options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
     let worker_id = options.worker_id.clone();
     let telemetry =

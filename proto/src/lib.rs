@@ -15,6 +15,12 @@ pub mod v1 {
     tonic::include_proto!("inflight.v1");
 }
 
+/// KServe v2, the Open Inference Protocol, with Triton's streaming call.
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::large_futures)]
+pub mod kserve {
+    tonic::include_proto!("inference");
+}
+
 /// The descriptors of all services, for server reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inflight.bin"));
 

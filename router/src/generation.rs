@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tonic::Status;
 use tracing::Span;
 
+use crate::admission::TokenCharge;
 use crate::bundle::Model;
 use crate::clock;
 use crate::dispatch::Ticket;
@@ -49,6 +50,8 @@ pub(crate) struct Generation {
     span: Span,
     /// How it ended; none while it has not.
     outcome: Option<Outcome>,
+    /// What it took of its tenant's tokens a minute.
+    charge: Option<TokenCharge>,
 }
 
 impl Generation {
@@ -58,6 +61,7 @@ impl Generation {
         unserved: watch::Receiver<Option<Instant>>,
         unserved_wait: Duration,
         span: Span,
+        charge: Option<TokenCharge>,
     ) -> Self {
         let call = &ticket.relay.call;
         let choice = |_| Choice {
@@ -78,6 +82,7 @@ impl Generation {
             ready: VecDeque::new(),
             span,
             outcome: None,
+            charge,
         }
     }
 
@@ -247,6 +252,9 @@ impl Drop for Generation {
         let times = relay.times();
         let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
+        if let Some(charge) = &mut self.charge {
+            charge.used(call.prompt.len() as u64 + u64::from(tokens));
+        }
         let (model, operation) = (call.model.clone(), operation(call));
         let error = match outcome {
             Outcome::Completed => "",

@@ -1,12 +1,15 @@
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use inflight_proto::FILE_DESCRIPTOR_SET;
+use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
+use inflight_transport::{Accept, ClientTls, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -15,18 +18,22 @@ use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::Server;
-use tonic::transport::server::{Connected, TcpIncoming};
+use tonic::transport::server::Connected;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
+use crate::admission::{Admission, AdmissionLayer};
+use crate::auth::AuthLayer;
 use crate::dial::Dial;
 use crate::discovery::Source;
 use crate::dispatch::Dispatch;
 use crate::edge::EdgeLayer;
 use crate::ingress::Ingress;
+use crate::kserve::Kserve;
 use crate::members::Members;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
+use crate::tenants::{Tenants, TenantsError};
 
 /// Why a router could not start, or stopped.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +52,12 @@ pub enum Error {
     /// The server failed.
     #[error("the server failed: {0}")]
     Serve(#[from] tonic::transport::Error),
+    /// A certificate or key cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The tenants' file cannot be used.
+    #[error(transparent)]
+    Tenants(#[from] TenantsError),
     /// The descriptors compiled into the program do not load.
     #[error("reflection cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
@@ -63,6 +76,8 @@ pub struct Core {
     dispatch: Arc<Dispatch>,
     sources: Vec<Source>,
     dial: Option<Dial>,
+    tls: Option<ServerTls>,
+    tenants: Option<Arc<Tenants>>,
 }
 
 /// A view of a running router.
@@ -140,15 +155,17 @@ impl Router {
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
-        let result = core.serve(TcpIncoming::from(listener).with_nodelay(Some(true)), drain).await;
+        let tls = core.tls.clone();
+        let incoming = Accept::new(listener, tls, core.options.connections).incoming();
+        let result = core.serve(incoming.map(|connection| connection.map_err(|never| match never {})), drain).await;
         tracing::info!(%address, "router has stopped");
         result
     }
 }
 
 impl Core {
-    /// Names of the health service: the whole router, and its one service.
-    const HEALTH_NAMES: [&'static str; 2] = ["", "inflight.v1.Inference"];
+    /// Names of the health service: the whole router, and its services.
+    const HEALTH_NAMES: [&'static str; 3] = ["", "inflight.v1.Inference", "inference.GRPCInferenceService"];
     /// How long connections may take to send what they hold, once no call is open any more.
     const FLUSH_MAX: Duration = Duration::from_secs(1);
 
@@ -160,8 +177,12 @@ impl Core {
         options.validate()?;
         let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
         let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
+        let tls = options.tls.clone().map(ServerTls::load).transpose()?;
+        // Read once now, so that a mistake is known at the start.
+        options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
+        let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
         let dispatch = Arc::new(Dispatch::new(&options));
-        Ok(Self { options, dispatch, sources, dial: None })
+        Ok(Self { options, dispatch, sources, dial: None, tls, tenants })
     }
 
     /// Reaches its workers another way than by TCP.
@@ -185,7 +206,7 @@ impl Core {
         I: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { options, dispatch, sources, dial } = self;
+        let Self { options, dispatch, sources, dial, tls: _, tenants } = self;
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();
@@ -205,16 +226,28 @@ impl Core {
                 ticking.tick();
             }
         });
-        tasks.spawn(report_health(reporter, dispatch.ready(), drain.clone()));
+        tasks.spawn(report_health(reporter, dispatch.ready(), dispatch.served(), drain.clone()));
+        if let Some(tenants) = &tenants {
+            tasks.spawn(tenants.clone().follow());
+        }
 
-        let ingress = Ingress::new(&options, dispatch, open.clone());
-        let inference = InferenceServer::new(ingress).max_decoding_message_size(options.message_bytes_max);
+        let admission = Admission::new(dispatch.clone());
+        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone()));
+        let kserve = GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone()))
+            .max_decoding_message_size(options.message_bytes_max);
+        let inference =
+            InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
         let server = Server::builder()
             .http2_keepalive_interval(Some(options.keepalive_interval))
             .http2_keepalive_timeout(Some(options.keepalive_interval))
+            .http2_max_header_list_size(options.header_bytes_max)
+            .max_concurrent_streams(options.connection_streams_max)
             .layer(EdgeLayer)
+            .layer(AuthLayer { tenants })
+            .layer(AdmissionLayer { admission })
             .add_service(health)
-            .add_service(inference);
+            .add_service(inference)
+            .add_service(kserve);
         let server = if options.reflection {
             let builder = || {
                 tonic_reflection::server::Builder::configure()
@@ -256,14 +289,32 @@ async fn set_health(reporter: &HealthReporter, serving: bool) {
     }
 }
 
-async fn report_health(reporter: HealthReporter, mut ready: watch::Receiver<bool>, drain: CancellationToken) {
+/// Keeps the health service up to date: the router's own names, and one for each model that workers serve or served.
+async fn report_health(
+    reporter: HealthReporter,
+    mut ready: watch::Receiver<bool>,
+    mut served: watch::Receiver<BTreeSet<String>>,
+    drain: CancellationToken,
+) {
+    let mut known = BTreeSet::new();
     loop {
-        let serving = *ready.borrow_and_update();
-        set_health(&reporter, serving && !drain.is_cancelled()).await;
+        let serving = *ready.borrow_and_update() && !drain.is_cancelled();
+        let models = served.borrow_and_update().clone();
+        set_health(&reporter, serving).await;
+        known.extend(models.iter().cloned());
+        for model in &known {
+            let serves = models.contains(model) && !drain.is_cancelled();
+            let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
+            reporter.set_service_status(format!("model/{model}"), status).await;
+        }
         tokio::select! {
             () = drain.cancelled() => break,
             changed = ready.changed() => if changed.is_err() { break },
+            changed = served.changed() => if changed.is_err() { break },
         }
     }
     set_health(&reporter, false).await;
+    for model in known {
+        reporter.set_service_status(format!("model/{model}"), ServingStatus::NotServing).await;
+    }
 }

@@ -23,7 +23,7 @@ use crate::bundle::{Bundle, BundleError, Model};
 use crate::dial::Dial;
 use crate::dispatch::{Dispatch, Introduction, Reason};
 use crate::metrics as names;
-use crate::options::{Options, OptionsError, worker_endpoint};
+use crate::options::{Options, OptionsError, secure_endpoint};
 use crate::violation::Violation;
 
 /// Why a session did not open, or ended.
@@ -184,7 +184,9 @@ impl Keeper {
     }
 
     async fn connect(&self, limit: Duration) -> Result<Channel, SessionError> {
-        let endpoint = worker_endpoint(&self.address)?
+        let tls = self.options.worker_tls.as_ref();
+        let endpoint = secure_endpoint(&self.address, tls)
+            .map_err(|error| SessionError::Connect(error.to_string()))?
             .connect_timeout(limit)
             .tcp_nodelay(true)
             .http2_keep_alive_interval(Self::KEEPALIVE)

@@ -38,6 +38,15 @@ impl Default for Limits {
     }
 }
 
+impl Limits {
+    /// For connections that are never idle by themselves: their ends probe each other, and one call lasts as long as the
+    /// connection.
+    pub fn lasting(connections_max: usize) -> Self {
+        let year = Duration::from_secs(365 * 24 * 3600);
+        Self { connections_max, first_call_max: year, idle_max: year, ..Self::default() }
+    }
+}
+
 /// Accepted connections that may wait for the server.
 const READY_MAX: usize = 64;
 

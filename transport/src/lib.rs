@@ -9,7 +9,7 @@ mod tls;
 mod watch;
 
 pub use accept::{Accept, Limits};
-pub use connection::{Connection, Peer};
+pub use connection::{Connection, OpenCall, Peer};
 pub use identity::Identity;
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
 pub use watch::{FileState, Watched};

@@ -3,6 +3,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_transport::ServerTlsFiles;
 use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
 
@@ -52,6 +53,8 @@ impl FromStr for Device {
 pub struct Options {
     /// Where it listens for routers; port 0 takes a free one.
     pub listen: SocketAddr,
+    /// Certificate and key for routers, and whom of them to trust; without it connections are in the clear.
+    pub tls: Option<ServerTlsFiles>,
     /// What it serves.
     pub model: ModelSource,
     /// The name clients ask for; by default that of the model's directory.
@@ -99,6 +102,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            tls: None,
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,

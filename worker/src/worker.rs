@@ -4,16 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
+use inflight_transport::{Accept, Limits as ConnectionLimits, ServerTls, TlsError};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
-use tonic::transport::server::{Connected, TcpIncoming};
+use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
@@ -26,6 +27,8 @@ use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Servi
 
 /// A router that was cut off is noticed, and what it submitted is freed, after the two together.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
+/// Connections at once: those of routers, and of probes.
+const CONNECTIONS_MAX: usize = 1024;
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Hears how far loading is: bytes done, bytes in all.
@@ -62,6 +65,9 @@ pub enum Error {
     /// Limits that contradict each other.
     #[error(transparent)]
     Limits(#[from] inflight_worker_core::LimitsError),
+    /// A certificate or key can't be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The server failed.
     #[error("the gRPC server failed: {0}")]
     Server(#[from] tonic::transport::Error),
@@ -107,6 +113,7 @@ pub struct Core {
 pub struct Worker {
     listener: TcpListener,
     address: SocketAddr,
+    tls: Option<ServerTls>,
     core: Core,
 }
 
@@ -122,6 +129,7 @@ impl Worker {
         let listener = TcpListener::bind(options.listen).map_err(listen)?;
         listener.set_nonblocking(true).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
+        let tls = options.tls.clone().map(ServerTls::load).transpose()?;
         let model = ModelDir::open(&options.model)?;
         let (runtime, prior) = runtime(options, &model, progress)?;
         let served = Served {
@@ -132,7 +140,7 @@ impl Worker {
             eos_token_ids: model.eos_token_ids().to_vec(),
             bundle: Bundle::new(model.bundle_files().to_vec()),
         };
-        Ok(Self { listener, address, core: Core::new(options, served, incarnation())? })
+        Ok(Self { listener, address, tls, core: Core::new(options, served, incarnation())? })
     }
 
     /// Where it listens.
@@ -155,10 +163,11 @@ impl Worker {
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
-        let Self { listener, address, core } = self;
+        let Self { listener, address, tls, core } = self;
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
-        let incoming = TcpIncoming::from(incoming).with_nodelay(Some(true));
+        let incoming = Accept::new(incoming, tls, ConnectionLimits::lasting(CONNECTIONS_MAX)).incoming();
+        let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
         core.serve(incoming, Turning::Thread, drain).await
     }
 }

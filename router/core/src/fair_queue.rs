@@ -327,6 +327,11 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         self.entry(place).map(|entry| &entry.item)
     }
 
+    /// Since when a request waits.
+    pub fn queued(&self, place: &Place<L>) -> Option<Duration> {
+        self.entry(place).map(|entry| entry.queued)
+    }
+
     fn entry(&self, place: &Place<L>) -> Option<&Entry<T>> {
         self.lanes.get(&place.lane)?.waiting.get(&place.tenant)?.requests.get(&place.rank)
     }
@@ -339,6 +344,14 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         lane.service.start(place.tenant);
         *lane.pending.entry(place.tenant).or_insert(0) += cost;
         Some(Taken { item, order })
+    }
+
+    /// The turn at a worker of a request that was taken, and a provisional charge for it as [`FairQueue::take`] makes.
+    pub fn reserve(&mut self, place: &Place<L>, cost: u64) -> Service {
+        let Some(lane) = self.lanes.get_mut(&place.lane) else { return Service::default() };
+        let order = lane.owed(place.tenant);
+        *lane.pending.entry(place.tenant).or_insert(0) += cost;
+        order
     }
 
     /// Notes that `head` was overtaken by one behind it.
@@ -496,6 +509,11 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// Lanes in which something waits.
     pub fn lanes(&self) -> impl Iterator<Item = L> + '_ {
         self.lanes.iter().filter(|(_, lane)| !lane.waiting.is_empty()).map(|(id, _)| *id)
+    }
+
+    /// Whether something waits in a lane.
+    pub fn waits_in(&self, lane: L) -> bool {
+        self.lanes.get(&lane).is_some_and(|lane| !lane.waiting.is_empty())
     }
 
     /// What each tenant holds in the queue, by name.

@@ -59,6 +59,7 @@ impl Dispatch {
         state.ticks = state.ticks.wrapping_add(1);
         if state.ticks.is_multiple_of(Self::REAP_EVERY) {
             state.reap(now, self.options.stall_timeout);
+            state.forget_lanes(now, self.options.model_memory.max(self.options.unserved_wait_max));
         }
         state.move_streams(now, self.options.drain_grace);
         state.pump(now);
