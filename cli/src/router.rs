@@ -10,6 +10,7 @@ use inflight_transport::Limits as ConnectionLimits;
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
+use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
@@ -223,6 +224,8 @@ pub async fn run(args: Args) -> Result<(), Failure> {
         let router = Router::bind(options).await.map_err(|error| Failure::chain("", &error))?;
         let address = router.address();
         let handle = router.handle();
+        let (seen, drain) = (router.handle(), stop.drain.clone());
+        metrics_endpoint::ready_when(move || seen.is_ready() && !drain.is_cancelled());
         tracing::info!(%address, "listening");
         event::emit(&RoleEvent::Listening { address, metrics });
         let announced = tokio::spawn(async move {

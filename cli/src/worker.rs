@@ -13,6 +13,7 @@ use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
+use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
@@ -175,6 +176,8 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             () = stop.drain.cancelled() => return Ok(()),
         };
         let address = worker.address();
+        let drain = stop.drain.clone();
+        metrics_endpoint::ready_when(move || !drain.is_cancelled());
         tracing::info!(%address, worker = worker_id, "ready");
         event::emit(&RoleEvent::Ready { address, metrics });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;

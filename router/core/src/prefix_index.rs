@@ -59,7 +59,10 @@ pub enum IndexStep {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Until a snapshot begins, or the very first change ever comes.
-    Blank,
+    Blank {
+        /// A snapshot was asked for.
+        asked: bool,
+    },
     /// Within a snapshot.
     Loading,
     /// The next change has this number.
@@ -85,7 +88,7 @@ pub struct PrefixIndex {
 impl PrefixIndex {
     /// Nothing is known. The worker's pools hold `most` blocks in all.
     pub fn new(most: usize) -> Self {
-        Self { blocks: HashMap::default(), most, state: State::Blank }
+        Self { blocks: HashMap::default(), most, state: State::Blank { asked: false } }
     }
 
     /// Blocks known.
@@ -113,13 +116,9 @@ impl PrefixIndex {
         let mut number = match self.state {
             State::Exact(next) if next == first => next,
             // A worker that has never told anybody anything has had nothing to tell.
-            State::Blank if first == 0 => 0,
-            State::Blank => return IndexStep::Ignored,
+            State::Blank { asked: false } if first == 0 => 0,
             State::Off => return IndexStep::Overfull,
-            State::Exact(_) | State::Loading => {
-                self.forget(State::Blank);
-                return IndexStep::Lost;
-            }
+            State::Blank { .. } | State::Exact(_) | State::Loading => return self.lose(),
         };
         for change in changes {
             number = number.wrapping_add(1);
@@ -143,11 +142,7 @@ impl PrefixIndex {
             State::Off => return IndexStep::Overfull,
             _ if piece.first => self.forget(State::Loading),
             State::Loading => {}
-            State::Blank => return IndexStep::Ignored,
-            State::Exact(_) => {
-                self.forget(State::Blank);
-                return IndexStep::Lost;
-            }
+            State::Blank { .. } | State::Exact(_) => return self.lose(),
         }
         for (tier, blocks) in [(Tier::Device, piece.device), (Tier::Host, piece.host)] {
             if !blocks.iter().all(|block| self.add(tier, *block)) {
@@ -158,6 +153,13 @@ impl PrefixIndex {
             self.state = State::Exact(next);
         }
         IndexStep::Followed
+    }
+
+    /// Something is missing: nothing is known until a snapshot begins, for which to ask once.
+    fn lose(&mut self) -> IndexStep {
+        let asked = matches!(self.state, State::Blank { asked: true });
+        self.forget(State::Blank { asked: true });
+        if asked { IndexStep::Ignored } else { IndexStep::Lost }
     }
 
     /// Returns whether there was room for it.
@@ -324,7 +326,8 @@ mod tests {
     fn news_out_of_order_empty_it_until_a_snapshot_begins() {
         let stored = |block| [CacheChange::Stored(Tier::Device, block)];
         let mut index = PrefixIndex::new(10);
-        assert_eq!(index.apply(5, stored(1)), IndexStep::Ignored, "what came before is not known");
+        assert_eq!(index.apply(5, stored(1)), IndexStep::Lost, "what came before is not known");
+        assert_eq!(index.apply(6, stored(1)), IndexStep::Ignored, "a snapshot was asked for");
         let piece = |first, next| SnapshotPiece { first, device: &[7], host: &[8], next };
         assert_eq!(index.load(piece(false, Some(6))), IndexStep::Ignored);
         assert_eq!(index.load(piece(true, None)), IndexStep::Followed);

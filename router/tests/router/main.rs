@@ -5,9 +5,12 @@
 
 mod chaos;
 mod cluster;
+mod connections;
 mod failover;
+mod kserve;
 mod lifecycle;
 mod recovery;
 mod requests;
 mod streams;
+mod tenants;
 mod worker;
