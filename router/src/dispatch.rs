@@ -1,6 +1,9 @@
+mod catalogue;
+mod news;
 mod recovery;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,9 +24,8 @@ use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::placing::Placing;
 use crate::queueing::{Place, Queueing};
-use crate::relay::{Call, Phase, Received, Relay};
+use crate::relay::{Call, Phase, Relay};
 use crate::router::Census;
-use crate::violation::Violation;
 pub(crate) use recovery::Reason;
 
 /// A lane of the queue: the requests for one model with one bundle.
@@ -119,6 +121,8 @@ pub(crate) struct Dispatch {
     ready: watch::Sender<bool>,
     /// Models that a worker serves now.
     served: watch::Sender<BTreeSet<String>>,
+    /// Routers that share the workers, as the queue knows.
+    routers: Arc<AtomicU32>,
     epoch: Instant,
 }
 
@@ -165,8 +169,10 @@ impl Dispatch {
             parked: metrics::gauge!(names::PARKED_REQUESTS),
             ejected: metrics::gauge!(names::WORKERS_EJECTED),
         };
+        let queue = Queueing::new(options);
+        let routers = queue.routers();
         let state = State {
-            queue: Queueing::new(options),
+            queue,
             lanes: BTreeMap::new(),
             next_lane: 0,
             sessions: BTreeMap::new(),
@@ -186,7 +192,8 @@ impl Dispatch {
             gauges,
         };
         Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false),
-            served: watch::Sender::default(), epoch }
+            served: watch::Sender::default(),
+            routers, epoch }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -202,81 +209,6 @@ impl Dispatch {
     /// The models that a worker serves now.
     pub(crate) fn served(&self) -> watch::Receiver<BTreeSet<String>> {
         self.served.subscribe()
-    }
-
-    /// The model that a request names.
-    pub(crate) fn resolve(&self, asked: &str, now: Instant) -> Result<Served, Outcome> {
-        let state = self.lock();
-        let wait = self.options.unserved_wait_max;
-        let in_reach = |lane: &Lane| match *lane.unserved.borrow() {
-            None => true,
-            Some(since) => now.saturating_duration_since(since) < wait,
-        };
-        let names: BTreeSet<&str> =
-            state.lanes.values().filter(|lane| in_reach(lane)).map(|lane| lane.name.as_str()).collect();
-        let unserved = |model: &str| Outcome::Unserved { model: model.to_owned(), waited: wait };
-        let name = match (asked, names.first()) {
-            (_, None) if !state.connected_ever => {
-                return Err(Outcome::NeverConnected { workers: state.members.len() });
-            }
-            ("", None) => return Err(unserved("")),
-            ("", Some(only)) if names.len() == 1 => *only,
-            ("", Some(_)) => {
-                let names: Vec<_> = names.into_iter().collect();
-                return Err(Outcome::Invalid(format!(
-                    "model is empty, but several are served; name one of: {}",
-                    names.join(", ")
-                )));
-            }
-            (asked, _) => asked,
-        };
-        // Workers with the same model but another bundle are a lane apart: the one with most workers is taken.
-        let workers = |id: LaneId| state.sessions_of(id).filter(|session| session.draining.is_none()).count();
-        let best = state
-            .lanes
-            .iter()
-            .filter(|(_, lane)| lane.name == name && in_reach(lane))
-            .max_by_key(|(id, _)| (workers(**id), **id));
-        match best {
-            Some((id, lane)) => Ok(Served {
-                lane: *id,
-                name: lane.name.clone(),
-                architecture: lane.architecture.clone(),
-                limits: lane.limits,
-                model: lane.model.clone(),
-                unserved: lane.unserved.subscribe(),
-            }),
-            None if state.lanes.values().any(|lane| lane.name == name) => Err(unserved(name)),
-            None => Err(Outcome::UnknownModel {
-                asked: name.to_owned(),
-                served: names.into_iter().map(str::to_owned).collect(),
-            }),
-        }
-    }
-
-    /// The models that a worker serves now, by name, with the number of workers of each.
-    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
-        let state = self.lock();
-        let mut models: BTreeMap<String, (Served, u32)> = BTreeMap::new();
-        for (id, lane) in &state.lanes {
-            let workers = state.sessions_of(*id).filter(|session| session.draining.is_none()).count() as u32;
-            if workers == 0 {
-                continue;
-            }
-            let served = Served {
-                lane: *id,
-                name: lane.name.clone(),
-                architecture: lane.architecture.clone(),
-                limits: lane.limits,
-                model: lane.model.clone(),
-                unserved: lane.unserved.subscribe(),
-            };
-            models
-                .entry(lane.name.clone())
-                .and_modify(|entry| entry.1 += workers)
-                .or_insert((served, workers));
-        }
-        models.into_values().collect()
     }
 
     /// Queues a request, and hands it over at once if a worker has room.
@@ -334,7 +266,7 @@ impl Dispatch {
 
     /// Routers that share the workers.
     pub(crate) fn routers(&self) -> u32 {
-        self.lock().queue.routers()
+        self.routers.load(Ordering::Relaxed)
     }
 
     /// How much the router holds.
@@ -383,209 +315,6 @@ impl Dispatch {
         state.pump(clock::now());
     }
 
-    /// A worker is known from now on, whether or not it can be reached.
-    pub(crate) fn join(&self, worker: usize) {
-        let mut state = self.lock();
-        state.members.insert(worker);
-        state.outliers.join(worker);
-        self.publish(&state);
-    }
-
-    /// A worker is out of the list: it gets nothing new, and its streams end there or move.
-    pub(crate) fn retire(&self, worker: usize) {
-        let now = clock::now();
-        let mut state = self.lock();
-        let Some(session) = state.sessions.get_mut(&worker) else { return };
-        session.draining.get_or_insert(now);
-        let lane = session.lane;
-        state.refresh(lane, now);
-        self.publish(&state);
-    }
-
-    /// Whether nothing is in flight in a session.
-    pub(crate) fn is_idle(&self, worker: usize, session: u64) -> bool {
-        self.lock().session(worker, session).is_none_or(|session| session.flights.is_empty())
-    }
-
-    /// A worker is not known any more.
-    pub(crate) fn leave(&self, worker: usize) {
-        let mut state = self.lock();
-        state.members.remove(&worker);
-        state.outliers.leave(worker);
-        self.publish(&state);
-    }
-
-    /// Takes a worker's session in; the number names it in the calls that follow.
-    pub(crate) fn open(&self, introduction: Introduction) -> u64 {
-        let now = clock::now();
-        let mut state = self.lock();
-        state.connected_ever = true;
-        let id = state.next_session;
-        state.next_session += 1;
-        let lane = state.lane_for(&introduction);
-        let worker = introduction.worker;
-        let services = state.queue.open(worker, lane, introduction.incarnation.clone());
-        let blocks = introduction.has.blocks as usize + introduction.host_blocks as usize;
-        state.placing.open(worker, introduction.block_tokens, blocks);
-        let session = Session::new(id, lane, introduction, now);
-        services.into_iter().for_each(|table| session.teach(table));
-        state.sessions.insert(worker, session);
-        state.refresh(lane, now);
-        state.forget_lanes(now, self.options.model_memory.max(self.options.unserved_wait_max));
-        state.pump(now);
-        self.publish(&state);
-        id
-    }
-
-    /// Takes a worker's update in.
-    ///
-    /// # Errors
-    /// [`Violation`] if the update is nonsense: the session must then be closed. What was sound in it is taken.
-    pub(crate) fn apply(&self, worker: usize, session: u64, update: v1::Update) -> Result<(), Violation> {
-        let now = clock::now();
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        let since = state.since(now);
-        let Some(entry) = state.sessions.get_mut(&worker).filter(|entry| entry.id == session) else {
-            return Ok(());
-        };
-        entry.check(&update, now)?;
-        entry.heard = now;
-        if state.placing.news(worker, &entry.address, &update) {
-            entry.resync();
-        }
-        state.queue.heard(worker, &update);
-        let mut given_back = Vec::new();
-        let mut paused = Vec::new();
-        let mut violation = None;
-        let (mut stale, mut failures, mut progress) = (0, 0, false);
-        for sequence in update.sequences {
-            let (submission, choice) = (sequence.request, sequence.choice);
-            let known = entry.flights.get(&submission).filter(|_| entry.ledger.runs(submission, choice));
-            let Some(flight) = known else {
-                violation = Some(Violation::UnknownRequest { request: submission, choice });
-                break;
-            };
-            if flight.attempt != sequence.attempt {
-                stale += 1;
-                continue;
-            }
-            let relay = flight.relay.clone();
-            let ended = sequence.finish != v1::FinishReason::Unspecified as i32;
-            let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
-            let received = relay.receive(submission, sequence, vocab_size, unread_max, now);
-            if let Received::Nonsense(nonsense) = received {
-                violation = Some(nonsense);
-                break;
-            }
-            if ended || received == Received::Progress {
-                state.queue.settle(submission);
-            }
-            if ended {
-                entry.settle(submission, choice);
-                if !entry.flights.contains_key(&submission) {
-                    state.placing.settle(worker, submission);
-                }
-            }
-            match received {
-                Received::Progress => progress = true,
-                Received::Taken | Received::Nonsense(_) => {}
-                Received::Stale => stale += 1,
-                Received::Failed { fault } => {
-                    failures += u32::from(fault);
-                    entry.cancel(submission);
-                }
-                Received::GivenBack => {
-                    failures += u32::from(entry.draining.is_none() && !update.draining);
-                    entry.cancel(submission);
-                    given_back.push(relay);
-                }
-                Received::Overfull => {
-                    progress = true;
-                    entry.cancel(submission);
-                    paused.push(relay);
-                }
-            }
-        }
-        if stale > 0 {
-            metrics::counter!(names::STALE_UPDATES).increment(stale);
-        }
-        if let Some(grant) = update.grant {
-            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
-        }
-        entry.show();
-        let drains = update.draining && entry.draining.is_none();
-        if drains {
-            entry.draining = Some(now);
-        }
-        let reason = if entry.draining.is_some() { Reason::Drained } else { Reason::GivenBack };
-        let (lane, address) = (entry.lane, entry.address.clone());
-        if progress {
-            state.outliers.success(worker, since);
-        }
-        (0..failures).for_each(|_| state.blame(worker, now));
-        if drains {
-            tracing::info!(worker = address, "worker is draining");
-            state.refresh(lane, now);
-        }
-        for relay in paused {
-            state.pause(&relay);
-        }
-        for relay in given_back {
-            state.requeue(&relay, worker, reason, now);
-        }
-        state.pump(now);
-        if drains {
-            self.publish(&guard);
-        }
-        violation.map_or(Ok(()), Err)
-    }
-
-    /// Lets a lost session go: what it had in flight is queued again, ahead of all new requests.
-    pub(crate) fn close(&self, worker: usize, session: u64, reason: Reason) {
-        let now = clock::now();
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        if state.session(worker, session).is_none() {
-            return;
-        }
-        let Some(mut lost) = state.sessions.remove(&worker) else { return };
-        state.placing.close(worker);
-        if let Some(services) = state.queue.close(worker) {
-            state.sessions_of(lost.lane).for_each(|session| session.teach(services.clone()));
-        }
-        lost.clear_gauges();
-        state.refresh(lost.lane, now);
-        let reason = if lost.draining.is_some() { Reason::Drained } else { reason };
-        if reason != Reason::Drained {
-            state.blame(worker, now);
-        }
-        for (submission, flight) in std::mem::take(&mut lost.flights) {
-            state.queue.settle(submission);
-            let in_force = matches!(flight.relay.lock().phase,
-                Phase::Running { session: current, .. } if current == session);
-            if in_force {
-                state.requeue(&flight.relay, worker, reason, now);
-            }
-        }
-        state.pump(now);
-        self.publish(&guard);
-    }
-
-    fn publish(&self, state: &State) {
-        metrics::gauge!(names::WORKERS_CONFIGURED).set(state.members.len() as f64);
-        metrics::gauge!(names::WORKERS_CONNECTED).set(state.sessions.len() as f64);
-        let ready = state.sessions.values().any(|session| session.draining.is_none());
-        self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
-        let serving = state.sessions.values().filter(|session| session.draining.is_none());
-        let names = serving.filter_map(|session| state.lanes.get(&session.lane));
-        let names: BTreeSet<String> = names.map(|lane| lane.name.clone()).collect();
-        self.served.send_if_modified(|now| {
-            let changed = *now != names;
-            *now = names;
-            changed
-        });
-    }
 }
 
 impl State {
@@ -600,77 +329,6 @@ impl State {
 
     fn millis(&self, now: Instant) -> u64 {
         u64::try_from(self.since(now).as_millis()).unwrap_or(u64::MAX)
-    }
-
-    /// Holds a failure against a worker.
-    fn blame(&mut self, worker: usize, now: Instant) {
-        let since = self.since(now);
-        if let Some(time) = self.outliers.failure(worker, since) {
-            let address = self.sessions.get(&worker).map_or("", |session| session.address.as_str());
-            let seconds = time.as_secs_f64();
-            tracing::warn!(worker, address, seconds, "worker keeps failing; it gets nothing for a while");
-            metrics::counter!(names::EJECTIONS).increment(1);
-        }
-    }
-
-    fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &Session> {
-        self.sessions.values().filter(move |session| session.lane == lane)
-    }
-
-    fn lane_for(&mut self, introduction: &Introduction) -> LaneId {
-        let same = |lane: &Lane| {
-            lane.name == introduction.model_name && lane.bundle_digest == introduction.bundle_digest
-        };
-        if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
-            return *id;
-        }
-        let id = self.next_lane;
-        self.next_lane += 1;
-        let lane = Lane {
-            name: introduction.model_name.clone(),
-            bundle_digest: introduction.bundle_digest.clone(),
-            architecture: introduction.architecture.clone(),
-            limits: introduction.limits,
-            model: introduction.model.clone(),
-            unserved: watch::Sender::new(None),
-        };
-        self.lanes.insert(id, lane);
-        id
-    }
-
-    /// Brings a lane up to date with the sessions that serve it. Its limits are what each of them can take.
-    fn refresh(&mut self, id: LaneId, now: Instant) {
-        let serving = self.sessions_of(id).filter(|session| session.draining.is_none());
-        let limits = serving.map(|session| session.limits).reduce(|a, b| ModelLimits {
-            vocab_size: a.vocab_size.min(b.vocab_size),
-            context_tokens: a.context_tokens.min(b.context_tokens),
-            kv_tokens: a.kv_tokens.min(b.kv_tokens),
-        });
-        let Some(lane) = self.lanes.get_mut(&id) else { return };
-        match limits {
-            Some(limits) => {
-                lane.limits = limits;
-                lane.unserved.send_if_modified(|since| since.take().is_some());
-            }
-            None => {
-                lane.unserved.send_if_modified(|since| since.is_none() && since.replace(now).is_none());
-            }
-        }
-    }
-
-    /// Forgets the lanes that nobody serves or waits for any more.
-    fn forget_lanes(&mut self, now: Instant, wait: Duration) {
-        let in_use: BTreeSet<LaneId> =
-            self.sessions.values().map(|session| session.lane).chain(self.queue.lanes()).collect();
-        let queue = &mut self.queue;
-        self.lanes.retain(|id, lane| {
-            let lost_long_ago = lane.unserved.borrow().is_some_and(|since| now.duration_since(since) > wait);
-            let kept = in_use.contains(id) || !lost_long_ago;
-            if !kept {
-                queue.forget_lane(*id);
-            }
-            kept
-        });
     }
 
     /// Queues a request that was handed over before, ahead of all that never were.

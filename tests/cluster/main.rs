@@ -5,6 +5,8 @@ mod clients;
 mod input;
 mod life;
 mod models;
+mod overload;
+mod placement;
 mod requests;
 mod rolling;
 mod start;

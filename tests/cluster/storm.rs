@@ -78,11 +78,12 @@ async fn storm(seed: u64) -> Result<()> {
 
     let end = Instant::now() + seconds();
     let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let connections: Vec<_> = (0..STREAMS / 10).map(|_| router.client()).collect::<Result<_>>()?;
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
         let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
-        // A connection for each ten: a hundred streams is what most servers allow on one.
-        let mut client = if stream % 10 == 0 { router.client()? } else { client.clone() };
+        // More streams than a server may allow on one connection would wait for one another.
+        let mut client = connections[stream % connections.len()].clone();
         streams.spawn(async move {
             let mut ended = 0u32;
             while Instant::now() < end {

@@ -300,8 +300,21 @@ fn whatever_breaks_every_stream_is_whole_and_nothing_is_left_behind() {
     assert!(moved > 0.0, "the runs disturb nobody");
 }
 
+/// Calls, misfortunes and the network's delays follow from the seed. The order in which tokio polls what is ready at the same
+/// instant does so only in a build with `--cfg tokio_unstable`, where a run is repeated to the tick.
 #[test]
-fn a_seed_repeats_its_run_to_the_microsecond() {
+fn a_seed_repeats_its_run() {
     let seed = seeds().start;
-    assert_eq!(run(seed), run(seed), "seed {seed}");
+    let (first, second) = (run(seed), run(seed));
+    if cfg!(tokio_unstable) {
+        assert_eq!(first, second, "seed {seed}");
+        return;
+    }
+    let whole = |report: Report| {
+        let leaves: Vec<bool> = Script::new(seed).calls.iter().map(|c| c.leaves_after.is_some()).collect();
+        let mut ended: Vec<_> = report.ended.into_iter().filter(|(id, ..)| !leaves[*id]).collect();
+        ended.sort_by_key(|(id, ..)| *id);
+        ended.into_iter().map(|(id, _, tokens)| (id, tokens)).collect::<Vec<_>>()
+    };
+    assert_eq!(whole(first), whole(second), "seed {seed}");
 }
