@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
@@ -53,7 +54,7 @@ pub(crate) struct Queueing {
     reporters: BTreeMap<usize, Reporter>,
     /// What was charged provisionally, by submission: until a worker reports of it.
     provisional: BTreeMap<u64, (Place, u64)>,
-    routers: u32,
+    routers: Arc<AtomicU32>,
     retry: Duration,
 }
 
@@ -74,7 +75,7 @@ impl Queueing {
             lanes: BTreeMap::new(),
             reporters: BTreeMap::new(),
             provisional: BTreeMap::new(),
-            routers: 1,
+            routers: Arc::new(AtomicU32::new(1)),
             retry: options.retry_delay,
         }
     }
@@ -236,17 +237,16 @@ impl Queueing {
     /// The most that any worker has: one that is partitioned from some routers sees fewer.
     fn count_routers(&mut self) {
         let routers = self.reporters.values().map(|reporter| reporter.routers).max().unwrap_or(1);
-        if routers != self.routers {
+        if routers != self.routers.swap(routers, Ordering::Relaxed) {
             tracing::info!(routers, "limits are divided among the routers that workers see");
-            self.routers = routers;
             self.queue.set_routers(routers);
         }
         metrics::gauge!(names::ROUTERS).set(routers);
     }
 
     /// Routers that share the workers.
-    pub(crate) fn routers(&self) -> u32 {
-        self.routers
+    pub(crate) fn routers(&self) -> Arc<AtomicU32> {
+        self.routers.clone()
     }
 
     pub(crate) fn forget_lane(&mut self, lane: LaneId) {

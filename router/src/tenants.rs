@@ -409,9 +409,9 @@ mod tests {
 
         let tenants = Tenants { path: PathBuf::new(), table: RwLock::new(Arc::new(table)) };
         let shown = |name: &str| Identity { names: vec![name.to_owned()], digest: String::new() };
-        let by = |certificate| name(tenants.recognise(None, certificate, now()));
-        assert_eq!(by(Some(&shown("spiffe://c/acme"))), Ok("acme".to_owned()));
-        assert_eq!(by(Some(&shown("spiffe://c/else"))), Err(Unknown::Certificate));
+        let by = |shown: Option<Identity>| name(tenants.recognise(None, shown.as_ref(), now()));
+        assert_eq!(by(Some(shown("spiffe://c/acme"))), Ok("acme".to_owned()));
+        assert_eq!(by(Some(shown("spiffe://c/else"))), Err(Unknown::Certificate));
         assert_eq!(by(None), Err(Unknown::NoKey));
         // A key says more than a certificate.
         let both = tenants.recognise(Some("third"), Some(&shown("spiffe://c/acme")), now());

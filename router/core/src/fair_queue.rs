@@ -536,8 +536,15 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         let mut ahead = Ahead { all: 0, own: 0, share: 1.0 };
         let mut weights = weight.get();
         for waiting in lane.waiting.values() {
-            let few = waiting.requests.last_key_value().is_some_and(|(last, _)| *last <= before);
-            let count = if few { waiting.requests.len() } else { waiting.requests.range(..=before).count() };
+            let all = waiting.requests.last_key_value().is_some_and(|(last, _)| *last <= before);
+            let count = match all {
+                true => waiting.requests.len(),
+                // Counted over all lanes, which is as good as an estimate needs and costs little.
+                false => {
+                    let above = self.fresh.range(priority..).filter_map(|(_, class)| class.get(&waiting.name));
+                    above.map(BTreeMap::len).sum::<usize>().min(waiting.requests.len())
+                }
+            };
             ahead.all += count;
             if &*waiting.name == tenant {
                 ahead.own = count;

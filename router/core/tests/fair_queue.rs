@@ -114,6 +114,8 @@ impl Counters {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn agrees_with_a_sorted_list_under_any_interleaving(ops in ops()) {
         let options = FairQueueOptions {

@@ -180,7 +180,7 @@ impl Cluster {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// The design's bound at every instant: |W_f/w_f - W_g/w_g| ≤ 2 max(w_in L_in, w_out M) / min(w_f, w_g), with M the
     /// most tokens held at once. One router, so that both tenants wait in one queue all the time.

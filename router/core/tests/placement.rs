@@ -244,13 +244,13 @@ fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) 
 fn cost_follows_a_prefix_as_long_as_waiting_for_it_is_cheaper_than_computing_it_elsewhere() {
     let ask = Ask { prompt_tokens: 4096, output_tokens: 100 };
     let choose = |workers: &[Candidate]| placer(PlacementKind::Cost, 0).choose(&ask, workers);
-    // 4,000 tokens take 120 ms to compute.
-    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.110), with_prefix(1, 0, 0, 0.0)]), Some(0));
-    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.130), with_prefix(1, 0, 0, 0.0)]), Some(1));
-    // On the host they cost a copy: 7.6 ms.
+    // 4,000 tokens take 120 ms to compute, from this request and from the next.
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.230), with_prefix(1, 0, 0, 0.0)]), Some(0));
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.250), with_prefix(1, 0, 0, 0.0)]), Some(1));
+    // On the host they cost a copy: 7.6 ms, twice.
     assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 0, 0, 0.0)]), Some(0));
-    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.004)]), Some(1));
-    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.010)]), Some(0));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.012)]), Some(1));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.018)]), Some(0));
 }
 
 #[test]

@@ -68,8 +68,11 @@ async fn a_tensor_of_text_goes_in_and_one_comes_out_by_the_same_core() {
         let mut health = HealthClient::new(cluster.channel.clone());
         for service in ["inference.GRPCInferenceService", "model/tiny"] {
             let request = HealthCheckRequest { service: service.to_owned() };
-            let status = health.check(request).await.unwrap().into_inner().status();
-            assert_eq!(status, ServingStatus::Serving, "{service}");
+            while health.check(request.clone()).await.ok().map(|answer| answer.into_inner().status())
+                != Some(ServingStatus::Serving)
+            {
+                tokio::task::yield_now().await;
+            }
         }
 
         let mut calling = client.clone();

@@ -115,7 +115,9 @@ async fn an_expired_or_unknown_key_is_unauthenticated_and_probes_need_none() {
             assert_eq!(answer.code(), Code::Unauthenticated, "{answer}");
         }
         let mut health = HealthClient::new(cluster.channel.clone());
-        health.check(HealthCheckRequest { service: "model/tiny".to_owned() }).await.unwrap();
+while health.check(HealthCheckRequest { service: "model/tiny".to_owned() }).await.is_err() {
+            tokio::task::yield_now().await;
+        }
         assert!(generate(&cluster, text("a"), "acme").await.is_ok());
     })
     .await;
@@ -318,9 +320,14 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
     bounded(async {
         let options = Options { queue_requests_max: 4, ..Options::default() };
         let file = tenant("t", "concurrent_requests = 100");
-        let (cluster, session, _folder, _worker) = started(&file, options).await;
+        let (cluster, mut session, _folder, _worker) = started(&file, options).await;
+        session.grant(1, 1000);
+        let mut running = generate(&cluster, text("a"), "t").await.unwrap();
+        let submit = session.submit().await;
         session.update(v1::Update { routers: 2, ..Default::default() });
-        until(|| count("inflight_router_routers ") >= 2.0).await;
+        // What comes after it on the session says that it was taken in.
+        session.tokens(&submit, 0, &tokens("x"));
+        running.until_text("x").await;
         let mut waiting = Vec::new();
         let status = loop {
             match generate(&cluster, text("a"), "t").await {

@@ -1,17 +1,17 @@
 use super::{Ask, Candidate, Ordered, Policy, Turn};
 
-/// The worker where the request is predicted to be complete first. The default.
+/// The worker where the request is predicted to be complete first, at the least expense of the next. The default.
 ///
 /// - **Inputs**: each worker's own cost model, as it learnt it from its steps; the prefill that it has taken on, and what
 ///   was handed to it since; how long its decodes make a step, and how much longer a prefill takes beside them; what of
 ///   the prompt it has on its device, or on its host for the price of a copy.
-/// - **Defaults**: predicted seconds = stretch * (prefill ahead + own uncached prefill + copies from the host)
-///   + output tokens * (a step with its decodes and this one); see [`super::Estimate::completion`]. No weights:
-///   affinity and balance are in the same unit, so a prefix is followed exactly as long as waiting for
-///   it is cheaper than computing it elsewhere.
-/// - **Trade-offs**: as good as the workers' cost models and the guess of the output's length. It minimises the time of
-///   the request at hand, not of those that come after it. It needs the hash of each block of the prompt (a
-///   microsecond for about four).
+/// - **Defaults**: predicted seconds = stretch * (prefill ahead + 2 * (own uncached prefill + copies from the host))
+///   + output tokens * (a step with its decodes and this one); see [`super::Estimate::completion`]. The own
+///   prefill counts twice, because whoever comes next waits for it, too. There are no other weights: affinity and
+///   balance are in the same unit, so a prefix is followed as long as waiting for it is cheaper than
+///   computing it elsewhere.
+/// - **Trade-offs**: as good as the workers' cost models and the guess of the output's length. It needs the hash of
+///   each block of the prompt (some 0.3 us).
 #[derive(Debug)]
 pub struct Cost {
     turn: Turn,
@@ -27,8 +27,9 @@ impl Cost {
 impl Policy for Cost {
     fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize {
         self.turn.best(workers, |worker| {
-            let completion = worker.estimate.completion(ask.prompt_tokens, ask.output_tokens);
-            (Ordered(completion), worker.load())
+            let estimate = &worker.estimate;
+            let completion = estimate.completion(ask.prompt_tokens, ask.output_tokens);
+            (Ordered(completion + estimate.burden(ask.prompt_tokens)), worker.load())
         })
     }
 

@@ -130,4 +130,9 @@ impl Estimate {
         let decode = self.load.decode_step.max(self.cost.step) + self.cost.decode(prompt_tokens);
         self.load.stretch * prefill + f64::from(output_tokens) * decode
     }
+
+    /// Predicted seconds that its prefill takes from whoever comes next.
+    pub fn burden(&self, prompt_tokens: u32) -> f64 {
+        self.load.stretch * self.prefill(prompt_tokens)
+    }
 }
