@@ -35,3 +35,25 @@ pub fn submit_bytes_max(context_tokens: u32) -> usize {
     let sequences = 1 + inflight_contract::SamplingSpec::CHOICES_MAX as usize;
     (context_tokens as usize).saturating_mul(TOKEN_BYTES * sequences).saturating_add(REST)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prost::Message as _;
+
+    #[test]
+    fn no_submission_within_the_limits_of_a_model_is_larger_than_its_bound() {
+        for context in [1, 1000, 100_000] {
+            let tokens = vec![u32::MAX; context as usize];
+            let choices = 0..inflight_contract::SamplingSpec::CHOICES_MAX;
+            let resumed = choices.map(|choice| v1::ResumedChoice {
+                choice,
+                token_ids: tokens.clone(),
+                finished: false,
+            });
+            let submit = v1::Submit { prompt: tokens.clone(), resumed: resumed.collect(), ..Default::default() };
+            let (size, most) = (submit.encoded_len(), submit_bytes_max(context));
+            assert!(size <= most && most <= size + (1 << 20), "{size} bytes, {most} allowed");
+        }
+    }
+}

@@ -63,7 +63,7 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
                 same(&undisturbed[which], &answer).with_context(|| format!("request {which}"))?;
                 ended += 1;
             }
-            Ok(ended)
+            anyhow::Ok(ended)
         });
     }
     for worker in &mut workers {

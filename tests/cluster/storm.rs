@@ -96,7 +96,7 @@ async fn storm(seed: u64) -> Result<()> {
                 );
                 ended += 1;
             }
-            Ok(ended)
+            anyhow::Ok(ended)
         });
     }
     let mut blows = [0; 2];

@@ -88,7 +88,7 @@ fn preemptions(load: &Load) -> u64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) })]
     #[test]
     fn tokens_belong_to_the_request_and_not_to_the_schedule(
         asks in prop::collection::vec((1u32..60, 1u32..40, 0u64..3, 1u32..=2), 1..16),
