@@ -92,8 +92,8 @@ impl Session {
         }
     }
 
-    /// Updates within a second that a worker may send: its iterations are hardly shorter than this.
-    const UPDATES_MAX: u32 = 50_000;
+    /// Updates that a worker may send within a second, far more than any has iterations.
+    const UPDATES_MAX: u32 = 20_000;
     /// Entries beyond one for each sequence in flight.
     const ENTRIES_SLACK: usize = 1024;
     /// Changes of the prefix cache in one update.

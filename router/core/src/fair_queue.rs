@@ -451,14 +451,16 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 if hold.full(arrival.tokens, limits).is_none() {
                     return Some(victims);
                 }
-                let holds = |name: &str| {
+                // What a tenant holds over its weight, once it has given `more`.
+                let left = |name: &str, more: u64| {
                     let all = self.holds.get(name).copied().unwrap_or_default();
-                    share(all.tokens - given.get(name).copied().unwrap_or(0), all.weight)
+                    share(all.tokens - given.get(name).copied().unwrap_or(0) - more, all.weight)
                 };
                 let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
-                    let held = holds(name);
-                    let room = !equal || (*name != arrival.tenant && held > own_share);
-                    (room && tail.peek().is_some()).then_some((held, at))
+                    let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
+                    // Giving way turns no order of tenants around, or two would displace each other for ever.
+                    let gives = !equal || (*name != arrival.tenant && left(name, tokens) >= own_share);
+                    gives.then(|| (left(name, 0), at))
                 });
                 let Some((_, at)) = candidates.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
                     break;
@@ -541,7 +543,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 true => waiting.requests.len(),
                 // Counted over all lanes, which is as good as an estimate needs and costs little.
                 false => {
-                    let above = self.fresh.range(priority..).filter_map(|(_, class)| class.get(&waiting.name));
+                    let above =
+                        self.fresh.range(priority..).filter_map(|(_, class)| class.get(&waiting.name));
                     above.map(BTreeMap::len).sum::<usize>().min(waiting.requests.len())
                 }
             };

@@ -9,6 +9,7 @@ mod connections;
 mod failover;
 mod kserve;
 mod lifecycle;
+mod prefix;
 mod recovery;
 mod requests;
 mod streams;

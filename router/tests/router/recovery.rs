@@ -28,6 +28,15 @@ async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker;
     (cluster, workers, sessions)
 }
 
+/// Waits until the router has heard of a grant.
+async fn heard(worker: &ScriptedWorker, sequences: u32) {
+    let (name, address) = ("inflight_router_worker_sequences_granted", worker.address);
+    let line = format!("{name}{{worker=\"{address}\"}} {sequences}");
+    while !metrics().render().lines().any(|rendered| rendered == line) {
+        tokio::task::yield_now().await;
+    }
+}
+
 /// Sum of a counter over its labels.
 fn count(name: &str, label: &str) -> f64 {
     let rendered = metrics().render();
@@ -121,17 +130,18 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
                 session.update(v1::Update { sequences, ..Default::default() });
             }),
             ("flood", |session, _| {
-                for _ in 0..60_000 {
+                for _ in 0..100_000 {
                     session.update(v1::Update::default());
                 }
             }),
         ];
-        let (mut cluster, [_honest, mut liar], mut sessions) = workers::<2>(Options::default()).await;
+        let (mut cluster, [honest, mut liar], mut sessions) = workers::<2>(Options::default()).await;
         let mut lying = sessions.pop().unwrap();
         let mut sound = sessions.pop().unwrap();
         for (kind, lie) in lies {
             let before = count("inflight_router_protocol_violations_total", &format!("kind=\"{kind}\""));
             sound.grant(0, 0);
+            heard(&honest, 0).await;
             lying.grant(8, 1000);
             let request = v1::GenerateRequest {
                 sampling: Some(v1::SamplingParams { n: Some(2), ..Default::default() }),

@@ -255,7 +255,7 @@ impl Worker for Service {
                     let _ = told.send(table.clone());
                 }
                 // What else routers say beside their requests is tested elsewhere.
-                if !matches!(command, Command::Open(_) | Command::Submit(_) | Command::Cancel(_)) {
+                if matches!(command, Command::Services(_) | Command::Backlog(_)) {
                     continue;
                 }
                 if incoming.send(command).is_err() {

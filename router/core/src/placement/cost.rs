@@ -11,7 +11,7 @@ use super::{Ask, Candidate, Ordered, Policy, Turn};
 ///   balance are in the same unit, so a prefix is followed as long as waiting for it is cheaper than
 ///   computing it elsewhere.
 /// - **Trade-offs**: as good as the workers' cost models and the guess of the output's length. It needs the hash of
-///   each block of the prompt (some 0.3 us).
+///   each block of the prompt (below a microsecond each).
 #[derive(Debug)]
 pub struct Cost {
     turn: Turn,
