@@ -8,10 +8,14 @@ use inflight_proto::v1::{
     Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, StopConditions,
     generate_request::Input, inference_client::InferenceClient,
 };
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
 use crate::exit::{Exit, Failure};
+use crate::tls::ClientArgs;
 use crate::transcript::{JsonLines, Text, Transcript};
 use crate::units::Span;
 
@@ -114,6 +118,8 @@ pub struct Args {
     /// Give up after this long, such as 30s [default: never]
     #[arg(long, value_name = "DURATION")]
     pub timeout: Option<Span>,
+    #[command(flatten)]
+    pub connection: ClientArgs,
     /// W3C trace context to continue
     #[arg(long, value_name = "TRACEPARENT", env = "TRACEPARENT", hide = true)]
     pub traceparent: Option<String>,
@@ -208,7 +214,9 @@ fn prompt(given: Option<&str>) -> Result<String, Failure> {
 }
 
 async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), Ended> {
-    let mut client = InferenceClient::new(connect(&args.endpoint).await.map_err(Ended::Failure)?);
+    let channel = connect_with(&args.endpoint, &args.connection).await.map_err(Ended::Failure)?;
+    let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(Ended::Failure)?;
+    let mut client = InferenceClient::with_interceptor(channel, key);
     let input = if args.raw { Input::Text(prompt) } else { input(args, prompt, &mut client).await? };
     let mut request = Request::new(message(args, input));
     if let Some(timeout) = args.timeout {
@@ -232,10 +240,22 @@ async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) 
 /// # Errors
 /// A malformed URL, or nobody answers.
 pub async fn connect(url: &str) -> Result<Channel, Failure> {
-    let endpoint = Endpoint::from_shared(url.to_owned())
-        .map_err(|error| {
-            Failure::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
-        })?
+    connect_with(url, &ClientArgs::default()).await
+}
+
+/// As [`connect`], with TLS where the address begins with `https`.
+///
+/// # Errors
+/// Also certificates that cannot be used.
+pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel, Failure> {
+    let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
+        Failure::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
+    })?;
+    if let Some(tls) = connection.tls()? {
+        let config = tls.load().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
+        endpoint = endpoint.tls_config(config).map_err(|error| Failure::chain("certificates", &error))?;
+    }
+    let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
         .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
@@ -252,8 +272,33 @@ pub async fn connect(url: &str) -> Result<Channel, Failure> {
     })
 }
 
+type Client = InferenceClient<InterceptedService<Channel, ApiKey>>;
+
+/// Shows the API key with each call.
+#[derive(Debug, Clone)]
+struct ApiKey(Option<MetadataValue<Ascii>>);
+
+impl ApiKey {
+    fn new(key: Option<&str>) -> Result<Self, Failure> {
+        let value = key.map(|key| format!("Bearer {key}").parse()).transpose();
+        let mut value: Option<MetadataValue<Ascii>> =
+            value.map_err(|_| Failure::new(Exit::Usage, "--api-key has characters that no key has"))?;
+        value.iter_mut().for_each(|value| value.set_sensitive(true));
+        Ok(Self(value))
+    }
+}
+
+impl Interceptor for ApiKey {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(value) = &self.0 {
+            request.metadata_mut().insert("authorization", value.clone());
+        }
+        Ok(request)
+    }
+}
+
 /// A chat if the model has a template, else plain text.
-async fn input(args: &Args, prompt: String, client: &mut InferenceClient<Channel>) -> Result<Input, Ended> {
+async fn input(args: &Args, prompt: String, client: &mut Client) -> Result<Input, Ended> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
     // Where it is not known which model will answer, the router says what is wrong.
     let chat = asked_for(&models, args.model.as_deref()).map_or(args.system.is_some(), |model| model.chat);

@@ -6,6 +6,7 @@ mod diagnose;
 mod event;
 mod exit;
 mod generate;
+mod key;
 mod metrics_endpoint;
 mod relay;
 mod replay;
@@ -14,6 +15,7 @@ mod router;
 mod signals;
 mod supervisor;
 mod telemetry;
+mod tls;
 mod transcript;
 mod units;
 mod up;
@@ -43,6 +45,8 @@ enum Role {
     Bench(Box<bench::Args>),
     /// Says what limits a worker, and what to do about it
     Diagnose(diagnose::Args),
+    /// Makes an API key
+    Key(key::Args),
     /// Makes the plans of a recorded worker again, and shows them
     Replay(replay::Args),
     /// Runs a router: takes clients' requests and hands them to workers
@@ -58,6 +62,7 @@ fn main() -> ExitCode {
         // One core: what it takes itself should not be taken from a server on the same machine.
         Role::Bench(args) => role::block_on(Some(1), bench::run(*args)),
         Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
+        Role::Key(args) => key::run(&args),
         Role::Replay(args) => replay::run(&args),
         Role::Router(args) => role::block_on(None, router::run(args)),
         // The engine has threads of its own; the session service needs few.

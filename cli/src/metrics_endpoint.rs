@@ -1,8 +1,9 @@
-//! The Prometheus endpoint, `GET /metrics`, and beside it `GET /livez`: the process answers, ready or not.
+//! The Prometheus endpoint, `GET /metrics`, and beside it `GET /livez`: the process answers, ready or not; and
+//! `GET /readyz`: it can be given work, for probes that do not speak TLS.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use http_body_util::Full;
@@ -24,6 +25,15 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
 /// How often samples are folded into the histograms, so that they do not pile up between scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Says whether the process can be given work; not before it was told how.
+static READY: OnceLock<Box<dyn Fn() -> bool + Send + Sync>> = OnceLock::new();
+
+/// Tells how to know whether the process can be given work. Only the first call counts.
+pub fn ready_when(ready: impl Fn() -> bool + Send + Sync + 'static) {
+    // A process has one role.
+    let _ = READY.set(Box::new(ready));
+}
 
 /// Installs the process's recorder and serves it at `address`; returns where it really listens.
 ///
@@ -95,8 +105,15 @@ fn respond(request: &Request<Incoming>, handle: &PrometheusHandle) -> Response<F
             (StatusCode::OK, handle.render())
         }
         (&Method::GET, "/livez") => (StatusCode::OK, "alive\n".to_owned()),
-        (_, "/metrics" | "/livez") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
-        _ => (StatusCode::NOT_FOUND, "metrics are at /metrics, liveness at /livez\n".to_owned()),
+        (&Method::GET, "/readyz") => match READY.get().is_some_and(|ready| ready()) {
+            true => (StatusCode::OK, "ready\n".to_owned()),
+            false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".to_owned()),
+        },
+        (_, "/metrics" | "/livez" | "/readyz") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
+        _ => (
+            StatusCode::NOT_FOUND,
+            "metrics are at /metrics, liveness at /livez, readiness at /readyz\n".to_owned(),
+        ),
     };
     let mut response = Response::new(Full::new(Bytes::from(body)));
     *response.status_mut() = status;

@@ -5,13 +5,16 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use inflight_router::metrics::{Kind, METRICS};
-use inflight_router::{Options, Router};
+use inflight_router::{Options, PlacementKind, Router};
+use inflight_transport::Limits as ConnectionLimits;
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
+use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
+use crate::tls;
 use crate::units::{Bytes, ListenAt, Span};
 
 /// What closing connections gets beyond the drain timeout.
@@ -23,8 +26,8 @@ pub struct Args {
     /// Address for clients; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]
     pub listen: SocketAddr,
-    /// Workers, as HOST:PORT, separated by commas
-    #[arg(long, value_name = "ADDRESS", value_delimiter = ',', env = "INFLIGHT_ROUTER_WORKERS")]
+    /// Workers, separated by commas: HOST:PORT, dns://NAME:PORT or kubernetes://NAMESPACE/SERVICE:PORT
+    #[arg(long, value_name = "SOURCE", value_delimiter = ',', env = "INFLIGHT_ROUTER_WORKERS")]
     pub workers: Vec<String>,
     /// Address of the Prometheus endpoint, or `off`
     #[arg(
@@ -37,6 +40,9 @@ pub struct Args {
     /// Name of this router in the workers' logs [default: router@ADDRESS]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_ROUTER_ID")]
     pub router_id: Option<String>,
+    /// Where requests run: cost, prefix, power-of-two, least-loaded or round-robin
+    #[arg(long, value_name = "NAME", default_value_t = Options::default().placement, env = "INFLIGHT_ROUTER_PLACEMENT")]
+    pub placement: PlacementKind,
     /// Most requests that wait for a worker
     #[arg(long, value_name = "N", default_value_t = Options::default().queue_requests_max, env = "INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX")]
     pub queue_requests_max: usize,
@@ -70,12 +76,70 @@ pub struct Args {
     /// How often an idle client connection is probed
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().keepalive_interval), env = "INFLIGHT_ROUTER_KEEPALIVE_INTERVAL")]
     pub keepalive_interval: Span,
-    /// How many workers a request is given to, one after the other, when they are lost
-    #[arg(long, value_name = "N", default_value_t = Options::default().attempts_max, env = "INFLIGHT_ROUTER_ATTEMPTS_MAX")]
-    pub attempts_max: u32,
+    /// How often the names of workers are looked up again
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().discovery_interval), env = "INFLIGHT_ROUTER_DISCOVERY_INTERVAL")]
+    pub discovery_interval: Span,
+    /// Resubmissions a second after workers were lost, over all requests; the rest waits
+    #[arg(long, value_name = "N", default_value_t = Options::default().retry_rate, env = "INFLIGHT_ROUTER_RETRY_RATE")]
+    pub retry_rate: u32,
+    /// Resubmissions that go at once, after a while without
+    #[arg(long, value_name = "N", default_value_t = Options::default().retry_burst, env = "INFLIGHT_ROUTER_RETRY_BURST")]
+    pub retry_burst: u32,
+    /// How long the streams of a draining worker may go on there before they move to another
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().drain_grace), env = "INFLIGHT_ROUTER_DRAIN_GRACE")]
+    pub drain_grace: Span,
+    /// Most tokens that one request may come to hold, prompt and all choices together
+    #[arg(long, value_name = "N", default_value_t = Options::default().journal_tokens_max, env = "INFLIGHT_ROUTER_JOURNAL_TOKENS_MAX")]
+    pub journal_tokens_max: u64,
+    /// Tokens that a client may be behind before its request pauses until it reads again
+    #[arg(long, value_name = "N", default_value_t = Options::default().client_buffer_tokens, env = "INFLIGHT_ROUTER_CLIENT_BUFFER_TOKENS")]
+    pub client_buffer_tokens: usize,
+    /// How long a client may take nothing of its stream before its call is ended
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().stall_timeout), env = "INFLIGHT_ROUTER_STALL_TIMEOUT")]
+    pub stall_timeout: Span,
+    /// File of tenants with their API keys and limits; without it everybody is let in. Read again when it changes
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
+    pub tenants_file: Option<PathBuf>,
+    /// Past this time in the queue a request goes first in its tenant and counts as most important
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().queue_wait_max), env = "INFLIGHT_ROUTER_QUEUE_WAIT_MAX")]
+    pub queue_wait_max: Span,
+    /// Tokens of service forgiven to the tenant of a waiting request for each second
+    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aged_tokens_per_second, env = "INFLIGHT_ROUTER_AGED_TOKENS_PER_SECOND")]
+    pub aged_tokens_per_second: f64,
+    /// Tokens of service forgiven at most
+    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aged_tokens_max, env = "INFLIGHT_ROUTER_AGED_TOKENS_MAX")]
+    pub aged_tokens_max: f64,
+    /// How often a request that fits nowhere now may be overtaken by smaller ones
+    #[arg(long, value_name = "N", default_value_t = Options::default().overtakes_max, env = "INFLIGHT_ROUTER_OVERTAKES_MAX")]
+    pub overtakes_max: u32,
+    /// How long a model whose workers are gone is unavailable, before it is unknown
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().model_memory), env = "INFLIGHT_ROUTER_MODEL_MEMORY")]
+    pub model_memory: Span,
+    /// Most client connections at once
+    #[arg(long, value_name = "N", default_value_t = Options::default().connections.connections_max, env = "INFLIGHT_ROUTER_CONNECTIONS_MAX")]
+    pub connections_max: usize,
+    /// Most calls open at once on one connection
+    #[arg(long, value_name = "N", default_value_t = Options::default().connection_streams_max, env = "INFLIGHT_ROUTER_CONNECTION_STREAMS_MAX")]
+    pub connection_streams_max: u32,
+    /// Largest list of headers taken from a client
+    #[arg(long, value_name = "BYTES", default_value_t = Options::default().header_bytes_max, env = "INFLIGHT_ROUTER_HEADER_BYTES_MAX")]
+    pub header_bytes_max: u32,
+    /// How long a TLS handshake may take
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.handshake_max), env = "INFLIGHT_ROUTER_HANDSHAKE_TIMEOUT")]
+    pub handshake_timeout: Span,
+    /// How long a connection may stay without the headers of its first call
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.first_call_max), env = "INFLIGHT_ROUTER_FIRST_CALL_TIMEOUT")]
+    pub first_call_timeout: Span,
+    /// How long a connection may stay without a call
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.idle_max), env = "INFLIGHT_ROUTER_IDLE_TIMEOUT")]
+    pub idle_timeout: Span,
     /// Whether clients may ask for the API's description
     #[arg(long, value_name = "BOOL", default_value_t = Options::default().reflection, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_REFLECTION")]
     pub reflection: bool,
+    #[command(flatten)]
+    pub tls: tls::ServerArgs,
+    #[command(flatten)]
+    pub worker_tls: tls::WorkerClientArgs,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
     /// TOML file whose keys are the names of these flags; flags and environment win over it
@@ -91,6 +155,7 @@ impl Args {
             listen: self.listen,
             workers: self.workers.clone(),
             router_id: self.router_id.clone().unwrap_or_else(|| format!("router@{}", self.listen)),
+            placement: self.placement,
             queue_requests_max: self.queue_requests_max,
             queue_tokens_max: self.queue_tokens_max,
             message_bytes_max: usize::try_from(self.message_bytes_max.0).unwrap_or(usize::MAX),
@@ -100,8 +165,30 @@ impl Args {
             reconnect_backoff_max: self.reconnect_backoff_max.0,
             worker_silence_max: self.worker_silence_max.0,
             unserved_wait_max: self.unserved_wait_max.0,
-            attempts_max: self.attempts_max,
+            discovery_interval: self.discovery_interval.0,
+            retry_rate: self.retry_rate,
+            retry_burst: self.retry_burst,
+            drain_grace: self.drain_grace.0,
+            journal_tokens_max: self.journal_tokens_max,
+            client_buffer_tokens: self.client_buffer_tokens,
+            stall_timeout: self.stall_timeout.0,
             retry_delay: self.retry_delay.0,
+            queue_wait_max: self.queue_wait_max.0,
+            aged_tokens_per_second: self.aged_tokens_per_second,
+            aged_tokens_max: self.aged_tokens_max,
+            overtakes_max: self.overtakes_max,
+            tenants_file: self.tenants_file.clone(),
+            tls: self.tls.files()?,
+            worker_tls: self.worker_tls.tls()?,
+            connections: ConnectionLimits {
+                connections_max: self.connections_max,
+                handshake_max: self.handshake_timeout.0,
+                first_call_max: self.first_call_timeout.0,
+                idle_max: self.idle_timeout.0,
+            },
+            header_bytes_max: self.header_bytes_max,
+            connection_streams_max: self.connection_streams_max,
+            model_memory: self.model_memory.0,
             keepalive_interval: self.keepalive_interval.0,
             reflection: self.reflection,
         };
@@ -137,6 +224,8 @@ pub async fn run(args: Args) -> Result<(), Failure> {
         let router = Router::bind(options).await.map_err(|error| Failure::chain("", &error))?;
         let address = router.address();
         let handle = router.handle();
+        let (seen, drain) = (router.handle(), stop.drain.clone());
+        metrics_endpoint::ready_when(move || seen.is_ready() && !drain.is_cancelled());
         tracing::info!(%address, "listening");
         event::emit(&RoleEvent::Listening { address, metrics });
         let announced = tokio::spawn(async move {

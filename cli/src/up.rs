@@ -45,6 +45,9 @@ pub struct Args {
     /// Port of the router's Prometheus endpoint, those of the workers follow; 0 takes free ones [default: the port after --port]
     #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_METRICS_PORT")]
     pub metrics_port: Option<u16>,
+    /// File of tenants with their API keys and limits; without it everybody is let in
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
+    pub tenants_file: Option<PathBuf>,
     /// After Ctrl-C, how long streams in flight may take to finish; a second Ctrl-C ends at once
     #[arg(long, value_name = "DURATION", default_value = "30s", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
@@ -100,6 +103,7 @@ struct Plan {
     router_metrics: SocketAddr,
     worker_metrics: Vec<SocketAddr>,
     worker_flags: Vec<OsString>,
+    router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
 }
@@ -141,6 +145,12 @@ impl Plan {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             worker_flags.push(format!("--threads={}", (cores / workers).max(1)).into());
         }
+        let router_flags = args.tenants_file.iter().map(|file| {
+            let mut flag = OsString::from("--tenants-file=");
+            flag.push(file);
+            flag
+        });
+        let router_flags = router_flags.collect();
         let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);
         telemetry_flags.retain(|flag| !flag.to_string_lossy().starts_with("--log-format"));
         telemetry_flags.push("--log-format=json".into());
@@ -151,6 +161,7 @@ impl Plan {
             router_metrics,
             worker_metrics,
             worker_flags,
+            router_flags,
             telemetry_flags,
             drain_timeout: args.drain_timeout.0,
         })
@@ -174,7 +185,7 @@ impl Plan {
         let workers: Vec<String> = workers.iter().map(ToString::to_string).collect();
         let mut arguments: Vec<OsString> =
             vec!["router".into(), format!("--workers={}", workers.join(",")).into()];
-        arguments.extend(self.telemetry_flags.iter().cloned());
+        arguments.extend(self.router_flags.iter().chain(&self.telemetry_flags).cloned());
         Spec {
             name: "router".to_owned(),
             arguments,
@@ -424,16 +435,21 @@ fn workers(count: usize) -> String {
     if count == 1 { "1 worker".to_owned() } else { format!("{count} workers") }
 }
 
-/// Asks the router until as many workers serve as were started.
+/// Asks the router until as many workers serve as were started. Where it asks for keys, it is not for this process to know
+/// one: then the router's word that it is ready has to do.
 async fn connected(endpoint: String, wanted: u32) -> Vec<Model> {
     let mut pause = Duration::from_millis(5);
     loop {
-        if let Ok(mut client) = InferenceClient::connect(endpoint.clone()).await
-            && let Ok(response) = client.list_models(ListModelsRequest {}).await
-        {
-            let models = response.into_inner().models;
-            if models.iter().map(|model| model.workers).sum::<u32>() >= wanted {
-                return models;
+        if let Ok(mut client) = InferenceClient::connect(endpoint.clone()).await {
+            match client.list_models(ListModelsRequest {}).await {
+                Ok(response) => {
+                    let models = response.into_inner().models;
+                    if models.iter().map(|model| model.workers).sum::<u32>() >= wanted {
+                        return models;
+                    }
+                }
+                Err(status) if status.code() == tonic::Code::Unauthenticated => return Vec::new(),
+                Err(_) => {}
             }
         }
         tokio::time::sleep(pause).await;

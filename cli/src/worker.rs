@@ -13,9 +13,11 @@ use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
+use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
+use crate::tls;
 use crate::units::{Bytes, ListenAt, Span};
 
 /// What closing connections gets beyond the drain timeout.
@@ -33,7 +35,7 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto or cpu
+    /// Where to compute: auto, cpu, or sim:PROFILE, which computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
     /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
@@ -103,6 +105,8 @@ pub struct Args {
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
+    pub tls: tls::ServerArgs,
+    #[command(flatten)]
     pub telemetry: telemetry::Args,
     /// TOML file whose keys are the names of these flags; flags and environment win over it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CONFIG")]
@@ -112,10 +116,11 @@ pub struct Args {
 }
 
 impl Args {
-    fn options(&self) -> Options {
+    fn options(&self) -> Result<Options, Failure> {
         let engine = &self.engine;
-        Options {
+        Ok(Options {
             listen: self.listen,
+            tls: self.tls.files()?,
             model: match &engine.model {
                 Some(directory) => ModelSource::Directory(directory.clone()),
                 None => ModelSource::Embedded,
@@ -139,7 +144,7 @@ impl Args {
             drain_timeout: self.role.drain_timeout.0,
             record: self.record.clone(),
             worker_id: self.worker_id.clone().unwrap_or_else(|| format!("worker@{}", self.listen)),
-        }
+        })
     }
 }
 
@@ -151,7 +156,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     let stop = signals::watch(args.role.supervised)
         .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
     signals::exit_on_abort(&stop);
-    let options = args.options();
+    let options = args.options()?;
     options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
     let worker_id = options.worker_id.clone();
     let telemetry =
@@ -171,6 +176,8 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             () = stop.drain.cancelled() => return Ok(()),
         };
         let address = worker.address();
+        let drain = stop.drain.clone();
+        metrics_endpoint::ready_when(move || !drain.is_cancelled());
         tracing::info!(%address, worker = worker_id, "ready");
         event::emit(&RoleEvent::Ready { address, metrics });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;

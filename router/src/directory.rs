@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_proto::v1;
@@ -11,6 +12,7 @@ use tokio::sync::mpsc;
 use crate::dispatch::{Introduction, LaneId};
 use crate::metrics as names;
 use crate::relay::Relay;
+use crate::violation::Violation;
 
 /// A submission that its worker has not ended.
 #[derive(Debug)]
@@ -29,7 +31,19 @@ pub(crate) struct Session {
     pub(crate) fingerprint: String,
     pub(crate) limits: ModelLimits,
     pub(crate) block_tokens: u32,
-    pub(crate) draining: bool,
+    /// Since when it takes nothing new: its worker drains, or was taken out of the list.
+    pub(crate) draining: Option<Instant>,
+    /// The suspect that has, or is about to have, this worker for itself, and since when.
+    pub(crate) reserved: Option<(Arc<Relay>, Instant)>,
+    /// When it was last heard of.
+    pub(crate) heard: Instant,
+    heartbeat: Duration,
+    /// Sequences and blocks that the worker said it has.
+    pub(crate) has: Credits,
+    /// Updates in the second that began then.
+    pub(crate) updates: (Instant, u32),
+    /// What the worker was told of the queue.
+    backlog: Option<bool>,
     pub(crate) ledger: Ledger,
     pub(crate) flights: BTreeMap<u64, Flight>,
     /// Bounded by what is sent into it: at most one submission for each flight, whose number the grant bounds,
@@ -47,7 +61,7 @@ struct Gauges {
 }
 
 impl Session {
-    pub(crate) fn new(id: u64, lane: LaneId, introduction: Introduction) -> Self {
+    pub(crate) fn new(id: u64, lane: LaneId, introduction: Introduction, now: Instant) -> Self {
         let gauge = |name: &'static str| metrics::gauge!(name, "worker" => introduction.address.clone());
         let gauges = Gauges {
             requests: gauge(names::WORKER_REQUESTS),
@@ -64,12 +78,65 @@ impl Session {
             fingerprint: introduction.fingerprint,
             limits: introduction.limits,
             block_tokens: introduction.block_tokens,
-            draining: false,
+            draining: None,
+            reserved: None,
+            heard: now,
+            heartbeat: introduction.heartbeat,
+            has: introduction.has,
+            updates: (now, 0),
+            backlog: None,
             ledger: Ledger::default(),
             flights: BTreeMap::new(),
             commands: introduction.commands,
             gauges,
         }
+    }
+
+    /// Updates that a worker may send within a second, far more than any has iterations.
+    const UPDATES_MAX: u32 = 20_000;
+    /// Entries beyond one for each sequence in flight.
+    const ENTRIES_SLACK: usize = 1024;
+    /// Changes of the prefix cache in one update.
+    const CACHE_EVENTS_MAX: usize = 1 << 20;
+    /// How far a grant may be beyond what the worker has: what waits there, and one request of any size.
+    const GRANT_FACTOR: u32 = 64;
+
+    /// Checks what does not depend on any request.
+    pub(crate) fn check(&mut self, update: &v1::Update, now: Instant) -> Result<(), Violation> {
+        let (began, count) = &mut self.updates;
+        if now.saturating_duration_since(*began) >= Duration::from_secs(1) {
+            (*began, *count) = (now, 0);
+        }
+        *count += 1;
+        if *count > Self::UPDATES_MAX {
+            return Err(Violation::Flood { most: Self::UPDATES_MAX });
+        }
+        let oversized = |what, entries, most| {
+            if entries > most { Err(Violation::Oversized { what, entries, most }) } else { Ok(()) }
+        };
+        let most = 2 * self.ledger.used().sequences as usize + Self::ENTRIES_SLACK;
+        oversized("sequences", update.sequences.len(), most)?;
+        let events = update.kv_events.as_ref().map_or(0, |events| events.events.len());
+        oversized("prefix cache events", events, Self::CACHE_EVENTS_MAX)?;
+        let Some(grant) = update.grant else { return Ok(()) };
+        for (what, granted, has) in
+            [("sequences", grant.sequences, self.has.sequences), ("blocks", grant.blocks, self.has.blocks)]
+        {
+            if granted > has.saturating_mul(Self::GRANT_FACTOR).min(i32::MAX as u32) {
+                return Err(Violation::Grant { what, granted, has });
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether it may be given work that is not a suspect's.
+    pub(crate) fn takes(&self) -> bool {
+        self.draining.is_none() && self.reserved.is_none()
+    }
+
+    /// Whether it should have been heard of since. It may be fine all the same; three times as long and it is lost.
+    pub(crate) fn quiet(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.heard) > self.heartbeat + self.heartbeat / 4
     }
 
     /// Hands a submission to the worker and charges it.
@@ -86,6 +153,14 @@ impl Session {
         self.flights.insert(submission, Flight { relay: relay.clone(), attempt, cancelled: false });
         self.send(Message::Submit(submit));
         self.show();
+    }
+
+    /// Tells the worker whether anything waits here that it could run, if it does not know.
+    pub(crate) fn tell_backlog(&mut self, waits: bool) {
+        if self.backlog != Some(waits) {
+            self.backlog = Some(waits);
+            self.send(Message::Backlog(v1::Backlog { waits }));
+        }
     }
 
     /// Withdraws all that still runs of a submission.
@@ -111,10 +186,19 @@ impl Session {
             Settled::Request => {
                 self.flights.remove(&submission);
             }
-            Settled::Unknown => {
-                tracing::warn!(worker = self.address, submission, choice, "worker ended a choice twice");
-            }
+            // Whoever calls has looked: the choice runs.
+            Settled::Unknown => {}
         }
+    }
+
+    /// Tells the worker what another incarnation served, for routers to come.
+    pub(crate) fn teach(&self, services: v1::ServiceTable) {
+        self.send(Message::Services(services));
+    }
+
+    /// Asks for all that the worker's prefix cache holds.
+    pub(crate) fn resync(&self) {
+        self.send(Message::Resync(v1::Resync {}));
     }
 
     /// Shows the ledger in the metrics.

@@ -1,19 +1,30 @@
-use std::collections::{BTreeMap, BTreeSet};
+mod catalogue;
+mod news;
+mod recovery;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_proto::v1;
-use inflight_router_core::{Candidate, Credits, LeastLoaded, Place, Placement, QueueLimits, RequestQueue};
+use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget};
+use metrics::Gauge;
 use tokio::sync::{mpsc, watch};
-use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::bundle::Model;
+use crate::clock;
 use crate::directory::Session;
+use crate::lease::Lease;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::relay::{Call, Phase, Received, Relay};
+use crate::placing::Placing;
+use crate::queueing::{Place, Queueing};
+use crate::relay::{Call, Phase, Relay};
+use crate::router::Census;
+pub(crate) use recovery::Reason;
 
 /// A lane of the queue: the requests for one model with one bundle.
 pub(crate) type LaneId = u32;
@@ -39,8 +50,16 @@ pub(crate) struct Introduction {
     pub(crate) architecture: String,
     pub(crate) bundle_digest: String,
     pub(crate) fingerprint: String,
+    /// Different after each restart.
+    pub(crate) incarnation: String,
     pub(crate) limits: ModelLimits,
     pub(crate) block_tokens: u32,
+    /// Sequences and blocks that it has in all.
+    pub(crate) has: Credits,
+    /// Blocks of its host pool.
+    pub(crate) host_blocks: u32,
+    /// How often it says something when nothing happens.
+    pub(crate) heartbeat: Duration,
     pub(crate) model: Arc<Model>,
     /// Where submissions and cancels go.
     pub(crate) commands: mpsc::UnboundedSender<v1::SessionRequest>,
@@ -57,15 +76,38 @@ struct Lane {
 }
 
 struct State {
-    queue: RequestQueue<LaneId, Arc<Relay>>,
+    queue: Queueing,
     lanes: BTreeMap<LaneId, Lane>,
     next_lane: LaneId,
-    /// By worker index; `None` while a worker is not connected.
-    sessions: Vec<Option<Session>>,
+    /// By worker; those that are connected.
+    sessions: BTreeMap<usize, Session>,
+    /// Workers that the router knows of, connected or not.
+    members: BTreeSet<usize>,
     next_session: u64,
     next_submission: u64,
-    placement: Box<dyn Placement>,
+    placing: Placing,
     connected_ever: bool,
+    /// Calls whose streams are open, by ticket.
+    open: BTreeMap<u64, Arc<Relay>>,
+    next_ticket: u64,
+    /// Resubmissions that wait for the budget.
+    parked: VecDeque<Arc<Relay>>,
+    /// Requests that wait for a worker of their own.
+    suspects: VecDeque<Arc<Relay>>,
+    budget: RetryBudget,
+    outliers: Outliers,
+    ticks: u32,
+    /// What the dispatcher's clock counts from.
+    epoch: Instant,
+    gauges: Gauges,
+}
+
+/// Handles, as looking one up by its name costs more than setting it.
+struct Gauges {
+    requests: Gauge,
+    tokens: Gauge,
+    parked: Gauge,
+    ejected: Gauge,
 }
 
 /// The router's one decision point: holds the queue, the sessions and their ledgers, and hands a request over
@@ -75,14 +117,18 @@ pub(crate) struct Dispatch {
     options: Options,
     state: Mutex<State>,
     ready: watch::Sender<bool>,
+    /// Models that a worker serves now.
+    served: watch::Sender<BTreeSet<String>>,
+    /// Routers that share the workers, as the queue knows.
+    routers: Arc<AtomicU32>,
+    epoch: Instant,
 }
 
 /// An admitted request, held by its client's stream; dropping it withdraws the request wherever it is.
 pub(crate) struct Ticket {
     dispatch: Arc<Dispatch>,
     pub(crate) relay: Arc<Relay>,
-    /// Keeps a draining router up until the stream is done.
-    _open: TaskTrackerToken,
+    number: u64,
 }
 
 impl Ticket {
@@ -90,28 +136,67 @@ impl Ticket {
     pub(crate) fn withdraw(&self, choice: u32) {
         self.dispatch.withdraw(&self.relay, choice);
     }
+
+    /// The client reads again after its request was paused.
+    pub(crate) fn resume(&self) {
+        self.dispatch.resume(&self.relay);
+    }
+
+    /// A message goes to the transport, which asks for the next one as soon as the client takes it.
+    pub(crate) fn handed(&self) {
+        let millis = clock::now().saturating_duration_since(self.dispatch.epoch).as_millis();
+        self.relay.set_handed(Some(u64::try_from(millis).unwrap_or(u64::MAX)));
+    }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.dispatch.release(&self.relay);
+        self.dispatch.release(self.number, &self.relay);
     }
 }
 
 impl Dispatch {
+    /// Sizes of blocks for which a prompt is hashed: clusters have one, and while it is changed two.
+    const BLOCK_SIZES_MAX: usize = 2;
+
     pub(crate) fn new(options: &Options) -> Self {
-        let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
+        let epoch = clock::now();
+        let gauges = Gauges {
+            requests: metrics::gauge!(names::QUEUE_REQUESTS),
+            tokens: metrics::gauge!(names::QUEUE_TOKENS),
+            parked: metrics::gauge!(names::PARKED_REQUESTS),
+            ejected: metrics::gauge!(names::WORKERS_EJECTED),
+        };
+        let queue = Queueing::new(options);
+        let routers = queue.routers();
         let state = State {
-            queue: RequestQueue::new(limits),
+            queue,
             lanes: BTreeMap::new(),
             next_lane: 0,
-            sessions: options.workers.iter().map(|_| None).collect(),
+            sessions: BTreeMap::new(),
+            members: BTreeSet::new(),
             next_session: 0,
             next_submission: 0,
-            placement: Box::new(LeastLoaded::default()),
+            placing: Placing::new(options),
             connected_ever: false,
+            open: BTreeMap::new(),
+            next_ticket: 0,
+            parked: VecDeque::new(),
+            suspects: VecDeque::new(),
+            budget: RetryBudget::new(options.retry_rate, options.retry_burst),
+            outliers: Outliers::new(OutlierLimits::default()),
+            ticks: 0,
+            epoch,
+            gauges,
         };
-        Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false) }
+        Self {
+            options: options.clone(),
+            state: Mutex::new(state),
+            ready: watch::Sender::new(false),
+            served: watch::Sender::default(),
+            routers,
+            epoch,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -124,79 +209,9 @@ impl Dispatch {
         self.ready.subscribe()
     }
 
-    /// The model that a request names.
-    pub(crate) fn resolve(&self, asked: &str, now: Instant) -> Result<Served, Outcome> {
-        let state = self.lock();
-        let wait = self.options.unserved_wait_max;
-        let in_reach = |lane: &Lane| match *lane.unserved.borrow() {
-            None => true,
-            Some(since) => now.saturating_duration_since(since) < wait,
-        };
-        let names: BTreeSet<&str> =
-            state.lanes.values().filter(|lane| in_reach(lane)).map(|lane| lane.name.as_str()).collect();
-        let unserved = |model: &str| Outcome::Unserved { model: model.to_owned(), waited: wait };
-        let name = match (asked, names.first()) {
-            (_, None) if !state.connected_ever => {
-                return Err(Outcome::NeverConnected { workers: state.sessions.len() });
-            }
-            ("", None) => return Err(unserved("")),
-            ("", Some(only)) if names.len() == 1 => *only,
-            ("", Some(_)) => {
-                let names: Vec<_> = names.into_iter().collect();
-                return Err(Outcome::Invalid(format!(
-                    "model is empty, but several are served; name one of: {}",
-                    names.join(", ")
-                )));
-            }
-            (asked, _) => asked,
-        };
-        // Workers with the same model but another bundle are a lane apart: the one with most workers is taken.
-        let workers = |id: LaneId| state.sessions_of(id).filter(|session| !session.draining).count();
-        let best = state
-            .lanes
-            .iter()
-            .filter(|(_, lane)| lane.name == name && in_reach(lane))
-            .max_by_key(|(id, _)| (workers(**id), **id));
-        match best {
-            Some((id, lane)) => Ok(Served {
-                lane: *id,
-                name: lane.name.clone(),
-                architecture: lane.architecture.clone(),
-                limits: lane.limits,
-                model: lane.model.clone(),
-                unserved: lane.unserved.subscribe(),
-            }),
-            None if state.lanes.values().any(|lane| lane.name == name) => Err(unserved(name)),
-            None => Err(Outcome::UnknownModel {
-                asked: name.to_owned(),
-                served: names.into_iter().map(str::to_owned).collect(),
-            }),
-        }
-    }
-
-    /// The models that a worker serves now, by name, with the number of workers of each.
-    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
-        let state = self.lock();
-        let mut models: BTreeMap<String, (Served, u32)> = BTreeMap::new();
-        for (id, lane) in &state.lanes {
-            let workers = state.sessions_of(*id).filter(|session| !session.draining).count() as u32;
-            if workers == 0 {
-                continue;
-            }
-            let served = Served {
-                lane: *id,
-                name: lane.name.clone(),
-                architecture: lane.architecture.clone(),
-                limits: lane.limits,
-                model: lane.model.clone(),
-                unserved: lane.unserved.subscribe(),
-            };
-            models
-                .entry(lane.name.clone())
-                .and_modify(|entry| entry.1 += workers)
-                .or_insert((served, workers));
-        }
-        models.into_values().collect()
+    /// The models that a worker serves now.
+    pub(crate) fn served(&self) -> watch::Receiver<BTreeSet<String>> {
+        self.served.subscribe()
     }
 
     /// Queues a request, and hands it over at once if a worker has room.
@@ -204,24 +219,70 @@ impl Dispatch {
         self: &Arc<Self>,
         call: Call,
         queue_span: tracing::Span,
-        open: TaskTrackerToken,
+        lease: Lease,
     ) -> Result<Ticket, Outcome> {
-        let now = Instant::now();
-        let relay = Arc::new(Relay::new(call, queue_span));
+        let now = clock::now();
+        let most = self.options.journal_tokens_max;
+        if call.tokens() > most {
+            return Err(Outcome::Invalid(format!(
+                "prompt and n * max_tokens come to {} tokens, more than the {most} that the router keeps for a request; lower n or max_tokens",
+                call.tokens()
+            )));
+        }
+        let relay = Arc::new(Relay::new(call, queue_span, lease));
         let call = &relay.call;
+        // Hashing takes a while, so not under the lock. Where several sizes of blocks meet, each has its names.
+        let sizes = self.block_sizes(call.lane);
+        relay.chains.get_or_init(|| Placing::chains(call, &sizes));
         let mut state = self.lock();
         if !state.lanes.contains_key(&call.lane) {
             let waited = self.options.unserved_wait_max;
             return Err(Outcome::Unserved { model: call.model.clone(), waited });
         }
-        let place = state
-            .queue
-            .push(call.lane, call.priority, call.tokens(), relay.clone())
-            .map_err(|full| Outcome::Full { what: full.to_string(), retry: self.options.retry_delay })?;
+        let since = state.since(now);
+        let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
+        // Finding out takes a look-up for each block.
+        let first_token = left.and_then(|_| state.first_token(&relay));
+        let (place, displaced) = state.queue.push(&relay, first_token, left, since)?;
         relay.lock().phase = Phase::Queued(place);
+        for other in displaced {
+            other.lock().fail(state.queue.displaced());
+            other.changed.notify_one();
+        }
+        let number = state.next_ticket;
+        state.next_ticket += 1;
+        state.open.insert(number, relay.clone());
         state.pump(now);
         drop(state);
-        Ok(Ticket { dispatch: self.clone(), relay, _open: open })
+        Ok(Ticket { dispatch: self.clone(), relay, number })
+    }
+
+    /// Sizes of blocks at a lane's workers; none where the placement does not look at blocks.
+    fn block_sizes(&self, lane: LaneId) -> Vec<u32> {
+        let state = self.lock();
+        if !state.placing.reads_prefixes() {
+            return Vec::new();
+        }
+        let sizes: BTreeSet<u32> = state.sessions_of(lane).map(|session| session.block_tokens).collect();
+        sizes.into_iter().take(Self::BLOCK_SIZES_MAX).collect()
+    }
+
+    /// Routers that share the workers.
+    pub(crate) fn routers(&self) -> u32 {
+        self.routers.load(Ordering::Relaxed)
+    }
+
+    /// How much the router holds.
+    pub(crate) fn census(&self) -> Census {
+        let state = self.lock();
+        let used = state.sessions.values().map(|session| session.ledger.used());
+        Census {
+            open: state.open.len(),
+            waiting: state.queue.len() + state.parked.len() + state.suspects.len(),
+            in_flight: state.sessions.values().map(|session| session.flights.len()).sum(),
+            sequences: used.clone().map(|used| used.sequences).sum(),
+            blocks: used.map(|used| used.blocks).sum(),
+        }
     }
 
     fn withdraw(&self, relay: &Relay, choice: u32) {
@@ -240,249 +301,105 @@ impl Dispatch {
             Phase::Queued(place) if ended => {
                 state.queue.remove(&place);
             }
-            Phase::Queued(_) | Phase::Ended => {}
+            Phase::Queued(_) | Phase::Parked | Phase::Paused | Phase::Ended => {}
         }
         if ended {
             request.phase = Phase::Ended;
         }
         drop(request);
-        state.pump(Instant::now());
+        state.pump(clock::now());
     }
 
-    fn release(&self, relay: &Relay) {
+    fn release(&self, ticket: u64, relay: &Relay) {
         let mut state = self.lock();
-        let mut request = relay.lock();
-        match std::mem::replace(&mut request.phase, Phase::Ended) {
-            Phase::Queued(place) => {
-                state.queue.remove(&place);
-            }
-            Phase::Running { worker, session, submission } => {
-                if let Some(session) = state.session(worker, session) {
-                    session.cancel(submission);
-                }
-            }
-            Phase::Ended => {}
-        }
-        request.queue_span = None;
-        drop(request);
-        state.pump(Instant::now());
-    }
-
-    /// Takes a worker's session in; the number names it in the calls that follow.
-    pub(crate) fn open(&self, introduction: Introduction) -> u64 {
-        let now = Instant::now();
-        let mut state = self.lock();
-        state.connected_ever = true;
-        let id = state.next_session;
-        state.next_session += 1;
-        let lane = state.lane_for(&introduction);
-        let worker = introduction.worker;
-        state.sessions[worker] = Some(Session::new(id, lane, introduction));
-        state.refresh(lane, now);
-        state.forget_lanes(now, self.options.unserved_wait_max);
-        state.pump(now);
-        self.publish(&state);
-        id
-    }
-
-    /// Takes a worker's update in.
-    pub(crate) fn apply(&self, worker: usize, session: u64, update: v1::Update) {
-        let now = Instant::now();
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        let Some(entry) = state.session(worker, session) else { return };
-        let mut given_back = Vec::new();
-        let mut stale = 0;
-        for sequence in update.sequences {
-            let (submission, choice) = (sequence.request, sequence.choice);
-            let flight = entry.flights.get(&submission).filter(|flight| flight.attempt == sequence.attempt);
-            let Some(relay) = flight.map(|flight| flight.relay.clone()) else {
-                stale += 1;
-                continue;
-            };
-            let ended = sequence.finish != v1::FinishReason::Unspecified as i32;
-            let received = relay.receive(submission, sequence, now);
-            if ended {
-                entry.settle(submission, choice);
-            }
-            match received {
-                Received::Taken => {}
-                Received::Stale => stale += 1,
-                Received::Failed => entry.cancel(submission),
-                Received::GivenBack => {
-                    entry.cancel(submission);
-                    given_back.push(relay);
-                }
-            }
-        }
-        if stale > 0 {
-            metrics::counter!(names::STALE_UPDATES).increment(stale);
-        }
-        if let Some(grant) = update.grant {
-            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
-        }
-        entry.show();
-        let drains = update.draining && !entry.draining;
-        entry.draining |= update.draining;
-        let (lane, address) = (entry.lane, entry.address.clone());
-        if drains {
-            tracing::info!(worker = address, "worker is draining");
-            state.refresh(lane, now);
-        }
-        for relay in given_back {
-            state.requeue(&relay, worker, "given_back", self.options.attempts_max);
-        }
-        state.pump(now);
-        if drains {
-            self.publish(&guard);
-        }
-    }
-
-    /// Lets a lost session go: what it had in flight is queued again, ahead of all new requests.
-    pub(crate) fn close(&self, worker: usize, session: u64) {
-        let now = Instant::now();
-        let mut guard = self.lock();
-        let state = &mut *guard;
-        if state.session(worker, session).is_none() {
-            return;
-        }
-        let Some(mut lost) = state.sessions[worker].take() else { return };
-        lost.clear_gauges();
-        state.refresh(lost.lane, now);
-        for flight in std::mem::take(&mut lost.flights).into_values() {
-            let in_force = matches!(flight.relay.lock().phase,
-                Phase::Running { session: current, .. } if current == session);
-            if in_force {
-                state.requeue(&flight.relay, worker, "session_lost", self.options.attempts_max);
-            }
-        }
-        state.pump(now);
-        self.publish(&guard);
-    }
-
-    fn publish(&self, state: &State) {
-        let connected = state.sessions.iter().flatten().count();
-        metrics::gauge!(names::WORKERS_CONNECTED).set(connected as f64);
-        let ready = state.sessions.iter().flatten().any(|session| !session.draining);
-        self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
+        state.open.remove(&ticket);
+        state.withdraw_all(relay);
+        relay.lease.end();
+        state.pump(clock::now());
     }
 }
 
 impl State {
     fn session(&mut self, worker: usize, id: u64) -> Option<&mut Session> {
-        self.sessions.get_mut(worker)?.as_mut().filter(|session| session.id == id)
+        self.sessions.get_mut(&worker).filter(|session| session.id == id)
     }
 
-    fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &Session> {
-        self.sessions.iter().flatten().filter(move |session| session.lane == lane)
+    /// The time as the pure parts take it.
+    fn since(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.epoch)
     }
 
-    fn lane_for(&mut self, introduction: &Introduction) -> LaneId {
-        let same = |lane: &Lane| {
-            lane.name == introduction.model_name && lane.bundle_digest == introduction.bundle_digest
-        };
-        if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
-            return *id;
-        }
-        let id = self.next_lane;
-        self.next_lane += 1;
-        let lane = Lane {
-            name: introduction.model_name.clone(),
-            bundle_digest: introduction.bundle_digest.clone(),
-            architecture: introduction.architecture.clone(),
-            limits: introduction.limits,
-            model: introduction.model.clone(),
-            unserved: watch::Sender::new(None),
-        };
-        self.lanes.insert(id, lane);
-        id
+    fn millis(&self, now: Instant) -> u64 {
+        u64::try_from(self.since(now).as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// Brings a lane up to date with the sessions that serve it. Its limits are what each of them can take.
-    fn refresh(&mut self, id: LaneId, now: Instant) {
-        let serving = self.sessions_of(id).filter(|session| !session.draining);
-        let limits = serving.map(|session| session.limits).reduce(|a, b| ModelLimits {
-            vocab_size: a.vocab_size.min(b.vocab_size),
-            context_tokens: a.context_tokens.min(b.context_tokens),
-            kv_tokens: a.kv_tokens.min(b.kv_tokens),
-        });
-        let Some(lane) = self.lanes.get_mut(&id) else { return };
-        match limits {
-            Some(limits) => {
-                lane.limits = limits;
-                lane.unserved.send_if_modified(|since| since.take().is_some());
-            }
-            None => {
-                lane.unserved.send_if_modified(|since| since.is_none() && since.replace(now).is_none());
-            }
-        }
-    }
-
-    /// Forgets the lanes that nobody serves or waits for any more.
-    fn forget_lanes(&mut self, now: Instant, wait: std::time::Duration) {
-        let in_use: BTreeSet<LaneId> =
-            self.sessions.iter().flatten().map(|session| session.lane).chain(self.queue.lanes()).collect();
-        self.lanes.retain(|id, lane| {
-            let lost_long_ago = lane.unserved.borrow().is_some_and(|since| now.duration_since(since) > wait);
-            in_use.contains(id) || !lost_long_ago
-        });
-    }
-
-    /// Begins the next attempt of a request, or ends it if it had as many as are allowed.
-    fn requeue(&mut self, relay: &Arc<Relay>, worker: usize, reason: &'static str, attempts_max: u32) {
-        let call = &relay.call;
+    /// Queues a request that was handed over before, ahead of all that never were.
+    fn put_back(&mut self, relay: &Arc<Relay>, now: Instant) {
+        let since = self.since(now);
         let mut request = relay.lock();
-        let Phase::Running { .. } = request.phase else { return };
-        let attempts = request.journal.attempt();
-        request.journal.next_attempt();
-        if request.journal.ended() {
-            request.phase = Phase::Ended;
-        } else if attempts >= attempts_max {
-            request.fail(Outcome::AttemptsExhausted { attempts });
-        } else {
-            metrics::counter!(names::RESUBMISSIONS, "reason" => reason).increment(1);
-            tracing::warn!(
-                request_id = call.request_id,
-                reason,
-                attempt = attempts + 1,
-                "resubmitting request"
-            );
-            let place = self.queue.push_front(
-                call.lane,
-                call.priority,
-                request.arrival,
-                call.tokens(),
-                relay.clone(),
-            );
-            request.phase = Phase::Queued(place);
-            request.avoid = Some(worker);
-        }
-        drop(request);
-        relay.changed.notify_one();
+        let Some(place) = request.place.take() else { return };
+        request.phase = Phase::Queued(self.queue.put_back(&place, relay, since));
     }
 
-    /// Hands over what can be handed over: lane by lane, in order, until a head finds no room.
+    /// The soonest first token that a worker promises a new request.
+    fn first_token(&self, relay: &Relay) -> Option<Duration> {
+        let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes());
+        let promised =
+            of_lane.map(|session| self.placing.first_token(session.worker, &relay.call, relay.chains()));
+        // A worker that says nothing may be the soonest.
+        promised.min().flatten()
+    }
+
+    /// Hands over what can be handed over: lane by lane, in order. A head that finds no room may be overtaken, a bounded
+    /// number of times, by those behind it that do.
     fn pump(&mut self, now: Instant) {
+        self.release_parked(now);
+        self.place_suspects(now);
+        let since = self.since(now);
         let lanes: Vec<LaneId> = self.queue.lanes().collect();
         for lane in lanes {
-            while let Some(relay) = self.queue.head(lane).cloned() {
-                match self.place(&relay, now) {
-                    Verdict::Wait => break,
-                    Verdict::Fail(outcome) => {
-                        self.queue.pop(lane);
-                        relay.lock().fail(outcome);
-                        relay.changed.notify_one();
-                    }
-                    Verdict::Hand(worker) => {
-                        if let Some((place, relay)) = self.queue.pop(lane) {
-                            self.hand_over(&relay, &place, worker, now);
-                        }
-                    }
+            while let Some((place, relay)) = self.queue.head(lane, since) {
+                if self.advance(&place, &relay, now) {
+                    continue;
                 }
+                let one = Credits { sequences: 1, blocks: 1 };
+                let room = |s: &Session| s.takes() && s.ledger.grant().fit(s.ledger.used(), one);
+                if !self.sessions_of(lane).any(room) {
+                    break;
+                }
+                let mut behind = self.queue.behind(&place, since).into_iter();
+                if !behind.any(|(other, relay)| self.advance(&other, &relay, now)) {
+                    break;
+                }
+                self.queue.overtake(&place);
             }
         }
-        metrics::gauge!(names::QUEUE_REQUESTS).set(self.queue.len() as f64);
-        metrics::gauge!(names::QUEUE_TOKENS).set(self.queue.tokens() as f64);
+        for session in self.sessions.values_mut() {
+            session.tell_backlog(self.queue.waits_in(session.lane));
+        }
+        self.gauges.requests.set(self.queue.len() as f64);
+        self.gauges.tokens.set(self.queue.tokens() as f64);
+        self.gauges.ejected.set(self.outliers.ejected(self.since(now)) as f64);
+    }
+
+    /// Hands a waiting request over, or ends it if it cannot run; whether it has left the queue.
+    fn advance(&mut self, place: &Place, relay: &Arc<Relay>, now: Instant) -> bool {
+        match self.place(relay, now) {
+            Verdict::Wait => false,
+            Verdict::Fail(outcome) => {
+                self.queue.remove(place);
+                relay.lock().fail(outcome);
+                relay.changed.notify_one();
+                true
+            }
+            Verdict::Hand(worker) => {
+                let since = self.since(now);
+                self.queue.take(place, relay.call.lane, since);
+                relay.lock().place = Some(*place);
+                self.hand_over(relay, worker, now);
+                true
+            }
+        }
     }
 
     fn place(&mut self, relay: &Relay, now: Instant) -> Verdict {
@@ -493,16 +410,23 @@ impl State {
         let lane = relay.call.lane;
         let eligible = |session: &&Session| {
             session.lane == lane
-                && !session.draining
+                && session.takes()
                 && u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens()
         };
-        let begun = request.journal.tokens() > 0;
+        let generated = request.journal.tokens();
+        let begun = generated > 0;
         let same = |session: &&Session| request.fingerprint.as_ref() == Some(&session.fingerprint);
-        let sessions = || self.sessions.iter().flatten().filter(eligible);
+        let sessions = || self.sessions.values().filter(eligible);
         // A stream that has begun goes on with the very same tokens where that is possible at all.
         let keep_fingerprint = begun && sessions().any(|session| same(&session));
+        let since = self.since(now);
+        let admitted =
+            |session: &&Session| self.outliers.admits(session.worker, session.flights.len(), since);
+        // Where nobody but ejected workers is left, one of them is better than none.
+        let admits = sessions().any(|session| (!keep_fingerprint || same(&session)) && admitted(&session));
         let candidates: Vec<Candidate> = sessions()
             .filter(|session| !keep_fingerprint || same(session))
+            .filter(|session| !admits || admitted(session))
             .map(|session| Candidate {
                 worker: session.worker,
                 grant: session.ledger.grant(),
@@ -511,26 +435,35 @@ impl State {
                     sequences: request.journal.running().count_ones(),
                     blocks: request.journal.blocks(relay.call.prompt.len(), session.block_tokens),
                 },
-                avoid: request.avoid == Some(session.worker),
+                avoid: request.avoid == Some(session.worker) || session.quiet(now),
+                ..Candidate::default()
+            })
+            .map(|candidate| {
+                // Only where it matters: finding out takes a look-up for each block.
+                let estimate = match candidate.has_room() {
+                    true => self.placing.estimate(candidate.worker, &relay.call, generated, relay.chains()),
+                    false => Estimate::default(),
+                };
+                Candidate { estimate, ..candidate }
             })
             .collect();
-        if candidates.is_empty() && self.sessions_of(lane).any(|session| !session.draining) {
+        if candidates.is_empty() && self.sessions_of(lane).any(Session::takes) {
             // Limits shrank while it waited: the workers that could hold it are gone.
             return Verdict::Fail(Outcome::Invalid(format!(
                 "prompt and max_tokens come to {} tokens, more than the workers now connected can hold",
                 relay.call.sequence_tokens()
             )));
         }
-        match self.placement.choose(&candidates) {
+        match self.placing.choose(&relay.call, generated, &candidates) {
             Some(worker) => Verdict::Hand(worker),
             None => Verdict::Wait,
         }
     }
 
-    fn hand_over(&mut self, relay: &Arc<Relay>, place: &Place<LaneId>, worker: usize, now: Instant) {
+    fn hand_over(&mut self, relay: &Arc<Relay>, worker: usize, now: Instant) {
         let submission = self.next_submission;
         self.next_submission += 1;
-        let Some(session) = self.sessions.get_mut(worker).and_then(Option::as_mut) else { return };
+        let Some(session) = self.sessions.get_mut(&worker) else { return };
         let mut request = relay.lock();
         if request.journal.tokens() > 0
             && request.fingerprint.as_ref().is_some_and(|before| *before != session.fingerprint)
@@ -542,7 +475,6 @@ impl State {
                 "stream goes on at a worker of another fingerprint; its tokens may differ"
             );
         }
-        request.arrival = place.arrival();
         request.phase = Phase::Running { worker, session: session.id, submission };
         request.fingerprint = Some(session.fingerprint.clone());
         request.queue_span = None;
@@ -556,8 +488,14 @@ impl State {
         }
         let blocks = request.journal.blocks(relay.call.prompt.len(), session.block_tokens);
         let running = request.journal.running();
-        let submit = relay.submission(&request.journal, submission, now);
+        let mut submit = relay.submission(&request.journal, submission, now);
+        if let Some(place) = &request.place {
+            // A stream that has begun was charged for its prompt before.
+            let prompt = if request.journal.tokens() > 0 { 0 } else { relay.call.prompt.len() };
+            submit.order = Some(self.queue.hand(place, submission, prompt).thousandths());
+        }
         let attempt = request.journal.attempt();
+        self.placing.route(worker, submission, &relay.call, request.journal.tokens(), relay.chains());
         drop(request);
         session.submit(relay, attempt, running, blocks, submit);
         relay.changed.notify_one();

@@ -3,11 +3,15 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use inflight_transport::{OpenCall, Peer};
 use tonic::body::Body;
+use tonic::codegen::Bytes;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tonic::{Code, Status};
 use tower::{Layer, Service};
 
+use crate::clock;
 use crate::outcome::Outcome;
 
 /// When a call arrived and by when it must be over.
@@ -19,11 +23,11 @@ pub(crate) struct Arrival {
 
 impl Arrival {
     pub(crate) fn now() -> Self {
-        Self { at: Instant::now(), deadline: None }
+        Self { at: clock::now(), deadline: None }
     }
 
     fn of(headers: &HeaderMap) -> Self {
-        let at = Instant::now();
+        let at = clock::now();
         let timeout = headers.get("grpc-timeout").and_then(parse_timeout);
         Self { at, deadline: timeout.and_then(|timeout| at.checked_add(timeout)) }
     }
@@ -67,16 +71,52 @@ where
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let arrival = Arrival::of(request.headers());
         request.extensions_mut().insert(arrival);
+        let open = request.extensions().get::<Peer>().map(Peer::call);
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
         let response = self.inner.call(request);
         Box::pin(async move {
-            let Some(expiry) = expiry else { return response.await.map(rename_out_of_range) };
+            let Some(expiry) = expiry else {
+                return response.await.map(rename_out_of_range).map(|response| held(response, open));
+            };
             tokio::select! {
                 biased;
-                response = response => response.map(rename_out_of_range),
+                response = response => response.map(rename_out_of_range).map(|response| held(response, open)),
                 () = expiry => Ok(Outcome::DeadlineExceeded.into_status().into_http()),
             }
         })
+    }
+}
+
+/// Counts the call as open on its connection until its last byte was written.
+fn held(response: Response<Body>, open: Option<OpenCall>) -> Response<Body> {
+    match open {
+        Some(open) => response.map(|body| Body::new(HeldBody { body, _open: open })),
+        None => response,
+    }
+}
+
+struct HeldBody {
+    body: Body,
+    _open: OpenCall,
+}
+
+impl HttpBody for HeldBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        Pin::new(&mut self.get_mut().body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 

@@ -6,11 +6,13 @@ use inflight_contract::FinishReason;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_router_core::Fresh;
-use tokio::sync::{OwnedSemaphorePermit, watch};
+use tokio::sync::watch;
 use tonic::Status;
 use tracing::Span;
 
+use crate::admission::TokenCharge;
 use crate::bundle::Model;
+use crate::clock;
 use crate::dispatch::Ticket;
 use crate::metrics as names;
 use crate::outcome::Outcome;
@@ -48,7 +50,8 @@ pub(crate) struct Generation {
     span: Span,
     /// How it ended; none while it has not.
     outcome: Option<Outcome>,
-    _permit: OwnedSemaphorePermit,
+    /// What it took of its tenant's tokens a minute.
+    charge: Option<TokenCharge>,
 }
 
 impl Generation {
@@ -58,7 +61,7 @@ impl Generation {
         unserved: watch::Receiver<Option<Instant>>,
         unserved_wait: Duration,
         span: Span,
-        permit: OwnedSemaphorePermit,
+        charge: Option<TokenCharge>,
     ) -> Self {
         let call = &ticket.relay.call;
         let choice = |_| Choice {
@@ -79,14 +82,16 @@ impl Generation {
             ready: VecDeque::new(),
             span,
             outcome: None,
-            _permit: permit,
+            charge,
         }
     }
 
     /// The next message; `None` after the last one.
     pub(crate) async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
+        self.ticket.relay.set_handed(None);
         loop {
             if let Some(message) = self.ready.pop_front() {
+                self.ticket.handed();
                 return Some(Ok(message));
             }
             if self.over {
@@ -94,6 +99,9 @@ impl Generation {
             }
             let news = self.ticket.relay.read();
             let waiting = news.waiting;
+            if news.paused {
+                self.ticket.resume();
+            }
             if let Err(outcome) = self.take(news) {
                 return Some(Err(self.end_with(outcome)));
             }
@@ -242,18 +250,21 @@ impl Drop for Generation {
         // A stream that goes before it is over was dropped by its client.
         let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
         let times = relay.times();
+        let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
+        if let Some(charge) = &mut self.charge {
+            charge.used(call.prompt.len() as u64 + u64::from(tokens));
+        }
         let (model, operation) = (call.model.clone(), operation(call));
         let error = match outcome {
             Outcome::Completed => "",
             _ => outcome.label(),
         };
         metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
-        metrics::gauge!(names::STREAMS).decrement(1.0);
         metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone()).increment(tokens.into());
         metrics::histogram!(names::REQUEST_SECONDS, "gen_ai_request_model" => model.clone(),
             "gen_ai_operation_name" => operation, "error_type" => error)
-        .record(call.arrived.elapsed());
+        .record(elapsed);
         if let Some(first) = times.first_token {
             metrics::histogram!(names::FIRST_TOKEN_SECONDS,
                 "gen_ai_request_model" => model, "gen_ai_operation_name" => operation)
@@ -268,7 +279,7 @@ impl Drop for Generation {
             outcome = outcome.label(),
             prompt_tokens = call.prompt.len(),
             completion_tokens = tokens,
-            seconds = call.arrived.elapsed().as_secs_f64(),
+            seconds = elapsed.as_secs_f64(),
             "request ended"
         );
     }

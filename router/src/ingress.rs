@@ -1,6 +1,5 @@
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
 
 use futures::Stream;
 use inflight_proto::v1;
@@ -12,12 +11,16 @@ use tonic::{Request, Response, Status};
 use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
+use crate::admission::{Admission, Entered, Entry};
+use crate::auth::Caller;
+use crate::clock;
 use crate::dispatch::{Dispatch, Served};
 use crate::edge::Arrival;
 use crate::generation::Generation;
+use crate::lease::Lease;
 use crate::metrics as names;
 use crate::options::Options;
-use crate::outcome::Outcome;
+use crate::outcome::{Outcome, Overload};
 use crate::request;
 use crate::trace::{self, TraceContext};
 
@@ -29,6 +32,68 @@ pub(crate) struct Ingress {
     /// Large prompts tokenized at a time.
     tokenizing: Arc<Semaphore>,
     open: TaskTracker,
+}
+
+/// What comes with a request beside its message.
+pub(crate) struct Incoming {
+    pub(crate) arrival: Arrival,
+    pub(crate) context: opentelemetry::Context,
+    pub(crate) caller: Caller,
+    /// The guard of the tenant's limits, if they were applied already.
+    pub(crate) entered: Option<Entered>,
+}
+
+impl Incoming {
+    pub(crate) fn of<T>(request: &Request<T>) -> Self {
+        let extensions = request.extensions();
+        Self {
+            arrival: extensions.get::<Arrival>().copied().unwrap_or_else(Arrival::now),
+            context: trace::extract(request.metadata()),
+            caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
+            entered: extensions.get::<Entry>().and_then(Entry::take),
+        }
+    }
+}
+
+impl Incoming {
+    /// The same for another request of the same call, which is counted by itself.
+    pub(crate) fn again(&self, admission: &Admission) -> Result<Self, Outcome> {
+        let entered = admission.enter(&self.caller)?;
+        let arrival = Arrival { at: clock::now(), ..self.arrival };
+        Ok(Self { arrival, context: self.context.clone(), caller: self.caller.clone(), entered })
+    }
+}
+
+/// Counts one that waits for a thread to tokenize; taken back also if its client leaves.
+struct Waiting;
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        metrics::gauge!(names::TOKENIZE_WAITING).decrement(1.0);
+    }
+}
+
+/// Counts an open call.
+struct OpenStream;
+
+impl OpenStream {
+    fn new() -> Self {
+        metrics::gauge!(names::STREAMS).increment(1.0);
+        Self
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        metrics::gauge!(names::STREAMS).decrement(1.0);
+    }
+}
+
+/// The status of a request that was refused, and its count.
+pub(crate) fn refused(outcome: Outcome) -> Status {
+    metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
+    tracing::debug!(outcome = outcome.label(), "request refused");
+    outcome.into_status()
 }
 
 type GenerateStream = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
@@ -55,7 +120,10 @@ impl Ingress {
             return work();
         }
         let internal = |what: &str| Outcome::Internal(what.to_owned());
+        metrics::gauge!(names::TOKENIZE_WAITING).increment(1.0);
+        let waiting = Waiting;
         let permit = Arc::clone(&self.tokenizing).acquire_owned().await;
+        drop(waiting);
         let permit = permit.map_err(|_| internal("the router is shutting down"))?;
         let work = move || {
             // Held by the work itself, which goes on when the caller is gone.
@@ -67,21 +135,39 @@ impl Ingress {
             .unwrap_or_else(|_| Err(internal("tokenizing failed on a fault of the tokenizer library")))
     }
 
-    async fn start(&self, request: Request<v1::GenerateRequest>) -> Result<Generation, Outcome> {
-        let permit = self.streams.clone().try_acquire_owned().map_err(|_| Outcome::Full {
-            what: format!("{} calls are open, the limit; try again later", self.options.streams_max),
-            retry: self.options.retry_delay,
+    /// Whether at least one worker takes requests.
+    pub(crate) fn is_ready(&self) -> bool {
+        *self.dispatch.ready().borrow()
+    }
+
+    /// The models that a worker serves now, with the number of workers of each.
+    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
+        self.dispatch.models()
+    }
+
+    /// The model of this name.
+    pub(crate) fn resolve(&self, name: &str) -> Result<Served, Outcome> {
+        self.dispatch.resolve(name, clock::now())
+    }
+
+    /// Checks and queues a request.
+    pub(crate) async fn start(
+        &self,
+        message: v1::GenerateRequest,
+        incoming: Incoming,
+    ) -> Result<Generation, Outcome> {
+        let permit = self.streams.clone().try_acquire_owned().map_err(|_| {
+            let what = format!("{} calls are open, the limit; try again later", self.options.streams_max);
+            Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
         })?;
         let open = self.open.token();
-        let arrival = request.extensions().get::<Arrival>().copied().unwrap_or_else(Arrival::now);
-        let context = trace::extract(request.metadata());
-        let message = request.into_inner();
+        let Incoming { arrival, context, caller, entered } = incoming;
         let served = self.dispatch.resolve(&message.model, arrival.at)?;
         let span = info_span!(
             "generate",
             otel.kind = "server",
             model = served.name,
-            tenant = message.tenant,
+            tenant = tracing::field::Empty,
             request_id = tracing::field::Empty,
             prompt_tokens = tracing::field::Empty,
             completion_tokens = tracing::field::Empty,
@@ -93,22 +179,24 @@ impl Ingress {
         let (prepared, options) = (served.clone(), self.options.clone());
         let prepare = move || {
             let (seed, name) = (rand::random(), format!("{:032x}", rand::random::<u128>()));
-            request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name)
+            request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
         };
         let mut call = self.on_cpu(large, prepare).instrument(span.clone()).await?;
+        span.record("tenant", &call.tenant);
         span.record("request_id", &call.request_id);
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
         let queue_span = info_span!(parent: &span, "queue");
         let Served { model, unserved, .. } = served;
-        let ticket = self.dispatch.submit(call, queue_span, open)?;
-        metrics::gauge!(names::STREAMS).increment(1.0);
+        let charge = entered.as_ref().map(|entered| entered.take_tokens(call.tokens())).transpose()?;
+        let lease = Lease::default().with(permit).with(open).with(OpenStream::new()).with(entered);
+        let ticket = self.dispatch.submit(call, queue_span, lease)?;
         let wait = self.options.unserved_wait_max;
-        Ok(Generation::new(ticket, model, unserved, wait, span, permit))
+        Ok(Generation::new(ticket, model, unserved, wait, span, charge))
     }
 
     async fn tokens(&self, request: v1::TokenizeRequest) -> Result<v1::TokenizeResponse, Outcome> {
-        let served = self.dispatch.resolve(&request.model, Instant::now())?;
+        let served = self.dispatch.resolve(&request.model, clock::now())?;
         let large = match &request.input {
             Some(Input::Text(text)) => request::is_large_text(text),
             Some(Input::Chat(chat)) => request::is_large_chat(chat),
@@ -135,12 +223,8 @@ impl Inference for Ingress {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<GenerateStream>, Status> {
-        let refused = |outcome: Outcome| {
-            metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
-            tracing::debug!(outcome = outcome.label(), "request refused");
-            outcome.into_status()
-        };
-        let generation = self.start(request).await.map_err(refused)?;
+        let incoming = Incoming::of(&request);
+        let generation = self.start(request.into_inner(), incoming).await.map_err(refused)?;
         let stream = futures::stream::unfold(generation, |mut generation| async move {
             generation.next().await.map(|item| (item, generation))
         });

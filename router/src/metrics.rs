@@ -52,6 +52,14 @@ macro_rules! metrics_table {
 metrics_table! {
     REQUESTS = "inflight_router_requests_total", Kind::Counter, Unit::Count, ["outcome"],
         "Generate calls that ended, by outcome";
+    OVERTAKES = "inflight_router_overtakes_total", Kind::Counter, Unit::Count, [],
+        "Requests handed over before one that was first and fitted nowhere";
+    ROUTERS = "inflight_router_routers", Kind::Gauge, Unit::Count, [],
+        "Routers that workers see; limits are divided among them";
+    TENANT_REFUSED = "inflight_router_tenant_refused_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
+        "Requests refused for a limit of their tenant, by tenant of the file and limit";
+    TOKENIZE_WAITING = "inflight_router_tokenize_waiting", Kind::Gauge, Unit::Count, [],
+        "Large prompts that wait for a thread to be tokenized";
     STREAMS = "inflight_router_streams", Kind::Gauge, Unit::Count, [],
         "Generate calls open now";
     QUEUE_REQUESTS = "inflight_router_queue_requests", Kind::Gauge, Unit::Count, [],
@@ -80,6 +88,30 @@ metrics_table! {
         "Requests put back into the queue: their session was lost, or their worker gave them back";
     FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", Kind::Counter, Unit::Count, [],
         "Streams that went on at a worker of another numerics fingerprint, so that tokens may differ";
+    SUSPECTS = "inflight_router_suspects_total", Kind::Counter, Unit::Count, [],
+        "Requests that lost two workers in a row before a token came, and so run alone";
+    PARKED_REQUESTS = "inflight_router_parked_requests", Kind::Gauge, Unit::Count, [],
+        "Resubmissions that wait for the retry budget, and suspects that wait for a worker of their own";
+    PAUSED_STREAMS = "inflight_router_paused_streams_total", Kind::Counter, Unit::Count, [],
+        "Times that a request was taken off its worker because its client was too far behind";
+    EJECTIONS = "inflight_router_ejections_total", Kind::Counter, Unit::Count, [],
+        "Times that a worker got nothing for a while because it kept failing";
+    WORKERS_EJECTED = "inflight_router_workers_ejected", Kind::Gauge, Unit::Count, [],
+        "Workers that get nothing for a while because they keep failing";
+    VIOLATIONS = "inflight_router_protocol_violations_total", Kind::Counter, Unit::Count, ["worker", "kind"],
+        "Sessions closed because the worker talked nonsense";
+    DISCOVERY_FAILURES = "inflight_router_discovery_failures_total", Kind::Counter, Unit::Count, ["source"],
+        "Failed attempts to learn where the workers are";
+    PREFIX_INDEX_BLOCKS = "inflight_router_prefix_index_blocks", Kind::Gauge, Unit::Count, [],
+        "Blocks of the workers' prefix caches that the router knows of";
+    PREFIX_INDEX_RESYNCS = "inflight_router_prefix_index_resyncs_total", Kind::Counter, Unit::Count, ["worker"],
+        "Times that changes of a worker's prefix cache were missing and it was asked for all of it";
+    PREFIX_INDEX_OVERFULL = "inflight_router_prefix_index_overfull_total", Kind::Counter, Unit::Count, ["worker"],
+        "News of a prefix cache not looked at, as its worker named more blocks than it has";
+    PLACED_TOKENS = "inflight_router_placed_tokens_total", Kind::Counter, Unit::Count, [],
+        "Tokens of the prompts handed to workers";
+    PLACED_CACHED_TOKENS = "inflight_router_placed_cached_tokens_total", Kind::Counter, Unit::Count, [],
+        "Of these, the ones that the router expected in the worker's prefix cache";
     STALE_UPDATES = "inflight_router_stale_updates_total", Kind::Counter, Unit::Count, [],
         "Sequence updates dropped because they belong to an older attempt or to no request in flight";
     STALLED_STREAMS = "inflight_router_stalled_streams_total", Kind::Counter, Unit::Count, [],

@@ -1,17 +1,24 @@
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
+use inflight_router_core::PlacementKind;
+use inflight_transport::{ClientTls, Limits as ConnectionLimits, ServerTlsFiles};
 use tonic::transport::Endpoint;
+
+use crate::discovery::{Source, SourceError};
 
 /// How a router is set up. All durations and bounds have defaults that suit a small cluster.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Where clients connect; port 0 takes a free one.
     pub listen: SocketAddr,
-    /// The workers, each as `host:port`.
+    /// The workers: each a [`Source`](crate::Source) of one, `host:port`, or of many.
     pub workers: Vec<String>,
     /// Names this router to the workers, in logs and metrics.
     pub router_id: String,
+    /// Where requests run.
+    pub placement: PlacementKind,
     /// Most requests that wait for a worker.
     pub queue_requests_max: usize,
     /// Most tokens (prompts and what they may generate) that the waiting requests may come to hold.
@@ -30,10 +37,44 @@ pub struct Options {
     pub worker_silence_max: Duration,
     /// How long requests wait for a model whose last worker was lost.
     pub unserved_wait_max: Duration,
-    /// Most workers that a request is handed to, one after the other, as they are lost.
-    pub attempts_max: u32,
+    /// How often sources that are asked, such as DNS, are asked again.
+    pub discovery_interval: Duration,
+    /// Resubmissions a second after losses, over all requests; what is beyond waits.
+    pub retry_rate: u32,
+    /// Resubmissions that go at once, after a while without.
+    pub retry_burst: u32,
+    /// How long the streams of a draining worker may go on there before they move.
+    pub drain_grace: Duration,
+    /// Most tokens that a request may come to hold: its prompt and all that its choices may generate.
+    pub journal_tokens_max: u64,
+    /// Tokens that a client may be behind before its request is taken off its worker until it reads again.
+    pub client_buffer_tokens: usize,
+    /// How long a client may take nothing of what is there before its call is ended.
+    pub stall_timeout: Duration,
+    /// Past this time in the queue a request goes first in its tenant, and counts as of the highest priority.
+    pub queue_wait_max: Duration,
+    /// Service forgiven a waiting request's tenant for each second, in tokens of weight 1.
+    pub aged_tokens_per_second: f64,
+    /// Service forgiven at most.
+    pub aged_tokens_max: f64,
+    /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
+    pub overtakes_max: u32,
     /// What a client is told to wait when a queue is full.
     pub retry_delay: Duration,
+    /// The file of tenants with their keys and limits; without it everybody is let in.
+    pub tenants_file: Option<PathBuf>,
+    /// Certificate and key for clients, and whom of them to trust; without it connections are in the clear.
+    pub tls: Option<ServerTlsFiles>,
+    /// How workers are reached by TLS; without it in the clear.
+    pub worker_tls: Option<ClientTls>,
+    /// Bounds of clients' connections.
+    pub connections: ConnectionLimits,
+    /// Largest list of headers taken from a client, in bytes.
+    pub header_bytes_max: u32,
+    /// Most calls open at once on one connection.
+    pub connection_streams_max: u32,
+    /// How long a model whose last worker is gone is UNAVAILABLE before it is NOT_FOUND.
+    pub model_memory: Duration,
     /// How often an idle client connection is probed; one that does not answer for as long is closed and its
     /// requests are cancelled.
     pub keepalive_interval: Duration,
@@ -47,6 +88,7 @@ impl Default for Options {
             listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
             workers: Vec::new(),
             router_id: "router".to_owned(),
+            placement: PlacementKind::default(),
             queue_requests_max: 1024,
             queue_tokens_max: 4 << 20,
             streams_max: 4096,
@@ -56,8 +98,25 @@ impl Default for Options {
             reconnect_backoff_max: Duration::from_secs(5),
             worker_silence_max: Duration::from_secs(10),
             unserved_wait_max: Duration::from_secs(30),
-            attempts_max: 4,
+            discovery_interval: Duration::from_secs(5),
+            retry_rate: 256,
+            retry_burst: 1024,
+            drain_grace: Duration::from_secs(10),
+            journal_tokens_max: 4 << 20,
+            client_buffer_tokens: 8192,
+            stall_timeout: Duration::from_secs(60),
+            queue_wait_max: Duration::from_secs(300),
+            aged_tokens_per_second: 0.0,
+            aged_tokens_max: 0.0,
+            overtakes_max: 16,
             retry_delay: Duration::from_secs(1),
+            tenants_file: None,
+            tls: None,
+            worker_tls: None,
+            connections: ConnectionLimits::default(),
+            header_bytes_max: 16 << 10,
+            connection_streams_max: 1024,
+            model_memory: Duration::from_secs(600),
             keepalive_interval: Duration::from_secs(10),
             reflection: true,
         }
@@ -78,6 +137,9 @@ pub enum OptionsError {
         /// Why not.
         reason: String,
     },
+    /// An entry of the list names no workers.
+    #[error(transparent)]
+    Source(#[from] SourceError),
     /// A worker is named twice.
     #[error("the worker address {address:?} is given twice; each worker has one session")]
     DuplicateWorker {
@@ -105,15 +167,26 @@ impl Options {
             if self.workers[..at].contains(address) {
                 return Err(OptionsError::DuplicateWorker { address: address.clone() });
             }
-            worker_endpoint(address)?;
+            address.parse::<Source>()?;
         }
         let bounds = [
             ("queue_requests_max", self.queue_requests_max == 0),
             ("queue_tokens_max", self.queue_tokens_max == 0),
             ("streams_max", self.streams_max == 0),
+            ("connections", self.connections.connections_max == 0),
+            ("first_call_timeout", self.connections.first_call_max.is_zero()),
+            ("idle_timeout", self.connections.idle_max.is_zero()),
+            ("handshake_timeout", self.connections.handshake_max.is_zero()),
+            ("header_bytes_max", self.header_bytes_max == 0),
+            ("connection_streams_max", self.connection_streams_max == 0),
+            ("queue_wait_max", self.queue_wait_max.is_zero()),
             ("message_bytes_max", self.message_bytes_max == 0),
             ("default_max_tokens", self.default_max_tokens == 0),
-            ("attempts_max", self.attempts_max == 0),
+            ("retry_rate", self.retry_rate == 0),
+            ("journal_tokens_max", self.journal_tokens_max == 0),
+            ("client_buffer_tokens", self.client_buffer_tokens == 0),
+            ("discovery_interval", self.discovery_interval.is_zero()),
+            ("stall_timeout", self.stall_timeout.is_zero()),
             ("connect_timeout", self.connect_timeout.is_zero()),
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
             ("worker_silence_max", self.worker_silence_max.is_zero()),
@@ -124,6 +197,16 @@ impl Options {
             None => Ok(()),
         }
     }
+}
+
+/// The endpoint of a worker, with TLS where it is asked for. Certificates are read anew each time.
+pub(crate) fn secure_endpoint(
+    address: &str,
+    tls: Option<&ClientTls>,
+) -> Result<Endpoint, Box<dyn std::error::Error + Send + Sync>> {
+    let endpoint = worker_endpoint(address)?;
+    let Some(tls) = tls else { return Ok(endpoint) };
+    Ok(Endpoint::from_shared(format!("https://{address}"))?.tls_config(tls.load()?)?)
 }
 
 /// The endpoint of a worker given as `host:port`.
@@ -154,13 +237,10 @@ mod tests {
         assert_eq!(with(&["127.0.0.1:7001", "worker-1.workers:7001", "[::1]:7001"]).validate(), Ok(()));
         assert_eq!(with(&[]).validate(), Err(OptionsError::NoWorkers));
         for bad in ["worker", "http://worker:1", "worker:1/path", "worker:0", "worker:99999", "", "a b:1"] {
-            assert!(
-                matches!(with(&[bad]).validate(), Err(OptionsError::WorkerAddress { .. })),
-                "{bad:?} was taken"
-            );
+            assert!(matches!(with(&[bad]).validate(), Err(OptionsError::Source(_))), "{bad:?} was taken");
         }
         assert!(matches!(with(&["a:1", "a:1"]).validate(), Err(OptionsError::DuplicateWorker { .. })));
-        let zero = Options { attempts_max: 0, ..with(&["a:1"]) };
-        assert_eq!(zero.validate(), Err(OptionsError::Zero { name: "attempts_max" }));
+        let zero = Options { retry_rate: 0, ..with(&["a:1"]) };
+        assert_eq!(zero.validate(), Err(OptionsError::Zero { name: "retry_rate" }));
     }
 }

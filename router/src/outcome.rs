@@ -2,9 +2,46 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::time::Duration;
 
+use inflight_router_core::{OverBound, OverLimit};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
+
+/// A bound that a request would pass, and when to come back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Overload {
+    /// What is full, for people.
+    what: String,
+    /// Its stable name.
+    quota: &'static str,
+    /// Whose it is: `router`, or `tenant:NAME`.
+    subject: String,
+    retry: Duration,
+}
+
+impl Overload {
+    /// Where nothing is known of when there will be room again.
+    const RETRY: Duration = Duration::from_secs(1);
+
+    /// A bound of the router.
+    pub(crate) fn of_router(what: String, quota: &'static str, retry: Duration) -> Self {
+        Self { what, quota, subject: "router".to_owned(), retry }
+    }
+
+    /// A bound of the queue.
+    pub(crate) fn of_queue(full: &OverBound, retry: Duration) -> Self {
+        let subject = full.tenant.as_ref().map_or("router".to_owned(), |tenant| format!("tenant:{tenant}"));
+        Self { what: full.to_string(), quota: full.quota(), subject, retry }
+    }
+
+    /// A limit of a tenant.
+    pub(crate) fn of_tenant(over: &OverLimit, tenant: &str) -> Self {
+        let retry = over.wait().unwrap_or(Self::RETRY);
+        let what =
+            format!("the tenant {tenant:?} may have no {over}; try again in {} s", retry.as_secs_f64());
+        Self { what, quota: over.quota(), subject: format!("tenant:{tenant}"), retry }
+    }
+}
 
 /// What became of a request: the closed list. Every call ends in exactly one of these, and what a client sees
 /// is decided here alone.
@@ -18,14 +55,26 @@ pub(crate) enum Outcome {
     UnknownModel { asked: String, served: Vec<String> },
     /// A chat was sent to a model without a chat template.
     NoChatTemplate { model: String },
-    /// A bound of the router is reached.
-    Full { what: String, retry: Duration },
+    /// Nobody is known by the key or certificate shown.
+    Unauthenticated(String),
+    /// The caller may not do this.
+    Denied(String),
+    /// A bound of the router or of its queue is reached.
+    Full(Box<Overload>),
+    /// A limit of the tenant is reached.
+    Limited(Box<Overload>),
+    /// It waited in a full queue, and something went before it: more important, or of a tenant that holds less.
+    Displaced { retry: Duration },
+    /// Its deadline would pass before its first token.
+    Infeasible { predicted: Duration, left: Duration },
     /// No worker has ever been reached.
     NeverConnected { workers: usize },
     /// All workers of the model are lost and none came back in time.
     Unserved { model: String, waited: Duration },
-    /// The request was handed over as often as is allowed, and lost each time.
+    /// Several workers in a row were lost before the request had a token, the last with nothing else to do.
     AttemptsExhausted { attempts: u32 },
+    /// The client took nothing of what was there for it.
+    ClientStalled { waited: Duration },
     /// The call's deadline passed.
     DeadlineExceeded,
     /// The client went away.
@@ -49,10 +98,13 @@ impl Outcome {
             Self::Invalid(_) => Code::InvalidArgument,
             Self::UnknownModel { .. } => Code::NotFound,
             Self::NoChatTemplate { .. } => Code::FailedPrecondition,
-            Self::Full { .. } => Code::ResourceExhausted,
-            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::AttemptsExhausted { .. } => {
-                Code::Unavailable
+            Self::Unauthenticated(_) => Code::Unauthenticated,
+            Self::Denied(_) => Code::PermissionDenied,
+            Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
+                Code::ResourceExhausted
             }
+            Self::NeverConnected { .. } | Self::Unserved { .. } => Code::Unavailable,
+            Self::ClientStalled { .. } => Code::Aborted,
             Self::DeadlineExceeded => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
             Self::WorkerError { code, .. } => match code {
@@ -61,7 +113,8 @@ impl Outcome {
                 Code::DeadlineExceeded => Code::DeadlineExceeded,
                 _ => Code::Internal,
             },
-            Self::Internal(_) => Code::Internal,
+            // Not UNAVAILABLE: clients would send again what may be the cause.
+            Self::AttemptsExhausted { .. } | Self::Internal(_) => Code::Internal,
         }
     }
 
@@ -72,10 +125,16 @@ impl Outcome {
             Self::Invalid(_) => "invalid",
             Self::UnknownModel { .. } => "unknown_model",
             Self::NoChatTemplate { .. } => "no_chat_template",
-            Self::Full { .. } => "full",
+            Self::Unauthenticated(_) => "unauthenticated",
+            Self::Denied(_) => "denied",
+            Self::Full(_) => "full",
+            Self::Limited(_) => "limited",
+            Self::Displaced { .. } => "displaced",
+            Self::Infeasible { .. } => "deadline_infeasible",
             Self::NeverConnected { .. } => "never_connected",
             Self::Unserved { .. } => "unserved",
             Self::AttemptsExhausted { .. } => "attempts_exhausted",
+            Self::ClientStalled { .. } => "client_stalled",
             Self::DeadlineExceeded => "deadline_exceeded",
             Self::Cancelled => "cancelled",
             Self::WorkerError { .. } => "worker_error",
@@ -93,7 +152,17 @@ impl Outcome {
             Self::NoChatTemplate { model } => {
                 format!("the model {model:?} has no chat template; send text or token ids")
             }
-            Self::Full { what, .. } => what.clone(),
+            Self::Unauthenticated(reason) | Self::Denied(reason) => reason.clone(),
+            Self::Full(over) | Self::Limited(over) => over.what.clone(),
+            Self::Displaced { .. } => {
+                "the queue is full, and the request gave way to one that goes before it; try again later"
+                    .to_owned()
+            }
+            Self::Infeasible { predicted, left } => format!(
+                "the first token would come in about {:.3} s, but the deadline is in {:.3} s; try again later or allow more time",
+                predicted.as_secs_f64(),
+                left.as_secs_f64()
+            ),
             Self::NeverConnected { workers } => {
                 format!("none of the {workers} configured workers has been reached yet; try again later")
             }
@@ -102,7 +171,12 @@ impl Outcome {
                 waited.as_secs_f64()
             ),
             Self::AttemptsExhausted { attempts } => {
-                format!("the request was handed to {attempts} workers and each was lost; try again later")
+                format!(
+                    "the request was handed to {attempts} workers and each was lost; it ran alone on the last one, so it may be the cause"
+                )
+            }
+            Self::ClientStalled { waited } => {
+                format!("the client took nothing of its stream for {} s", waited.as_secs_f64())
             }
             Self::DeadlineExceeded => "the call's deadline passed".to_owned(),
             Self::Cancelled => "the call was cancelled".to_owned(),
@@ -110,14 +184,27 @@ impl Outcome {
         }
     }
 
-    /// The status with its details: full queues say when to come back, both as google.rpc.RetryInfo and as
-    /// gRPC's own pushback.
+    /// What is overloaded and when to come back, if that is what it is.
+    fn overload(&self) -> Option<(&'static str, &str, Duration)> {
+        match self {
+            Self::Full(over) | Self::Limited(over) => Some((over.quota, &over.subject, over.retry)),
+            Self::Displaced { retry } => Some(("queue", "router", *retry)),
+            Self::Infeasible { predicted, left } => {
+                Some(("deadline", "router", predicted.saturating_sub(*left).max(Duration::from_millis(1))))
+            }
+            _ => None,
+        }
+    }
+
+    /// The status with its details. Overload says what is exhausted (google.rpc.QuotaFailure) and when to come back, both
+    /// as google.rpc.RetryInfo and as gRPC's own pushback.
     pub(crate) fn into_status(self) -> Status {
         let (code, message) = (self.code(), self.message());
         let mut details = ErrorDetails::new();
         details.set_error_info(self.label().to_ascii_uppercase(), "inflight", HashMap::new());
         let mut metadata = MetadataMap::new();
-        if let Self::Full { retry, .. } = self {
+        if let Some((quota, subject, retry)) = self.overload() {
+            details.add_quota_failure_violation(subject, quota);
             details.set_retry_info(Some(retry));
             if let Ok(value) = retry.as_millis().to_string().parse() {
                 metadata.insert("grpc-retry-pushback-ms", value);
@@ -135,16 +222,27 @@ mod tests {
     fn the_table_of_outcomes_and_statuses() {
         let text = || "why".to_owned();
         let second = Duration::from_secs(1);
+        let overload = || Box::new(Overload::of_router(text(), "streams", second));
         let worker = |code| Outcome::WorkerError { code, message: text() };
         let table = [
             (Outcome::Completed, Code::Ok, "completed"),
             (Outcome::Invalid(text()), Code::InvalidArgument, "invalid"),
             (Outcome::UnknownModel { asked: text(), served: vec![] }, Code::NotFound, "unknown_model"),
             (Outcome::NoChatTemplate { model: text() }, Code::FailedPrecondition, "no_chat_template"),
-            (Outcome::Full { what: text(), retry: second }, Code::ResourceExhausted, "full"),
+            (Outcome::Unauthenticated(text()), Code::Unauthenticated, "unauthenticated"),
+            (Outcome::Denied(text()), Code::PermissionDenied, "denied"),
+            (Outcome::Full(overload()), Code::ResourceExhausted, "full"),
+            (Outcome::Limited(overload()), Code::ResourceExhausted, "limited"),
+            (Outcome::Displaced { retry: second }, Code::ResourceExhausted, "displaced"),
+            (
+                Outcome::Infeasible { predicted: 2 * second, left: second },
+                Code::ResourceExhausted,
+                "deadline_infeasible",
+            ),
             (Outcome::NeverConnected { workers: 2 }, Code::Unavailable, "never_connected"),
             (Outcome::Unserved { model: text(), waited: second }, Code::Unavailable, "unserved"),
-            (Outcome::AttemptsExhausted { attempts: 4 }, Code::Unavailable, "attempts_exhausted"),
+            (Outcome::AttemptsExhausted { attempts: 4 }, Code::Internal, "attempts_exhausted"),
+            (Outcome::ClientStalled { waited: second }, Code::Aborted, "client_stalled"),
             (Outcome::DeadlineExceeded, Code::DeadlineExceeded, "deadline_exceeded"),
             (Outcome::Cancelled, Code::Cancelled, "cancelled"),
             (worker(Code::ResourceExhausted), Code::ResourceExhausted, "worker_error"),
@@ -161,11 +259,11 @@ mod tests {
             let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
             let pushback =
                 status.metadata().get("grpc-retry-pushback-ms").map(|v| v.to_str().unwrap().to_owned());
-            match outcome {
-                Outcome::Full { .. } => {
-                    assert_eq!((retry, pushback.as_deref()), (Some(second), Some("1000")));
-                }
-                _ => assert_eq!((retry, pushback), (None, None)),
+            let quotas = status.get_details_quota_failure().map_or(0, |quota| quota.violations.len());
+            if code == Code::ResourceExhausted && label != "worker_error" {
+                assert_eq!((retry, pushback.as_deref(), quotas), (Some(second), Some("1000"), 1), "{label}");
+            } else {
+                assert_eq!((retry, pushback, quotas), (None, None, 0), "{label}");
             }
             if code != Code::Ok {
                 let info = status.get_details_error_info().unwrap();

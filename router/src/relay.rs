@@ -1,16 +1,20 @@
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use inflight_contract::{FinishReason, SamplingParams};
 use inflight_proto::v1;
-use inflight_router_core::{Append, Fresh, Journal, Place};
+use inflight_router_core::{Append, Chain, Fresh, Journal, QueueLimits, Suspicion};
 use tokio::sync::Notify;
 use tonic::Code;
 
 use crate::dispatch::LaneId;
+use crate::lease::Lease;
 use crate::metrics as names;
 use crate::outcome::Outcome;
+use crate::queueing::Place;
 use crate::trace::TraceContext;
+use crate::violation::Violation;
 
 /// A request that passed every check, and what is needed to run and to deliver it.
 #[derive(Debug)]
@@ -25,6 +29,8 @@ pub(crate) struct Call {
     pub(crate) tenant: String,
     pub(crate) weight: f32,
     pub(crate) priority: i32,
+    /// What may wait of its tenant.
+    pub(crate) bounds: QueueLimits,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) return_token_ids: bool,
@@ -48,7 +54,11 @@ impl Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// In the queue.
-    Queued(Place<LaneId>),
+    Queued(Place),
+    /// Lost its worker, and waits for the retry budget or for a worker of its own.
+    Parked,
+    /// Its client does not read: nobody works on it until it does.
+    Paused,
     /// With a worker, under this handle.
     Running { worker: usize, session: u64, submission: u64 },
     /// Nobody works on it any more.
@@ -68,12 +78,18 @@ pub(crate) struct Times {
 pub(crate) enum Received {
     /// Nothing.
     Taken,
+    /// It has brought something new to its client.
+    Progress,
+    /// Its client is further behind than it may be.
+    Overfull,
     /// It came too late for this request: dropped.
     Stale,
-    /// The request has failed: withdraw the rest of it.
-    Failed,
+    /// The request has failed: withdraw the rest of it. `fault`: it is the worker's.
+    Failed { fault: bool },
     /// The worker gave the request back: withdraw the rest of it and run it elsewhere.
     GivenBack,
+    /// The worker talks nonsense.
+    Nonsense(Violation),
 }
 
 /// The meeting point of a request's session and its client's stream: the session appends to the journal, the
@@ -85,6 +101,13 @@ pub(crate) struct Relay {
     state: Mutex<State>,
     /// Tells the one stream that reads that there is something new.
     pub(crate) changed: Notify,
+    /// What it holds of the router's bounds.
+    pub(crate) lease: Lease,
+    /// Names of its prompt's blocks, for each size of blocks among the workers at its arrival.
+    pub(crate) chains: OnceLock<Vec<Chain>>,
+    /// When its stream handed a message to the transport and has not been asked for another one since, in
+    /// milliseconds of the dispatcher's clock; 0 while it waits for news itself.
+    handed: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -96,16 +119,21 @@ pub(crate) struct State {
     pub(crate) failure: Option<Outcome>,
     /// The worker that lost or gave back the latest attempt.
     pub(crate) avoid: Option<usize>,
+    /// Whether it may be what its workers die of.
+    pub(crate) suspicion: Suspicion,
+    /// Whether the latest attempt had its worker for itself.
+    pub(crate) alone: bool,
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<String>,
     /// Covers the first wait in the queue; closed when the request is placed.
     pub(crate) queue_span: Option<tracing::Span>,
-    /// Its number in the queue's order of arrivals.
-    pub(crate) arrival: u64,
+    /// Where it waited before it was handed over; `None` before that.
+    pub(crate) place: Option<Place>,
     stalled: bool,
 }
 
 impl State {
+    /// Ends the request. Whoever holds it somewhere takes it out there.
     pub(crate) fn fail(&mut self, outcome: Outcome) {
         self.phase = Phase::Ended;
         self.failure.get_or_insert(outcome);
@@ -117,6 +145,8 @@ impl State {
 pub(crate) struct News {
     pub(crate) placed: bool,
     pub(crate) waiting: bool,
+    /// It was paused, and the client reads again.
+    pub(crate) paused: bool,
     pub(crate) fresh: Vec<(u32, Fresh<v1::PositionLogprobs>)>,
     pub(crate) failure: Option<Outcome>,
 }
@@ -125,7 +155,7 @@ impl Relay {
     /// A client this many tokens behind counts as stalled.
     const STALLED_TOKENS: usize = 256;
 
-    pub(crate) fn new(call: Call, queue_span: tracing::Span) -> Self {
+    pub(crate) fn new(call: Call, queue_span: tracing::Span, lease: Lease) -> Self {
         let journal = Journal::new(call.sampling.n, call.max_tokens, call.sampling.logprobs.is_some());
         let state = State {
             phase: Phase::Ended,
@@ -133,12 +163,27 @@ impl Relay {
             times: Times::default(),
             failure: None,
             avoid: None,
+            suspicion: Suspicion::default(),
+            alone: false,
             fingerprint: None,
             queue_span: Some(queue_span),
-            arrival: 0,
+            place: None,
             stalled: false,
         };
-        Self { call, state: Mutex::new(state), changed: Notify::new() }
+        let handed = AtomicU64::new(0);
+        Self {
+            call,
+            state: Mutex::new(state),
+            changed: Notify::new(),
+            lease,
+            chains: OnceLock::new(),
+            handed,
+        }
+    }
+
+    /// Names of its prompt's blocks; none if the placement does not look at them.
+    pub(crate) fn chains(&self) -> &[Chain] {
+        self.chains.get().map_or(&[], Vec::as_slice)
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -150,8 +195,26 @@ impl Relay {
         self.call.deadline.is_some_and(|deadline| deadline <= now)
     }
 
-    /// Takes what a worker sent under the handle `submission`.
-    pub(crate) fn receive(&self, submission: u64, update: v1::SequenceUpdate, now: Instant) -> Received {
+    /// Notes that its stream gave a message away, at `millis` of the dispatcher's clock, or asks for more.
+    pub(crate) fn set_handed(&self, millis: Option<u64>) {
+        self.handed.store(millis.map_or(0, |millis| millis.max(1)), Ordering::Relaxed);
+    }
+
+    /// Since when its client takes nothing although there is something.
+    pub(crate) fn handed(&self) -> Option<u64> {
+        Some(self.handed.load(Ordering::Relaxed)).filter(|millis| *millis > 0)
+    }
+
+    /// Takes what a worker with this vocabulary sent under the handle `submission`. More than `unread_max` unread
+    /// tokens are too many.
+    pub(crate) fn receive(
+        &self,
+        submission: u64,
+        update: v1::SequenceUpdate,
+        vocab_size: u32,
+        unread_max: usize,
+        now: Instant,
+    ) -> Received {
         let finish = finish_reason(update.finish);
         let mut state = self.lock();
         let in_force =
@@ -159,23 +222,26 @@ impl Relay {
         if !in_force {
             return Received::Stale;
         }
+        if let Some(token) = update.token_ids.iter().copied().find(|token| *token >= vocab_size) {
+            return Received::Nonsense(Violation::UnknownToken { request: submission, token, vocab_size });
+        }
         if state.journal.withdrawn(update.choice) {
             self.count_unbilled(update.token_ids.len());
             return Received::Taken;
         }
-        let received = match finish {
+        let mut received = match finish {
             Some(FinishReason::Error) => match Code::from_i32(update.error_code) {
                 Code::Unavailable | Code::Aborted => return Received::GivenBack,
                 code => {
                     state.fail(Outcome::WorkerError { code, message: update.error });
-                    Received::Failed
+                    Received::Failed { fault: is_fault(code) }
                 }
             },
             // The router did not ask for this end, so the worker is letting go of its requests.
             Some(FinishReason::Cancelled) => return Received::GivenBack,
             Some(FinishReason::Deadline) if self.call.deadline.is_some() => {
                 state.fail(Outcome::DeadlineExceeded);
-                Received::Failed
+                Received::Failed { fault: false }
             }
             _ => {
                 let attempt = update.attempt;
@@ -186,13 +252,13 @@ impl Relay {
                         if !update.token_ids.is_empty() {
                             state.times.first_token.get_or_insert(now);
                             state.times.last_token = Some(now);
+                            state.suspicion.token();
                         }
-                        Received::Taken
+                        Received::Progress
                     }
                     Ok(Append::AfterEnd | Append::Stale) => return Received::Stale,
                     Err(error) => {
-                        state.fail(Outcome::Internal(error.to_string()));
-                        Received::Failed
+                        return Received::Nonsense(Violation::Journal { request: submission, error });
                     }
                 }
             }
@@ -203,6 +269,8 @@ impl Relay {
         }
         if state.journal.ended() && state.failure.is_none() {
             state.phase = Phase::Ended;
+        } else if received == Received::Progress && state.journal.unread() > unread_max {
+            received = Received::Overfull;
         }
         drop(state);
         self.changed.notify_one();
@@ -217,7 +285,8 @@ impl Relay {
         let fresh = choices.filter_map(|c| state.journal.read(c).map(|fresh| (c, fresh))).collect();
         News {
             placed: state.times.placed.is_some(),
-            waiting: matches!(state.phase, Phase::Queued(_)),
+            waiting: matches!(state.phase, Phase::Queued(_) | Phase::Parked),
+            paused: state.phase == Phase::Paused,
             fresh,
             failure: state.failure.clone(),
         }
@@ -262,8 +331,14 @@ impl Relay {
             deadline_us: left.map(|left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX)),
             traceparent: call.trace.traceparent.clone(),
             tracestate: call.trace.tracestate.clone(),
+            order: None,
         }
     }
+}
+
+/// Whether an error speaks against the worker. Those that a request brings upon itself do not.
+fn is_fault(code: Code) -> bool {
+    matches!(code, Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok)
 }
 
 fn finish_reason(value: i32) -> Option<FinishReason> {

@@ -4,6 +4,8 @@ use inflight_contract::{RequestShape, SamplingSpec};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 
+use crate::admission;
+use crate::auth::Caller;
 use crate::dispatch::Served;
 use crate::options::Options;
 use crate::outcome::Outcome;
@@ -48,8 +50,10 @@ pub(crate) fn prepare(
     deadline: Option<Instant>,
     seed: u64,
     request_id: String,
+    caller: &Caller,
 ) -> Result<Call, Outcome> {
     check_fields(&request)?;
+    let terms = admission::terms(caller, request.tenant, request.weight, request.priority)?;
     let stop = request.stop.unwrap_or_default();
     check_stops(&stop)?;
     let sampling = request.sampling.unwrap_or_default();
@@ -85,9 +89,10 @@ pub(crate) fn prepare(
         sampling,
         max_tokens,
         stop: stop.stop,
-        tenant: request.tenant,
-        weight: request.weight.unwrap_or(1.0),
-        priority: request.priority,
+        tenant: terms.tenant,
+        weight: terms.weight,
+        priority: terms.priority,
+        bounds: terms.bounds,
         arrived,
         deadline,
         return_token_ids: request.return_token_ids,

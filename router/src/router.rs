@@ -1,27 +1,39 @@
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use futures::{Stream, StreamExt as _};
 use inflight_proto::FILE_DESCRIPTOR_SET;
+use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
+use inflight_transport::{Accept, ClientTls, ServerTls, TlsError};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::Connected;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
+use crate::admission::{Admission, AdmissionLayer};
+use crate::auth::AuthLayer;
+use crate::dial::Dial;
+use crate::discovery::Source;
 use crate::dispatch::Dispatch;
 use crate::edge::EdgeLayer;
 use crate::ingress::Ingress;
+use crate::kserve::Kserve;
+use crate::members::Members;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
-use crate::session::{Keeper, Models};
+use crate::tenants::{Tenants, TenantsError};
 
 /// Why a router could not start, or stopped.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +52,12 @@ pub enum Error {
     /// The server failed.
     #[error("the server failed: {0}")]
     Serve(#[from] tonic::transport::Error),
+    /// A certificate or key cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// The tenants' file cannot be used.
+    #[error(transparent)]
+    Tenants(#[from] TenantsError),
     /// The descriptors compiled into the program do not load.
     #[error("reflection cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
@@ -47,16 +65,41 @@ pub enum Error {
 
 /// A router that is bound to its address.
 pub struct Router {
-    options: Options,
     listener: TcpListener,
     address: SocketAddr,
+    core: Core,
+}
+
+/// A router without a network.
+pub struct Core {
+    options: Options,
     dispatch: Arc<Dispatch>,
+    sources: Vec<Source>,
+    dial: Option<Dial>,
+    tls: Option<ServerTls>,
+    tenants: Option<Arc<Tenants>>,
 }
 
 /// A view of a running router.
 #[derive(Debug, Clone)]
 pub struct Handle {
     ready: watch::Receiver<bool>,
+    dispatch: Weak<Dispatch>,
+}
+
+/// How much a router holds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Census {
+    /// Calls whose streams are open.
+    pub open: usize,
+    /// Requests that wait, for a worker or for the retry budget.
+    pub waiting: usize,
+    /// Requests in flight at workers.
+    pub in_flight: usize,
+    /// Sequences charged to workers' grants.
+    pub sequences: u32,
+    /// Blocks charged to workers' grants.
+    pub blocks: u32,
 }
 
 impl Handle {
@@ -69,6 +112,11 @@ impl Handle {
         }
     }
 
+    /// What the router holds now; nothing once it is gone.
+    pub fn census(&self) -> Census {
+        self.dispatch.upgrade().map(|dispatch| dispatch.census()).unwrap_or_default()
+    }
+
     /// Whether a request could be served now.
     pub fn is_ready(&self) -> bool {
         *self.ready.borrow()
@@ -76,23 +124,17 @@ impl Handle {
 }
 
 impl Router {
-    /// Names of the health service: the whole router, and its one service.
-    const HEALTH_NAMES: [&'static str; 2] = ["", "inflight.v1.Inference"];
-    /// How long connections may take to send what they hold, once no call is open any more.
-    const FLUSH_MAX: Duration = Duration::from_secs(1);
-
     /// Checks the options and takes the address.
     ///
     /// # Errors
     /// [`Error::Options`] and [`Error::Bind`].
     pub async fn bind(options: Options) -> Result<Self, Error> {
-        options.validate()?;
-        let address = options.listen;
+        let core = Core::new(options)?;
+        let address = core.options.listen;
         let refused = |source| Error::Bind { address, source };
         let listener = TcpListener::bind(address).await.map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
-        let dispatch = Arc::new(Dispatch::new(&options));
-        Ok(Self { options, listener, address, dispatch })
+        Ok(Self { listener, address, core })
     }
 
     /// Where clients connect.
@@ -102,7 +144,7 @@ impl Router {
 
     /// A view that stays valid while [`Router::serve`] runs.
     pub fn handle(&self) -> Handle {
-        Handle { ready: self.dispatch.ready() }
+        self.core.handle()
     }
 
     /// Serves until `drain` is cancelled and every open call has ended: from then on health says NOT_SERVING
@@ -111,9 +153,61 @@ impl Router {
     /// # Errors
     /// [`Error::Serve`] if the server fails, [`Error::Reflection`] if it cannot be set up.
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
-        let Self { options, listener, address, dispatch } = self;
-        tracing::info!(%address, workers = options.workers.len(), "router is listening");
-        metrics::gauge!(names::WORKERS_CONFIGURED).set(options.workers.len() as f64);
+        let Self { listener, address, core } = self;
+        tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
+        let tls = core.tls.clone();
+        let incoming = Accept::new(listener, tls, core.options.connections).incoming();
+        let result =
+            core.serve(incoming.map(|connection| connection.map_err(|never| match never {})), drain).await;
+        tracing::info!(%address, "router has stopped");
+        result
+    }
+}
+
+impl Core {
+    /// Names of the health service: the whole router, and its services.
+    const HEALTH_NAMES: [&'static str; 3] = ["", "inflight.v1.Inference", "inference.GRPCInferenceService"];
+    /// How long connections may take to send what they hold, once no call is open any more.
+    const FLUSH_MAX: Duration = Duration::from_secs(1);
+
+    /// Checks the options.
+    ///
+    /// # Errors
+    /// [`Error::Options`].
+    pub fn new(options: Options) -> Result<Self, Error> {
+        options.validate()?;
+        let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
+        let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
+        let tls = options.tls.clone().map(ServerTls::load).transpose()?;
+        // Read once now, so that a mistake is known at the start.
+        options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
+        let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
+        let dispatch = Arc::new(Dispatch::new(&options));
+        Ok(Self { options, dispatch, sources, dial: None, tls, tenants })
+    }
+
+    /// Reaches its workers another way than by TCP.
+    #[must_use]
+    pub fn with_dial(mut self, dial: Dial) -> Self {
+        self.dial = Some(dial);
+        self
+    }
+
+    /// A view that stays valid while [`Core::serve`] runs.
+    pub fn handle(&self) -> Handle {
+        Handle { ready: self.dispatch.ready(), dispatch: Arc::downgrade(&self.dispatch) }
+    }
+
+    /// Serves connections, as [`Router::serve`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn serve<I, S>(self, incoming: I, drain: CancellationToken) -> Result<(), Error>
+    where
+        I: Stream<Item = io::Result<S>> + Send + 'static,
+        S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
+    {
+        let Self { options, dispatch, sources, dial, tls: _, tenants } = self;
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();
@@ -123,27 +217,38 @@ impl Router {
 
         // Dropped, and with it aborted, when this function returns.
         let mut tasks = JoinSet::new();
-        let models = Arc::new(Models::default());
-        for (worker, address) in options.workers.iter().enumerate() {
-            let keeper = Keeper {
-                worker,
-                address: address.clone(),
-                options: options.clone(),
-                dispatch: dispatch.clone(),
-                models: models.clone(),
-            };
-            tasks.spawn(keeper.keep());
+        tasks.spawn(Members::new(&options, dispatch.clone(), dial).follow(sources));
+        let ticking = dispatch.clone();
+        tasks.spawn(async move {
+            let mut ticks = tokio::time::interval(Dispatch::TICK);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                ticks.tick().await;
+                ticking.tick();
+            }
+        });
+        tasks.spawn(report_health(reporter, dispatch.ready(), dispatch.served(), drain.clone()));
+        if let Some(tenants) = &tenants {
+            tasks.spawn(tenants.clone().follow());
         }
-        tasks.spawn(report_health(reporter, dispatch.ready(), drain.clone()));
 
-        let ingress = Ingress::new(&options, dispatch, open.clone());
-        let inference = InferenceServer::new(ingress).max_decoding_message_size(options.message_bytes_max);
+        let admission = Admission::new(dispatch.clone());
+        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone()));
+        let kserve = GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone()))
+            .max_decoding_message_size(options.message_bytes_max);
+        let inference =
+            InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
         let server = Server::builder()
             .http2_keepalive_interval(Some(options.keepalive_interval))
             .http2_keepalive_timeout(Some(options.keepalive_interval))
+            .http2_max_header_list_size(options.header_bytes_max)
+            .max_concurrent_streams(options.connection_streams_max)
             .layer(EdgeLayer)
+            .layer(AuthLayer { tenants })
+            .layer(AdmissionLayer { admission })
             .add_service(health)
-            .add_service(inference);
+            .add_service(inference)
+            .add_service(kserve);
         let server = if options.reflection {
             let builder = || {
                 tonic_reflection::server::Builder::configure()
@@ -154,11 +259,8 @@ impl Router {
         } else {
             server
         };
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let serving = server.serve_with_incoming_shutdown(incoming, drain.clone().cancelled_owned());
-        let result = until_drained(serving, drain, open).await;
-        tracing::info!(%address, "router has stopped");
-        result
+        until_drained(serving, drain, open).await
     }
 }
 
@@ -173,7 +275,7 @@ where
         tracing::info!(calls = open.len(), "draining");
         open.close();
         open.wait().await;
-        tokio::time::sleep(Router::FLUSH_MAX).await;
+        tokio::time::sleep(Core::FLUSH_MAX).await;
     };
     tokio::select! {
         result = serving => result.map_err(Error::from),
@@ -183,19 +285,37 @@ where
 
 async fn set_health(reporter: &HealthReporter, serving: bool) {
     let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
-    for name in Router::HEALTH_NAMES {
+    for name in Core::HEALTH_NAMES {
         reporter.set_service_status(name, status).await;
     }
 }
 
-async fn report_health(reporter: HealthReporter, mut ready: watch::Receiver<bool>, drain: CancellationToken) {
+/// Keeps the health service up to date: the router's own names, and one for each model that workers serve or served.
+async fn report_health(
+    reporter: HealthReporter,
+    mut ready: watch::Receiver<bool>,
+    mut served: watch::Receiver<BTreeSet<String>>,
+    drain: CancellationToken,
+) {
+    let mut known = BTreeSet::new();
     loop {
-        let serving = *ready.borrow_and_update();
-        set_health(&reporter, serving && !drain.is_cancelled()).await;
+        let serving = *ready.borrow_and_update() && !drain.is_cancelled();
+        let models = served.borrow_and_update().clone();
+        set_health(&reporter, serving).await;
+        known.extend(models.iter().cloned());
+        for model in &known {
+            let serves = models.contains(model) && !drain.is_cancelled();
+            let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
+            reporter.set_service_status(format!("model/{model}"), status).await;
+        }
         tokio::select! {
             () = drain.cancelled() => break,
             changed = ready.changed() => if changed.is_err() { break },
+            changed = served.changed() => if changed.is_err() { break },
         }
     }
     set_health(&reporter, false).await;
+    for model in known {
+        reporter.set_service_status(format!("model/{model}"), ServingStatus::NotServing).await;
+    }
 }

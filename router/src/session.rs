@@ -1,6 +1,8 @@
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::future::Future;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -9,16 +11,20 @@ use inflight_proto::v1::session_request::Message as Request;
 use inflight_proto::v1::session_response::Message as Response;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
+use inflight_router_core::Credits;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::wrappers::UnboundedReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
 use crate::bundle::{Bundle, BundleError, Model};
-use crate::dispatch::{Dispatch, Introduction};
+use crate::dial::Dial;
+use crate::dispatch::{Dispatch, Introduction, Reason};
 use crate::metrics as names;
-use crate::options::{Options, OptionsError, worker_endpoint};
+use crate::options::{Options, OptionsError, secure_endpoint};
+use crate::violation::Violation;
 
 /// Why a session did not open, or ended.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +39,10 @@ enum SessionError {
     Refused { what: &'static str, status: Status },
     #[error("the worker broke the protocol: {0}")]
     Protocol(String),
+    #[error("the worker broke the protocol: {0}")]
+    Nonsense(#[from] Violation),
+    #[error("the worker has drained")]
+    Drained,
     #[error(transparent)]
     Bundle(#[from] BundleError),
     #[error("the stream broke: {} ({:?})", .0.message(), .0.code())]
@@ -84,24 +94,28 @@ impl Models {
 }
 
 /// Keeps one session with one worker, for as long as it is polled: connects, hands updates to the dispatcher,
-/// and after a loss connects again, with growing pauses.
+/// and after a loss connects again, with growing pauses. Ends once the worker is retired and has nothing in flight.
 pub(crate) struct Keeper {
     pub(crate) worker: usize,
     pub(crate) address: String,
     pub(crate) options: Options,
     pub(crate) dispatch: Arc<Dispatch>,
     pub(crate) models: Arc<Models>,
+    pub(crate) dial: Option<Dial>,
+    /// The worker is out of the list.
+    pub(crate) retired: CancellationToken,
 }
 
 /// Closes the dispatcher's side of a session however its task ends.
 struct Opened<'a> {
     keeper: &'a Keeper,
     session: u64,
+    reason: Cell<Reason>,
 }
 
 impl Drop for Opened<'_> {
     fn drop(&mut self) {
-        self.keeper.dispatch.close(self.keeper.worker, self.session);
+        self.keeper.dispatch.close(self.keeper.worker, self.session, self.reason.get());
     }
 }
 
@@ -110,21 +124,32 @@ impl Keeper {
     /// Probes that find a dead peer on a connection that is open but silent.
     const KEEPALIVE: Duration = Duration::from_secs(5);
     const UPDATE_BYTES_MAX: usize = 64 << 20;
+    /// Heartbeats outside of this are taken for its bounds: nothing a worker says can make its loss go unnoticed.
+    const HEARTBEAT: std::ops::RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_secs(60);
 
     pub(crate) async fn keep(self) {
+        self.dispatch.join(self.worker);
         let mut backoff = Self::BACKOFF_FIRST;
+        let mut tries = 0;
         // The state is logged when it changes, not at each attempt.
         let mut reported: Option<String> = None;
-        loop {
+        while !self.retired.is_cancelled() {
             let mut opened = false;
             let error = match self.run(&mut opened).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
+            let drained = matches!(error, SessionError::Drained);
             if opened {
                 backoff = Self::BACKOFF_FIRST;
                 reported = None;
-                metrics::counter!(names::SESSIONS_LOST, "worker" => self.address.clone()).increment(1);
+                if !drained {
+                    metrics::counter!(names::SESSIONS_LOST, "worker" => self.address.clone()).increment(1);
+                }
+            }
+            if let SessionError::Nonsense(violation) = &error {
+                let (worker, kind) = (self.address.clone(), violation.label());
+                metrics::counter!(names::VIOLATIONS, "worker" => worker, "kind" => kind).increment(1);
             }
             let reason = error.to_string();
             if reported.as_ref() != Some(&reason) {
@@ -134,26 +159,50 @@ impl Keeper {
                     SessionError::Connect(_) if !opened => {
                         tracing::info!(worker, reason, "worker cannot be reached; trying on");
                     }
+                    _ if drained => tracing::info!(worker, "session with worker is over: it has drained"),
                     _ if opened => tracing::warn!(worker, reason, "session with worker is lost; trying on"),
                     _ => tracing::warn!(worker, reason, "no session with worker; trying on"),
                 }
                 reported = Some(reason);
             }
-            let jitter = 0.5 + 0.5 * rand::random::<f64>();
-            tokio::time::sleep(backoff.mul_f64(jitter)).await;
+            tries += 1;
+            tokio::select! {
+                biased;
+                () = self.retired.cancelled() => {}
+                () = tokio::time::sleep(backoff.mul_f64(self.jitter(tries))) => {}
+            }
             backoff = (backoff * 2).min(self.options.reconnect_backoff_max);
         }
+        self.dispatch.leave(self.worker);
     }
 
-    async fn run(&self, opened: &mut bool) -> Result<std::convert::Infallible, SessionError> {
-        let limit = self.options.connect_timeout;
-        let endpoint = worker_endpoint(&self.address)?
+    /// From a half to one, different for each router, worker and try, and the same in each run.
+    fn jitter(&self, tries: u64) -> f64 {
+        let mut hasher = DefaultHasher::new();
+        (&self.options.router_id, &self.address, tries).hash(&mut hasher);
+        0.5 + (hasher.finish() >> 11) as f64 / (1u64 << 54) as f64
+    }
+
+    async fn connect(&self, limit: Duration) -> Result<Channel, SessionError> {
+        let tls = self.options.worker_tls.as_ref();
+        let endpoint = secure_endpoint(&self.address, tls)
+            .map_err(|error| SessionError::Connect(error.to_string()))?
             .connect_timeout(limit)
             .tcp_nodelay(true)
             .http2_keep_alive_interval(Self::KEEPALIVE)
             .keep_alive_timeout(Self::KEEPALIVE)
             .keep_alive_while_idle(true);
-        let channel = endpoint.connect().await.map_err(|error| SessionError::Connect(chain(&error)))?;
+        let channel = match &self.dial {
+            None => endpoint.connect().await,
+            Some(dial) => endpoint.connect_with_connector(dial.connector()).await,
+        };
+        channel.map_err(|error| SessionError::Connect(chain(&error)))
+    }
+
+    async fn run(&self, opened: &mut bool) -> Result<std::convert::Infallible, SessionError> {
+        let limit = self.options.connect_timeout;
+        let connected = timeout(limit, self.connect(limit)).await;
+        let channel = connected.map_err(|_| SessionError::Timeout { what: "a connection", limit })??;
         let mut client = WorkerClient::new(channel).max_decoding_message_size(Self::UPDATE_BYTES_MAX);
         let (commands, receiver) = mpsc::unbounded_channel();
         let open =
@@ -171,13 +220,15 @@ impl Keeper {
             }
             None => return Err(SessionError::Closed),
         };
-        let (limits, block_tokens) = check_hello(&hello)?;
+        let (limits, block_tokens, has) = check_hello(&hello)?;
         let fetch = fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
         let model = self.models.get(&hello.bundle_digest, fetch).await?;
-        let silence = match hello.heartbeat_interval_ms {
-            0 => self.options.worker_silence_max,
-            interval => 3 * Duration::from_millis(interval.into()),
+        let heartbeat = match hello.heartbeat_interval_ms {
+            0 => self.options.worker_silence_max / 3,
+            interval => Duration::from_millis(interval.into()),
         };
+        let heartbeat = heartbeat.clamp(*Self::HEARTBEAT.start(), *Self::HEARTBEAT.end());
+        let silence = 3 * heartbeat;
         tracing::info!(
             worker = self.address,
             worker_id = hello.worker_id,
@@ -193,24 +244,52 @@ impl Keeper {
             architecture: hello.architecture,
             bundle_digest: hello.bundle_digest,
             fingerprint: hello.fingerprint,
+            incarnation: hello.incarnation,
             limits,
             block_tokens,
+            has,
+            host_blocks: hello.limits.map_or(0, |limits| limits.host_blocks),
+            heartbeat,
             model,
             commands,
         });
-        let _opened = Opened { keeper: self, session };
+        let guard = Opened { keeper: self, session, reason: Cell::new(Reason::SessionLost) };
         *opened = true;
+        let (mut retired, mut draining) = (false, false);
         loop {
-            let next = timeout(silence, updates.message()).await;
-            let message = next.map_err(|_| SessionError::Silent(silence))?.map_err(SessionError::Broken)?;
+            let next = tokio::select! {
+                biased;
+                () = self.retired.cancelled(), if !retired => {
+                    retired = true;
+                    self.dispatch.retire(self.worker);
+                    continue;
+                }
+                next = timeout(silence, updates.message()) => next,
+            };
+            let message = next.map_err(|_| SessionError::Silent(silence))?;
+            let message = match message {
+                // A worker that has drained goes, and its connections with it.
+                Err(_) if draining => return Err(SessionError::Drained),
+                message => message.map_err(SessionError::Broken)?,
+            };
             match message.map(|response| response.message) {
-                Some(Some(Response::Update(update))) => self.dispatch.apply(self.worker, session, update),
+                Some(Some(Response::Update(update))) => {
+                    draining |= update.draining;
+                    if let Err(violation) = self.dispatch.apply(self.worker, session, update) {
+                        guard.reason.set(Reason::Nonsense);
+                        return Err(violation.into());
+                    }
+                }
                 Some(Some(Response::Hello(_))) => {
                     return Err(SessionError::Protocol("it said hello twice".to_owned()));
                 }
                 // A message of a kind that a newer protocol added.
                 Some(None) => {}
+                None if draining => return Err(SessionError::Drained),
                 None => return Err(SessionError::Closed),
+            }
+            if retired && self.dispatch.is_idle(self.worker, session) {
+                return Err(SessionError::Drained);
             }
         }
     }
@@ -224,7 +303,7 @@ where
     answer.map_err(|status| SessionError::Refused { what, status })
 }
 
-fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32), SessionError> {
+fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), SessionError> {
     let wrong = |what: String| Err(SessionError::Protocol(what));
     if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
         return wrong(format!(
@@ -236,14 +315,14 @@ fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32), SessionError> {
         return wrong("it names no model".to_owned());
     }
     let Some(limits) = hello.limits else { return wrong("hello has no limits".to_owned()) };
-    if limits.block_tokens == 0 || limits.blocks == 0 || limits.context_tokens == 0 || limits.vocab_size == 0
-    {
+    let v1::WorkerLimits { vocab_size, context_tokens, block_tokens, blocks, sequences, .. } = limits;
+    if [vocab_size, context_tokens, block_tokens, blocks, sequences].contains(&0) {
         return wrong("hello has limits of zero".to_owned());
     }
     let kv_tokens = limits.blocks.saturating_mul(limits.block_tokens);
     let model =
         ModelLimits { vocab_size: limits.vocab_size, context_tokens: limits.context_tokens, kv_tokens };
-    Ok((model, limits.block_tokens))
+    Ok((model, limits.block_tokens, Credits { sequences, blocks }))
 }
 
 /// Fetches a bundle; each piece must come within `limit`.

@@ -6,8 +6,9 @@
 //! device give the same events.
 //!
 //! [`Records`] keeps what became of each request and what the memory held; [`ServiceDifference`] and [`ServiceGap`]
-//! measure fairness. [`trace`] reads published traces, [`workload`] generates requests from a seed.
+//! measure fairness. [`cluster`] does the same for routers and many workers. [`trace`] reads published traces, [`workload`] generates requests from a seed.
 
+pub mod cluster;
 mod device;
 mod event;
 mod fairness;

@@ -183,6 +183,8 @@ impl<D: Device> Simulation<D> {
             weight: request.weight,
             hashes: &[],
             group: None,
+            order: None,
+            charged_tokens: 0,
         };
         match self.scheduler.submit(new, self.now) {
             Ok(id) => {

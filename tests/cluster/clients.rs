@@ -1,4 +1,4 @@
-//! Clients that are not ours: Python's grpcio, with stubs and with reflection alone.
+//! Clients that are not ours: Python's grpcio, with stubs and with reflection alone, and tritonclient.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -44,5 +44,49 @@ async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Res
         ensure!(answer["token_ids"] == serde_json::json!(expected.tokens), "{script}: {answer}");
         ensure!(answer["completion_tokens"] == 24, "{script}: {answer}");
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result<()> {
+    let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
+        let needed = "tests/clients/python/requirements.txt";
+        let _ = writeln!(std::io::stderr(), "skipped: INFLIGHT_TEST_PYTHON names no Python with {needed}");
+        return Ok(());
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let cluster = Cluster::start(program(), &["--model-name=demo"]).await?;
+    let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
+    let script = root.join("tests/clients/python/triton.py").to_string_lossy().into_owned();
+    let address = cluster.endpoint.trim_start_matches("http://");
+    let arguments = [
+        script.as_str(),
+        "--target",
+        address,
+        "--model=demo",
+        "--prompt",
+        "Once upon a time",
+        "--seed",
+        "42",
+    ];
+    let finished = run(Path::new(&python), &arguments, "").await?;
+    ensure!(finished.code == Some(0), "{finished:?}");
+    let answer: Value = serde_json::from_str(&finished.stdout).with_context(|| format!("{finished:?}"))?;
+    for probe in ["live", "ready", "model_ready"] {
+        ensure!(answer[probe] == true, "{probe}: {answer}");
+    }
+    ensure!(answer["server"] == "inflight" && answer["id"] == "one", "{answer}");
+    ensure!(answer["text"] == expected.text.as_str(), "{answer}, expected {expected:?}");
+    ensure!(answer["completion_tokens"] == 24, "{answer}");
+    for id in ["a", "b"] {
+        ensure!(answer["streamed"][id] == expected.text.as_str(), "{id}: {answer}, expected {expected:?}");
+    }
+    ensure!(answer["pieces"].as_u64() > Some(4), "text came as it was made: {answer}");
+    let errors = answer["stream_errors"].as_array().context("stream_errors")?;
+    ensure!(
+        errors.len() == 1 && errors[0].as_str().is_some_and(|e| e.contains("InvalidArgument")),
+        "{answer}"
+    );
+    ensure!(answer["unknown_model"] == "StatusCode.NOT_FOUND", "{answer}");
     Ok(())
 }

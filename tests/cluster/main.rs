@@ -6,8 +6,12 @@ mod clients;
 mod input;
 mod life;
 mod models;
+mod overload;
+mod placement;
 mod requests;
+mod rolling;
 mod start;
+mod storm;
 mod trace;
 
 use std::path::Path;

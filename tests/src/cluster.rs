@@ -17,6 +17,11 @@ use crate::process::{Mark, kill};
 /// One cluster at a time: on a small machine two would starve each other.
 static ALONE: Mutex<()> = Mutex::const_new(());
 
+/// Waits until no other cluster of this process runs, and keeps it so.
+pub async fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().await
+}
+
 /// A process of a cluster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
@@ -55,7 +60,7 @@ impl Cluster {
     /// # Errors
     /// It does not become ready; the error has what it wrote.
     pub async fn start(program: &Path, flags: &[&str]) -> Result<Self> {
-        let alone = ALONE.lock().await;
+        let alone = alone().await;
         let mark = Mark::new();
         let (name, value) = mark.variable();
         let mut child = Command::new(program)

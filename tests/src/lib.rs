@@ -3,15 +3,17 @@
 mod cluster;
 mod collector;
 mod command;
+mod fleet;
 mod process;
 mod raw;
 mod scrape;
 mod token_server;
 mod wait;
 
-pub use cluster::{Cluster, Member};
+pub use cluster::{Cluster, Member, alone};
 pub use collector::{Collector, SeenSpan};
 pub use command::{Finished, run};
+pub use fleet::Role;
 pub use process::{Mark, is_alive, kill};
 pub use raw::send_raw;
 pub use scrape::{Samples, scrape};

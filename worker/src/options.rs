@@ -3,24 +3,35 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_transport::ServerTlsFiles;
+use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
 
 use crate::models::ModelSource;
+use crate::runtime::sim::{SpecError, read_profile};
 
 /// What runs the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
     /// The best device that is there: in this version, the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
+    /// None: answers come as slowly as these costs say, and mean nothing.
+    Sim(DeviceProfile),
 }
 
 /// A device that this build does not know.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown device `{0}`; this build knows `auto` and `cpu`")]
-pub struct UnknownDevice(String);
+#[derive(Debug, thiserror::Error)]
+pub enum UnknownDevice {
+    /// No device is called so.
+    #[error("unknown device `{0}`; this build knows `auto`, `cpu` and `sim:PROFILE`")]
+    Name(String),
+    /// A simulated device of unknown costs.
+    #[error(transparent)]
+    Profile(#[from] SpecError),
+}
 
 impl FromStr for Device {
     type Err = UnknownDevice;
@@ -29,17 +40,11 @@ impl FromStr for Device {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            other => Err(UnknownDevice(other.to_owned())),
+            other => match other.strip_prefix("sim:") {
+                Some(profile) => Ok(Self::Sim(read_profile(profile)?)),
+                None => Err(UnknownDevice::Name(other.to_owned())),
+            },
         }
-    }
-}
-
-impl std::fmt::Display for Device {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Cpu => "cpu",
-        })
     }
 }
 
@@ -48,6 +53,8 @@ impl std::fmt::Display for Device {
 pub struct Options {
     /// Where it listens for routers; port 0 takes a free one.
     pub listen: SocketAddr,
+    /// Certificate and key for routers, and whom of them to trust; without it connections are in the clear.
+    pub tls: Option<ServerTlsFiles>,
     /// What it serves.
     pub model: ModelSource,
     /// The name clients ask for; by default that of the model's directory.
@@ -95,6 +102,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            tls: None,
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,

@@ -4,27 +4,32 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
+use inflight_transport::{Accept, Limits as ConnectionLimits, ServerTls, TlsError};
 use inflight_worker_core::CostPrior;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
+use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
-use crate::options::{Options, OptionsError};
+use crate::options::{Device, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
-use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Sessions};
+use crate::runtime::sim::{SimOptions, SimRuntime};
+use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Services, Sessions};
 
-/// Largest message from a router: a prompt of a million tokens fits.
-const MESSAGE_BYTES_MAX: usize = 16 << 20;
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// A router that was cut off is noticed, and what it submitted is freed, after the two together.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
+/// Connections at once: those of routers, and of probes.
+const CONNECTIONS_MAX: usize = 1024;
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Hears how far loading is: bytes done, bytes in all.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
@@ -60,6 +65,9 @@ pub enum Error {
     /// Limits that contradict each other.
     #[error(transparent)]
     Limits(#[from] inflight_worker_core::LimitsError),
+    /// A certificate or key can't be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The server failed.
     #[error("the gRPC server failed: {0}")]
     Server(#[from] tonic::transport::Error),
@@ -68,13 +76,45 @@ pub enum Error {
     Device(String),
 }
 
+/// What turns the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turning {
+    /// A thread of its own.
+    Thread,
+    /// A task of the runtime, which sleeps as long as each step says it took: for simulations, whose clock is not the
+    /// system's.
+    Task,
+}
+
+/// What a worker serves.
+pub struct Served {
+    /// Runs it.
+    pub runtime: Box<dyn Runtime>,
+    /// What its steps cost, if that is known beforehand; else it is measured.
+    pub prior: Option<CostPrior>,
+    /// The name clients ask for.
+    pub name: String,
+    /// Architecture, such as "LlamaForCausalLM".
+    pub architecture: String,
+    /// Tokens that end a sequence.
+    pub eos_token_ids: Vec<u32>,
+    /// What routers need of it.
+    pub bundle: Bundle,
+}
+
+/// A worker without a network.
+pub struct Core {
+    driver: Driver,
+    sessions: Arc<Sessions>,
+    drain_timeout: Duration,
+}
+
 /// A loaded worker, listening but not yet serving.
 pub struct Worker {
     listener: TcpListener,
     address: SocketAddr,
-    driver: Driver,
-    sessions: Arc<Sessions>,
-    drain_timeout: Duration,
+    tls: Option<ServerTls>,
+    core: Core,
 }
 
 impl Worker {
@@ -89,27 +129,61 @@ impl Worker {
         let listener = TcpListener::bind(options.listen).map_err(listen)?;
         listener.set_nonblocking(true).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
+        let tls = options.tls.clone().map(ServerTls::load).transpose()?;
+        let model = ModelDir::open(&options.model)?;
+        let (runtime, prior) = runtime(options, &model, progress)?;
+        let served = Served {
+            runtime,
+            prior,
+            name: options.model_name.clone().unwrap_or_else(|| model.name().to_owned()),
+            architecture: model.architecture().to_owned(),
+            eos_token_ids: model.eos_token_ids().to_vec(),
+            bundle: Bundle::new(model.bundle_files().to_vec()),
+        };
+        Ok(Self { listener, address, tls, core: Core::new(options, served, incarnation())? })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Name of the model it serves.
+    pub fn model(&self) -> &str {
+        &self.core.sessions.hello.model
+    }
+
+    /// What routers are told of its bounds.
+    pub fn limits(&self) -> v1::WorkerLimits {
+        self.core.sessions.hello.limits.unwrap_or_default()
+    }
+
+    /// Serves until `drain` is cancelled and what runs has ended, or until the device fails.
+    ///
+    /// # Errors
+    /// [`Error::Server`] or [`Error::Device`].
+    pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
+        let Self { listener, address, tls, core } = self;
+        let incoming = tokio::net::TcpListener::from_std(listener);
+        let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
+        let incoming = Accept::new(incoming, tls, ConnectionLimits::lasting(CONNECTIONS_MAX)).incoming();
+        let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
+        core.serve(incoming, Turning::Thread, drain).await
+    }
+}
+
+impl Core {
+    /// A worker that serves this; `incarnation` differs from one start to the next.
+    ///
+    /// # Errors
+    /// The limits contradict each other, the recording can't be written, or the device fails at once.
+    pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
+        let Served { runtime, prior, name, architecture, eos_token_ids, bundle } = served;
         let recording = options.record.as_ref().map(|path| {
             let create = std::fs::File::create(path);
             create.map_err(|source| Error::Record { path: path.clone(), source })
         });
         let recording = recording.transpose()?;
-        let model = ModelDir::open(&options.model)?;
-        let name = options.model_name.clone().unwrap_or_else(|| model.name().to_owned());
-        let bundle = Bundle::new(model.bundle_files().to_vec());
-        let cpu = CpuOptions {
-            threads: options.threads,
-            kv_bytes: options.kv_cache_bytes,
-            host_bytes: options.host_cache_bytes,
-            block_tokens: options.block_tokens,
-            slots: options.max_sequences,
-            batch_tokens: options.max_batch_tokens,
-            context_tokens: options.max_context_tokens,
-            isa: None,
-        };
-        let runtime = CpuRuntime::load(&model, &cpu, progress)?;
-        let runtime: Box<dyn Runtime> =
-            if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
         let settings = Settings {
@@ -121,19 +195,22 @@ impl Worker {
             policy: options.policy,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
-            prior: CostPrior::default(),
+            prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };
-        let mut engine = Engine::new(runtime, model.eos_token_ids(), settings)?;
-        engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
+        let mut engine = Engine::new(runtime, &eos_token_ids, settings)?;
+        // A simulated device costs what its profile says: nothing is to be found out.
+        if prior.is_none() {
+            engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
+        }
         let limits = *engine.limits();
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
             worker_id: options.worker_id.clone(),
-            incarnation: incarnation(),
+            incarnation,
             fingerprint,
             model: name,
-            architecture: model.architecture().to_owned(),
+            architecture,
             bundle_digest: bundle.digest().to_owned(),
             limits: Some(v1::WorkerLimits {
                 vocab_size: engine.model_limits().vocab_size,
@@ -141,11 +218,14 @@ impl Worker {
                 block_tokens: limits.block_tokens,
                 blocks: limits.blocks,
                 sequences: limits.running_max,
+                host_blocks: limits.host_blocks,
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
         };
+        let services = Services::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);
         let clock = Clock::start();
+        let pulse = Arc::new(Pulse::default());
         let sessions = Arc::new(Sessions {
             hello,
             bundle,
@@ -155,45 +235,39 @@ impl Worker {
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
+            pulse: pulse.clone(),
+            services,
         });
-        let driver = Driver::new(engine, messages, clock, recording);
-        Ok(Self { listener, address, driver, sessions, drain_timeout: options.drain_timeout })
+        let driver = Driver::new(engine, messages, clock, recording, pulse);
+        Ok(Self { driver, sessions, drain_timeout: options.drain_timeout })
     }
 
-    /// Where it listens.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Name of the model it serves.
-    pub fn model(&self) -> &str {
-        &self.sessions.hello.model
-    }
-
-    /// What routers are told of its bounds.
-    pub fn limits(&self) -> v1::WorkerLimits {
-        self.sessions.hello.limits.unwrap_or_default()
-    }
-
-    /// Serves until `drain` is cancelled and what runs has ended, or until the device fails.
+    /// Serves connections until `drain` is cancelled and what runs has ended, or until the device fails.
     ///
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
-    pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
-        let Self { listener, address, driver, sessions, drain_timeout } = self;
+    pub async fn serve<I, S>(
+        self,
+        incoming: I,
+        turning: Turning,
+        drain: CancellationToken,
+    ) -> Result<(), Error>
+    where
+        I: Stream<Item = std::io::Result<S>> + Send + 'static,
+        S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
+    {
+        let Self { driver, sessions, drain_timeout } = self;
         crate::metrics::describe();
         let (ended, mut engine) = oneshot::channel();
-        std::thread::Builder::new()
-            .name("engine".to_owned())
-            .spawn(move || {
-                let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| driver.run()));
-                // Nobody listens any more if the server has failed already.
-                let _ = ended.send(match outcome {
-                    Ok(outcome) => outcome.map_err(|fatal| Error::Device(fatal.to_string())),
-                    Err(_) => Err(Error::Device("the engine panicked; the log above says where".to_owned())),
+        match turning {
+            Turning::Thread => turn_in_thread(driver, ended)?,
+            Turning::Task => {
+                tokio::spawn(async move {
+                    let outcome = driver.run_as_task().await;
+                    let _ = ended.send(outcome.map_err(|fatal| Error::Device(fatal.to_string())));
                 });
-            })
-            .map_err(|source| Error::Listen { address, source })?;
+            }
+        }
 
         let (health, health_service) = tonic_health::server::health_reporter();
         health.set_serving::<WorkerServer<Service>>().await;
@@ -207,10 +281,9 @@ impl Worker {
         // The descriptors are generated by this build, so they decode.
         let reflection_v1 = reflection().build_v1().expect("generated descriptors decode");
         let reflection_v1alpha = reflection().build_v1alpha().expect("generated descriptors decode");
-        let service =
-            WorkerServer::new(Service(sessions.clone())).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        let tokio_listener = tokio::net::TcpListener::from_std(listener);
-        let incoming = tokio_listener.map_err(|source| Error::Listen { address, source })?;
+        let context_tokens = sessions.hello.limits.map_or(0, |limits| limits.context_tokens);
+        let service = WorkerServer::new(Service(sessions.clone()))
+            .max_decoding_message_size(inflight_proto::submit_bytes_max(context_tokens));
         let shutdown = CancellationToken::new();
         let server = Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
@@ -219,10 +292,7 @@ impl Worker {
             .add_service(reflection_v1)
             .add_service(reflection_v1alpha)
             .add_service(service)
-            .serve_with_incoming_shutdown(
-                TcpIncoming::from(incoming).with_nodelay(Some(true)),
-                shutdown.clone().cancelled_owned(),
-            );
+            .serve_with_incoming_shutdown(incoming, shutdown.clone().cancelled_owned());
         let server = tokio::spawn(server);
 
         let outcome = tokio::select! {
@@ -250,6 +320,56 @@ impl Worker {
         }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
+}
+
+fn turn_in_thread(driver: Driver, ended: oneshot::Sender<Result<(), Error>>) -> Result<(), Error> {
+    let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| driver.run()));
+        // Nobody listens any more if the server has failed already.
+        let _ = ended.send(match outcome {
+            Ok(outcome) => outcome.map_err(|fatal| Error::Device(fatal.to_string())),
+            Err(_) => Err(Error::Device("the engine panicked; the log above says where".to_owned())),
+        });
+    });
+    thread.map(drop).map_err(|error| Error::Device(format!("no thread for the engine: {error}")))
+}
+
+/// The device, and what is known of its costs beforehand.
+fn runtime(
+    options: &Options,
+    model: &ModelDir,
+    progress: Progress<'_>,
+) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
+    if let Device::Sim(profile) = options.device {
+        let config = model.config();
+        let sim = SimOptions {
+            profile,
+            vocab_size: config.vocab_size as u32,
+            // There are no positions to be out of range of, so it takes longer sequences than the model would.
+            context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
+            block_tokens: options.block_tokens,
+            slots: options.max_sequences,
+            batch_tokens: options.max_batch_tokens,
+            overlap: options.overlap,
+        };
+        let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
+        tracing::warn!(model = model.name(), ?profile, "the device is simulated: answers mean nothing");
+        return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
+    }
+    let cpu = CpuOptions {
+        threads: options.threads,
+        kv_bytes: options.kv_cache_bytes,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        isa: None,
+    };
+    let runtime = CpuRuntime::load(model, &cpu, progress)?;
+    let runtime: Box<dyn Runtime> =
+        if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+    Ok((runtime, None))
 }
 
 /// Differs from one start to the next.

@@ -246,6 +246,7 @@ fn request(ask: &Ask, handle: u64) -> Request {
         prompt: ask.prompt.clone().into(),
         tenant: (if ask.priority == 0 { "a" } else { "b" }).into(),
         weight: Weight::default(),
+        order: None,
         max_tokens: ask.max_tokens,
         sampling: Arc::new(spec.validate().unwrap()),
         choices: Vec::new(),

@@ -97,6 +97,7 @@ fn request(ask: &Ask, handle: u64, vocab: u32) -> Request {
         choices: vec![Resumed::default(); ask.n as usize],
         tenant: (if ask.tenant { "a" } else { "b" }).into(),
         weight: Weight::try_from(if ask.tenant { 1.0 } else { 3.0 }).unwrap(),
+        order: None,
         priority: ask.priority,
         deadline: ask.deadline_after.map(|turns| Time::from_nanos((ask.at + turns) as u64)),
         span: tracing::Span::none(),

@@ -7,10 +7,12 @@ mod block_hash;
 mod finish;
 mod limits;
 mod sampling;
+mod service_table;
 mod tenant_service;
 
 pub use block_hash::BlockHash;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, RequestError, RequestShape, check_priority};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
+pub use service_table::ServiceTable;
 pub use tenant_service::{Service, Tenant, TenantService, TokenCost, Weight, WeightError};

@@ -45,6 +45,9 @@ impl TryFrom<f32> for Weight {
 }
 
 impl Weight {
+    /// The weight of those who have none of their own.
+    pub const ONE: Self = Self(1000);
+
     /// As a number.
     pub fn get(self) -> f64 {
         f64::from(self.0) / 1000.0
@@ -64,6 +67,21 @@ impl Service {
     /// In tokens of weight 1.
     pub fn tokens(self) -> f64 {
         self.0 as f64 / 1000.0
+    }
+
+    /// As it travels: in thousandths of a token of weight 1.
+    pub fn thousandths(self) -> u64 {
+        self.0
+    }
+
+    /// From what travels.
+    pub fn from_thousandths(thousandths: u64) -> Self {
+        Self(thousandths)
+    }
+
+    /// With so much more, for a tenant of this weight.
+    pub fn plus(self, cost: u64, weight: Weight) -> Self {
+        Self(self.0.saturating_add(Self::of(cost, weight).0))
     }
 }
 
@@ -87,6 +105,10 @@ struct Counter {
     active: u32,
     /// Requests that wait.
     waiting: u32,
+    /// Everything charged since it is known, whatever the weight.
+    charged: u64,
+    /// It was charged since [`TenantService::drain_charged`].
+    fresh: bool,
 }
 
 /// Virtual token counters: how much service each tenant has had, over its weight.
@@ -104,12 +126,28 @@ pub struct TenantService {
     most: usize,
     /// Where a tenant starts when nobody waits: the most that any had when the last of its requests began.
     idle_floor: Service,
+    /// Those charged since the last drain.
+    fresh: Vec<Tenant>,
+}
+
+impl TokenCost {
+    /// What these tokens cost together.
+    pub fn of(self, input: u32, output: u32) -> u64 {
+        u64::from(input) * u64::from(self.input) + u64::from(output) * u64::from(self.output)
+    }
 }
 
 impl TenantService {
     /// No tenants yet; at most `most` idle ones are remembered.
     pub fn new(cost: TokenCost, most: usize) -> Self {
-        Self { cost, tenants: Vec::new(), by_name: BTreeMap::new(), most, idle_floor: Service::default() }
+        Self {
+            cost,
+            tenants: Vec::new(),
+            by_name: BTreeMap::new(),
+            most,
+            idle_floor: Service::default(),
+            fresh: Vec::new(),
+        }
     }
 
     /// A request of a tenant arrives and waits; its weight is the one in force from now on.
@@ -162,12 +200,68 @@ impl TenantService {
 
     /// Charges computed prompt tokens and generated tokens.
     pub fn charge(&mut self, tenant: Tenant, input: u32, output: u32) {
-        let cost = self.cost;
-        if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
-            let tokens =
-                u64::from(input) * u64::from(cost.input) + u64::from(output) * u64::from(cost.output);
-            counter.service.0 = counter.service.0.saturating_add(Service::of(tokens, counter.weight).0);
+        self.charge_cost(tenant, self.cost.of(input, output));
+    }
+
+    /// Charges what was made a cost already, by [`TokenCost::of`].
+    pub fn charge_cost(&mut self, tenant: Tenant, cost: u64) {
+        let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
+        counter.service = counter.service.plus(cost, counter.weight);
+        counter.charged = counter.charged.saturating_add(cost);
+        if cost > 0 && !std::mem::replace(&mut counter.fresh, true) {
+            self.fresh.push(tenant);
         }
+    }
+
+    /// Charges a tenant for service that somebody else's requests of the same tenant had. One that is not known
+    /// yet becomes known, with weight 1 until a request of it arrives.
+    pub fn charge_elsewhere(&mut self, name: &str, cost: u64) {
+        let tenant = match self.by_name.get(name) {
+            Some(tenant) => *tenant,
+            None => {
+                let tenant = self.insert(name, Weight::default());
+                if self.by_name.len() > self.most {
+                    self.forget_idle();
+                }
+                tenant
+            }
+        };
+        self.charge_cost(tenant, cost);
+    }
+
+    /// The tenants charged since this was asked last, each with all that it was charged since it is known. Where
+    /// a tenant was forgotten in between, its sum begins at 0 again.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        let Self { fresh, tenants, .. } = self;
+        fresh.retain(|tenant| match &mut tenants[tenant.index()] {
+            Some(counter) => std::mem::replace(&mut counter.fresh, false),
+            None => false,
+        });
+        let named = fresh.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
+        named.map(|counter| (counter.name.as_str(), counter.charged))
+    }
+
+    /// All that each tenant was charged since it is known, by name.
+    pub fn charged(&self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        let known = self.by_name.values().filter_map(|tenant| self.tenants[tenant.index()].as_ref());
+        known.map(|counter| (counter.name.as_str(), counter.charged))
+    }
+
+    /// A tenant that becomes backlogged while nobody waits starts at least here: how far service has got
+    /// elsewhere.
+    pub fn raise_floor(&mut self, floor: Service) {
+        self.idle_floor = self.idle_floor.max(floor);
+    }
+
+    /// A tenant's share.
+    pub fn weight(&self, tenant: Tenant) -> Weight {
+        self.tenants.get(tenant.index()).and_then(Option::as_ref).map_or(Weight::default(), |c| c.weight)
+    }
+
+    /// Sum of the weights of the tenants with requests that wait.
+    pub fn backlogged_weight(&self) -> f64 {
+        let backlogged = self.tenants.iter().flatten().filter(|counter| counter.waiting > 0);
+        backlogged.map(|counter| counter.weight.get()).sum()
     }
 
     /// What a tenant has had.
@@ -189,7 +283,15 @@ impl TenantService {
 
     fn insert(&mut self, name: &str, weight: Weight) -> Tenant {
         let service = Service::default();
-        let counter = Some(Counter { name: name.to_owned(), weight, service, active: 0, waiting: 0 });
+        let counter = Some(Counter {
+            name: name.to_owned(),
+            weight,
+            service,
+            active: 0,
+            waiting: 0,
+            charged: 0,
+            fresh: false,
+        });
         let place = self.tenants.iter().position(Option::is_none);
         let tenant = match place {
             Some(place) => {

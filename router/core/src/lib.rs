@@ -3,12 +3,34 @@
 //! No clock, no I/O, no randomness, no unordered iteration: the same calls give the same answers, so a
 //! simulator can drive these types as the router does.
 
+mod fair_queue;
 mod journal;
 mod ledger;
+mod outliers;
+mod pace;
 mod placement;
+mod prefix_index;
 mod queue;
+mod queue_bounds;
+mod rate;
+mod retry_budget;
+mod suspicion;
+mod tenant_gate;
 
+pub use fair_queue::{Admitted, Ahead, Arrival, FairQueue, FairQueueOptions, Place as FairPlace, Taken};
 pub use journal::{Append, End, Fresh, Journal, JournalError, Resumed};
 pub use ledger::{Ledger, Settled};
-pub use placement::{Candidate, Credits, LeastLoaded, Placement};
-pub use queue::{Place, QueueFull, QueueLimits, RequestQueue};
+pub use outliers::{OutlierLimits, Outliers};
+pub use pace::Pace;
+pub use placement::{
+    Ask, Cached, Candidate, Chain, Cost, CostCoefficients, Credits, Estimate, Fleet, LeastLoaded,
+    PlacementKind, Placer, Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement,
+    WorkerLoad,
+};
+pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
+pub use queue::{Place, QueueFull, RequestQueue};
+pub use queue_bounds::{Bound, Hold, QueueFull as OverBound, QueueLimits};
+pub use rate::{Gcra, RateLimit};
+pub use retry_budget::RetryBudget;
+pub use suspicion::{AfterLoss, Suspicion};
+pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};

@@ -1,14 +1,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// What a queue may hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QueueLimits {
-    /// Most requests that wait.
-    pub requests: usize,
-    /// Most tokens that the waiting requests may come to hold together.
-    pub tokens: u64,
-}
+use crate::QueueLimits;
 
 /// Why a request was not taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

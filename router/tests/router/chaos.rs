@@ -63,7 +63,7 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
                         running.insert(submit.request, begin(submit));
                     }
                     Command::Cancel(message) => cancel(&session, &mut running, message),
-                    Command::Open(_) => panic!("a session opens once"),
+                    other => panic!("a session does not get {other:?}"),
                 }
             }
             if !quiet.is_cancelled() && random.random_ratio(1, 300) {
@@ -136,7 +136,7 @@ async fn one_run(seed: u64) {
         ScriptedWorker::start(Profile::default()).await,
     ];
     let options =
-        Options { attempts_max: 1000, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };
+        Options { retry_burst: 1 << 20, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };
     let cluster = Cluster::start(&[&workers[0], &workers[1], &workers[2]], options).await;
     let addresses: BTreeSet<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let quiet = tokio_util::sync::CancellationToken::new();

@@ -25,6 +25,7 @@ use crate::worker::ScriptedWorker;
 pub struct Cluster {
     pub client: InferenceClient<Channel>,
     pub channel: Channel,
+    pub address: std::net::SocketAddr,
     pub handle: Handle,
     pub drain: CancellationToken,
     pub serving: tokio::task::JoinHandle<Result<(), inflight_router::Error>>,
@@ -42,10 +43,14 @@ impl Cluster {
         let (handle, drain) = (router.handle(), CancellationToken::new());
         let endpoint =
             tonic::transport::Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
+        // A client that does not read is soon one that takes nothing.
+        let endpoint = endpoint.initial_stream_window_size(65_535);
+        let address = router.address();
         let serving = tokio::spawn(router.serve(drain.clone()));
-        let channel = endpoint.connect().await.unwrap();
+        // Where the router speaks TLS only, the test brings a channel of its own.
+        let channel = endpoint.connect_lazy();
         let client = InferenceClient::new(channel.clone());
-        Self { client, channel, handle, drain, serving }
+        Self { client, channel, address, handle, drain, serving }
     }
 
     /// Starts a generation.

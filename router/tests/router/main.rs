@@ -5,8 +5,13 @@
 
 mod chaos;
 mod cluster;
+mod connections;
 mod failover;
+mod kserve;
 mod lifecycle;
+mod prefix;
+mod recovery;
 mod requests;
 mod streams;
+mod tenants;
 mod worker;

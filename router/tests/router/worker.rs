@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use futures::{Stream, StreamExt};
 use inflight_fixtures::Family;
-use inflight_proto::v1::session_request::Message as Command;
+pub use inflight_proto::v1::session_request::Message as Command;
 use inflight_proto::v1::session_response::Message;
 use inflight_proto::v1::worker_server::{Worker, WorkerServer};
 use inflight_proto::{PROTOCOL_VERSION, bundle_digest, v1};
@@ -28,6 +28,9 @@ pub struct Profile {
     pub files: Files,
     /// Bundles served wrongly before the right one.
     pub bad_bundles: u32,
+    pub incarnation: &'static str,
+    /// Certificate, key and the authority of routers.
+    pub tls: Option<[String; 3]>,
 }
 
 impl Default for Profile {
@@ -44,6 +47,8 @@ impl Default for Profile {
             heartbeat_interval_ms: 60_000,
             files,
             bad_bundles: 0,
+            incarnation: "1",
+            tls: None,
         }
     }
 }
@@ -65,8 +70,16 @@ impl ScriptedWorker {
     fn serve(listener: TcpListener, address: SocketAddr, profile: Profile) -> Self {
         let (opened, sessions) = mpsc::unbounded_channel();
         let bad_bundles = Mutex::new(profile.bad_bundles);
+        let tls = profile.tls.clone();
         let service = WorkerServer::new(Service { profile, opened, bad_bundles });
-        let server = tonic::transport::Server::builder()
+        let mut server = tonic::transport::Server::builder();
+        if let Some([certificate, key, ca]) = tls {
+            let identity = tonic::transport::Identity::from_pem(certificate, key);
+            let ca = tonic::transport::Certificate::from_pem(ca);
+            let config = tonic::transport::ServerTlsConfig::new().identity(identity).client_ca_root(ca);
+            server = server.tls_config(config).unwrap();
+        }
+        let server = server
             .add_service(service)
             .serve_with_incoming(TcpIncoming::from(listener).with_nodelay(Some(true)));
         let server = tokio::spawn(async move { server.await.unwrap() });
@@ -81,7 +94,7 @@ impl ScriptedWorker {
     /// The next session, which is granted plenty at once.
     pub async fn granted(&mut self) -> Session {
         let session = self.session().await;
-        session.grant(64, 1 << 20);
+        session.grant(64, 1 << 16);
         session
     }
 }
@@ -102,6 +115,8 @@ struct Service {
 pub struct Session {
     pub open: v1::SessionOpen,
     commands: mpsc::UnboundedReceiver<Command>,
+    /// What the router told of other incarnations.
+    pub services: mpsc::UnboundedReceiver<v1::ServiceTable>,
     updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
 }
 
@@ -216,7 +231,7 @@ impl Worker for Service {
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
             worker_id: "scripted".to_owned(),
-            incarnation: "1".to_owned(),
+            incarnation: profile.incarnation.to_owned(),
             fingerprint: profile.fingerprint.to_owned(),
             model: profile.model.to_owned(),
             architecture: "LlamaForCausalLM".to_owned(),
@@ -227,19 +242,28 @@ impl Worker for Service {
                 block_tokens: 16,
                 blocks: 1 << 16,
                 sequences: 64,
+                host_blocks: 0,
             }),
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let (incoming, commands) = mpsc::unbounded_channel();
+        let (told, services) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
+                if let Command::Services(table) = &command {
+                    let _ = told.send(table.clone());
+                }
+                // What else routers say beside their requests is tested elsewhere.
+                if matches!(command, Command::Services(_) | Command::Backlog(_)) {
+                    continue;
+                }
                 if incoming.send(command).is_err() {
                     break;
                 }
             }
         });
-        let _ = self.opened.send(Session { open, commands, updates });
+        let _ = self.opened.send(Session { open, commands, services, updates });
         let hello = v1::SessionResponse { message: Some(Message::Hello(hello)) };
         let stream = futures::stream::iter([Ok(hello)]).chain(UnboundedReceiverStream::new(outgoing));
         Ok(Response::new(Box::pin(stream)))

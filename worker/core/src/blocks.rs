@@ -32,6 +32,15 @@ impl List {
     const EMPTY: Self = Self { head: NONE, tail: NONE };
 }
 
+/// Which pool a block of the prefix cache is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CacheTier {
+    /// The device's.
+    Device,
+    /// The host's.
+    Host,
+}
+
 /// A change of what the pool can find again, for routers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheEvent {
@@ -96,6 +105,11 @@ impl BlockPool {
     /// Blocks whose content can be found again, owned or not.
     pub fn cached(&self) -> u32 {
         self.index.len()
+    }
+
+    /// All content that can be found again: at most one entry for each block of the pool.
+    pub fn contents(&self) -> impl Iterator<Item = BlockHash> + '_ {
+        self.index.iter().map(|(hash, _)| hash)
     }
 
     /// Owners of a block.

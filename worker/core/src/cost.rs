@@ -126,6 +126,14 @@ impl CostModel {
         self.copies.observe(&[1.0, f64::from(blocks)], seconds, noise);
     }
 
+    /// What it knows: seconds of an empty step, for each token, key read by a prefill, key read by a decode, and
+    /// sequence; of an empty copy, for each block.
+    pub fn coefficients(&self) -> [f64; 7] {
+        let ([step, token, decode_key, key, sequence], [copy, block]) =
+            (self.steps.coefficients(), self.copies.coefficients());
+        [step, token, key, decode_key, sequence, copy, block]
+    }
+
     /// Steps it has learnt from.
     pub fn observed_steps(&self) -> u64 {
         self.observed_steps

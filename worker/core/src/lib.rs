@@ -15,16 +15,19 @@ mod least_squares;
 mod limits;
 mod mutant;
 pub mod policy;
+mod profile;
+mod queue_ahead;
 mod record;
 mod scheduler;
 mod sequence;
 mod time;
 
-pub use blocks::{Block, BlockPool, CacheEvent};
+pub use blocks::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Finding, Limit, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, Step};
+pub use inflight_contract::BlockHash;
 pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preempted, Preemption, Transfer,
     TransferId, Verdict,
@@ -32,7 +35,9 @@ pub use iteration::{
 pub use limits::{Limits, LimitsError};
 #[cfg(feature = "mutants")]
 pub use mutant::Mutant;
+pub use profile::{DeviceProfile, ProfileError};
+pub use queue_ahead::QueueAhead;
 pub use record::{ReplayError, replay};
-pub use scheduler::{CommitError, Ended, Load, Scheduler, SubmitError};
+pub use scheduler::{CommitError, Ended, Load, PrefillOutlook, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};
 pub use time::Time;

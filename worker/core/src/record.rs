@@ -4,7 +4,7 @@
 use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, Service, TenantService, TokenCost, Weight};
 
 use crate::policy::PolicyKind;
 use crate::{
@@ -81,6 +81,8 @@ impl Log {
         self.number(new.hashes.len() as u64);
         new.hashes.iter().for_each(|hash| self.hash(*hash));
         self.option(new.group);
+        self.option(new.order.map(Service::thousandths));
+        self.number(new.charged_tokens.into());
     }
 
     pub fn cancel(&mut self, id: SequenceId) {
@@ -361,6 +363,8 @@ impl Reader<'_> {
             hashes.push(self.hash()?);
         }
         let group = self.option()?;
+        let order = self.option()?.map(Service::from_thousandths);
+        let charged_tokens = self.small()?;
         let new = NewSequence {
             known_tokens,
             max_tokens,
@@ -370,6 +374,8 @@ impl Reader<'_> {
             weight,
             hashes: &hashes,
             group,
+            order,
+            charged_tokens,
         };
         // What was refused then is refused again.
         let _ = scheduler.submit(new, now);

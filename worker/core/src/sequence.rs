@@ -1,4 +1,4 @@
-use inflight_contract::{BlockHash, Tenant, Weight};
+use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
 use crate::{Block, Time, TransferId};
 
@@ -39,6 +39,11 @@ pub struct NewSequence<'a> {
     pub hashes: &'a [BlockHash],
     /// Sequences of the same group have the same known tokens: the first computes them, the others share.
     pub group: Option<u64>,
+    /// Its turn among those that wait: what its tenant had cluster-wide, over its weight, when a router handed it over.
+    /// `None`: what the tenant has had here.
+    pub order: Option<Service>,
+    /// Of the known tokens, those that the tenant was charged for elsewhere.
+    pub charged_tokens: u32,
 }
 
 /// Where a sequence is. The transitions are in `scheduler/` and nowhere else:
@@ -76,6 +81,8 @@ pub(crate) struct Sequence {
     pub id: SequenceId,
     pub state: State,
     pub tenant: Tenant,
+    /// Its turn while it waits; rises within a lane.
+    pub order: Option<Service>,
     pub priority: i32,
     /// Counts submissions: the order of arrival, kept over preemptions.
     pub arrival: u64,

@@ -26,6 +26,8 @@ fn sequence(known_tokens: u32, max_tokens: u32) -> NewSequence<'static> {
         weight: Weight::default(),
         hashes: &[],
         group: None,
+        order: None,
+        charged_tokens: 0,
     }
 }
 

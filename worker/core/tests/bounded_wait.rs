@@ -119,6 +119,8 @@ impl Driver {
             weight: Weight::default(),
             hashes: &[],
             group: None,
+            order: None,
+            charged_tokens: 0,
         };
         let id = self.scheduler.submit(new, self.now()).ok()?;
         self.sizes.insert(id, size);

@@ -57,6 +57,8 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
             weight: Weight::default(),
             hashes: &[BlockHash::from_raw((u128::from(sequence) << 64) | (u128::from(sequence) * 977))],
             group: None,
+            order: None,
+            charged_tokens: 0,
         };
         scheduler.submit(new, Time::ZERO).unwrap();
     }

@@ -65,6 +65,8 @@ impl Bench {
             weight: Weight::default(),
             hashes: &[],
             group: None,
+            order: None,
+            charged_tokens: 0,
         };
         self.scheduler.submit(new, Time::from_nanos(self.clock)).unwrap()
     }
@@ -320,6 +322,8 @@ fn a_cold_request_is_passed_a_bounded_number_of_times() {
             weight: Weight::default(),
             hashes: &hashes,
             group: None,
+            order: None,
+            charged_tokens: 0,
         };
         bench.scheduler.submit(new, Time::from_nanos(bench.clock)).unwrap()
     };

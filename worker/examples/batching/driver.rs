@@ -94,6 +94,7 @@ impl Driver {
             choices: vec![Resumed::default()],
             tenant: "benchmark".into(),
             weight: Weight::default(),
+            order: None,
             priority: 0,
             deadline: None,
             span: tracing::Span::none(),

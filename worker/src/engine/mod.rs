@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{ModelLimits, TenantService, TokenCost};
+use inflight_contract::{BlockHash, ModelLimits, Service, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration, Limits,
-    LimitsError, Load, Outcome, Scheduler, SequenceId, Time, Verdict,
+    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
+    Limits, LimitsError, Load, Outcome, PrefillOutlook, QueueAhead, Scheduler, SequenceId, Time, Verdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -29,8 +29,8 @@ pub use request::{Command, Event, Failure, Finish, Request, RequestKey, Resumed,
 pub struct Settings {
     /// Sequences that wait at once.
     pub waiting_max: u32,
-    /// Sequences beyond the running ones that routers may have in flight here, just enough to hide the way
-    /// between worker and router.
+    /// Most sequences beyond the running ones that routers may have in flight here; as few of them as hide the way
+    /// between worker and router, see [`QueueAhead`].
     pub queue_ahead: u32,
     /// Who goes first.
     pub policy: PolicyKind,
@@ -90,6 +90,9 @@ pub struct Engine {
     model: ModelLimits,
     eos_token_ids: Arc<[u32]>,
     grants: Grants<SessionId>,
+    ahead: QueueAhead,
+    /// Sequences that ended since the iteration completed last.
+    ended_since: u32,
     /// Beside the scheduler's table: indexed by `SequenceId::index`.
     live: Vec<Option<Live>>,
     /// The sequence of each choice that still runs.
@@ -105,7 +108,7 @@ pub struct Engine {
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
     transfers: usize,
-    cache_events: Vec<CacheEvent>,
+    cache_events: Vec<(CacheTier, CacheEvent)>,
     groups: u64,
     draining: bool,
 }
@@ -136,10 +139,8 @@ impl Engine {
             context_tokens: has.context_tokens,
             kv_tokens: limits.pool_tokens(),
         };
-        let capacity = Capacity {
-            sequences: limits.running_max + settings.queue_ahead,
-            blocks: limits.blocks - limits.watermark_blocks,
-        };
+        let capacity =
+            Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };
         let cost = CostModel::new(settings.prior);
         let mut scheduler = Scheduler::new(limits, settings.policy.build(), cost, tenants)?;
         if settings.record {
@@ -151,6 +152,8 @@ impl Engine {
             model,
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
+            ahead: QueueAhead::new(settings.queue_ahead),
+            ended_since: 0,
             live: Vec::new(),
             requests: BTreeMap::new(),
             batch: Batch::default(),
@@ -227,8 +230,39 @@ impl Engine {
     }
 
     /// Takes the changes of the prefix cache since the last call, in order.
-    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
+        self.cache_events.extend(self.scheduler.drain_cache_events());
         self.cache_events.drain(..)
+    }
+
+    /// All that the prefix cache can find again, changes not taken yet included.
+    pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
+        self.scheduler.cache_contents()
+    }
+
+    /// What the cost model knows, in the order of [`CostModel::coefficients`].
+    pub fn cost_coefficients(&self) -> [f64; 7] {
+        self.scheduler.cost().coefficients()
+    }
+
+    /// What a prompt that comes now has ahead of it.
+    pub fn prefill_outlook(&self) -> PrefillOutlook {
+        self.scheduler.prefill_outlook()
+    }
+
+    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.scheduler.drain_charged()
+    }
+
+    /// All that each tenant was charged since it is known.
+    pub fn charged(&self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.scheduler.tenants().charged()
+    }
+
+    /// The highest order of the sequences that began to run.
+    pub fn begun(&self) -> Service {
+        self.scheduler.begun()
     }
 
     /// Predicted time to the first token of a new prompt with this many tokens to compute.
@@ -240,6 +274,7 @@ impl Engine {
     pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<Event>) {
         match command {
             Command::Open(session) => self.grants.open(session),
+            Command::Backlog { session, waits } => self.grants.set_backlog(session, waits),
             Command::Close(session) => {
                 let of_session =
                     RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
@@ -360,6 +395,8 @@ impl Engine {
         self.scheduler.commit(flight.number, outcome).map_err(|error| Fatal(error.to_string()))?;
         self.spare.push(flight);
         self.settle(events);
+        self.ahead.learn(took, std::mem::take(&mut self.ended_since));
+        self.grants.set_sequences(self.scheduler.limits().running_max + self.ahead.depth());
         // The next plan finds out whether there is nothing left to do, cold blocks to keep included.
         Ok(Turn { tokens, sampled, took, idle: false })
     }
@@ -438,6 +475,7 @@ impl Engine {
         for Ended { id, reason } in ended.drain(..) {
             let Some(mut live) = self.live[id.index()].take() else { continue };
             self.grants.release(live.key.session, live.cost);
+            self.ended_since += 1;
             if let Some(ids) = self.requests.get_mut(&live.key) {
                 if let Some(entry) = ids.get_mut(live.choice as usize) {
                     *entry = None;

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use inflight_contract::{FinishReason, SamplingParams, Weight};
+use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
 use inflight_worker_core::Time;
 
 use crate::runtime::PositionLogprobs;
@@ -39,6 +39,8 @@ pub struct Request {
     pub weight: Weight,
     /// A higher number is more important.
     pub priority: i32,
+    /// What its tenant had cluster-wide over its weight when the router handed it over: its turn among those that wait.
+    pub order: Option<Service>,
     /// When to give up.
     pub deadline: Option<Time>,
     /// The request's span; phases become its children.
@@ -61,6 +63,13 @@ pub enum Command {
     Open(SessionId),
     /// A session is over: cancel what it has, and forget it.
     Close(SessionId),
+    /// Whether anything waits at the session's router.
+    Backlog {
+        /// The session.
+        session: SessionId,
+        /// Something waits.
+        waits: bool,
+    },
     /// Run a request.
     Submit(Box<Request>),
     /// Withdraw a request or one choice of it.

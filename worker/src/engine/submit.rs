@@ -95,6 +95,9 @@ impl Engine {
                     weight: request.weight,
                     hashes: &chain,
                     group,
+                    order: request.order,
+                    // A choice that has tokens was charged for its prompt where it got them.
+                    charged_tokens: if resumed.tokens.is_empty() { 0 } else { tokens.len() as u32 },
                 },
                 now,
             );

@@ -11,6 +11,7 @@ use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
 pub mod cpu;
+pub mod sim;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
 

@@ -2,13 +2,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, Load, Time};
+use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
 use super::mailbox::Mailbox;
+use super::pulse::Pulse;
 use super::report;
 use crate::engine::{Command, Engine, Event, Fatal, SessionId, Turn};
 use crate::metrics::StepMetrics;
@@ -22,6 +23,8 @@ pub(crate) enum Message {
     Open(SessionId, Arc<Mailbox>),
     /// Anything else of a session.
     Command(Command),
+    /// The session's router asks for all that the prefix cache holds.
+    Resync(SessionId),
     /// Say what limits the worker.
     Diagnose {
         /// Iterations to tell of.
@@ -35,13 +38,13 @@ pub(crate) enum Message {
     Stop,
 }
 
-/// The clock of the engine: nanoseconds since it was made.
+/// The clock of the engine: nanoseconds since it was made. In a simulation, the runtime's own.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Clock(Instant);
+pub(crate) struct Clock(tokio::time::Instant);
 
 impl Clock {
     pub fn start() -> Self {
-        Self(Instant::now())
+        Self(tokio::time::Instant::now())
     }
 
     pub fn now(self) -> Time {
@@ -60,10 +63,13 @@ pub(crate) struct Driver {
     step_us: u64,
     draining: bool,
     recording: Option<BufWriter<File>>,
-    cache_events: Vec<CacheEvent>,
+    cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Number of the next event of the prefix cache.
     cache_sequence: u64,
     seen: Load,
+    pulse: Arc<Pulse>,
+    /// What steps cost, as the routers were told.
+    told_cost: [f64; 7],
 }
 
 impl Driver {
@@ -73,6 +79,7 @@ impl Driver {
         messages: mpsc::Receiver<Message>,
         clock: Clock,
         recording: Option<File>,
+        pulse: Arc<Pulse>,
     ) -> Self {
         let metrics = StepMetrics::new(engine.limits().blocks);
         Self {
@@ -88,6 +95,8 @@ impl Driver {
             cache_events: Vec::new(),
             cache_sequence: 0,
             seen: Load::default(),
+            pulse,
+            told_cost: [0.0; 7],
         }
     }
 
@@ -116,32 +125,100 @@ impl Driver {
                     return Ok(());
                 }
             }
-            // At most a queue's worth, so that a flood of commands can't keep the engine from running.
-            for _ in 0..COMMANDS_MAX {
-                let Ok(message) = self.messages.try_recv() else { break };
+            if !self.take_waiting() {
+                return Ok(());
+            }
+            let now = self.clock.now();
+            self.pulse.begin(now);
+            let turned = self.engine.turn(now, &mut self.events);
+            self.pulse.end();
+            idle = turned.as_ref().is_ok_and(|turn| turn.idle);
+            self.after(turned)?;
+        }
+    }
+
+    /// As [`Driver::run`], but on the runtime's clock: what a step says it took is slept.
+    ///
+    /// # Errors
+    /// [`Fatal`] if the device failed.
+    pub async fn run_as_task(mut self) -> Result<(), Fatal> {
+        let outcome = self.drive_as_task().await;
+        self.mailboxes.values().for_each(|mailbox| mailbox.close());
+        outcome
+    }
+
+    async fn drive_as_task(&mut self) -> Result<(), Fatal> {
+        /// A turn that says that it took no time takes this long, so that a simulation gets on.
+        const TURN_MIN: Duration = Duration::from_micros(10);
+        let mut idle = true;
+        loop {
+            if idle {
+                if self.draining {
+                    return Ok(());
+                }
+                let Some(message) = self.messages.recv().await else { return Ok(()) };
                 if !self.take(message) {
                     return Ok(());
                 }
             }
-            let turned = self.engine.turn(self.clock.now(), &mut self.events);
-            if let Ok(turn) = &turned {
-                idle = turn.idle;
-                self.measure(turn);
+            if !self.take_waiting() {
+                return Ok(());
             }
-            self.deliver();
-            self.write_log(idle || turned.is_err());
-            turned?;
+            let now = self.clock.now();
+            self.pulse.begin(now);
+            let turned = self.engine.turn(now, &mut self.events);
+            self.pulse.end();
+            idle = turned.as_ref().is_ok_and(|turn| turn.idle);
+            if let Ok(turn) = &turned {
+                tokio::time::sleep(turn.took.max(TURN_MIN)).await;
+            }
+            self.after(turned)?;
         }
+    }
+
+    /// Takes what waits: at most a queue's worth, so that a flood of commands can't keep the engine from running. Returns
+    /// whether to go on.
+    fn take_waiting(&mut self) -> bool {
+        for _ in 0..COMMANDS_MAX {
+            let Ok(message) = self.messages.try_recv() else { break };
+            if !self.take(message) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn after(&mut self, turned: Result<Turn, Fatal>) -> Result<(), Fatal> {
+        if let Ok(turn) = &turned {
+            self.measure(turn);
+        }
+        self.deliver();
+        self.write_log(turned.as_ref().map_or(true, |turn| turn.idle));
+        turned.map(drop)
     }
 
     /// Returns whether to go on.
     fn take(&mut self, message: Message) -> bool {
         match message {
             Message::Open(session, mailbox) => {
+                self.tell_cache();
+                mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
+                mailbox.cost(report::cost(self.engine.cost_coefficients()));
+                self.engine.charged().for_each(|(tenant, cost)| mailbox.charge(tenant, cost));
                 self.mailboxes.insert(session, mailbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
+            Message::Resync(session) => {
+                if let Some(mailbox) = self.mailboxes.get(&session) {
+                    mailbox.request_cache();
+                }
+            }
             Message::Command(command) => {
+                if let Command::Submit(request) = &command
+                    && let Some(mailbox) = self.mailboxes.get(&request.key.session)
+                {
+                    mailbox.arrive();
+                }
                 let closed = if let Command::Close(session) = command { Some(session) } else { None };
                 self.engine.command(command, self.clock.now(), &mut self.events);
                 if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
@@ -182,6 +259,38 @@ impl Driver {
                 mailbox.push(event);
             }
         }
+        self.tell_cache();
+        self.tell_cost();
+        for (tenant, cost) in self.engine.drain_charged() {
+            self.mailboxes.values().for_each(|mailbox| mailbox.charge(tenant, cost));
+        }
+        let (begun, routers) = (self.engine.begun().thousandths(), self.mailboxes.len() as u32);
+        self.mailboxes.values().for_each(|mailbox| mailbox.share(begun, routers));
+        let (load, iteration) = (self.engine.load(), self.engine.iteration());
+        let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
+        let outlook = self.engine.prefill_outlook();
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let told = v1::Load {
+            first_token_us: micros(first_token),
+            prefill_ahead_us: micros(outlook.ahead),
+            prefill_stretch: outlook.stretch as f32,
+            decode_step_us: micros(outlook.decode_step),
+            ..report::load(&load, self.step_us)
+        };
+        for (session, grant) in self.engine.grants() {
+            // A draining worker takes nothing new, whatever room it has.
+            let grant = if self.draining { Grant::default() } else { grant };
+            if let Some(mailbox) = self.mailboxes.get(&session) {
+                mailbox.report(iteration, told, grant, self.draining);
+            }
+        }
+        self.metrics.record(&self.seen, &load);
+        self.metrics.commands.set(self.messages.len() as f64);
+        self.seen = load;
+    }
+
+    /// Passes changes of the prefix cache on, and all of it to those that lost some.
+    fn tell_cache(&mut self) {
         self.cache_events.extend(self.engine.drain_cache_events());
         if !self.cache_events.is_empty() {
             for mailbox in self.mailboxes.values() {
@@ -190,20 +299,19 @@ impl Driver {
             self.cache_sequence += self.cache_events.len() as u64;
             self.cache_events.clear();
         }
-        let (load, iteration) = (self.engine.load(), self.engine.iteration());
-        let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
-        let told = v1::Load {
-            first_token_us: u64::try_from(first_token.as_micros()).unwrap_or(u64::MAX),
-            ..report::load(&load, self.step_us)
-        };
-        for (session, grant) in self.engine.grants() {
-            if let Some(mailbox) = self.mailboxes.get(&session) {
-                mailbox.report(iteration, told, grant, self.draining);
-            }
+        for mailbox in self.mailboxes.values().filter(|mailbox| mailbox.wants_cache()) {
+            mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
         }
-        self.metrics.record(&self.seen, &load);
-        self.metrics.commands.set(self.messages.len() as f64);
-        self.seen = load;
+    }
+
+    /// Says what steps cost once that has changed enough to matter.
+    fn tell_cost(&mut self) {
+        let now = self.engine.cost_coefficients();
+        let differs = |(now, told): (&f64, &f64)| (now - told).abs() > 0.03 * now.max(*told);
+        if now.iter().zip(&self.told_cost).any(differs) {
+            self.told_cost = now;
+            self.mailboxes.values().for_each(|mailbox| mailbox.cost(report::cost(now)));
+        }
     }
 
     fn measure(&mut self, turn: &Turn) {

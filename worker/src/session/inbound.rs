@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{SamplingSpec, Weight};
+use inflight_contract::{SamplingSpec, Service, Weight};
 use inflight_proto::v1;
 use inflight_worker_core::Time;
 use opentelemetry::propagation::Extractor;
@@ -55,6 +55,7 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
         tenant: submit.tenant.into(),
         weight: Weight::try_from(submit.weight).map_err(|error| error.to_string())?,
         priority: submit.priority,
+        order: submit.order.map(Service::from_thousandths),
         deadline: submit.deadline_us.map(|us| now.after(Duration::from_micros(us))),
         span,
     })

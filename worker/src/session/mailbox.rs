@@ -1,19 +1,17 @@
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_proto::v1;
-use inflight_worker_core::{CacheEvent, Grant};
+use inflight_worker_core::{BlockHash, CacheEvent, CacheTier, Grant};
 use tokio::sync::Notify;
 
+use super::cache_news::CacheNews;
 use crate::engine::{Event, Failure, Finish};
 use crate::runtime::{PositionLogprobs, TokenLogprob};
 
 /// Tokens and ends that may wait for a router which does not read; past it the session is closed, and the router
 /// resubmits elsewhere what it had.
 const PENDING_MAX: usize = 1 << 20;
-
-/// Changes of the prefix cache that may wait for a router.
-const CACHE_EVENTS_MAX: usize = 1 << 14;
 
 /// Where the engine's thread leaves what a session has to say.
 ///
@@ -30,7 +28,17 @@ struct State {
     /// Place in `sequences` of each choice that may still be added to.
     open: HashMap<(u64, u32, u32), usize>,
     pending: usize,
-    kv_events: v1::KvEvents,
+    cache: CacheNews,
+    /// What steps cost, if it was not told yet.
+    cost: Option<v1::CostModel>,
+    /// Submissions that have reached the engine or were refused before, now and at the last report.
+    arrived: u64,
+    taken: u64,
+    /// What tenants had that were charged since the update before.
+    charges: BTreeMap<String, u64>,
+    services: Vec<v1::ServiceTable>,
+    begun_order: u64,
+    routers: u32,
     iteration: u64,
     load: v1::Load,
     grant: v1::Grant,
@@ -95,32 +103,70 @@ impl Mailbox {
         }
     }
 
-    /// Adds changes of the prefix cache, the first of which has this number. What a router does not read is
-    /// dropped in the end: it sees a gap in the numbers and knows that its copy is out of date.
-    pub fn push_cache_events(&self, first: u64, events: &[CacheEvent]) {
+    /// Adds changes of the prefix cache, the first of which has this number. What a router does not read is dropped in
+    /// the end, and it gets the whole cache once it reads again.
+    pub fn push_cache_events(&self, first: u64, events: &[(CacheTier, CacheEvent)]) {
         let mut state = self.state();
-        let kept = &mut state.kv_events;
-        let next = kept.first + kept.events.len() as u64;
-        if kept.events.len() + events.len() > CACHE_EVENTS_MAX || (next != first && !kept.events.is_empty()) {
-            kept.events.clear();
-        }
-        if kept.events.is_empty() {
-            kept.first = first;
-        }
-        kept.events.extend(events.iter().map(|event| {
-            let event = match event {
-                CacheEvent::Stored(hash) => v1::kv_event::Event::Stored(hash.short()),
-                CacheEvent::Removed(hash) => v1::kv_event::Event::Removed(hash.short()),
-            };
-            v1::KvEvent { event: Some(event) }
-        }));
+        state.cache.push(first, events);
         state.changed = true;
+    }
+
+    /// Tells all that the prefix cache holds, before the changes that are numbered from `next` on.
+    pub fn begin_cache(&self, contents: impl Iterator<Item = (CacheTier, BlockHash)>, next: u64) {
+        let mut state = self.state();
+        state.cache.begin(contents, next);
+        state.changed = true;
+    }
+
+    /// The router asks for all that the prefix cache holds.
+    pub fn request_cache(&self) {
+        self.state().cache.request();
+    }
+
+    /// Whether the router is to be told all that the prefix cache holds.
+    pub fn wants_cache(&self) -> bool {
+        self.state().cache.is_wanted()
+    }
+
+    /// Says what steps cost; it can wait for the heartbeat or the next token.
+    pub fn cost(&self, cost: v1::CostModel) {
+        self.state().cost = Some(cost);
+    }
+
+    /// A submission of the session has reached the engine, or was refused on its way there.
+    pub fn arrive(&self) {
+        self.state().arrived += 1;
+    }
+
+    /// Notes what a tenant has had by now. It can wait for the heartbeat or the next token.
+    pub fn charge(&self, tenant: &str, cost: u64) {
+        let mut state = self.state();
+        match state.charges.get_mut(tenant) {
+            Some(known) => *known = cost,
+            None => {
+                state.charges.insert(tenant.to_owned(), cost);
+            }
+        }
+    }
+
+    /// Adds what is known of other incarnations.
+    pub fn teach(&self, services: Vec<v1::ServiceTable>) {
+        self.state().services.extend(services);
+    }
+
+    /// Sets how far service has got, and how many routers share the worker.
+    pub fn share(&self, begun_order: u64, routers: u32) {
+        let mut state = self.state();
+        state.begun_order = begun_order;
+        state.changed |= state.routers != routers;
+        state.routers = routers;
     }
 
     /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
     pub fn report(&self, iteration: u64, load: v1::Load, grant: Grant, draining: bool) {
         let mut state = self.state();
         state.iteration = iteration;
+        state.taken = state.arrived;
         state.load = load;
         let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
         // A changed load alone can wait for the heartbeat or the next token.
@@ -169,7 +215,9 @@ impl Mailbox {
         if state.closed && !state.changed {
             return None;
         }
-        state.changed = false;
+        let (kv_snapshot, kv_events) = state.cache.take();
+        // The next piece goes with the next update.
+        state.changed = !state.cache.is_empty();
         state.pending = 0;
         state.open.clear();
         Some(v1::Update {
@@ -178,7 +226,17 @@ impl Mailbox {
             load: Some(state.load),
             grant: Some(state.grant),
             draining: state.draining,
-            kv_events: (!state.kv_events.events.is_empty()).then(|| std::mem::take(&mut state.kv_events)),
+            charges: std::mem::take(&mut state.charges)
+                .into_iter()
+                .map(|(tenant, cost)| v1::TenantCharge { tenant, cost })
+                .collect(),
+            services: std::mem::take(&mut state.services),
+            begun_order: state.begun_order,
+            routers: state.routers,
+            kv_events,
+            kv_snapshot,
+            cost: state.cost.take(),
+            submissions_taken: state.taken,
         })
     }
 }

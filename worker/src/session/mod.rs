@@ -1,9 +1,12 @@
 //! The worker's gRPC service: sessions with routers, and the bundle they need.
 
+mod cache_news;
 mod driver;
 mod inbound;
 mod mailbox;
+mod pulse;
 mod report;
+mod services;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,6 +23,8 @@ use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
 pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message};
 use mailbox::Mailbox;
+pub(crate) use pulse::Pulse;
+pub(crate) use services::Services;
 
 /// How long a router may take to say who it is.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,6 +41,9 @@ pub(crate) struct Sessions {
     pub permits: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
+    pub pulse: Arc<Pulse>,
+    /// Of other incarnations.
+    pub services: Services,
 }
 
 /// The service itself; cheap to clone.
@@ -57,14 +65,18 @@ impl worker_server::Worker for Service {
         if sessions.draining.load(Ordering::Acquire) {
             return Err(Status::unavailable("the worker is draining"));
         }
+        if sessions.pulse.is_stuck(sessions.clock.now()) {
+            return Err(Status::unavailable("the worker's device does not answer"));
+        }
         let Ok(permit) = sessions.permits.clone().try_acquire_owned() else {
             crate::metrics::session_refused();
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
         let mut requests = request.into_inner();
-        let router_id = opened(&mut requests).await?;
+        let (router_id, protocol_version) = opened(&mut requests).await?;
         let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
         let mailbox = Arc::new(Mailbox::new());
+        mailbox.teach(sessions.services.tell());
         let stopped = || Status::unavailable("the worker is stopping");
         sessions.engine.send(Message::Open(id, mailbox.clone())).await.map_err(|_| stopped())?;
         tracing::info!(session = id.0, router_id, "session opened");
@@ -76,8 +88,9 @@ impl worker_server::Worker for Service {
             _permit: permit,
         };
         tokio::spawn(receive(requests, id, sessions.clone(), mailbox.clone(), guard.inbound.clone()));
-        let hello = session_response::Message::Hello(sessions.hello.clone());
-        let updates = updates(mailbox, sessions.heartbeat, guard);
+        let hello = v1::Hello { protocol_version, ..sessions.hello.clone() };
+        let hello = session_response::Message::Hello(hello);
+        let updates = updates(mailbox, sessions.clone(), guard);
         let messages = futures::stream::once(async { hello }).chain(updates);
         let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
         Ok(Response::new(Box::pin(responses)))
@@ -112,12 +125,14 @@ impl worker_server::Worker for Service {
     }
 }
 
-/// Waits for the opening message and returns the router's name.
-async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<String, Status> {
+/// Waits for the opening message and returns the router's name and the protocol version that both speak.
+async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(String, u32), Status> {
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
-        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => Ok(open.router_id),
+        Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => {
+            Ok((open.router_id, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
+        }
         Some(session_request::Message::Open(open)) => Err(Status::failed_precondition(format!(
             "the router speaks protocol version {}, this worker {}",
             open.protocol_version,
@@ -146,6 +161,7 @@ async fn receive(
                     match inbound::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => Command::Submit(Box::new(request)),
                         Err(refusals) => {
+                            mailbox.arrive();
                             refusals.into_iter().for_each(|event| mailbox.push(event));
                             mailbox.wake();
                             continue;
@@ -156,6 +172,19 @@ async fn receive(
                     key: RequestKey { session: id, request: cancel.request },
                     choice: cancel.choice,
                 },
+                session_request::Message::Backlog(backlog) => {
+                    Command::Backlog { session: id, waits: backlog.waits }
+                }
+                session_request::Message::Services(told) => {
+                    sessions.services.learn(told);
+                    continue;
+                }
+                session_request::Message::Resync(_) => {
+                    if sessions.engine.send(Message::Resync(id)).await.is_err() {
+                        break;
+                    }
+                    continue;
+                }
                 session_request::Message::Open(_) => {
                     tracing::warn!(session = id.0, "a router opened its session twice; closing it");
                     break;
@@ -179,14 +208,18 @@ async fn receive(
 
 fn updates(
     mailbox: Arc<Mailbox>,
-    heartbeat: Duration,
+    sessions: Arc<Sessions>,
     guard: SessionGuard,
 ) -> impl Stream<Item = session_response::Message> + Send {
-    futures::stream::unfold((mailbox, guard), move |(mailbox, guard)| async move {
+    futures::stream::unfold((mailbox, sessions, guard), |(mailbox, sessions, guard)| async move {
         // A timeout is a heartbeat: the update then says how the worker is and nothing else.
-        let _ = tokio::time::timeout(heartbeat, mailbox.changed()).await;
+        let silent = tokio::time::timeout(sessions.heartbeat, mailbox.changed()).await.is_err();
+        if silent && sessions.pulse.is_stuck(sessions.clock.now()) {
+            tracing::error!(session = guard.id.0, "the device does not answer; closing the session");
+            return None;
+        }
         let update = mailbox.take()?;
-        Some((session_response::Message::Update(update), (mailbox, guard)))
+        Some((session_response::Message::Update(update), (mailbox, sessions, guard)))
     })
 }
 

@@ -16,8 +16,13 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
         step_us,
         swapped: load.swapped,
         host_blocks_used: load.host_blocks_used,
-        first_token_us: 0,
+        ..v1::Load::default()
     }
+}
+
+/// What steps cost, as routers are told.
+pub(super) fn cost([step, token, key, decode_key, sequence, copy, copy_block]: [f64; 7]) -> v1::CostModel {
+    v1::CostModel { step, token, key, decode_key, sequence, copy, copy_block }
 }
 
 /// What limits the worker, with its last `iterations` iterations.

@@ -107,6 +107,26 @@ topologySpreadConstraints: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* A probe by gRPC, or where TLS is on, which probes do not speak, by HTTP; call with (list tls port service metricsPort path). */}}
+{{- define "inflight.probe" -}}
+{{- if index . 0 -}}
+httpGet: { port: {{ index . 3 }}, path: {{ index . 4 }} }
+{{- else if index . 2 -}}
+grpc: { port: {{ index . 1 }}, service: {{ index . 2 }} }
+{{- else -}}
+grpc: { port: {{ index . 1 }} }
+{{- end -}}
+{{- end -}}
+
+{{/* Secrets that a router mounts, as a list of name and secret. */}}
+{{- define "inflight.routerSecrets" -}}
+{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
+{{- if $secret }}
+- { name: {{ $name }}, secret: {{ $secret }} }
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* Annotations of pods; call with (list . component port). */}}
 {{- define "inflight.podAnnotations" -}}
 {{- $root := index . 0 -}}

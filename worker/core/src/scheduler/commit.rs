@@ -79,7 +79,6 @@ impl Scheduler {
                 }
                 self.host.release(*host);
             }
-            self.host.drain_events().for_each(drop); // routers hear of what the device holds
             return Ok(());
         }
         let owner = moving.owner().map(|owner| owner.index);

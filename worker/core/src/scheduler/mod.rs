@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, Tenant, TenantService};
+use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantService};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -22,8 +22,8 @@ use crate::policy::{Policy, PolicyKind, View};
 use crate::record::Log;
 use crate::sequence::{Sequence, State};
 use crate::{
-    Block, BlockPool, CacheEvent, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
-    Slot, Time, TransferId,
+    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence,
+    SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 use resumption::Resumption;
@@ -70,6 +70,17 @@ pub struct Load {
     pub blocks_swapped_out: u64,
     /// Blocks moved back.
     pub blocks_swapped_in: u64,
+}
+
+/// What a prompt that comes now has ahead of it, by the cost model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PrefillOutlook {
+    /// Time that the prompts taken on and not computed take on their own.
+    pub ahead: Duration,
+    /// By what factor computing prompts takes longer in chunks, beside the sequences that decode; at least 1.
+    pub stretch: f64,
+    /// Duration of a step with these sequences alone.
+    pub decode_step: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -142,6 +153,8 @@ pub struct Scheduler {
     transfers: BTreeMap<TransferId, Moving>,
     deadlines: BTreeSet<(Time, u32)>,
     arrivals: u64,
+    /// The highest order of those that began.
+    begun: Service,
     transfer_ids: u64,
     iterations: u64,
     iteration: Iteration,
@@ -200,6 +213,7 @@ impl Scheduler {
             transfers: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             arrivals: 0,
+            begun: Service::default(),
             transfer_ids: 0,
             iterations: 0,
             iteration: Iteration::default(),
@@ -277,6 +291,16 @@ impl Scheduler {
         &self.tenants
     }
 
+    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+        self.tenants.drain_charged()
+    }
+
+    /// The highest order of the sequences that began to run: how far service has got.
+    pub fn begun(&self) -> Service {
+        self.begun
+    }
+
     /// How busy it is now.
     pub fn load(&self) -> Load {
         let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner().is_some();
@@ -338,10 +362,16 @@ impl Scheduler {
         }
         let table = Vec::with_capacity(self.limits.blocks_for(new.known_tokens + new.max_tokens) as usize);
         self.arrivals += 1;
+        let tenant = self.tenants.arrive(new.tenant, new.weight);
+        // A lane is served by arrival, so within it the turns must rise, whichever router sent them.
+        let lane = self.lanes.get(&Lane { priority: Reverse(new.priority), tenant });
+        let last = lane.and_then(|waiting| waiting.last_key_value()).map(|(_, last)| self.peek(*last).order);
+        let order = new.order.map(|order| order.max(last.flatten().unwrap_or_default()));
         let sequence = Sequence {
             id,
             state: State::Waiting,
-            tenant: self.tenants.arrive(new.tenant, new.weight),
+            tenant,
+            order,
             priority: new.priority,
             arrival: self.arrivals,
             queued: now,
@@ -351,7 +381,7 @@ impl Scheduler {
             committed_tokens: 0,
             remaining_tokens: new.max_tokens,
             input_tokens: new.known_tokens,
-            charged_tokens: 0,
+            charged_tokens: new.charged_tokens,
             table,
             host_table: Vec::new(),
             hashes,
@@ -405,9 +435,17 @@ impl Scheduler {
         self.freed_slots.drain(..)
     }
 
-    /// Takes the changes of the prefix cache since the last call, in order.
-    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
-        self.device.drain_events()
+    /// Takes the changes of the prefix cache since the last call, those of each tier in order.
+    pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
+        let device = self.device.drain_events().map(|event| (CacheTier::Device, event));
+        device.chain(self.host.drain_events().map(|event| (CacheTier::Host, event)))
+    }
+
+    /// All that the prefix cache can find again, with the changes that were not taken yet: at most one entry for each
+    /// block of each pool.
+    pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
+        let device = self.device.contents().map(|hash| (CacheTier::Device, hash));
+        device.chain(self.host.contents().map(|hash| (CacheTier::Host, hash)))
     }
 
     /// The iteration planned last.
@@ -438,6 +476,26 @@ impl Scheduler {
         let last = chunk.min(u32::try_from(ahead).unwrap_or(u32::MAX));
         work.add(0, last);
         self.cost.step(&work).saturating_mul(steps)
+    }
+
+    /// What a prompt that comes now has ahead of it.
+    pub fn prefill_outlook(&self) -> PrefillOutlook {
+        let mut work = StepWork::default();
+        let mut ahead = Duration::ZERO;
+        for sequence in self.sequences.iter().flatten() {
+            match sequence.state {
+                State::Decoding { .. } => work.add(sequence.computed_tokens, 1),
+                State::Leaving { .. } => {}
+                _ => ahead += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed()),
+            }
+        }
+        let decode_step = if work.sequences > 0 { self.cost.step(&work) } else { Duration::ZERO };
+        let most = self.limits.iteration_tokens.saturating_sub(work.tokens).max(1);
+        let chunk = self.chunk_within_target(&work, 0, most).max(1);
+        work.add(0, chunk);
+        let (step, alone) = (self.cost.step(&work).as_secs_f64(), self.cost.prefill(0, chunk).as_secs_f64());
+        let stretch = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
+        PrefillOutlook { ahead, stretch, decode_step }
     }
 
     /// Ends what is past its deadline.
@@ -506,7 +564,8 @@ impl Scheduler {
 
     fn dequeue(&mut self, index: u32) {
         let sequence = self.at(index);
-        let (lane, arrival) = (lane(sequence), sequence.arrival);
+        let (lane, arrival, order) = (lane(sequence), sequence.arrival, sequence.order);
+        self.begun = self.begun.max(order.unwrap_or_default());
         self.tenants.start(lane.tenant);
         if let Some(waiting) = self.lanes.get_mut(&lane) {
             waiting.remove(&arrival);
@@ -545,7 +604,10 @@ impl Scheduler {
             arrival: sequence.arrival,
             tokens: sequence.known_tokens + sequence.remaining_tokens,
             tenant: sequence.tenant,
-            service: self.tenants.service(sequence.tenant),
+            service: match (sequence.state, sequence.order) {
+                (State::Waiting, Some(order)) => order,
+                _ => self.tenants.service(sequence.tenant),
+            },
             waited: match sequence.state {
                 State::Waiting | State::Swapped => now.since(sequence.queued),
                 _ => Duration::ZERO,

@@ -232,7 +232,6 @@ impl Scheduler {
         let mut host = Vec::with_capacity(len as usize);
         let taken = self.host.extend(&mut host, len);
         assert!(taken, "`preemption_cost` found {len} free host blocks");
-        self.host.drain_events().for_each(drop); // routers hear of what the device holds
         draft.incoming += table.iter().filter(|block| self.device.owners(**block) == 1).count() as u32;
         self.totals.blocks_swapped_out += u64::from(len);
         let transfer = self.start_transfer(index, Direction::Out, table, 0, host);
@@ -314,7 +313,6 @@ impl Scheduler {
         let mut host = Vec::with_capacity(cold.len());
         let taken = self.host.extend(&mut host, cold.len() as u32);
         assert!(taken, "{room} host blocks were found free");
-        self.host.drain_events().for_each(drop); // routers hear of what the device holds
         cold.iter().for_each(|(block, _)| self.device.share(*block));
         self.totals.blocks_offloaded += cold.len() as u64;
         let (device, hashes): (Vec<u32>, Vec<BlockHash>) = cold.into_iter().unzip();

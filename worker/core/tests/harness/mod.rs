@@ -13,8 +13,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::{Policy, PolicyKind};
 use inflight_worker_core::{
-    CacheEvent, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
-    Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence,
+    Outcome, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
 
@@ -182,7 +182,7 @@ pub struct Harness {
     in_flight: VecDeque<Running>,
     /// With whether they were made already, and for whom.
     transfers: Vec<(Transfer, bool, Option<SequenceId>)>,
-    cached: BTreeMap<BlockHash, ()>,
+    cached: BTreeMap<(CacheTier, BlockHash), ()>,
     submitted: u64,
     groups: u64,
     ended: u64,
@@ -277,6 +277,8 @@ impl Harness {
                 weight: Weight::default(),
                 hashes: &model.chain,
                 group: (ask.choices > 1).then_some(self.groups),
+                order: None,
+                charged_tokens: 0,
             };
             match self.scheduler.submit(new, self.now) {
                 Ok(id) => {
@@ -330,12 +332,14 @@ impl Harness {
                 model.slot = None;
             }
         }
-        for event in self.scheduler.drain_cache_events().collect::<Vec<_>>() {
+        for (tier, event) in self.scheduler.drain_cache_events().collect::<Vec<_>>() {
             match event {
-                CacheEvent::Stored(hash) => assert!(self.cached.insert(hash, ()).is_none()),
-                CacheEvent::Removed(hash) => assert!(self.cached.remove(&hash).is_some()),
+                CacheEvent::Stored(hash) => assert!(self.cached.insert((tier, hash), ()).is_none()),
+                CacheEvent::Removed(hash) => assert!(self.cached.remove(&(tier, hash)).is_some()),
             }
         }
+        let contents: BTreeMap<_, _> = self.scheduler.cache_contents().map(|block| (block, ())).collect();
+        assert_eq!(contents, self.cached, "whoever joins now is told something else than those who listened");
         self.scheduler.assert_consistent();
     }
 

@@ -1,0 +1,35 @@
+//! `inflight key`: a new API key, and what a tenants' file has of it.
+
+use std::io::Write as _;
+
+use rand::RngCore as _;
+use sha2::{Digest as _, Sha256};
+
+use crate::exit::Failure;
+
+/// Bytes of a key: as hard to guess as its digest is to invert.
+const KEY_BYTES: usize = 32;
+
+/// Options of `inflight key`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Prints a key, once, and its digest.
+///
+/// # Errors
+/// The output cannot be written.
+pub fn run(_: &Args) -> Result<(), Failure> {
+    let mut bytes = [0; KEY_BYTES];
+    rand::rng().fill_bytes(&mut bytes);
+    let key = format!("inflight-{}", hex(&bytes));
+    let digest = hex(&Sha256::digest(key.as_bytes()));
+    let text = format!("key:    {key}\nsha256: {digest}\n");
+    std::io::stdout()
+        .lock()
+        .write_all(text.as_bytes())
+        .map_err(|error| Failure::chain("cannot write", &error))
+}

@@ -1,0 +1,158 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// When a worker is ejected, and for how long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutlierLimits {
+    /// Failures in a row.
+    pub failures: u32,
+    /// How long the first ejection lasts; each further one without a success between lasts twice as long.
+    pub eject: Duration,
+    /// The longest ejection.
+    pub eject_max: Duration,
+}
+
+impl Default for OutlierLimits {
+    fn default() -> Self {
+        Self { failures: 5, eject: Duration::from_secs(5), eject_max: Duration::from_secs(300) }
+    }
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Standing {
+    /// Failures since the last success.
+    failures: u32,
+    /// Ejections since the last success.
+    ejections: u32,
+    /// Until when it gets nothing; from then on one request at a time, until one succeeds.
+    ejected_until: Option<Duration>,
+}
+
+/// Which workers get no work because they keep failing: outlier ejection by consecutive failures with half-open
+/// probing, as circuit breakers have it.
+///
+/// A worker with so many failures in a row gets nothing for a while. After that it gets one request at a time: a
+/// success lets it back, a failure ejects it for twice as long. At most half of the workers are ejected, for when more
+/// fail the fault is hardly theirs. Time is the caller's, since any fixed moment.
+#[derive(Debug, Default)]
+pub struct Outliers {
+    limits: OutlierLimits,
+    workers: BTreeMap<usize, Standing>,
+}
+
+impl Outliers {
+    /// Nobody is known yet.
+    pub fn new(limits: OutlierLimits) -> Self {
+        Self { limits, workers: BTreeMap::new() }
+    }
+
+    /// A worker is there; one that was known keeps its standing.
+    pub fn join(&mut self, worker: usize) {
+        self.workers.entry(worker).or_default();
+    }
+
+    /// A worker is gone for good.
+    pub fn leave(&mut self, worker: usize) {
+        self.workers.remove(&worker);
+    }
+
+    /// It brought a token or ended a request in order. A success of what it had before it was ejected says nothing.
+    pub fn success(&mut self, worker: usize, now: Duration) {
+        if let Some(standing) = self.workers.get_mut(&worker)
+            && standing.ejected_until.is_none_or(|until| now >= until)
+        {
+            *standing = Standing::default();
+        }
+    }
+
+    /// It failed in a way that is its own fault. Returns how long it is ejected, if that begins now.
+    pub fn failure(&mut self, worker: usize, now: Duration) -> Option<Duration> {
+        let room = (self.ejected(now) + 1) * 2 <= self.workers.len();
+        let limits = self.limits;
+        let standing = self.workers.get_mut(&worker)?;
+        standing.failures = standing.failures.saturating_add(1);
+        let due = match standing.ejected_until {
+            None => standing.failures >= limits.failures.max(1),
+            Some(until) => now >= until,
+        };
+        if !due || !room {
+            return None;
+        }
+        let doubled = 1u32.checked_shl(standing.ejections).unwrap_or(u32::MAX);
+        let time = limits.eject.saturating_mul(doubled.max(1)).min(limits.eject_max);
+        standing.ejections = (standing.ejections + 1).min(31);
+        standing.ejected_until = Some(now + time);
+        Some(time)
+    }
+
+    /// Whether it may be given a request while it has `in_flight`.
+    pub fn admits(&self, worker: usize, in_flight: usize, now: Duration) -> bool {
+        match self.workers.get(&worker).and_then(|standing| standing.ejected_until) {
+            None => true,
+            Some(until) => now >= until && in_flight == 0,
+        }
+    }
+
+    /// Workers that get nothing now.
+    pub fn ejected(&self, now: Duration) -> usize {
+        self.workers.values().filter(|w| w.ejected_until.is_some_and(|until| now < until)).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn outliers(workers: usize) -> Outliers {
+        let limits = OutlierLimits { failures: 3, eject: SECOND, eject_max: 8 * SECOND };
+        let mut outliers = Outliers::new(limits);
+        (0..workers).for_each(|worker| outliers.join(worker));
+        outliers
+    }
+
+    #[test]
+    fn an_ejected_worker_is_probed_one_at_a_time_and_each_failed_probe_doubles_its_time() {
+        let mut outliers = outliers(2);
+        let mut now = Duration::ZERO;
+        assert_eq!(outliers.failure(0, now), None);
+        outliers.success(0, now);
+        let began = [outliers.failure(0, now), outliers.failure(0, now), outliers.failure(0, now)];
+        assert_eq!(began, [None, None, Some(SECOND)]);
+        for seconds in [1, 2, 4, 8, 8] {
+            assert!(!outliers.admits(0, 0, now));
+            outliers.success(0, now);
+            assert!(!outliers.admits(0, 0, now), "what it had before says nothing");
+            now += seconds * SECOND;
+            assert!(outliers.admits(0, 0, now) && !outliers.admits(0, 1, now));
+            let longer = if seconds == 8 { 8 } else { seconds * 2 };
+            assert_eq!(outliers.failure(0, now), Some(longer * SECOND));
+        }
+        now += 8 * SECOND;
+        outliers.success(0, now);
+        assert!(outliers.admits(0, 100, now));
+        assert_eq!(outliers.failure(0, now), None, "a success wipes the slate");
+    }
+
+    proptest! {
+        #[test]
+        fn at_most_half_are_ejected_and_everybody_is_probed_in_the_end(
+            workers in 1usize..6, steps in proptest::collection::vec((0usize..6, 0u64..500, 0u8..8), 0..300)) {
+            let mut outliers = outliers(workers);
+            let mut now = Duration::ZERO;
+            for (worker, millis, action) in steps {
+                now += Duration::from_millis(millis);
+                match action {
+                    0 => outliers.success(worker, now),
+                    _ => { outliers.failure(worker, now); }
+                }
+                prop_assert!(outliers.ejected(now) * 2 <= workers);
+                let admitted = (0..workers).filter(|w| outliers.admits(*w, 0, now)).count();
+                prop_assert!(admitted >= 1);
+                prop_assert!((0..workers).all(|w| outliers.admits(w, 0, now + 8 * SECOND)));
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+use std::collections::{BTreeMap, HashMap};
+use std::hash::BuildHasherDefault;
+use std::sync::Arc;
+
+use inflight_contract::BlockHash;
+
+use super::{Cached, CostCoefficients, Estimate, WorkerLoad};
+use crate::prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier, Uniform};
+
+/// The names of a prompt's full blocks, in the short form that events have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chain {
+    block_tokens: u32,
+    blocks: Arc<[u64]>,
+}
+
+impl Chain {
+    /// Blocks beyond this count as not cached: hashing a prompt takes a bounded time.
+    pub const BLOCKS_MAX: usize = 1 << 14;
+
+    /// The blocks of a prompt, for workers with blocks of this size.
+    pub fn of_prompt(tenant: &str, prompt: &[u32], block_tokens: u32) -> Self {
+        let mut parent = BlockHash::root(tenant);
+        let full = prompt.chunks_exact(block_tokens.max(1) as usize).take(Self::BLOCKS_MAX);
+        let blocks = full.map(|tokens| {
+            parent = parent.child(tokens);
+            parent.short()
+        });
+        Self { block_tokens, blocks: blocks.collect() }
+    }
+
+    /// Blocks that have names instead of tokens, as in a trace.
+    pub fn of_names(names: impl IntoIterator<Item = u64>, block_tokens: u32) -> Self {
+        Self { block_tokens, blocks: names.into_iter().take(Self::BLOCKS_MAX).collect() }
+    }
+
+    /// Tokens in a block.
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+}
+
+#[derive(Debug)]
+struct Routed {
+    chain: Option<Chain>,
+    /// Its place among the session's submissions.
+    number: u64,
+}
+
+#[derive(Debug)]
+struct Member {
+    block_tokens: u32,
+    index: PrefixIndex,
+    /// Blocks of what is in flight there, each with the number of requests that have it: they are, or will soon be, on
+    /// the device, whatever its events have said so far.
+    coming: HashMap<u64, u32, BuildHasherDefault<Uniform>>,
+    routed: BTreeMap<u64, Routed>,
+    /// Submissions sent in this session.
+    sent: u64,
+    /// Seconds of prefill of each submission that the worker's last word on its load does not include, by number.
+    unseen: BTreeMap<u64, f64>,
+    load: WorkerLoad,
+    cost: CostCoefficients,
+}
+
+/// What a router knows of its workers for placing requests: their caches, costs and loads, and what it handed over that
+/// they have not accounted for yet. Workers go by the router's indices, submissions by their handles.
+///
+/// **Invariants**: for each worker, `coming` counts the blocks of the submissions in `routed` and nothing else, and
+/// `unseen` has none that is not in `routed`; so both are bounded by what is in flight, and the index by the worker's pools.
+#[derive(Debug, Default)]
+pub struct Fleet {
+    members: BTreeMap<usize, Member>,
+}
+
+impl Fleet {
+    /// A session with a worker begins: nothing is known of it. Its pools have `blocks_max` blocks of `block_tokens`.
+    pub fn open(&mut self, worker: usize, block_tokens: u32, blocks_max: usize) {
+        let member = Member {
+            block_tokens,
+            index: PrefixIndex::new(blocks_max),
+            coming: HashMap::default(),
+            routed: BTreeMap::new(),
+            sent: 0,
+            unseen: BTreeMap::new(),
+            load: WorkerLoad::default(),
+            cost: CostCoefficients::default(),
+        };
+        self.members.insert(worker, member);
+    }
+
+    /// A session is over.
+    pub fn close(&mut self, worker: usize) {
+        self.members.remove(&worker);
+    }
+
+    /// Blocks in the indices of all workers.
+    pub fn indexed_blocks(&self) -> usize {
+        self.members.values().map(|member| member.index.len()).sum()
+    }
+
+    /// What a worker's cache holds, as far as is known.
+    pub fn index(&self, worker: usize) -> Option<&PrefixIndex> {
+        self.members.get(&worker).map(|member| &member.index)
+    }
+
+    /// A worker said what steps cost there.
+    pub fn set_cost(&mut self, worker: usize, cost: CostCoefficients) {
+        if let Some(member) = self.members.get_mut(&worker) {
+            member.cost = cost;
+        }
+    }
+
+    /// A worker said how busy it is, having taken this many submissions of the session in.
+    pub fn set_load(&mut self, worker: usize, load: WorkerLoad, taken: u64) {
+        if let Some(member) = self.members.get_mut(&worker) {
+            member.load = load;
+            member.unseen = member.unseen.split_off(&taken);
+        }
+    }
+
+    /// A worker's cache changed.
+    pub fn apply(
+        &mut self,
+        worker: usize,
+        first: u64,
+        changes: impl IntoIterator<Item = CacheChange>,
+    ) -> IndexStep {
+        let member = self.members.get_mut(&worker);
+        member.map_or(IndexStep::Ignored, |member| member.index.apply(first, changes))
+    }
+
+    /// A piece of a worker's cache came.
+    pub fn load(&mut self, worker: usize, piece: SnapshotPiece<'_>) -> IndexStep {
+        self.members.get_mut(&worker).map_or(IndexStep::Ignored, |member| member.index.load(piece))
+    }
+
+    /// What is known of a worker with a prompt of this length in mind.
+    pub fn estimate(&self, worker: usize, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
+        let Some(member) = self.members.get(&worker) else { return Estimate::default() };
+        let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
+        Estimate {
+            cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
+            cost: member.cost,
+            load: member.load,
+            unseen: member.unseen.values().sum(),
+        }
+    }
+
+    /// A request was handed to a worker, for which this had been estimated.
+    pub fn route(
+        &mut self,
+        worker: usize,
+        submission: u64,
+        prompt_tokens: u32,
+        chains: &[Chain],
+        estimate: &Estimate,
+    ) {
+        let Some(member) = self.members.get_mut(&worker) else { return };
+        let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens).cloned();
+        for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
+            *member.coming.entry(*block).or_insert(0) += 1;
+        }
+        let number = member.sent;
+        member.sent += 1;
+        member.unseen.insert(number, estimate.prefill(prompt_tokens));
+        let before = member.routed.insert(submission, Routed { chain, number });
+        debug_assert!(before.is_none(), "a submission is routed once");
+    }
+
+    /// A submission has ended; its worker's events say what became of its blocks.
+    pub fn settle(&mut self, worker: usize, submission: u64) {
+        let Some(member) = self.members.get_mut(&worker) else { return };
+        let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
+        member.unseen.remove(&number);
+        for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
+            if let Some(count) = member.coming.get_mut(block) {
+                *count -= 1;
+                if *count == 0 {
+                    member.coming.remove(block);
+                }
+            }
+        }
+    }
+}
+
+impl Member {
+    /// The run of the chain's first blocks that need not be computed; the last token always is.
+    fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
+        let on_device =
+            |block: &&u64| self.index.holds(Tier::Device, **block) || self.coming.contains_key(*block);
+        let device = chain.blocks.iter().take_while(on_device).count();
+        let behind = chain.blocks[device..].iter();
+        let host = behind.take_while(|block| self.index.holds(Tier::Host, **block)).count();
+        let tokens =
+            |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(chain.block_tokens);
+        let most = prompt_tokens.saturating_sub(1);
+        let device_tokens = tokens(device).min(most);
+        let host_tokens = tokens(host).min(most - device_tokens);
+        let host_blocks = host_tokens.div_ceil(chain.block_tokens.max(1));
+        Cached { device_tokens, host_tokens, host_blocks }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn chain(names: &[u64]) -> Vec<Chain> {
+        vec![Chain::of_names(names.iter().copied(), 4)]
+    }
+
+    #[test]
+    fn a_prefix_is_the_run_on_the_device_with_what_is_coming_and_then_the_run_on_the_host() {
+        let mut fleet = Fleet::default();
+        fleet.open(0, 4, 100);
+        let stored = |tier, block| CacheChange::Stored(tier, block);
+        fleet.apply(0, 0, [1, 2, 9].map(|block| stored(Tier::Device, block)));
+        fleet.apply(0, 3, [4, 5, 7].map(|block| stored(Tier::Host, block)));
+        let whole = chain(&[1, 2, 3, 4, 5, 6, 7]);
+        let cached = |fleet: &Fleet| fleet.estimate(0, 29, &whole).cached;
+        assert_eq!(cached(&fleet), Cached { device_tokens: 8, ..Cached::default() });
+        fleet.route(0, 70, 12, &chain(&[1, 2, 3]), &Estimate::default());
+        assert_eq!(cached(&fleet), Cached { device_tokens: 12, host_tokens: 8, host_blocks: 2 });
+        fleet.route(0, 71, 29, &whole, &Estimate::default());
+        fleet.settle(0, 70);
+        assert_eq!(cached(&fleet).device_tokens, 28, "two had the blocks, one still has");
+        assert_eq!(fleet.estimate(0, 28, &whole).cached.device_tokens, 27, "the last token is computed");
+        fleet.settle(0, 71);
+        fleet.settle(0, 71);
+        assert_eq!(cached(&fleet).device_tokens, 8);
+        assert_eq!(fleet.estimate(1, 29, &whole), Estimate::default(), "nobody");
+    }
+
+    #[test]
+    fn the_chain_of_a_prompt_is_the_workers_own_for_its_tenant() {
+        let prompt: Vec<u32> = (0..19).collect();
+        let mut hashes = Vec::new();
+        BlockHash::extend_chain(&mut hashes, BlockHash::root("a"), &prompt, 4);
+        let expected: Vec<u64> = hashes.iter().map(|hash| hash.short()).collect();
+        assert_eq!(Chain::of_prompt("a", &prompt, 4).blocks[..], expected[..]);
+        assert_ne!(Chain::of_prompt("b", &prompt, 4).blocks[..], expected[..]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_handed_over_counts_until_the_worker_has_accounted_for_it(
+            ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
+        ) {
+            let mut fleet = Fleet::default();
+            fleet.open(3, 4, 100);
+            // Handle and prefill of each submission sent, and whether it has ended.
+            let mut sent: Vec<(f64, bool)> = Vec::new();
+            let mut taken = 0;
+            for (op, pick, tokens) in ops {
+                match op {
+                    0 => {
+                        let chains = chain(&[u64::from(tokens % 7), u64::from(tokens % 5)]);
+                        let estimate = fleet.estimate(3, tokens, &chains);
+                        let handle = 100 + sent.len() as u64;
+                        fleet.route(3, handle, tokens, &chains, &estimate);
+                        sent.push((estimate.prefill(tokens), false));
+                    }
+                    1 if !sent.is_empty() => {
+                        let ended = pick.index(sent.len());
+                        sent[ended].1 = true;
+                        fleet.settle(3, 100 + ended as u64);
+                    }
+                    _ if !sent.is_empty() => {
+                        taken = taken.max(pick.index(sent.len() + 1));
+                        fleet.set_load(3, WorkerLoad::default(), taken as u64);
+                    }
+                    _ => {}
+                }
+                let expected: f64 = sent[taken..].iter().filter(|one| !one.1).map(|one| one.0).sum();
+                let estimate = fleet.estimate(3, 9, &[]);
+                prop_assert!((estimate.unseen - expected).abs() < 1e-9);
+            }
+            for handle in 0..sent.len() as u64 {
+                fleet.settle(3, 100 + handle);
+            }
+            let member = &fleet.members[&3];
+            prop_assert!(member.coming.is_empty() && member.routed.is_empty() && member.unseen.is_empty());
+        }
+    }
+}

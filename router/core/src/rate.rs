@@ -1,0 +1,139 @@
+use std::time::Duration;
+
+/// So many a minute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RateLimit {
+    /// How many a minute.
+    pub per_minute: u64,
+    /// Routers among which they are divided.
+    pub routers: u32,
+}
+
+/// How long a burst may run ahead of its rate.
+const BURST: Duration = Duration::from_secs(10);
+const MINUTE_NANOS: u128 = 60_000_000_000;
+
+impl RateLimit {
+    /// Time that `amount` takes at this rate.
+    fn span(self, amount: u64) -> u128 {
+        MINUTE_NANOS * u128::from(amount) * u128::from(self.routers.max(1))
+            / u128::from(self.per_minute.max(1))
+    }
+
+    /// What may come at once: ten seconds' worth, and always one.
+    fn burst(self) -> u128 {
+        BURST.as_nanos().max(self.span(1))
+    }
+}
+
+/// A rate limiter: the generic cell rate algorithm (ITU-T I.371), a leaky bucket that keeps nothing but the time at
+/// which it will be empty. Time is given as the time since some fixed moment.
+///
+/// What is larger than a burst is let through when the bucket is empty and paid for afterwards, so that nothing is too
+/// large for ever. The rate may change between calls.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Gcra {
+    /// When all that was taken will have been paid for, in nanoseconds.
+    paid_at: u128,
+}
+
+impl Gcra {
+    /// Whether `amount` may be taken now.
+    ///
+    /// # Errors
+    /// How long to wait until it may.
+    pub fn check(&self, limit: RateLimit, amount: u64, now: Duration) -> Result<(), Duration> {
+        let (now, burst) = (now.as_nanos(), limit.burst());
+        let after = self.paid_at.max(now) + limit.span(amount).min(burst);
+        match after.checked_sub(now + burst) {
+            None | Some(0) => Ok(()),
+            Some(over) => Err(Duration::from_nanos(u64::try_from(over).unwrap_or(u64::MAX))),
+        }
+    }
+
+    /// Takes `amount`, whether or not it may.
+    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) {
+        self.paid_at = self.paid_at.max(now.as_nanos()).saturating_add(limit.span(amount));
+    }
+
+    /// Gives back what was taken and not used.
+    pub fn refund(&mut self, limit: RateLimit, amount: u64) {
+        self.paid_at = self.paid_at.saturating_sub(limit.span(amount));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The oracle is the definition: over any window, no more passes than the rate's share of the window plus one
+        /// burst (and one item, where items are larger than a burst).
+        #[test]
+        fn over_any_window_no_more_passes_than_the_rate_and_one_burst(
+            per_minute in 1u64..10_000, routers in 1u32..5,
+            steps in prop::collection::vec((0u64..3_000, 1u64..50), 1..300)
+        ) {
+            let limit = RateLimit { per_minute, routers };
+            let mut bucket = Gcra::default();
+            let mut now = Duration::ZERO;
+            let mut taken: Vec<(Duration, u64)> = Vec::new();
+            for (pause_ms, amount) in steps {
+                now += Duration::from_millis(pause_ms);
+                match bucket.check(limit, amount, now) {
+                    Ok(()) => {
+                        bucket.take(limit, amount, now);
+                        taken.push((now, amount));
+                    }
+                    Err(wait) => {
+                        prop_assert!(!wait.is_zero());
+                        prop_assert_eq!(bucket.check(limit, amount, now + wait), Ok(()), "told the truth");
+                    }
+                }
+            }
+            let rate = per_minute as f64 / 60.0 / f64::from(routers);
+            let burst = (rate * 10.0).max(1.0);
+            for first in 0..taken.len() {
+                let mut sum = 0;
+                for (at, amount) in &taken[first..] {
+                    sum += amount;
+                    let allowed = rate * (*at - taken[first].0).as_secs_f64() + burst + 50.0;
+                    prop_assert!(sum as f64 <= allowed + 1e-3, "{sum} in {:?}", *at - taken[first].0);
+                }
+            }
+        }
+
+        #[test]
+        fn what_is_refunded_was_never_taken(amount in 1u64..1000, used in 0u64..1000) {
+            let limit = RateLimit { per_minute: 600, routers: 1 };
+            let used = used.min(amount);
+            let (mut refunded, mut exact) = (Gcra::default(), Gcra::default());
+            refunded.take(limit, amount, Duration::from_secs(1));
+            refunded.refund(limit, amount - used);
+            exact.take(limit, used, Duration::from_secs(1));
+            prop_assert_eq!(refunded, exact);
+        }
+    }
+
+    #[test]
+    fn two_routers_let_through_together_what_one_does_alone() {
+        let passed = |routers: u32| {
+            let limit = RateLimit { per_minute: 600, routers };
+            let mut buckets = vec![Gcra::default(); routers as usize];
+            let mut passed = 0;
+            for ms in 0..120_000 {
+                for bucket in &mut buckets {
+                    let now = Duration::from_millis(ms);
+                    if bucket.check(limit, 1, now).is_ok() {
+                        bucket.take(limit, 1, now);
+                        passed += 1;
+                    }
+                }
+            }
+            passed
+        };
+        let (one, two) = (passed(1), passed(2));
+        assert!((1_298..=1_301).contains(&one) && (1_298..=1_302).contains(&two), "{one} {two}");
+    }
+}

@@ -1,0 +1,69 @@
+use std::time::Duration;
+
+/// A token bucket over all resubmissions after losses: a burst at once, and a rate from then on. What it does not let
+/// through waits. So the loss of many workers costs those that are left no more than the rate in repeated prefill.
+///
+/// Time is the caller's, since any fixed moment; if it goes backwards, nothing is added.
+#[derive(Debug, Clone)]
+pub struct RetryBudget {
+    /// Resubmissions a second.
+    rate: u32,
+    /// Most resubmissions at once, in millionths.
+    burst: u64,
+    /// What is left, in millionths of a resubmission.
+    level: u64,
+    at: Duration,
+}
+
+impl RetryBudget {
+    const ONE: u64 = 1_000_000;
+
+    /// A full bucket. At least one resubmission fits.
+    pub fn new(rate: u32, burst: u32) -> Self {
+        let burst = u64::from(burst.max(1)) * Self::ONE;
+        Self { rate, burst, level: burst, at: Duration::ZERO }
+    }
+
+    /// Takes one resubmission out, if there is one.
+    pub fn take(&mut self, now: Duration) -> bool {
+        let passed = now.saturating_sub(self.at);
+        // Microseconds times resubmissions a second are millionths of a resubmission. What is left of a microsecond
+        // counts next time.
+        let micros = u64::try_from(passed.as_micros()).unwrap_or(u64::MAX);
+        self.at += Duration::from_micros(micros);
+        self.level = self.level.saturating_add(micros.saturating_mul(u64::from(self.rate))).min(self.burst);
+        let enough = self.level >= Self::ONE;
+        if enough {
+            self.level -= Self::ONE;
+        }
+        enough
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn in_no_window_more_pass_than_the_burst_and_the_rate_allow_and_waiting_always_helps(
+            rate in 1u32..1000, burst in 0u32..50,
+            steps in proptest::collection::vec((0u64..200_000, 1usize..20), 1..100)) {
+            let mut budget = RetryBudget::new(rate, burst);
+            let mut now = Duration::ZERO;
+            let mut taken: Vec<Duration> = Vec::new();
+            for (micros, tries) in steps {
+                now += Duration::from_micros(micros);
+                taken.extend((0..tries).filter(|_| budget.take(now)).map(|_| now));
+            }
+            for (first, from) in taken.iter().enumerate() {
+                let window = (now - *from).as_micros() as u64;
+                let most = u64::from(burst.max(1)) + window * u64::from(rate) / 1_000_000 + 1;
+                prop_assert!((taken.len() - first) as u64 <= most);
+            }
+            while budget.take(now) {}
+            prop_assert!(budget.take(now + Duration::from_micros(1_000_000u64.div_ceil(rate.into()))));
+        }
+    }
+}

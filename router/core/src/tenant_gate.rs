@@ -1,0 +1,230 @@
+use std::time::Duration;
+
+use crate::{Gcra, QueueLimits, RateLimit};
+use inflight_contract::Weight;
+
+/// What a tenant may do.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TenantLimits {
+    /// Its share relative to others.
+    pub weight: Weight,
+    /// The highest priority that its requests get.
+    pub priority_max: i32,
+    /// Requests a minute; `None` is no limit.
+    pub requests_per_minute: Option<u64>,
+    /// Tokens a minute, prompts and output together; `None` is no limit.
+    pub tokens_per_minute: Option<u64>,
+    /// Requests open at once, waiting and streaming; `None` is no limit.
+    pub concurrent_requests: Option<u32>,
+    /// Connections at once; `None` is no limit.
+    pub connections: Option<u32>,
+    /// What may wait.
+    pub queue: QueueLimits,
+}
+
+impl Default for TenantLimits {
+    fn default() -> Self {
+        Self {
+            weight: Weight::default(),
+            priority_max: i32::MAX,
+            requests_per_minute: None,
+            tokens_per_minute: None,
+            concurrent_requests: None,
+            connections: None,
+            queue: QueueLimits::NONE,
+        }
+    }
+}
+
+/// A limit of a tenant that a request would pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum OverLimit {
+    /// Too many requests a minute.
+    #[error("more than {per_minute} requests a minute")]
+    Requests {
+        /// The limit.
+        per_minute: u64,
+        /// When to come back.
+        wait: Duration,
+    },
+    /// Too many tokens a minute.
+    #[error("more than {per_minute} tokens a minute")]
+    Tokens {
+        /// The limit.
+        per_minute: u64,
+        /// When to come back.
+        wait: Duration,
+    },
+    /// Too many requests at once.
+    #[error("more than {limit} requests at once")]
+    Concurrent {
+        /// The limit.
+        limit: u32,
+    },
+    /// Too many connections at once.
+    #[error("more than {limit} connections at once")]
+    Connections {
+        /// The limit.
+        limit: u32,
+    },
+}
+
+impl OverLimit {
+    /// When to come back, where that is known.
+    pub fn wait(&self) -> Option<Duration> {
+        match self {
+            Self::Requests { wait, .. } | Self::Tokens { wait, .. } => Some(*wait),
+            Self::Concurrent { .. } | Self::Connections { .. } => None,
+        }
+    }
+
+    /// A stable name of the limit.
+    pub fn quota(&self) -> &'static str {
+        match self {
+            Self::Requests { .. } => "requests_per_minute",
+            Self::Tokens { .. } => "tokens_per_minute",
+            Self::Concurrent { .. } => "concurrent_requests",
+            Self::Connections { .. } => "connections",
+        }
+    }
+}
+
+/// What a tenant has used of its limits at one router. The limits come with each call, so that they may change.
+/// Rates and concurrent requests are divided by the number of routers, so that more routers do not raise them; each
+/// router lets at least one through.
+///
+/// Invariant: what enters leaves: `open` and `connections` count those that have not left yet.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TenantGate {
+    requests: Gcra,
+    tokens: Gcra,
+    open: u32,
+    connections: u32,
+}
+
+impl TenantGate {
+    /// A request comes. What is counted here is taken back by [`TenantGate::leave`].
+    ///
+    /// # Errors
+    /// [`OverLimit`]; nothing is counted then.
+    pub fn enter(&mut self, limits: &TenantLimits, routers: u32, now: Duration) -> Result<(), OverLimit> {
+        if let Some(limit) = limits.concurrent_requests
+            && self.open >= (limit / routers.max(1)).max(1)
+        {
+            return Err(OverLimit::Concurrent { limit });
+        }
+        if let Some(per_minute) = limits.requests_per_minute {
+            let rate = RateLimit { per_minute, routers };
+            self.requests.check(rate, 1, now).map_err(|wait| OverLimit::Requests { per_minute, wait })?;
+            self.requests.take(rate, 1, now);
+        }
+        self.open += 1;
+        Ok(())
+    }
+
+    /// A request has ended.
+    pub fn leave(&mut self) {
+        debug_assert!(self.open > 0, "more requests left than entered");
+        self.open = self.open.saturating_sub(1);
+    }
+
+    /// A request turns out to take up to `tokens`.
+    ///
+    /// # Errors
+    /// [`OverLimit::Tokens`]; nothing is counted then.
+    pub fn take_tokens(
+        &mut self,
+        limits: &TenantLimits,
+        routers: u32,
+        tokens: u64,
+        now: Duration,
+    ) -> Result<(), OverLimit> {
+        let Some(per_minute) = limits.tokens_per_minute else { return Ok(()) };
+        let rate = RateLimit { per_minute, routers };
+        self.tokens.check(rate, tokens, now).map_err(|wait| OverLimit::Tokens { per_minute, wait })?;
+        self.tokens.take(rate, tokens, now);
+        Ok(())
+    }
+
+    /// A request has used so many tokens less than it took.
+    pub fn return_tokens(&mut self, limits: &TenantLimits, routers: u32, tokens: u64) {
+        if let Some(per_minute) = limits.tokens_per_minute {
+            self.tokens.refund(RateLimit { per_minute, routers }, tokens);
+        }
+    }
+
+    /// A connection is used by the tenant for the first time.
+    ///
+    /// # Errors
+    /// [`OverLimit::Connections`]; nothing is counted then.
+    pub fn connect(&mut self, limits: &TenantLimits) -> Result<(), OverLimit> {
+        match limits.connections {
+            Some(limit) if self.connections >= limit => Err(OverLimit::Connections { limit }),
+            _ => {
+                self.connections += 1;
+                Ok(())
+            }
+        }
+    }
+
+    /// A connection of the tenant has ended.
+    pub fn disconnect(&mut self) {
+        debug_assert!(self.connections > 0, "more connections ended than began");
+        self.connections = self.connections.saturating_sub(1);
+    }
+
+    /// Requests open now.
+    pub fn open(&self) -> u32 {
+        self.open
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: TenantLimits = TenantLimits {
+        weight: Weight::ONE,
+        priority_max: 5,
+        requests_per_minute: Some(60),
+        tokens_per_minute: Some(6_000),
+        concurrent_requests: Some(4),
+        connections: Some(1),
+        queue: QueueLimits::NONE,
+    };
+
+    #[test]
+    fn each_limit_refuses_by_its_name_and_counts_nothing_then() {
+        let mut gate = TenantGate::default();
+        let at = Duration::from_secs;
+        for _ in 0..4 {
+            gate.enter(&LIMITS, 1, at(0)).unwrap();
+        }
+        assert_eq!(gate.enter(&LIMITS, 1, at(0)), Err(OverLimit::Concurrent { limit: 4 }));
+        gate.leave();
+        assert_eq!(
+            gate.enter(&LIMITS, 2, at(0)),
+            Err(OverLimit::Concurrent { limit: 4 }),
+            "half of it is two"
+        );
+        for _ in 0..6 {
+            gate.enter(&LIMITS, 1, at(0)).unwrap();
+            gate.leave();
+        }
+        let refused = gate.enter(&LIMITS, 1, at(0));
+        assert_eq!(refused, Err(OverLimit::Requests { per_minute: 60, wait: at(1) }));
+        assert_eq!(gate.open(), 3);
+        gate.enter(&LIMITS, 1, at(1)).unwrap();
+
+        gate.take_tokens(&LIMITS, 1, 1_000, at(1)).unwrap();
+        let refused = gate.take_tokens(&LIMITS, 1, 100, at(1));
+        assert_eq!(refused, Err(OverLimit::Tokens { per_minute: 6_000, wait: at(1) }));
+        gate.return_tokens(&LIMITS, 1, 900);
+        gate.take_tokens(&LIMITS, 1, 900, at(1)).unwrap();
+
+        gate.connect(&LIMITS).unwrap();
+        assert_eq!(gate.connect(&LIMITS), Err(OverLimit::Connections { limit: 1 }));
+        gate.disconnect();
+        gate.connect(&LIMITS).unwrap();
+    }
+}

@@ -1,0 +1,316 @@
+//! The fair queue against a sorted list, its bounds, and who makes room for whom.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use inflight_contract::{Tenant, TenantService, Weight};
+use inflight_router_core::{Arrival, FairPlace as Place, FairQueue, FairQueueOptions, QueueLimits};
+use proptest::prelude::*;
+
+type Queue = FairQueue<u8, u64>;
+
+const TENANTS: [&str; 4] = ["a", "b", "c", "d"];
+const SECOND: Duration = Duration::from_secs(1);
+
+fn arrival(tenant: &str, priority: i32, tokens: u64) -> Arrival<'_> {
+    Arrival { tenant, weight: Weight::default(), priority, tokens, bounds: QueueLimits::NONE }
+}
+
+fn roomy() -> FairQueueOptions {
+    FairQueueOptions {
+        limits: QueueLimits { requests: 1000, tokens: 1 << 40 },
+        ..FairQueueOptions::default()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Op {
+    Push { lane: u8, tenant: usize, priority: i32, tokens: u64 },
+    Take { lane: u8 },
+    Cancel { nth: usize },
+    PutBack { nth: usize },
+    End { nth: usize },
+    Charge { lane: u8, tenant: usize, cost: u64 },
+    Wait { seconds: u64 },
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let op = prop_oneof![
+        5 => (0..2u8, 0..4usize, -1..2i32, 1..50u64)
+            .prop_map(|(lane, tenant, priority, tokens)| Op::Push { lane, tenant, priority, tokens }),
+        4 => (0..2u8).prop_map(|lane| Op::Take { lane }),
+        1 => any::<usize>().prop_map(|nth| Op::Cancel { nth }),
+        1 => any::<usize>().prop_map(|nth| Op::PutBack { nth }),
+        2 => any::<usize>().prop_map(|nth| Op::End { nth }),
+        3 => (0..2u8, 0..4usize, 0..200u64).prop_map(|(lane, tenant, cost)| Op::Charge { lane, tenant, cost }),
+        1 => (0..40u64).prop_map(|seconds| Op::Wait { seconds }),
+    ];
+    proptest::collection::vec(op, 0..300)
+}
+
+/// A request in the naive model.
+#[derive(Debug, Clone, Copy)]
+struct Naive {
+    lane: u8,
+    tenant: usize,
+    fresh: bool,
+    priority: i32,
+    tokens: u64,
+    number: u64,
+    queued: u64,
+    place: Place<u8>,
+}
+
+const WAIT_MAX: u64 = 100;
+const AGED_PER_SECOND: u64 = 3;
+const AGED_MAX: u64 = 60;
+
+/// The definition of the order: a tenant's own next, then the tenants against each other.
+fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -> Option<usize> {
+    let overdue = |r: &Naive| now - r.queued > WAIT_MAX;
+    let mut heads = Vec::new();
+    for tenant in 0..TENANTS.len() {
+        let own = (0..waiting.len()).filter(|i| waiting[*i].lane == lane && waiting[*i].tenant == tenant);
+        let own: Vec<usize> = own.collect();
+        let rank = |i: &usize| (waiting[*i].fresh, -waiting[*i].priority, waiting[*i].number);
+        let Some(first) = own.iter().copied().min_by_key(rank) else { continue };
+        let oldest = own.iter().copied().min_by_key(|i| waiting[*i].number).unwrap();
+        heads.push(if waiting[first].fresh && overdue(&waiting[oldest]) { oldest } else { first });
+    }
+    heads.into_iter().min_by(|a, b| {
+        let key = |i: &usize| {
+            let r = &waiting[*i];
+            let aged = ((now - r.queued) * AGED_PER_SECOND).min(AGED_MAX) as f64;
+            let priority = if overdue(r) { i64::from(i32::MAX) } else { i64::from(r.priority) };
+            (r.fresh, -priority, service(r.tenant) - aged, r.number)
+        };
+        key(a).partial_cmp(&key(b)).unwrap()
+    })
+}
+
+/// The oracle's own counters: one domain for each lane.
+struct Counters {
+    services: Vec<TenantService>,
+    handles: BTreeMap<(u8, usize), Tenant>,
+    pending: BTreeMap<(u8, usize), u64>,
+}
+
+impl Counters {
+    fn owed(&self, lane: u8, tenant: usize) -> f64 {
+        let handle = self.handles.get(&(lane, tenant));
+        let service = handle.map_or(0.0, |handle| self.services[lane as usize].service(*handle).tokens());
+        service + self.pending.get(&(lane, tenant)).copied().unwrap_or(0) as f64
+    }
+
+    fn of(&mut self, r: &Naive) -> (&mut TenantService, Tenant) {
+        (&mut self.services[r.lane as usize], self.handles[&(r.lane, r.tenant)])
+    }
+
+    fn settle(&mut self, r: &Naive) {
+        *self.pending.get_mut(&(r.lane, r.tenant)).unwrap() -= r.tokens;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_a_sorted_list_under_any_interleaving(ops in ops()) {
+        let options = FairQueueOptions {
+            wait_max: Duration::from_secs(WAIT_MAX),
+            aged_tokens_per_second: AGED_PER_SECOND as f64,
+            aged_tokens_max: AGED_MAX as f64,
+            ..roomy()
+        };
+        let mut queue = Queue::new(options);
+        let (mut now, mut number) = (0, 0);
+        let mut waiting: Vec<Naive> = Vec::new();
+        let mut taken: Vec<Naive> = Vec::new();
+        let services = vec![TenantService::new(options.cost, 100); 2];
+        let mut counters = Counters { services, handles: BTreeMap::new(), pending: BTreeMap::new() };
+        for op in ops {
+            let at = Duration::from_secs(now);
+            match op {
+                Op::Push { lane, tenant, priority, tokens } => {
+                    let asked = arrival(TENANTS[tenant], priority, tokens);
+                    let admitted = queue.push(lane, asked, at, number).unwrap();
+                    prop_assert!(admitted.displaced.is_empty());
+                    let handle = counters.services[lane as usize].arrive(TENANTS[tenant], Weight::default());
+                    counters.handles.insert((lane, tenant), handle);
+                    let place = admitted.place;
+                    waiting.push(Naive { lane, tenant, fresh: true, priority, tokens, number, queued: now, place });
+                    number += 1;
+                }
+                Op::Take { lane } => {
+                    let expected = next(&waiting, lane, now, |t| counters.owed(lane, t)).map(|i| waiting[i]);
+                    prop_assert_eq!(queue.head(lane, at), expected.map(|r| r.place));
+                    let Some(expected) = expected else { continue };
+                    let order = counters.owed(lane, expected.tenant);
+                    let got = queue.take(&expected.place, expected.tokens).unwrap();
+                    prop_assert_eq!((got.item, got.order.tokens()), (expected.number, order));
+                    let (service, handle) = counters.of(&expected);
+                    service.start(handle);
+                    *counters.pending.entry((lane, expected.tenant)).or_insert(0) += expected.tokens;
+                    waiting.retain(|r| r.number != expected.number);
+                    taken.push(expected);
+                }
+                Op::Cancel { nth } => if !waiting.is_empty() {
+                    let gone = waiting.remove(nth % waiting.len());
+                    prop_assert_eq!(queue.remove(&gone.place), Some(gone.number));
+                    prop_assert_eq!(queue.remove(&gone.place), None, "a second cancel finds nothing");
+                    let (service, handle) = counters.of(&gone);
+                    service.start(handle);
+                    service.depart(handle);
+                },
+                Op::PutBack { nth } => if !taken.is_empty() {
+                    let mut back = taken.remove(nth % taken.len());
+                    queue.settle(&back.place, back.tokens);
+                    counters.settle(&back);
+                    back.place = queue.put_back(&back.place, TENANTS[back.tenant], back.tokens, at, back.number);
+                    (back.fresh, back.queued) = (false, now);
+                    let (service, handle) = counters.of(&back);
+                    service.wait(handle);
+                    waiting.push(back);
+                },
+                Op::End { nth } => if !taken.is_empty() {
+                    let ended = taken.remove(nth % taken.len());
+                    queue.settle(&ended.place, ended.tokens);
+                    counters.settle(&ended);
+                    queue.depart(&ended.place);
+                    let (service, handle) = counters.of(&ended);
+                    service.depart(handle);
+                },
+                Op::Charge { lane, tenant, cost } => {
+                    queue.open_lane(lane);
+                    queue.charge(lane, TENANTS[tenant], cost);
+                    counters.services[lane as usize].charge_elsewhere(TENANTS[tenant], cost);
+                }
+                Op::Wait { seconds } => now += seconds,
+            }
+            prop_assert_eq!(queue.len(), waiting.len());
+            prop_assert_eq!(queue.tokens(), waiting.iter().map(|r| r.tokens).sum::<u64>());
+            let holds: BTreeMap<_, _> =
+                queue.holds().map(|(name, hold)| (name.to_owned(), hold.requests)).collect();
+            for (tenant, name) in TENANTS.iter().enumerate() {
+                let own = waiting.iter().filter(|r| r.tenant == tenant).count();
+                prop_assert_eq!(holds.get(*name).copied().unwrap_or(0), own);
+            }
+        }
+    }
+
+    /// Over its bounds the queue stays within them, takes an arrival only in the place of what is less important or
+    /// of a tenant that holds more, and is unchanged where it refuses.
+    #[test]
+    fn over_the_bounds_room_is_made_only_by_the_less_important_or_those_who_hold_more(
+        arrivals in proptest::collection::vec((0..4usize, -2..3i32, 1..40u64), 1..120),
+        routers in 1u32..3
+    ) {
+        let limits = QueueLimits { requests: 20, tokens: 400 };
+        let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
+        queue.set_routers(routers);
+        let weights = [1.0, 1.0, 2.0, 4.0f32];
+        type Waiting = BTreeMap<u64, (usize, i32, u64)>;
+        let mut waiting = Waiting::new();
+        for (number, (tenant, priority, tokens)) in arrivals.into_iter().enumerate() {
+            let number = number as u64;
+            let share = |waiting: &Waiting, tenant: usize| {
+                let held: u64 = waiting.values().filter(|r| r.0 == tenant).map(|r| r.2).sum();
+                held as f64 / f64::from(weights[tenant])
+            };
+            let bounds = limits.divided(routers);
+            let own_after = share(&waiting, tenant) + tokens as f64 / f64::from(weights[tenant]);
+            let weight = Weight::try_from(weights[tenant]).unwrap();
+            let asked = Arrival { weight, ..arrival(TENANTS[tenant], priority, tokens) };
+            match queue.push(0, asked, Duration::ZERO, number) {
+                Ok(admitted) => {
+                    for gone in admitted.displaced {
+                        let (other, theirs, tokens) = waiting[&gone];
+                        let left = share(&waiting, other) - tokens as f64 / f64::from(weights[other]);
+                        prop_assert!(
+                            theirs < priority || (theirs == priority && other != tenant && left >= own_after - 1e-9),
+                            "{gone} of {other} at {theirs} gave way to {tenant} at {priority}"
+                        );
+                        prop_assert!(waiting.values().all(|r| r.1 >= theirs), "the least important goes first");
+                        waiting.remove(&gone);
+                    }
+                    waiting.insert(number, (tenant, priority, tokens));
+                }
+                Err(_) => {
+                    // Then even all that is less important would not have been enough.
+                    let rest: Vec<_> = waiting.values().filter(|r| r.1 >= priority).collect();
+                    let left: u64 = rest.iter().map(|r| r.2).sum();
+                    prop_assert!(rest.len() >= bounds.requests || left + tokens > bounds.tokens);
+                }
+            }
+            prop_assert_eq!(queue.len(), waiting.len());
+            prop_assert_eq!(queue.tokens(), waiting.values().map(|r| r.2).sum::<u64>());
+            prop_assert!(queue.len() <= bounds.requests);
+            prop_assert!(queue.tokens() <= bounds.tokens || queue.len() == 1);
+        }
+    }
+
+    /// A head that fits nowhere is overtaken a bounded number of times, then waits alone for its room.
+    #[test]
+    fn a_request_that_fits_nowhere_is_overtaken_and_not_for_ever(
+        others in proptest::collection::vec((0..4usize, -1..2i32), 1..60), overtakes_max in 0u32..20
+    ) {
+        let mut queue = Queue::new(FairQueueOptions { overtakes_max, ..roomy() });
+        let large = queue.push(0, arrival("large", 1, 1_000), Duration::ZERO, 0).unwrap().place;
+        for (number, (tenant, priority)) in others.iter().enumerate() {
+            let small = arrival(TENANTS[*tenant], *priority, 1);
+            queue.push(0, small, Duration::ZERO, number as u64 + 1).unwrap();
+        }
+        let mut overtakes = 0;
+        loop {
+            let head = queue.head(0, SECOND).unwrap();
+            if head != large {
+                queue.take(&head, 1).unwrap();
+                continue;
+            }
+            let behind = queue.behind(&head, SECOND);
+            let Some(next) = behind.first() else { break };
+            prop_assert!(!behind.contains(&large));
+            queue.take(next, 1).unwrap();
+            queue.overtake(&head);
+            overtakes += 1;
+        }
+        prop_assert!(overtakes <= overtakes_max);
+        prop_assert!(queue.len() == 1 || overtakes == overtakes_max);
+        prop_assert_eq!(queue.head(0, SECOND), Some(large));
+    }
+}
+
+#[test]
+fn a_tenants_own_bound_is_its_own_and_its_important_requests_take_the_place_of_its_others() {
+    let mut queue = Queue::new(roomy());
+    let bounds = QueueLimits { requests: 2, tokens: 100 };
+    let ask = |priority, tokens| Arrival { bounds, ..arrival("a", priority, tokens) };
+    queue.push(0, ask(0, 10), SECOND, 0).unwrap();
+    queue.push(0, ask(0, 10), SECOND, 1).unwrap();
+    let full = queue.push(0, ask(0, 10), SECOND, 2).unwrap_err();
+    assert_eq!((full.tenant.as_deref(), full.quota()), (Some("a"), "tenant_queue_requests"));
+    queue.push(0, arrival("b", 0, 10), SECOND, 3).unwrap();
+    let admitted = queue.push(0, ask(1, 10), SECOND, 4).unwrap();
+    assert_eq!(admitted.displaced, [1], "the latest of its own that are less important");
+    let full = queue.push(0, ask(2, 95), SECOND, 5).unwrap();
+    assert_eq!(full.displaced, [0, 4]);
+    assert_eq!(queue.push(0, ask(2, 95), SECOND, 6).unwrap_err().quota(), "tenant_queue_tokens");
+}
+
+#[test]
+fn what_was_put_back_is_never_displaced_and_goes_first() {
+    let limits = QueueLimits { requests: 1, tokens: 100 };
+    let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
+    let place = queue.push(0, arrival("a", -5, 10), SECOND, 0).unwrap().place;
+    let taken = queue.take(&place, 10).unwrap();
+    queue.settle(&place, 10);
+    queue.push(0, arrival("b", 5, 10), SECOND, 1).unwrap();
+    let back = queue.put_back(&place, "a", 10, SECOND, taken.item);
+    assert_eq!(queue.len(), 2);
+    assert!(queue.push(0, arrival("c", 5, 10), SECOND, 2).is_err());
+    let displacing = queue.push(0, arrival("c", 100, 10), SECOND, 3);
+    assert!(displacing.is_err(), "even without b, a is there");
+    assert_eq!(queue.head(0, SECOND), Some(back));
+}

@@ -1,0 +1,290 @@
+//! Fairness over several routers and workers: real fair queues, and workers reduced to what matters here, namely slots,
+//! tokens made one step at a time, and counters of service that are told to every router.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
+use inflight_router_core::{Arrival, FairPlace as Place, FairQueue, FairQueueOptions, QueueLimits};
+use proptest::prelude::*;
+
+const STEP: Duration = Duration::from_millis(10);
+
+#[derive(Debug, Clone, Copy)]
+struct Ask {
+    tenant: usize,
+    prompt: u32,
+    output: u32,
+}
+
+/// A request at a worker.
+struct Running {
+    router: usize,
+    place: Place<u8>,
+    ask: Ask,
+    /// Its turn, as the router gave it.
+    order: Service,
+    provisional: u64,
+    made: u32,
+}
+
+struct Worker {
+    incarnation: String,
+    slots: usize,
+    /// Per router, what may wait here beyond a share of the slots.
+    waiting: Vec<Running>,
+    running: Vec<Running>,
+    charged: BTreeMap<usize, u64>,
+    begun: Service,
+}
+
+struct Router {
+    queue: FairQueue<u8, Ask>,
+    table: ServiceTable,
+}
+
+struct Cluster {
+    weights: Vec<f32>,
+    routers: Vec<Router>,
+    workers: Vec<Worker>,
+    now: Duration,
+    cost: TokenCost,
+}
+
+fn name(tenant: usize) -> String {
+    format!("tenant-{tenant}")
+}
+
+impl Cluster {
+    fn new(weights: &[f32], routers: usize, workers: usize, slots: usize) -> Self {
+        let limits = QueueLimits { requests: 1 << 20, tokens: 1 << 40 };
+        let options = FairQueueOptions { limits, ..FairQueueOptions::default() };
+        let router = |_| Router { queue: FairQueue::new(options), table: ServiceTable::new(100, 1000) };
+        let worker = |number: usize| Worker {
+            incarnation: number.to_string(),
+            slots,
+            waiting: Vec::new(),
+            running: Vec::new(),
+            charged: BTreeMap::new(),
+            begun: Service::default(),
+        };
+        let mut routers: Vec<Router> = (0..routers).map(router).collect();
+        routers.iter_mut().for_each(|router| router.queue.open_lane(0));
+        Self {
+            weights: weights.to_vec(),
+            routers,
+            workers: (0..workers).map(worker).collect(),
+            now: Duration::ZERO,
+            cost: TokenCost::default(),
+        }
+    }
+
+    fn send(&mut self, router: usize, ask: Ask) {
+        let name = name(ask.tenant);
+        let arrival = Arrival {
+            tenant: &name,
+            weight: Weight::try_from(self.weights[ask.tenant]).unwrap(),
+            priority: 0,
+            tokens: u64::from(ask.prompt + ask.output),
+            bounds: QueueLimits::NONE,
+        };
+        self.routers[router].queue.push(0, arrival, self.now, ask).unwrap();
+    }
+
+    /// Cumulative service of a tenant, in tokens of weight 1 over its weight.
+    fn service(&self, tenant: usize) -> f64 {
+        let cost: u64 = self.workers.iter().filter_map(|worker| worker.charged.get(&tenant)).sum();
+        cost as f64 / f64::from(self.weights[tenant])
+    }
+
+    /// One step of every worker; what it charged is told to all routers.
+    fn step(&mut self) {
+        self.now += STEP;
+        self.dispatch();
+        for worker in &mut self.workers {
+            // The waiting queue is in the order that the routers gave.
+            worker.waiting.sort_by_key(|request| request.order);
+            while worker.running.len() < worker.slots && !worker.waiting.is_empty() {
+                let request = worker.waiting.remove(0);
+                worker.begun = worker.begun.max(request.order);
+                *worker.charged.entry(request.ask.tenant).or_insert(0) += self.cost.of(request.ask.prompt, 0);
+                let router = &mut self.routers[request.router];
+                router.queue.settle(&request.place, request.provisional);
+                worker.running.push(request);
+            }
+            let routers = &mut self.routers;
+            let (charged, cost) = (&mut worker.charged, self.cost);
+            worker.running.retain_mut(|request| {
+                request.made += 1;
+                *charged.entry(request.ask.tenant).or_insert(0) += cost.of(0, 1);
+                let over = request.made == request.ask.output;
+                if over {
+                    routers[request.router].queue.depart(&request.place);
+                }
+                !over
+            });
+        }
+        for router in &mut self.routers {
+            for worker in &self.workers {
+                for (tenant, cost) in &worker.charged {
+                    let grown = router.table.merge(&worker.incarnation, &name(*tenant), *cost);
+                    router.queue.charge(0, &name(*tenant), grown);
+                }
+                router.queue.begun(0, worker.begun);
+            }
+        }
+    }
+
+    /// Grants divide each worker's room equally; a router hands over what is within its own.
+    fn dispatch(&mut self) {
+        let routers = self.routers.len();
+        for at in 0..routers {
+            let now = self.now;
+            while let Some(head) = self.routers[at].queue.head(0, now) {
+                let queue_ahead = 1;
+                let room = |worker: &Worker| {
+                    let held: usize = worker.waiting.len() + worker.running.len();
+                    let own = worker.waiting.iter().filter(|request| request.router == at).count();
+                    held < worker.slots + queue_ahead * routers && own < queue_ahead
+                };
+                let load = |worker: &Worker| worker.waiting.len() + worker.running.len();
+                let open = self.workers.iter_mut().filter(|worker| room(worker));
+                let Some(worker) = open.min_by_key(|worker| load(worker)) else { break };
+                let prompt = self.routers[at].queue.get(&head).unwrap().prompt;
+                let provisional = self.cost.of(prompt, 0);
+                let taken = self.routers[at].queue.take(&head, provisional).unwrap();
+                worker.waiting.push(Running {
+                    router: at,
+                    place: head,
+                    ask: taken.item,
+                    order: taken.order,
+                    provisional,
+                    made: 0,
+                });
+            }
+        }
+    }
+
+    fn waiting(&self, tenant: usize) -> usize {
+        let of = |router: &Router| {
+            router
+                .queue
+                .holds()
+                .find(|(known, _)| *known == name(tenant))
+                .map_or(0, |(_, hold)| hold.requests)
+        };
+        self.routers.iter().map(of).sum()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The design's bound at every instant: |W_f/w_f - W_g/w_g| ≤ 2 max(w_in L_in, w_out M) / min(w_f, w_g), with M the
+    /// most tokens held at once. One router, so that both tenants wait in one queue all the time.
+    #[test]
+    fn two_backlogged_tenants_stay_within_the_bound_at_every_instant(
+        weights in (0.5f32..4.0, 0.5f32..4.0), workers in 1usize..4, slots in 1usize..6,
+        sizes in proptest::collection::vec((1u32..60, 1u32..60), 60..200)
+    ) {
+        let mut cluster = Cluster::new(&[weights.0, weights.1], 1, workers, slots);
+        for (number, (prompt, output)) in sizes.iter().enumerate() {
+            cluster.send(0, Ask { tenant: number % 2, prompt: *prompt, output: *output });
+        }
+        let input: u32 = 60;
+        let held = (workers * (slots + 1)) as u32 * 120;
+        let bound = 2.0 * f64::from(input.max(2 * held)) / f64::from(weights.0.min(weights.1));
+        while cluster.waiting(0) > 0 && cluster.waiting(1) > 0 {
+            cluster.step();
+            let gap = (cluster.service(0) - cluster.service(1)).abs();
+            prop_assert!(gap <= bound, "gap {gap} over {bound} at {:?}", cluster.now);
+        }
+    }
+}
+
+/// A linear congruential generator: any sequence will do, as long as it is the same each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) % bound) as u32
+    }
+
+    fn ask(&mut self, tenant: usize) -> Ask {
+        Ask { tenant, prompt: 1 + self.below(200), output: 1 + self.below(100) }
+    }
+}
+
+/// For `steps`, keeps so many requests of each tenant waiting at each router; the service that each tenant got, by its
+/// weight undivided.
+fn shares(cluster: &mut Cluster, steps: u32, wanted: &[&[usize]], seed: u64) -> Vec<f64> {
+    let tenants = 0..wanted[0].len();
+    let cost =
+        |cluster: &Cluster, tenant: usize| cluster.service(tenant) * f64::from(cluster.weights[tenant]);
+    let before: Vec<f64> = tenants.clone().map(|tenant| cost(cluster, tenant)).collect();
+    let mut random = Random(seed);
+    for _ in 0..steps {
+        for (router, wanted) in wanted.iter().enumerate() {
+            for (tenant, wanted) in wanted.iter().enumerate() {
+                let held = cluster.routers[router].queue.holds().find(|(known, _)| *known == name(tenant));
+                for _ in held.map_or(0, |(_, hold)| hold.requests)..*wanted {
+                    cluster.send(router, random.ask(tenant));
+                }
+            }
+        }
+        cluster.step();
+    }
+    tenants.map(|tenant| cost(cluster, tenant) - before[tenant]).collect()
+}
+
+#[test]
+fn two_routers_and_four_workers_give_tenants_at_one_to_three_one_to_three() {
+    for seed in 0..5 {
+        let mut cluster = Cluster::new(&[1.0, 3.0], 2, 4, 8);
+        let got = shares(&mut cluster, 20_000, &[&[8, 8], &[8, 8]], seed);
+        let ratio = got[1] / got[0];
+        println!("seed {seed}: 1 to {ratio:.4}");
+        assert!((2.85..=3.15).contains(&ratio), "seed {seed}: {ratio}");
+    }
+}
+
+#[test]
+fn a_tenant_with_a_hundred_times_the_requests_gains_nothing() {
+    for seed in 0..3 {
+        let mut cluster = Cluster::new(&[1.0, 1.0], 2, 4, 8);
+        let got = shares(&mut cluster, 10_000, &[&[8, 800], &[8, 800]], seed);
+        let ratio = got[1] / got[0];
+        println!("seed {seed}: 1 to {ratio:.4}");
+        assert!((0.95..=1.05).contains(&ratio), "seed {seed}: {ratio}");
+    }
+}
+
+#[test]
+fn tenants_that_each_come_by_a_router_of_their_own_share_by_weight_too() {
+    for seed in 0..3 {
+        let mut cluster = Cluster::new(&[1.0, 3.0], 2, 4, 8);
+        let got = shares(&mut cluster, 20_000, &[&[8, 0], &[0, 8]], seed);
+        let ratio = got[1] / got[0];
+        println!("seed {seed}: 1 to {ratio:.4}");
+        assert!((2.7..=3.3).contains(&ratio), "seed {seed}: {ratio}");
+    }
+}
+
+#[test]
+fn a_new_router_learns_from_any_worker_and_gives_a_late_tenant_no_credit() {
+    let mut cluster = Cluster::new(&[1.0, 1.0, 1.0], 1, 2, 4);
+    shares(&mut cluster, 3_000, &[&[4, 4, 0]], 1);
+    // A second router starts, told all by the workers as in each step; a third tenant comes by it alone.
+    let limits = QueueLimits { requests: 1 << 20, tokens: 1 << 40 };
+    let options = FairQueueOptions { limits, ..FairQueueOptions::default() };
+    let mut late = Router { queue: FairQueue::new(options), table: ServiceTable::new(100, 1000) };
+    late.queue.open_lane(0);
+    cluster.routers.push(late);
+    cluster.step();
+    let got = shares(&mut cluster, 12_000, &[&[4, 4, 0], &[4, 4, 4]], 2);
+    let mean = got.iter().sum::<f64>() / 3.0;
+    assert!(got.iter().all(|share| (share / mean - 1.0).abs() < 0.07), "{got:?}");
+}

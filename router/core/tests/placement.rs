@@ -1,0 +1,281 @@
+//! What every placement promises, whatever it prefers.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use inflight_router_core::{
+    Ask, Cached, Candidate, Chain, CostCoefficients, Credits, Estimate, Fleet, Ledger, PlacementKind, Placer,
+    Standing, WorkerLoad,
+};
+use proptest::prelude::*;
+
+fn placer(kind: PlacementKind, seed: u64) -> Placer {
+    Placer::new(kind.build(seed))
+}
+
+fn credits(most: u32) -> impl Strategy<Value = Credits> {
+    (0..=most, 0..=most).prop_map(|(sequences, blocks)| Credits { sequences, blocks })
+}
+
+/// What a worker may say, nonsense included.
+fn number() -> impl Strategy<Value = f64> {
+    prop_oneof![
+        8 => 0.0..10.0f64,
+        1 => prop_oneof![Just(f64::NAN), Just(f64::INFINITY), Just(-1.0), Just(1e300), Just(-0.0)],
+    ]
+}
+
+fn estimate() -> impl Strategy<Value = Estimate> {
+    let cached = (0u32..5000, 0u32..500, 0u32..50);
+    (cached, prop::array::uniform7(number()), (number(), number(), number()), 0.0..5.0f64).prop_map(
+        |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unseen)| Estimate {
+            cached: Cached { device_tokens, host_tokens, host_blocks },
+            cost: CostCoefficients::new(cost),
+            load: WorkerLoad::new(ahead, stretch, step),
+            unseen,
+        },
+    )
+}
+
+fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+    let standing = prop_oneof![
+        3 => Just(Standing::Serving),
+        1 => Just(Standing::Unfit),
+        1 => Just(Standing::Draining),
+        1 => Just(Standing::Ejected),
+    ];
+    let avoid = prop::bool::weighted(0.3);
+    let one = (0usize..40, standing, credits(20), credits(20), credits(4), avoid, estimate());
+    prop::collection::vec(one, 0..9).prop_map(|ones| {
+        let by_worker: BTreeMap<usize, Candidate> = ones
+            .into_iter()
+            .map(|(worker, standing, grant, used, need, avoid, estimate)| {
+                (worker, Candidate { worker, standing, grant, used, need, avoid, estimate })
+            })
+            .collect();
+        by_worker.into_values().collect()
+    })
+}
+
+fn ask() -> impl Strategy<Value = Ask> {
+    (0u32..6000, 0u32..500).prop_map(|(prompt_tokens, output_tokens)| Ask { prompt_tokens, output_tokens })
+}
+
+proptest! {
+    #[test]
+    fn only_a_worker_that_may_have_the_request_is_chosen_and_one_is_wherever_there_is_one(
+        rounds in prop::collection::vec((ask(), candidates()), 1..8), seed in any::<u64>()
+    ) {
+        for kind in PlacementKind::ALL {
+            let mut placer = placer(kind, seed);
+            for (ask, candidates) in &rounds {
+                let serving = |c: &&Candidate| c.standing == Standing::Serving;
+                let others = candidates.iter().filter(serving).any(|c| !c.avoid);
+                let may = |c: &&Candidate| serving(c) && c.has_room() && !(others && c.avoid);
+                match placer.choose(ask, candidates) {
+                    Some(worker) => {
+                        let chosen = candidates.iter().find(|c| c.worker == worker);
+                        prop_assert!(chosen.as_ref().is_some_and(may), "{kind} chose {chosen:?}");
+                    }
+                    None => prop_assert!(!candidates.iter().any(|c| may(&c)), "{kind} chose nobody"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn equal_questions_and_seeds_get_equal_answers_in_whatever_order_the_workers_come(
+        rounds in prop::collection::vec((ask(), candidates()), 1..12), seed in any::<u64>()
+    ) {
+        for kind in PlacementKind::ALL {
+            let (mut one, mut other) = (placer(kind, seed), placer(kind, seed));
+            for (ask, candidates) in &rounds {
+                let reversed: Vec<Candidate> = candidates.iter().rev().copied().collect();
+                prop_assert_eq!(one.choose(ask, candidates), other.choose(ask, &reversed), "{}", kind);
+            }
+        }
+    }
+
+    #[test]
+    fn a_worker_that_failed_the_request_gets_it_again_only_if_it_is_the_last_one(
+        (ask, mut candidates) in (ask(), candidates()), seed in any::<u64>(), dead in any::<prop::sample::Index>()
+    ) {
+        prop_assume!(!candidates.is_empty());
+        let dead = dead.index(candidates.len());
+        candidates.iter_mut().enumerate().for_each(|(place, c)| c.avoid = place == dead);
+        let serving = candidates.iter().filter(|c| c.standing == Standing::Serving).count();
+        for kind in PlacementKind::ALL {
+            let chosen = placer(kind, seed).choose(&ask, &candidates);
+            prop_assert!(chosen != Some(candidates[dead].worker) || serving == 1, "{kind}");
+        }
+    }
+
+    #[test]
+    fn no_worker_starves_while_others_are_busy_and_none_has_a_prefix(
+        workers in 1usize..9, slots in 4u32..40, seed in any::<u64>(), prompt in 1u32..4000
+    ) {
+        let ask = Ask { prompt_tokens: prompt, output_tokens: 64 };
+        for kind in PlacementKind::ALL {
+            let mut cluster = Cluster::new(kind, seed, workers, slots);
+            // About half of the capacity is in use at any time; the oldest ends first.
+            let most = (workers as u32 * slots).div_ceil(2).max(1) as usize;
+            for _ in 0..400 {
+                prop_assert!(cluster.place(&ask).is_some());
+                while cluster.running.len() > most {
+                    cluster.end_oldest();
+                }
+            }
+            prop_assert!(cluster.placed.iter().all(|count| *count > 0), "{kind}: {:?}", cluster.placed);
+        }
+    }
+
+    #[test]
+    fn a_burst_is_spread_evenly_also_by_two_routers_that_do_not_talk(
+        workers in 2usize..9, seeds in any::<[u64; 2]>(), prompt in 100u32..4000
+    ) {
+        let ask = Ask { prompt_tokens: prompt, output_tokens: 64 };
+        // Forty requests for each worker and router arrive before any worker says a word.
+        for kind in [PlacementKind::RoundRobin, PlacementKind::LeastLoaded, PlacementKind::Cost] {
+            let mut total = vec![0u32; workers];
+            for seed in seeds {
+                let mut cluster = Cluster::new(kind, seed, workers, 1000);
+                for _ in 0..40 * workers {
+                    prop_assert!(cluster.place(&ask).is_some());
+                }
+                total.iter_mut().zip(&cluster.placed).for_each(|(sum, count)| *sum += count);
+            }
+            let most = f64::from(*total.iter().max().unwrap());
+            prop_assert!(most / 80.0 <= 1.05, "{kind}: {total:?}");
+        }
+    }
+}
+
+/// Workers of one size, as a router sees them: its own ledgers and fleet, and no word from anybody.
+struct Cluster {
+    placer: Placer,
+    fleet: Fleet,
+    ledgers: Vec<Ledger>,
+    placed: Vec<u32>,
+    running: VecDeque<(usize, u64)>,
+    next: u64,
+}
+
+impl Cluster {
+    fn new(kind: PlacementKind, seed: u64, workers: usize, slots: u32) -> Self {
+        let mut fleet = Fleet::default();
+        let mut ledgers: Vec<Ledger> = (0..workers).map(|_| Ledger::default()).collect();
+        for (worker, ledger) in ledgers.iter_mut().enumerate() {
+            fleet.open(worker, 16, 1000);
+            ledger.set_grant(Credits { sequences: slots, blocks: slots * 1000 });
+        }
+        let placed = vec![0; workers];
+        Self { placer: placer(kind, seed), fleet, ledgers, placed, running: VecDeque::new(), next: 0 }
+    }
+
+    fn place(&mut self, ask: &Ask) -> Option<usize> {
+        // Each prompt is its own.
+        let chains = [Chain::of_names([self.next << 20], 16)];
+        let need = Credits { sequences: 1, blocks: 10 };
+        let candidates: Vec<Candidate> = self
+            .ledgers
+            .iter()
+            .enumerate()
+            .map(|(worker, ledger)| Candidate {
+                worker,
+                grant: ledger.grant(),
+                used: ledger.used(),
+                need,
+                estimate: self.fleet.estimate(worker, ask.prompt_tokens, &chains),
+                ..Candidate::default()
+            })
+            .collect();
+        let worker = self.placer.choose(ask, &candidates)?;
+        let submission = self.next;
+        self.next += 1;
+        self.fleet.route(worker, submission, ask.prompt_tokens, &chains, &candidates[worker].estimate);
+        self.ledgers[worker].charge(submission, 1, need.blocks);
+        self.placed[worker] += 1;
+        self.running.push_back((worker, submission));
+        Some(worker)
+    }
+
+    fn end_oldest(&mut self) {
+        if let Some((worker, submission)) = self.running.pop_front() {
+            self.ledgers[worker].settle(submission, 0);
+            self.fleet.settle(worker, submission);
+        }
+    }
+}
+
+#[test]
+fn a_request_larger_than_every_grant_starts_on_an_idle_session_alone() {
+    for kind in PlacementKind::ALL {
+        let mut placer = placer(kind, 7);
+        let ask = Ask { prompt_tokens: 9000, output_tokens: 1 };
+        let large = Candidate {
+            grant: Credits { sequences: 8, blocks: 100 },
+            need: Credits { sequences: 16, blocks: 900 },
+            ..Candidate::default()
+        };
+        assert_eq!(placer.choose(&ask, &[large]), Some(0));
+        let busy = Candidate { used: Credits { sequences: 1, blocks: 1 }, ..large };
+        assert_eq!(placer.choose(&ask, &[busy]), None);
+        assert_eq!(placer.choose(&ask, &[Candidate { grant: Credits::default(), ..large }]), None);
+        assert_eq!(placer.choose(&ask, &[]), None);
+    }
+}
+
+fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) -> Candidate {
+    let cost = CostCoefficients::new([4e-3, 3e-5, 0.0, 0.0, 1e-5, 1e-4, 3e-5]);
+    Candidate {
+        worker,
+        grant: Credits { sequences: 64, blocks: 10_000 },
+        need: Credits { sequences: 1, blocks: 300 },
+        estimate: Estimate {
+            cached: Cached { device_tokens, host_tokens, host_blocks: host_tokens / 16 },
+            cost,
+            load: WorkerLoad::new(ahead, 1.0, 4e-3),
+            unseen: 0.0,
+        },
+        ..Candidate::default()
+    }
+}
+
+#[test]
+fn cost_follows_a_prefix_as_long_as_waiting_for_it_is_cheaper_than_computing_it_elsewhere() {
+    let ask = Ask { prompt_tokens: 4096, output_tokens: 100 };
+    let choose = |workers: &[Candidate]| placer(PlacementKind::Cost, 0).choose(&ask, workers);
+    // 4,000 tokens take 120 ms to compute, from this request and from the next.
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.230), with_prefix(1, 0, 0, 0.0)]), Some(0));
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.250), with_prefix(1, 0, 0, 0.0)]), Some(1));
+    // On the host they cost a copy: 7.6 ms, twice.
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 0, 0, 0.0)]), Some(0));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.012)]), Some(1));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.018)]), Some(0));
+}
+
+#[test]
+fn prefix_takes_the_longest_match_that_is_half_of_the_prompt_and_else_the_least_loaded() {
+    let ask = Ask { prompt_tokens: 4000, output_tokens: 100 };
+    let choose = |workers: &[Candidate]| placer(PlacementKind::Prefix, 0).choose(&ask, workers);
+    let busy = |worker, tokens| {
+        let used = Credits { sequences: 32, blocks: 100 };
+        Candidate { used, ..with_prefix(worker, tokens, 0, 9.0) }
+    };
+    assert_eq!(choose(&[busy(0, 2400), with_prefix(1, 2000, 0, 0.0), with_prefix(2, 0, 0, 0.0)]), Some(0));
+    assert_eq!(choose(&[busy(0, 1900), busy(1, 1600), with_prefix(2, 0, 0, 0.0)]), Some(2));
+}
+
+#[test]
+fn load_is_relative_to_the_grant() {
+    for kind in [PlacementKind::LeastLoaded, PlacementKind::PowerOfTwo] {
+        let of = |worker, sequences, used| Candidate {
+            worker,
+            grant: Credits { sequences, blocks: 1000 },
+            used: Credits { sequences: used, blocks: 0 },
+            need: Credits { sequences: 1, blocks: 1 },
+            ..Candidate::default()
+        };
+        let ask = Ask { prompt_tokens: 10, output_tokens: 10 };
+        assert_eq!(placer(kind, 3).choose(&ask, &[of(0, 64, 4), of(1, 4, 2)]), Some(0), "{kind}");
+    }
+}

@@ -1,0 +1,128 @@
+use std::time::Duration;
+
+use futures::future::join_all;
+use inflight_proto::v1;
+use inflight_proto::v1::generate_request::Input;
+use inflight_proto::v1::generate_response::Event;
+use inflight_proto::v1::inference_client::InferenceClient;
+use tokio::time::{Instant, sleep, sleep_until};
+use tonic::Streaming;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::source::IDLE;
+
+/// Calls that all run at once.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    pub streams: usize,
+    /// Tokens of each.
+    pub tokens: u32,
+    /// Time between two of them.
+    pub pace_us: u64,
+    pub connections: usize,
+}
+
+/// What came of a load.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Done {
+    pub tokens: u64,
+    pub messages: u64,
+}
+
+/// Times to the first token.
+#[derive(Debug, Clone, Copy)]
+pub struct Latency {
+    pub p50: Duration,
+    pub p99: Duration,
+}
+
+async fn connect(address: &str) -> InferenceClient<Channel> {
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true);
+    InferenceClient::new(endpoint.connect().await.unwrap())
+}
+
+fn request(tokens: u32, seed: u64) -> v1::GenerateRequest {
+    v1::GenerateRequest {
+        input: Some(Input::TokenIds(v1::TokenIds { ids: vec![65; 32] })),
+        sampling: Some(v1::SamplingParams { seed: Some(seed), ..Default::default() }),
+        stop: Some(v1::StopConditions { max_tokens: Some(tokens), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+pub async fn run(address: &str, load: Load) -> Done {
+    let clients = join_all((0..load.connections).map(|_| connect(address))).await;
+    let calls = (0..load.streams).map(|call| {
+        let mut client = clients[call % clients.len()].clone();
+        tokio::spawn(async move {
+            let mut stream = client.generate(request(load.tokens, load.pace_us)).await.unwrap().into_inner();
+            let mut done = Done::default();
+            while let Some(message) = stream.message().await.unwrap() {
+                match message.event.unwrap() {
+                    Event::Delta(_) => done.messages += 1,
+                    Event::Completed(end) => done.tokens = end.usage.unwrap().completion_tokens.into(),
+                    _ => {}
+                }
+            }
+            done
+        })
+    });
+    let mut sum = Done::default();
+    for done in join_all(calls).await {
+        let done = done.unwrap();
+        assert_eq!(done.tokens, u64::from(load.tokens));
+        sum.tokens += done.tokens;
+        sum.messages += done.messages;
+    }
+    sum
+}
+
+/// Times to the first token of calls that come at this interval, beside streams that go on.
+pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Latency {
+    const BESIDE: Load = Load { streams: 32, tokens: 340, pace_us: 10_000, connections: 1 };
+    let beside = run(address, BESIDE);
+    let client = connect(address).await;
+    let measured = async {
+        let began = Instant::now();
+        let calls = (0..calls).map(|nth| {
+            let mut client = client.clone();
+            tokio::spawn(async move {
+                sleep_until(began + interval * nth).await;
+                let sent = std::time::Instant::now();
+                let mut stream = client.generate(request(1, 0)).await.unwrap().into_inner();
+                loop {
+                    let message = stream.message().await.unwrap().expect("a token comes");
+                    if let Some(Event::Delta(_)) = message.event {
+                        return sent.elapsed();
+                    }
+                }
+            })
+        });
+        join_all(calls).await
+    };
+    let (_, times) = tokio::join!(beside, measured);
+    let mut times: Vec<Duration> = times.into_iter().map(Result::unwrap).collect();
+    times.sort();
+    Latency { p50: times[times.len() / 2], p99: times[times.len() * 99 / 100] }
+}
+
+/// Opens streams on which nothing comes.
+pub async fn hold(address: &str, streams: usize) -> Vec<Streaming<v1::GenerateResponse>> {
+    let clients = join_all((0..1 + streams / 100).map(|_| connect(address))).await;
+    let mut held = Vec::new();
+    for call in 0..streams {
+        let mut client = clients[call % clients.len()].clone();
+        let mut stream = client.generate(request(16, IDLE)).await.unwrap().into_inner();
+        // The router and the source say that it has begun.
+        stream.message().await.unwrap();
+        held.push(stream);
+    }
+    sleep(Duration::from_millis(500)).await;
+    held
+}
+
+/// Waits until streams that were dropped are gone.
+pub async fn settle(address: &str) {
+    sleep(Duration::from_secs(1)).await;
+    run(address, Load { streams: 8, tokens: 8, pace_us: 0, connections: 1 }).await;
+}

@@ -1,0 +1,67 @@
+use std::fs;
+use std::process::Stdio;
+use std::time::Duration;
+
+use inflight_router::{Options, Router};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::Command;
+use tokio_util::sync::CancellationToken;
+
+/// Another process of this program. Dropped, it is killed.
+pub struct Child {
+    pub address: String,
+    pid: u32,
+    _process: tokio::process::Child,
+}
+
+impl Child {
+    pub async fn start(arguments: &[&str]) -> Self {
+        let mut process = Command::new(std::env::current_exe().unwrap())
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let address = lines.next_line().await.unwrap().expect("it says where it listens");
+        Self { address, pid: process.id().unwrap(), _process: process }
+    }
+
+    /// CPU time of all its threads so far, system time included.
+    pub fn cpu(&self) -> Duration {
+        let threads = fs::read_dir(format!("/proc/{}/task", self.pid)).unwrap();
+        let nanos = threads.filter_map(|thread| {
+            let text = fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
+            text.split(' ').next()?.parse::<u64>().ok()
+        });
+        Duration::from_nanos(nanos.sum())
+    }
+
+    /// Resident memory.
+    pub fn resident_kib(&self) -> f64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    }
+}
+
+pub async fn serve_router(source: &str) {
+    // As in production, where every metric is recorded.
+    let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
+    metrics::set_global_recorder(recorder).unwrap();
+    let options = Options {
+        listen: ([127, 0, 0, 1], 0).into(),
+        workers: vec![source.to_owned()],
+        streams_max: 1 << 16,
+        queue_requests_max: 1 << 16,
+        queue_tokens_max: 1 << 40,
+        ..Options::default()
+    };
+    let router = Router::bind(options).await.unwrap();
+    let (address, handle) = (router.address(), router.handle());
+    tokio::spawn(async move {
+        handle.ready().await;
+        println!("{address}");
+    });
+    router.serve(CancellationToken::new()).await.unwrap();
+}

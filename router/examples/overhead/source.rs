@@ -1,0 +1,230 @@
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::time::Duration;
+
+use futures::{Stream, StreamExt as _};
+use inflight_fixtures::Family;
+use inflight_proto::v1;
+use inflight_proto::v1::generate_response::Event;
+use inflight_proto::v1::inference_server::{Inference, InferenceServer};
+use inflight_proto::v1::session_request::Message as Command;
+use inflight_proto::v1::session_response::Message;
+use inflight_proto::v1::worker_server::{Worker, WorkerServer};
+use inflight_proto::{PROTOCOL_VERSION, bundle_digest};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::Server;
+use tonic::transport::server::TcpIncoming;
+use tonic::{Request, Response, Status, Streaming};
+
+type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// A source of tokens. The seed of a request says how many microseconds lie between two of its tokens; 0 is none at all,
+/// and `IDLE` means that the first token never comes.
+#[derive(Clone)]
+struct Source;
+
+/// The seed of a request that stays without an answer.
+pub const IDLE: u64 = u64::MAX;
+/// How finely time is divided: all tokens due within it share an update, as those of an iteration do.
+const GRAIN: Duration = Duration::from_micros(500);
+/// "a", as a token.
+const TOKEN: u32 = 64;
+
+struct Running {
+    submit: v1::Submit,
+    sent: u32,
+    most: u32,
+    next: Instant,
+    pace: Option<Duration>,
+}
+
+fn files() -> BTreeMap<&'static str, &'static str> {
+    let family = Family::Llama3;
+    BTreeMap::from([
+        ("tokenizer.json", family.tokenizer_json()),
+        ("tokenizer_config.json", family.tokenizer_config_json()),
+    ])
+}
+
+fn pace(seed: u64) -> Option<Duration> {
+    (seed != IDLE).then(|| Duration::from_micros(seed))
+}
+
+#[tonic::async_trait]
+impl Worker for Source {
+    type SessionStream = Boxed<v1::SessionResponse>;
+    type FetchBundleStream = Boxed<v1::FetchBundleResponse>;
+
+    async fn session(
+        &self,
+        request: Request<Streaming<v1::SessionRequest>>,
+    ) -> Result<Response<Self::SessionStream>, Status> {
+        let mut requests = request.into_inner();
+        requests.message().await?;
+        let hello = v1::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            worker_id: "source".to_owned(),
+            incarnation: "1".to_owned(),
+            fingerprint: "source".to_owned(),
+            model: "source".to_owned(),
+            architecture: "none".to_owned(),
+            bundle_digest: bundle_digest(files().iter().map(|(name, text)| (*name, text.as_bytes()))),
+            limits: Some(v1::WorkerLimits {
+                vocab_size: 285,
+                context_tokens: 1 << 16,
+                block_tokens: 16,
+                blocks: 1 << 24,
+                sequences: 1 << 16,
+                ..Default::default()
+            }),
+            heartbeat_interval_ms: 1000,
+        };
+        let (updates, outgoing) = mpsc::unbounded_channel();
+        let _ = updates.send(Message::Hello(hello));
+        tokio::spawn(async move {
+            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24 });
+            let mut running: BTreeMap<u64, Running> = BTreeMap::new();
+            let mut update = v1::Update { grant, ..Default::default() };
+            let mut heartbeat = Instant::now();
+            loop {
+                let wake = running.values().filter(|one| one.pace.is_some()).map(|one| one.next).min();
+                let wake = wake.map_or(heartbeat, |wake| (wake + GRAIN).min(heartbeat));
+                let command = tokio::select! {
+                    biased;
+                    () = sleep_until(wake) => None,
+                    command = requests.message() => match command {
+                        Ok(Some(command)) => command.message,
+                        _ => return,
+                    },
+                };
+                let now = Instant::now();
+                match command {
+                    Some(Command::Submit(submit)) => {
+                        let pace = pace(submit.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0));
+                        let most = submit.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
+                        let one = Running { most, sent: 0, next: now, pace, submit };
+                        running.insert(one.submit.request, one);
+                    }
+                    Some(Command::Cancel(cancel)) => {
+                        if let Some(one) = running.remove(&cancel.request) {
+                            update.sequences.push(sequence(&one.submit, 0, v1::FinishReason::Cancelled));
+                        }
+                    }
+                    _ => {}
+                }
+                running.retain(|_, one| {
+                    let Some(pace) = one.pace else { return true };
+                    let mut tokens = 0;
+                    while one.sent < one.most && one.next <= now {
+                        one.sent += 1;
+                        one.next += pace;
+                        tokens += 1;
+                    }
+                    let ends = one.sent == one.most;
+                    let reason = if ends { v1::FinishReason::Length } else { v1::FinishReason::Unspecified };
+                    if tokens > 0 {
+                        update.sequences.push(sequence(&one.submit, tokens, reason));
+                    }
+                    !ends
+                });
+                if !update.sequences.is_empty() || now >= heartbeat {
+                    heartbeat = now + Duration::from_millis(500);
+                    let next = v1::Update { grant, ..Default::default() };
+                    if updates.send(Message::Update(std::mem::replace(&mut update, next))).is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+        let messages = UnboundedReceiverStream::new(outgoing);
+        let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
+        Ok(Response::new(Box::pin(responses)))
+    }
+
+    async fn fetch_bundle(
+        &self,
+        _: Request<v1::FetchBundleRequest>,
+    ) -> Result<Response<Self::FetchBundleStream>, Status> {
+        let pieces = files().into_iter().map(|(file, text)| {
+            Ok(v1::FetchBundleResponse { file: file.to_owned(), data: text.as_bytes().to_vec() })
+        });
+        Ok(Response::new(Box::pin(futures::stream::iter(pieces.collect::<Vec<_>>()))))
+    }
+
+    async fn diagnose(
+        &self,
+        _: Request<v1::DiagnoseRequest>,
+    ) -> Result<Response<v1::DiagnoseResponse>, Status> {
+        Err(Status::unimplemented("nothing to diagnose"))
+    }
+}
+
+fn sequence(submit: &v1::Submit, tokens: usize, reason: v1::FinishReason) -> v1::SequenceUpdate {
+    v1::SequenceUpdate {
+        request: submit.request,
+        attempt: submit.attempt,
+        token_ids: vec![TOKEN; tokens],
+        finish: reason.into(),
+        ..Default::default()
+    }
+}
+
+/// The same tokens as text, one message each, for the proxy.
+#[tonic::async_trait]
+impl Inference for Source {
+    type GenerateStream = Boxed<v1::GenerateResponse>;
+
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let request = request.into_inner();
+        let pace = pace(request.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0));
+        let most = request.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
+        let began = Instant::now();
+        let event = |event| Ok(v1::GenerateResponse { event: Some(event) });
+        let tokens = futures::stream::iter(1..=most).then(move |nth| async move {
+            match pace {
+                None => std::future::pending::<()>().await,
+                Some(pace) if nth > 1 => sleep_until(began + pace * (nth - 1)).await,
+                Some(_) => {}
+            }
+            event(Event::Delta(v1::GenerationDelta { text: "a".to_owned(), ..Default::default() }))
+        });
+        let usage = v1::Usage { prompt_tokens: 1, completion_tokens: most };
+        let end =
+            event(Event::Completed(v1::GenerationCompleted { usage: Some(usage), ..Default::default() }));
+        let started = event(Event::Started(v1::GenerationStarted::default()));
+        let stream = futures::stream::iter([started]).chain(tokens).chain(futures::stream::iter([end]));
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        Ok(Response::new(v1::ListModelsResponse::default()))
+    }
+
+    async fn tokenize(
+        &self,
+        _: Request<v1::TokenizeRequest>,
+    ) -> Result<Response<v1::TokenizeResponse>, Status> {
+        Err(Status::unimplemented("nothing to tokenize with"))
+    }
+}
+
+pub async fn serve() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    println!("{}", listener.local_addr().unwrap());
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    Server::builder()
+        .add_service(WorkerServer::new(Source))
+        .add_service(InferenceServer::new(Source))
+        .serve_with_incoming(incoming)
+        .await
+        .unwrap();
+}

@@ -1,0 +1,151 @@
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::SystemTime;
+
+use inflight_transport::Peer;
+use tonic::body::Body;
+use tonic::codegen::http::{HeaderMap, Request, Response};
+use tower::{Layer, Service};
+
+use crate::metrics as names;
+use crate::outcome::{Outcome, Overload};
+use crate::tenants::{Tenant, Tenants, Unknown};
+
+/// Who calls; in the extensions of every call that passed.
+#[derive(Debug, Clone)]
+pub(crate) enum Caller {
+    /// No tenants are configured: requests say themselves whom the work is for.
+    Anyone,
+    /// A tenant of the file.
+    Tenant(Arc<Tenant>),
+}
+
+/// Lets in those who are known, and tells what follows who they are. Where no tenants are configured everybody is.
+#[derive(Debug, Clone)]
+pub(crate) struct AuthLayer {
+    pub(crate) tenants: Option<Arc<Tenants>>,
+}
+
+impl<S> Layer<S> for AuthLayer {
+    type Service = Auth<S>;
+
+    fn layer(&self, inner: S) -> Auth<S> {
+        Auth { tenants: self.tenants.clone(), inner }
+    }
+}
+
+/// The service that [`AuthLayer`] makes.
+#[derive(Debug, Clone)]
+pub(crate) struct Auth<S> {
+    tenants: Option<Arc<Tenants>>,
+    inner: S,
+}
+
+/// Whether a path may be called by everybody: what probes ask, and the description of the API.
+pub(crate) fn is_open(path: &str) -> bool {
+    path.starts_with("/grpc.")
+        || matches!(
+            path,
+            "/inference.GRPCInferenceService/ServerLive" | "/inference.GRPCInferenceService/ServerReady"
+        )
+}
+
+impl<S> Auth<S> {
+    fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
+        let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
+        let peer = request.extensions().get::<Peer>();
+        let refused = |unknown: Unknown| Outcome::Unauthenticated(unknown.to_string());
+        let key = api_key(request.headers()).map_err(refused)?;
+        let identity = peer.and_then(Peer::identity);
+        let tenant = tenants.recognise(key, identity, SystemTime::now()).map_err(refused)?;
+        if let Some(peer) = peer {
+            hold_connection(peer, &tenant)?;
+        }
+        Ok(Caller::Tenant(tenant))
+    }
+}
+
+impl<S> Service<Request<Body>> for Auth<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        if is_open(request.uri().path()) {
+            return Box::pin(self.inner.call(request));
+        }
+        match self.caller(&request) {
+            Ok(caller) => {
+                request.extensions_mut().insert(caller);
+                Box::pin(self.inner.call(request))
+            }
+            Err(outcome) => {
+                metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
+                tracing::debug!(outcome = outcome.label(), "call refused");
+                Box::pin(async move { Ok(outcome.into_status().into_http()) })
+            }
+        }
+    }
+}
+
+/// The key that a call shows.
+fn api_key(headers: &HeaderMap) -> Result<Option<&str>, Unknown> {
+    if let Some(value) = headers.get("x-api-key") {
+        return value.to_str().map(Some).map_err(|_| Unknown::Key);
+    }
+    let Some(value) = headers.get("authorization") else { return Ok(None) };
+    let (scheme, key) =
+        value.to_str().ok().and_then(|text| text.split_once(' ')).ok_or(Unknown::Malformed)?;
+    if scheme.eq_ignore_ascii_case("bearer") { Ok(Some(key.trim())) } else { Err(Unknown::Malformed) }
+}
+
+/// Counts the connection among those of the tenant, once, until it ends.
+fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
+    peer.hold(&tenant.name, || {
+        let mut state = tenant.lock();
+        let limits = state.limits;
+        state.gate.connect(&limits)?;
+        Ok(HeldConnection(tenant.clone()))
+    })
+    .map_err(|over| Outcome::Limited(Box::new(Overload::of_tenant(&over, &tenant.name))))
+}
+
+struct HeldConnection(Arc<Tenant>);
+
+impl Drop for HeldConnection {
+    fn drop(&mut self) {
+        self.0.lock().gate.disconnect();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_read_from_either_header_and_nothing_else_passes_for_one() {
+        let key = |name: &'static str, value: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(name, value.parse().unwrap());
+            api_key(&headers).map(|key| key.map(str::to_owned))
+        };
+        assert_eq!(key("authorization", "Bearer k-1"), Ok(Some("k-1".to_owned())));
+        assert_eq!(key("authorization", "bearer  k-1"), Ok(Some("k-1".to_owned())));
+        assert_eq!(key("x-api-key", "k-1"), Ok(Some("k-1".to_owned())));
+        assert_eq!(key("other", "k-1"), Ok(None));
+        assert_eq!(key("authorization", "Basic abc"), Err(Unknown::Malformed));
+        assert_eq!(key("authorization", "k-1"), Err(Unknown::Malformed));
+        assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));
+    }
+}

@@ -1,0 +1,150 @@
+//! The models that workers serve, each a lane of the queue.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use inflight_contract::ModelLimits;
+use tokio::sync::watch;
+
+use super::{Dispatch, Introduction, Lane, LaneId, Served, State};
+use crate::directory::Session;
+use crate::outcome::Outcome;
+
+impl Dispatch {
+    /// The model that a request names.
+    pub(crate) fn resolve(&self, asked: &str, now: Instant) -> Result<Served, Outcome> {
+        let state = self.lock();
+        let wait = self.options.unserved_wait_max;
+        let in_reach = |lane: &Lane| match *lane.unserved.borrow() {
+            None => true,
+            Some(since) => now.saturating_duration_since(since) < wait,
+        };
+        let names: BTreeSet<&str> =
+            state.lanes.values().filter(|lane| in_reach(lane)).map(|lane| lane.name.as_str()).collect();
+        let unserved = |model: &str| Outcome::Unserved { model: model.to_owned(), waited: wait };
+        let name = match (asked, names.first()) {
+            (_, None) if !state.connected_ever => {
+                return Err(Outcome::NeverConnected { workers: state.members.len() });
+            }
+            ("", None) => return Err(unserved("")),
+            ("", Some(only)) if names.len() == 1 => *only,
+            ("", Some(_)) => {
+                let names: Vec<_> = names.into_iter().collect();
+                return Err(Outcome::Invalid(format!(
+                    "model is empty, but several are served; name one of: {}",
+                    names.join(", ")
+                )));
+            }
+            (asked, _) => asked,
+        };
+        // Workers with the same model but another bundle are a lane apart: the one with most workers is taken.
+        let workers = |id: LaneId| state.sessions_of(id).filter(|session| session.draining.is_none()).count();
+        let best = state
+            .lanes
+            .iter()
+            .filter(|(_, lane)| lane.name == name && in_reach(lane))
+            .max_by_key(|(id, _)| (workers(**id), **id));
+        match best {
+            Some((id, lane)) => Ok(Served {
+                lane: *id,
+                name: lane.name.clone(),
+                architecture: lane.architecture.clone(),
+                limits: lane.limits,
+                model: lane.model.clone(),
+                unserved: lane.unserved.subscribe(),
+            }),
+            None if state.lanes.values().any(|lane| lane.name == name) => Err(unserved(name)),
+            None => Err(Outcome::UnknownModel {
+                asked: name.to_owned(),
+                served: names.into_iter().map(str::to_owned).collect(),
+            }),
+        }
+    }
+
+    /// The models that a worker serves now, by name, with the number of workers of each.
+    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
+        let state = self.lock();
+        let mut models: BTreeMap<String, (Served, u32)> = BTreeMap::new();
+        for (id, lane) in &state.lanes {
+            let workers = state.sessions_of(*id).filter(|session| session.draining.is_none()).count() as u32;
+            if workers == 0 {
+                continue;
+            }
+            let served = Served {
+                lane: *id,
+                name: lane.name.clone(),
+                architecture: lane.architecture.clone(),
+                limits: lane.limits,
+                model: lane.model.clone(),
+                unserved: lane.unserved.subscribe(),
+            };
+            models
+                .entry(lane.name.clone())
+                .and_modify(|entry| entry.1 += workers)
+                .or_insert((served, workers));
+        }
+        models.into_values().collect()
+    }
+}
+
+impl State {
+    pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &Session> {
+        self.sessions.values().filter(move |session| session.lane == lane)
+    }
+
+    pub(super) fn lane_for(&mut self, introduction: &Introduction) -> LaneId {
+        let same = |lane: &Lane| {
+            lane.name == introduction.model_name && lane.bundle_digest == introduction.bundle_digest
+        };
+        if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
+            return *id;
+        }
+        let id = self.next_lane;
+        self.next_lane += 1;
+        let lane = Lane {
+            name: introduction.model_name.clone(),
+            bundle_digest: introduction.bundle_digest.clone(),
+            architecture: introduction.architecture.clone(),
+            limits: introduction.limits,
+            model: introduction.model.clone(),
+            unserved: watch::Sender::new(None),
+        };
+        self.lanes.insert(id, lane);
+        id
+    }
+
+    /// Brings a lane up to date with the sessions that serve it. Its limits are what each of them can take.
+    pub(super) fn refresh(&mut self, id: LaneId, now: Instant) {
+        let serving = self.sessions_of(id).filter(|session| session.draining.is_none());
+        let limits = serving.map(|session| session.limits).reduce(|a, b| ModelLimits {
+            vocab_size: a.vocab_size.min(b.vocab_size),
+            context_tokens: a.context_tokens.min(b.context_tokens),
+            kv_tokens: a.kv_tokens.min(b.kv_tokens),
+        });
+        let Some(lane) = self.lanes.get_mut(&id) else { return };
+        match limits {
+            Some(limits) => {
+                lane.limits = limits;
+                lane.unserved.send_if_modified(|since| since.take().is_some());
+            }
+            None => {
+                lane.unserved.send_if_modified(|since| since.is_none() && since.replace(now).is_none());
+            }
+        }
+    }
+
+    /// Forgets the lanes that nobody serves or waits for any more.
+    pub(super) fn forget_lanes(&mut self, now: Instant, wait: Duration) {
+        let in_use: BTreeSet<LaneId> =
+            self.sessions.values().map(|session| session.lane).chain(self.queue.lanes()).collect();
+        let queue = &mut self.queue;
+        self.lanes.retain(|id, lane| {
+            let lost_long_ago = lane.unserved.borrow().is_some_and(|since| now.duration_since(since) > wait);
+            let kept = in_use.contains(id) || !lost_long_ago;
+            if !kept {
+                queue.forget_lane(*id);
+            }
+            kept
+        });
+    }
+}

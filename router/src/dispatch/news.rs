@@ -1,0 +1,233 @@
+//! What workers say, and their coming and going.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use inflight_proto::v1;
+use inflight_router_core::Credits;
+
+use super::{Dispatch, Introduction, Reason, State};
+use crate::clock;
+use crate::directory::Session;
+use crate::metrics as names;
+use crate::relay::{Phase, Received};
+use crate::violation::Violation;
+
+impl Dispatch {
+    /// A worker is known from now on, whether or not it can be reached.
+    pub(crate) fn join(&self, worker: usize) {
+        let mut state = self.lock();
+        state.members.insert(worker);
+        state.outliers.join(worker);
+        self.publish(&state);
+    }
+
+    /// A worker is out of the list: it gets nothing new, and its streams end there or move.
+    pub(crate) fn retire(&self, worker: usize) {
+        let now = clock::now();
+        let mut state = self.lock();
+        let Some(session) = state.sessions.get_mut(&worker) else { return };
+        session.draining.get_or_insert(now);
+        let lane = session.lane;
+        state.refresh(lane, now);
+        self.publish(&state);
+    }
+
+    /// Whether nothing is in flight in a session.
+    pub(crate) fn is_idle(&self, worker: usize, session: u64) -> bool {
+        self.lock().session(worker, session).is_none_or(|session| session.flights.is_empty())
+    }
+
+    /// A worker is not known any more.
+    pub(crate) fn leave(&self, worker: usize) {
+        let mut state = self.lock();
+        state.members.remove(&worker);
+        state.outliers.leave(worker);
+        self.publish(&state);
+    }
+
+    /// Takes a worker's session in; the number names it in the calls that follow.
+    pub(crate) fn open(&self, introduction: Introduction) -> u64 {
+        let now = clock::now();
+        let mut state = self.lock();
+        state.connected_ever = true;
+        let id = state.next_session;
+        state.next_session += 1;
+        let lane = state.lane_for(&introduction);
+        let worker = introduction.worker;
+        let services = state.queue.open(worker, lane, introduction.incarnation.clone());
+        let blocks = introduction.has.blocks as usize + introduction.host_blocks as usize;
+        state.placing.open(worker, introduction.block_tokens, blocks);
+        let session = Session::new(id, lane, introduction, now);
+        services.into_iter().for_each(|table| session.teach(table));
+        state.sessions.insert(worker, session);
+        state.refresh(lane, now);
+        state.forget_lanes(now, self.options.model_memory.max(self.options.unserved_wait_max));
+        state.pump(now);
+        self.publish(&state);
+        id
+    }
+
+    /// Takes a worker's update in.
+    ///
+    /// # Errors
+    /// [`Violation`] if the update is nonsense: the session must then be closed. What was sound in it is taken.
+    pub(crate) fn apply(&self, worker: usize, session: u64, update: v1::Update) -> Result<(), Violation> {
+        let now = clock::now();
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        let since = state.since(now);
+        let Some(entry) = state.sessions.get_mut(&worker).filter(|entry| entry.id == session) else {
+            return Ok(());
+        };
+        entry.check(&update, now)?;
+        entry.heard = now;
+        if state.placing.news(worker, &entry.address, &update) {
+            entry.resync();
+        }
+        state.queue.heard(worker, &update);
+        let mut given_back = Vec::new();
+        let mut paused = Vec::new();
+        let mut violation = None;
+        let (mut stale, mut failures, mut progress) = (0, 0, false);
+        for sequence in update.sequences {
+            let (submission, choice) = (sequence.request, sequence.choice);
+            let known = entry.flights.get(&submission).filter(|_| entry.ledger.runs(submission, choice));
+            let Some(flight) = known else {
+                violation = Some(Violation::UnknownRequest { request: submission, choice });
+                break;
+            };
+            if flight.attempt != sequence.attempt {
+                stale += 1;
+                continue;
+            }
+            let relay = flight.relay.clone();
+            let ended = sequence.finish != v1::FinishReason::Unspecified as i32;
+            let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
+            let received = relay.receive(submission, sequence, vocab_size, unread_max, now);
+            if let Received::Nonsense(nonsense) = received {
+                violation = Some(nonsense);
+                break;
+            }
+            if ended || received == Received::Progress {
+                state.queue.settle(submission);
+            }
+            if ended {
+                entry.settle(submission, choice);
+                if !entry.flights.contains_key(&submission) {
+                    state.placing.settle(worker, submission);
+                }
+            }
+            match received {
+                Received::Progress => progress = true,
+                Received::Taken | Received::Nonsense(_) => {}
+                Received::Stale => stale += 1,
+                Received::Failed { fault } => {
+                    failures += u32::from(fault);
+                    entry.cancel(submission);
+                }
+                Received::GivenBack => {
+                    failures += u32::from(entry.draining.is_none() && !update.draining);
+                    entry.cancel(submission);
+                    given_back.push(relay);
+                }
+                Received::Overfull => {
+                    progress = true;
+                    entry.cancel(submission);
+                    paused.push(relay);
+                }
+            }
+        }
+        if stale > 0 {
+            metrics::counter!(names::STALE_UPDATES).increment(stale);
+        }
+        if let Some(grant) = update.grant {
+            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
+        }
+        entry.show();
+        let drains = update.draining && entry.draining.is_none();
+        if drains {
+            entry.draining = Some(now);
+        }
+        let reason = if entry.draining.is_some() { Reason::Drained } else { Reason::GivenBack };
+        let (lane, address) = (entry.lane, entry.address.clone());
+        if progress {
+            state.outliers.success(worker, since);
+        }
+        (0..failures).for_each(|_| state.blame(worker, now));
+        if drains {
+            tracing::info!(worker = address, "worker is draining");
+            state.refresh(lane, now);
+        }
+        for relay in paused {
+            state.pause(&relay);
+        }
+        for relay in given_back {
+            state.requeue(&relay, worker, reason, now);
+        }
+        state.pump(now);
+        if drains {
+            self.publish(&guard);
+        }
+        violation.map_or(Ok(()), Err)
+    }
+
+    /// Lets a lost session go: what it had in flight is queued again, ahead of all new requests.
+    pub(crate) fn close(&self, worker: usize, session: u64, reason: Reason) {
+        let now = clock::now();
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        if state.session(worker, session).is_none() {
+            return;
+        }
+        let Some(mut lost) = state.sessions.remove(&worker) else { return };
+        state.placing.close(worker);
+        if let Some(services) = state.queue.close(worker) {
+            state.sessions_of(lost.lane).for_each(|session| session.teach(services.clone()));
+        }
+        lost.clear_gauges();
+        state.refresh(lost.lane, now);
+        let reason = if lost.draining.is_some() { Reason::Drained } else { reason };
+        if reason != Reason::Drained {
+            state.blame(worker, now);
+        }
+        for (submission, flight) in std::mem::take(&mut lost.flights) {
+            state.queue.settle(submission);
+            let in_force = matches!(flight.relay.lock().phase,
+                Phase::Running { session: current, .. } if current == session);
+            if in_force {
+                state.requeue(&flight.relay, worker, reason, now);
+            }
+        }
+        state.pump(now);
+        self.publish(&guard);
+    }
+
+    pub(super) fn publish(&self, state: &State) {
+        metrics::gauge!(names::WORKERS_CONFIGURED).set(state.members.len() as f64);
+        metrics::gauge!(names::WORKERS_CONNECTED).set(state.sessions.len() as f64);
+        let ready = state.sessions.values().any(|session| session.draining.is_none());
+        self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
+        let serving = state.sessions.values().filter(|session| session.draining.is_none());
+        let names = serving.filter_map(|session| state.lanes.get(&session.lane));
+        let names: BTreeSet<String> = names.map(|lane| lane.name.clone()).collect();
+        self.served.send_if_modified(|now| {
+            let changed = *now != names;
+            *now = names;
+            changed
+        });
+    }
+}
+
+impl State {
+    /// Holds a failure against a worker.
+    pub(super) fn blame(&mut self, worker: usize, now: Instant) {
+        let since = self.since(now);
+        if let Some(time) = self.outliers.failure(worker, since) {
+            let address = self.sessions.get(&worker).map_or("", |session| session.address.as_str());
+            let seconds = time.as_secs_f64();
+            tracing::warn!(worker, address, seconds, "worker keeps failing; it gets nothing for a while");
+            metrics::counter!(names::EJECTIONS).increment(1);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What workers say of their caches, costs and loads, for the placement.
+
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_proto::v1::kv_event::Event;
+use inflight_router_core::{
+    Ask, CacheChange, Candidate, Chain, CostCoefficients, Estimate, Fleet, IndexStep, Placer, SnapshotPiece,
+    Tier, WorkerLoad,
+};
+use metrics::Gauge;
+
+use crate::metrics as names;
+use crate::options::Options;
+use crate::relay::Call;
+
+/// Blocks of one worker in the index, whatever it says it has: 64 million tokens in blocks of 16.
+const INDEX_BLOCKS_MAX: usize = 1 << 22;
+/// Tokens that a request is expected to generate, if it may: few clients know, and the placement only weighs decodes against
+/// prefills by it.
+const OUTPUT_TOKENS: u32 = 256;
+
+/// The placement with all that it knows.
+pub(crate) struct Placing {
+    placer: Placer,
+    fleet: Fleet,
+    indexed: Gauge,
+}
+
+impl Placing {
+    pub(crate) fn new(options: &Options) -> Self {
+        let mut seed = DefaultHasher::new();
+        options.router_id.hash(&mut seed);
+        Self {
+            placer: Placer::new(options.placement.build(seed.finish())),
+            fleet: Fleet::default(),
+            indexed: metrics::gauge!(names::PREFIX_INDEX_BLOCKS),
+        }
+    }
+
+    pub(crate) fn open(&mut self, worker: usize, block_tokens: u32, blocks: usize) {
+        self.fleet.open(worker, block_tokens, blocks.min(INDEX_BLOCKS_MAX));
+        self.indexed.set(self.fleet.indexed_blocks() as f64);
+    }
+
+    pub(crate) fn close(&mut self, worker: usize) {
+        self.fleet.close(worker);
+        self.indexed.set(self.fleet.indexed_blocks() as f64);
+    }
+
+    /// Whether requests need [`Placing::chains`].
+    pub(crate) fn reads_prefixes(&self) -> bool {
+        self.placer.reads_prefixes()
+    }
+
+    /// Takes in what an update says. Returns whether the worker is to be asked for a snapshot of its cache.
+    pub(crate) fn news(&mut self, worker: usize, address: &str, update: &v1::Update) -> bool {
+        if let Some(cost) = update.cost {
+            let v1::CostModel { step, token, key, decode_key, sequence, copy, copy_block } = cost;
+            let cost = CostCoefficients::new([step, token, key, decode_key, sequence, copy, copy_block]);
+            self.fleet.set_cost(worker, cost);
+        }
+        if let Some(load) = update.load {
+            let seconds = |micros: u64| micros as f64 / 1e6;
+            let stretch = f64::from(load.prefill_stretch);
+            let load = WorkerLoad::new(seconds(load.prefill_ahead_us), stretch, seconds(load.decode_step_us));
+            self.fleet.set_load(worker, load, update.submissions_taken);
+        }
+        if !self.reads_prefixes() || (update.kv_snapshot.is_none() && update.kv_events.is_none()) {
+            return false;
+        }
+        let mut lost = false;
+        let mut take = |step| match step {
+            IndexStep::Followed | IndexStep::Ignored => {}
+            IndexStep::Lost => {
+                metrics::counter!(names::PREFIX_INDEX_RESYNCS, "worker" => address.to_owned()).increment(1);
+                lost = true;
+            }
+            IndexStep::Overfull => {
+                metrics::counter!(names::PREFIX_INDEX_OVERFULL, "worker" => address.to_owned()).increment(1);
+            }
+        };
+        if let Some(piece) = &update.kv_snapshot {
+            let v1::KvSnapshot { first, device, host, next } = piece;
+            take(self.fleet.load(worker, SnapshotPiece { first: *first, device, host, next: *next }));
+        }
+        if let Some(events) = &update.kv_events {
+            // An event of a kind that a newer protocol added changes nothing that is known here.
+            let changes = events.events.iter().filter_map(|event| event.event).map(change);
+            take(self.fleet.apply(worker, events.first, changes));
+        }
+        self.indexed.set(self.fleet.indexed_blocks() as f64);
+        lost
+    }
+
+    /// The names of a prompt's blocks, for each size of blocks.
+    pub(crate) fn chains(call: &Call, block_sizes: &[u32]) -> Vec<Chain> {
+        block_sizes.iter().map(|size| Chain::of_prompt(&call.tenant, &call.prompt, *size)).collect()
+    }
+
+    /// What is known of a worker with a request in mind, of which `generated` tokens are there already.
+    pub(crate) fn estimate(
+        &self,
+        worker: usize,
+        call: &Call,
+        generated: usize,
+        chains: &[Chain],
+    ) -> Estimate {
+        self.fleet.estimate(worker, ask(call, generated).prompt_tokens, chains)
+    }
+
+    pub(crate) fn choose(
+        &mut self,
+        call: &Call,
+        generated: usize,
+        candidates: &[Candidate],
+    ) -> Option<usize> {
+        self.placer.choose(&ask(call, generated), candidates)
+    }
+
+    /// A request goes to a worker.
+    pub(crate) fn route(
+        &mut self,
+        worker: usize,
+        submission: u64,
+        call: &Call,
+        generated: usize,
+        chains: &[Chain],
+    ) {
+        let prompt_tokens = ask(call, generated).prompt_tokens;
+        let estimate = self.fleet.estimate(worker, prompt_tokens, chains);
+        metrics::counter!(names::PLACED_TOKENS).increment(prompt_tokens.into());
+        metrics::counter!(names::PLACED_CACHED_TOKENS).increment(estimate.cached.tokens().into());
+        self.fleet.route(worker, submission, prompt_tokens, chains, &estimate);
+    }
+
+    /// Predicted time to the first token at a worker once it has the request; `None` if the worker has not said what
+    /// things cost there.
+    pub(crate) fn first_token(&self, worker: usize, call: &Call, chains: &[Chain]) -> Option<Duration> {
+        let prompt_tokens = ask(call, 0).prompt_tokens;
+        let estimate = self.fleet.estimate(worker, prompt_tokens, chains);
+        let known = estimate.cost != CostCoefficients::default();
+        known.then(|| Duration::try_from_secs_f64(estimate.first_token(prompt_tokens)).ok()).flatten()
+    }
+
+    /// A submission has ended.
+    pub(crate) fn settle(&mut self, worker: usize, submission: u64) {
+        self.fleet.settle(worker, submission);
+    }
+}
+
+fn ask(call: &Call, generated: usize) -> Ask {
+    let tokens = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    Ask {
+        prompt_tokens: tokens(call.prompt.len() + generated),
+        output_tokens: call.max_tokens.saturating_sub(tokens(generated)).min(OUTPUT_TOKENS),
+    }
+}
+
+fn change(event: Event) -> CacheChange {
+    match event {
+        Event::Stored(block) => CacheChange::Stored(Tier::Device, block),
+        Event::Removed(block) => CacheChange::Removed(Tier::Device, block),
+        Event::StoredOnHost(block) => CacheChange::Stored(Tier::Host, block),
+        Event::RemovedFromHost(block) => CacheChange::Removed(Tier::Host, block),
+        Event::Cleared(_) => CacheChange::Cleared,
+    }
+}

@@ -1,0 +1,272 @@
+//! Requests that wait, and what is known of the service that their tenants had in the whole cluster.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
+use inflight_proto::v1;
+use inflight_router_core::{Arrival, FairPlace, FairQueue, FairQueueOptions, Pace, QueueLimits};
+
+use crate::dispatch::LaneId;
+use crate::metrics as names;
+use crate::options::Options;
+use crate::outcome::{Outcome, Overload};
+use crate::relay::Relay;
+
+/// Where a request waits or waited.
+pub(crate) type Place = FairPlace<LaneId>;
+
+/// Incarnations of workers that a lane remembers, and tenants of each.
+const INCARNATIONS_MAX: usize = 256;
+const TENANTS_MAX: usize = 10_000;
+/// Longest name of a tenant that a worker may report.
+const NAME_BYTES_MAX: usize = 128;
+/// Routers that limits are divided among at most, whatever a worker says.
+const ROUTERS_MAX: u32 = 1024;
+
+/// A worker that reports.
+struct Reporter {
+    incarnation: String,
+    lane: LaneId,
+    routers: u32,
+}
+
+/// What a lane knows beside its queue.
+struct Known {
+    services: ServiceTable,
+    pace: Pace,
+}
+
+impl Default for Known {
+    fn default() -> Self {
+        Self { services: ServiceTable::new(INCARNATIONS_MAX, TENANTS_MAX), pace: Pace::default() }
+    }
+}
+
+/// The fair queue, fed with what workers report: each is the authority on the service that its incarnation gave, so
+/// that all routers order by the same counters without a store between them.
+pub(crate) struct Queueing {
+    queue: FairQueue<LaneId, Arc<Relay>>,
+    cost: TokenCost,
+    lanes: BTreeMap<LaneId, Known>,
+    reporters: BTreeMap<usize, Reporter>,
+    /// What was charged provisionally, by submission: until a worker reports of it.
+    provisional: BTreeMap<u64, (Place, u64)>,
+    routers: Arc<AtomicU32>,
+    retry: Duration,
+}
+
+impl Queueing {
+    pub(crate) fn new(options: &Options) -> Self {
+        let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
+        let fair = FairQueueOptions {
+            limits,
+            wait_max: options.queue_wait_max,
+            aged_tokens_per_second: options.aged_tokens_per_second,
+            aged_tokens_max: options.aged_tokens_max,
+            overtakes_max: options.overtakes_max,
+            ..FairQueueOptions::default()
+        };
+        Self {
+            queue: FairQueue::new(fair),
+            cost: fair.cost,
+            lanes: BTreeMap::new(),
+            reporters: BTreeMap::new(),
+            provisional: BTreeMap::new(),
+            routers: Arc::new(AtomicU32::new(1)),
+            retry: options.retry_delay,
+        }
+    }
+
+    /// Queues a request. `first_token` is what it takes at the best worker once it is handed over, if that is known. The
+    /// requests returned had to make room: they are out of the queue and must be ended.
+    pub(crate) fn push(
+        &mut self,
+        relay: &Arc<Relay>,
+        first_token: Option<Duration>,
+        left: Option<Duration>,
+        since: Duration,
+    ) -> Result<(Place, Vec<Arc<Relay>>), Outcome> {
+        let call = &relay.call;
+        let weight = Weight::try_from(call.weight).map_err(Outcome::invalid)?;
+        if let Some(left) = left {
+            let ahead = self.queue.ahead(call.lane, &call.tenant, weight, call.priority);
+            let wait =
+                self.lanes.get(&call.lane).and_then(|known| known.pace.wait(ahead)).unwrap_or_default();
+            let predicted = wait + first_token.unwrap_or_default();
+            if predicted > left {
+                return Err(Outcome::Infeasible { predicted, left });
+            }
+        }
+        let arrival = Arrival {
+            tenant: &call.tenant,
+            weight,
+            priority: call.priority,
+            tokens: call.tokens(),
+            bounds: call.bounds,
+        };
+        self.pass(call.lane, since);
+        let admitted = self.queue.push(call.lane, arrival, since, relay.clone());
+        let admitted =
+            admitted.map_err(|full| Outcome::Full(Box::new(Overload::of_queue(&full, self.retry))))?;
+        Ok((admitted.place, admitted.displaced))
+    }
+
+    /// What those are told that had to make room.
+    pub(crate) fn displaced(&self) -> Outcome {
+        Outcome::Displaced { retry: self.retry }
+    }
+
+    /// Queues a request again that was handed over before.
+    pub(crate) fn put_back(&mut self, place: &Place, relay: &Arc<Relay>, since: Duration) -> Place {
+        let call = &relay.call;
+        self.queue.put_back(place, &call.tenant, call.tokens(), since, relay.clone())
+    }
+
+    /// The next request of a lane.
+    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(Place, Arc<Relay>)> {
+        let place = self.queue.head(lane, since)?;
+        self.queue.get(&place).map(|relay| (place, relay.clone()))
+    }
+
+    /// Those that may go in its place.
+    pub(crate) fn behind(&self, head: &Place, since: Duration) -> Vec<(Place, Arc<Relay>)> {
+        let places = self.queue.behind(head, since).into_iter();
+        places.filter_map(|place| self.queue.get(&place).map(|relay| (place, relay.clone()))).collect()
+    }
+
+    /// One behind it goes before the head.
+    pub(crate) fn overtake(&mut self, head: &Place) {
+        metrics::counter!(names::OVERTAKES).increment(1);
+        self.queue.overtake(head);
+    }
+
+    /// Takes a request out to hand it over.
+    pub(crate) fn take(&mut self, place: &Place, lane: LaneId, since: Duration) {
+        self.pass(lane, since);
+        let waited = self.queue.queued(place).is_some_and(|queued| queued < since);
+        if let Some(known) = self.lanes.get_mut(&lane).filter(|_| waited) {
+            known.pace.hand();
+        }
+        self.queue.take(place, 0);
+    }
+
+    /// A request goes to a worker as `submission`: its turn there. `tokens` of its prompt are charged until the worker
+    /// reports of it.
+    pub(crate) fn hand(&mut self, place: &Place, submission: u64, tokens: usize) -> Service {
+        let cost = self.cost.of(u32::try_from(tokens).unwrap_or(u32::MAX), 0);
+        let order = self.queue.reserve(place, cost);
+        self.provisional.insert(submission, (*place, cost));
+        order
+    }
+
+    /// The worker has reported of a submission, or it is over.
+    pub(crate) fn settle(&mut self, submission: u64) {
+        if let Some((place, cost)) = self.provisional.remove(&submission) {
+            self.queue.settle(&place, cost);
+        }
+    }
+
+    /// Takes a request that waits out for good.
+    pub(crate) fn remove(&mut self, place: &Place) {
+        self.queue.remove(place);
+    }
+
+    /// A request that was handed over once is over.
+    pub(crate) fn depart(&mut self, place: &Place) {
+        self.queue.depart(place);
+    }
+
+    fn pass(&mut self, lane: LaneId, since: Duration) {
+        let waits = self.waits_in(lane);
+        self.lanes.entry(lane).or_default().pace.pass(since, waits);
+    }
+
+    /// A session is open. Returns what is to be told to the worker.
+    pub(crate) fn open(&mut self, worker: usize, lane: LaneId, incarnation: String) -> Vec<v1::ServiceTable> {
+        self.queue.open_lane(lane);
+        let known = self.lanes.entry(lane).or_default();
+        let mut told: Vec<v1::ServiceTable> = Vec::new();
+        for (other, tenant, cost) in known.services.iter().filter(|(other, ..)| *other != incarnation) {
+            let charge = v1::TenantCharge { tenant: tenant.to_owned(), cost };
+            match told.last_mut().filter(|table| table.incarnation == other) {
+                Some(table) => table.tenants.push(charge),
+                None => told.push(v1::ServiceTable { incarnation: other.to_owned(), tenants: vec![charge] }),
+            }
+        }
+        self.reporters.insert(worker, Reporter { incarnation, lane, routers: 1 });
+        told
+    }
+
+    /// A session is over. Returns its last counters, which the other workers of the lane are to be told.
+    pub(crate) fn close(&mut self, worker: usize) -> Option<v1::ServiceTable> {
+        let Reporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
+        self.count_routers();
+        let of_worker = self.lanes.get(&lane)?.services.iter().filter(|(other, ..)| *other == incarnation);
+        let tenants: Vec<_> =
+            of_worker.map(|(_, tenant, cost)| v1::TenantCharge { tenant: tenant.to_owned(), cost }).collect();
+        (!tenants.is_empty()).then_some(v1::ServiceTable { incarnation, tenants })
+    }
+
+    /// Takes in what an update says of tenants' services and of other routers.
+    pub(crate) fn heard(&mut self, worker: usize, update: &v1::Update) {
+        let Some(reporter) = self.reporters.get_mut(&worker) else { return };
+        let (lane, routers) = (reporter.lane, update.routers.clamp(1, ROUTERS_MAX));
+        let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
+        let Some(known) = self.lanes.get_mut(&lane) else { return };
+        let own = &reporter.incarnation;
+        let others = update.services.iter().filter(|table| table.incarnation != *own);
+        let told = others.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
+        for (incarnation, charge) in update.charges.iter().map(|charge| (own, charge)).chain(told) {
+            if charge.tenant.len() > NAME_BYTES_MAX || incarnation.len() > NAME_BYTES_MAX {
+                continue;
+            }
+            let grown = known.services.merge(incarnation, &charge.tenant, charge.cost);
+            if grown > 0 {
+                self.queue.charge(lane, &charge.tenant, grown);
+            }
+        }
+        self.queue.begun(lane, Service::from_thousandths(update.begun_order));
+        if changed {
+            self.count_routers();
+        }
+    }
+
+    /// The most that any worker has: one that is partitioned from some routers sees fewer.
+    fn count_routers(&mut self) {
+        let routers = self.reporters.values().map(|reporter| reporter.routers).max().unwrap_or(1);
+        if routers != self.routers.swap(routers, Ordering::Relaxed) {
+            tracing::info!(routers, "limits are divided among the routers that workers see");
+            self.queue.set_routers(routers);
+        }
+        metrics::gauge!(names::ROUTERS).set(routers);
+    }
+
+    /// Routers that share the workers.
+    pub(crate) fn routers(&self) -> Arc<AtomicU32> {
+        self.routers.clone()
+    }
+
+    pub(crate) fn forget_lane(&mut self, lane: LaneId) {
+        self.queue.forget_lane(lane);
+        self.lanes.remove(&lane);
+    }
+
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneId> + '_ {
+        self.queue.lanes()
+    }
+
+    pub(crate) fn waits_in(&self, lane: LaneId) -> bool {
+        self.queue.waits_in(lane)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    pub(crate) fn tokens(&self) -> u64 {
+        self.queue.tokens()
+    }
+}

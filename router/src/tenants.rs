@@ -1,0 +1,477 @@
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, SystemTime};
+
+use inflight_contract::Weight;
+use inflight_router_core::{QueueLimits, TenantGate, TenantLimits};
+use inflight_transport::{Identity, Watched};
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+use subtle::ConstantTimeEq as _;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+/// How often the file is looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Longest name of a tenant, as in the API.
+const NAME_BYTES_MAX: usize = 128;
+
+/// A tenants' file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TenantsError {
+    /// It cannot be read.
+    #[error("cannot read the tenants' file {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is not what it should be.
+    #[error("{}: {reason}", path.display())]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        reason: String,
+    },
+}
+
+/// The file: TOML, or JSON where its name ends so.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    /// The tenant of those who show neither key nor certificate; without it they are refused.
+    anonymous: Option<String>,
+    /// What tenants have that say nothing else.
+    #[serde(default)]
+    defaults: LimitsEntry,
+    #[serde(default)]
+    tenants: BTreeMap<String, TenantEntry>,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LimitsEntry {
+    weight: Option<f32>,
+    priority_max: Option<i32>,
+    requests_per_minute: Option<u64>,
+    tokens_per_minute: Option<u64>,
+    concurrent_requests: Option<u32>,
+    connections: Option<u32>,
+    queue_requests: Option<usize>,
+    queue_tokens: Option<u64>,
+}
+
+// `deny_unknown_fields` does not go with `flatten`, so the limits are a table of their own.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TenantEntry {
+    #[serde(default)]
+    limits: LimitsEntry,
+    #[serde(default)]
+    keys: Vec<KeyEntry>,
+    /// Names in client certificates, or `sha256:` and a certificate's digest.
+    #[serde(default)]
+    certificates: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KeyEntry {
+    /// Name of the key, for people.
+    #[serde(default)]
+    name: String,
+    /// SHA-256 of the key, in hex.
+    sha256: String,
+    /// RFC 3339.
+    expires: Option<String>,
+}
+
+/// A tenant, with what it has used of its limits at this router.
+#[derive(Debug)]
+pub(crate) struct Tenant {
+    pub(crate) name: Arc<str>,
+    state: Mutex<TenantState>,
+}
+
+#[derive(Debug)]
+pub(crate) struct TenantState {
+    pub(crate) limits: TenantLimits,
+    pub(crate) gate: TenantGate,
+}
+
+impl Tenant {
+    fn new(name: &str, limits: TenantLimits) -> Self {
+        let state = Mutex::new(TenantState { limits, gate: TenantGate::default() });
+        Self { name: Arc::from(name), state }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, TenantState> {
+        // Every method of the gate leaves it whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn limits(&self) -> TenantLimits {
+        self.lock().limits
+    }
+}
+
+#[derive(Debug)]
+struct Key {
+    name: String,
+    digest: [u8; 32],
+    expires: Option<SystemTime>,
+    tenant: Arc<Tenant>,
+}
+
+/// What a file says, ready to be asked.
+#[derive(Debug, Default)]
+struct Table {
+    /// By the first bytes of the digest, which tell nothing of the key; the rest is compared in constant time.
+    keys: BTreeMap<[u8; 8], Vec<Key>>,
+    certificates: BTreeMap<String, Arc<Tenant>>,
+    anonymous: Option<Arc<Tenant>>,
+    tenants: BTreeMap<Arc<str>, Arc<Tenant>>,
+}
+
+/// Why nobody was recognised.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unknown {
+    #[error("no API key was given; send it as `authorization: Bearer KEY` or as `x-api-key`")]
+    NoKey,
+    #[error("the authorization header is not `Bearer KEY`")]
+    Malformed,
+    #[error("the API key is not known")]
+    Key,
+    #[error("the API key {name:?} has expired")]
+    Expired { name: String },
+    #[error("the client certificate belongs to no tenant")]
+    Certificate,
+}
+
+/// The tenants of a file that is read again when it changes.
+#[derive(Debug)]
+pub(crate) struct Tenants {
+    path: PathBuf,
+    table: RwLock<Arc<Table>>,
+}
+
+impl Tenants {
+    /// Reads the file.
+    pub(crate) fn load(path: &Path) -> Result<Self, TenantsError> {
+        let table = Table::read(path, &Table::default())?;
+        Ok(Self { path: path.to_owned(), table: RwLock::new(Arc::new(table)) })
+    }
+
+    fn table(&self) -> Arc<Table> {
+        self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Reads the file again; tenants keep what they have used. On an error what was read before stays in force.
+    pub(crate) fn reload(&self) -> Result<(), TenantsError> {
+        let table = Arc::new(Table::read(&self.path, &self.table())?);
+        *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
+        Ok(())
+    }
+
+    /// Reads the file again whenever it has changed, for as long as this is polled.
+    pub(crate) async fn follow(self: Arc<Self>) {
+        let mut watched = Watched::new([self.path.clone()]);
+        loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            if watched.changed() {
+                self.reload_and_tell();
+            }
+        }
+    }
+
+    fn reload_and_tell(&self) {
+        let reloaded = self.reload();
+        inflight_transport::metrics::reloaded("tenants", reloaded.is_ok());
+        match reloaded {
+            Ok(()) => tracing::info!(tenants = self.table().tenants.len(), "tenants were reloaded"),
+            Err(error) => {
+                tracing::error!(%error, "the tenants' file changed and cannot be used; the old one stays");
+            }
+        }
+    }
+
+    /// Whom a key or, without one, a certificate belongs to.
+    pub(crate) fn recognise(
+        &self,
+        key: Option<&str>,
+        certificate: Option<&Identity>,
+        now: SystemTime,
+    ) -> Result<Arc<Tenant>, Unknown> {
+        let table = self.table();
+        if let Some(key) = key {
+            return table.of_key(key, now);
+        }
+        if let Some(identity) = certificate {
+            let names = identity.names.iter().chain([&identity.digest]);
+            let tenant = names.filter_map(|name| table.certificates.get(name)).next();
+            return tenant.or(table.anonymous.as_ref()).cloned().ok_or(Unknown::Certificate);
+        }
+        table.anonymous.clone().ok_or(Unknown::NoKey)
+    }
+}
+
+impl Table {
+    fn of_key(&self, key: &str, now: SystemTime) -> Result<Arc<Tenant>, Unknown> {
+        let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
+        let same = self.keys.get(&head(&digest)).map_or(&[][..], Vec::as_slice);
+        // Every candidate is compared whole.
+        let found = same
+            .iter()
+            .fold(None, |found, key| if bool::from(key.digest.ct_eq(&digest)) { Some(key) } else { found });
+        let key = found.ok_or(Unknown::Key)?;
+        match key.expires {
+            Some(expires) if expires <= now => Err(Unknown::Expired { name: key.name.clone() }),
+            _ => Ok(key.tenant.clone()),
+        }
+    }
+
+    fn read(path: &Path, before: &Self) -> Result<Self, TenantsError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| TenantsError::Read { path: path.to_owned(), source })?;
+        let json = path.extension().is_some_and(|extension| extension == "json");
+        let invalid = |reason: String| TenantsError::Invalid { path: path.to_owned(), reason };
+        let file: File = if json {
+            serde_json::from_str(&text).map_err(|error| invalid(error.to_string()))?
+        } else {
+            toml::from_str(&text).map_err(|error| invalid(error.to_string().trim_end().to_owned()))?
+        };
+        Self::build(file, before).map_err(invalid)
+    }
+
+    fn build(file: File, before: &Self) -> Result<Self, String> {
+        let mut table = Self::default();
+        let mut changed = Vec::new();
+        for (name, entry) in file.tenants {
+            if name.is_empty() || name.len() > NAME_BYTES_MAX {
+                return Err(format!("the tenant {name:?} must have a name of 1 to {NAME_BYTES_MAX} bytes"));
+            }
+            let limits = entry
+                .limits
+                .over(&file.defaults)
+                .check()
+                .map_err(|reason| format!("tenant {name:?}: {reason}"))?;
+            let tenant = match before.tenants.get(name.as_str()) {
+                Some(tenant) => tenant.clone(),
+                None => Arc::new(Tenant::new(&name, limits)),
+            };
+            for key in entry.keys {
+                let digest = parse_digest(&key.sha256).ok_or_else(|| {
+                    format!("tenant {name:?}: sha256 of key {:?} is not 64 hex digits", key.name)
+                })?;
+                let expires = key.expires.as_deref().map(parse_time).transpose();
+                let expires = expires
+                    .map_err(|reason| format!("tenant {name:?}: expires of key {:?}: {reason}", key.name))?;
+                let known = table.keys.entry(head(&digest)).or_default();
+                if known.iter().any(|other| other.digest == digest) {
+                    return Err(format!("tenant {name:?}: the key {:?} is given twice", key.name));
+                }
+                known.push(Key { name: key.name, digest, expires, tenant: tenant.clone() });
+            }
+            for certificate in entry.certificates {
+                if table.certificates.insert(certificate.clone(), tenant.clone()).is_some() {
+                    return Err(format!("tenant {name:?}: the certificate {certificate:?} is given twice"));
+                }
+            }
+            changed.push((tenant.clone(), limits));
+            table.tenants.insert(tenant.name.clone(), tenant);
+        }
+        if let Some(name) = &file.anonymous {
+            let tenant = table.tenants.get(name.as_str());
+            table.anonymous =
+                Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
+        }
+        // Only now, when all is known to be right, do the limits of those who stay change.
+        for (tenant, limits) in changed {
+            tenant.lock().limits = limits;
+        }
+        Ok(table)
+    }
+}
+
+impl LimitsEntry {
+    fn over(&self, defaults: &Self) -> Self {
+        Self {
+            weight: self.weight.or(defaults.weight),
+            priority_max: self.priority_max.or(defaults.priority_max),
+            requests_per_minute: self.requests_per_minute.or(defaults.requests_per_minute),
+            tokens_per_minute: self.tokens_per_minute.or(defaults.tokens_per_minute),
+            concurrent_requests: self.concurrent_requests.or(defaults.concurrent_requests),
+            connections: self.connections.or(defaults.connections),
+            queue_requests: self.queue_requests.or(defaults.queue_requests),
+            queue_tokens: self.queue_tokens.or(defaults.queue_tokens),
+        }
+    }
+
+    fn check(&self) -> Result<TenantLimits, String> {
+        let zero = [
+            ("requests_per_minute", self.requests_per_minute == Some(0)),
+            ("tokens_per_minute", self.tokens_per_minute == Some(0)),
+            ("concurrent_requests", self.concurrent_requests == Some(0)),
+            ("connections", self.connections == Some(0)),
+            ("queue_requests", self.queue_requests == Some(0)),
+            ("queue_tokens", self.queue_tokens == Some(0)),
+        ];
+        if let Some((name, _)) = zero.into_iter().find(|(_, zero)| *zero) {
+            return Err(format!("{name} is 0; leave it out for no limit, or take the tenant's keys away"));
+        }
+        let weight = self.weight.map_or(Ok(Weight::default()), Weight::try_from);
+        Ok(TenantLimits {
+            weight: weight.map_err(|error| error.to_string())?,
+            priority_max: self.priority_max.unwrap_or(i32::MAX),
+            requests_per_minute: self.requests_per_minute,
+            tokens_per_minute: self.tokens_per_minute,
+            concurrent_requests: self.concurrent_requests,
+            connections: self.connections,
+            queue: QueueLimits {
+                requests: self.queue_requests.unwrap_or(usize::MAX),
+                tokens: self.queue_tokens.unwrap_or(u64::MAX),
+            },
+        })
+    }
+}
+
+fn head(digest: &[u8; 32]) -> [u8; 8] {
+    let [a, b, c, d, e, f, g, h, ..] = *digest;
+    [a, b, c, d, e, f, g, h]
+}
+
+fn parse_digest(hex: &str) -> Option<[u8; 32]> {
+    let mut digest = [0; 32];
+    if hex.len() != 64 || !hex.is_ascii() {
+        return None;
+    }
+    for (at, byte) in digest.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&hex[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(digest)
+}
+
+fn parse_time(text: &str) -> Result<SystemTime, String> {
+    let time = OffsetDateTime::parse(text, &Rfc3339);
+    time.map(SystemTime::from)
+        .map_err(|error| format!("{text:?} is no time such as 2030-01-31T00:00:00Z: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn digest_of(key: &str) -> String {
+        Sha256::digest(key.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    fn parse(text: &str, before: &Table) -> Result<Table, String> {
+        Table::build(toml::from_str(text).map_err(|error| error.to_string())?, before)
+    }
+
+    fn now() -> SystemTime {
+        parse_time("2026-01-01T00:00:00Z").unwrap()
+    }
+
+    #[test]
+    fn keys_and_certificates_are_recognised_until_they_expire() {
+        let text = format!(
+            r#"
+            [defaults]
+            requests_per_minute = 60
+            [tenants.acme]
+            limits = {{ weight = 3, priority_max = 5 }}
+            certificates = ["spiffe://c/acme"]
+            [[tenants.acme.keys]]
+            name = "ci"
+            sha256 = "{}"
+            expires = "2026-01-01T00:00:01Z"
+            [[tenants.acme.keys]]
+            sha256 = "{}"
+            [tenants.other]
+            "#,
+            digest_of("first"),
+            digest_of("second").to_uppercase()
+        );
+        let table = parse(&text, &Table::default()).unwrap();
+        let name = |found: Result<Arc<Tenant>, Unknown>| found.map(|tenant| tenant.name.to_string());
+        assert_eq!(name(table.of_key("first", now())), Ok("acme".to_owned()));
+        assert_eq!(name(table.of_key("second", now())), Ok("acme".to_owned()));
+        assert_eq!(name(table.of_key("third", now())), Err(Unknown::Key));
+        let later = now() + Duration::from_secs(1);
+        assert_eq!(name(table.of_key("first", later)), Err(Unknown::Expired { name: "ci".to_owned() }));
+        let limits = table.tenants["acme"].limits();
+        assert_eq!((limits.weight.get(), limits.priority_max), (3.0, 5));
+        assert_eq!(limits.requests_per_minute, Some(60), "from the defaults");
+
+        let tenants = Tenants { path: PathBuf::new(), table: RwLock::new(Arc::new(table)) };
+        let shown = |name: &str| Identity { names: vec![name.to_owned()], digest: String::new() };
+        let by = |shown: Option<Identity>| name(tenants.recognise(None, shown.as_ref(), now()));
+        assert_eq!(by(Some(shown("spiffe://c/acme"))), Ok("acme".to_owned()));
+        assert_eq!(by(Some(shown("spiffe://c/else"))), Err(Unknown::Certificate));
+        assert_eq!(by(None), Err(Unknown::NoKey));
+        // A key says more than a certificate.
+        let both = tenants.recognise(Some("third"), Some(&shown("spiffe://c/acme")), now());
+        assert_eq!(name(both), Err(Unknown::Key));
+    }
+
+    #[test]
+    fn a_file_that_is_wrong_is_refused_with_what_and_where() {
+        let key = format!("keys = [{{ sha256 = {:?} }}]", digest_of("k"));
+        let table = [
+            ("[tenants.t]\nlimits = { wieght = 1 }".to_owned(), "unknown field `wieght`"),
+            ("[tenants.t]\nlimits = { weight = 0 }".to_owned(), "weight is 0"),
+            ("[tenants.t]\nlimits = { requests_per_minute = 0 }".to_owned(), "requests_per_minute is 0"),
+            ("[tenants.t]\nkeys = [{ sha256 = \"ab\" }]".to_owned(), "not 64 hex digits"),
+            ("[tenants.t]\nkeys = [{ key = \"plain\" }]".to_owned(), "unknown field `key`"),
+            (format!("[tenants.t]\n{key}\n[tenants.u]\n{key}"), "is given twice"),
+            (format!("[tenants.t]\n{}", key.replace(" }", ", expires = \"soon\" }")), "\"soon\" is no time"),
+            ("anonymous = \"x\"".to_owned(), "which is no tenant"),
+            ("tenants = 3".to_owned(), "invalid type"),
+            ("[tenants.\"\"]".to_owned(), "must have a name"),
+        ];
+        for (text, words) in table {
+            let reason = parse(&text, &Table::default()).expect_err(words);
+            assert!(reason.contains(words), "{words:?} is not in {reason:?}");
+        }
+    }
+
+    #[test]
+    fn a_reload_keeps_what_was_used_and_a_broken_file_changes_nothing() {
+        let folder = std::env::temp_dir().join(format!("inflight-tenants-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("tenants.toml");
+        let write = |concurrent: &str, key: &str| {
+            let key = digest_of(key);
+            let text = format!(
+                "[tenants.t]\nlimits = {{ concurrent_requests = {concurrent} }}\nkeys = [{{ sha256 = {key:?} }}]"
+            );
+            std::fs::write(&path, text).unwrap();
+        };
+        write("1", "old");
+        let tenants = Tenants::load(&path).unwrap();
+        let tenant = tenants.recognise(Some("old"), None, now()).unwrap();
+        let enter = |tenant: &Tenant| {
+            let mut state = tenant.lock();
+            let limits = state.limits;
+            state.gate.enter(&limits, 1, Duration::ZERO).is_ok()
+        };
+        assert!(enter(&tenant) && !enter(&tenant));
+        write("one", "new");
+        assert!(matches!(tenants.reload(), Err(TenantsError::Invalid { .. })));
+        assert!(tenants.recognise(Some("old"), None, now()).is_ok());
+        write("2", "new");
+        tenants.reload().unwrap();
+        assert!(matches!(tenants.recognise(Some("old"), None, now()), Err(Unknown::Key)));
+        let again = tenants.recognise(Some("new"), None, now()).unwrap();
+        assert!(Arc::ptr_eq(&tenant, &again));
+        assert!(enter(&again) && !enter(&again), "one of two was used before");
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(tenants.reload(), Err(TenantsError::Read { .. })));
+        assert!(tenants.recognise(Some("new"), None, now()).is_ok());
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

@@ -1,0 +1,393 @@
+use std::time::{Duration, Instant};
+
+use inflight_proto::v1;
+use inflight_router::Options;
+use tonic::Code;
+
+use crate::cluster::{Cluster, bounded, metrics, text, tokens};
+use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+
+const STOP: v1::FinishReason = v1::FinishReason::Stop;
+const LENGTH: v1::FinishReason = v1::FinishReason::Length;
+const MORE: v1::FinishReason = v1::FinishReason::Unspecified;
+/// The id of `<|eot_id|>`.
+const EOT: u32 = 284;
+
+async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker; N], Vec<Session>) {
+    let mut workers = Vec::new();
+    for _ in 0..N {
+        workers.push(ScriptedWorker::start(Profile::default()).await);
+    }
+    let mut workers: [ScriptedWorker; N] = workers.try_into().unwrap_or_else(|_| panic!("{N} workers"));
+    let cluster = Cluster::start(&workers.each_ref(), options).await;
+    let mut sessions = Vec::new();
+    for worker in &mut workers {
+        sessions.push(worker.session().await);
+    }
+    cluster.handle.ready().await;
+    (cluster, workers, sessions)
+}
+
+/// Waits until the router has heard of a grant.
+async fn heard(worker: &ScriptedWorker, sequences: u32) {
+    let (name, address) = ("inflight_router_worker_sequences_granted", worker.address);
+    let line = format!("{name}{{worker=\"{address}\"}} {sequences}");
+    while !metrics().render().lines().any(|rendered| rendered == line) {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Sum of a counter over its labels.
+fn count(name: &str, label: &str) -> f64 {
+    let rendered = metrics().render();
+    let lines = rendered.lines().filter(|line| line.starts_with(name) && line.contains(label));
+    lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+}
+
+#[tokio::test]
+async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
+    bounded(async {
+        let (mut cluster, [mut first, mut second], mut sessions) = workers::<2>(Options::default()).await;
+        let mut two = sessions.pop().unwrap();
+        let mut one = sessions.pop().unwrap();
+        one.grant(8, 1000);
+        let mut suspect = cluster.generate(text("suspect")).await.unwrap();
+        one.submit().await;
+        one.break_stream();
+        two.grant(8, 1000);
+        assert_eq!(two.submit().await.attempt, 2);
+        two.break_stream();
+        // Both are back. One of them must be kept for the suspect alone.
+        let (mut one, mut two) = (first.granted().await, second.granted().await);
+        let mut others = Vec::new();
+        let mut submits = Vec::new();
+        for i in 0..4 {
+            others.push(cluster.generate(text(&format!("other {i}"))).await.unwrap());
+        }
+        let (mut alone, mut shared) = loop {
+            one.grant(8, 1000);
+            two.grant(8, 1000);
+            tokio::select! {
+                submit = one.submit() => { submits.push(submit); }
+                submit = two.submit() => { submits.push(submit); std::mem::swap(&mut one, &mut two); }
+            }
+            if submits.last().unwrap().attempt == 3 {
+                break (one, two);
+            }
+            // Whoever got another request is swapped to the front; the suspect's worker is the other.
+        };
+        let suspected = submits.pop().unwrap();
+        while submits.len() < 4 {
+            submits.push(shared.submit().await);
+        }
+        assert!(submits.iter().all(|submit| submit.attempt == 1));
+        assert!(alone.try_command().is_none(), "nothing else runs beside the suspect");
+        alone.tokens(&suspected, 0, &tokens("x"));
+        suspect.until_text("x").await;
+        // Cleared: its worker takes others again, and the next loss is its first.
+        shared.grant(0, 0);
+        let mut late = cluster.generate(text("late")).await.unwrap();
+        let submit = alone.submit().await;
+        alone.finish(&submit, 0, &[EOT], STOP);
+        late.read_to_end().await.unwrap();
+        alone.break_stream();
+        shared.grant(16, 1000);
+        let again = shared.submit().await;
+        assert_eq!((again.attempt, again.resumed[0].token_ids.clone()), (4, tokens("x")));
+        submits.push(again);
+        for submit in &submits {
+            shared.finish(submit, 0, &tokens("y"), LENGTH);
+        }
+        for mut other in others {
+            other.read_to_end().await.unwrap();
+        }
+        suspect.read_to_end().await.unwrap();
+        assert_eq!(suspect.text[0], "xy");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_elsewhere() {
+    bounded(async {
+        type Lie = fn(&Session, &v1::Submit);
+        let lies: [(&str, Lie); 9] = [
+            ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
+            ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
+            ("unknown_request", |session, submit| {
+                let other = v1::Submit { request: submit.request + 7, ..submit.clone() };
+                session.finish(&other, 0, &[], STOP);
+            }),
+            ("unknown_request", |session, submit| {
+                session.finish(submit, 1, &[EOT], STOP);
+                session.tokens(submit, 1, &tokens("after the end"));
+            }),
+            ("unknown_token", |session, submit| session.tokens(submit, 0, &[1 << 30])),
+            ("grant", |session, _| session.grant(8, u32::MAX)),
+            ("grant", |session, _| session.grant(-1i32 as u32, 8)),
+            ("oversized", |session, submit| {
+                let sequences = vec![sequence(submit, 0, &[], MORE); 100_000];
+                session.update(v1::Update { sequences, ..Default::default() });
+            }),
+            ("flood", |session, _| {
+                for _ in 0..100_000 {
+                    session.update(v1::Update::default());
+                }
+            }),
+        ];
+        let (mut cluster, [honest, mut liar], mut sessions) = workers::<2>(Options::default()).await;
+        let mut lying = sessions.pop().unwrap();
+        let mut sound = sessions.pop().unwrap();
+        for (kind, lie) in lies {
+            let before = count("inflight_router_protocol_violations_total", &format!("kind=\"{kind}\""));
+            sound.grant(0, 0);
+            heard(&honest, 0).await;
+            lying.grant(8, 1000);
+            let request = v1::GenerateRequest {
+                sampling: Some(v1::SamplingParams { n: Some(2), ..Default::default() }),
+                stop: Some(v1::StopConditions { max_tokens: Some(40), ..Default::default() }),
+                ..text("a")
+            };
+            let mut stream = cluster.generate(request).await.unwrap();
+            let submit = lying.submit().await;
+            lying.tokens(&submit, 0, &tokens("x"));
+            stream.until_text("x").await;
+            lie(&lying, &submit);
+            sound.grant(8, 1000);
+            let again = sound.submit().await;
+            assert_eq!(again.resumed[0].token_ids, tokens("x"), "{kind}");
+            sound.finish(&again, 0, &tokens("y"), LENGTH);
+            if !again.resumed.iter().any(|resumed| resumed.choice == 1 && resumed.finished) {
+                sound.finish(&again, 1, &[EOT], STOP);
+            }
+            stream.read_to_end().await.unwrap();
+            assert_eq!(stream.text[0], "xy", "{kind}");
+            let after = count("inflight_router_protocol_violations_total", &format!("kind=\"{kind}\""));
+            assert!(after > before, "{kind} is counted");
+            lying = liar.session().await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_goes_on() {
+    bounded(async {
+        let options = Options { client_buffer_tokens: 512, ..Options::default() };
+        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let mut worker = ScriptedWorker::start(profile).await;
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let stop = v1::StopConditions { max_tokens: Some(900_000), ..Default::default() };
+        let mut stalled = cluster
+            .generate(v1::GenerateRequest { stop: Some(stop), return_token_ids: true, ..text("a") })
+            .await
+            .unwrap();
+        let submit = session.submit().await;
+        let piece = tokens("stall stall stall ");
+        let mut rounds = 0;
+        let cancel = loop {
+            session.tokens(&submit, 0, &piece);
+            rounds += 1;
+            match session.try_command() {
+                Some(command) => break command,
+                None => tokio::task::yield_now().await,
+            }
+        };
+        assert!(matches!(cancel, inflight_proto::v1::session_request::Message::Cancel(cancel)
+            if cancel.request == submit.request && cancel.choice.is_none()));
+        session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        // It reads again: the request goes on from where it was.
+        let reading = tokio::spawn(async move {
+            stalled.read_to_end().await.unwrap();
+            stalled
+        });
+        let again = session.submit().await;
+        let had = &again.resumed[0].token_ids;
+        assert!(
+            again.attempt == 2 && had.len().is_multiple_of(piece.len()) && had.len() <= rounds * piece.len()
+        );
+        session.finish(&again, 0, &tokens("end"), LENGTH);
+        let stalled = reading.await.unwrap();
+        assert_eq!(stalled.text[0], "stall stall stall ".repeat(had.len() / piece.len()) + "end");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
+    bounded(async {
+        let options = Options {
+            client_buffer_tokens: 512,
+            streams_max: 1,
+            stall_timeout: Duration::from_millis(300),
+            ..Options::default()
+        };
+        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let mut worker = ScriptedWorker::start(profile).await;
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let stop = v1::StopConditions { max_tokens: Some(900_000), ..Default::default() };
+        let mut stalled = cluster
+            .generate(v1::GenerateRequest { stop: Some(stop), return_token_ids: true, ..text("a") })
+            .await
+            .unwrap();
+        let submit = session.submit().await;
+        assert_eq!(cluster.generate(text("b")).await.err().unwrap().code(), Code::ResourceExhausted);
+        let piece = tokens("stall stall stall ");
+        while session.try_command().is_none() {
+            session.tokens(&submit, 0, &piece);
+            tokio::task::yield_now().await;
+        }
+        session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        let mut other = loop {
+            match cluster.generate(text("b")).await {
+                Ok(stream) => break stream,
+                Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
+            }
+            tokio::task::yield_now().await;
+        };
+        let second = session.submit().await;
+        session.finish(&second, 0, &tokens("quick"), LENGTH);
+        other.read_to_end().await.unwrap();
+        let status = stalled.read_to_end().await.unwrap_err();
+        assert_eq!(status.code(), Code::Aborted, "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn after_its_grace_a_draining_workers_streams_move_to_where_their_tokens_stay_the_same() {
+    bounded(async {
+        let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
+        let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
+        let mut two = sessions.pop().unwrap();
+        let mut one = sessions.pop().unwrap();
+        one.grant(8, 1000);
+        let mut stream = cluster.generate(text("a")).await.unwrap();
+        let submit = one.submit().await;
+        one.tokens(&submit, 0, &tokens("x"));
+        stream.until_text("x").await;
+        one.update(v1::Update { draining: true, grant: Some(v1::Grant::default()), ..Default::default() });
+        // No room elsewhere yet: it goes on where it is.
+        one.tokens(&submit, 0, &tokens("y"));
+        stream.until_text("xy").await;
+        two.grant(8, 1000);
+        let again = two.submit().await;
+        assert_eq!((again.attempt, again.resumed[0].token_ids.clone()), (2, tokens("xy")));
+        assert_eq!(one.cancel().await.request, submit.request);
+        // What the old attempt still says is dropped.
+        one.tokens(&submit, 0, &tokens("WRONG"));
+        one.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        two.finish(&again, 0, &tokens("z"), LENGTH);
+        stream.read_to_end().await.unwrap();
+        assert_eq!(stream.text[0], "xyz");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn resubmissions_beyond_the_budget_wait_and_are_not_lost() {
+    bounded(async {
+        let options = Options { retry_rate: 1, retry_burst: 1, ..Options::default() };
+        let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
+        let mut two = sessions.pop().unwrap();
+        let mut one = sessions.pop().unwrap();
+        one.grant(8, 1000);
+        let mut streams = Vec::new();
+        for _ in 0..2 {
+            let mut stream = cluster.generate(text("a")).await.unwrap();
+            let submit = one.submit().await;
+            one.tokens(&submit, 0, &tokens("x"));
+            stream.until_text("x").await;
+            streams.push(stream);
+        }
+        two.grant(8, 1000);
+        one.break_stream();
+        let first = two.submit().await;
+        let at = Instant::now();
+        // What is new does not wait behind them.
+        let mut fresh = cluster.generate(text("fresh")).await.unwrap();
+        let new = two.submit().await;
+        assert_eq!(new.attempt, 1);
+        two.finish(&new, 0, &[EOT], STOP);
+        fresh.read_to_end().await.unwrap();
+        let second = loop {
+            match tokio::time::timeout(Duration::from_millis(20), two.submit()).await {
+                Ok(submit) => break submit,
+                Err(_) => two.grant(8, 1000),
+            }
+        };
+        assert!(at.elapsed() >= Duration::from_millis(900), "one a second");
+        for submit in [first, second] {
+            assert_eq!(submit.attempt, 2);
+            two.finish(&submit, 0, &tokens("y"), LENGTH);
+        }
+        for mut stream in streams {
+            stream.read_to_end().await.unwrap();
+            assert_eq!(stream.text[0], "xy");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_worker_that_keeps_failing_is_ejected_and_one_whose_requests_are_at_fault_is_not() {
+    bounded(async {
+        for (code, ejects) in [(Code::InvalidArgument, false), (Code::Internal, true)] {
+            let (mut cluster, [_first, _second], mut sessions) = workers::<2>(Options::default()).await;
+            let mut two = sessions.pop().unwrap();
+            let mut one = sessions.pop().unwrap();
+            one.grant(8, 1000);
+            for _ in 0..5 {
+                let mut stream = cluster.generate(text("a")).await.unwrap();
+                let submit = one.submit().await;
+                one.fail(&submit, 0, code);
+                assert_eq!(stream.read_to_end().await.unwrap_err().code(), code);
+            }
+            two.grant(8, 1000);
+            let mut streams = Vec::new();
+            for _ in 0..4 {
+                streams.push(cluster.generate(text("a")).await.unwrap());
+            }
+            let mut submits = Vec::new();
+            while submits.len() < if ejects { 4 } else { 2 } {
+                submits.push(two.submit().await);
+            }
+            for submit in submits {
+                two.finish(&submit, 0, &[EOT], STOP);
+            }
+            if ejects {
+                assert!(one.try_command().is_none());
+            } else {
+                for _ in 0..2 {
+                    let submit = one.submit().await;
+                    one.finish(&submit, 0, &[EOT], STOP);
+                }
+            }
+            for mut stream in streams {
+                stream.read_to_end().await.unwrap();
+            }
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_request_that_could_outgrow_the_journal_is_refused_with_the_numbers() {
+    bounded(async {
+        let options = Options { journal_tokens_max: 100, ..Options::default() };
+        let (mut cluster, [_worker], _sessions) = workers::<1>(options).await;
+        let request = v1::GenerateRequest {
+            sampling: Some(v1::SamplingParams { n: Some(4), ..Default::default() }),
+            stop: Some(v1::StopConditions { max_tokens: Some(30), ..Default::default() }),
+            ..text("a")
+        };
+        let status = cluster.generate(request).await.err().unwrap();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert!(status.message().contains("more than the 100"), "{status}");
+    })
+    .await;
+}

@@ -1,0 +1,467 @@
+use std::path::PathBuf;
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_proto::v1::inference_client::InferenceClient;
+use inflight_router::Options;
+use sha2::{Digest as _, Sha256};
+use tonic::metadata::MetadataMap;
+use tonic::{Code, Request, Status};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_types::StatusExt as _;
+
+use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
+use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+
+const LENGTH: v1::FinishReason = v1::FinishReason::Length;
+
+/// A folder that goes with the test.
+pub struct Folder(pub PathBuf);
+
+impl Folder {
+    pub fn new() -> Self {
+        let path = std::env::temp_dir().join(format!("inflight-router-{:016x}", rand::random::<u64>()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.0.join(name);
+        // In one step, as whoever watches must never see half of it.
+        std::fs::write(self.0.join("next"), text).unwrap();
+        std::fs::rename(self.0.join("next"), &path).unwrap();
+        path
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+pub fn digest(key: &str) -> String {
+    Sha256::digest(key.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A tenant of a file, with a key of its own name.
+fn tenant(name: &str, limits: &str) -> String {
+    format!(
+        "[tenants.{name}]\nlimits = {{ {limits} }}\nkeys = [{{ name = \"main\", sha256 = \"{}\" }}]\n",
+        digest(name)
+    )
+}
+
+pub fn with_key<T>(message: T, key: &str) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+    request
+}
+
+async fn generate(cluster: &Cluster, request: v1::GenerateRequest, key: &str) -> Result<Generated, Status> {
+    let mut client = InferenceClient::new(cluster.channel.clone());
+    Ok(Generated::from(client.generate(with_key(request, key)).await?.into_inner()))
+}
+
+fn pushback(metadata: &MetadataMap) -> Option<u64> {
+    metadata.get("grpc-retry-pushback-ms")?.to_str().ok()?.parse().ok()
+}
+
+fn count(metric: &str) -> f64 {
+    let text = metrics().render();
+    let line = text.lines().find(|line| line.starts_with(metric));
+    line.and_then(|line| line.rsplit(' ').next()).map_or(0.0, |value| value.parse().unwrap())
+}
+
+async fn until(mut holds: impl FnMut() -> bool) {
+    while !holds() {
+        tokio::task::yield_now().await;
+    }
+}
+
+async fn started(tenants: &str, options: Options) -> (Cluster, Session, Folder, ScriptedWorker) {
+    let folder = Folder::new();
+    let tenants_file = Some(folder.write("tenants.toml", tenants));
+    let mut worker = ScriptedWorker::start(Profile::default()).await;
+    let cluster = Cluster::start(&[&worker], Options { tenants_file, ..options }).await;
+    let session = worker.session().await;
+    cluster.handle.ready().await;
+    (cluster, session, folder, worker)
+}
+
+#[tokio::test]
+async fn an_expired_or_unknown_key_is_unauthenticated_and_probes_need_none() {
+    bounded(async {
+        let past = format!(
+            "[tenants.past]\nkeys = [{{ name = \"old\", sha256 = \"{}\", expires = \"2020-01-01T00:00:00Z\" }}]\n",
+            digest("past")
+        );
+        let file = tenant("acme", "") + &past;
+        let (cluster, session, _folder, _worker) = started(&file, Options::default()).await;
+        session.grant(8, 1000);
+        for (key, words) in [("nobody", "is not known"), ("past", "\"old\" has expired")] {
+            let status = generate(&cluster, text("a"), key).await.err().unwrap();
+            assert_eq!(status.code(), Code::Unauthenticated);
+            assert!(status.message().contains(words), "{status}");
+            assert_eq!(status.get_details_error_info().unwrap().reason, "UNAUTHENTICATED");
+        }
+        let mut bare = InferenceClient::new(cluster.channel.clone());
+        for answer in [
+            bare.generate(text("a")).await.map(|_| ()).unwrap_err(),
+            bare.list_models(v1::ListModelsRequest {}).await.map(|_| ()).unwrap_err(),
+            bare.tokenize(v1::TokenizeRequest::default()).await.map(|_| ()).unwrap_err(),
+        ] {
+            assert_eq!(answer.code(), Code::Unauthenticated, "{answer}");
+        }
+        let mut health = HealthClient::new(cluster.channel.clone());
+while health.check(HealthCheckRequest { service: "model/tiny".to_owned() }).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+        assert!(generate(&cluster, text("a"), "acme").await.is_ok());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_tenant_runs_under_its_own_name_weight_and_ceiling_whatever_it_asks() {
+    bounded(async {
+        let file = tenant("acme", "weight = 3, priority_max = 5");
+        let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
+        session.grant(8, 1000);
+        let asked = v1::GenerateRequest { weight: Some(1000.0), priority: 90, ..text("a") };
+        let _stream = generate(&cluster, asked.clone(), "acme").await.unwrap();
+        let submit = session.submit().await;
+        assert_eq!((submit.tenant.as_str(), submit.weight, submit.priority), ("acme", 3.0, 5));
+        let other = v1::GenerateRequest { tenant: "other".to_owned(), ..asked };
+        let status = generate(&cluster, other, "acme").await.err().unwrap();
+        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn two_tenants_may_name_their_requests_alike_and_one_that_leaves_takes_only_its_own() {
+    bounded(async {
+        let file = tenant("a", "") + &tenant("b", "");
+        let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
+        session.grant(8, 1000);
+        let asked = v1::GenerateRequest { request_id: "same".to_owned(), ..text("x") };
+        let first = generate(&cluster, asked.clone(), "a").await.unwrap();
+        let of_a = session.submit().await;
+        let mut second = generate(&cluster, asked, "b").await.unwrap();
+        let of_b = session.submit().await;
+        assert_eq!((of_a.request_id.as_str(), of_b.request_id.as_str()), ("same", "same"));
+        assert_ne!(of_a.request, of_b.request);
+        drop(first);
+        assert_eq!(session.cancel().await.request, of_a.request);
+        session.finish(&of_a, 0, &[], v1::FinishReason::Cancelled);
+        session.finish(&of_b, 0, &tokens("yes"), LENGTH);
+        second.read_to_end().await.unwrap();
+        assert_eq!((second.text[0].as_str(), second.started.unwrap().request_id.as_str()), ("yes", "same"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_the_request() {
+    bounded(async {
+        let file = tenant("few", "concurrent_requests = 1")
+            + &tenant("slow", "requests_per_minute = 1")
+            + &tenant("short", "tokens_per_minute = 600")
+            + &tenant("queued", "queue_requests = 1");
+        let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
+        session.grant(8, 1000);
+        let exhausted = |status: Status, subject: &str, quota: &str| {
+            assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+            let violations = status.get_details_quota_failure().unwrap().violations;
+            assert_eq!(
+                (violations[0].subject.as_str(), violations[0].description.as_str()),
+                (subject, quota)
+            );
+            let retry = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+            assert_eq!(pushback(status.metadata()), Some(retry.as_millis() as u64));
+            assert_eq!(status.get_details_error_info().unwrap().domain, "inflight");
+            retry
+        };
+
+        let mut first = generate(&cluster, text("a"), "few").await.unwrap();
+        let submit = session.submit().await;
+        let status = generate(&cluster, text("a"), "few").await.err().unwrap();
+        exhausted(status, "tenant:few", "concurrent_requests");
+        session.finish(&submit, 0, &tokens("b"), LENGTH);
+        first.read_to_end().await.unwrap();
+        drop(first);
+        // The end of the call is seen by the router a moment later.
+        let again = loop {
+            match generate(&cluster, text("a"), "few").await {
+                Ok(again) => break again,
+                Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
+            }
+        };
+        session.submit().await;
+        drop(again);
+        session.cancel().await;
+
+        let _one = generate(&cluster, text("a"), "slow").await.unwrap();
+        session.submit().await;
+        let status = generate(&cluster, text("a"), "slow").await.err().unwrap();
+        let retry = exhausted(status, "tenant:slow", "requests_per_minute");
+        assert!(retry > Duration::from_secs(50) && retry <= Duration::from_secs(60), "{retry:?}");
+
+        // What may be generated counts until it is known what was.
+        let stop =
+            |max_tokens| Some(v1::StopConditions { max_tokens: Some(max_tokens), ..Default::default() });
+        let long = v1::GenerateRequest { stop: stop(200), ..text("a") };
+        let mut long = generate(&cluster, long, "short").await.unwrap();
+        let submit = session.submit().await;
+        let brief = v1::GenerateRequest { stop: stop(20), ..text("a") };
+        let status = generate(&cluster, brief.clone(), "short").await.err().unwrap();
+        exhausted(status, "tenant:short", "tokens_per_minute");
+        session.finish(&submit, 0, &tokens("b"), v1::FinishReason::Stop);
+        long.read_to_end().await.unwrap();
+        drop(long);
+        loop {
+            match generate(&cluster, brief.clone(), "short").await {
+                Ok(_) => break,
+                Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
+            }
+        }
+
+        session.grant(0, 0);
+        let _waits = generate(&cluster, text("a"), "queued").await.unwrap();
+        let status = generate(&cluster, text("a"), "queued").await.err().unwrap();
+        exhausted(status, "tenant:queued", "tenant_queue_requests");
+        assert!(count("inflight_router_tenant_refused_total{tenant=\"slow\"") >= 1.0);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_changes_nothing() {
+    bounded(async {
+        let (cluster, session, folder, _worker) = started(&tenant("a", ""), Options::default()).await;
+        session.grant(8, 1000);
+        let reloads =
+            |result: &str| count(&format!("inflight_reloads_total{{what=\"tenants\",result=\"{result}\"}}"));
+        let (errors, fine) = (reloads("error"), reloads("ok"));
+        folder.write("tenants.toml", "[tenants.b\nthis is no TOML");
+        until(|| reloads("error") > errors).await;
+        assert!(generate(&cluster, text("x"), "a").await.is_ok());
+        folder.write("tenants.toml", &tenant("b", ""));
+        until(|| reloads("ok") > fine).await;
+        assert!(generate(&cluster, text("x"), "b").await.is_ok());
+        let gone = generate(&cluster, text("x"), "a").await.err().unwrap();
+        assert_eq!(gone.code(), Code::Unauthenticated);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_along() {
+    bounded(async {
+        let mut workers = [
+            ScriptedWorker::start(Profile { incarnation: "one", ..Profile::default() }).await,
+            ScriptedWorker::start(Profile { incarnation: "two", ..Profile::default() }).await,
+        ];
+        let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
+        let mut first = workers[0].session().await;
+        let mut second = workers[1].session().await;
+        while cluster
+            .client
+            .list_models(v1::ListModelsRequest {})
+            .await
+            .unwrap()
+            .into_inner()
+            .models
+            .first()
+            .is_none_or(|model| model.workers < 2)
+        {
+            tokio::task::yield_now().await;
+        }
+        let ask = |tenant: &str, name: &str| v1::GenerateRequest { tenant: tenant.to_owned(), ..text(name) };
+        let mut streams = Vec::new();
+        for (tenant, name) in [("heavy", "h1"), ("heavy", "h2"), ("light", "l1"), ("light", "l2")] {
+            streams.push(cluster.generate(ask(tenant, name)).await.unwrap());
+        }
+        // The second worker served the heavy tenant, as it says twice: saying it again adds nothing.
+        let charge = |tenant: &str, cost| v1::TenantCharge { tenant: tenant.to_owned(), cost };
+        for cost in [500, 1000, 1000, 700] {
+            second.update(v1::Update { charges: vec![charge("heavy", cost)], ..Default::default() });
+        }
+        second.update(v1::Update {
+            grant: Some(v1::Grant { sequences: 1, blocks: 100 }),
+            ..Default::default()
+        });
+        let submit = second.submit().await;
+        assert_eq!((submit.prompt[1..].to_vec(), submit.order), (tokens("l1"), Some(0)));
+        first.grant(1, 100);
+        let submit = first.submit().await;
+        assert_eq!(submit.prompt[1..], tokens("l2"));
+        // Its tenant's first request counts with its prompt, as nothing was reported of it yet.
+        assert_eq!(submit.order, Some(tokens("l1").len() as u64 * 1000 + 1000));
+        first.update(v1::Update {
+            sequences: vec![sequence(&submit, 0, &tokens("x"), LENGTH)],
+            charges: vec![charge("light", 3000)],
+            ..Default::default()
+        });
+        let heavy = first.submit().await;
+        assert_eq!((heavy.prompt[1..].to_vec(), heavy.order), (tokens("h1"), Some(1_000_000)));
+        // What a lost worker served is told to those who stay.
+        second.break_stream();
+        let told = first.services.recv().await.unwrap();
+        assert_eq!((told.incarnation.as_str(), told.tenants), ("two", vec![charge("heavy", 1000)]));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn bounds_are_divided_by_the_routers_that_workers_see() {
+    bounded(async {
+        let options = Options { queue_requests_max: 4, ..Options::default() };
+        let file = tenant("t", "concurrent_requests = 100");
+        let (cluster, mut session, _folder, _worker) = started(&file, options).await;
+        session.grant(1, 1000);
+        let mut running = generate(&cluster, text("a"), "t").await.unwrap();
+        let submit = session.submit().await;
+        session.update(v1::Update { routers: 2, ..Default::default() });
+        // What comes after it on the session says that it was taken in.
+        session.tokens(&submit, 0, &tokens("x"));
+        running.until_text("x").await;
+        let mut waiting = Vec::new();
+        let status = loop {
+            match generate(&cluster, text("a"), "t").await {
+                Ok(stream) => waiting.push(stream),
+                Err(status) => break status,
+            }
+        };
+        assert_eq!((waiting.len(), status.code()), (2, Code::ResourceExhausted));
+        assert_eq!(status.get_details_quota_failure().unwrap().violations[0].description, "queue_requests");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn in_a_full_queue_the_less_important_gives_way() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { queue_requests_max: 2, ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.session().await;
+        cluster.handle.ready().await;
+        let ask = |priority, name| v1::GenerateRequest { priority, ..text(name) };
+        let mut low = cluster.generate(ask(-1, "low")).await.unwrap();
+        let _middle = cluster.generate(ask(0, "middle")).await.unwrap();
+        let _high = cluster.generate(ask(1, "high")).await.unwrap();
+        let status = low.advance().await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(status.get_details_error_info().unwrap().reason, "DISPLACED");
+        assert!(pushback(status.metadata()).is_some());
+        let full = cluster.generate(ask(0, "late")).await.err().unwrap();
+        assert_eq!(full.get_details_error_info().unwrap().reason, "FULL");
+        session.grant(8, 1000);
+        assert_eq!(session.submit().await.prompt[1..], tokens("high"));
+        assert_eq!(session.submit().await.prompt[1..], tokens("middle"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster =
+            Cluster::start(&[&worker], Options { overtakes_max: 1, ..Options::default() }).await;
+        let mut session = worker.session().await;
+        cluster.handle.ready().await;
+        session.grant(8, 6);
+        let _running = cluster.generate(text("running")).await.unwrap();
+        let running = session.submit().await;
+        let _large = cluster.generate(text(&"large ".repeat(30))).await.unwrap();
+        let _small = cluster.generate(text("small")).await.unwrap();
+        assert_eq!(session.submit().await.prompt[1..], tokens("small"));
+        // The next one has to wait until the large one had its turn.
+        let _second = cluster.generate(text("second")).await.unwrap();
+        session.finish(&running, 0, &tokens("x"), LENGTH);
+        session.grant(8, 1000);
+        assert!(session.submit().await.prompt.len() > 30);
+        assert_eq!(session.submit().await.prompt[1..], tokens("second"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.session().await;
+        cluster.handle.ready().await;
+        session.update(v1::Update {
+            grant: Some(v1::Grant { sequences: 8, blocks: 1000 }),
+            load: Some(v1::Load { prefill_ahead_us: 5_000_000, prefill_stretch: 1.0, ..Default::default() }),
+            cost: Some(v1::CostModel { step: 0.01, token: 0.001, ..Default::default() }),
+            ..Default::default()
+        });
+        let asked = |milliseconds: u32| {
+            let mut request = Request::new(text("a"));
+            request.metadata_mut().insert("grpc-timeout", format!("{milliseconds}m").parse().unwrap());
+            request
+        };
+        // The update arrives on another connection than the request.
+        let status = loop {
+            match cluster.client.generate(asked(2_000)).await {
+                Ok(stream) => drop((session.submit().await, stream)),
+                Err(status) => break status,
+            }
+        };
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+        assert_eq!(status.get_details_error_info().unwrap().reason, "DEADLINE_INFEASIBLE");
+        let retry = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+        assert!(retry >= Duration::from_secs(2) && retry <= Duration::from_secs(4), "{retry:?}");
+        while session.try_command().is_some() {}
+        // One that allows for it goes, with the time left as a duration, so that no clock need agree with another.
+        let _stream = cluster.client.generate(asked(60_000)).await.unwrap();
+        let left = loop {
+            if let crate::worker::Command::Submit(submit) = session.command().await {
+                break submit.deadline_us.unwrap();
+            }
+        };
+        assert!(left > 50_000_000 && left <= 60_000_000, "{left}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_model_whose_workers_are_away_is_unavailable_and_not_unknown() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let options = Options { unserved_wait_max: Duration::from_millis(1), ..Options::default() };
+        let mut cluster = Cluster::start(&[&worker, &other], options).await;
+        let session = worker.session().await;
+        let ask = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
+        let serving = |cluster: &Cluster| {
+            let mut client = cluster.client.clone();
+            async move { client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models.len() }
+        };
+        while serving(&cluster).await < 2 {
+            tokio::task::yield_now().await;
+        }
+        drop(worker);
+        session.break_stream();
+        while serving(&cluster).await > 1 {
+            tokio::task::yield_now().await;
+        }
+        let away = loop {
+            // For a moment requests may still wait for it.
+            match cluster.generate(ask("tiny")).await {
+                Ok(mut stream) => break stream.advance().await.unwrap_err(),
+                Err(status) => break status,
+            }
+        };
+        assert_eq!(away.code(), Code::Unavailable, "{away}");
+        assert_eq!(cluster.generate(ask("nothing")).await.err().unwrap().code(), Code::NotFound);
+    })
+    .await;
+}

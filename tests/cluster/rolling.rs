@@ -1,0 +1,121 @@
+//! Every process of a cluster is restarted, one after the other, under load.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use futures::future::try_join_all;
+use inflight_proto::v1::GenerateRequest;
+use inflight_proto::v1::inference_client::InferenceClient;
+use inflight_tests::{Role, alone};
+use tonic::Code;
+use tonic::transport::Channel;
+
+use crate::program;
+use crate::requests::{Answer, generate, sampled};
+use crate::storm::{all_connected, flags, idle, same, worker_flags};
+
+const WORKERS: usize = 3;
+const ROUTERS: usize = 2;
+const STREAMS: usize = 48;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
+    let _alone = alone().await;
+    let mut workers = Vec::new();
+    for _ in 0..WORKERS {
+        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+    }
+    let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
+    let router_flags = flags(&[
+        &format!("--workers={}", addresses.join(",")),
+        "--reconnect-backoff-max=300ms",
+        "--drain-grace=300ms",
+        "--drain-timeout=50s",
+    ]);
+    let mut routers = Vec::new();
+    for _ in 0..ROUTERS {
+        let router = Role::start(program().to_owned(), "router", &router_flags).await?;
+        all_connected(&router).await?;
+        routers.push(router);
+    }
+    let clients: Vec<_> = routers.iter().map(Role::client).collect::<Result<_>>()?;
+    let requests: Vec<_> = (0..16).map(|i| sampled("Once upon a time", 100 + 20 * i, i.into())).collect();
+    let undisturbed = try_join_all(requests.iter().map(|request| {
+        let mut client = clients[0].clone();
+        async move { generate(&mut client, request.clone()).await }
+    }))
+    .await?;
+
+    let (stop, refused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let mut streams = tokio::task::JoinSet::new();
+    for stream in 0..STREAMS {
+        let clients = clients.clone();
+        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
+        let (stop, refused) = (Arc::clone(&stop), Arc::clone(&refused));
+        streams.spawn(async move {
+            let mut ended = 0;
+            while !stop.load(Ordering::Relaxed) {
+                let which = (stream + 5 * ended) % requests.len();
+                let answer = retrying(&clients, stream, &requests[which], &refused).await?;
+                same(&undisturbed[which], &answer).with_context(|| format!("request {which}"))?;
+                ended += 1;
+            }
+            anyhow::Ok(ended)
+        });
+    }
+    for worker in &mut workers {
+        worker.signal(libc::SIGTERM)?;
+        let status = worker.wait().await?;
+        ensure!(status.success(), "{status}; it wrote:\n{}", worker.log());
+        ensure!(worker.log().contains("draining"), "it wrote:\n{}", worker.log());
+        worker.restart().await?;
+        for router in &routers {
+            all_connected(router).await?;
+        }
+    }
+    ensure!(refused.load(Ordering::Relaxed) == 0, "restarts of workers are seen by nobody");
+    for router in &mut routers {
+        router.signal(libc::SIGTERM)?;
+        let status = router.wait().await?;
+        ensure!(status.success(), "{status}; it wrote:\n{}", router.log());
+        router.restart().await?;
+        all_connected(router).await?;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let mut ended = 0;
+    while let Some(stream) = streams.join_next().await {
+        ended += stream??;
+    }
+    println!("{ended} streams whole, {} calls sent again", refused.load(Ordering::Relaxed));
+    for router in &routers {
+        idle(&workers, router).await?;
+    }
+    Ok(())
+}
+
+/// Generates to the end. A call that was refused before anything of it began is sent again, to the other router.
+async fn retrying(
+    clients: &[InferenceClient<Channel>],
+    first: usize,
+    request: &GenerateRequest,
+    refused: &AtomicU32,
+) -> Result<Answer> {
+    for router in (first..first + 1000).map(|n| n % clients.len()) {
+        let mut client = clients[router].clone();
+        match client.generate(request.clone()).await {
+            Ok(response) => {
+                let mut stream = response.into_inner();
+                return Answer::default().read(&mut stream).await.context("after it had begun");
+            }
+            Err(status) if [Code::Unavailable, Code::Cancelled, Code::Unknown].contains(&status.code()) => {
+                refused.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            Err(status) => return Err(status.into()),
+        }
+    }
+    bail!("refused a thousand times")
+}

@@ -1,0 +1,204 @@
+//! Workers that are killed and stopped, again and again, under a full load of streams.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use futures::future::try_join_all;
+use inflight_tests::{Role, alone, eventually, scrape};
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::program;
+use crate::requests::{Answer, generate, sampled};
+
+const WORKERS: usize = 4;
+const STREAMS: usize = 200;
+const MAX_SEQUENCES: u32 = 128;
+/// Different requests; the streams repeat them.
+const REQUESTS: usize = 40;
+/// How long the unrest lasts where nothing else is said: `INFLIGHT_CHAOS_SECONDS` says.
+const SECONDS: u64 = 15;
+
+fn seconds() -> Duration {
+    let given = std::env::var("INFLIGHT_CHAOS_SECONDS").ok().and_then(|given| given.parse().ok());
+    Duration::from_secs(given.unwrap_or(SECONDS))
+}
+
+pub fn flags(flags: &[&str]) -> Vec<String> {
+    flags.iter().map(|flag| (*flag).to_owned()).collect()
+}
+
+/// Flags of a small worker that is soon missed.
+pub fn worker_flags() -> Vec<String> {
+    flags(&[
+        "--kv-cache-bytes=64MiB",
+        "--threads=1",
+        "--heartbeat=250ms",
+        "--drain-timeout=20s",
+        &format!("--max-sequences={MAX_SEQUENCES}"),
+    ])
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_killed_and_stopped_every_second_cost_no_stream_no_token_and_no_credit() -> Result<()> {
+    let seed =
+        std::env::var("INFLIGHT_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
+    storm(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the order of the blows"))
+}
+
+async fn storm(seed: u64) -> Result<()> {
+    let _alone = alone().await;
+    let mut workers = Vec::new();
+    for _ in 0..WORKERS {
+        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+    }
+    let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
+    let router = flags(&[
+        &format!("--workers={}", addresses.join(",")),
+        "--reconnect-backoff-max=500ms",
+        "--connect-timeout=2s",
+        "--unserved-wait-max=60s",
+    ]);
+    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let client = router.client()?;
+    all_connected(&router).await?;
+
+    let mut random = StdRng::seed_from_u64(seed);
+    let requests: Vec<_> = (0..REQUESTS as u64)
+        .map(|i| sampled(&"Once upon a time. ".repeat(1 + i as usize % 7), random.random_range(100..400), i))
+        .collect();
+    let undisturbed = try_join_all(requests.iter().map(|request| {
+        let mut client = client.clone();
+        async move { generate(&mut client, request.clone()).await }
+    }))
+    .await?;
+    idle(&workers, &router).await?;
+
+    let end = Instant::now() + seconds();
+    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let connections: Vec<_> = (0..STREAMS / 10).map(|_| router.client()).collect::<Result<_>>()?;
+    let mut streams = tokio::task::JoinSet::new();
+    for stream in 0..STREAMS {
+        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
+        // More streams than a server may allow on one connection would wait for one another.
+        let mut client = connections[stream % connections.len()].clone();
+        streams.spawn(async move {
+            let mut ended = 0u32;
+            while Instant::now() < end {
+                let which = (stream + 7 * ended as usize) % REQUESTS;
+                let answer = generate(&mut client, requests[which].clone()).await?;
+                ensure!(
+                    answer == undisturbed[which],
+                    "request {which} changed: expected {:?}, got {answer:?}",
+                    undisturbed[which]
+                );
+                ended += 1;
+            }
+            anyhow::Ok(ended)
+        });
+    }
+    let mut blows = [0; 2];
+    let mut next = Instant::now();
+    while next < end {
+        let victim = &mut workers[random.random_range(0..WORKERS)];
+        if random.random() {
+            blows[0] += 1;
+            victim.signal(libc::SIGKILL)?;
+            victim.wait().await?;
+            victim.restart().await?;
+        } else {
+            // Past three heartbeats, so that it is given up and then comes back.
+            blows[1] += 1;
+            victim.signal(libc::SIGSTOP)?;
+            sleep(Duration::from_millis(random.random_range(800..1500))).await;
+            victim.signal(libc::SIGCONT)?;
+        }
+        next += Duration::from_secs(1);
+        sleep_until(next).await;
+    }
+    let mut ended = 0;
+    while let Some(stream) = streams.join_next().await {
+        ended += stream??;
+    }
+    let samples = scrape(router.metrics).await?;
+    let moved = samples.total("inflight_router_resubmissions_total")?;
+    println!("{ended} streams whole after {} kills and {} stops; {moved} resubmissions", blows[0], blows[1]);
+    ensure!(moved >= f64::from(blows[0]), "only {moved} streams were disturbed by {blows:?} blows");
+    let outcomes =
+        samples.series().filter(|(series, _)| series.starts_with("inflight_router_requests_total"));
+    for (series, count) in outcomes {
+        ensure!(series.contains("completed") || count == 0.0, "{series} is {count}");
+    }
+    all_connected(&router).await?;
+    idle(&workers, &router).await?;
+    eventually("all grants are back", || async {
+        let now = scrape(router.metrics).await?.total("inflight_router_worker_sequences_granted")?;
+        let all = f64::from(MAX_SEQUENCES) * WORKERS as f64;
+        ensure!(now > all, "{now} of more than {all}");
+        Ok(())
+    })
+    .await
+}
+
+/// Waits until the router has a session with every worker.
+pub async fn all_connected(router: &Role) -> Result<()> {
+    eventually("every worker is connected", || async {
+        let samples = scrape(router.metrics).await?;
+        let connected = samples.total("inflight_router_workers_connected")?;
+        let known = samples.total("inflight_router_workers_configured")?;
+        ensure!(connected == known && known > 0.0, "{connected} of {known}");
+        Ok(())
+    })
+    .await
+}
+
+/// Waits until nothing runs or waits anywhere and nothing is held.
+pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
+    let zero = async |role: &Role, gauges: &[&str]| {
+        let samples = scrape(role.metrics).await?;
+        for gauge in gauges {
+            let Ok(value) = samples.total(gauge) else { continue };
+            if value != 0.0 {
+                bail!("{gauge} is {value}");
+            }
+        }
+        Ok(())
+    };
+    eventually("the router is idle", || {
+        zero(
+            router,
+            &[
+                "inflight_router_streams",
+                "inflight_router_queue_requests",
+                "inflight_router_queue_tokens",
+                "inflight_router_parked_requests",
+                "inflight_router_worker_requests",
+                "inflight_router_worker_sequences",
+                "inflight_router_worker_blocks",
+            ],
+        )
+    })
+    .await?;
+    for worker in workers {
+        eventually("the worker is idle", || {
+            zero(
+                worker,
+                &[
+                    "inflight_worker_kv_blocks_used",
+                    "inflight_worker_running_sequences",
+                    "inflight_worker_waiting_sequences",
+                ],
+            )
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+/// Whether two answers are the same stream; for callers that compare with an undisturbed run.
+pub fn same(expected: &Answer, got: &Answer) -> Result<()> {
+    ensure!(expected == got, "expected {expected:?}, got {got:?}");
+    Ok(())
+}

@@ -1,0 +1,24 @@
+//! Metrics of connections. Both kinds of process have them.
+
+/// Connections open now.
+pub const CONNECTIONS: &str = "inflight_connections";
+/// Connections that were closed by this side, by `reason`.
+pub const CONNECTIONS_CLOSED: &str = "inflight_connections_closed_total";
+/// Times that files were read again, by `what` and `result`.
+pub const RELOADS: &str = "inflight_reloads_total";
+
+/// Names, meanings and labels of the metrics, for inventories.
+pub const METRICS: [(&str, &str, &[&str]); 3] = [
+    (CONNECTIONS, "Connections open now", &[]),
+    (CONNECTIONS_CLOSED, "Connections closed by this side: full, handshake, slow, idle", &["reason"]),
+    (RELOADS, "Times that certificates or keys were read again", &["what", "result"]),
+];
+
+/// Notes that files were read again.
+pub fn reloaded(what: &'static str, ok: bool) {
+    metrics::counter!(RELOADS, "what" => what, "result" => if ok { "ok" } else { "error" }).increment(1);
+}
+
+pub(crate) fn closed(reason: &'static str) {
+    metrics::counter!(CONNECTIONS_CLOSED, "reason" => reason).increment(1);
+}

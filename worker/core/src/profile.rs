@@ -1,0 +1,199 @@
+use std::time::Duration;
+
+use crate::cost::{CostPrior, StepWork};
+
+/// A device known by its costs alone: how long steps and copies take, and how much its pools hold. It stands in for
+/// hardware where the scheduler, the router and their tests run without any.
+///
+/// A step takes `step + prompt_token * tokens + prompt_key * keys` for the chunks of prompts in it, and `sequence` for
+/// each decoding sequence and `decode_key` for each key that one reads: a decode is bound by memory and a prefill by
+/// arithmetic, so a key costs them differently.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DeviceProfile {
+    /// Seconds of a step with nothing in it: the weights are read once.
+    pub step: f64,
+    /// Seconds for each token of a prompt.
+    pub prompt_token: f64,
+    /// Seconds for each key that a prompt's token attends to.
+    pub prompt_key: f64,
+    /// Seconds for each decoding sequence.
+    pub sequence: f64,
+    /// Seconds for each key that a decoding sequence attends to.
+    pub decode_key: f64,
+    /// Seconds of a copy of nothing between device and host.
+    pub copy: f64,
+    /// Seconds for each token's keys and values copied.
+    pub copy_token: f64,
+    /// Tokens that the KV pool holds.
+    pub pool_tokens: u32,
+    /// Tokens that the host pool behind it holds; 0: there is none.
+    pub host_tokens: u32,
+}
+
+/// A profile that can't be used.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ProfileError {
+    /// There is no built-in profile of this name.
+    #[error("there is no profile `{0}`; built in are {known}", known = DeviceProfile::NAMES.join(", "))]
+    UnknownName(String),
+    /// There is no such coefficient.
+    #[error("a profile has no `{0}`; it has {known}", known = DeviceProfile::KEYS.join(", "))]
+    UnknownKey(String),
+    /// The value is out of range.
+    #[error("{key} is {value}; it must be {range}")]
+    OutOfRange {
+        /// Which coefficient.
+        key: String,
+        /// What was given.
+        value: f64,
+        /// What is allowed.
+        range: &'static str,
+    },
+}
+
+impl DeviceProfile {
+    /// The built-in profiles.
+    pub const NAMES: [&'static str; 3] = ["a10g-llama2-7b", "h200-llama3-8b", "flat"];
+
+    /// The names of the coefficients, for [`DeviceProfile::set`].
+    pub const KEYS: [&'static str; 9] = [
+        "step",
+        "prompt_token",
+        "prompt_key",
+        "sequence",
+        "decode_key",
+        "copy",
+        "copy_token",
+        "pool_tokens",
+        "host_tokens",
+    ];
+
+    /// A built-in profile.
+    ///
+    /// - `a10g-llama2-7b`: fitted to the cost profile that VTC published with its artifact, and its pool of 10,000
+    ///   tokens; prompt keys by arithmetic at 125 TFLOP/s; copies over PCIe 4.
+    /// - `h200-llama3-8b`: no measurement, but arithmetic: 16 GB of weights and 128 KiB of KV a token at 4 TB/s,
+    ///   550 TFLOP/s in products and 400 in attention, PCIe 5, 105 GB left for the pool.
+    /// - `flat`: every step takes 2 ms, whatever is in it. Loads a router, and says nothing of any hardware.
+    ///
+    /// # Errors
+    /// [`ProfileError::UnknownName`].
+    pub fn built_in(name: &str) -> Result<Self, ProfileError> {
+        match name {
+            "a10g-llama2-7b" => Ok(Self {
+                step: 24.5e-3,
+                prompt_token: 2.1e-4,
+                prompt_key: 4e-9,
+                sequence: 1.7e-4,
+                decode_key: 1.1e-6,
+                copy: 2e-5,
+                copy_token: 2.1e-5,
+                pool_tokens: 10_000,
+                host_tokens: 0,
+            }),
+            "h200-llama3-8b" => Ok(Self {
+                step: 4e-3,
+                prompt_token: 2.9e-5,
+                prompt_key: 1.3e-9,
+                sequence: 1e-5,
+                decode_key: 3.3e-8,
+                copy: 2e-5,
+                copy_token: 2.4e-6,
+                pool_tokens: 800_000,
+                host_tokens: 0,
+            }),
+            "flat" => Ok(Self {
+                step: 2e-3,
+                prompt_token: 0.0,
+                prompt_key: 0.0,
+                sequence: 0.0,
+                decode_key: 0.0,
+                copy: 0.0,
+                copy_token: 0.0,
+                pool_tokens: 4_000_000,
+                host_tokens: 0,
+            }),
+            other => Err(ProfileError::UnknownName(other.to_owned())),
+        }
+    }
+
+    /// Sets a coefficient by its name.
+    ///
+    /// # Errors
+    /// [`ProfileError`]; nothing has changed then.
+    pub fn set(&mut self, key: &str, value: f64) -> Result<(), ProfileError> {
+        let out = |range| ProfileError::OutOfRange { key: key.to_owned(), value, range };
+        let tokens = |least: f64| {
+            let fits = value.fract() == 0.0 && (least..=f64::from(1u32 << 30)).contains(&value);
+            fits.then_some(value as u32).ok_or_else(|| out("a whole number of at most 2^30"))
+        };
+        let seconds = || (0.0..=60.0).contains(&value).then_some(value).ok_or_else(|| out("from 0 to 60"));
+        match key {
+            "step" => self.step = seconds()?,
+            "prompt_token" => self.prompt_token = seconds()?,
+            "prompt_key" => self.prompt_key = seconds()?,
+            "sequence" => self.sequence = seconds()?,
+            "decode_key" => self.decode_key = seconds()?,
+            "copy" => self.copy = seconds()?,
+            "copy_token" => self.copy_token = seconds()?,
+            "pool_tokens" => self.pool_tokens = tokens(1.0)?,
+            "host_tokens" => self.host_tokens = tokens(0.0)?,
+            other => return Err(ProfileError::UnknownKey(other.to_owned())),
+        }
+        Ok(())
+    }
+
+    /// Duration of a step that computes these chunks of prompts and these decodes.
+    pub fn step_time(&self, prefill: &StepWork, decode: &StepWork) -> Duration {
+        let seconds = self.step
+            + self.prompt_token * f64::from(prefill.tokens)
+            + self.prompt_key * prefill.keys as f64
+            + self.sequence * f64::from(decode.sequences)
+            + self.decode_key * decode.keys as f64;
+        Duration::from_secs_f64(seconds.clamp(0.0, 1e6))
+    }
+
+    /// Duration of copying the keys and values of this many tokens, one way.
+    pub fn copy_time(&self, tokens: u64) -> Duration {
+        Duration::from_secs_f64((self.copy + self.copy_token * tokens as f64).clamp(0.0, 1e6))
+    }
+
+    /// What a cost model may know of this device beforehand.
+    pub fn prior(&self, block_tokens: u32) -> CostPrior {
+        CostPrior {
+            step: self.step,
+            token: self.prompt_token.max(1e-9),
+            key: self.decode_key.max(1e-13),
+            prefill_key: self.prompt_key.max(1e-13),
+            sequence: self.sequence.max(1e-9),
+            copy: self.copy.max(1e-9),
+            copy_block: (self.copy_token * f64::from(block_tokens)).max(1e-9),
+            trust: 1.0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_and_key_is_known_and_nothing_else() {
+        for name in DeviceProfile::NAMES {
+            let built_in = DeviceProfile::built_in(name).unwrap();
+            for key in DeviceProfile::KEYS {
+                let mut changed = built_in;
+                changed.set(key, 7.0).unwrap();
+                assert_ne!(changed, built_in, "{key} changes nothing in {name}");
+                for bad in [-1.0, f64::NAN, f64::INFINITY, 1e300] {
+                    let before = changed;
+                    assert!(changed.set(key, bad).is_err(), "{key} = {bad}");
+                    assert_eq!(changed, before);
+                }
+            }
+        }
+        assert!(DeviceProfile::built_in("abacus").unwrap_err().to_string().contains("h200-llama3-8b"));
+        assert!(DeviceProfile::built_in("flat").unwrap().set("speed", 1.0).is_err());
+        assert!(DeviceProfile::built_in("flat").unwrap().set("pool_tokens", 0.5).is_err());
+    }
+}

@@ -1,0 +1,173 @@
+//! The worker's service over real connections, with a router that the test plays.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::time::Duration;
+
+use inflight_proto::v1::session_request::Message as Say;
+use inflight_proto::v1::session_response::Message as Hear;
+use inflight_proto::v1::worker_client::WorkerClient;
+use inflight_proto::{PROTOCOL_VERSION, v1};
+use inflight_worker::runtime::sim::{SimOptions, SimRuntime};
+use inflight_worker::{Bundle, Core, Options, Served, Turning};
+use inflight_worker_core::DeviceProfile;
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::{TcpListenerStream, UnboundedReceiverStream};
+use tokio_util::sync::CancellationToken;
+use tonic::Streaming;
+
+const CONTEXT: u32 = 400_000;
+const VOCAB: u32 = 1 << 17;
+
+struct Router {
+    commands: mpsc::UnboundedSender<v1::SessionRequest>,
+    updates: Streaming<v1::SessionResponse>,
+    hello: v1::Hello,
+    drain: CancellationToken,
+    serving: tokio::task::JoinHandle<Result<(), inflight_worker::Error>>,
+}
+
+impl Router {
+    async fn start(step: f64, protocol_version: u32) -> Self {
+        let flat = DeviceProfile::built_in("flat").unwrap();
+        let profile = DeviceProfile { step, pool_tokens: 2 * CONTEXT, host_tokens: 0, ..flat };
+        let sim = SimOptions {
+            profile,
+            vocab_size: VOCAB,
+            context_tokens: CONTEXT,
+            block_tokens: 16,
+            slots: 4,
+            batch_tokens: 1 << 16,
+            overlap: false,
+        };
+        let served = Served {
+            runtime: Box::new(SimRuntime::new(&sim).unwrap()),
+            prior: Some(profile.prior(16)),
+            name: "sim".to_owned(),
+            architecture: "none".to_owned(),
+            eos_token_ids: Vec::new(),
+            bundle: Bundle::new(Vec::new()),
+        };
+        let options = Options {
+            max_sequences: 4,
+            heartbeat: Duration::from_millis(100),
+            drain_timeout: Duration::from_secs(30),
+            ..Options::default()
+        };
+        let core = Core::new(&options, served, "1".to_owned()).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let drain = CancellationToken::new();
+        let serving =
+            tokio::spawn(core.serve(TcpListenerStream::new(listener), Turning::Thread, drain.clone()));
+        let mut client = WorkerClient::connect(address).await.unwrap();
+        let (commands, outgoing) = mpsc::unbounded_channel();
+        let open = v1::SessionOpen { protocol_version, router_id: "test".to_owned() };
+        commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
+        let mut updates = client.session(UnboundedReceiverStream::new(outgoing)).await.unwrap().into_inner();
+        let Some(Hear::Hello(hello)) = updates.message().await.unwrap().unwrap().message else {
+            panic!("a worker says hello first")
+        };
+        Self { commands, updates, hello, drain, serving }
+    }
+
+    fn say(&self, message: Say) {
+        self.commands.send(v1::SessionRequest { message: Some(message) }).unwrap();
+    }
+
+    fn submit(&self, request: u64, prompt: Vec<u32>, max_tokens: u32, resumed: Vec<v1::ResumedChoice>) {
+        let n = resumed.len().max(1) as u32;
+        self.say(Say::Submit(v1::Submit {
+            request,
+            attempt: 1,
+            request_id: request.to_string(),
+            prompt,
+            resumed,
+            sampling: Some(v1::SamplingParams { n: Some(n), seed: Some(1), ..Default::default() }),
+            stop: Some(v1::StopConditions {
+                max_tokens: Some(max_tokens),
+                ignore_eos: true,
+                ..Default::default()
+            }),
+            tenant: "a".to_owned(),
+            weight: 1.0,
+            ..Default::default()
+        }));
+    }
+
+    async fn update(&mut self) -> Option<v1::Update> {
+        match self.updates.message().await.unwrap()?.message.unwrap() {
+            Hear::Update(update) => Some(update),
+            Hear::Hello(_) => panic!("hello comes once"),
+        }
+    }
+
+    /// The tokens and the end of a request's only choice.
+    async fn end_of(&mut self, request: u64) -> (usize, v1::SequenceUpdate) {
+        let mut tokens = 0;
+        loop {
+            let update = self.update().await.expect("the session goes on");
+            for sequence in update.sequences.into_iter().filter(|sequence| sequence.request == request) {
+                tokens += sequence.token_ids.len();
+                if sequence.finish() != v1::FinishReason::Unspecified {
+                    return (tokens, sequence);
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_largest_submission_that_the_limits_allow_breaks_no_session() {
+    let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
+    // 16 choices far in: more than 16 MiB on the wire, and more than the pool can hold at once, which is no error.
+    let choice = |choice| v1::ResumedChoice { choice, token_ids: vec![VOCAB - 1; 390_000], finished: false };
+    let submit: Vec<_> = (0..16).map(choice).collect();
+    router.submit(1, vec![1; 100], 390_000, submit);
+    // All of them hold max_tokens already: there is nothing left to generate.
+    let mut ended = 0;
+    while ended < 16 {
+        for end in router.update().await.expect("the session goes on").sequences {
+            assert_eq!((end.token_ids.len(), end.finish()), (0, v1::FinishReason::Length), "{end:?}");
+            ended += 1;
+        }
+    }
+    router.submit(2, vec![1, 2, 3], 5, Vec::new());
+    let (tokens, end) = router.end_of(2).await;
+    assert_eq!((tokens, end.finish()), (5, v1::FinishReason::Length));
+}
+
+#[tokio::test]
+async fn a_draining_worker_grants_nothing_finishes_what_it_has_and_goes() {
+    let mut router = Router::start(0.002, PROTOCOL_VERSION).await;
+    router.submit(1, vec![1; 20], 200, Vec::new());
+    while router.update().await.unwrap().sequences.is_empty() {}
+    router.drain.cancel();
+    loop {
+        let update = router.update().await.unwrap();
+        if update.draining {
+            assert_eq!(update.grant, Some(v1::Grant::default()));
+            break;
+        }
+    }
+    router.submit(2, vec![1; 20], 5, Vec::new());
+    let (mut tokens, mut refused) = (0, false);
+    while let Some(update) = router.update().await {
+        assert!(update.draining);
+        for sequence in update.sequences {
+            match sequence.request {
+                1 => tokens += sequence.token_ids.len(),
+                _ => refused = sequence.error_code == tonic::Code::Unavailable as i32,
+            }
+        }
+    }
+    assert!(tokens > 100 && refused, "{tokens} tokens came during the drain");
+    router.serving.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_newer_router_is_answered_in_the_version_that_both_speak() {
+    let router = Router::start(0.0, PROTOCOL_VERSION + 7).await;
+    assert_eq!(router.hello.protocol_version, PROTOCOL_VERSION);
+}
