@@ -128,6 +128,8 @@ fn crowded() -> Scheduler {
                     weight: Weight::default(),
                     hashes: &shared[..found],
                     group: None,
+                    order: None,
+                    charged_tokens: 0,
                 };
                 scheduler.submit(new, Time::ZERO).unwrap();
             }
