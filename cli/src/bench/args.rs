@@ -59,11 +59,11 @@ pub struct Args {
     #[arg(long, value_name = "LENGTHS", default_value = "64")]
     pub output_tokens: Lengths,
     /// Cut longer prompts [default: none]
-    #[arg(long, value_name = "N", default_value_t = u32::MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_prompt_tokens: u32,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_prompt_tokens: Option<u32>,
     /// Cut longer outputs [default: none]
-    #[arg(long, value_name = "N", default_value_t = u32::MAX, hide_default_value = true, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_output_tokens: u32,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_output_tokens: Option<u32>,
     /// Tokens that all prompts of a tenant begin with
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub shared_prefix: u32,

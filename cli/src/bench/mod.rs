@@ -225,7 +225,7 @@ fn workload(
     Ok(Workload {
         seed,
         source,
-        caps: (args.max_prompt_tokens, args.max_output_tokens),
+        caps: (args.max_prompt_tokens.unwrap_or(u32::MAX), args.max_output_tokens.unwrap_or(u32::MAX)),
         tenants,
         shared_prefix: args.shared_prefix,
         // The first ids are often special tokens, which a prompt may not hold or which mean something.
@@ -283,8 +283,8 @@ fn setting(
         "trace": args.trace,
         "prompt_tokens": drawn(args.prompt_tokens),
         "output_tokens": drawn(args.output_tokens),
-        "max_prompt_tokens": (args.max_prompt_tokens < u32::MAX).then_some(args.max_prompt_tokens),
-        "max_output_tokens": (args.max_output_tokens < u32::MAX).then_some(args.max_output_tokens),
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "max_output_tokens": args.max_output_tokens,
         "shared_prefix": args.shared_prefix,
         "tenants": tenants.collect::<Vec<_>>(),
         "temperature": args.temperature,

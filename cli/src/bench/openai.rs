@@ -275,19 +275,19 @@ impl OpenAi {
             .body(Full::new(body))
     }
 
-    async fn connection(&self, fresh: bool) -> Result<SendRequest<Body>, Broken> {
-        while !fresh {
-            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            match idle {
-                // A connection is ready when the answer before has been read; one that is not is closed.
-                Some(mut idle) if !idle.is_closed() => {
-                    if idle.ready().await.is_ok() {
-                        return Ok(idle);
-                    }
-                }
-                Some(_) => {}
-                None => break,
+    /// One that is still open.
+    async fn idle_connection(&self) -> Option<SendRequest<Body>> {
+        loop {
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            if idle.ready().await.is_ok() {
+                return Some(idle);
             }
+        }
+    }
+
+    async fn connection(&self, fresh: bool) -> Result<SendRequest<Body>, Broken> {
+        if !fresh && let Some(idle) = self.idle_connection().await {
+            return Ok(idle);
         }
         let wire = self.dial.connect().await.map_err(Broken::Connect)?;
         let (sender, connection) = http1::handshake(TokioIo::new(wire)).await.map_err(Broken::Http)?;
