@@ -26,7 +26,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let read = Memory::new(256 << 20, true)?.read(&pool, isa, LEAST) / 1e9;
     let bf16 = arithmetic(&pool, isa, Arithmetic::Bf16, LEAST) / 1e9;
     let int8 = arithmetic(&pool, isa, Arithmetic::Int8, LEAST) / 1e9;
-    println!("{threads} threads, W[{n}, {k}]; limits {read:.1} GB/s, bf16 {bf16:.0} GFLOP/s, int8 {int8:.0} GOP/s");
+    println!(
+        "{threads} threads, W[{n}, {k}]; limits {read:.1} GB/s, bf16 {bf16:.0} GFLOP/s, int8 {int8:.0} GOP/s"
+    );
     let sets = if only.is_some() { vec![isa] } else { Isa::available() };
     for isa in sets {
         for format in [
@@ -46,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 _ => (Dtype::Bf16, 2),
             };
             let bytes: Vec<u8> = (0..n * k * size).map(|i| (i * 31 % 61) as u8).collect();
-            let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n };
+            let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
             // Several matrices in turn, as the layers of a model are.
             let copies = (96 << 20) / format.packed_bytes(isa, n, k) + 1;
             let pack = |_| PackedMatrix::pack(&pool, isa, k, &[rows], format);

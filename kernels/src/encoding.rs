@@ -143,3 +143,43 @@ fn widen_q6k(raw: &[u8], out: &mut [f32]) {
         out[i] = scale * f32::from(scales[i / 16] as i8) * quant as f32;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes by formula, with sane scales, widened by ggml's own Python package: some values, and the sum of all
+    /// times 2, 3, 4, 5, 6, 7, 1, 2 and so on.
+    #[test]
+    fn blocks_are_widened_as_ggml_does() {
+        let cases: [(Encoding, &[(usize, f32)], &[(usize, f32)], f64); 4] = [
+            (Encoding::Q8_0, &[(0, 0.25)], &[(0, 30.75), (17, -23.75), (31, -25.75)], 493.5),
+            (Encoding::Q4_0, &[(0, 0.25)], &[(0, 0.75), (15, -2.0), (16, -0.25), (31, -1.25)], -11.25),
+            (
+                Encoding::Q4K,
+                &[(0, 0.25), (2, 0.125)],
+                &[(0, 20.875), (17, 31.375), (127, 19.375), (128, 56.125), (197, 80.25), (255, 0.875)],
+                57_222.875,
+            ),
+            (
+                Encoding::Q6K,
+                &[(208, 0.125)],
+                &[(0, 49.5), (17, -62.0), (127, 66.625), (128, 15.375), (197, -108.75), (255, 296.875)],
+                3_278.125,
+            ),
+        ];
+        for (encoding, scales, expected, total) in cases {
+            let byte = |i: usize| ((i * 37 + i * i * 11 + 5) % 251) as u8;
+            let mut raw: Vec<u8> = (0..encoding.block_bytes()).map(byte).collect();
+            for (at, scale) in scales {
+                raw[*at..at + 2].copy_from_slice(&f16::from_f32(*scale).to_le_bytes());
+            }
+            let mut out = vec![0.0; encoding.block()];
+            encoding.widen(&raw, &mut out);
+            assert!(expected.iter().all(|(at, value)| out[*at] == *value), "{encoding}: {out:?}");
+            let sum: f64 =
+                out.iter().enumerate().map(|(i, x)| f64::from(*x) * ((i + 1) % 7 + 1) as f64).sum();
+            assert_eq!(sum, total, "{encoding}");
+        }
+    }
+}

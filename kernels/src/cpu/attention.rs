@@ -179,8 +179,7 @@ struct Gathered<N> {
 }
 
 impl<N: Number> Gathered<N> {
-    const EMPTY: Self =
-        Self { keys: [N::ZERO; HEAD_DIM_MAX * TILE], values: [N::ZERO; HEAD_DIM_MAX * TILE] };
+    const EMPTY: Self = Self { keys: [N::ZERO; HEAD_DIM_MAX * TILE], values: [N::ZERO; HEAD_DIM_MAX * TILE] };
 }
 
 const INDEX: [f32; TILE] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];

@@ -37,7 +37,9 @@ impl Buffer {
         let huge = pages == Pages::Huge && bytes >= 2 * HUGE_PAGE;
         let refused = || io::Error::from(io::ErrorKind::OutOfMemory);
         let (align, size) = match huge {
-            true => (HUGE_PAGE, bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|n| n.checked_add(HUGE_PAGE))),
+            true => {
+                (HUGE_PAGE, bytes.checked_next_multiple_of(HUGE_PAGE).and_then(|n| n.checked_add(HUGE_PAGE)))
+            }
             false => (CACHE_LINE, Some(bytes)),
         };
         let size = size.filter(|size| isize::try_from(*size).is_ok()).ok_or_else(refused)?;
@@ -101,7 +103,8 @@ mod tests {
 
     #[test]
     fn buffers_are_zeroed_aligned_and_refused_beyond_the_address_space() {
-        for (bytes, pages) in [(0, Pages::Huge), (100, Pages::Huge), (9 << 20, Pages::Huge), (9 << 20, Pages::Small)]
+        for (bytes, pages) in
+            [(0, Pages::Huge), (100, Pages::Huge), (9 << 20, Pages::Huge), (9 << 20, Pages::Small)]
         {
             let mut buffer = Buffer::zeroed(bytes, pages).unwrap();
             let align = if pages == Pages::Huge && bytes > 4 << 20 { HUGE_PAGE } else { CACHE_LINE };

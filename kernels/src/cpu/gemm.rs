@@ -21,17 +21,21 @@ use floats::{Bf16, F16, F32, Floats};
 use integers::{Integers, Widened};
 
 /// Rows whose packed activations for one cache block stay in the second-level cache.
-const ROW_BLOCK: usize = 192;
-/// Bytes of a panel's cache block: within the first-level cache, beside a tile's activations.
-const PANEL_BLOCK_BYTES: usize = 1024 << 10;
+const ROW_BLOCK: usize = 256;
+/// Most bytes of a panel's cache block: it stays in the second-level cache beside a block's activations, and long
+/// enough for the cost of loading and storing a tile's sums not to show.
+const PANEL_BLOCK_BYTES: usize = 64 << 10;
 /// Up to so many tiles over a panel it is read whole: from memory for the first, from the second-level cache for
 /// the others.
 const WHOLE_TILES: usize = 4;
 
+/// Least bytes of weights, times passes over them, that are worth a second thread.
+const SHARED_BYTES: usize = 64 << 10;
 /// Least bytes of weights, times passes over them, that are worth a unit of their own.
-const UNIT_BYTES: usize = 64 << 10;
-/// Units for each thread: enough to take over the share of one that is late.
-const UNITS_PER_THREAD: usize = 4;
+const UNIT_BYTES: usize = 256 << 10;
+/// Units for each thread, with few rows and with many: enough to take over the share of one that is late, and with few
+/// rows long enough to read memory in one go.
+const UNITS_PER_THREAD: (usize, usize) = (4, 16);
 
 /// What a product's sums start from.
 #[derive(Debug, Clone, Copy)]
@@ -72,7 +76,9 @@ pub fn gemm(
     // It is not worth while to hand out less than some microseconds of work.
     let work = w.panel_bytes * tiles.count() * panels;
     let threads = pool.threads().min(panels);
-    let units = (work / UNIT_BYTES).clamp(1, threads * UNITS_PER_THREAD).min(panels);
+    let most = if tiles.count() <= WHOLE_TILES { UNITS_PER_THREAD.0 } else { UNITS_PER_THREAD.1 };
+    let least = if work < SHARED_BYTES { 1 } else { threads };
+    let units = (work / UNIT_BYTES).clamp(least, threads * most).min(panels);
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;
@@ -187,6 +193,8 @@ trait Format<S: Simd> {
 struct Place {
     row: usize,
     panel: usize,
+    /// From one of the tile's panels to the next.
+    gap: usize,
     /// First step and number of steps.
     step: usize,
     steps: usize,
@@ -202,10 +210,11 @@ impl Multiply<'_> {
         let step_bytes = self.w.panel_bytes / self.w.steps;
         for first in (0..tiles).step_by(block_tiles) {
             let last = tiles.min(first + block_tiles);
-            let block = match last - first {
-                ..=WHOLE_TILES => self.w.steps,
-                _ => (PANEL_BLOCK_BYTES / step_bytes).max(1),
+            let blocks = match last - first {
+                ..=WHOLE_TILES => 1,
+                _ => self.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)),
             };
+            let block = self.w.steps.div_ceil(blocks);
             for step in (0..self.w.steps).step_by(block) {
                 let steps = block.min(self.w.steps - step);
                 // SAFETY: tiles, panels and steps are within the matrices.
@@ -228,25 +237,31 @@ impl Multiply<'_> {
                 _ => 1,
             };
             if abreast > 1 {
-                let groups = (end - start).div_ceil(abreast);
-                for group in 0..groups {
-                    let panel = start + (end - start) * group / groups;
-                    let place = Place { row, panel, step, steps, ahead: 0 };
-                    match (rows, start + (end - start) * (group + 1) / groups - panel) {
-                        (1, 4) => F::tile::<1, 4>(self, place),
-                        (1, 3) => F::tile::<1, 3>(self, place),
-                        (1, 2) => F::tile::<1, 2>(self, place),
-                        (1, _) => F::tile::<1, 1>(self, place),
-                        (_, 2) if F::ROWS >= 2 => F::tile::<2, 2>(self, place),
-                        (_, _) => self.column::<S, F>(tiles.clone(), place),
+                // Each of the panels abreast goes on in memory where the one before it ended, so that a thread reads as
+                // many long streams.
+                let long = (end - start) / abreast;
+                for i in 0..long {
+                    let place = Place { row, panel: start + i, gap: long, step, steps, ahead: 0 };
+                    match rows {
+                        1 => F::tile::<1, 4>(self, place),
+                        _ => F::tile::<2, 2>(self, place),
                     }
+                }
+                let panel = start + long * abreast;
+                let place = Place { row, panel, gap: 1, step, steps, ahead: 0 };
+                match (rows, end - panel) {
+                    (_, 0) => {}
+                    (1, 3) => F::tile::<1, 3>(self, place),
+                    (1, 2) => F::tile::<1, 2>(self, place),
+                    (1, _) => F::tile::<1, 1>(self, place),
+                    (_, _) => F::tile::<2, 1>(self, place),
                 }
                 return;
             }
             for panel in start..end {
                 // While one panel is multiplied, the next one is fetched.
                 let ahead = if panel + 1 < end { self.w.panel_bytes } else { 0 };
-                self.column::<S, F>(tiles.clone(), Place { row, panel, step, steps, ahead });
+                self.column::<S, F>(tiles.clone(), Place { row, panel, gap: 1, step, steps, ahead });
             }
         }
     }

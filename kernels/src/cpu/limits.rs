@@ -17,8 +17,9 @@ use super::simd::{self, Kernel, Simd};
 const CHAINS: usize = 12;
 /// Steps of a chain in one unit of work, some 20 us.
 const STEPS: usize = 8 << 10;
-/// Bytes of one stream of a reader.
-const STREAM_BYTES: usize = 4 << 10;
+/// How far apart lie the streams that a thread reads side by side. What suits the memory best differs from machine to
+/// machine, so all are tried.
+const STREAM_BYTES: [usize; 3] = [4 << 10, 64 << 10, 256 << 10];
 /// Streams that a thread reads side by side.
 const STREAMS: usize = 4;
 
@@ -56,15 +57,19 @@ impl Memory {
     /// Bytes a second that all threads read together; the best of the passes that fit into `time`.
     pub fn read(&self, pool: &Pool, isa: Isa, time: Duration) -> f64 {
         let parts = pool.threads();
-        let part = self.bytes.len() / parts / (STREAM_BYTES * STREAMS) * (STREAM_BYTES * STREAMS);
-        best(time, || {
-            pool.each(parts, &|index| {
-                // SAFETY: the parts lie one after the other within the buffer.
-                let from = unsafe { self.bytes.as_ptr().add(index * part) };
-                simd::run(isa, Read { from, bytes: part });
-            });
-            (part * parts) as f64
-        })
+        let unit = STREAM_BYTES[STREAM_BYTES.len() - 1] * STREAMS;
+        let part = self.bytes.len() / parts / unit * unit;
+        let rates = STREAM_BYTES.map(|stream_bytes| {
+            best(time / STREAM_BYTES.len() as u32, || {
+                pool.each(parts, &|index| {
+                    // SAFETY: the parts lie one after the other within the buffer.
+                    let from = unsafe { self.bytes.as_ptr().add(index * part) };
+                    simd::run(isa, Read { from, bytes: part, stream_bytes });
+                });
+                (part * parts) as f64
+            })
+        });
+        rates.into_iter().fold(0.0, f64::max)
     }
 }
 
@@ -107,6 +112,7 @@ fn best(time: Duration, work: impl Fn() -> f64) -> f64 {
 struct Read {
     from: *const u8,
     bytes: usize,
+    stream_bytes: usize,
 }
 
 impl Kernel for Read {
@@ -116,11 +122,12 @@ impl Kernel for Read {
         // SAFETY: every load is within the part.
         unsafe {
             let mut sums = [S::splat(0.0); STREAMS];
-            for at in (0..self.bytes).step_by(STREAM_BYTES * STREAMS) {
-                for line in (0..STREAM_BYTES).step_by(VECTOR * S::LANES) {
+            for at in (0..self.bytes).step_by(self.stream_bytes * STREAMS) {
+                for line in (0..self.stream_bytes).step_by(2 * VECTOR * S::LANES) {
                     for stream in 0..STREAMS {
-                        let from = self.from.add(at + stream * STREAM_BYTES + line);
-                        sums[stream] = S::add(sums[stream], S::load(from.cast()));
+                        let from = self.from.add(at + stream * self.stream_bytes + line).cast::<f32>();
+                        sums[stream] = S::add(sums[stream], S::load(from));
+                        sums[stream] = S::add(sums[stream], S::load(from.add(S::LANES)));
                     }
                 }
             }

@@ -26,6 +26,19 @@ pub struct Rows<'a> {
     pub bytes: &'a [u8],
     /// Number of rows.
     pub rows: usize,
+    /// Numbers of a head whose two halves lie interleaved, row by row, as some files have those of queries and keys:
+    /// they are brought apart.
+    pub interleaved: Option<usize>,
+}
+
+impl Rows<'_> {
+    /// Where a row lies in the file.
+    fn row(&self, row: usize) -> usize {
+        self.interleaved.map_or(row, |head| {
+            let (first, within) = (row / head * head, row % head);
+            first + within % (head / 2) * 2 + within / (head / 2)
+        })
+    }
 }
 
 /// How a packed matrix stores its numbers.
@@ -147,7 +160,11 @@ impl PackedMatrix {
     ) -> io::Result<Self> {
         for source in sources {
             assert!(k.is_multiple_of(source.encoding.block()), "rows are not whole blocks");
-            assert_eq!(source.bytes.len(), source.encoding.bytes(source.rows * k), "bytes do not match the shape");
+            assert_eq!(
+                source.bytes.len(),
+                source.encoding.bytes(source.rows * k),
+                "bytes do not match the shape"
+            );
         }
         if let Some(group) = format.group() {
             let fits = group.is_multiple_of(GROUP_STEP) && (GROUP_STEP..=GROUP_MAX).contains(&group);
@@ -386,10 +403,11 @@ fn stored(
 /// Rounds to `scale * (quant - 128)` and returns the scale.
 #[inline(always)]
 fn quantize_8(x: &[f32], quants: &mut [u8]) -> f16 {
-    let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-    let (scale, inverse) = rounded(largest / 127.0);
+    let (least, most) = range(x);
+    let (scale, inverse) = rounded(most.max(-least) / 127.0);
     for (x, quant) in x.iter().zip(quants) {
-        *quant = ((x * inverse).round_ties_even().clamp(-127.0, 127.0) as i32 + 128) as u8;
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+        *quant = ((x * inverse).clamp(-127.0, 127.0) + 12_582_912.0).to_bits() as u8 ^ 0x80;
     }
     scale
 }
@@ -399,7 +417,8 @@ fn quantize_8(x: &[f32], quants: &mut [u8]) -> f16 {
 /// The number of the largest magnitude takes the end of the range that reaches further, -8, whatever its sign.
 #[inline(always)]
 fn quantize_4(x: &[f32], quants: &mut [u8]) -> f16 {
-    let extreme = x.iter().fold(0.0f32, |most, x| if x.abs() > most.abs() { *x } else { most });
+    let (least, most) = range(x);
+    let extreme = if most >= -least { most } else { least };
     let mut best = (f32::INFINITY, 0.0);
     for steps in [8.0f32, 7.4, 8.6, 6.9, 8.3, 7.7] {
         let (scale, inverse) = rounded(extreme / -steps);
@@ -424,6 +443,20 @@ fn quantize_4(x: &[f32], quants: &mut [u8]) -> f16 {
     scale
 }
 
+/// The least and the largest of some numbers, whole eights of them, and of 0.
+#[inline(always)]
+fn range(x: &[f32]) -> (f32, f32) {
+    // Side by side, so that it vectorises.
+    let (mut least, mut most) = ([0.0f32; 8], [0.0f32; 8]);
+    for eight in x.chunks_exact(8) {
+        for i in 0..8 {
+            least[i] = if eight[i] < least[i] { eight[i] } else { least[i] };
+            most[i] = if eight[i] > most[i] { eight[i] } else { most[i] };
+        }
+    }
+    (least.into_iter().fold(0.0, f32::min), most.into_iter().fold(0.0, f32::max))
+}
+
 /// A scale as it is stored, and what numbers are multiplied with to get their quants.
 #[inline(always)]
 fn rounded(scale: f32) -> (f16, f32) {
@@ -436,7 +469,7 @@ fn rounded(scale: f32) -> (f16, f32) {
 fn locate<'a, 'b>(sources: &'b [Rows<'a>], mut row: usize) -> Option<(&'b Rows<'a>, usize)> {
     for source in sources {
         if row < source.rows {
-            return Some((source, row));
+            return Some((source, source.row(row)));
         }
         row -= source.rows;
     }

@@ -169,7 +169,8 @@ impl Attend<'_> {
                 if self.layout.block_tokens >= TILE {
                     self.tile::<Bf16>(at, high, &mut None)
                 } else {
-                    let rooms = rooms.get_or_insert_with(|| Box::new([const { Gathered::EMPTY }; SPAN_TILES]));
+                    let rooms =
+                        rooms.get_or_insert_with(|| Box::new([const { Gathered::EMPTY }; SPAN_TILES]));
                     self.gather(at, high, &mut rooms[t])
                 }
             });
@@ -268,8 +269,8 @@ unsafe fn score<const Q: usize, const T: usize>(
     unsafe {
         // Words of two rows of 16 keys side by side become pairs.
         let pairs = _mm512_set_epi16(
-            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-            17, 1, 16, 0,
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+            18, 2, 17, 1, 16, 0,
         );
         let mut sums = [[_mm512_setzero_ps(); T]; Q];
         for d in 0..half {

@@ -60,7 +60,13 @@ impl Layout {
 
 impl Activations {
     /// Takes over x[rows, k] for a product with `w`; the words in tile order, and words of a row.
-    pub(super) fn set(&mut self, pool: &Pool, w: &PackedMatrix, x: &[f32], tiles: Tiles) -> (*const u32, usize) {
+    pub(super) fn set(
+        &mut self,
+        pool: &Pool,
+        w: &PackedMatrix,
+        x: &[f32],
+        tiles: Tiles,
+    ) -> (*const u32, usize) {
         let layout = Layout::of(w);
         let row_words = w.steps * layout.words();
         if self.words.len() < tiles.rows * row_words {

@@ -48,7 +48,7 @@ unsafe fn advance<S: Simd, F: Numbers<S>, const M: usize, const P: usize, const 
     job: &Multiply<'_>,
     place: Place,
 ) {
-    let Place { row, panel, step, steps, ahead } = place;
+    let Place { row, panel, gap, step, steps, ahead } = place;
     let columns = 2 * S::LANES;
     let vector_bytes = F::BYTES * S::LANES;
     // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and `store_sums`
@@ -59,15 +59,15 @@ unsafe fn advance<S: Simd, F: Numbers<S>, const M: usize, const P: usize, const 
         let mut sums = [[[S::splat(0.0); 2]; P]; M];
         for m in 0..M {
             for p in 0..P {
-                sums[m][p] = job.load_sums::<S>(row + m, (panel + p) * columns, step);
+                sums[m][p] = job.load_sums::<S>(row + m, (panel + p * gap) * columns, step);
             }
         }
         for s in 0..steps {
             for p in 0..P {
-                let at = w.add(p * job.w.panel_bytes + s * 2 * vector_bytes);
+                let at = w.add(p * gap * job.w.panel_bytes + s * 2 * vector_bytes);
                 if AHEAD {
-                    S::prefetch(at.wrapping_add(ahead));
-                    S::prefetch(at.wrapping_add(ahead + vector_bytes));
+                    S::prefetch_far(at.wrapping_add(ahead));
+                    S::prefetch_far(at.wrapping_add(ahead + vector_bytes));
                 }
                 let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
                 for m in 0..M {
@@ -79,7 +79,7 @@ unsafe fn advance<S: Simd, F: Numbers<S>, const M: usize, const P: usize, const 
         }
         for m in 0..M {
             for p in 0..P {
-                job.store_sums::<S>(row + m, (panel + p) * columns, sums[m][p]);
+                job.store_sums::<S>(row + m, (panel + p * gap) * columns, sums[m][p]);
             }
         }
     }

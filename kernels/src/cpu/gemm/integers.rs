@@ -48,7 +48,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
 
     #[inline(always)]
     unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place) {
-        let Place { row, panel, step, steps, .. } = place;
+        let Place { row, panel, gap, step, steps, ahead } = place;
         let columns = 2 * S::LANES;
         let vector = 4 * S::LANES;
         // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and
@@ -64,7 +64,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
             let mut sums = [[[S::splat(0.0); 2]; P]; M];
             for m in 0..M {
                 for p in 0..P {
-                    sums[m][p] = job.load_sums::<S>(row + m, (panel + p) * columns, step);
+                    sums[m][p] = job.load_sums::<S>(row + m, (panel + p * gap) * columns, step);
                 }
             }
             for _ in 0..steps {
@@ -75,14 +75,14 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                 let scales = x.add(M);
                 x = x.add(2 * M);
                 let mut at = w.add(2 * columns);
-                if place.ahead != 0 {
+                if ahead != 0 {
                     for line in (0..record).step_by(64) {
-                        S::prefetch(w.wrapping_add(place.ahead + line));
+                        S::prefetch_far(w.wrapping_add(ahead + line));
                     }
                 }
                 for _ in 0..vectors {
                     for p in 0..P {
-                        let from = at.add(p * job.w.panel_bytes);
+                        let from = at.add(p * gap * job.w.panel_bytes);
                         let (w0, w1) = (S::load_int(from), S::load_int(from.add(vector)));
                         if FOUR {
                             let ((low0, high0), (low1, high1)) = (S::nibbles(w0), S::nibbles(w1));
@@ -104,7 +104,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                     x = x.add(if FOUR { 2 * M } else { M });
                 }
                 for p in 0..P {
-                    let from = w.add(p * job.w.panel_bytes).cast::<u16>();
+                    let from = w.add(p * gap * job.w.panel_bytes).cast::<u16>();
                     let factors = [S::load_f16(from), S::load_f16(from.add(S::LANES))];
                     for m in 0..M {
                         let scale = S::splat(f32::from_bits(scales.add(m).read()));
@@ -118,7 +118,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
             }
             for m in 0..M {
                 for p in 0..P {
-                    job.store_sums::<S>(row + m, (panel + p) * columns, sums[m][p]);
+                    job.store_sums::<S>(row + m, (panel + p * gap) * columns, sums[m][p]);
                 }
             }
         }

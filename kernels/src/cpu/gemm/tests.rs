@@ -73,8 +73,8 @@ fn check(
         let split = n / 3;
         let at = split * k * dtype.bytes();
         let sources = [
-            Rows { encoding: dtype.into(), bytes: &bytes[..at], rows: split },
-            Rows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split },
+            Rows { encoding: dtype.into(), bytes: &bytes[..at], rows: split, interleaved: None },
+            Rows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split, interleaved: None },
         ];
         let w = PackedMatrix::pack(&many, isa, k, &sources, WeightFormat::of(&sources)).unwrap();
         let all = product(&many, &w, &x, begin, &bias, &y, 0..rows);
@@ -145,8 +145,8 @@ fn sources_of_different_dtypes_become_f32() {
     let (half, half_values) = stored(Dtype::F16, &values(4, 5 * 3, 1.0));
     let (brain, brain_values) = stored(Dtype::Bf16, &values(5, 2 * 3, 1.0));
     let rows = [
-        Rows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5 },
-        Rows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2 },
+        Rows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5, interleaved: None },
+        Rows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2, interleaved: None },
     ];
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&pool, isa, 3, &rows, WeightFormat::of(&rows)).unwrap();
@@ -161,12 +161,21 @@ fn sources_of_different_dtypes_become_f32() {
 
 /// What a group of numbers is rounded to, as the tests see it: within half a step of the scale, and the scale is no
 /// larger than the range needs.
-fn check_integers(n: usize, k: usize, rows: usize, group: usize, four: bool, threads: usize, cut: usize, seed: u32) {
+fn check_integers(
+    n: usize,
+    k: usize,
+    rows: usize,
+    group: usize,
+    four: bool,
+    threads: usize,
+    cut: usize,
+    seed: u32,
+) {
     let (many, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
     let (bytes, weights) = stored(Dtype::Bf16, &values(seed, n * k, 1.0));
     let (x, bias) = (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, n, 1.0));
     let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
-    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n }];
+    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
     let mut first: Option<Vec<f32>> = None;
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&many, isa, k, &source, format).unwrap();
@@ -243,7 +252,7 @@ fn blocks_of_files_keep_every_bit() {
         }
         let mut weights = vec![0.0; 5 * k];
         encoding.widen(&bytes, &mut weights);
-        let rows = [Rows { encoding, bytes: &bytes, rows: 5 }];
+        let rows = [Rows { encoding, bytes: &bytes, rows: 5, interleaved: None }];
         assert_eq!(WeightFormat::of(&rows), format);
         for isa in Isa::available() {
             let w = PackedMatrix::pack(&pool, isa, k, &rows, format).unwrap();

@@ -138,6 +138,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn largest(v: __m512) -> f32 {
         // SAFETY: see the impl.
         unsafe {

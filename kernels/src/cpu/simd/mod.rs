@@ -61,6 +61,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn sum(v: Self::V) -> f32;
     /// Asks for a cache line that will be read soon; any address will do.
     unsafe fn prefetch(at: *const u8);
+    /// The same for what will be read later: into the second-level cache.
+    unsafe fn prefetch_far(at: *const u8);
     /// The largest lane.
     unsafe fn largest(v: Self::V) -> f32;
     unsafe fn splat_int(x: i32) -> Self::I;

@@ -134,6 +134,9 @@ impl Simd for Portable {
     unsafe fn prefetch(_at: *const u8) {}
 
     #[inline(always)]
+    unsafe fn prefetch_far(_at: *const u8) {}
+
+    #[inline(always)]
     unsafe fn largest(v: [f32; N]) -> f32 {
         let mut best = v[0];
         for i in 1..N {
