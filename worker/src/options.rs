@@ -6,6 +6,7 @@ use std::time::Duration;
 use inflight_worker_core::policy::PolicyKind;
 
 use crate::models::ModelSource;
+use crate::runtime::cpu::Quantization;
 
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -56,6 +57,8 @@ pub struct Options {
     pub device: Device,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
+    /// What weights are rounded to when they are loaded; by default they stay as they are.
+    pub quantize: Option<Quantization>,
     /// Bytes of the KV pool.
     pub kv_cache_bytes: u64,
     /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
@@ -99,6 +102,7 @@ impl Default for Options {
             model_name: None,
             device: Device::Auto,
             threads: None,
+            quantize: None,
             kv_cache_bytes: 1 << 30,
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),
