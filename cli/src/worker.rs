@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_worker::metrics::BUCKETS;
+use inflight_worker::runtime::cpu::Quantization;
 use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
@@ -29,8 +30,9 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Worker")]
 pub struct EngineArgs {
-    /// Directory of a Hugging Face model (config.json, *.safetensors, tokenizer.json) [default: the embedded model]
-    #[arg(long, value_name = "DIR", env = "INFLIGHT_WORKER_MODEL")]
+    /// Directory of a Hugging Face model (config.json, *.safetensors, tokenizer.json) or a .gguf file [default: the
+    /// embedded model]
+    #[arg(long, value_name = "PATH", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
@@ -41,6 +43,10 @@ pub struct EngineArgs {
     /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_THREADS")]
     pub threads: Option<usize>,
+    /// Round weights to integers as they are loaded: int8 or int4, `:GROUP` for how many share a scale [default: as
+    /// the model has them]
+    #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
+    pub quantize: Option<Quantization>,
     /// Memory for the KV cache, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
@@ -128,6 +134,7 @@ impl Args {
             model_name: engine.model_name.clone(),
             device: engine.device,
             threads: engine.threads,
+            quantize: engine.quantize,
             kv_cache_bytes: engine.kv_cache_bytes.0,
             host_cache_bytes: engine.host_cache_bytes.0,
             policy: engine.policy,

@@ -1,49 +1,80 @@
 //! Measures products on this machine: `cargo run --release -p inflight-kernels --example throughput -- [THREADS]`.
 //!
-//! Prints GFLOP/s and, as one row is bound by memory, GB/s of weights, for each instruction set and dtype. Weights
-//! are larger than the caches taken together unless a size is given: `-- THREADS N K`.
+//! Prints GFLOP/s and, as one row is bound by memory, GB/s of weights, for each instruction set and format. Weights
+//! are larger than the caches taken together unless a size is given: `-- THREADS N K`. With a format's name at the end,
+//! of the best instruction set and that format only.
 
 use std::error::Error;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, gemm};
+use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, WeightFormat, gemm};
+use inflight_kernels::{Dtype, Encoding};
 
-const ROWS: [usize; 7] = [1, 2, 4, 8, 32, 128, 512];
+const ROWS: [usize; 8] = [1, 2, 4, 8, 16, 32, 128, 512];
 const LEAST: Duration = Duration::from_millis(300);
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let mut arguments = std::env::args().skip(1).map(|argument| argument.parse::<usize>());
-    let mut next = |default: usize| arguments.next().unwrap_or(Ok(default));
+    let mut arguments = std::env::args().skip(1);
+    let mut next = |default: usize| arguments.next().map_or(Ok(default), |argument| argument.parse());
     let threads = next(std::thread::available_parallelism()?.get())?;
     let (n, k) = (next(2048)?, next(2048)?);
-    // Several matrices in turn, as the layers of a model are.
+    let only = arguments.next();
     let pool = Pool::new(threads)?;
-    println!("{threads} threads, W[{n}, {k}]");
-    for isa in Isa::available() {
-        for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
-            let copies = (96 << 20) / (n * k * dtype.bytes()) + 1;
-            let bytes: Vec<u8> = (0..n * k * dtype.bytes()).map(|i| (i * 31 % 61) as u8).collect();
-            let rows = Rows { dtype, bytes: &bytes, rows: n };
-            let weights: Vec<_> = (0..copies).map(|_| PackedMatrix::pack(&pool, isa, k, &[rows])).collect();
-            print!("{:12} {:4}", isa.name(), dtype.name());
+    let isa = Isa::detect();
+    let read = Memory::new(256 << 20, true)?.read(&pool, isa, LEAST) / 1e9;
+    let bf16 = arithmetic(&pool, isa, Arithmetic::Bf16, LEAST) / 1e9;
+    let int8 = arithmetic(&pool, isa, Arithmetic::Int8, LEAST) / 1e9;
+    println!(
+        "{threads} threads, W[{n}, {k}]; limits {read:.1} GB/s, bf16 {bf16:.0} GFLOP/s, int8 {int8:.0} GOP/s"
+    );
+    let sets = if only.is_some() { vec![isa] } else { Isa::available() };
+    for isa in sets {
+        for format in [
+            WeightFormat::F32,
+            WeightFormat::Bf16,
+            WeightFormat::F16,
+            WeightFormat::Int8 { group: 64 },
+            WeightFormat::Int8 { group: 32 },
+            WeightFormat::Int4 { group: 32 },
+        ] {
+            if only.as_ref().is_some_and(|only| *only != format.to_string()) {
+                continue;
+            }
+            let (dtype, size) = match format {
+                WeightFormat::F32 => (Dtype::F32, 4),
+                WeightFormat::F16 => (Dtype::F16, 2),
+                _ => (Dtype::Bf16, 2),
+            };
+            let bytes: Vec<u8> = (0..n * k * size).map(|i| (i * 31 % 61) as u8).collect();
+            let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
+            // Several matrices in turn, as the layers of a model are.
+            let copies = (96 << 20) / format.packed_bytes(isa, n, k) + 1;
+            let pack = |_| PackedMatrix::pack(&pool, isa, k, &[rows], format);
+            let weights: Vec<_> = (0..copies).map(pack).collect::<Result<_, _>>()?;
+            print!("{:12} {:8}", isa.name(), format.to_string());
             for rows in ROWS {
                 let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.01).collect();
                 let mut y = vec![0.0; rows * n];
                 let mut scratch = Activations::default();
                 let (mut calls, start) = (0, Instant::now());
+                let mut best = f64::INFINITY;
                 while start.elapsed() < LEAST {
-                    let w = &weights[calls % copies];
-                    gemm(&pool, w, black_box(&x), rows, Start::Zero, &mut y, &mut scratch);
-                    black_box(&y);
-                    calls += 1;
+                    // All copies once, so that none is in a cache when its turn comes again.
+                    let begun = Instant::now();
+                    for w in &weights {
+                        gemm(&pool, w, black_box(&x), rows, Start::Zero, &mut y, &mut scratch);
+                        black_box(&y);
+                    }
+                    calls += copies;
+                    best = best.min(begun.elapsed().as_secs_f64() / copies as f64);
                 }
-                let seconds = start.elapsed().as_secs_f64() / calls as f64;
+                black_box(calls);
                 let flops = 2.0 * (rows * n * k) as f64;
-                print!("  {rows}: {:.0} GFLOP/s", flops / seconds / 1e9);
+                print!("  {rows}: {:.0}", flops / best / 1e9);
                 if rows == 1 {
-                    print!(" ({:.0} GB/s)", (n * k * dtype.bytes()) as f64 / seconds / 1e9);
+                    print!(" ({:.1} GB/s)", weights[0].bytes() as f64 / best / 1e9);
                 }
             }
             println!();

@@ -8,6 +8,7 @@ use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
 
 use crate::models::ModelSource;
+use crate::runtime::cpu::Quantization;
 use crate::runtime::sim::{SpecError, read_profile};
 
 /// What runs the model.
@@ -63,6 +64,8 @@ pub struct Options {
     pub device: Device,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
+    /// What weights are rounded to when they are loaded; by default they stay as they are.
+    pub quantize: Option<Quantization>,
     /// Bytes of the KV pool.
     pub kv_cache_bytes: u64,
     /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
@@ -107,6 +110,7 @@ impl Default for Options {
             model_name: None,
             device: Device::Auto,
             threads: None,
+            quantize: None,
             kv_cache_bytes: 1 << 30,
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),

@@ -365,6 +365,7 @@ fn runtime(
         batch_tokens: options.max_batch_tokens,
         context_tokens: options.max_context_tokens,
         isa: None,
+        quantize: options.quantize,
     };
     let runtime = CpuRuntime::load(model, &cpu, progress)?;
     let runtime: Box<dyn Runtime> =

@@ -20,6 +20,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     batch_tokens: 32,
     context_tokens: None,
     isa: None,
+    quantize: None,
 };
 
 /// Opens and loads, as a worker does.

@@ -26,6 +26,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
         batch_tokens: 256,
         context_tokens: None,
         isa: Some(isa),
+        quantize: None,
     };
     // The directory goes away here; what is mapped stays.
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()

@@ -128,6 +128,7 @@ fn runtime(
         batch_tokens: 40,
         context_tokens: None,
         isa: Some(isa),
+        quantize: None,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }

@@ -12,7 +12,7 @@ use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::Isa;
 use inflight_kernels::philox4x32;
 use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_worker::runtime::{Batch, BlockCopy, Runtime, Sampled, SlotSetup};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -70,7 +70,13 @@ fn checkpoint(arch: Arch, dtype: Dtype) -> TempDir {
     folder
 }
 
-fn load(path: PathBuf, isa: Isa, threads: usize, block_tokens: u32) -> CpuRuntime {
+fn load(
+    path: PathBuf,
+    isa: Isa,
+    quantize: Option<Quantization>,
+    threads: usize,
+    block_tokens: u32,
+) -> CpuRuntime {
     let model = ModelDir::open(&ModelSource::Directory(path)).unwrap();
     let options = CpuOptions {
         threads: Some(threads),
@@ -81,6 +87,7 @@ fn load(path: PathBuf, isa: Isa, threads: usize, block_tokens: u32) -> CpuRuntim
         batch_tokens: 2048,
         context_tokens: None,
         isa: Some(isa),
+        quantize,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
@@ -278,22 +285,30 @@ fn workload() -> impl Strategy<Value = Workload> {
         })
 }
 
-fn check(isa: Isa, dtype: Dtype, cases: u32) {
+fn check(isa: Isa, dtype: Dtype, quantize: Option<Quantization>, cases: u32) {
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 64, ..Config::default() };
     let archs = prop::sample::select(Arch::all().to_vec());
     let mut runner = TestRunner::new(config);
-    let outcome = runner.run(&(archs, workload()), |(arch, workload)| one(isa, dtype, arch, &workload));
+    let outcome =
+        runner.run(&(archs, workload()), |(arch, workload)| one(isa, dtype, quantize, arch, &workload));
     if let Err(failure) = outcome {
-        panic!("{} {dtype}: {failure}", isa.name());
+        panic!("{} {dtype} {quantize:?}: {failure}", isa.name());
     }
 }
 
-fn one(isa: Isa, dtype: Dtype, arch: Arch, workload: &Workload) -> Result<(), TestCaseError> {
+fn one(
+    isa: Isa,
+    dtype: Dtype,
+    quantize: Option<Quantization>,
+    arch: Arch,
+    workload: &Workload,
+) -> Result<(), TestCaseError> {
     let folder = checkpoint(arch, dtype);
-    let mut single = load(folder.path().to_path_buf(), isa, 1, 16);
+    let mut single = load(folder.path().to_path_buf(), isa, quantize, 1, 16);
     let expected: Vec<Vec<Step>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
-    let mut runtime = load(folder.path().to_path_buf(), isa, workload.threads, workload.block_tokens);
+    let mut runtime =
+        load(folder.path().to_path_buf(), isa, quantize, workload.threads, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
@@ -302,7 +317,7 @@ fn one(isa: Isa, dtype: Dtype, arch: Arch, workload: &Workload) -> Result<(), Te
     })
 }
 
-/// Random workloads on one instruction set, every dtype. Slower sets get fewer.
+/// Random workloads on one instruction set, every dtype and quantisation. Slower sets get fewer.
 fn on(name: &str, cases: u32) {
     // Threads wait by spinning, so tests side by side would mostly measure each other's patience.
     static ALONE: Mutex<()> = Mutex::new(());
@@ -312,7 +327,10 @@ fn on(name: &str, cases: u32) {
         return;
     };
     for dtype in Dtype::all() {
-        check(isa, *dtype, cases);
+        check(isa, *dtype, None, cases);
+    }
+    for quantize in [Quantization::INT8, Quantization::INT4] {
+        check(isa, Dtype::Bf16, Some(quantize), cases);
     }
 }
 

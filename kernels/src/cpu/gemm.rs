@@ -1,31 +1,41 @@
 //! Products y[rows, n] = x[rows, k] W[n, k]^T.
 //!
 //! Every output element is one chain of additions in ascending k, held in an f32 lane (for bf16: in ascending pairs
-//! of k). Tiles, cache blocks and threads only decide when a chain is advanced, never its order: a chain parked
-//! in `y` between cache blocks loses nothing, as it is an f32 either way. Hence the same bits for any number of rows.
+//! of k; for integers: in ascending groups, whose own sums are exact). Tiles, cache blocks and threads only decide
+//! when a chain is advanced, never its order: a chain parked in `y` between cache blocks loses nothing, as it is an
+//! f32 either way. Hence the same bits for any number of rows.
 
 use std::ops::Range;
 
 use super::isa::Path;
-use super::matrix::{PackedMatrix, Shared, panel_columns};
+use super::matrix::{PackedMatrix, Shared, WeightFormat, panel_columns};
 use super::pool::Pool;
 use super::simd::{self, Kernel, Simd, load_part, store_part};
-use crate::dtype::{Dtype, bf16_bits, bf16_value};
 
-mod format;
+mod activations;
+mod floats;
+mod integers;
 
-use format::{Bf16, F16, F32, Format};
+pub use activations::Activations;
+use floats::{Bf16, F16, F32, Floats};
+use integers::{Integers, Widened};
 
 /// Rows whose packed activations for one cache block stay in the second-level cache.
-const ROW_BLOCK: usize = 512;
-/// Bytes of a panel's cache block: within the first-level cache, beside a tile's activations.
-const PANEL_BLOCK_BYTES: usize = 32 << 10;
+const ROW_BLOCK: usize = 256;
+/// Most bytes of a panel's cache block: it stays in the second-level cache beside a block's activations, and long
+/// enough for the cost of loading and storing a tile's sums not to show.
+const PANEL_BLOCK_BYTES: usize = 64 << 10;
+/// Up to so many tiles over a panel it is read whole: from memory for the first, from the second-level cache for
+/// the others.
+const WHOLE_TILES: usize = 4;
 
+/// Least bytes of weights, times passes over them, that are worth a second thread.
+const SHARED_BYTES: usize = 64 << 10;
 /// Least bytes of weights, times passes over them, that are worth a unit of their own.
-const UNIT_BYTES: usize = 64 << 10;
-
-/// Activations brought into tile order at a time; even, as bf16 goes in pairs.
-const PACK_CHUNK: usize = 256;
+const UNIT_BYTES: usize = 256 << 10;
+/// Units for each thread, with few rows and with many: enough to take over the share of one that is late, and with few
+/// rows long enough to read memory in one go.
+const UNITS_PER_THREAD: (usize, usize) = (4, 16);
 
 /// What a product's sums start from.
 #[derive(Debug, Clone, Copy)]
@@ -36,41 +46,6 @@ pub enum Start<'a> {
     Bias(&'a [f32]),
     /// What is in `y`: the product is added to it.
     Output,
-}
-
-/// The left-hand side of a product in the order in which tiles read it; a buffer to reuse.
-///
-/// Rows are grouped in tiles; a tile holds, step after step, the numbers of its rows for that step. For bf16
-/// weights they are rounded to bf16.
-#[derive(Default)]
-pub struct Activations {
-    words: Vec<u32>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Layout {
-    /// f32, one k to a step.
-    Single,
-    /// Two f32 that are bf16 numbers.
-    Pair,
-    /// Two bf16 in one word, the first in the lower half.
-    Packed,
-}
-
-impl Layout {
-    fn of(w: &PackedMatrix) -> Self {
-        match (w.dtype, w.isa.0) {
-            (Dtype::F32 | Dtype::F16, _) => Self::Single,
-            #[cfg(target_arch = "x86_64")]
-            (Dtype::Bf16, Path::Avx512Bf16) => Self::Packed,
-            (Dtype::Bf16, _) => Self::Pair,
-        }
-    }
-
-    /// Words of one row in one step.
-    fn words(self) -> usize {
-        if self == Self::Pair { 2 } else { 1 }
-    }
 }
 
 /// Computes y[rows, n] from x[rows, k] and W[n, k], see [the module](self).
@@ -94,114 +69,63 @@ pub fn gemm(
     if rows == 0 {
         return;
     }
-    let layout = Layout::of(w);
-    let row_words = w.steps * layout.words();
-    if scratch.words.len() < rows * row_words {
-        scratch.words.resize(rows * row_words, 0);
-    }
-    let words = Shared(scratch.words.as_mut_ptr());
-    let tile_rows = tile_rows(w);
-    // Below some size handing out the work costs more than doing it.
-    let grain = if rows * w.k < 1 << 15 { rows } else { tile_rows };
-    pool.split(rows, grain.next_multiple_of(tile_rows), &|range| {
-        simd::run(
-            w.isa,
-            Pack { x, k: w.k, steps: w.steps, layout, rows: range, tile_rows, words: words.get() },
-        );
-    });
-    let words = scratch.words.as_ptr();
-    let y = Shared(y.as_mut_ptr());
-    let x = Shared(words.cast_mut());
-    // Nor is it worth while to hand out less than some microseconds of work; a few panels go together in any case,
-    // as tiles of one or two rows span several.
-    let panel_work = w.panel_bytes * rows.div_ceil(8);
-    let grain = (UNIT_BYTES / panel_work).max(4);
-    pool.split(w.n.div_ceil(panel_columns(w.isa)), grain, &|panels| {
-        let job = Multiply { w, x: x.get(), row_words, rows, start, y: y.get(), panels };
+    let tiles = Tiles::new(rows, tile_rows(w));
+    let (x, row_words) = scratch.set(pool, w, x, tiles);
+    let (x, y) = (Shared(x.cast_mut()), Shared(y.as_mut_ptr()));
+    let panels = w.n.div_ceil(panel_columns(w.isa));
+    // It is not worth while to hand out less than some microseconds of work.
+    let work = w.panel_bytes * tiles.count() * panels;
+    let threads = pool.threads().min(panels);
+    let most = if tiles.count() <= WHOLE_TILES { UNITS_PER_THREAD.0 } else { UNITS_PER_THREAD.1 };
+    let least = if work < SHARED_BYTES { 1 } else { threads };
+    let units = (work / UNIT_BYTES).clamp(least, threads * most).min(panels);
+    let units = if units > threads { units / threads * threads } else { units };
+    pool.each(units, &|unit| {
+        let panels = panels * unit / units..panels * (unit + 1) / units;
+        let job = Multiply { w, x: x.get(), row_words, tiles, start, y: y.get(), panels };
         #[cfg(target_arch = "x86_64")]
-        if layout == Layout::Packed {
-            // SAFETY: the layout is chosen only for an `Isa` with BF16.
-            return unsafe { simd::run_avx512_bf16(NativeBf16(job)) };
+        if w.isa.0 == Path::Avx512Bf16 && !matches!(w.format, WeightFormat::F32 | WeightFormat::F16) {
+            // SAFETY: this `Isa` has BF16 and VNNI.
+            return unsafe { simd::run_avx512_bf16(Native(job)) };
         }
         simd::run(w.isa, job);
     });
 }
 
+/// Rows of the tallest tile.
 fn tile_rows(w: &PackedMatrix) -> usize {
-    match w.isa.0 {
+    let rows = match w.isa.0 {
         Path::Portable => simd::Portable::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => simd::Avx2::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
         Path::Avx512 | Path::Avx512Bf16 => simd::Avx512::TILE_ROWS,
+    };
+    if w.format.group().is_some() { rows / 2 } else { rows }
+}
+
+/// Rows cut into tiles of nearly the same height, as many as the tallest tile needs.
+#[derive(Clone, Copy)]
+pub(super) struct Tiles {
+    rows: usize,
+    count: usize,
+}
+
+impl Tiles {
+    fn new(rows: usize, tallest: usize) -> Self {
+        Self { rows, count: rows.div_ceil(tallest) }
     }
-}
 
-/// Brings the rows of `rows` into tile order; `rows.start` is a multiple of `tile_rows`.
-struct Pack<'a> {
-    x: &'a [f32],
-    k: usize,
-    steps: usize,
-    layout: Layout,
-    rows: Range<usize>,
-    tile_rows: usize,
-    words: *mut u32,
-}
+    fn count(self) -> usize {
+        self.count
+    }
 
-impl Kernel for Pack<'_> {
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        let row_words = self.steps * self.layout.words();
-        for first in self.rows.clone().step_by(self.tile_rows) {
-            let height = self.tile_rows.min(self.rows.end - first);
-            // SAFETY: each tile is a range of its own within `words`, which holds `row_words` for every row.
-            let tile = unsafe {
-                std::slice::from_raw_parts_mut(self.words.add(first * row_words), height * row_words)
-            };
-            for i in 0..height {
-                let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
-                // Numbers are brought into shape side by side, which vectorises, and then spread.
-                let mut words = [0u32; PACK_CHUNK];
-                let per_step = self.layout.words();
-                for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
-                    let (steps, step) = match self.layout {
-                        Layout::Single => {
-                            for (word, x) in words.iter_mut().zip(numbers) {
-                                *word = x.to_bits();
-                            }
-                            (numbers.len(), chunk * PACK_CHUNK)
-                        }
-                        Layout::Pair => {
-                            words[numbers.len() - 1 + numbers.len() % 2] = 0;
-                            for (word, x) in words.iter_mut().zip(numbers) {
-                                *word = bf16_value(bf16_bits(*x)).to_bits();
-                            }
-                            (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
-                        }
-                        Layout::Packed => {
-                            for (word, pair) in words.iter_mut().zip(numbers.chunks_exact(2)) {
-                                *word = u32::from(bf16_bits(pair[0])) | u32::from(bf16_bits(pair[1])) << 16;
-                            }
-                            if let [last] = numbers.chunks_exact(2).remainder() {
-                                words[numbers.len() / 2] = u32::from(bf16_bits(*last));
-                            }
-                            (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
-                        }
-                    };
-                    let tile = &mut tile[(step * height + i) * per_step..];
-                    if per_step == 1 {
-                        for (s, word) in words[..steps].iter().enumerate() {
-                            tile[s * height] = *word;
-                        }
-                    } else {
-                        for (s, pair) in words[..2 * steps].chunks_exact(2).enumerate() {
-                            tile[s * height * 2] = pair[0];
-                            tile[s * height * 2 + 1] = pair[1];
-                        }
-                    }
-                }
-            }
-        }
+    fn start(self, tile: usize) -> usize {
+        self.rows * tile / self.count
+    }
+
+    fn height(self, tile: usize) -> usize {
+        self.start(tile + 1) - self.start(tile)
     }
 }
 
@@ -210,7 +134,7 @@ struct Multiply<'a> {
     w: &'a PackedMatrix,
     x: *const u32,
     row_words: usize,
-    rows: usize,
+    tiles: Tiles,
     start: Start<'a>,
     y: *mut f32,
     panels: Range<usize>,
@@ -221,25 +145,47 @@ impl Kernel for Multiply<'_> {
     unsafe fn run<S: Simd>(self) {
         // SAFETY: passed on to the caller.
         unsafe {
-            match self.w.dtype {
-                Dtype::F32 => self.all::<S, F32>(),
-                Dtype::Bf16 => self.all::<S, Bf16>(),
-                Dtype::F16 => self.all::<S, F16>(),
+            match self.w.format {
+                WeightFormat::F32 => self.all::<S, Floats<F32>>(),
+                WeightFormat::Bf16 => self.all::<S, Floats<Bf16>>(),
+                WeightFormat::F16 => self.all::<S, Floats<F16>>(),
+                WeightFormat::Int8 { .. } => self.all::<S, Integers<Widened, false>>(),
+                WeightFormat::Int4 { .. } => self.all::<S, Integers<Widened, true>>(),
             }
         }
     }
 }
 
+/// With the instructions for dot products of bf16 numbers and of bytes.
 #[cfg(target_arch = "x86_64")]
-struct NativeBf16<'a>(Multiply<'a>);
+struct Native<'a>(Multiply<'a>);
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for NativeBf16<'_> {
+impl Kernel for Native<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // SAFETY: passed on to the caller.
-        unsafe { self.0.all::<simd::Avx512, format::NativeBf16>() }
+        unsafe {
+            match self.0.w.format {
+                WeightFormat::F32 | WeightFormat::F16 => self.0.run::<simd::Avx512>(),
+                WeightFormat::Bf16 => self.0.all::<simd::Avx512, Floats<floats::NativeBf16>>(),
+                WeightFormat::Int8 { .. } => self.0.all::<simd::Avx512, Integers<integers::Vnni, false>>(),
+                WeightFormat::Int4 { .. } => self.0.all::<simd::Avx512, Integers<integers::Vnni, true>>(),
+            }
+        }
     }
+}
+
+/// A way to store weights and to multiply them.
+///
+/// # Safety
+/// As [`Simd`], and the place is within the operands.
+trait Format<S: Simd> {
+    /// Rows of the tallest tile, see [`tile_rows`].
+    const ROWS: usize;
+
+    /// Advances the chains of M rows and P panels by some steps.
+    unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place);
 }
 
 /// Where a tile lies.
@@ -247,97 +193,102 @@ impl Kernel for NativeBf16<'_> {
 struct Place {
     row: usize,
     panel: usize,
+    /// From one of the tile's panels to the next.
+    gap: usize,
     /// First step and number of steps.
     step: usize,
     steps: usize,
+    /// How many bytes ahead of what is read lies what will be read next and should be asked for; 0: nothing.
+    ahead: usize,
 }
 
 impl Multiply<'_> {
     #[inline(always)]
     unsafe fn all<S: Simd, F: Format<S>>(&self) {
-        let step_bytes = F::BYTES * 2 * S::LANES;
-        for row in (0..self.rows).step_by(ROW_BLOCK) {
-            let rows = ROW_BLOCK.min(self.rows - row);
-            // A single tile reads each panel once, so there is nothing to keep in a cache.
-            let block = if rows <= S::TILE_ROWS { self.w.steps } else { PANEL_BLOCK_BYTES / step_bytes };
+        let tiles = self.tiles.count();
+        let block_tiles = ROW_BLOCK / F::ROWS;
+        let step_bytes = self.w.panel_bytes / self.w.steps;
+        for first in (0..tiles).step_by(block_tiles) {
+            let last = tiles.min(first + block_tiles);
+            let blocks = match last - first {
+                ..=WHOLE_TILES => 1,
+                _ => self.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)),
+            };
+            let block = self.w.steps.div_ceil(blocks);
             for step in (0..self.w.steps).step_by(block) {
                 let steps = block.min(self.w.steps - step);
-                // SAFETY: rows, panels and steps are within the matrices.
-                unsafe { self.block::<S, F>(row, rows, step, steps) };
+                // SAFETY: tiles, panels and steps are within the matrices.
+                unsafe { self.block::<S, F>(first..last, step, steps) };
             }
         }
     }
 
     #[inline(always)]
-    unsafe fn block<S: Simd, F: Format<S>>(&self, first: usize, rows: usize, step: usize, steps: usize) {
-        let mut panel = self.panels.start;
+    unsafe fn block<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, step: usize, steps: usize) {
+        let Range { start, end } = self.panels;
         // SAFETY: tiles are within the rows and panels given.
         unsafe {
             // With few rows the chains of one panel are too few to hide the latency of an addition.
-            if rows == 1 {
-                while panel + 4 <= self.panels.end {
-                    self.tile::<S, F, 1, 4>(Place { row: first, panel, step, steps });
-                    panel += 4;
-                }
-            } else if rows == 2 {
-                while panel + 2 <= self.panels.end {
-                    self.tile::<S, F, 2, 2>(Place { row: first, panel, step, steps });
-                    panel += 2;
-                }
-            }
-            for panel in panel..self.panels.end {
-                let mut row = first;
-                while row < first + rows {
-                    let height = S::TILE_ROWS.min(first + rows - row);
-                    let place = Place { row, panel, step, steps };
-                    match height {
-                        1 => self.tile::<S, F, 1, 1>(place),
-                        2 => self.tile::<S, F, 2, 1>(place),
-                        3 if S::TILE_ROWS >= 3 => self.tile::<S, F, 3, 1>(place),
-                        4 if S::TILE_ROWS >= 4 => self.tile::<S, F, 4, 1>(place),
-                        5 if S::TILE_ROWS >= 5 => self.tile::<S, F, 5, 1>(place),
-                        6 if S::TILE_ROWS >= 6 => self.tile::<S, F, 6, 1>(place),
-                        7 if S::TILE_ROWS >= 7 => self.tile::<S, F, 7, 1>(place),
-                        8 if S::TILE_ROWS >= 8 => self.tile::<S, F, 8, 1>(place),
-                        _ => unreachable!("tiles have up to 8 rows"),
+            let rows = self.tiles.start(tiles.end) - self.tiles.start(tiles.start);
+            let row = self.tiles.start(tiles.start);
+            let abreast = match rows {
+                1 => 4,
+                2 if F::ROWS >= 2 => 2,
+                _ => 1,
+            };
+            if abreast > 1 {
+                // Each of the panels abreast goes on in memory where the one before it ended, so that a thread reads as
+                // many long streams.
+                let long = (end - start) / abreast;
+                for i in 0..long {
+                    let place = Place { row, panel: start + i, gap: long, step, steps, ahead: 0 };
+                    match rows {
+                        1 => F::tile::<1, 4>(self, place),
+                        _ => F::tile::<2, 2>(self, place),
                     }
-                    row += height;
                 }
+                let panel = start + long * abreast;
+                let place = Place { row, panel, gap: 1, step, steps, ahead: 0 };
+                match (rows, end - panel) {
+                    (_, 0) => {}
+                    (1, 3) => F::tile::<1, 3>(self, place),
+                    (1, 2) => F::tile::<1, 2>(self, place),
+                    (1, _) => F::tile::<1, 1>(self, place),
+                    (_, _) => F::tile::<2, 1>(self, place),
+                }
+                return;
+            }
+            for panel in start..end {
+                // While one panel is multiplied, the next one is fetched.
+                let ahead = if panel + 1 < end { self.w.panel_bytes } else { 0 };
+                self.column::<S, F>(tiles.clone(), Place { row, panel, gap: 1, step, steps, ahead });
             }
         }
     }
 
-    /// Advances the chains of M rows and P panels by some steps.
+    /// All tiles over one panel.
     #[inline(always)]
-    unsafe fn tile<S: Simd, F: Format<S>, const M: usize, const P: usize>(&self, place: Place) {
-        let Place { row, panel, step, steps } = place;
-        let columns = 2 * S::LANES;
-        let vector_bytes = F::BYTES * S::LANES;
-        // SAFETY: panel, step and row are within the packed operands, see `all`; `load_sums` and `store_sums` stay
-        // within `y`, of which this thread alone touches its panels' columns.
-        unsafe {
-            let w = self.w.data.as_ptr().add(panel * self.w.panel_bytes + step * 2 * vector_bytes);
-            let x = self.x.add(row * self.row_words + step * M * F::WORDS);
-            let mut sums = [[[S::splat(0.0); 2]; P]; M];
-            for m in 0..M {
-                for p in 0..P {
-                    sums[m][p] = self.load_sums::<S>(row + m, (panel + p) * columns, step);
-                }
-            }
-            for s in 0..steps {
-                for p in 0..P {
-                    let at = w.add(p * self.w.panel_bytes + s * 2 * vector_bytes);
-                    let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
-                    for m in 0..M {
-                        let xs = F::activations(x.add((s * M + m) * F::WORDS));
-                        sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
-                        sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
-                    }
-                }
-            }
-            for m in 0..M {
-                for p in 0..P {
-                    self.store_sums::<S>(row + m, (panel + p) * columns, sums[m][p]);
+    unsafe fn column<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, at: Place) {
+        let first = tiles.start;
+        for tile in tiles {
+            let ahead = if tile == first { at.ahead } else { 0 };
+            let place = Place { row: self.tiles.start(tile), ahead, ..at };
+            // SAFETY: passed on to the caller.
+            unsafe {
+                match self.tiles.height(tile) {
+                    1 => F::tile::<1, 1>(self, place),
+                    2 if F::ROWS >= 2 => F::tile::<2, 1>(self, place),
+                    3 if F::ROWS >= 3 => F::tile::<3, 1>(self, place),
+                    4 if F::ROWS >= 4 => F::tile::<4, 1>(self, place),
+                    5 if F::ROWS >= 5 => F::tile::<5, 1>(self, place),
+                    6 if F::ROWS >= 6 => F::tile::<6, 1>(self, place),
+                    7 if F::ROWS >= 7 => F::tile::<7, 1>(self, place),
+                    8 if F::ROWS >= 8 => F::tile::<8, 1>(self, place),
+                    9 if F::ROWS >= 9 => F::tile::<9, 1>(self, place),
+                    10 if F::ROWS >= 10 => F::tile::<10, 1>(self, place),
+                    11 if F::ROWS >= 11 => F::tile::<11, 1>(self, place),
+                    12 if F::ROWS >= 12 => F::tile::<12, 1>(self, place),
+                    _ => unreachable!("tiles are at most as tall as the tallest"),
                 }
             }
         }

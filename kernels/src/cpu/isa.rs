@@ -33,7 +33,8 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            let bf16 = avx512 && is_x86_feature_detected!("avx512bf16");
+            let bf16 =
+                avx512 && is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni");
             found.extend(avx2.then_some(Isa(Path::Avx2)));
             found.extend(avx512.then_some(Isa(Path::Avx512)));
             found.extend(bf16.then_some(Isa(Path::Avx512Bf16)));

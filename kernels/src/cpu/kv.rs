@@ -1,8 +1,9 @@
-use std::cell::UnsafeCell;
+use std::io;
 use std::sync::Arc;
 
 use half::f16;
 
+use super::buffer::{Buffer, Pages};
 use super::simd::Simd;
 use crate::dtype::{Dtype, bf16_bits};
 
@@ -71,30 +72,27 @@ pub struct KvPlace {
 /// copy. Keys lie [head_dim, block_tokens], so that a vector holds one component of neighbouring positions
 /// and scores need no horizontal sums; values lie [block_tokens, head_dim].
 ///
-/// Fresh pages are the operating system's zero pages: blocks never used cost no memory.
+/// Fresh pages are the operating system's zero pages, huge ones where it grants them: blocks never used cost no
+/// memory but for what shares such a page.
 pub struct KvPool {
     layout: KvLayout,
     blocks: usize,
     memory: Arc<Memory>,
 }
 
-/// Memory that the kernels and a [`KvCopier`] write to at once, never to the same block.
-struct Memory(Box<[UnsafeCell<u32>]>);
-
-// SAFETY: it is reached through raw pointers only, and whoever writes to a block has it to itself: kernels by
-// `&mut KvPool`, copiers by the contract of `KvCopier::copy`.
-unsafe impl Sync for Memory {}
+/// Memory that the kernels and a [`KvCopier`] write to at once, never to the same block: kernels reach it by
+/// `&mut KvPool`, copiers by the contract of `KvCopier::copy`.
+struct Memory(Buffer);
 
 impl Memory {
-    fn zeroed(bytes: usize) -> Self {
-        let words: Box<[u32]> = vec![0; bytes.div_ceil(4)].into();
-        // SAFETY: `UnsafeCell<u32>` has the layout of `u32`.
-        Self(unsafe { Box::from_raw(Box::into_raw(words) as *mut [UnsafeCell<u32>]) })
-    }
-
     fn as_ptr(&self) -> *mut u8 {
-        UnsafeCell::raw_get(self.0.as_ptr()).cast()
+        self.0.as_shared_ptr()
     }
+}
+
+fn memory(blocks: usize, block_bytes: usize) -> io::Result<Memory> {
+    // Where the product does not fit a number, neither does it fit an address space.
+    Buffer::zeroed(blocks.saturating_mul(block_bytes), Pages::Huge).map(Memory)
 }
 
 /// Which way blocks go.
@@ -119,15 +117,18 @@ pub struct KvCopier {
 
 impl KvCopier {
     /// A host pool of `host_blocks` blocks behind `pool`. Blocks never used cost no memory.
-    pub fn new(pool: &KvPool, host_blocks: usize) -> Self {
+    ///
+    /// # Errors
+    /// There is no such amount of memory.
+    pub fn new(pool: &KvPool, host_blocks: usize) -> io::Result<Self> {
         let block_bytes = pool.layout.block_bytes();
-        Self {
+        Ok(Self {
             block_bytes,
             device_blocks: pool.blocks,
             host_blocks,
             device: Arc::clone(&pool.memory),
-            host: Memory::zeroed(host_blocks * block_bytes),
-        }
+            host: memory(host_blocks, block_bytes)?,
+        })
     }
 
     /// Copies whole blocks, (device, host) each.
@@ -158,11 +159,14 @@ impl KvCopier {
 impl KvPool {
     /// A pool of `blocks` blocks.
     ///
+    /// # Errors
+    /// There is no such amount of memory.
+    ///
     /// # Panics
     /// If `block_tokens` is not a power of two.
-    pub fn new(layout: KvLayout, blocks: usize) -> Self {
+    pub fn new(layout: KvLayout, blocks: usize) -> io::Result<Self> {
         assert!(layout.block_tokens.is_power_of_two(), "block_tokens is not a power of two");
-        Self { layout, blocks, memory: Arc::new(Memory::zeroed(blocks * layout.block_bytes())) }
+        Ok(Self { layout, blocks, memory: Arc::new(memory(blocks, layout.block_bytes())?) })
     }
 
     /// Its shape.

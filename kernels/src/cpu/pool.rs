@@ -6,10 +6,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle, Thread};
 
-/// Rounds of `spin_loop` before the first yield: some 20 us, a little more than the gaps between kernels.
-const SPINS: u32 = 1 << 11;
+mod cpus;
+
+use cpus::Claim;
+
+/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between kernels and
+/// between most steps.
+const SPINS: u32 = 1 << 12;
 /// Yields before a thread goes to sleep. Workers may share cores, so waiting must let others run.
-const YIELDS: u32 = 16;
+const YIELDS: u32 = 64;
 /// Units per thread that [`Pool::split`] aims for: enough to take over the share of a thread that is late.
 const UNITS_PER_THREAD: usize = 4;
 
@@ -23,6 +28,7 @@ pub struct Pool {
     shared: Arc<Shared>,
     handles: Vec<JoinHandle<()>>,
     running: Mutex<()>,
+    claim: Option<Arc<Claim>>,
 }
 
 #[derive(Clone, Copy)]
@@ -63,6 +69,25 @@ impl Pool {
     /// # Errors
     /// The operating system refused a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
+        Self::start(threads, None)
+    }
+
+    /// The same with each thread of the pool on a CPU of its own, which no other pinned pool of this machine uses. One
+    /// more is kept for the caller, who is not pinned: whatever it starts would be, too. Where so many CPUs are not
+    /// left, as beside another worker, threads go where the operating system puts them.
+    ///
+    /// # Errors
+    /// As [`Pool::new`].
+    pub fn pinned(threads: usize) -> std::io::Result<Self> {
+        Self::start(threads, Claim::new(threads.max(1)).map(Arc::new))
+    }
+
+    /// Whether threads have CPUs of their own.
+    pub fn is_pinned(&self) -> bool {
+        self.claim.is_some()
+    }
+
+    fn start(threads: usize, claim: Option<Arc<Claim>>) -> std::io::Result<Self> {
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
@@ -75,10 +100,17 @@ impl Pool {
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
         });
-        let mut pool = Self { shared, handles: Vec::with_capacity(threads - 1), running: Mutex::new(()) };
+        let handles = Vec::with_capacity(threads - 1);
+        let mut pool = Self { shared, handles, running: Mutex::new(()), claim };
         for index in 1..threads {
             let shared = Arc::clone(&pool.shared);
-            let body = move || shared.help(index);
+            let claim = pool.claim.clone();
+            let body = move || {
+                if let Some(claim) = claim {
+                    claim.pin(index);
+                }
+                shared.help(index);
+            };
             pool.handles.push(thread::Builder::new().name(format!("kernels-{index}")).spawn(body)?);
         }
         Ok(pool)
@@ -176,11 +208,12 @@ impl Shared {
         let threads = self.unclaimed.len();
         for i in 0..threads {
             let owner = (thread + i) % threads;
-            while let Some(rank) = claim(&self.unclaimed[owner].0) {
+            while let Some(left) = claim(&self.unclaimed[owner].0) {
                 // SAFETY: a unit is claimed and not finished, so `job` is set and stays.
                 let job = unsafe { *self.job.get() };
                 if let Some(Job { unit, units }) = job {
-                    let index = self.share(owner, units).start + rank;
+                    // First to last, so that memory is read in one direction.
+                    let index = self.share(owner, units).end - left;
                     // SAFETY: as above, what it points to lives until the unit is finished.
                     let unit = unsafe { &*unit };
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| unit(index))) {
@@ -198,12 +231,12 @@ impl Shared {
     }
 }
 
-/// Takes one of what is unclaimed; its rank among them.
+/// Takes one of what is unclaimed; how many there were.
 fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
     let mut left = unclaimed.load(Ordering::SeqCst);
     while left > 0 {
         match unclaimed.compare_exchange_weak(left, left - 1, Ordering::SeqCst, Ordering::SeqCst) {
-            Ok(_) => return Some(left - 1),
+            Ok(_) => return Some(left),
             Err(now) => left = now,
         }
     }
@@ -257,6 +290,20 @@ mod tests {
                     assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 2));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn no_two_pinned_pools_share_a_cpu_and_one_that_finds_none_still_works() {
+        let mut pools = Vec::new();
+        // However many CPUs there are, they end.
+        while pools.last().is_none_or(Pool::is_pinned) {
+            pools.push(Pool::pinned(1).unwrap());
+        }
+        for pool in &pools {
+            let count = AtomicUsize::new(0);
+            pool.split(100, 7, &|range| _ = count.fetch_add(range.len(), Ordering::Relaxed));
+            assert_eq!(count.into_inner(), 100);
         }
     }
 

@@ -67,6 +67,7 @@ impl Driver {
             batch_tokens: size.batch_tokens,
             context_tokens: None,
             isa: None,
+            quantize: None,
         };
         let runtime = CpuRuntime::load(&model.dir, &options, &|_, _| {})?;
         let settings = Settings { waiting_max: 65_536, prefix_cache: false, ..settings };

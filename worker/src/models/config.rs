@@ -101,7 +101,12 @@ impl ModelConfig {
             file: files.label("config.json"),
             advice: "a model directory needs it; is this the right directory?",
         })?;
-        let architecture = Architecture::read(&fields)?;
+        Self::of(&fields)
+    }
+
+    /// The configuration that these fields of a config.json describe.
+    pub(super) fn of(fields: &Fields) -> Result<Self, Error> {
+        let architecture = Architecture::read(fields)?;
         let hidden_size = fields.needed_count("hidden_size", WIDTH_MAX)?;
         let layers = fields.needed_count("num_hidden_layers", LAYERS_MAX)?;
         let heads = fields.needed_count("num_attention_heads", WIDTH_MAX)?;
@@ -115,7 +120,7 @@ impl ModelConfig {
                 fields.bad("num_key_value_heads", &format!("a divisor of the {heads} attention heads"))
             );
         }
-        let head_dim = head_dim(&fields, architecture, hidden_size, heads)?;
+        let head_dim = head_dim(fields, architecture, hidden_size, heads)?;
         match fields.text("hidden_act")? {
             None | Some("silu") => {}
             Some(other) => return Err(fields.unsupported("hidden_act", other, "silu")),
@@ -123,7 +128,7 @@ impl ModelConfig {
         if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(fields.bad("partial_rotary_factor", "1, as only whole heads can be rotated"));
         }
-        let (rope_theta, rope_scaling) = rope(&fields)?;
+        let (rope_theta, rope_scaling) = rope(fields)?;
         let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
         let (qkv_bias, output_bias) = match architecture {
             Architecture::Qwen2 => (true, false),
@@ -151,7 +156,7 @@ impl ModelConfig {
             output_bias,
             mlp_bias: architecture == Architecture::Llama && fields.flag("mlp_bias")?.unwrap_or(false),
             qk_norm: architecture == Architecture::Qwen3,
-            windows: windows(&fields, architecture, layers)?,
+            windows: windows(fields, architecture, layers)?,
             context_tokens: fields.needed_count("max_position_embeddings", TOKENS_MAX)? as u32,
             eos_token_ids: fields.tokens("eos_token_id")?.unwrap_or_default(),
             bos_token_id: fields.tokens("bos_token_id")?.and_then(|ids| ids.first().copied()),

@@ -9,6 +9,14 @@ pub enum Error {
         /// What the operating system says.
         reason: String,
     },
+    /// The model's file is not there or not a file.
+    #[error("no model at {path}: {reason}")]
+    NoFile {
+        /// The path given.
+        path: String,
+        /// What the operating system says.
+        reason: String,
+    },
     /// A file can't be read.
     #[error("cannot read {file}: {source}")]
     Read {
@@ -88,7 +96,9 @@ pub enum Error {
         found: Vec<usize>,
     },
     /// A tensor's numbers are of a type that kernels don't have.
-    #[error("{file}: tensor {tensor} is {found}; supported: f32, bf16, f16")]
+    #[error(
+        "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files q8_0, q4_0, q4_k, q6_k"
+    )]
     Dtype {
         /// The weight file.
         file: String,

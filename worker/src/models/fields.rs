@@ -10,6 +10,11 @@ pub(super) struct Fields {
 }
 
 impl Fields {
+    /// Fields that `file` holds in some form of its own.
+    pub(super) fn of(file: String, map: Map<String, Value>) -> Self {
+        Self { file, map }
+    }
+
     /// Reads a file, if it is there.
     pub(super) fn read(files: &Files, name: &str) -> Result<Option<Self>, Error> {
         let Some(bytes) = files.open(name)? else { return Ok(None) };

@@ -1,11 +1,11 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 
 use super::{Error, ModelSource, embedded};
 
@@ -70,11 +70,42 @@ impl Files {
     }
 }
 
+/// A file of a name that was given, and the directory that it lies in.
+pub(super) fn open_file(path: &Path) -> Result<(Files, Bytes), Error> {
+    let refuse =
+        |error: io::Error| Error::NoFile { path: path.display().to_string(), reason: error.to_string() };
+    let bytes = map(path).map_err(refuse)?;
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    Ok((Files::Directory(folder.unwrap_or(Path::new(".")).to_owned()), bytes))
+}
+
 /// A file's content, mapped or part of the binary. Cheap to clone.
 #[derive(Clone)]
 pub(super) enum Bytes {
     Mapped(Arc<Mmap>),
     Static(&'static [u8]),
+}
+
+impl Bytes {
+    /// Gives the whole pages within a range back to the operating system, which has them in its cache of files.
+    pub(super) fn release(&self, range: Range<usize>) {
+        let Self::Mapped(map) = self else { return };
+        let page = page_size();
+        let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if start < end {
+            // SAFETY: the mapping is shared and read-only, so what is dropped is read from the file again.
+            let advised =
+                unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
+            if let Err(error) = advised {
+                tracing::debug!(%error, "mapped pages are kept");
+            }
+        }
+    }
+}
+
+fn page_size() -> usize {
+    // SAFETY: it only asks for a constant of the system.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
 impl Deref for Bytes {

@@ -13,12 +13,13 @@ const SAMPLE_BYTES: usize = 4 << 10;
 const SAMPLES: usize = 14;
 
 /// The numerics fingerprint: SHA-256, in hex, over everything that decides a token's bits, so that two workers of one
-/// fingerprint give equal answers. That is the configuration, the dtype of the KV pool, the instruction set, the
+/// fingerprint give equal answers. That is the configuration, the dtype of the KV pool, `formats` (how the
+/// matrices are stored), the instruction set, the
 /// kernels' version, and name, type, shape and numbers of every tensor. It is not the number of threads.
 ///
 /// Of a model over 256 MiB, the numbers that count are a sample: of each tensor the first and the last 4 KiB and 14
 /// stretches of 4 KiB evenly between. Any retraining or requantisation shows there, and start-up stays fast.
-pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, isa: Isa) -> String {
+pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, formats: &str, isa: Isa) -> String {
     let mut hash = Sha256::new();
     let mut field = |bytes: &[u8]| {
         hash.update((bytes.len() as u64).to_le_bytes());
@@ -26,6 +27,7 @@ pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, isa: Isa) -> String {
     };
     field(format!("{:?}", model.config).as_bytes());
     field(kv_dtype.name().as_bytes());
+    field(formats.as_bytes());
     field(isa.name().as_bytes());
     field(&VERSION.to_le_bytes());
     // Cosines, sines and powers of the rotary tables come from this crate.

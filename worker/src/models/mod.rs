@@ -1,4 +1,4 @@
-//! Models: Hugging Face directories, memory-mapped and validated.
+//! Models: Hugging Face directories and GGUF files, memory-mapped and validated.
 //!
 //! A [`ModelDir`] comes from a directory or from the binary itself ([`ModelSource`]); both go through the same code, so
 //! whatever holds for one holds for the other. Opening reads and checks every file but no weights; a runtime
@@ -12,9 +12,10 @@ mod fields;
 mod files;
 mod fingerprint;
 mod generation;
+mod gguf;
 mod tensors;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub use config::{Architecture, ModelConfig};
 pub use error::Error;
@@ -23,12 +24,15 @@ pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
 pub use tensors::{Tensor, Tensors};
 
+use fields::Fields;
 use files::Files;
+use gguf::Gguf;
 
 /// Where a model comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
-    /// A directory in the layout of Hugging Face: config.json, safetensors, tokenizer.json and companions.
+    /// A directory in the layout of Hugging Face (config.json, safetensors, tokenizer.json and companions), or a file
+    /// whose name ends in `.gguf`.
     Directory(PathBuf),
     /// The small model inside the binary.
     Embedded,
@@ -50,12 +54,42 @@ impl ModelDir {
     /// # Errors
     /// [`Error`] naming the file and, where there is one, the field or tensor at fault.
     pub fn open(source: &ModelSource) -> Result<Self, Error> {
-        let files = Files::of(source)?;
+        let files = match source {
+            ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
+                return Self::open_gguf(path);
+            }
+            _ => Files::of(source)?,
+        };
         let config = ModelConfig::read(&files)?;
         let generation = GenerationDefaults::read(&files, &config)?;
         let bundle = bundle::read(&files)?;
         let tensors = Tensors::open(&files)?;
         Ok(Self { name: files.model_name(), config, generation, tensors, bundle })
+    }
+
+    /// Opens a GGUF file. Its tokenizer is that of a tokenizer.json beside it or, if there is none, the one inside.
+    fn open_gguf(path: &Path) -> Result<Self, Error> {
+        let (beside, bytes) = files::open_file(path)?;
+        let label = path.display().to_string();
+        let gguf = Gguf::parse(&label, &bytes)?;
+        let map = gguf::config(&gguf)?;
+        let text = serde_json::to_vec(&map).unwrap_or_default();
+        let config = ModelConfig::of(&Fields::of(label, map))?;
+        let generation = GenerationDefaults::read(&beside, &config)?;
+        let mut bundle = if beside.open("tokenizer.json")?.is_some() {
+            bundle::read(&beside)?
+        } else {
+            let files = gguf::tokenizer(&gguf)?.into_iter();
+            files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes())).collect()
+        };
+        // A config.json beside the file may be that of some other model.
+        bundle.retain(|(name, _)| name != "config.json");
+        bundle.push(("config.json".to_owned(), text));
+        let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy()).into_owned();
+        // Only this family's files have the halves of a head interleaved.
+        let interleaved = (config.architecture == Architecture::Llama).then_some(config.head_dim);
+        let tensors = Tensors::of_gguf(gguf, bytes, interleaved);
+        Ok(Self { name, config, generation, tensors, bundle })
     }
 
     /// What to call it where no name is given: the directory's, or `inflight-demo`.

@@ -1,14 +1,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use inflight_kernels::Dtype;
 use inflight_kernels::cpu::Rows;
+use inflight_kernels::{Dtype, Encoding};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
 use serde::Deserialize;
 
 use super::Error;
 use super::files::{Bytes, Files};
+use super::gguf::Gguf;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -29,7 +30,9 @@ struct Shard {
 #[derive(Debug, Clone)]
 struct Entry {
     shard: usize,
-    dtype: safetensors::Dtype,
+    /// `Err`: the name of a type that kernels don't have.
+    encoding: Result<Encoding, String>,
+    interleaved: Option<usize>,
     shape: Vec<usize>,
     range: Range<usize>,
 }
@@ -38,9 +41,11 @@ struct Entry {
 #[derive(Debug, Clone)]
 pub struct Tensor {
     /// How its numbers are stored.
-    pub dtype: Dtype,
+    pub encoding: Encoding,
     /// Its shape.
     pub shape: Vec<usize>,
+    /// See [`Rows::interleaved`].
+    interleaved: Option<usize>,
     bytes: Bytes,
     range: Range<usize>,
 }
@@ -53,14 +58,42 @@ impl Tensor {
 
     /// As rows of a matrix [shape[0], ...].
     pub fn rows(&self) -> Rows<'_> {
-        Rows { dtype: self.dtype, bytes: self.bytes(), rows: self.shape[0] }
+        Rows {
+            encoding: self.encoding,
+            bytes: self.bytes(),
+            rows: self.shape[0],
+            interleaved: self.interleaved,
+        }
+    }
+
+    /// Widens row `row` of a matrix.
+    ///
+    /// # Panics
+    /// If there is no such row, or `out` is not as long as one.
+    pub fn row(&self, row: usize, out: &mut [f32]) {
+        let bytes = self.encoding.bytes(out.len());
+        self.encoding.widen(&self.bytes()[row * bytes..(row + 1) * bytes], out);
+    }
+
+    /// Lets go of the memory that reading it from its file took. It can be read again.
+    pub fn release(&self) {
+        self.bytes.release(self.range.clone());
     }
 
     /// All its numbers.
     pub fn to_f32(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.range.len() / self.dtype.bytes()];
-        inflight_kernels::widen(self.dtype, self.bytes(), &mut out);
-        out
+        let mut out = vec![0.0; self.shape.iter().product()];
+        self.encoding.widen(self.bytes(), &mut out);
+        match self.interleaved {
+            Some(head) if self.shape.len() == 1 => {
+                let halves = |head: &[f32]| {
+                    let half = |first| head.iter().skip(first).step_by(2).copied();
+                    half(0).chain(half(1)).collect::<Vec<_>>()
+                };
+                out.chunks_exact(head).flat_map(halves).collect()
+            }
+            _ => out,
+        }
     }
 }
 
@@ -101,6 +134,25 @@ impl Tensors {
         Ok(tensors)
     }
 
+    /// The tensors of a GGUF file under the names that safetensors files have. `head_dim` is given where the file
+    /// holds the rows of queries and keys interleaved.
+    pub(super) fn of_gguf(gguf: Gguf, bytes: Bytes, head_dim: Option<usize>) -> Self {
+        let mut entries = BTreeMap::new();
+        for info in gguf.tensors {
+            let Some(name) = hugging_face_name(&info.name) else { continue };
+            let rotated = [".q_proj.", ".k_proj."].iter().any(|part| name.contains(part));
+            let entry = Entry {
+                shard: 0,
+                encoding: info.encoding.map_err(|kind| format!("of ggml's type {kind}")),
+                interleaved: head_dim.filter(|_| rotated),
+                shape: info.shape,
+                range: info.range,
+            };
+            entries.insert(name, entry);
+        }
+        Self { shards: vec![Shard { label: gguf.label, bytes }], entries }
+    }
+
     fn add(&mut self, label: String, bytes: Bytes) -> Result<(), Error> {
         let broken = |reason: String| Error::Broken { file: label.clone(), reason };
         let header =
@@ -111,7 +163,13 @@ impl Tensors {
             let from = view.data().as_ptr() as usize - start;
             let entry = Entry {
                 shard,
-                dtype: view.dtype(),
+                encoding: match view.dtype() {
+                    safetensors::Dtype::F32 => Ok(Dtype::F32.into()),
+                    safetensors::Dtype::BF16 => Ok(Dtype::Bf16.into()),
+                    safetensors::Dtype::F16 => Ok(Dtype::F16.into()),
+                    other => Err(other.to_string()),
+                },
+                interleaved: None,
                 shape: view.shape().to_vec(),
                 range: from..from + view.data().len(),
             };
@@ -147,14 +205,13 @@ impl Tensors {
         if entry.shape != shape {
             return Err(Error::Shape { file, tensor, expected: shape.to_vec(), found: entry.shape.clone() });
         }
-        let dtype = match entry.dtype {
-            safetensors::Dtype::F32 => Dtype::F32,
-            safetensors::Dtype::BF16 => Dtype::Bf16,
-            safetensors::Dtype::F16 => Dtype::F16,
-            other => return Err(Error::Dtype { file, tensor, found: other.to_string() }),
+        let encoding = match &entry.encoding {
+            Ok(encoding) => *encoding,
+            Err(other) => return Err(Error::Dtype { file, tensor, found: other.clone() }),
         };
         Ok(Tensor {
-            dtype,
+            encoding,
+            interleaved: entry.interleaved,
             shape: entry.shape.clone(),
             bytes: shard.bytes.clone(),
             range: entry.range.clone(),
@@ -170,9 +227,42 @@ impl Tensors {
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, String, &[usize], &[u8])> {
         self.entries.iter().map(|(name, entry)| {
             let bytes = &self.shards[entry.shard].bytes[entry.range.clone()];
-            (name.as_str(), entry.dtype.to_string(), entry.shape.as_slice(), bytes)
+            let kind = match &entry.encoding {
+                Ok(encoding) => encoding.to_string(),
+                Err(other) => other.clone(),
+            };
+            (name.as_str(), kind, entry.shape.as_slice(), bytes)
         })
     }
+}
+
+/// What a tensor of a GGUF file is called in safetensors files; `None` if kernels have no use for it.
+fn hugging_face_name(name: &str) -> Option<String> {
+    let plain = match name {
+        "token_embd.weight" => "model.embed_tokens.weight",
+        "output_norm.weight" => "model.norm.weight",
+        "output.weight" => "lm_head.weight",
+        _ => {
+            let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+            let (part, kind) = rest.rsplit_once('.')?;
+            let part = match part {
+                "attn_norm" => "input_layernorm",
+                "ffn_norm" => "post_attention_layernorm",
+                "attn_q" => "self_attn.q_proj",
+                "attn_k" => "self_attn.k_proj",
+                "attn_v" => "self_attn.v_proj",
+                "attn_output" => "self_attn.o_proj",
+                "attn_q_norm" => "self_attn.q_norm",
+                "attn_k_norm" => "self_attn.k_norm",
+                "ffn_gate" => "mlp.gate_proj",
+                "ffn_up" => "mlp.up_proj",
+                "ffn_down" => "mlp.down_proj",
+                _ => return None,
+            };
+            return Some(format!("model.layers.{layer}.{part}.{kind}"));
+        }
+    };
+    Some(plain.to_owned())
 }
 
 /// What a header's error means for whoever has the file.

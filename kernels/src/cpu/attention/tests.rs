@@ -38,7 +38,7 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
         KvLayout { dtype: case.dtype, layers: 2, kv_heads, head_dim, block_tokens: chunks.block_tokens };
     let needed: Vec<usize> = case.lengths.iter().map(|length| length.div_ceil(chunks.block_tokens)).collect();
     let total: usize = needed.iter().sum();
-    let mut kv = KvPool::new(layout, total);
+    let mut kv = KvPool::new(layout, total).unwrap();
     // Whatever an earlier sequence left in a block must not matter.
     let garbage = kv.as_mut_ptr();
     for i in 0..total * layout.block_bytes() {

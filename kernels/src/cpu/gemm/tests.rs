@@ -3,6 +3,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::cpu::{Isa, Rows};
+use crate::dtype::Dtype;
+use crate::encoding::Encoding;
 
 /// Pseudo-random numbers in [-scale, scale], by formula.
 fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
@@ -71,10 +73,10 @@ fn check(
         let split = n / 3;
         let at = split * k * dtype.bytes();
         let sources = [
-            Rows { dtype, bytes: &bytes[..at], rows: split },
-            Rows { dtype, bytes: &bytes[at..], rows: n - split },
+            Rows { encoding: dtype.into(), bytes: &bytes[..at], rows: split, interleaved: None },
+            Rows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split, interleaved: None },
         ];
-        let w = PackedMatrix::pack(&many, isa, k, &sources);
+        let w = PackedMatrix::pack(&many, isa, k, &sources, WeightFormat::of(&sources)).unwrap();
         let all = product(&many, &w, &x, begin, &bias, &y, 0..rows);
         for row in 0..rows {
             for column in 0..n {
@@ -143,16 +145,126 @@ fn sources_of_different_dtypes_become_f32() {
     let (half, half_values) = stored(Dtype::F16, &values(4, 5 * 3, 1.0));
     let (brain, brain_values) = stored(Dtype::Bf16, &values(5, 2 * 3, 1.0));
     let rows = [
-        Rows { dtype: Dtype::F16, bytes: &half, rows: 5 },
-        Rows { dtype: Dtype::Bf16, bytes: &brain, rows: 2 },
+        Rows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5, interleaved: None },
+        Rows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2, interleaved: None },
     ];
     for isa in Isa::available() {
-        let w = PackedMatrix::pack(&pool, isa, 3, &rows);
-        assert_eq!((w.dtype(), w.n(), w.k()), (Dtype::F32, 7, 3));
+        let w = PackedMatrix::pack(&pool, isa, 3, &rows, WeightFormat::of(&rows)).unwrap();
+        assert_eq!((w.format(), w.n(), w.k()), (WeightFormat::F32, 7, 3));
         let mut y = vec![0.0; 7 * 3];
         let identity = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0];
         gemm(&pool, &w, &identity, 3, Start::Zero, &mut y, &mut Activations::default());
         let all: Vec<f32> = half_values.iter().chain(&brain_values).copied().collect();
         assert!((0..21).all(|i| y[i % 3 * 7 + i / 3] == all[i]), "{}", isa.name());
+    }
+}
+
+/// What a group of numbers is rounded to, as the tests see it: within half a step of the scale, and the scale is no
+/// larger than the range needs.
+fn check_integers(
+    n: usize,
+    k: usize,
+    rows: usize,
+    group: usize,
+    four: bool,
+    threads: usize,
+    cut: usize,
+    seed: u32,
+) {
+    let (many, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
+    let (bytes, weights) = stored(Dtype::Bf16, &values(seed, n * k, 1.0));
+    let (x, bias) = (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, n, 1.0));
+    let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
+    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
+    let mut first: Option<Vec<f32>> = None;
+    for isa in Isa::available() {
+        let w = PackedMatrix::pack(&many, isa, k, &source, format).unwrap();
+        assert_eq!((w.format(), w.bytes()), (format, format.packed_bytes(isa, n, k)));
+        let all = product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], 0..rows);
+        for row in 0..rows {
+            for column in 0..n {
+                let (x, w) = (&x[row * k..][..k], &weights[column * k..][..k]);
+                let (mut exact, mut allowed) = (f64::from(bias[column]), 1e-3);
+                for (x, w) in x.chunks(group).zip(w.chunks(group)) {
+                    let largest = |v: &[f32]| v.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+                    // Half a step of either side; of 4 bits a whole one, as the end of the range may be cut off.
+                    let step_x = f64::from(largest(x)) / 127.0 * 0.51;
+                    let step_w = f64::from(largest(w)) * if four { 1.01 / 6.9 } else { 0.51 / 127.0 };
+                    for (x, w) in x.iter().zip(w) {
+                        let (x, w) = (f64::from(*x), f64::from(*w));
+                        exact += x * w;
+                        allowed += step_x * w.abs() + step_w * x.abs() + step_x * step_w;
+                    }
+                }
+                let error = (f64::from(all[row * n + column]) - exact).abs();
+                assert!(error <= allowed, "{} {format} row {row} column {column}: {error:e}", isa.name());
+            }
+        }
+        let cut = cut.min(rows);
+        let mut parts = product(&single, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], 0..cut);
+        parts.extend(product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], cut..rows));
+        assert!(bits(&parts) == bits(&all), "{} {format}: cut at {cut}", isa.name());
+        for row in (0..rows).step_by(rows / 8 + 1) {
+            let alone = product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], row..row + 1);
+            assert!(bits(&alone) == bits(&all[row * n..(row + 1) * n]), "{} {format}: row {row}", isa.name());
+        }
+        // Sums within groups are exact, so paths differ by the rounding of sums over groups alone.
+        match &first {
+            None => first = Some(all),
+            Some(first) => {
+                let far = first.iter().zip(&all).find(|(a, b)| (*a - *b).abs() > 1e-4 * a.abs().max(1.0));
+                assert!(far.is_none(), "{} {format}: {far:?}", isa.name());
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn integer_products_are_within_their_rounding_and_rows_do_not_see_each_other(
+        n in 1usize..140, k in 1usize..300, rows in 1usize..30, group in 1usize..=16, four in any::<bool>(),
+        threads in 1usize..4, cut in 0usize..30, seed in any::<u32>(),
+    ) {
+        check_integers(n, k, rows, group * 8, four, threads, cut, seed);
+    }
+}
+
+#[test]
+fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
+    check_integers(70, 1500, 530, 64, false, 2, 517, 9);
+    check_integers(40, 1500, 300, 32, true, 2, 211, 10);
+}
+
+#[test]
+fn blocks_of_files_keep_every_bit() {
+    let pool = Pool::new(1).unwrap();
+    let k = 64;
+    for (encoding, format) in [
+        (Encoding::Q8_0, WeightFormat::Int8 { group: 32 }),
+        (Encoding::Q4_0, WeightFormat::Int4 { group: 32 }),
+    ] {
+        let random = |i: usize| crate::philox4x32([i as u32, 0, 0, 0], [7, 0])[0] as u8;
+        let mut bytes: Vec<u8> = (0..encoding.bytes(5 * k)).map(random).collect();
+        for block in bytes.chunks_exact_mut(encoding.block_bytes()) {
+            block[..2].copy_from_slice(&f16::from_f32(0.013).to_le_bytes());
+        }
+        let mut weights = vec![0.0; 5 * k];
+        encoding.widen(&bytes, &mut weights);
+        let rows = [Rows { encoding, bytes: &bytes, rows: 5, interleaved: None }];
+        assert_eq!(WeightFormat::of(&rows), format);
+        for isa in Isa::available() {
+            let w = PackedMatrix::pack(&pool, isa, k, &rows, format).unwrap();
+            let mut unit = vec![0.0; k * k];
+            (0..k).for_each(|i| unit[i * k + i] = 127.0);
+            let mut y = vec![0.0; k * 5];
+            gemm(&pool, &w, &unit, k, Start::Zero, &mut y, &mut Activations::default());
+            for i in 0..k * 5 {
+                let (row, column) = (i / 5, i % 5);
+                let exact = 127.0 * weights[column * k + row];
+                assert!((y[i] - exact).abs() <= 1e-6 * exact.abs(), "{} {encoding}: {i}", isa.name());
+            }
+        }
     }
 }

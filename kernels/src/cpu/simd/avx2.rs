@@ -9,6 +9,7 @@ pub(crate) struct Avx2;
 // SAFETY: the caller of a `Simd` function has the instruction set and valid pointers.
 impl Simd for Avx2 {
     type V = __m256;
+    type I = __m256i;
     const LANES: usize = 8;
     const TILE_ROWS: usize = 4;
     const QUERIES: usize = 2;
@@ -136,6 +137,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn largest(v: __m256) -> f32 {
         // SAFETY: see the impl.
         unsafe {
@@ -143,5 +150,46 @@ impl Simd for Avx2 {
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_int(x: i32) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_set1_epi32(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_int(from: *const u8) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_loadu_si256(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn nibbles(v: __m256i) -> (__m256i, __m256i) {
+        // SAFETY: see the impl.
+        unsafe {
+            let low = _mm256_set1_epi8(15);
+            (_mm256_and_si256(v, low), _mm256_and_si256(_mm256_srli_epi16::<4>(v), low))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe {
+            // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: no product of theirs overflows.
+            let even = _mm256_madd_epi16(
+                _mm256_and_si256(w, _mm256_set1_epi16(255)),
+                _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)),
+            );
+            let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(w), _mm256_srai_epi16::<8>(x));
+            _mm256_add_epi32(sum, _mm256_add_epi32(even, odd))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn int_to_f32(v: __m256i) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtepi32_ps(v) }
     }
 }

@@ -9,8 +9,9 @@ pub(crate) struct Avx512;
 // SAFETY: the caller of a `Simd` function has the instruction set and valid pointers.
 impl Simd for Avx512 {
     type V = __m512;
+    type I = __m512i;
     const LANES: usize = 16;
-    const TILE_ROWS: usize = 8;
+    const TILE_ROWS: usize = 12;
     const QUERIES: usize = 8;
 
     #[inline(always)]
@@ -137,6 +138,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_far(at: *const u8) {
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn largest(v: __m512) -> f32 {
         // SAFETY: see the impl.
         unsafe {
@@ -145,6 +152,47 @@ impl Simd for Avx512 {
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
         }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_int(x: i32) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_set1_epi32(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_int(from: *const u8) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn nibbles(v: __m512i) -> (__m512i, __m512i) {
+        // SAFETY: see the impl.
+        unsafe {
+            let low = _mm512_set1_epi8(15);
+            (_mm512_and_si512(v, low), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe {
+            // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: no product of theirs overflows.
+            let even = _mm512_madd_epi16(
+                _mm512_and_si512(w, _mm512_set1_epi16(255)),
+                _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)),
+            );
+            let odd = _mm512_madd_epi16(_mm512_srli_epi16::<8>(w), _mm512_srai_epi16::<8>(x));
+            _mm512_add_epi32(sum, _mm512_add_epi32(even, odd))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn int_to_f32(v: __m512i) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepi32_ps(v) }
     }
 }
 
@@ -163,4 +211,14 @@ pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
             std::mem::transmute::<__m512i, __m512bh>(w),
         )
     }
+}
+
+/// Adds to each 32-bit lane the products of its four pairs of bytes, those of `x` unsigned, those of `w` signed. Exact.
+///
+/// # Safety
+/// The machine has AVX-512 with VNNI.
+#[inline(always)]
+pub(crate) unsafe fn dot_int8(acc: __m512i, x: __m512i, w: __m512i) -> __m512i {
+    // SAFETY: the caller has the instruction set.
+    unsafe { _mm512_dpbusd_epi32(acc, x, w) }
 }

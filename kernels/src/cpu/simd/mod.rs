@@ -11,7 +11,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, dot_bf16};
+pub(crate) use avx512::{Avx512, dot_bf16, dot_int8};
 pub(crate) use portable::Portable;
 
 /// Most lanes of any instruction set.
@@ -25,6 +25,8 @@ pub(crate) const LANES_MAX: usize = 16;
 pub(crate) trait Simd: Copy + 'static {
     /// A vector of `LANES` f32.
     type V: Copy;
+    /// A vector of `LANES` 32-bit integers, each also four bytes.
+    type I: Copy;
     /// Lanes of a vector; a power of two up to [`LANES_MAX`].
     const LANES: usize;
     /// Rows of the tallest GEMM tile; with two vectors per row its sums fit the registers.
@@ -59,8 +61,19 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn sum(v: Self::V) -> f32;
     /// Asks for a cache line that will be read soon; any address will do.
     unsafe fn prefetch(at: *const u8);
+    /// The same for what will be read later: into the second-level cache.
+    unsafe fn prefetch_far(at: *const u8);
     /// The largest lane.
     unsafe fn largest(v: Self::V) -> f32;
+    unsafe fn splat_int(x: i32) -> Self::I;
+    unsafe fn load_int(from: *const u8) -> Self::I;
+    /// The lower and the upper half of each byte, each in a byte of its own.
+    unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
+    /// Adds to each lane the products of its four pairs of bytes, those of `w` unsigned, those of `x` signed. Exact, so
+    /// every instruction set gives the same.
+    unsafe fn dot_bytes(sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// Each integer, which is below 2^24 in magnitude, as f32.
+    unsafe fn int_to_f32(v: Self::I) -> Self::V;
 }
 
 /// A kernel that can be compiled for any instruction set.
@@ -101,15 +114,26 @@ unsafe fn run_avx512<K: Kernel>(kernel: K) {
     unsafe { kernel.run::<Avx512>() }
 }
 
-/// As [`run`] for the form with bf16 dot products.
+/// As [`run`] for the form with dot products of bf16 numbers and of 8-bit integers.
 ///
 /// # Safety
-/// The machine has AVX-512 with BF16.
+/// The machine has AVX-512 with BF16 and VNNI.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
 pub(crate) unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) {
     // SAFETY: the caller and the attribute above establish the features.
     unsafe { kernel.run::<Avx512>() }
+}
+
+/// Lanes of a vector of `isa`.
+pub(crate) fn lanes(isa: Isa) -> usize {
+    match isa.0 {
+        Path::Portable => Portable::LANES,
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx2 => Avx2::LANES,
+        #[cfg(target_arch = "x86_64")]
+        Path::Avx512 | Path::Avx512Bf16 => Avx512::LANES,
+    }
 }
 
 /// Below it e^x is not a normal number any more, and taken as 0.

@@ -18,6 +18,7 @@ fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
 
 impl Simd for Portable {
     type V = [f32; N];
+    type I = [i32; N];
     const LANES: usize = N;
     const TILE_ROWS: usize = 2;
     const QUERIES: usize = 2;
@@ -133,11 +134,47 @@ impl Simd for Portable {
     unsafe fn prefetch(_at: *const u8) {}
 
     #[inline(always)]
+    unsafe fn prefetch_far(_at: *const u8) {}
+
+    #[inline(always)]
     unsafe fn largest(v: [f32; N]) -> f32 {
         let mut best = v[0];
         for i in 1..N {
             best = if v[i] > best { v[i] } else { best };
         }
         best
+    }
+
+    #[inline(always)]
+    unsafe fn splat_int(x: i32) -> [i32; N] {
+        [x; N]
+    }
+
+    #[inline(always)]
+    unsafe fn load_int(from: *const u8) -> [i32; N] {
+        // SAFETY: the caller's pointer is valid for a vector.
+        unsafe { from.cast::<[i32; N]>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn nibbles(v: [i32; N]) -> ([i32; N], [i32; N]) {
+        (v.map(|four| four & 0x0f0f_0f0f), v.map(|four| four >> 4 & 0x0f0f_0f0f))
+    }
+
+    #[inline(always)]
+    unsafe fn dot_bytes(sum: [i32; N], w: [i32; N], x: [i32; N]) -> [i32; N] {
+        let mut out = sum;
+        for i in 0..N {
+            let (w, x) = (w[i].to_ne_bytes(), x[i].to_ne_bytes());
+            for j in 0..4 {
+                out[i] += i32::from(w[j]) * i32::from(x[j] as i8);
+            }
+        }
+        out
+    }
+
+    #[inline(always)]
+    unsafe fn int_to_f32(v: [i32; N]) -> [f32; N] {
+        v.map(|x| x as f32)
     }
 }

@@ -1,12 +1,13 @@
+use super::super::{Batch, Capabilities, Error};
+use super::weights::{Linear, Weights};
+use crate::models::ModelConfig;
 use inflight_kernels::cpu::{
     Activations, Isa, KvPlace, KvPool, Pool, QkvShape, Ragged, RopeTable, Start, attention, finish_qkv, gemm,
     rms_norm, swiglu,
 };
-use inflight_kernels::widen;
 
-use super::super::{Batch, Capabilities, Error};
-use super::weights::{Linear, Weights};
-use crate::models::ModelConfig;
+/// Rows that go through the feed-forward part together.
+const MLP_ROWS: usize = 256;
 
 /// The forward pass: its buffers, and the order of its kernels.
 pub(super) struct Forward {
@@ -47,8 +48,8 @@ impl Forward {
             normed: buffer(config.hidden_size),
             qkv: buffer(shape.width()),
             attended: buffer(config.heads * config.head_dim),
-            gate_up: buffer(2 * config.intermediate_size),
-            gated: buffer(config.intermediate_size),
+            gate_up: vec![0.0; rows.min(MLP_ROWS) * 2 * config.intermediate_size],
+            gated: vec![0.0; rows.min(MLP_ROWS) * config.intermediate_size],
             logits: Vec::new(),
             samples: 0,
             config: config.clone(),
@@ -96,8 +97,8 @@ impl Forward {
         let normed = &mut self.normed[..rows * width];
         let qkv = &mut self.qkv[..rows * shape.width()];
         let attended = &mut self.attended[..rows * shape.heads * shape.head_dim];
-        let gate_up = &mut self.gate_up[..rows * 2 * config.intermediate_size];
-        let gated = &mut self.gated[..rows * config.intermediate_size];
+        let gate_up = &mut self.gate_up[..];
+        let gated = &mut self.gated[..];
 
         let Batch { starts, positions, block_starts, blocks, .. } = batch;
         let block_tokens = kv.layout().block_tokens;
@@ -105,10 +106,8 @@ impl Forward {
         rope.ensure(positions.iter().max().map_or(0, |last| *last as usize + 1));
 
         let embedding = &weights.embedding;
-        let row_bytes = width * embedding.dtype.bytes();
         for (token, out) in batch.tokens.iter().zip(hidden.chunks_exact_mut(width)) {
-            let row = &embedding.bytes()[*token as usize * row_bytes..][..row_bytes];
-            widen(embedding.dtype, row, out);
+            embedding.row(*token as usize, out);
         }
 
         for (index, layer) in weights.layers.iter().enumerate() {
@@ -119,9 +118,17 @@ impl Forward {
             attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
             add(pool, &layer.output, attended, rows, hidden, activations);
             rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
-            multiply(pool, &layer.gate_up, normed, rows, gate_up, activations);
-            swiglu(pool, isa, gate_up, config.intermediate_size, gated);
-            add(pool, &layer.down, gated, rows, hidden, activations);
+            // So many rows at a time that what lies between the products stays in the last-level cache.
+            for first in (0..rows).step_by(MLP_ROWS) {
+                let count = MLP_ROWS.min(rows - first);
+                let normed = &normed[first * width..(first + count) * width];
+                let hidden = &mut hidden[first * width..(first + count) * width];
+                let gate_up = &mut gate_up[..count * 2 * config.intermediate_size];
+                let gated = &mut gated[..count * config.intermediate_size];
+                multiply(pool, &layer.gate_up, normed, count, gate_up, activations);
+                swiglu(pool, isa, gate_up, config.intermediate_size, gated);
+                add(pool, &layer.down, gated, count, hidden, activations);
+            }
         }
 
         // Only sampled rows go through the head. They ascend, so each moves to a place before its own.

@@ -6,7 +6,9 @@
 
 mod copies;
 mod forward;
+mod memory;
 mod overlapped;
+mod quantization;
 mod sampler;
 mod slots;
 mod weights;
@@ -22,7 +24,9 @@ use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone
 use crate::models::{self, ModelConfig, ModelDir};
 use copies::Copies;
 use forward::Forward;
+use memory::memory;
 pub use overlapped::Overlapped;
+pub use quantization::{Quantization, UnknownQuantization};
 use sampler::Sampler;
 use slots::Slots;
 use weights::Weights;
@@ -46,6 +50,8 @@ pub struct CpuOptions {
     pub context_tokens: Option<u32>,
     /// Instruction set; the best one here if not given.
     pub isa: Option<Isa>,
+    /// What weights are rounded to; they stay as they are if not given.
+    pub quantize: Option<Quantization>,
 }
 
 /// Why a runtime can't be built.
@@ -87,6 +93,32 @@ pub enum Error {
         kv_bytes: u64,
         /// Bytes asked for the host pool.
         host_bytes: u64,
+    },
+    /// The weights do not fit beside what runs already.
+    #[error(
+        "the packed weights take {needed} bytes, and {available} are available; free some memory, or store them smaller \
+         with --quantize"
+    )]
+    WeightMemory {
+        /// Bytes of the packed weights.
+        needed: u64,
+        /// Bytes to be had.
+        available: u64,
+    },
+    /// Weights and pools together exceed what the process may ever use.
+    #[error(
+        "the packed weights take {weight_bytes} bytes, the KV pool {kv_bytes} and the host pool behind it {host_bytes}, \
+         but this process may use {total} in all; lower --kv-cache-bytes or --host-cache-bytes"
+    )]
+    TotalMemory {
+        /// Bytes of the packed weights.
+        weight_bytes: u64,
+        /// Bytes asked for the KV pool.
+        kv_bytes: u64,
+        /// Bytes asked for the host pool.
+        host_bytes: u64,
+        /// Bytes that the process may use.
+        total: u64,
     },
     /// The operating system refused threads.
     #[error("cannot start the kernels' threads: {0}")]
@@ -138,7 +170,7 @@ impl CpuRuntime {
         let config = model.config();
         let context_tokens = check(options, config)?;
         let tensors = weights::find(model)?;
-        let kv_dtype = tensors.dtype();
+        let kv_dtype = tensors.kv_dtype();
         let layout = kv_layout(config, kv_dtype, options.block_tokens as usize);
         let block_bytes = layout.block_bytes() as u64;
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
@@ -147,20 +179,32 @@ impl CpuRuntime {
             let CpuOptions { kv_bytes, block_tokens, .. } = *options;
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
-        // Nothing is taken yet: this asks whether so much address space is to be had at all.
-        let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        let all = usize::try_from(kv_bytes.saturating_add(host_bytes)).unwrap_or(usize::MAX);
-        if Vec::<u8>::new().try_reserve_exact(all).is_err() {
-            return Err(Error::Memory { kv_bytes, host_bytes });
-        }
         let isa = options.isa.unwrap_or_else(Isa::detect);
+        let weight_bytes = tensors.packed_bytes(options.quantize, isa);
+        let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
+        // Pools are taken as they are used, so they need not be available now, but must not exceed what there is.
+        if let Some(memory) = memory() {
+            let all = weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes);
+            if weight_bytes > memory.available {
+                return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
+            }
+            if all > memory.total {
+                return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
+            }
+        }
+        let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
+        let kv = KvPool::new(layout, blocks as usize).map_err(no_memory)?;
+        let copier = KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?;
         let threads = match options.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
         };
-        let pool = Pool::new(threads)?;
-        let fingerprint = models::fingerprint(model, kv_dtype, isa);
-        let weights = tensors.pack(&pool, isa, progress);
+        let pool = Pool::pinned(threads)?;
+        let formats = tensors.format_names(options.quantize);
+        let fingerprint = models::fingerprint(model, kv_dtype, &formats, isa);
+        let weights = tensors
+            .pack(&pool, isa, options.quantize, progress)
+            .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
         let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
@@ -177,13 +221,13 @@ impl CpuRuntime {
             model = model.name(),
             isa = isa.name(),
             threads,
+            pinned = pool.is_pinned(),
             weight_bytes = weights.bytes(),
             blocks,
             block_bytes,
             "model is packed"
         );
-        let kv = KvPool::new(layout, blocks as usize);
-        let copies = Copies::start(KvCopier::new(&kv, host_blocks as usize), blocks, host_blocks)?;
+        let copies = Copies::start(copier, blocks, host_blocks)?;
         let compute = Compute {
             pool,
             isa,
@@ -208,6 +252,11 @@ impl CpuRuntime {
     /// The logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
     pub fn logits(&self) -> &[f32] {
         self.compute.forward.logits()
+    }
+
+    /// Bytes of the packed weights: what a step with one token reads, but for keys and values.
+    pub fn weight_bytes(&self) -> usize {
+        self.compute.weights.bytes()
     }
 
     /// The instruction set it computes with.

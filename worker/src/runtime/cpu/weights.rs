@@ -1,7 +1,10 @@
-use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, Rows};
+use std::io;
 
-use crate::models::{Error, ModelConfig, ModelDir, Tensor};
+use inflight_kernels::Dtype;
+use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, Rows, WeightFormat};
+
+use super::quantization::{Quantization, kv_dtype, packed_bytes};
+use crate::models::{Error, ModelDir, Tensor};
 
 /// Weights in the form that kernels read.
 pub(super) struct Weights {
@@ -39,11 +42,10 @@ impl Weights {
 
 /// The tensors of a model, all found and of the right shape.
 pub(super) struct Found {
-    config: ModelConfig,
     embedding: Tensor,
     layers: Vec<FoundLayer>,
     norm: Tensor,
-    head: Option<Tensor>,
+    head: FoundLinear,
 }
 
 struct FoundLayer {
@@ -102,50 +104,93 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
     }
     let norm = tensors.get("model.norm.weight", &[hidden])?;
     let head = match config.tied_embeddings {
-        true => None,
-        false => Some(tensors.get("lm_head.weight", &[config.vocab_size, hidden])?),
+        true => embedding.clone(),
+        false => tensors.get("lm_head.weight", &[config.vocab_size, hidden])?,
     };
-    Ok(Found { config: config.clone(), embedding, layers, norm, head })
+    let head = FoundLinear { matrices: vec![head], biases: Vec::new(), k: hidden };
+    Ok(Found { embedding, layers, norm, head })
+}
+
+impl FoundLinear {
+    /// How it is stored once packed.
+    fn format(&self, quantization: Option<WeightFormat>) -> WeightFormat {
+        let sources: Vec<Rows<'_>> = self.matrices.iter().map(Tensor::rows).collect();
+        quantization.unwrap_or_else(|| WeightFormat::of(&sources))
+    }
+
+    fn columns(&self) -> usize {
+        self.matrices.iter().map(|matrix| matrix.shape[0]).sum()
+    }
 }
 
 impl Found {
-    /// The model's dtype: that of its first projection. Norms may differ from it.
-    pub(super) fn dtype(&self) -> Dtype {
-        self.layers[0].qkv.matrices[0].dtype
+    /// The dtype of keys and values: that of the model's first projection, or bf16 where weights are integers.
+    pub(super) fn kv_dtype(&self) -> Dtype {
+        kv_dtype(self.layers[0].qkv.format(None))
+    }
+
+    /// The matrices, with how each is to be stored.
+    fn formats(&self, quantization: Option<Quantization>) -> Vec<(&FoundLinear, WeightFormat)> {
+        let layers = quantization.map(Quantization::layers);
+        self.layers
+            .iter()
+            .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
+            .map(|linear| (linear, linear.format(layers)))
+            .chain([(&self.head, self.head.format(quantization.map(Quantization::head)))])
+            .collect()
+    }
+
+    /// How every matrix will be stored, in their order: part of what decides a token's bits.
+    pub(super) fn format_names(&self, quantization: Option<Quantization>) -> String {
+        let names = self.formats(quantization).into_iter().map(|(_, format)| format.to_string());
+        names.collect::<Vec<_>>().join(" ")
+    }
+
+    /// Bytes that all matrices take once packed.
+    pub(super) fn packed_bytes(&self, quantization: Option<Quantization>, isa: Isa) -> u64 {
+        let formats = self.formats(quantization).into_iter();
+        formats.map(|(linear, format)| packed_bytes(format, isa, linear.columns(), linear.k)).sum()
     }
 
     /// Packs all matrices.
-    pub(super) fn pack(self, pool: &Pool, isa: Isa, progress: &(dyn Fn(u64, u64) + Sync)) -> Weights {
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub(super) fn pack(
+        self,
+        pool: &Pool,
+        isa: Isa,
+        quantization: Option<Quantization>,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> io::Result<Weights> {
         let size = |linear: &FoundLinear| linear.matrices.iter().map(|m| m.bytes().len() as u64).sum::<u64>();
-        let head = self.head.as_ref().unwrap_or(&self.embedding);
-        let linears = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
-        let total = head.bytes().len() as u64 + linears.map(size).sum::<u64>();
+        let total = self.formats(None).into_iter().map(|(linear, _)| size(linear)).sum();
         let mut done = 0;
         progress(done, total);
-        let mut pack = |linear: &FoundLinear| {
+        let mut pack = |linear: &FoundLinear, quantization: Option<WeightFormat>| {
             let sources: Vec<Rows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
-            let matrix = PackedMatrix::pack(pool, isa, linear.k, &sources);
+            let matrix = PackedMatrix::pack(pool, isa, linear.k, &sources, linear.format(quantization))?;
+            // What is packed is not read again, but for the embedding, which may be the head.
+            linear.matrices.iter().for_each(Tensor::release);
             done += size(linear);
             progress(done, total);
             let bias: Vec<f32> = linear.biases.iter().flat_map(Tensor::to_f32).collect();
-            Linear { matrix, bias: (!bias.is_empty()).then_some(bias) }
+            Ok::<_, io::Error>(Linear { matrix, bias: (!bias.is_empty()).then_some(bias) })
         };
-        let layers = self
-            .layers
-            .iter()
-            .map(|layer| Layer {
+        let formats = quantization.map(Quantization::layers);
+        let mut layers = Vec::with_capacity(self.layers.len());
+        for layer in &self.layers {
+            layers.push(Layer {
                 attention_norm: layer.attention_norm.to_f32(),
-                qkv: pack(&layer.qkv),
+                qkv: pack(&layer.qkv, formats)?,
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q.to_f32(), k.to_f32())),
-                output: pack(&layer.output),
+                output: pack(&layer.output, formats)?,
                 mlp_norm: layer.mlp_norm.to_f32(),
-                gate_up: pack(&layer.gate_up),
-                down: pack(&layer.down),
-            })
-            .collect();
-        let hidden = self.config.hidden_size;
-        let head = FoundLinear { matrices: vec![head.clone()], biases: Vec::new(), k: hidden };
-        let head = pack(&head).matrix;
-        Weights { embedding: self.embedding, layers, norm: self.norm.to_f32(), head }
+                gate_up: pack(&layer.gate_up, formats)?,
+                down: pack(&layer.down, formats)?,
+            });
+        }
+        let head = pack(&self.head, quantization.map(Quantization::head))?.matrix;
+        Ok(Weights { embedding: self.embedding, layers, norm: self.norm.to_f32(), head })
     }
 }

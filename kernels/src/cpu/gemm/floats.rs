@@ -1,11 +1,14 @@
+use std::marker::PhantomData;
+
 use super::super::simd::{self, Simd};
+use super::{Format, Multiply, Place};
 
 /// How the weights of one step are stored, and what they are multiplied with.
 ///
 /// # Safety
 /// As [`Simd`]: the instruction set is there and pointers are valid for one step of a vector's columns, and for
-/// [`Format::WORDS`] of activations.
-pub(crate) trait Format<S: Simd> {
+/// [`Numbers::WORDS`] of activations.
+pub(super) trait Numbers<S: Simd> {
     /// Bytes of one column in one step.
     const BYTES: usize;
     /// Words of one row's activations in one step.
@@ -20,10 +23,72 @@ pub(crate) trait Format<S: Simd> {
     unsafe fn add_product(sum: S::V, x: Self::X, w: Self::W) -> S::V;
 }
 
-/// f32, one k to a step.
-pub(crate) struct F32;
+/// Numbers of one kind, a sum for each row and column.
+pub(super) struct Floats<F>(PhantomData<F>);
 
-impl<S: Simd> Format<S> for F32 {
+impl<S: Simd, F: Numbers<S>> Format<S> for Floats<F> {
+    const ROWS: usize = S::TILE_ROWS;
+
+    #[inline(always)]
+    unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if place.ahead == 0 {
+                advance::<S, F, M, P, false>(job, place);
+            } else {
+                advance::<S, F, M, P, true>(job, place);
+            }
+        }
+    }
+}
+
+/// Advances the chains of M rows and P panels by some steps, and asks for the next panel meanwhile if `AHEAD`.
+#[inline(always)]
+unsafe fn advance<S: Simd, F: Numbers<S>, const M: usize, const P: usize, const AHEAD: bool>(
+    job: &Multiply<'_>,
+    place: Place,
+) {
+    let Place { row, panel, gap, step, steps, ahead } = place;
+    let columns = 2 * S::LANES;
+    let vector_bytes = F::BYTES * S::LANES;
+    // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and `store_sums`
+    // stay within `y`, of which this thread alone touches its panels' columns.
+    unsafe {
+        let w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * 2 * vector_bytes);
+        let x = job.x.add(row * job.row_words + step * M * F::WORDS);
+        let mut sums = [[[S::splat(0.0); 2]; P]; M];
+        for m in 0..M {
+            for p in 0..P {
+                sums[m][p] = job.load_sums::<S>(row + m, (panel + p * gap) * columns, step);
+            }
+        }
+        for s in 0..steps {
+            for p in 0..P {
+                let at = w.add(p * gap * job.w.panel_bytes + s * 2 * vector_bytes);
+                if AHEAD {
+                    S::prefetch_far(at.wrapping_add(ahead));
+                    S::prefetch_far(at.wrapping_add(ahead + vector_bytes));
+                }
+                let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
+                for m in 0..M {
+                    let xs = F::activations(x.add((s * M + m) * F::WORDS));
+                    sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
+                    sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
+                }
+            }
+        }
+        for m in 0..M {
+            for p in 0..P {
+                job.store_sums::<S>(row + m, (panel + p * gap) * columns, sums[m][p]);
+            }
+        }
+    }
+}
+
+/// f32, one k to a step.
+pub(super) struct F32;
+
+impl<S: Simd> Numbers<S> for F32 {
     const BYTES: usize = 4;
     const WORDS: usize = 1;
     type W = S::V;
@@ -49,9 +114,9 @@ impl<S: Simd> Format<S> for F32 {
 }
 
 /// f16, widened on the fly; activations stay f32.
-pub(crate) struct F16;
+pub(super) struct F16;
 
-impl<S: Simd> Format<S> for F16 {
+impl<S: Simd> Numbers<S> for F16 {
     const BYTES: usize = 2;
     const WORDS: usize = 1;
     type W = S::V;
@@ -77,9 +142,9 @@ impl<S: Simd> Format<S> for F16 {
 }
 
 /// bf16 in pairs of k, widened on the fly; activations are bf16 numbers widened before.
-pub(crate) struct Bf16;
+pub(super) struct Bf16;
 
-impl<S: Simd> Format<S> for Bf16 {
+impl<S: Simd> Numbers<S> for Bf16 {
     const BYTES: usize = 4;
     const WORDS: usize = 2;
     type W = (S::V, S::V);
@@ -106,10 +171,10 @@ impl<S: Simd> Format<S> for Bf16 {
 
 /// bf16 in pairs of k, multiplied as they are.
 #[cfg(target_arch = "x86_64")]
-pub(crate) struct NativeBf16;
+pub(super) struct NativeBf16;
 
 #[cfg(target_arch = "x86_64")]
-impl Format<simd::Avx512> for NativeBf16 {
+impl Numbers<simd::Avx512> for NativeBf16 {
     const BYTES: usize = 4;
     const WORDS: usize = 1;
     type W = std::arch::x86_64::__m512i;

@@ -1,0 +1,229 @@
+//! Every kernel on the shapes of a model of 1.1 billion parameters, with its share of what this machine can do:
+//! `cargo bench -p inflight-kernels`. A filter selects kernels: `cargo bench -p inflight-kernels -- gemm`.
+//!
+//! After criterion's statistics of a kernel comes a line with its best rate and the limit measured right after.
+
+#![allow(missing_docs, reason = "what the macro of criterion makes has none")]
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::{
+    Activations, Isa, KvLayout, KvPlace, KvPool, PackedMatrix, Pool, QkvShape, Ragged, RopeScaling,
+    RopeTable, Rows, Start, Truncation, WeightFormat, Workspace, argmax, attention, finish_qkv, gemm,
+    inverse_frequencies, rms_norm, sample, swiglu,
+};
+use inflight_kernels::{Dtype, Encoding};
+
+const HIDDEN: usize = 2048;
+const INNER: usize = 5632;
+const VOCAB: usize = 32_000;
+const SHAPE: QkvShape = QkvShape { heads: 32, kv_heads: 4, head_dim: 64 };
+const BLOCK_TOKENS: usize = 16;
+const LIMIT_TIME: Duration = Duration::from_millis(100);
+
+/// What bounds a kernel, and how much of it one call uses.
+#[derive(Clone, Copy)]
+enum Work {
+    /// Bytes read and written.
+    Bytes(f64),
+    /// Operations of a kind, a multiplication and an addition being two.
+    Operations(Arithmetic, f64),
+}
+
+struct Bench {
+    pool: Pool,
+    isa: Isa,
+    memory: Memory,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
+        let pool = Pool::new(threads).expect("threads are to be had");
+        let memory = Memory::new(512 << 20, true).expect("memory is to be had");
+        Self { pool, isa: Isa::detect(), memory }
+    }
+
+    /// Measures `call` and prints its share. The limit is measured here, too.
+    fn run(&self, c: &mut Criterion, name: &str, work: Work, mut call: impl FnMut()) {
+        let best = Cell::new(f64::INFINITY);
+        c.bench_function(name, |b| {
+            b.iter_custom(|count| {
+                let begun = Instant::now();
+                for _ in 0..count {
+                    call();
+                }
+                let took = begun.elapsed();
+                best.set(best.get().min(took.as_secs_f64() / count as f64));
+                took
+            });
+        });
+        if best.get().is_infinite() {
+            return; // filtered out
+        }
+        let (done, limit, unit) = match work {
+            Work::Bytes(bytes) => (bytes, self.memory.read(&self.pool, self.isa, LIMIT_TIME), "GB/s"),
+            Work::Operations(kind, operations) => {
+                (operations, arithmetic(&self.pool, self.isa, kind, LIMIT_TIME), "GOP/s")
+            }
+        };
+        let rate = done / best.get();
+        println!(
+            "{name:48} {:8.1} of {:8.1} {unit}: {:5.1} %\n",
+            rate / 1e9,
+            limit / 1e9,
+            rate / limit * 100.0
+        );
+    }
+}
+
+fn products(c: &mut Criterion) {
+    let bench = Bench::new();
+    for format in [
+        WeightFormat::F32,
+        WeightFormat::Bf16,
+        WeightFormat::Int8 { group: 64 },
+        WeightFormat::Int4 { group: 32 },
+    ] {
+        let kind = match format {
+            WeightFormat::F32 | WeightFormat::F16 => Arithmetic::F32,
+            WeightFormat::Bf16 => Arithmetic::Bf16,
+            WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => Arithmetic::Int8,
+        };
+        for (what, n, k) in [("up", 2 * INNER, HIDDEN), ("down", HIDDEN, INNER), ("output", HIDDEN, HIDDEN)] {
+            let numbers: Vec<u8> =
+                (0..n * k).flat_map(|i| (((i * 31) % 61) as f32 - 30.0).to_le_bytes()).collect();
+            let encoding = Encoding::Plain(Dtype::F32);
+            let rows = [Rows { encoding, bytes: &numbers, rows: n, interleaved: None }];
+            let pack = || PackedMatrix::pack(&bench.pool, bench.isa, k, &rows, format).expect("it fits");
+            // Several in turn, as layers are, so that weights come from memory.
+            let copies = (128 << 20) / format.packed_bytes(bench.isa, n, k) + 1;
+            let weights: Vec<_> = (0..copies).map(|_| pack()).collect();
+            drop(numbers);
+            for rows in [1, 16, 512] {
+                let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.01).collect();
+                let mut y = vec![0.0; rows * n];
+                let (mut scratch, mut turn) = (Activations::default(), 0);
+                let work = match rows {
+                    1 => Work::Bytes(weights[0].bytes() as f64),
+                    _ => Work::Operations(kind, 2.0 * (rows * n * k) as f64),
+                };
+                bench.run(c, &format!("gemm {format} {what} {rows}"), work, || {
+                    let w = &weights[turn % copies];
+                    turn += 1;
+                    gemm(&bench.pool, w, &x, rows, Start::Zero, &mut y, &mut scratch);
+                });
+            }
+        }
+    }
+}
+
+fn attentions(c: &mut Criterion) {
+    let bench = Bench::new();
+    let layout = KvLayout {
+        dtype: Dtype::Bf16,
+        layers: 1,
+        kv_heads: SHAPE.kv_heads,
+        head_dim: SHAPE.head_dim,
+        block_tokens: BLOCK_TOKENS,
+    };
+    // Sequences, tokens of each before the step, tokens in it.
+    for (what, sequences, before, count) in [
+        ("prefill 512", 1, 0, 512),
+        ("chunk 64 at 4000", 1, 4000, 64),
+        ("chunk 16 at 4000", 1, 4000, 16),
+        ("decode 16 at 4000", 16, 4000, 1),
+    ] {
+        let tokens: usize = before + count;
+        let table = tokens.div_ceil(BLOCK_TOKENS);
+        let blocks: Vec<u32> = (0..(sequences * table) as u32).collect();
+        let mut kv = KvPool::new(layout, sequences * table).expect("it fits");
+        let mut rope = RopeTable::new(inverse_frequencies(SHAPE.head_dim, 10_000.0, &RopeScaling::None));
+        rope.ensure(tokens);
+        let numbers = |rows: usize| (0..rows * SHAPE.width()).map(|i| (i % 23) as f32 * 0.1 - 1.0).collect();
+        for s in 0..sequences {
+            let positions: Vec<u32> = (0..tokens as u32).collect();
+            let place = |p: &u32| KvPlace {
+                block: blocks[s * table + *p as usize / BLOCK_TOKENS],
+                offset: p % BLOCK_TOKENS as u32,
+            };
+            let places: Vec<KvPlace> = positions.iter().map(place).collect();
+            let mut qkv: Vec<f32> = numbers(tokens);
+            finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
+        }
+        let qkv: Vec<f32> = numbers(sequences * count);
+        let mut out = vec![0.0; sequences * count * SHAPE.heads * SHAPE.head_dim];
+        let starts: Vec<u32> = (0..=sequences).map(|s| (s * count) as u32).collect();
+        let positions: Vec<u32> = (0..sequences).flat_map(|_| before as u32..tokens as u32).collect();
+        let tables: Vec<u32> = (0..=sequences).map(|s| (s * table) as u32).collect();
+        let mut ragged = Ragged::default();
+        ragged.set(&starts, &positions, &tables, &blocks, BLOCK_TOKENS, blocks.len());
+        let seen: usize = (before + 1..=tokens).sum();
+        let work = match count {
+            1 => Work::Bytes((sequences * tokens * 2 * SHAPE.kv_heads * SHAPE.head_dim * 2) as f64),
+            _ => Work::Operations(Arithmetic::Bf16, 4.0 * (seen * SHAPE.heads * SHAPE.head_dim) as f64),
+        };
+        bench.run(c, &format!("attention {what}"), work, || {
+            attention(&bench.pool, bench.isa, SHAPE, &qkv, &ragged, &kv, 0, None, &mut out);
+        });
+    }
+}
+
+fn rows(c: &mut Criterion) {
+    let bench = Bench::new();
+    let count = 512;
+    let x = vec![0.5f32; count * HIDDEN];
+    let (weight, mut y) = (vec![1.0f32; HIDDEN], vec![0.0f32; count * HIDDEN]);
+    let bytes = |numbers: usize| Work::Bytes((numbers * 4) as f64);
+    bench.run(c, "rms_norm 512", bytes(2 * x.len()), || {
+        rms_norm(&bench.pool, bench.isa, &x, &weight, 1e-5, &mut y);
+    });
+    let gates = vec![0.5f32; count * 2 * INNER];
+    let mut gated = vec![0.0f32; count * INNER];
+    bench.run(c, "swiglu 512", bytes(3 * gated.len()), || {
+        swiglu(&bench.pool, bench.isa, &gates, INNER, &mut gated);
+    });
+    let layout = KvLayout {
+        dtype: Dtype::Bf16,
+        layers: 1,
+        kv_heads: SHAPE.kv_heads,
+        head_dim: SHAPE.head_dim,
+        block_tokens: BLOCK_TOKENS,
+    };
+    let mut kv = KvPool::new(layout, count / BLOCK_TOKENS).expect("it fits");
+    let mut rope = RopeTable::new(inverse_frequencies(SHAPE.head_dim, 10_000.0, &RopeScaling::None));
+    rope.ensure(count);
+    let mut qkv = vec![0.1f32; count * SHAPE.width()];
+    let positions: Vec<u32> = (0..count as u32).collect();
+    let tokens = BLOCK_TOKENS as u32;
+    let places: Vec<KvPlace> =
+        positions.iter().map(|p| KvPlace { block: p / tokens, offset: p % tokens }).collect();
+    bench.run(c, "finish_qkv 512", bytes(2 * qkv.len()), || {
+        finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
+    });
+}
+
+fn sampling(c: &mut Criterion) {
+    let bench = Bench { pool: Pool::new(1).expect("it has one thread"), ..Bench::new() };
+    let logits: Vec<f32> = (0..VOCAB).map(|i| ((i * 7919) % 10_007) as f32 * 1e-3).collect();
+    let work = Work::Bytes((VOCAB * 4) as f64);
+    bench.run(c, "argmax 32000", work, || {
+        std::hint::black_box(argmax(bench.isa, &logits));
+    });
+    let mut workspace = Workspace::default();
+    let cut = Truncation { temperature: 0.8, top_k: 50, top_p: 0.95, min_p: 0.0 };
+    bench.run(c, "sample 32000", work, || {
+        std::hint::black_box(sample(bench.isa, &logits, &cut, 0.37, &mut workspace));
+    });
+}
+
+criterion_group! {
+    name = kernels;
+    config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(200))
+        .measurement_time(Duration::from_millis(600)).without_plots();
+    targets = products, attentions, rows, sampling
+}
+criterion_main!(kernels);

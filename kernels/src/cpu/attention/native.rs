@@ -1,0 +1,361 @@
+//! Attention over bf16 keys and values with bf16 dot products.
+//!
+//! Queries and weights are rounded to bf16; scores, maxima and sums are f32. The online softmax steps through the
+//! keys in spans at absolute multiples of 64 positions. For each span, all queries of a block take their turn, so that
+//! keys and values come from the first-level cache.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use super::super::kv::{Bf16, TILE};
+use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp};
+use super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
+use crate::dtype::bf16_bits;
+
+/// Positions of a span.
+const SPAN: usize = 64;
+const SPAN_TILES: usize = SPAN / TILE;
+/// Queries that walk over the keys together.
+const BLOCK_QUERIES: usize = 64;
+/// Queries whose sums are in registers at once.
+const QUERIES: usize = 8;
+
+pub(super) struct Native<'a>(pub(super) Attend<'a>);
+
+impl Kernel for Native<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.native() }
+    }
+}
+
+/// What a query has seen so far.
+#[derive(Clone, Copy)]
+struct State {
+    best: f32,
+    /// Positions it sees: from `low` to before `high`.
+    low: usize,
+    high: usize,
+    total: [f32; 16],
+}
+
+/// Room for the queries of a block.
+struct Block {
+    states: [MaybeUninit<State>; BLOCK_QUERIES],
+    /// Pairs of bf16; [queries, head_dim / 2].
+    queries: [MaybeUninit<u32>; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
+    /// Per 32 components those of `unpacklo`, then those of `unpackhi`; [queries, width].
+    sums: [MaybeUninit<f32>; BLOCK_QUERIES * HEAD_DIM_MAX],
+}
+
+/// The visible part of a tile, from and to.
+type Seen = (usize, usize);
+
+impl Attend<'_> {
+    #[inline(always)]
+    unsafe fn native(&self) {
+        let group = self.shape.heads / self.shape.kv_heads;
+        let queries = (self.task.end - self.task.first) as usize * group;
+        let mut block = Block {
+            states: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
+            queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
+            sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
+        };
+        let mut rooms = None;
+        for first in (0..queries).step_by(BLOCK_QUERIES) {
+            // SAFETY: the queries are those of the task.
+            unsafe { self.block(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn block(
+        &self,
+        block: &mut Block,
+        first: usize,
+        count: usize,
+        rooms: &mut Option<Box<[Gathered<Bf16>; SPAN_TILES]>>,
+    ) {
+        let head_dim = self.shape.head_dim;
+        let half = head_dim / 2;
+        let group = self.shape.heads / self.shape.kv_heads;
+        let width = head_dim.next_multiple_of(32);
+        let states = block.states.as_mut_ptr().cast::<State>();
+        let packed = block.queries.as_mut_ptr().cast::<u32>();
+        let sums = block.sums.as_mut_ptr().cast::<f32>();
+        let of = |i: usize| {
+            let row = self.task.first as usize + (first + i) / group;
+            (row, self.kv_head * group + (first + i) % group)
+        };
+        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; tables cover positions
+        // before `high`.
+        unsafe {
+            for i in 0..count {
+                let (row, head) = of(i);
+                let query = self.qkv.add(row * self.shape.width() + head * head_dim);
+                for d in 0..half {
+                    let (a, b) = (query.add(2 * d).read(), query.add(2 * d + 1).read());
+                    let pair = u32::from(bf16_bits(a)) | u32::from(bf16_bits(b)) << 16;
+                    packed.add(i * half + d).write(pair);
+                }
+                let high = self.positions[row] as usize + 1;
+                let low = self.window.map_or(0, |window| high.saturating_sub(window as usize));
+                states.add(i).write(State { best: f32::NEG_INFINITY, low, high, total: [0.0; 16] });
+                sums.add(i * width).write_bytes(0, width);
+            }
+            // Rows ascend, so the first query sees furthest back and the last one furthest on.
+            let (low, high) = ((*states).low, (*states.add(count - 1)).high);
+            for base in (low / SPAN * SPAN..high).step_by(SPAN) {
+                let tiles = self.span(base, low, high, rooms);
+                self.prefetch::<Avx512, Bf16>(base + SPAN, high);
+                self.prefetch::<Avx512, Bf16>(base + SPAN + TILE, high);
+                let mut at = 0;
+                while at < count {
+                    let part = Part {
+                        tiles: &tiles,
+                        base,
+                        states: states.add(at),
+                        queries: packed.add(at * half),
+                        sums: sums.add(at * width),
+                        width,
+                    };
+                    match (count - at).min(QUERIES) {
+                        1 => self.part::<1>(part),
+                        2 => self.part::<2>(part),
+                        3 => self.part::<3>(part),
+                        4 => self.part::<4>(part),
+                        5 => self.part::<5>(part),
+                        6 => self.part::<6>(part),
+                        7 => self.part::<7>(part),
+                        _ => self.part::<8>(part),
+                    }
+                    at += QUERIES;
+                }
+                self.prefetch::<Avx512, Bf16>(base + SPAN + 2 * TILE, high);
+                self.prefetch::<Avx512, Bf16>(base + SPAN + 3 * TILE, high);
+            }
+            for i in 0..count {
+                let (row, head) = of(i);
+                let out = self.out.add((row * self.shape.heads + head) * head_dim);
+                let scale = 1.0 / Avx512::sum(Avx512::load((*states.add(i)).total.as_ptr()));
+                for d in 0..head_dim {
+                    // See `Block::sums`: each 128 bits of a vector hold four components of eight.
+                    let (part, within) = (d / 32 * 32, d % 32);
+                    let lane = within / 8 * 4 + within % 4 + within % 8 / 4 * 16;
+                    out.add(d).write(sums.add(i * width + part + lane).read() * scale);
+                }
+            }
+        }
+    }
+
+    /// The tiles of the span at `base` that hold positions from `low` to before `high`.
+    #[inline(always)]
+    unsafe fn span(
+        &self,
+        base: usize,
+        low: usize,
+        high: usize,
+        rooms: &mut Option<Box<[Gathered<Bf16>; SPAN_TILES]>>,
+    ) -> [Option<Tile<Bf16>>; SPAN_TILES] {
+        let mut tiles = [None; SPAN_TILES];
+        for (t, tile) in tiles.iter_mut().enumerate() {
+            let at = base + t * TILE;
+            if at + TILE <= low || at >= high {
+                continue;
+            }
+            // SAFETY: the table covers positions before `high`.
+            *tile = Some(unsafe {
+                if self.layout.block_tokens >= TILE {
+                    self.tile::<Bf16>(at, high, &mut None)
+                } else {
+                    let rooms =
+                        rooms.get_or_insert_with(|| Box::new([const { Gathered::EMPTY }; SPAN_TILES]));
+                    self.gather(at, high, &mut rooms[t])
+                }
+            });
+        }
+        tiles
+    }
+
+    /// One span for Q queries.
+    #[inline(always)]
+    unsafe fn part<const Q: usize>(&self, part: Part<'_>) {
+        let Part { tiles, base, states, queries, sums, width } = part;
+        let half = self.shape.head_dim / 2;
+        let stride = self.layout.value_stride();
+        // SAFETY: vectors are within tiles, states, queries and sums of the queries given.
+        unsafe {
+            let states = std::slice::from_raw_parts_mut(states, Q);
+            let mut scores = [[f32::NEG_INFINITY; SPAN]; Q];
+            for t in (0..SPAN_TILES).step_by(2) {
+                match (tiles[t], tiles[t + 1]) {
+                    (Some(a), Some(b)) => score::<Q, 2>([a, b], queries, half, self.scale, t, &mut scores),
+                    (Some(a), None) => score::<Q, 1>([a], queries, half, self.scale, t, &mut scores),
+                    (None, Some(b)) => score::<Q, 1>([b], queries, half, self.scale, t + 1, &mut scores),
+                    (None, None) => {}
+                }
+            }
+            let mut weights = [[0u16; SPAN]; Q];
+            let mut decay = [_mm512_set1_ps(1.0); Q];
+            let mut seen = [(0, 0); Q];
+            for i in 0..Q {
+                let state = &mut states[i];
+                let from = state.low.saturating_sub(base).min(SPAN);
+                let to = state.high.saturating_sub(base).min(SPAN);
+                if from < to {
+                    seen[i] = (from, to);
+                    decay[i] = soften(&scores[i], (from, to), state, &mut weights[i]);
+                }
+            }
+            for d in (0..width).step_by(32) {
+                let whole = d + 32 <= stride;
+                let mut sum = [[_mm512_setzero_ps(); 2]; Q];
+                for i in 0..Q {
+                    let at = sums.add(i * width + d);
+                    sum[i][0] = _mm512_mul_ps(_mm512_loadu_ps(at), decay[i]);
+                    sum[i][1] = _mm512_mul_ps(_mm512_loadu_ps(at.add(16)), decay[i]);
+                }
+                for (t, tile) in tiles.iter().enumerate() {
+                    let Some(tile) = tile else { continue };
+                    let values = tile.values.add(d);
+                    let within = |seen: Seen| {
+                        (seen.0.saturating_sub(t * TILE).min(TILE), seen.1.saturating_sub(t * TILE).min(TILE))
+                    };
+                    let first = within(seen[0]);
+                    if seen.iter().all(|seen| within(*seen) == first) {
+                        let weights = std::array::from_fn(|i| weights[i].as_ptr().add(t * TILE));
+                        weigh::<Q>(values, stride, whole, first, &weights, &mut sum);
+                    } else {
+                        for i in 0..Q {
+                            let mut one = [sum[i]];
+                            let weights = [weights[i].as_ptr().add(t * TILE)];
+                            weigh::<1>(values, stride, whole, within(seen[i]), &weights, &mut one);
+                            sum[i] = one[0];
+                        }
+                    }
+                }
+                for i in 0..Q {
+                    let at = sums.add(i * width + d);
+                    _mm512_storeu_ps(at, sum[i][0]);
+                    _mm512_storeu_ps(at.add(16), sum[i][1]);
+                }
+            }
+        }
+    }
+}
+
+/// One span, and the queries that go through it together.
+struct Part<'a> {
+    tiles: &'a [Option<Tile<Bf16>>; SPAN_TILES],
+    base: usize,
+    states: *mut State,
+    queries: *const u32,
+    sums: *mut f32,
+    width: usize,
+}
+
+/// Scores of Q queries and T tiles, the first of them the span's `first`.
+#[inline(always)]
+unsafe fn score<const Q: usize, const T: usize>(
+    tiles: [Tile<Bf16>; T],
+    queries: *const u32,
+    half: usize,
+    scale: f32,
+    first: usize,
+    scores: &mut [[f32; SPAN]; Q],
+) {
+    // SAFETY: components are below head_dim, which is even; vectors are within the tiles.
+    unsafe {
+        // Words of two rows of 16 keys side by side become pairs.
+        let pairs = _mm512_set_epi16(
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+            18, 2, 17, 1, 16, 0,
+        );
+        let mut sums = [[_mm512_setzero_ps(); T]; Q];
+        for d in 0..half {
+            let mut keys = [_mm512_setzero_si512(); T];
+            for t in 0..T {
+                let at = tiles[t].keys.add(2 * d * tiles[t].key_stride).cast::<__m256i>();
+                let next = tiles[t].keys.add((2 * d + 1) * tiles[t].key_stride).cast::<__m256i>();
+                let low = _mm512_castsi256_si512(_mm256_loadu_si256(at));
+                let both = _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(next));
+                keys[t] = _mm512_permutexvar_epi16(pairs, both);
+            }
+            for i in 0..Q {
+                let query = _mm512_set1_epi32(queries.add(i * half + d).read() as i32);
+                for t in 0..T {
+                    sums[i][t] = dot_bf16(sums[i][t], query, keys[t]);
+                }
+            }
+        }
+        for i in 0..Q {
+            for t in 0..T {
+                let scaled = _mm512_mul_ps(sums[i][t], _mm512_set1_ps(scale));
+                _mm512_storeu_ps(scores[i].as_mut_ptr().add((first + t) * TILE), scaled);
+            }
+        }
+    }
+}
+
+/// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
+/// best score so far, and returns by what earlier sums must be multiplied.
+#[inline(always)]
+unsafe fn soften(scores: &[f32; SPAN], seen: Seen, state: &mut State, weights: &mut [u16; SPAN]) -> __m512 {
+    // SAFETY: vectors are within the arrays.
+    unsafe {
+        let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
+        let visible = (u64::MAX >> (64 - (seen.1 - seen.0))) << seen.0;
+        let mut parts = [hidden; SPAN_TILES];
+        let mut largest = hidden;
+        for t in 0..SPAN_TILES {
+            // What is hidden may be anything, NaN included: it is replaced, not combined.
+            let mask = (visible >> (t * TILE)) as __mmask16;
+            parts[t] = _mm512_mask_loadu_ps(hidden, mask, scores.as_ptr().add(t * TILE));
+            largest = Avx512::max(parts[t], largest);
+        }
+        let now = state.best.max(Avx512::largest(largest));
+        let decay = exp::<Avx512>(_mm512_set1_ps(state.best - now));
+        state.best = now;
+        let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
+        for t in 0..SPAN_TILES {
+            let weight = exp::<Avx512>(_mm512_sub_ps(parts[t], _mm512_set1_ps(now)));
+            total = _mm512_add_ps(total, weight);
+            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
+            _mm256_storeu_si256(weights.as_mut_ptr().add(t * TILE).cast(), rounded);
+        }
+        _mm512_storeu_ps(state.total.as_mut_ptr(), total);
+        decay
+    }
+}
+
+/// sums += weights * values for the positions of a tile that are `seen`, by pairs in their order.
+#[inline(always)]
+unsafe fn weigh<const Q: usize>(
+    values: *const Bf16,
+    stride: usize,
+    whole: bool,
+    seen: Seen,
+    weights: &[*const u16; Q],
+    sums: &mut [[__m512; 2]; Q],
+) {
+    // SAFETY: positions are in the tile, whose rows hold 32 numbers from `values` on, or 16 where not `whole`.
+    unsafe {
+        for pair in seen.0 / 2..seen.1.div_ceil(2) {
+            let at = values.add(2 * pair * stride);
+            let load = |from: *const Bf16| match whole {
+                true => _mm512_loadu_si512(from.cast()),
+                false => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
+            };
+            // What is hidden has a weight of 0, but its value may be no number.
+            let even = if 2 * pair < seen.0 { _mm512_setzero_si512() } else { load(at) };
+            let odd = if 2 * pair + 1 >= seen.1 { _mm512_setzero_si512() } else { load(at.add(stride)) };
+            let (low, high) = (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd));
+            for i in 0..Q {
+                let weight = _mm512_set1_epi32(weights[i].add(2 * pair).cast::<i32>().read_unaligned());
+                sums[i][0] = dot_bf16(sums[i][0], weight, low);
+                sums[i][1] = dot_bf16(sums[i][1], weight, high);
+            }
+        }
+    }
+}

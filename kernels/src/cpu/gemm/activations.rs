@@ -1,0 +1,192 @@
+use std::ops::Range;
+
+use super::super::matrix::{GROUP_MAX, PackedMatrix, Shared, WeightFormat};
+use super::super::pool::Pool;
+use super::super::simd::{self, Kernel, Simd};
+use super::Tiles;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::isa::Path;
+use crate::dtype::{bf16_bits, bf16_value};
+
+/// Activations brought into tile order at a time; even, as bf16 goes in pairs.
+const PACK_CHUNK: usize = 256;
+
+/// Numbers below which a second thread does not pay.
+const SMALL: usize = 1 << 15;
+
+/// The left-hand side of a product in the order in which tiles read it; a buffer to reuse.
+///
+/// Rows are grouped in tiles; a tile holds, step after step, the numbers of its rows for that step. For bf16
+/// weights they are rounded to bf16, for integers to 8 bits by group: then a step begins with what a group's sums
+/// start from and what they are multiplied with.
+#[derive(Default)]
+pub struct Activations {
+    words: Vec<u32>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// f32, one k to a step.
+    Single,
+    /// Two f32 that are bf16 numbers.
+    Pair,
+    /// Two bf16 in one word, the first in the lower half.
+    Packed,
+    /// A group of signed bytes, four in a word. `offset` is what weights were raised by to be unsigned.
+    Group { group: usize, offset: i32 },
+}
+
+impl Layout {
+    pub(super) fn of(w: &PackedMatrix) -> Self {
+        match (w.format, w.isa.0) {
+            (WeightFormat::F32 | WeightFormat::F16, _) => Self::Single,
+            #[cfg(target_arch = "x86_64")]
+            (WeightFormat::Bf16, Path::Avx512Bf16) => Self::Packed,
+            (WeightFormat::Bf16, _) => Self::Pair,
+            (WeightFormat::Int8 { group }, _) => Self::Group { group, offset: 128 },
+            (WeightFormat::Int4 { group }, _) => Self::Group { group, offset: 8 },
+        }
+    }
+
+    /// Words of one row in one step.
+    fn words(self) -> usize {
+        match self {
+            Self::Single | Self::Packed => 1,
+            Self::Pair => 2,
+            Self::Group { group, .. } => 2 + group / 4,
+        }
+    }
+}
+
+impl Activations {
+    /// Takes over x[rows, k] for a product with `w`; the words in tile order, and words of a row.
+    pub(super) fn set(
+        &mut self,
+        pool: &Pool,
+        w: &PackedMatrix,
+        x: &[f32],
+        tiles: Tiles,
+    ) -> (*const u32, usize) {
+        let layout = Layout::of(w);
+        let row_words = w.steps * layout.words();
+        if self.words.len() < tiles.rows * row_words {
+            self.words.resize(tiles.rows * row_words, 0);
+        }
+        let words = Shared(self.words.as_mut_ptr());
+        // Below some size handing out the work costs more than doing it.
+        let grain = if tiles.rows * w.k < SMALL { tiles.count() } else { 1 };
+        pool.split(tiles.count(), grain, &|range| {
+            simd::run(w.isa, Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() });
+        });
+        (self.words.as_ptr(), row_words)
+    }
+}
+
+/// Brings the rows of some tiles into tile order.
+struct Pack<'a> {
+    x: &'a [f32],
+    k: usize,
+    row_words: usize,
+    layout: Layout,
+    tiles: Tiles,
+    range: Range<usize>,
+    words: *mut u32,
+}
+
+impl Kernel for Pack<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for index in self.range.clone() {
+            let (first, height) = (self.tiles.start(index), self.tiles.height(index));
+            let (from, count) = (first * self.row_words, height * self.row_words);
+            // SAFETY: each tile is a range of its own within `words`, which holds `row_words` for every row.
+            let tile = unsafe { std::slice::from_raw_parts_mut(self.words.add(from), count) };
+            for i in 0..height {
+                let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
+                match self.layout {
+                    Layout::Group { group, offset } => quantize(row, group, offset, tile, i, height),
+                    layout => spread(row, layout, tile, i, height),
+                }
+            }
+        }
+    }
+}
+
+/// Puts a row of plain numbers, the `i`th of `height`, into its tile.
+#[inline(always)]
+fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize) {
+    // Numbers are brought into shape side by side, which vectorises, and then spread.
+    let mut words = [0u32; PACK_CHUNK];
+    for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
+        let (steps, step) = match layout {
+            Layout::Single | Layout::Group { .. } => {
+                for (word, x) in words.iter_mut().zip(numbers) {
+                    *word = x.to_bits();
+                }
+                (numbers.len(), chunk * PACK_CHUNK)
+            }
+            Layout::Pair => {
+                words[numbers.len() - 1 + numbers.len() % 2] = 0;
+                for (word, x) in words.iter_mut().zip(numbers) {
+                    *word = bf16_value(bf16_bits(*x)).to_bits();
+                }
+                (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
+            }
+            Layout::Packed => {
+                for (word, pair) in words.iter_mut().zip(numbers.chunks_exact(2)) {
+                    *word = u32::from(bf16_bits(pair[0])) | u32::from(bf16_bits(pair[1])) << 16;
+                }
+                if let [last] = numbers.chunks_exact(2).remainder() {
+                    words[numbers.len() / 2] = u32::from(bf16_bits(*last));
+                }
+                (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
+            }
+        };
+        let per_step = layout.words();
+        let tile = &mut tile[(step * height + i) * per_step..];
+        if per_step == 1 {
+            for (s, word) in words[..steps].iter().enumerate() {
+                tile[s * height] = *word;
+            }
+        } else {
+            for (s, pair) in words[..2 * steps].chunks_exact(2).enumerate() {
+                tile[s * height * 2] = pair[0];
+                tile[s * height * 2 + 1] = pair[1];
+            }
+        }
+    }
+}
+
+/// Quantises a row, the `i`th of `height`, by groups into its tile.
+#[inline(always)]
+fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, height: usize) {
+    for (numbers, step) in row.chunks(group).zip(tile.chunks_exact_mut((2 + group / 4) * height)) {
+        // Four maxima at a time would do; sixteen fill the widest vectors.
+        let mut most = [0.0f32; 16];
+        for part in numbers.chunks(16) {
+            for (most, x) in most.iter_mut().zip(part) {
+                let size = x.abs();
+                *most = if size > *most { size } else { *most };
+            }
+        }
+        let largest = most.into_iter().fold(0.0f32, f32::max);
+        // What is not finite has no scale; the products of such rows mean nothing anyway.
+        let inverse = if largest > 1e-30 && largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
+        let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+        let mut quants = [0u8; GROUP_MAX];
+        let mut sum = 0i32;
+        for (quant, x) in quants.iter_mut().zip(numbers) {
+            *quant = (x * inverse + 12_582_912.0).to_bits() as u8;
+            sum += i32::from(*quant as i8);
+        }
+        for (word, four) in quants[..numbers.len().next_multiple_of(4)].chunks_exact(4).enumerate() {
+            step[(2 + word) * height + i] = u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
+        }
+        for word in numbers.len().div_ceil(4)..group / 4 {
+            step[(2 + word) * height + i] = 0;
+        }
+        step[i] = (-offset * sum) as u32;
+        step[height + i] = scale.to_bits();
+    }
+}

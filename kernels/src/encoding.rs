@@ -1,0 +1,185 @@
+use std::fmt;
+
+use half::f16;
+
+use crate::dtype::{Dtype, widen};
+
+/// Weights of a block in the encodings of 32.
+const BLOCK: usize = 32;
+/// Weights of a block in the encodings of 256.
+const SUPER_BLOCK: usize = 256;
+
+/// How a file stores the rows of a matrix: as plain numbers, or in blocks of neighbouring numbers that share a scale.
+///
+/// The blocks are those of GGUF files, see the definitions of the ggml library: f16 scales, little-endian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Encoding {
+    /// Number by number.
+    Plain(Dtype),
+    /// 32 numbers: a scale, then 8-bit integers.
+    Q8_0,
+    /// 32 numbers: a scale, then 4-bit integers less 8; the low halves of the bytes first.
+    Q4_0,
+    /// 256 numbers in eight parts, each with a scale and a minimum of 6 bits; 4-bit integers.
+    Q4K,
+    /// 256 numbers in sixteen parts, each with a scale of 8 bits; 6-bit integers less 32.
+    Q6K,
+}
+
+impl From<Dtype> for Encoding {
+    fn from(dtype: Dtype) -> Self {
+        Self::Plain(dtype)
+    }
+}
+
+impl fmt::Display for Encoding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain(dtype) => dtype.name(),
+            Self::Q8_0 => "q8_0",
+            Self::Q4_0 => "q4_0",
+            Self::Q4K => "q4_k",
+            Self::Q6K => "q6_k",
+        })
+    }
+}
+
+impl Encoding {
+    /// Numbers of a block; rows hold a whole number of blocks.
+    pub fn block(self) -> usize {
+        match self {
+            Self::Plain(_) => 1,
+            Self::Q8_0 | Self::Q4_0 => BLOCK,
+            Self::Q4K | Self::Q6K => SUPER_BLOCK,
+        }
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(self) -> usize {
+        match self {
+            Self::Plain(dtype) => dtype.bytes(),
+            Self::Q8_0 => 2 + BLOCK,
+            Self::Q4_0 => 2 + BLOCK / 2,
+            Self::Q4K => 2 + 2 + 12 + SUPER_BLOCK / 2,
+            Self::Q6K => SUPER_BLOCK / 2 + SUPER_BLOCK / 4 + SUPER_BLOCK / 16 + 2,
+        }
+    }
+
+    /// Bytes of `numbers` numbers, which must be whole blocks.
+    pub fn bytes(self, numbers: usize) -> usize {
+        numbers / self.block() * self.block_bytes()
+    }
+
+    /// Widens whole blocks to f32: exactly for plain numbers, else by the encoding's own formula in f32.
+    ///
+    /// # Panics
+    /// If `bytes` does not hold exactly `out.len()` numbers.
+    pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
+        if let Self::Plain(dtype) = self {
+            return widen(dtype, bytes, out);
+        }
+        assert!(
+            out.len().is_multiple_of(self.block()) && bytes.len() == self.bytes(out.len()),
+            "bytes to widen do not match the output"
+        );
+        let blocks = bytes.chunks_exact(self.block_bytes());
+        for (raw, out) in blocks.zip(out.chunks_exact_mut(self.block())) {
+            match self {
+                Self::Plain(_) => {}
+                Self::Q8_0 => {
+                    let scale = half_at(raw, 0);
+                    out.iter_mut().zip(&raw[2..]).for_each(|(x, q)| *x = scale * f32::from(*q as i8));
+                }
+                Self::Q4_0 => {
+                    let scale = half_at(raw, 0);
+                    for (i, byte) in raw[2..].iter().enumerate() {
+                        out[i] = scale * (f32::from(byte & 15) - 8.0);
+                        out[i + BLOCK / 2] = scale * (f32::from(byte >> 4) - 8.0);
+                    }
+                }
+                Self::Q4K => widen_q4k(raw, out),
+                Self::Q6K => widen_q6k(raw, out),
+            }
+        }
+    }
+}
+
+fn half_at(raw: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([raw[at], raw[at + 1]]).to_f32()
+}
+
+fn widen_q4k(raw: &[u8], out: &mut [f32]) {
+    let (scale, minimum) = (half_at(raw, 0), half_at(raw, 2));
+    let (packed, quants) = raw[4..].split_at(12);
+    for part in 0..8 {
+        // Six bits each: those of the first four parts lie plainly, those of the others are put together.
+        let (s, m) = match part {
+            0..4 => (packed[part] & 63, packed[part + 4] & 63),
+            _ => (
+                (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4,
+                (packed[part + 4] >> 4) | (packed[part] >> 6) << 4,
+            ),
+        };
+        let (s, m) = (scale * f32::from(s), minimum * f32::from(m));
+        for i in 0..BLOCK {
+            let byte = quants[part / 2 * BLOCK + i];
+            let quant = if part % 2 == 0 { byte & 15 } else { byte >> 4 };
+            out[part * BLOCK + i] = s * f32::from(quant) - m;
+        }
+    }
+}
+
+fn widen_q6k(raw: &[u8], out: &mut [f32]) {
+    let (low, rest) = raw.split_at(SUPER_BLOCK / 2);
+    let (high, rest) = rest.split_at(SUPER_BLOCK / 4);
+    let (scales, scale) = rest.split_at(SUPER_BLOCK / 16);
+    let scale = half_at(scale, 0);
+    for i in 0..SUPER_BLOCK {
+        // Each half of 128 holds four quarters of 32: their low bits in 64 bytes, their high bits in 32.
+        let (half, quarter, at) = (i / 128, i % 128 / 32, i % 32);
+        let four = low[half * 64 + quarter % 2 * 32 + at] >> (quarter / 2 * 4) & 15;
+        let two = high[half * 32 + at] >> (quarter * 2) & 3;
+        let quant = i32::from(four | two << 4) - 32;
+        out[i] = scale * f32::from(scales[i / 16] as i8) * quant as f32;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes by formula, with sane scales, widened by ggml's own Python package: some values, and the sum of all
+    /// times 2, 3, 4, 5, 6, 7, 1, 2 and so on.
+    #[test]
+    fn blocks_are_widened_as_ggml_does() {
+        let cases: [(Encoding, &[(usize, f32)], &[(usize, f32)], f64); 4] = [
+            (Encoding::Q8_0, &[(0, 0.25)], &[(0, 30.75), (17, -23.75), (31, -25.75)], 493.5),
+            (Encoding::Q4_0, &[(0, 0.25)], &[(0, 0.75), (15, -2.0), (16, -0.25), (31, -1.25)], -11.25),
+            (
+                Encoding::Q4K,
+                &[(0, 0.25), (2, 0.125)],
+                &[(0, 20.875), (17, 31.375), (127, 19.375), (128, 56.125), (197, 80.25), (255, 0.875)],
+                57_222.875,
+            ),
+            (
+                Encoding::Q6K,
+                &[(208, 0.125)],
+                &[(0, 49.5), (17, -62.0), (127, 66.625), (128, 15.375), (197, -108.75), (255, 296.875)],
+                3_278.125,
+            ),
+        ];
+        for (encoding, scales, expected, total) in cases {
+            let byte = |i: usize| ((i * 37 + i * i * 11 + 5) % 251) as u8;
+            let mut raw: Vec<u8> = (0..encoding.block_bytes()).map(byte).collect();
+            for (at, scale) in scales {
+                raw[*at..at + 2].copy_from_slice(&f16::from_f32(*scale).to_le_bytes());
+            }
+            let mut out = vec![0.0; encoding.block()];
+            encoding.widen(&raw, &mut out);
+            assert!(expected.iter().all(|(at, value)| out[*at] == *value), "{encoding}: {out:?}");
+            let sum: f64 =
+                out.iter().enumerate().map(|(i, x)| f64::from(*x) * ((i + 1) % 7 + 1) as f64).sum();
+            assert_eq!(sum, total, "{encoding}");
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! What share of the machine's limits whole models reach:
+//! `cargo run --release -p inflight-worker --example shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4]
+//! [--threads N] [--rounds N] [--models DIR]`.
+//!
+//! Models have random weights and real shapes. Each round measures the limits and then the model, so that a ratio
+//! compares neighbours; figures are medians over rounds. `--models` keeps the checkpoints in a directory, where they
+//! are found the next time. Run it on an idle machine.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use inflight_contract::SamplingParams;
+use inflight_fixtures::{Shape, TempDir};
+use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::{Isa, Pool};
+use inflight_kernels::philox4x32;
+use inflight_worker::models::{ModelConfig, ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
+use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+const PROMPT: usize = 512;
+const BLOCK_TOKENS: usize = 16;
+/// Most tokens of one sequence here.
+const CONTEXT: usize = 1024;
+const STREAMS: usize = 32;
+const LIMIT_TIME: Duration = Duration::from_millis(120);
+/// Least time for one figure of a round.
+const LEAST: Duration = Duration::from_millis(400);
+
+fn main() -> Outcome<()> {
+    let options = Options::parse()?;
+    let folder = match &options.models {
+        Some(folder) => folder.clone(),
+        None => TempDir::new("inflight-shares")?.keep(),
+    };
+    let pool = Pool::new(options.threads)?;
+    let memory = Memory::new(512 << 20, true)?;
+    println!("{} threads, {}, {} rounds", options.threads, Isa::detect().name(), options.rounds);
+    println!(
+        "| shape, weights | ready s | resident / (weights + KV) | limits: GB/s, GFLOP/s or GOP/s | decode, 1 stream: tok/s | share of reading | \
+         prefill {PROMPT}: tok/s | share of arithmetic | decode, 16 streams: over 1 | all work, 32 streams: tok/s | share of arithmetic |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
+    for shape in &options.shapes {
+        let path = folder.join(shape.name());
+        if !path.join("model.safetensors").is_file() {
+            shape.write(&path)?;
+        }
+        for weights in &options.weights {
+            measure(&options, *shape, weights, &path, &pool, &memory)?;
+        }
+    }
+    if options.models.is_none() {
+        std::fs::remove_dir_all(folder)?;
+    }
+    Ok(())
+}
+
+struct Options {
+    shapes: Vec<Shape>,
+    weights: Vec<String>,
+    threads: usize,
+    rounds: usize,
+    models: Option<PathBuf>,
+}
+
+impl Options {
+    fn parse() -> Outcome<Self> {
+        let mut options = Self {
+            shapes: Shape::all().to_vec(),
+            weights: ["bf16", "int8", "int4"].map(str::to_owned).to_vec(),
+            threads: std::thread::available_parallelism()?.get(),
+            rounds: 3,
+            models: None,
+        };
+        let mut arguments = std::env::args().skip(1);
+        while let Some(name) = arguments.next() {
+            let value = arguments.next().ok_or_else(|| format!("{name} needs a value"))?;
+            match name.as_str() {
+                "--shapes" => options.shapes = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
+                "--weights" => options.weights = value.split(',').map(str::to_owned).collect(),
+                "--threads" => options.threads = value.parse()?,
+                "--rounds" => options.rounds = value.parse()?,
+                "--models" => options.models = Some(value.into()),
+                _ => return Err(format!("unknown option {name}").into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// Figures of one round, by what they are.
+type Round = BTreeMap<&'static str, f64>;
+
+fn measure(
+    options: &Options,
+    shape: Shape,
+    weights: &str,
+    path: &std::path::Path,
+    pool: &Pool,
+    memory: &Memory,
+) -> Outcome<()> {
+    let isa = Isa::detect();
+    let before = resident();
+    let begun = Instant::now();
+    let model = ModelDir::open(&ModelSource::Directory(path.to_owned()))?;
+    let config = model.config().clone();
+    let block_bytes = kv_bytes_per_token(&config, inflight_kernels::Dtype::Bf16) * BLOCK_TOKENS;
+    let blocks = STREAMS * CONTEXT / BLOCK_TOKENS;
+    let cpu = CpuOptions {
+        threads: Some(options.threads),
+        kv_bytes: (blocks * block_bytes) as u64,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS as u32,
+        slots: STREAMS as u32,
+        batch_tokens: PROMPT as u32,
+        context_tokens: None,
+        isa: None,
+        quantize: if weights == "bf16" { None } else { Some(weights.parse()?) },
+    };
+    let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
+    let ready = begun.elapsed().as_secs_f64();
+    let mut driver = Driver::new(&mut runtime, &config);
+    let kind = if weights == "bf16" { Arithmetic::Bf16 } else { Arithmetic::Int8 };
+    let mut rounds: Vec<Round> = Vec::new();
+    for round in 0..options.rounds {
+        let read = memory.read(pool, isa, LIMIT_TIME);
+        let peak = arithmetic(pool, isa, kind, LIMIT_TIME);
+        let alone = driver.decode(1, 128)?;
+        let read_after = memory.read(pool, isa, LIMIT_TIME);
+        let prefill = driver.prefill()?;
+        let crowd = driver.decode(16, 128)?;
+        let all = driver.mixed(round as u32)?;
+        let peak_after = arithmetic(pool, isa, kind, LIMIT_TIME);
+        let (read, peak) = (read.max(read_after), peak.max(peak_after));
+        rounds.push(Round::from([
+            ("read", read / 1e9),
+            ("peak", peak / 1e9),
+            ("alone", alone.tokens),
+            ("reading", alone.bytes / read),
+            ("prefill", prefill.tokens),
+            ("computing", prefill.operations / peak),
+            ("crowd", crowd.tokens / alone.tokens),
+            ("all", all.tokens),
+            ("share", all.operations / peak),
+        ]));
+    }
+    let of = |name: &str| {
+        let mut values: Vec<f64> = rounds.iter().map(|round| round[name]).collect();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let held = (runtime.weight_bytes() + blocks * block_bytes) as f64;
+    println!(
+        "| {shape} {weights} | {ready:.2} | {:.3} | {:.1}, {:.0} | {:.1} | {:.1} % | {:.0} | {:.1} % | {:.2} | {:.0} | {:.1} % |",
+        (resident() - before) / held,
+        of("read"),
+        of("peak"),
+        of("alone"),
+        of("reading") * 100.0,
+        of("prefill"),
+        of("computing") * 100.0,
+        of("crowd"),
+        of("all"),
+        of("share") * 100.0,
+    );
+    Ok(())
+}
+
+/// Rates a second.
+#[derive(Default, Clone, Copy)]
+struct Rates {
+    tokens: f64,
+    bytes: f64,
+    operations: f64,
+}
+
+/// Feeds a runtime with sequences that have places of their own in the KV pool.
+struct Driver<'a> {
+    runtime: &'a mut CpuRuntime,
+    config: &'a ModelConfig,
+    weight_bytes: f64,
+    batch: Batch,
+    sampled: Vec<Sampled>,
+}
+
+impl<'a> Driver<'a> {
+    fn new(runtime: &'a mut CpuRuntime, config: &'a ModelConfig) -> Self {
+        let weight_bytes = runtime.weight_bytes() as f64;
+        Self { runtime, config, weight_bytes, batch: Batch::default(), sampled: Vec::new() }
+    }
+
+    fn attach(&mut self, slot: usize) -> Outcome<()> {
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: 0,
+            prompt: &[],
+            generated: &[],
+            eos_token_ids: &[],
+        };
+        Ok(self.runtime.attach(slot as u32, &setup)?)
+    }
+
+    /// Adds tokens of a sequence from `position` on; the last one is sampled if `sample`.
+    fn push(&mut self, slot: usize, position: usize, count: usize, sample: bool) {
+        let per_sequence = CONTEXT / BLOCK_TOKENS;
+        let first = slot * per_sequence;
+        let end = first + (position + count).div_ceil(BLOCK_TOKENS);
+        let blocks: Vec<u32> = (first as u32..end as u32).collect();
+        let vocab = self.config.vocab_size as u32;
+        let token = |i: usize| philox4x32([i as u32, slot as u32, 0, 0], [3, 0])[0] % vocab;
+        let tokens: Vec<u32> = (position..position + count).map(token).collect();
+        self.batch.push_sequence(&tokens, position as u32, &blocks);
+        if sample {
+            self.batch.sample_last_row(slot as u32);
+        }
+    }
+
+    /// Operations of `count` tokens from `position` on, a multiplication and an addition being two: products with the
+    /// layers' matrices and attention, without the head.
+    fn operations(&self, position: usize, count: usize) -> f64 {
+        let config = self.config;
+        let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size);
+        let seen: usize = (position + 1..=position + count).sum();
+        2.0 * config.layers as f64 * (layer as f64 * count as f64 + 2.0 * (queries * seen) as f64)
+    }
+
+    fn head_operations(&self) -> f64 {
+        2.0 * (self.config.hidden_size * self.config.vocab_size) as f64
+    }
+
+    /// Steps of one token for each of `streams` sequences at `position`.
+    fn decode(&mut self, streams: usize, position: usize) -> Outcome<Rates> {
+        for slot in 0..streams {
+            self.attach(slot)?;
+            self.batch.clear();
+            self.push(slot, 0, position, false);
+            self.runtime.execute(&mut self.batch, &mut self.sampled)?;
+        }
+        let per_token = kv_bytes_per_token(self.config, inflight_kernels::Dtype::Bf16) as f64;
+        let (begun, mut best) = (Instant::now(), f64::INFINITY);
+        let mut times = Vec::new();
+        while begun.elapsed() < LEAST || times.len() < 5 {
+            self.batch.clear();
+            (0..streams).for_each(|slot| self.push(slot, position, 1, true));
+            let took = self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64();
+            times.push(took);
+            best = best.min(took);
+        }
+        times.sort_by(f64::total_cmp);
+        let took = times[times.len() / 2];
+        let bytes = self.weight_bytes + per_token * (streams * position) as f64;
+        Ok(Rates { tokens: streams as f64 / took, bytes: bytes / took, operations: 0.0 })
+    }
+
+    /// One prompt in one step.
+    fn prefill(&mut self) -> Outcome<Rates> {
+        self.attach(0)?;
+        let begun = Instant::now();
+        let mut times = Vec::new();
+        while begun.elapsed() < 2 * LEAST || times.len() < 3 {
+            self.batch.clear();
+            self.push(0, 0, PROMPT, true);
+            times.push(self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        let took = times[times.len() / 2];
+        let operations = self.operations(0, PROMPT) + self.head_operations();
+        Ok(Rates { tokens: PROMPT as f64 / took, bytes: 0.0, operations: operations / took })
+    }
+
+    /// A closed loop of 32 streams with lognormal lengths: prompts of about 115 tokens up to 500, outputs of about 62 up
+    /// to 390. Each step takes one token of every stream that decodes and fills up with prompts. Counted once the
+    /// first prompts are through.
+    fn mixed(&mut self, seed: u32) -> Outcome<Rates> {
+        let mut drawn = 0;
+        let mut lognormal = |mean: f64, sigma: f64, most: usize| {
+            drawn += 1;
+            let raw = philox4x32([drawn, 1, 0, 0], [seed, 0]);
+            let (a, b) = ((f64::from(raw[0]) + 0.5) / 4294967296.0, f64::from(raw[1]) / 4294967296.0);
+            let normal = (-2.0 * a.ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+            let value = (mean.ln() - sigma * sigma / 2.0 + sigma * normal).exp();
+            (value.round() as usize).clamp(4, most)
+        };
+        // Prompt, output, tokens fed.
+        let mut streams: Vec<(usize, usize, usize)> = Vec::new();
+        for slot in 0..STREAMS {
+            self.attach(slot)?;
+            // At the start everyone is somewhere on the way.
+            let (prompt, output) = (lognormal(115.0, 0.8, 500), lognormal(62.0, 0.9, 390));
+            streams.push((prompt, output, 0));
+        }
+        let (mut tokens, mut operations, mut took, mut steps) = (0.0, 0.0, 0.0, 0);
+        while took < 4.0 * LEAST.as_secs_f64() {
+            self.batch.clear();
+            let mut done = 0.0;
+            for slot in 0..STREAMS {
+                let (prompt, output, fed) = streams[slot];
+                if fed >= prompt {
+                    self.push(slot, fed, 1, true);
+                    done += self.operations(fed, 1) + self.head_operations();
+                    streams[slot].2 += 1;
+                    if fed + 1 >= prompt + output {
+                        streams[slot] = (lognormal(115.0, 0.8, 500), lognormal(62.0, 0.9, 390), 0);
+                    }
+                }
+            }
+            for slot in 0..STREAMS {
+                let (prompt, _, fed) = streams[slot];
+                let count = prompt.saturating_sub(fed).min(PROMPT - self.batch.rows());
+                // A stream that has just ended begins in the next step.
+                let in_step =
+                    self.batch.blocks.iter().any(|block| *block as usize / (CONTEXT / BLOCK_TOKENS) == slot);
+                if count == 0 || in_step {
+                    continue;
+                }
+                let last = fed + count == prompt;
+                self.push(slot, fed, count, last);
+                done += self.operations(fed, count) + if last { self.head_operations() } else { 0.0 };
+                streams[slot].2 += count;
+            }
+            let rows = self.batch.rows();
+            let time = self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64();
+            steps += 1;
+            // The first steps are prompts only.
+            if steps > STREAMS / 4 {
+                tokens += rows as f64;
+                operations += done;
+                took += time;
+            }
+        }
+        Ok(Rates { tokens: tokens / took, bytes: 0.0, operations: operations / took })
+    }
+}
+
+/// Bytes of memory that the process holds.
+fn resident() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0");
+    line.trim().trim_end_matches("kB").trim().parse::<f64>().unwrap_or(0.0) * 1024.0
+}

@@ -1,0 +1,225 @@
+//! GGUF files: metadata, and tensors in the encodings of the ggml library. The format is specified in ggml's
+//! `docs/gguf.md`.
+
+mod config;
+mod tokenizer;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use inflight_kernels::{Dtype, Encoding};
+use serde_json::Value;
+
+use super::Error;
+
+pub(super) use config::config;
+pub(super) use tokenizer::tokenizer;
+
+const MAGIC: &[u8; 4] = b"GGUF";
+const ALIGNMENT: u64 = 32;
+/// ggml's own bound.
+const DIMENSIONS_MAX: u32 = 4;
+
+/// What a file says of itself.
+pub(super) struct Gguf {
+    pub(super) label: String,
+    pub(super) metadata: BTreeMap<String, Value>,
+    pub(super) tensors: Vec<Info>,
+}
+
+/// A tensor of the file, by its name there.
+pub(super) struct Info {
+    pub(super) name: String,
+    /// Outermost first, as everywhere but in the file.
+    pub(super) shape: Vec<usize>,
+    /// `Err`: the number of an encoding that is not supported.
+    pub(super) encoding: Result<Encoding, u32>,
+    pub(super) range: Range<usize>,
+}
+
+impl Gguf {
+    /// Reads header, metadata and the list of tensors, and checks that every tensor lies within the file.
+    ///
+    /// # Errors
+    /// It is no GGUF file, of another version, truncated, or contradicts itself.
+    pub(super) fn parse(label: &str, bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader { label, bytes, at: 0 };
+        if reader.take(4, "the magic number")? != MAGIC {
+            return Err(reader.broken("it does not begin with `GGUF`; it is no GGUF file"));
+        }
+        let version = reader.u32("the version")?;
+        if !(2..=3).contains(&version) {
+            let found = format!("it is of version {version}; versions 2 and 3 are supported");
+            return Err(reader.broken(&found));
+        }
+        let (tensors, entries) = (reader.u64("the number of tensors")?, reader.u64("the number of entries")?);
+        let mut metadata = BTreeMap::new();
+        for _ in 0..entries {
+            let key = reader.text("a key of the metadata")?;
+            let kind = reader.u32(&key)?;
+            let value = reader.value(kind, &key)?;
+            metadata.insert(key, value);
+        }
+        let alignment = match metadata.get("general.alignment").map(Value::as_u64) {
+            None => ALIGNMENT,
+            Some(Some(alignment)) if alignment.is_power_of_two() => alignment,
+            Some(_) => return Err(reader.broken("`general.alignment` is not a power of two")),
+        };
+        let mut infos = Vec::new();
+        for _ in 0..tensors {
+            infos.push(reader.info()?);
+        }
+        let data = (reader.at as u64).next_multiple_of(alignment);
+        let size = bytes.len() as u64;
+        let tensors =
+            infos.into_iter().map(|info| info.locate(&reader, data, size)).collect::<Result<_, _>>()?;
+        Ok(Self { label: label.to_owned(), metadata, tensors })
+    }
+}
+
+/// A tensor as the list has it.
+struct Listed {
+    name: String,
+    shape: Vec<u64>,
+    kind: u32,
+    offset: u64,
+}
+
+impl Listed {
+    fn locate(self, reader: &Reader<'_>, data: u64, size: u64) -> Result<Info, Error> {
+        let Self { name, shape, kind, offset } = self;
+        let lies = |what: &str| reader.broken(&format!("tensor {name} {what}"));
+        let encoding = match kind {
+            0 => Ok(Encoding::Plain(Dtype::F32)),
+            1 => Ok(Encoding::Plain(Dtype::F16)),
+            30 => Ok(Encoding::Plain(Dtype::Bf16)),
+            2 => Ok(Encoding::Q4_0),
+            8 => Ok(Encoding::Q8_0),
+            12 => Ok(Encoding::Q4K),
+            14 => Ok(Encoding::Q6K),
+            other => Err(other),
+        };
+        let count = shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
+        let count = count.filter(|count| *count <= u64::from(u32::MAX) << 8);
+        let Some(count) = count else { return Err(lies(&format!("claims the shape {shape:?}"))) };
+        let bytes = match encoding {
+            Ok(encoding) => {
+                let row = shape.last().copied().unwrap_or(0);
+                if !row.is_multiple_of(encoding.block() as u64) {
+                    let block = encoding.block();
+                    return Err(lies(&format!(
+                        "has rows of {row} numbers, but {encoding} goes in blocks of {block}"
+                    )));
+                }
+                encoding.bytes(count as usize) as u64
+            }
+            // How long it is is unknown, which matters only if somebody asks for it.
+            Err(_) => 0,
+        };
+        let start = data.checked_add(offset);
+        let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= size);
+        match (start, end) {
+            (Some(start), Some(end)) => Ok(Info {
+                shape: shape.iter().map(|n| *n as usize).collect(),
+                encoding,
+                range: start as usize..end as usize,
+                name,
+            }),
+            _ => Err(lies(&format!(
+                "lies {offset} bytes into the data and takes {bytes}, past the end of the file of {size} bytes; it is \
+                 truncated"
+            ))),
+        }
+    }
+}
+
+/// Reads from a file that may end anywhere.
+struct Reader<'a> {
+    label: &'a str,
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn broken(&self, reason: &str) -> Error {
+        Error::Broken { file: self.label.to_owned(), reason: reason.to_owned() }
+    }
+
+    fn take(&mut self, count: u64, what: &str) -> Result<&'a [u8], Error> {
+        let rest = &self.bytes[self.at..];
+        match usize::try_from(count).ok().and_then(|count| rest.get(..count)) {
+            Some(taken) => {
+                self.at += taken.len();
+                Ok(taken)
+            }
+            None => Err(self.broken(&format!(
+                "it ends within {what}: {count} bytes are announced at {}, {} are left; it is truncated or corrupted",
+                self.at,
+                rest.len()
+            ))),
+        }
+    }
+
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N as u64, what)?);
+        Ok(out)
+    }
+
+    fn u32(&mut self, what: &str) -> Result<u32, Error> {
+        self.array(what).map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, Error> {
+        self.array(what).map(u64::from_le_bytes)
+    }
+
+    fn text(&mut self, what: &str) -> Result<String, Error> {
+        let count = self.u64(what)?;
+        let bytes = self.take(count, what)?;
+        String::from_utf8(bytes.to_vec()).map_err(|_| self.broken(&format!("{what} is not UTF-8")))
+    }
+
+    fn value(&mut self, kind: u32, key: &str) -> Result<Value, Error> {
+        Ok(match kind {
+            0 => self.array::<1>(key)?[0].into(),
+            1 => i8::from_le_bytes(self.array(key)?).into(),
+            2 => u16::from_le_bytes(self.array(key)?).into(),
+            3 => i16::from_le_bytes(self.array(key)?).into(),
+            4 => self.u32(key)?.into(),
+            5 => i32::from_le_bytes(self.array(key)?).into(),
+            6 => f64::from(f32::from_le_bytes(self.array(key)?)).into(),
+            7 => (self.array::<1>(key)?[0] != 0).into(),
+            8 => self.text(key)?.into(),
+            9 => {
+                let (kind, count) = (self.u32(key)?, self.u64(key)?);
+                if kind == 9 {
+                    return Err(self.broken(&format!("`{key}` is a list of lists, which is not supported")));
+                }
+                // Each item takes at least a byte, so a lying count ends with the file.
+                let mut items = Vec::new();
+                for _ in 0..count {
+                    items.push(self.value(kind, key)?);
+                }
+                Value::Array(items)
+            }
+            10 => self.u64(key)?.into(),
+            11 => i64::from_le_bytes(self.array(key)?).into(),
+            12 => f64::from_le_bytes(self.array(key)?).into(),
+            other => return Err(self.broken(&format!("`{key}` is of the unknown type {other}"))),
+        })
+    }
+
+    fn info(&mut self) -> Result<Listed, Error> {
+        let name = self.text("the name of a tensor")?;
+        let dimensions = self.u32(&name)?;
+        if dimensions > DIMENSIONS_MAX {
+            let found =
+                format!("tensor {name} claims {dimensions} dimensions; there are at most {DIMENSIONS_MAX}");
+            return Err(self.broken(&found));
+        }
+        let mut shape = (0..dimensions).map(|_| self.u64(&name)).collect::<Result<Vec<_>, _>>()?;
+        shape.reverse();
+        Ok(Listed { kind: self.u32(&name)?, offset: self.u64(&name)?, name, shape })
+    }
+}

@@ -1,0 +1,273 @@
+//! A GGUF file is the same model as the directory that it was converted from, and one that can't be used says why.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, GgufTensor, GgufValue, TempDir, gguf};
+use inflight_kernels::{Encoding, philox4x32};
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
+use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+
+const OPTIONS: CpuOptions = CpuOptions {
+    threads: Some(1),
+    kv_bytes: 1 << 20,
+    host_bytes: 0,
+    block_tokens: 16,
+    slots: 1,
+    batch_tokens: 64,
+    context_tokens: None,
+    isa: None,
+    quantize: None,
+};
+
+fn open(path: &Path) -> Result<ModelDir, String> {
+    ModelDir::open(&ModelSource::Directory(path.to_path_buf())).map_err(|error| error.to_string())
+}
+
+/// The logits after some tokens.
+fn logits(path: &Path) -> Result<Vec<f32>, String> {
+    let mut runtime =
+        CpuRuntime::load(&open(path)?, &OPTIONS, &|_, _| {}).map_err(|error| error.to_string())?;
+    let setup = SlotSetup {
+        sampling: Arc::new(SamplingParams::greedy()),
+        choice: 0,
+        prompt: &[],
+        generated: &[],
+        eos_token_ids: &[],
+    };
+    runtime.attach(0, &setup).unwrap();
+    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    batch.clear();
+    batch.push_sequence(&(5..35).collect::<Vec<u32>>(), 0, &[0, 1]);
+    batch.sample_last_row(0);
+    runtime.execute(&mut batch, &mut sampled).unwrap();
+    Ok(runtime.logits().to_vec())
+}
+
+/// The checkpoint as a file with its tokenizer beside it.
+fn written(bytes: &[u8]) -> (TempDir, std::path::PathBuf) {
+    let folder = TempDir::new("inflight-gguf").unwrap();
+    std::fs::write(folder.path().join("tokenizer.json"), Family::Llama3.tokenizer_json()).unwrap();
+    let path = folder.path().join("tiny.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    (folder, path)
+}
+
+#[test]
+fn a_converted_checkpoint_computes_the_same_bits_as_its_directory() {
+    for arch in [Arch::Llama2, Arch::Llama2Linear, Arch::Qwen2, Arch::Qwen25, Arch::Qwen3] {
+        for dtype in Dtype::all() {
+            let checkpoint = Checkpoint::new(arch, *dtype);
+            let (_folder, path) = written(&checkpoint.gguf().unwrap());
+            let directory = checkpoint.write_temp().unwrap();
+            let (theirs, ours) = (logits(directory.path()).unwrap(), logits(&path).unwrap());
+            assert!(theirs.iter().zip(&ours).all(|(a, b)| a.to_bits() == b.to_bits()), "{arch} {dtype}");
+            assert_eq!(open(&path).unwrap().name(), "tiny");
+        }
+    }
+}
+
+/// A small Llama whose matrices are of one encoding, made of random blocks, or the same numbers in f32.
+fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
+    let (hidden, inner, vocab, heads) = (256usize, 512usize, 64usize, 4usize);
+    let count = |value: usize| GgufValue::U32(value as u32);
+    let own = |name: &str, value| (format!("llama.{name}"), value);
+    let metadata = [
+        ("general.architecture".to_owned(), GgufValue::Text("llama".to_owned())),
+        own("block_count", count(2)),
+        own("embedding_length", count(hidden)),
+        own("feed_forward_length", count(inner)),
+        own("context_length", count(64)),
+        own("attention.head_count", count(heads)),
+        own("attention.head_count_kv", count(2)),
+        own("attention.layer_norm_rms_epsilon", GgufValue::F32(1e-5)),
+    ];
+    let mut shapes = vec![("token_embd", vec![vocab, hidden]), ("output_norm", vec![hidden])];
+    let layer = [
+        ("attn_norm", vec![hidden]),
+        ("ffn_norm", vec![hidden]),
+        ("attn_q", vec![hidden, hidden]),
+        ("attn_k", vec![hidden / 2, hidden]),
+        ("attn_v", vec![hidden / 2, hidden]),
+        ("attn_output", vec![hidden, hidden]),
+        ("ffn_gate", vec![inner, hidden]),
+        ("ffn_up", vec![inner, hidden]),
+        ("ffn_down", vec![hidden, inner]),
+    ];
+    let names = ["blk.0.", "blk.1."];
+    let mut tensors = Vec::new();
+    let mut add = |name: String, shape: Vec<usize>| {
+        let numbers: usize = shape.iter().product();
+        let seed = name.bytes().fold(7u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+        if shape.len() == 1 {
+            let bytes = vec![1.0f32; numbers].iter().flat_map(|one| one.to_le_bytes()).collect();
+            tensors.push(GgufTensor { name, shape, kind: 0, bytes });
+            return;
+        }
+        let random = |i: usize| philox4x32([i as u32, 0, 0, 0], [seed, 0])[0] as u8;
+        let mut bytes: Vec<u8> = (0..encoding.bytes(numbers)).map(random).collect();
+        let scale = |value: f32| half::f16::from_f32(value).to_le_bytes();
+        for block in bytes.chunks_exact_mut(encoding.block_bytes()) {
+            match encoding {
+                Encoding::Q8_0 => block[..2].copy_from_slice(&scale(0.0007)),
+                Encoding::Q4_0 => block[..2].copy_from_slice(&scale(0.011)),
+                Encoding::Q4K => {
+                    block[..2].copy_from_slice(&scale(0.0004));
+                    block[2..4].copy_from_slice(&scale(0.003));
+                }
+                _ => block[208..].copy_from_slice(&scale(0.00004)),
+            }
+        }
+        let kind = match encoding {
+            Encoding::Q8_0 => 8,
+            Encoding::Q4_0 => 2,
+            Encoding::Q4K => 12,
+            _ => 14,
+        };
+        let (kind, bytes) = match widened {
+            false => (kind, bytes),
+            true => {
+                let mut wide = vec![0.0; numbers];
+                encoding.widen(&bytes, &mut wide);
+                (0, wide.iter().flat_map(|x| x.to_le_bytes()).collect())
+            }
+        };
+        tensors.push(GgufTensor { name, shape, kind, bytes });
+    };
+    for (name, shape) in shapes.drain(..) {
+        add(format!("{name}.weight"), shape);
+    }
+    for prefix in names {
+        for (name, shape) in &layer {
+            add(format!("{prefix}{name}.weight"), shape.clone());
+        }
+    }
+    gguf(&metadata, &tensors)
+}
+
+#[test]
+fn quantised_files_compute_what_their_numbers_say() {
+    for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
+        let (_a, exact) = written(&blocks(encoding, true));
+        let (_b, stored) = written(&blocks(encoding, false));
+        let (exact, stored) = (logits(&exact).unwrap(), logits(&stored).unwrap());
+        let size = (exact.iter().map(|x| x * x).sum::<f32>() / exact.len() as f32).sqrt();
+        let off = exact.iter().zip(&stored).map(|(a, b)| (a - b).powi(2)).sum::<f32>() / exact.len() as f32;
+        let off = off.sqrt() / size;
+        println!("{encoding}: off by {off:.4} of {size:.3}");
+        assert!(off < 0.05 && size > 1e-3, "{encoding}: off by {off} of {size}");
+    }
+}
+
+#[test]
+fn a_vocabulary_inside_the_file_becomes_a_tokenizer_and_one_that_cannot_says_what_to_do() {
+    let original: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
+    let mut tokens: Vec<(u64, String)> = original["model"]["vocab"]
+        .as_object()
+        .unwrap()
+        .iter()
+        .map(|(text, id)| (id.as_u64().unwrap(), text.clone()))
+        .collect();
+    let special: Vec<u64> = original["added_tokens"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|token| {
+            tokens.push((token["id"].as_u64().unwrap(), token["content"].as_str().unwrap().to_owned()));
+            token["id"].as_u64().unwrap()
+        })
+        .collect();
+    tokens.sort();
+    tokens.dedup();
+    let merges = original["model"]["merges"].as_array().unwrap().iter().map(|merge| match merge {
+        serde_json::Value::Array(pair) => {
+            format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())
+        }
+        merge => merge.as_str().unwrap().to_owned(),
+    });
+    let classes: Vec<i32> = tokens.iter().map(|(id, _)| if special.contains(id) { 3 } else { 1 }).collect();
+    let inside = |model: &str| {
+        let mut bytes = Vec::new();
+        let entry = |name: &str, value| (format!("tokenizer.ggml.{name}"), value);
+        let metadata = [
+            ("general.architecture".to_owned(), GgufValue::Text("llama".to_owned())),
+            entry("model", GgufValue::Text(model.to_owned())),
+            entry("pre", GgufValue::Text("llama-bpe".to_owned())),
+            entry("tokens", GgufValue::Texts(tokens.iter().map(|(_, text)| text.clone()).collect())),
+            entry("merges", GgufValue::Texts(merges.clone().collect())),
+            entry("token_type", GgufValue::Ints(classes.clone())),
+            entry("add_bos_token", GgufValue::Bool(false)),
+            ("llama.block_count".to_owned(), GgufValue::U32(1)),
+            ("llama.embedding_length".to_owned(), GgufValue::U32(64)),
+            ("llama.feed_forward_length".to_owned(), GgufValue::U32(64)),
+            ("llama.context_length".to_owned(), GgufValue::U32(64)),
+            ("llama.attention.head_count".to_owned(), GgufValue::U32(2)),
+            ("llama.attention.layer_norm_rms_epsilon".to_owned(), GgufValue::F32(1e-5)),
+        ];
+        let embedding = GgufTensor {
+            name: "token_embd.weight".to_owned(),
+            shape: vec![tokens.len(), 64],
+            kind: 0,
+            bytes: vec![0; tokens.len() * 64 * 4],
+        };
+        bytes.extend(gguf(&metadata, &[embedding]));
+        let (folder, path) = written(&bytes);
+        std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+        (folder, path)
+    };
+    let (_folder, path) = inside("gpt2");
+    let model = open(&path).unwrap();
+    let (_, rebuilt) = model.bundle_files().iter().find(|(name, _)| name == "tokenizer.json").unwrap();
+    let rebuilt = tokenizers::Tokenizer::from_bytes(rebuilt).unwrap();
+    let theirs: tokenizers::Tokenizer = Family::Llama3.tokenizer_json().parse().unwrap();
+    for text in ["Hello, world!", "  two  spaces and 12345 digits\n\n", "it's größer 漢字 🙂", ""] {
+        let (ours, theirs) = (rebuilt.encode(text, false).unwrap(), theirs.encode(text, false).unwrap());
+        assert_eq!(ours.get_ids(), theirs.get_ids(), "{text:?}");
+        assert_eq!(rebuilt.decode(ours.get_ids(), false).unwrap(), text);
+    }
+    let message = open(&inside("bert").1).unwrap_err();
+    assert!(message.contains("bert") && message.contains("tokenizer.json"), "{message}");
+}
+
+#[test]
+fn files_that_end_early_or_lie_are_refused_with_the_reason() {
+    let whole = Checkpoint::new(Arch::Llama2, Dtype::F16).gguf().unwrap();
+    let message = |bytes: &[u8]| {
+        let (_folder, path) = written(bytes);
+        let message = logits(&path).unwrap_err();
+        assert!(message.contains("tiny.gguf"), "{message}");
+        message
+    };
+    // At every length at first, then here and there: no panic, and never a model.
+    for end in (0..2000.min(whole.len())).step_by(3).chain((2000..whole.len()).step_by(4999)) {
+        let message = message(&whole[..end]);
+        assert!(message.contains("truncated") || message.contains("GGUF"), "{end}: {message}");
+    }
+    let with = |at: usize, bytes: &[u8]| {
+        let mut lying = whole.clone();
+        lying[at..at + bytes.len()].copy_from_slice(bytes);
+        message(&lying)
+    };
+    assert!(with(0, b"GGML").contains("no GGUF file"));
+    assert!(with(4, &99u32.to_le_bytes()).contains("version 99"));
+    assert!(with(8, &u64::MAX.to_le_bytes()).contains("truncated"));
+    assert!(with(16, &u64::MAX.to_le_bytes()).contains("truncated"));
+    assert!(with(24, &u64::MAX.to_le_bytes()).contains("truncated"));
+    // The first tensor's entry: name, dimensions, shape, type, offset.
+    let name = b"token_embd.weight";
+    let entry = whole.windows(name.len()).position(|window| window == name).unwrap() + name.len();
+    assert!(with(entry, &9u32.to_le_bytes()).contains("9 dimensions"));
+    assert!(with(entry + 4, &(1u64 << 62).to_le_bytes()).contains("claims the shape"));
+    assert!(with(entry + 20, &99u32.to_le_bytes()).contains("type 99"));
+    assert!(with(entry + 24, &(1u64 << 40).to_le_bytes()).contains("past the end"));
+    assert!(with(entry + 24, &u64::MAX.to_le_bytes()).contains("past the end"));
+    let text = String::from_utf8_lossy(&whole).into_owned();
+    let family = text.find("llama").unwrap();
+    assert!(with(family, b"bloom").contains("bloom"));
+    let missing = open(Path::new("/nowhere/model.gguf")).unwrap_err();
+    assert!(missing.contains("/nowhere/model.gguf"), "{missing}");
+}

@@ -1,0 +1,113 @@
+//! Weights rounded to integers cost little: on a text of our own, the demo model's perplexity stays close to what it is
+//! with the weights as they are.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_fixtures::{Arch, Checkpoint, Dtype};
+use inflight_kernels::cpu::Isa;
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
+use inflight_worker::runtime::{Batch, Runtime, SampleRow, SlotSetup};
+use tokenizers::Tokenizer;
+
+/// Stories by the grammar that the demo model was trained with (`worker/demo/train/corpus/stories.py`).
+const TEXT: &str = include_str!("data/stories.txt");
+
+fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>) -> CpuRuntime {
+    let options = CpuOptions {
+        threads: Some(2),
+        kv_bytes: 64 << 20,
+        host_bytes: 0,
+        block_tokens: 16,
+        slots: 1,
+        batch_tokens: 512,
+        context_tokens: None,
+        isa: Some(isa),
+        quantize,
+    };
+    CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
+}
+
+/// e to the mean of -ln p over all tokens but the first of each story, each story by itself.
+fn perplexity(runtime: &mut CpuRuntime, stories: &[Vec<u32>]) -> f64 {
+    let setup = SlotSetup {
+        sampling: Arc::new(SamplingParams::greedy()),
+        choice: 0,
+        prompt: &[],
+        generated: &[],
+        eos_token_ids: &[],
+    };
+    runtime.attach(0, &setup).unwrap();
+    let vocab = runtime.capabilities().vocab_size as usize;
+    let blocks: Vec<u32> = (0..64).collect();
+    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    let (mut total, mut count) = (0.0, 0);
+    for story in stories {
+        batch.clear();
+        batch.push_sequence(story, 0, &blocks[..story.len().div_ceil(16)]);
+        let rows = 0..story.len() as u32 - 1;
+        batch.samples.extend(rows.map(|row| SampleRow { row, slot: 0, position: row + 1 }));
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        for (logits, next) in runtime.logits().chunks_exact(vocab).zip(&story[1..]) {
+            let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f64 = logits.iter().map(|logit| f64::from(logit - best).exp()).sum();
+            total += f64::from(best) + sum.ln() - f64::from(logits[*next as usize]);
+            count += 1;
+        }
+    }
+    assert!(count > 5_000, "only {count} tokens");
+    (total / f64::from(count)).exp()
+}
+
+#[test]
+fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
+    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let (_, tokenizer) = model.bundle_files().iter().find(|(name, _)| name == "tokenizer.json").unwrap();
+    let tokenizer = Tokenizer::from_bytes(tokenizer).unwrap();
+    let encode = |story: &str| tokenizer.encode(story, true).unwrap().get_ids().to_vec();
+    let stories: Vec<Vec<u32>> =
+        TEXT.split("***").map(str::trim).filter(|story| !story.is_empty()).map(encode).collect();
+    assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
+    for isa in Isa::available() {
+        let plain = perplexity(&mut load(&model, isa, None), &stories);
+        for (quantization, most) in [("int8", 1.0), ("int8:128", 1.0), ("int4", 4.0)] {
+            let quantized = Some(quantization.parse().unwrap());
+            let rounded = perplexity(&mut load(&model, isa, quantized), &stories);
+            let worse = (rounded / plain - 1.0) * 100.0;
+            println!("{} {quantization}: {rounded:.4} against {plain:.4}, {worse:+.2} %", isa.name());
+            assert!(worse.abs() <= most, "{} {quantization}: perplexity {worse:+.2} %", isa.name());
+        }
+    }
+}
+
+#[test]
+fn a_group_that_does_not_divide_a_row_is_filled_up_and_kinds_have_fingerprints_of_their_own() {
+    let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    let mut fingerprints = Vec::new();
+    for quantize in [None, Some("int8"), Some("int4"), Some("int8:40"), Some("int4:136"), Some("int8:256")] {
+        let mut runtime = load(&model, Isa::detect(), quantize.map(|name| name.parse().unwrap()));
+        fingerprints.push(runtime.capabilities().fingerprint.clone());
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: 0,
+            prompt: &[],
+            generated: &[],
+            eos_token_ids: &[],
+        };
+        runtime.attach(0, &setup).unwrap();
+        let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+        batch.clear();
+        batch.push_sequence(&[5, 6, 7], 0, &[0]);
+        batch.sample_last_row(0);
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        assert!(runtime.logits().iter().all(|logit| logit.is_finite()), "{quantize:?}");
+    }
+    let kinds = fingerprints.len();
+    fingerprints.sort();
+    fingerprints.dedup();
+    assert_eq!(fingerprints.len(), kinds);
+}
