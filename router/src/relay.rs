@@ -269,7 +269,11 @@ impl Relay {
         }
         if state.journal.ended() && state.failure.is_none() {
             state.phase = Phase::Ended;
-        } else if received == Received::Progress && state.journal.unread() > unread_max {
+        } else if received == Received::Progress
+            && state.journal.unread() > unread_max
+            // Else its stream is about to read: it is behind, and its client is not.
+            && self.handed().is_some()
+        {
             received = Received::Overfull;
         }
         drop(state);
