@@ -123,7 +123,6 @@ pub(crate) struct Dispatch {
     served: watch::Sender<BTreeSet<String>>,
     /// Routers that share the workers, as the queue knows.
     routers: Arc<AtomicU32>,
-    epoch: Instant,
 }
 
 /// An admitted request, held by its client's stream; dropping it withdraws the request wherever it is.
@@ -142,12 +141,6 @@ impl Ticket {
     /// The client reads again after its request was paused.
     pub(crate) fn resume(&self) {
         self.dispatch.resume(&self.relay);
-    }
-
-    /// A message goes to the transport, which asks for the next one as soon as the client takes it.
-    pub(crate) fn handed(&self) {
-        let millis = clock::now().saturating_duration_since(self.dispatch.epoch).as_millis();
-        self.relay.set_handed(Some(u64::try_from(millis).unwrap_or(u64::MAX)));
     }
 }
 
@@ -193,7 +186,7 @@ impl Dispatch {
         };
         Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false),
             served: watch::Sender::default(),
-            routers, epoch }
+            routers }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -325,10 +318,6 @@ impl State {
     /// The time as the pure parts take it.
     fn since(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.epoch)
-    }
-
-    fn millis(&self, now: Instant) -> u64 {
-        u64::try_from(self.since(now).as_millis()).unwrap_or(u64::MAX)
     }
 
     /// Queues a request that was handed over before, ahead of all that never were.

@@ -91,10 +91,8 @@ impl Generation {
 
     /// The next message; `None` after the last one.
     pub(crate) async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
-        self.ticket.relay.set_handed(None);
         loop {
             if let Some(message) = self.ready.pop_front() {
-                self.ticket.handed();
                 return Some(Ok(message));
             }
             if self.over {
