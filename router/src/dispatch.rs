@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_proto::v1;
-use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget};
+use inflight_router_core::{
+    Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget,
+};
 use metrics::Gauge;
 use tokio::sync::{mpsc, watch};
 
@@ -121,7 +123,6 @@ pub(crate) struct Dispatch {
     served: watch::Sender<BTreeSet<String>>,
     /// Routers that share the workers, as the queue knows.
     routers: Arc<AtomicU32>,
-    epoch: Instant,
 }
 
 /// An admitted request, held by its client's stream; dropping it withdraws the request wherever it is.
@@ -140,12 +141,6 @@ impl Ticket {
     /// The client reads again after its request was paused.
     pub(crate) fn resume(&self) {
         self.dispatch.resume(&self.relay);
-    }
-
-    /// A message goes to the transport, which asks for the next one as soon as the client takes it.
-    pub(crate) fn handed(&self) {
-        let millis = clock::now().saturating_duration_since(self.dispatch.epoch).as_millis();
-        self.relay.set_handed(Some(u64::try_from(millis).unwrap_or(u64::MAX)));
     }
 }
 
@@ -189,14 +184,9 @@ impl Dispatch {
             epoch,
             gauges,
         };
-        Self {
-            options: options.clone(),
-            state: Mutex::new(state),
-            ready: watch::Sender::new(false),
+        Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false),
             served: watch::Sender::default(),
-            routers,
-            epoch,
-        }
+            routers }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -317,6 +307,7 @@ impl Dispatch {
         relay.lease.end();
         state.pump(clock::now());
     }
+
 }
 
 impl State {
@@ -327,10 +318,6 @@ impl State {
     /// The time as the pure parts take it.
     fn since(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.epoch)
-    }
-
-    fn millis(&self, now: Instant) -> u64 {
-        u64::try_from(self.since(now).as_millis()).unwrap_or(u64::MAX)
     }
 
     /// Queues a request that was handed over before, ahead of all that never were.

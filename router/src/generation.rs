@@ -45,6 +45,8 @@ pub(crate) struct Generation {
     unserved_wait: Duration,
     choices: Vec<Choice>,
     started: bool,
+    /// Tokens have come.
+    begun: bool,
     over: bool,
     ready: VecDeque<v1::GenerateResponse>,
     span: Span,
@@ -78,6 +80,7 @@ impl Generation {
             unserved_wait,
             choices,
             started: false,
+            begun: false,
             over: false,
             ready: VecDeque::new(),
             span,
@@ -88,10 +91,8 @@ impl Generation {
 
     /// The next message; `None` after the last one.
     pub(crate) async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
-        self.ticket.relay.set_handed(None);
         loop {
             if let Some(message) = self.ready.pop_front() {
-                self.ticket.handed();
                 return Some(Ok(message));
             }
             if self.over {
@@ -105,10 +106,16 @@ impl Generation {
             if let Err(outcome) = self.take(news) {
                 return Some(Err(self.end_with(outcome)));
             }
-            if self.ready.is_empty()
-                && let Err(outcome) = self.wait(waiting).await
-            {
+            if !self.ready.is_empty() {
+                continue;
+            }
+            if let Err(outcome) = self.wait(waiting).await {
                 return Some(Err(self.end_with(outcome)));
+            }
+            // Where the router is busy, what comes while others have their turn shares a message. The first token does
+            // not wait.
+            if self.begun {
+                tokio::task::yield_now().await;
             }
         }
     }
@@ -169,6 +176,7 @@ impl Generation {
             let worker_ended = fresh.end.is_some();
             let received = fresh.tokens.len();
             let before = choice.tokens;
+            self.begun = true;
             let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
             self.ticket.relay.count_unbilled(received - (choice.tokens - before) as usize);
             if let Some(delta) = delta {

@@ -135,6 +135,7 @@ metrics_table! {
 
 /// Tells the installed recorder the kind, unit and meaning of every metric.
 pub fn describe() {
+    inflight_transport::metrics::describe();
     for metric in METRICS {
         match metric.kind {
             Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),

@@ -213,7 +213,9 @@ impl Queueing {
     /// Takes in what an update says of tenants' services and of other routers.
     pub(crate) fn heard(&mut self, worker: usize, update: &v1::Update) {
         let Some(reporter) = self.reporters.get_mut(&worker) else { return };
-        let (lane, routers) = (reporter.lane, update.routers.clamp(1, ROUTERS_MAX));
+        // A worker that does not count routers says none: then what is known stands.
+        let routers = if update.routers == 0 { reporter.routers } else { update.routers.min(ROUTERS_MAX) };
+        let lane = reporter.lane;
         let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
         let Some(known) = self.lanes.get_mut(&lane) else { return };
         let own = &reporter.incarnation;

@@ -1,6 +1,5 @@
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, SamplingParams};
 use inflight_proto::v1;
@@ -105,9 +104,6 @@ pub(crate) struct Relay {
     pub(crate) lease: Lease,
     /// Names of its prompt's blocks, for each size of blocks among the workers at its arrival.
     pub(crate) chains: OnceLock<Vec<Chain>>,
-    /// When its stream handed a message to the transport and has not been asked for another one since, in
-    /// milliseconds of the dispatcher's clock; 0 while it waits for news itself.
-    handed: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -130,9 +126,16 @@ pub(crate) struct State {
     /// Where it waited before it was handed over; `None` before that.
     pub(crate) place: Option<Place>,
     stalled: bool,
+    /// Since when there is something that its stream has not read. A transport whose client takes nothing does not ask.
+    unread_since: Option<Instant>,
 }
 
 impl State {
+    /// How long something has waited for its stream.
+    pub(crate) fn unread_for(&self, now: Instant) -> Duration {
+        self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
     /// Ends the request. Whoever holds it somewhere takes it out there.
     pub(crate) fn fail(&mut self, outcome: Outcome) {
         self.phase = Phase::Ended;
@@ -154,6 +157,8 @@ pub(crate) struct News {
 impl Relay {
     /// A client this many tokens behind counts as stalled.
     const STALLED_TOKENS: usize = 256;
+    /// A stream that has not read for so long is one that its transport does not ask.
+    const BEHIND: Duration = Duration::from_millis(50);
 
     pub(crate) fn new(call: Call, queue_span: tracing::Span, lease: Lease) -> Self {
         let journal = Journal::new(call.sampling.n, call.max_tokens, call.sampling.logprobs.is_some());
@@ -169,15 +174,14 @@ impl Relay {
             queue_span: Some(queue_span),
             place: None,
             stalled: false,
+            unread_since: None,
         };
-        let handed = AtomicU64::new(0);
         Self {
             call,
             state: Mutex::new(state),
             changed: Notify::new(),
             lease,
             chains: OnceLock::new(),
-            handed,
         }
     }
 
@@ -193,16 +197,6 @@ impl Relay {
 
     pub(crate) fn expired(&self, now: Instant) -> bool {
         self.call.deadline.is_some_and(|deadline| deadline <= now)
-    }
-
-    /// Notes that its stream gave a message away, at `millis` of the dispatcher's clock, or asks for more.
-    pub(crate) fn set_handed(&self, millis: Option<u64>) {
-        self.handed.store(millis.map_or(0, |millis| millis.max(1)), Ordering::Relaxed);
-    }
-
-    /// Since when its client takes nothing although there is something.
-    pub(crate) fn handed(&self) -> Option<u64> {
-        Some(self.handed.load(Ordering::Relaxed)).filter(|millis| *millis > 0)
     }
 
     /// Takes what a worker with this vocabulary sent under the handle `submission`. More than `unread_max` unread
@@ -263,13 +257,18 @@ impl Relay {
                 }
             }
         };
+        state.unread_since.get_or_insert(now);
         if !state.stalled && state.journal.unread() > Self::STALLED_TOKENS {
             state.stalled = true;
             metrics::counter!(names::STALLED_STREAMS).increment(1);
         }
         if state.journal.ended() && state.failure.is_none() {
             state.phase = Phase::Ended;
-        } else if received == Received::Progress && state.journal.unread() > unread_max {
+        } else if received == Received::Progress
+            && state.journal.unread() > unread_max
+            // Else its stream is about to read: it is behind, and its client is not.
+            && state.unread_for(now) > Self::BEHIND
+        {
             received = Received::Overfull;
         }
         drop(state);
@@ -281,6 +280,7 @@ impl Relay {
     pub(crate) fn read(&self) -> News {
         let mut state = self.lock();
         state.stalled = false;
+        state.unread_since = None;
         let choices = 0..self.call.sampling.n;
         let fresh = choices.filter_map(|c| state.journal.read(c).map(|fresh| (c, fresh))).collect();
         News {

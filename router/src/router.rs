@@ -208,6 +208,7 @@ impl Core {
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
         let Self { options, dispatch, sources, dial, tls: _, tenants } = self;
+        names::describe();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();

@@ -124,6 +124,8 @@ impl Keeper {
     /// Probes that find a dead peer on a connection that is open but silent.
     const KEEPALIVE: Duration = Duration::from_secs(5);
     const UPDATE_BYTES_MAX: usize = 64 << 20;
+    /// Updates are many and small, and what h2 lets wait of small frames before it closes a connection follows its window.
+    const WINDOW_BYTES: u32 = 16 << 20;
     /// Heartbeats outside of this are taken for its bounds: nothing a worker says can make its loss go unnoticed.
     const HEARTBEAT: std::ops::RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_secs(60);
 
@@ -189,6 +191,8 @@ impl Keeper {
             .map_err(|error| SessionError::Connect(error.to_string()))?
             .connect_timeout(limit)
             .tcp_nodelay(true)
+            .initial_stream_window_size(Self::WINDOW_BYTES)
+            .initial_connection_window_size(Self::WINDOW_BYTES)
             .http2_keep_alive_interval(Self::KEEPALIVE)
             .keep_alive_timeout(Self::KEEPALIVE)
             .keep_alive_while_idle(true);

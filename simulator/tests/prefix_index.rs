@@ -145,6 +145,7 @@ fn greet(index: &mut PrefixIndex, has: &BTreeSet<(Tier, u64)>, next: u64, pieces
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn it_agrees_with_the_scheduler_through_evictions_losses_and_reconnects(
         ops in prop::collection::vec(op(), 1..80), greeted in any::<bool>()

@@ -11,6 +11,8 @@ use crate::storm::{all_connected, flags};
 
 /// Tokens of a prompt, and of it what two turns of a conversation have in common.
 const PROMPT: u32 = 640;
+/// Conversations at a time: no multiple of the workers, else taking turns would bring each back by chance.
+const CONVERSATIONS: u32 = 7;
 
 fn turn(conversation: u32, nth: u32, tenant: &str) -> GenerateRequest {
     let common = (0..PROMPT - 32).map(|at| 300 + (at * 7 + conversation * 131) % 500);
@@ -55,16 +57,16 @@ async fn found(workers: &[Role]) -> Result<f64> {
 async fn share_found(placement: &str) -> Result<f64> {
     let (workers, router) = cluster(placement).await?;
     let mut client = router.client()?;
-    for conversation in 0..6 {
+    for conversation in 0..CONVERSATIONS {
         generate(&mut client, turn(conversation, 0, "a")).await?;
     }
     let first = found(&workers).await?;
     for nth in 1..3 {
-        for conversation in 0..6 {
+        for conversation in 0..CONVERSATIONS {
             generate(&mut client, turn(conversation, nth, "a")).await?;
         }
     }
-    let could = 12.0 * f64::from(PROMPT - 32);
+    let could = f64::from(2 * CONVERSATIONS * (PROMPT - 32));
     Ok((found(&workers).await? - first) / could)
 }
 

@@ -14,6 +14,16 @@ pub const METRICS: [(&str, &str, &[&str]); 3] = [
     (RELOADS, "Times that certificates or keys were read again", &["what", "result"]),
 ];
 
+/// Tells the installed recorder what the metrics mean.
+pub fn describe() {
+    for (name, help, _) in METRICS {
+        match name {
+            CONNECTIONS => metrics::describe_gauge!(name, help),
+            _ => metrics::describe_counter!(name, help),
+        }
+    }
+}
+
 /// Notes that files were read again.
 pub fn reloaded(what: &'static str, ok: bool) {
     metrics::counter!(RELOADS, "what" => what, "result" => if ok { "ok" } else { "error" }).increment(1);

@@ -88,6 +88,7 @@ pub const BUCKETS: &[(&str, &[f64])] =
 
 /// Registers and describes every metric, so that all are visible from the start.
 pub fn describe() {
+    inflight_transport::metrics::describe();
     for &(name, kind, unit, help) in INVENTORY {
         match kind {
             Kind::Counter => metrics::describe_counter!(name, unit, help),

@@ -123,6 +123,9 @@ struct Lane<T> {
     pending: BTreeMap<Tenant, u64>,
 }
 
+/// Requests of one priority, by tenant and arrival.
+type Class<L> = BTreeMap<Arc<str>, BTreeMap<u64, Place<L>>>;
+
 /// Where a request stands against all others of its lane; the least goes first.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
 struct Turn {
@@ -152,7 +155,7 @@ pub struct FairQueue<L, T> {
     routers: u32,
     lanes: BTreeMap<L, Lane<T>>,
     /// What may be displaced, by priority, tenant and arrival.
-    fresh: BTreeMap<i32, BTreeMap<Arc<str>, BTreeMap<u64, Place<L>>>>,
+    fresh: BTreeMap<i32, Class<L>>,
     holds: BTreeMap<Arc<str>, Hold>,
     len: usize,
     tokens: u64,

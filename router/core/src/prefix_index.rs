@@ -1,4 +1,3 @@
-use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Where a worker keeps a block.
@@ -80,7 +79,7 @@ enum State {
 /// **Invariants**: it holds at most `most` blocks; while it is exact, it holds the snapshot with all changes since.
 #[derive(Debug)]
 pub struct PrefixIndex {
-    blocks: HashMap<u64, u8, BuildHasherDefault<Uniform>>,
+    blocks: BlockMap<u8>,
     most: usize,
     state: State,
 }
@@ -88,7 +87,7 @@ pub struct PrefixIndex {
 impl PrefixIndex {
     /// Nothing is known. The worker's pools hold `most` blocks in all.
     pub fn new(most: usize) -> Self {
-        Self { blocks: HashMap::default(), most, state: State::Blank { asked: false } }
+        Self { blocks: BlockMap::default(), most, state: State::Blank { asked: false } }
     }
 
     /// Blocks known.
@@ -188,6 +187,10 @@ impl PrefixIndex {
         self.state = state;
     }
 }
+
+/// By block. It is looked up for each block of each prompt, and never iterated, so that its order decides nothing.
+#[allow(clippy::disallowed_types, reason = "never iterated")]
+pub(crate) type BlockMap<V> = std::collections::HashMap<u64, V, BuildHasherDefault<Uniform>>;
 
 /// Block hashes are uniform already.
 #[derive(Debug, Default)]

@@ -38,6 +38,8 @@ pub struct Latency {
 
 async fn connect(address: &str) -> InferenceClient<Channel> {
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true);
+    // What h2 lets wait of small frames before it closes a connection follows its window.
+    let endpoint = endpoint.initial_connection_window_size(64 << 20);
     InferenceClient::new(endpoint.connect().await.unwrap())
 }
 

@@ -41,6 +41,7 @@ impl Inference for Proxy {
 
 pub async fn serve(source: &str) {
     let endpoint = Endpoint::from_shared(format!("http://{source}")).unwrap().tcp_nodelay(true);
+    let endpoint = endpoint.initial_connection_window_size(64 << 20);
     let proxy = Proxy(InferenceClient::new(endpoint.connect().await.unwrap()));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     println!("{}", listener.local_addr().unwrap());

@@ -269,14 +269,11 @@ impl State {
     /// Ends calls past their deadlines and calls whose clients have taken nothing for `patience`: nobody polls their
     /// streams, so they would hold what they have until their connections end.
     fn reap(&mut self, now: Instant, patience: Duration) {
-        let millis = self.millis(now);
-        let patience_millis = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
         let mut over: Vec<(Arc<Relay>, Outcome)> = Vec::new();
         for relay in self.open.values() {
-            let Some(since) = relay.handed() else { continue };
             if relay.expired(now) {
                 over.push((relay.clone(), Outcome::DeadlineExceeded));
-            } else if millis.saturating_sub(since) >= patience_millis {
+            } else if relay.lock().unread_for(now) >= patience {
                 over.push((relay.clone(), Outcome::ClientStalled { waited: patience }));
             }
         }

@@ -111,6 +111,7 @@ async fn a_gap_in_the_changes_is_answered_by_one_request_for_everything() {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
+        cluster.handle.ready().await;
         session.update(snapshot(true, vec![1, 2, 3], Some(3)));
         session.update(stored(3, [4]));
         session.update(stored(9, [5]));
@@ -138,6 +139,7 @@ async fn a_worker_that_tells_of_more_blocks_than_it_has_keeps_its_requests() {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
+        cluster.handle.ready().await;
         session.update(snapshot(true, (0..(1 << 16) + 1).collect(), Some(3)));
         session.update(stored(3, [1 << 20]));
         session.update(stored(99, [1 << 20]));

@@ -290,8 +290,10 @@ async fn a_workers_own_error_ends_the_request_and_not_the_session() {
             assert_eq!(stream.read_to_end().await.unwrap_err().code(), Code::Internal);
         }
         let names = metrics().render();
-        let known =
-            |line: &str| inflight_router::metrics::METRICS.iter().any(|metric| line.starts_with(metric.name));
+        let own = inflight_router::metrics::METRICS.iter().map(|metric| metric.name);
+        let table: Vec<&str> =
+            own.chain(inflight_transport::metrics::METRICS.map(|(name, ..)| name)).collect();
+        let known = |line: &str| table.iter().any(|name| line.starts_with(name));
         let unknown = names.lines().find(|line| !line.starts_with('#') && !line.is_empty() && !known(line));
         assert_eq!(unknown, None, "every metric is in the table");
     })

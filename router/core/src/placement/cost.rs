@@ -5,11 +5,11 @@ use super::{Ask, Candidate, Ordered, Policy, Turn};
 /// - **Inputs**: each worker's own cost model, as it learnt it from its steps; the prefill that it has taken on, and what
 ///   was handed to it since; how long its decodes make a step, and how much longer a prefill takes beside them; what of
 ///   the prompt it has on its device, or on its host for the price of a copy.
-/// - **Defaults**: predicted seconds = stretch * (prefill ahead + 2 * (own uncached prefill + copies from the host))
-///   + output tokens * (a step with its decodes and this one); see [`super::Estimate::completion`]. The own
-///   prefill counts twice, because whoever comes next waits for it, too. There are no other weights: affinity and
-///   balance are in the same unit, so a prefix is followed as long as waiting for it is cheaper than
-///   computing it elsewhere.
+/// - **Defaults**: predicted seconds are stretch * (prefill ahead + 2 * (own uncached prefill and copies from the host)),
+///   plus a step with the decodes there and this one for each token of output; see [`super::Estimate::completion`]. The
+///   own prefill counts twice, because whoever comes next waits for it, too. There are no other weights: affinity
+///   and balance are in the same unit, so a prefix is followed as long as waiting for it is cheaper than computing it
+///   elsewhere.
 /// - **Trade-offs**: as good as the workers' cost models and the guess of the output's length. It needs the hash of
 ///   each block of the prompt (below a microsecond each).
 #[derive(Debug)]

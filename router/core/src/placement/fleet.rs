@@ -1,11 +1,10 @@
-use std::collections::{BTreeMap, HashMap};
-use std::hash::BuildHasherDefault;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use inflight_contract::BlockHash;
 
 use super::{Cached, CostCoefficients, Estimate, WorkerLoad};
-use crate::prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier, Uniform};
+use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 
 /// The names of a prompt's full blocks, in the short form that events have.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +52,7 @@ struct Member {
     index: PrefixIndex,
     /// Blocks of what is in flight there, each with the number of requests that have it: they are, or will soon be, on
     /// the device, whatever its events have said so far.
-    coming: HashMap<u64, u32, BuildHasherDefault<Uniform>>,
+    coming: BlockMap<u32>,
     routed: BTreeMap<u64, Routed>,
     /// Submissions sent in this session.
     sent: u64,
@@ -79,7 +78,7 @@ impl Fleet {
         let member = Member {
             block_tokens,
             index: PrefixIndex::new(blocks_max),
-            coming: HashMap::default(),
+            coming: BlockMap::default(),
             routed: BTreeMap::new(),
             sent: 0,
             unseen: BTreeMap::new(),

@@ -1,0 +1,86 @@
+//! What routers say of a request's turn, and what a scheduler says of the service it gave.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::time::Duration;
+
+use inflight_contract::{Service, TenantService, TokenCost, Weight};
+use inflight_worker_core::policy::PolicyKind;
+use inflight_worker_core::{
+    CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, SequenceId, Time, Verdict,
+};
+
+/// A scheduler that runs one sequence at a time.
+fn scheduler() -> Scheduler {
+    let limits = Limits { waiting_max: 100, sequence_tokens: 1000, ..Limits::new(16, 100, 1, 256) };
+    let tenants = TenantService::new(TokenCost::default(), 10);
+    Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(CostPrior::default()), tenants).unwrap()
+}
+
+fn submit(scheduler: &mut Scheduler, tenant: &str, order: u64, charged_tokens: u32) -> SequenceId {
+    let new = NewSequence {
+        known_tokens: 10,
+        max_tokens: 2,
+        priority: 0,
+        deadline: None,
+        tenant,
+        weight: Weight::default(),
+        hashes: &[],
+        group: None,
+        order: Some(Service::from_thousandths(order)),
+        charged_tokens,
+    };
+    scheduler.submit(new, Time::ZERO).unwrap()
+}
+
+/// Runs to the end; the order in which sequences began.
+fn run(scheduler: &mut Scheduler) -> Vec<SequenceId> {
+    let mut began = Vec::new();
+    while !scheduler.is_idle() {
+        let plan = scheduler.plan(Time::from_nanos(1));
+        let number = plan.number;
+        let ids: Vec<_> = plan.chunks.iter().map(|chunk| chunk.id).collect();
+        let samples = plan.chunks.iter().filter(|chunk| chunk.samples).count();
+        let verdicts = vec![Verdict { stop: false, hash: None }; samples];
+        for id in ids {
+            if !began.contains(&id) {
+                began.push(id);
+            }
+        }
+        let outcome = Outcome { verdicts: &verdicts, took: Duration::from_micros(1) };
+        scheduler.commit(number, outcome).unwrap();
+        scheduler.drain_ended().for_each(drop);
+    }
+    began
+}
+
+#[test]
+fn those_that_wait_begin_in_the_routers_order_whatever_their_tenants_had_here() {
+    let mut scheduler = scheduler();
+    let heavy_here = submit(&mut scheduler, "a", 0, 0);
+    assert_eq!(run(&mut scheduler), [heavy_here]);
+    // By what tenants had here, c would go before a.
+    let third = submit(&mut scheduler, "c", 9_000, 0);
+    let second = submit(&mut scheduler, "b", 5_000, 0);
+    let first = submit(&mut scheduler, "a", 4_000, 0);
+    // Within a tenant by arrival, even where another router thinks otherwise.
+    let fourth = submit(&mut scheduler, "c", 1_000, 0);
+    assert_eq!(run(&mut scheduler), [first, second, third, fourth]);
+    assert_eq!(scheduler.begun(), Service::from_thousandths(9_000));
+}
+
+#[test]
+fn service_is_reported_once_for_each_token_and_not_for_prompts_charged_elsewhere() {
+    let mut scheduler = scheduler();
+    submit(&mut scheduler, "a", 0, 0);
+    submit(&mut scheduler, "b", 0, 10);
+    run(&mut scheduler);
+    let told: Vec<_> = scheduler.drain_charged().map(|(name, cost)| (name.to_owned(), cost)).collect();
+    // Ten prompt tokens at 1 and two made at 2; the second was resumed.
+    assert_eq!(told, [("a".to_owned(), 14), ("b".to_owned(), 4)]);
+    assert_eq!(scheduler.drain_charged().count(), 0, "nothing is new");
+    submit(&mut scheduler, "a", 0, 0);
+    run(&mut scheduler);
+    let told: Vec<_> = scheduler.drain_charged().map(|(name, cost)| (name.to_owned(), cost)).collect();
+    assert_eq!(told, [("a".to_owned(), 28)], "the sum goes on");
+}
