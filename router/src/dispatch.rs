@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_proto::v1;
-use inflight_router_core::{
-    Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget,
-};
+use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget};
 use metrics::Gauge;
 use tokio::sync::{mpsc, watch};
 
@@ -184,9 +182,13 @@ impl Dispatch {
             epoch,
             gauges,
         };
-        Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false),
+        Self {
+            options: options.clone(),
+            state: Mutex::new(state),
+            ready: watch::Sender::new(false),
             served: watch::Sender::default(),
-            routers }
+            routers,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -307,7 +309,6 @@ impl Dispatch {
         relay.lease.end();
         state.pump(clock::now());
     }
-
 }
 
 impl State {

@@ -176,13 +176,7 @@ impl Relay {
             stalled: false,
             unread_since: None,
         };
-        Self {
-            call,
-            state: Mutex::new(state),
-            changed: Notify::new(),
-            lease,
-            chains: OnceLock::new(),
-        }
+        Self { call, state: Mutex::new(state), changed: Notify::new(), lease, chains: OnceLock::new() }
     }
 
     /// Names of its prompt's blocks; none if the placement does not look at them.
