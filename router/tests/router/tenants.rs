@@ -459,12 +459,10 @@ async fn a_model_whose_workers_are_away_is_unavailable_and_not_unknown() {
         while serving(&cluster).await > 1 {
             tokio::task::yield_now().await;
         }
-        let away = loop {
-            // For a moment requests may still wait for it.
-            match cluster.generate(ask("tiny")).await {
-                Ok(mut stream) => break stream.advance().await.unwrap_err(),
-                Err(status) => break status,
-            }
+        // For a moment requests may still wait for it.
+        let away = match cluster.generate(ask("tiny")).await {
+            Ok(mut stream) => stream.advance().await.unwrap_err(),
+            Err(status) => status,
         };
         assert_eq!(away.code(), Code::Unavailable, "{away}");
         assert_eq!(cluster.generate(ask("nothing")).await.err().unwrap().code(), Code::NotFound);
