@@ -276,7 +276,7 @@ mod tests {
         let words = ["inflight", "worker", "--config", path.to_str().unwrap()];
         let arguments = words.iter().chain(flags).map(OsString::from);
         match parse(arguments) {
-            Ok(Invocation { cli: Cli { role: Role::Worker(args) }, .. }) => Ok(args),
+            Ok(Invocation { cli: Cli { role: Role::Worker(args) }, .. }) => Ok(*args),
             Ok(other) => panic!("parsed as {other:?}"),
             Err(failure) => Err(failure.to_string()),
         }

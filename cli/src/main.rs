@@ -38,9 +38,9 @@ struct Cli {
 #[derive(Debug, clap::Subcommand)]
 enum Role {
     /// Starts a router and workers on this machine
-    Up(up::Args),
+    Up(Box<up::Args>),
     /// Generates text, streaming it to the terminal
-    Generate(generate::Args),
+    Generate(Box<generate::Args>),
     /// Sends a load to servers, ours or OpenAI-compatible ones, and measures what comes of it
     Bench(Box<bench::Args>),
     /// Says what limits a worker, and what to do about it
@@ -50,23 +50,23 @@ enum Role {
     /// Makes the plans of a recorded worker again, and shows them
     Replay(replay::Args),
     /// Runs a router: takes clients' requests and hands them to workers
-    Router(router::Args),
+    Router(Box<router::Args>),
     /// Runs a worker: loads a model and computes
-    Worker(worker::Args),
+    Worker(Box<worker::Args>),
 }
 
 fn main() -> ExitCode {
     let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.role {
-        Role::Up(args) => role::block_on(None, up::run(args, &matches)),
-        Role::Generate(args) => role::block_on(Some(1), generate::run(args)),
+        Role::Up(args) => role::block_on(None, up::run(*args, &matches)),
+        Role::Generate(args) => role::block_on(Some(1), generate::run(*args)),
         // One core: what it takes itself should not be taken from a server on the same machine.
         Role::Bench(args) => role::block_on(Some(1), bench::run(*args)),
         Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
         Role::Key(args) => key::run(&args),
         Role::Replay(args) => replay::run(&args),
-        Role::Router(args) => role::block_on(None, router::run(args)),
+        Role::Router(args) => role::block_on(None, router::run(*args)),
         // The engine has threads of its own; the session service needs few.
-        Role::Worker(args) => role::block_on(Some(2), worker::run(args)),
+        Role::Worker(args) => role::block_on(Some(2), worker::run(*args)),
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

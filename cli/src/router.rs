@@ -220,7 +220,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
         telemetry::start(&args.telemetry, "inflight-router", &router_id, args.metrics_listen, &buckets())
             .await?;
     let metrics = telemetry.metrics;
-    let outcome = async {
+    let outcome = Box::pin(async {
         let router = Router::bind(options).await.map_err(|error| Failure::chain("", &error))?;
         let address = router.address();
         let handle = router.handle();
@@ -233,12 +233,12 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             tracing::info!(%address, "ready");
             event::emit(&RoleEvent::Ready { address, metrics });
         });
-        let serving = router.serve(stop.drain.clone());
+        let serving = Box::pin(router.serve(stop.drain.clone()));
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
         let served = role::within_drain(serving, &stop.drain, drain_timeout).await;
         announced.abort();
         served
-    }
+    })
     .await;
     telemetry.stop().await;
     outcome

@@ -170,7 +170,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
         telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
             .await?;
     let metrics = telemetry.metrics;
-    let outcome = async {
+    let outcome = Box::pin(async {
         let progress = Progress::new(args.role.supervised);
         let loading = tokio::task::spawn_blocking(move || {
             Worker::load(&options, &|done, total| progress.show(done, total))
@@ -189,7 +189,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
         event::emit(&RoleEvent::Ready { address, metrics });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
         role::within_drain(worker.serve(stop.drain.clone()), &stop.drain, drain_timeout).await
-    }
+    })
     .await;
     telemetry.stop().await;
     outcome

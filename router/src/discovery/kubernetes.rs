@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::runtime::watcher::{self, Event};
+use kube::runtime::watcher::Event;
 use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Api, Client, ResourceExt as _};
 use tokio::sync::watch;
@@ -169,7 +169,7 @@ mod tests {
                 let Some((status, lines)) = answer else { std::future::pending().await };
                 let frames = lines.map(|line| {
                     let text = format!("{line}\n");
-                    Ok::<_, Infallible>(http_body_util::combinators::Frame::data(Bytes::from(text)))
+                    Ok::<_, Infallible>(http_body::Frame::data(Bytes::from(text)))
                 });
                 Ok::<_, Infallible>(Response::builder().status(status).body(StreamBody::new(frames)).unwrap())
             }
