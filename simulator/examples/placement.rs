@@ -1,6 +1,8 @@
 //! Placements compared on the Mooncake trace: `cargo run --release -p inflight-simulator --example placement -- [REQUESTS
 //! [WORKERS [SPEED]]]`. With `INFLIGHT_TRACES` the published conversations, without it generated ones like them.
 
+#![allow(clippy::disallowed_methods, reason = "it says how long a simulation took")]
+
 use std::path::Path;
 use std::time::Instant;
 
@@ -23,7 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         request.arrival = Time::from_nanos((request.arrival.as_nanos() as f64 / speed) as u64);
     }
     let profile = DeviceProfile::built_in("h200-llama3-8b")?;
-    let policies: [(&str, fn(u64) -> Box<dyn Policy>); 6] = [
+    type Make = fn(u64) -> Box<dyn Policy>;
+    let policies: [(&str, Make); 6] = [
         ("random", |seed| Box::new(Random::new(seed))),
         ("round-robin", |seed| PlacementKind::RoundRobin.build(seed)),
         ("power-of-two", |seed| PlacementKind::PowerOfTwo.build(seed)),
