@@ -74,7 +74,7 @@ mod tests {
             for _ in 0..running {
                 random =
                     random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                ended += u32::from((random >> 33) % u64::from(end_in) == 0);
+                ended += u32::from((random >> 33).is_multiple_of(u64::from(end_in)));
             }
             running -= ended;
             ahead.learn(step, ended);
