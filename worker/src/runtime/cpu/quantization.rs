@@ -70,7 +70,7 @@ impl FromStr for Quantization {
             None => known.group,
             Some(group) => group.parse().map_err(|_| unknown())?,
         };
-        if group < GROUP_STEP || group > GROUP_MAX || !group.is_multiple_of(GROUP_STEP) {
+        if !(GROUP_STEP..=GROUP_MAX).contains(&group) || !group.is_multiple_of(GROUP_STEP) {
             return Err(unknown());
         }
         Ok(Self { group, ..known })
