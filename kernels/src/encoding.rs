@@ -152,8 +152,8 @@ mod tests {
     /// times 2, 3, 4, 5, 6, 7, 1, 2 and so on.
     #[test]
     fn blocks_are_widened_as_ggml_does() {
-        type Expected<'a> = &'a [(usize, f32)];
-        let cases: [(Encoding, Expected<'_>, Expected<'_>, f64); 4] = [
+        type Values = &'static [(usize, f32)];
+        let cases: [(Encoding, Values, Values, f64); 4] = [
             (Encoding::Q8_0, &[(0, 0.25)], &[(0, 30.75), (17, -23.75), (31, -25.75)], 493.5),
             (Encoding::Q4_0, &[(0, 0.25)], &[(0, 0.75), (15, -2.0), (16, -0.25), (31, -1.25)], -11.25),
             (
