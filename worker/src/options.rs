@@ -10,16 +10,18 @@ use crate::models::ModelSource;
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Device {
-    /// The best device that is there: in this version, the CPU.
+    /// The best device that is there and can run the model: the first GPU, else the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
+    /// An NVIDIA GPU, by its number among those visible.
+    Cuda(u32),
 }
 
 /// A device that this build does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown device `{0}`; this build knows `auto` and `cpu`")]
+#[error("unknown device `{0}`; devices are `auto`, `cpu`, `cuda` and `cuda:N`")]
 pub struct UnknownDevice(String);
 
 impl FromStr for Device {
@@ -29,17 +31,23 @@ impl FromStr for Device {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            other => Err(UnknownDevice(other.to_owned())),
+            "cuda" => Ok(Self::Cuda(0)),
+            other => other
+                .strip_prefix("cuda:")
+                .and_then(|ordinal| ordinal.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| UnknownDevice(other.to_owned())),
         }
     }
 }
 
 impl std::fmt::Display for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Cpu => "cpu",
-        })
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
     }
 }
 
@@ -56,8 +64,12 @@ pub struct Options {
     pub device: Device,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
-    /// Bytes of the KV pool.
+    /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
+    /// The part of a GPU's memory to use for weights, buffers and KV pool.
+    pub gpu_memory_utilization: f32,
+    /// On a GPU, the bits of an answer do not depend on what else runs, at a price; on CPUs they never do.
+    pub deterministic: bool,
     /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
     pub host_cache_bytes: u64,
     /// Who goes first.
@@ -100,6 +112,8 @@ impl Default for Options {
             device: Device::Auto,
             threads: None,
             kv_cache_bytes: 1 << 30,
+            gpu_memory_utilization: 0.9,
+            deterministic: false,
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),
             prefix_cache: true,
@@ -152,11 +166,32 @@ impl Options {
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
         check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
         check(self.kv_cache_bytes >= 1, "kv_cache_bytes", &self.kv_cache_bytes, "at least 1")?;
+        let utilization = self.gpu_memory_utilization > 0.0 && self.gpu_memory_utilization <= 1.0;
+        let range = "above 0 and at most 1";
+        check(utilization, "gpu_memory_utilization", &self.gpu_memory_utilization, range)?;
         check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_as_they_are_written_and_others_are_refused() {
+        for (name, device) in [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(3))] {
+            assert_eq!(name.parse(), Ok(device));
+            assert_eq!(device.to_string(), name);
+        }
+        assert_eq!("cuda".parse(), Ok(Device::Cuda(0)));
+        for name in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA"] {
+            let refused = name.parse::<Device>().unwrap_err().to_string();
+            assert!(refused.contains("cuda:N"), "{refused}");
+        }
     }
 }

@@ -16,9 +16,11 @@ use tonic::transport::server::TcpIncoming;
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
-use crate::options::{Options, OptionsError};
+use crate::options::{Device, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
+#[cfg(feature = "cuda")]
+use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
 use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Service, Sessions};
 
 /// Largest message from a router: a prompt of a million tokens fits.
@@ -57,6 +59,14 @@ pub enum Error {
     /// The runtime can't run it.
     #[error(transparent)]
     Runtime(#[from] cpu::Error),
+    /// The GPU can't run it.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] cuda::Error),
+    /// This build has no GPUs.
+    #[cfg(not(feature = "cuda"))]
+    #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
+    NoCuda,
     /// Limits that contradict each other.
     #[error(transparent)]
     Limits(#[from] inflight_worker_core::LimitsError),
@@ -97,19 +107,7 @@ impl Worker {
         let model = ModelDir::open(&options.model)?;
         let name = options.model_name.clone().unwrap_or_else(|| model.name().to_owned());
         let bundle = Bundle::new(model.bundle_files().to_vec());
-        let cpu = CpuOptions {
-            threads: options.threads,
-            kv_bytes: options.kv_cache_bytes,
-            host_bytes: options.host_cache_bytes,
-            block_tokens: options.block_tokens,
-            slots: options.max_sequences,
-            batch_tokens: options.max_batch_tokens,
-            context_tokens: options.max_context_tokens,
-            isa: None,
-        };
-        let runtime = CpuRuntime::load(&model, &cpu, progress)?;
-        let runtime: Box<dyn Runtime> =
-            if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+        let runtime = load_runtime(&model, options, progress)?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
         let settings = Settings {
@@ -250,6 +248,65 @@ impl Worker {
         }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
     }
+}
+
+/// The model on the device that the options name, or on the best one there is.
+fn load_runtime(
+    model: &ModelDir,
+    options: &Options,
+    progress: Progress<'_>,
+) -> Result<Box<dyn Runtime>, Error> {
+    match options.device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(ordinal) => return load_cuda(model, options, ordinal, progress),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => return Err(Error::NoCuda),
+        #[cfg(feature = "cuda")]
+        Device::Auto => match cuda::available(0) {
+            Ok(_) => match cuda::supports(model) {
+                Ok(()) => return load_cuda(model, options, 0, progress),
+                Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
+            },
+            Err(reason) => tracing::info!(%reason, "computing on the CPU"),
+        },
+        #[cfg(not(feature = "cuda"))]
+        Device::Auto => {}
+        Device::Cpu => {}
+    }
+    let cpu = CpuOptions {
+        threads: options.threads,
+        kv_bytes: options.kv_cache_bytes,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        isa: None,
+    };
+    let runtime = CpuRuntime::load(model, &cpu, progress)?;
+    Ok(if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) })
+}
+
+#[cfg(feature = "cuda")]
+fn load_cuda(
+    model: &ModelDir,
+    options: &Options,
+    ordinal: u32,
+    progress: Progress<'_>,
+) -> Result<Box<dyn Runtime>, Error> {
+    let cuda = CudaOptions {
+        ordinal: ordinal as usize,
+        utilization: options.gpu_memory_utilization,
+        kv_bytes: None,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        deterministic: options.deterministic,
+        graphs: true,
+    };
+    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
 /// Differs from one start to the next.

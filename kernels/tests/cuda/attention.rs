@@ -1,9 +1,9 @@
 use inflight_kernels::cuda::{
-    AttentionParams, AttentionPlan, Half, Harness, HostMemory, PlanShape, PlannedSequence, as_bytes,
-    attention,
+    AttentionParams, AttentionPlan, Half, PlanShape, PlannedSequence, as_bytes, attention,
 };
 use proptest::prelude::*;
 
+use crate::machine::{Buffer, Machine};
 use crate::{Dice, half, on_harness, unit};
 
 /// Shapes of a model's attention and of its pool.
@@ -113,7 +113,7 @@ impl Pool {
 
     /// Runs rows of sequences as one batch: (sequence, first position, queries). Returns the bits of each row.
     fn run(&self, shape: &Shape, parts: &[(usize, u32, &[u16])]) -> Vec<Vec<u16>> {
-        let device = Harness::new();
+        let device = Machine::new();
         let (heads, head_dim) = (shape.kv_heads * shape.group, shape.head_dim);
         let mut qkv = Vec::new();
         let mut tables = Vec::new();
@@ -206,7 +206,7 @@ fn scale(head_dim: usize) -> f32 {
     (1.0 / (head_dim as f64).sqrt()) as f32
 }
 
-fn bits_of(out: &HostMemory, rows: usize, width: usize) -> Vec<Vec<u16>> {
+fn bits_of(out: &Buffer, rows: usize, width: usize) -> Vec<Vec<u16>> {
     out.read::<u16>(rows * width).chunks(width).map(<[u16]>::to_vec).collect()
 }
 
@@ -290,7 +290,7 @@ fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
 
 #[test]
 fn the_harness_sees_a_block_that_is_read_but_not_written() {
-    if !Harness::AVAILABLE {
+    if !Machine::available() {
         return;
     }
     let shape = Shape {

@@ -1,18 +1,23 @@
-//! The CUDA kernels, their very sources, run on the host by the harness, against references in f64 and the CPU's
+//! The CUDA kernels, their very sources, run on the host by the harness, or on a GPU, against references in f64 and the CPU's
 //! kernels, over random ragged shapes. Where no C++ compiler was found, nothing is tested and each test says so.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(clippy::undocumented_unsafe_blocks, reason = "buffers are as large as the parameters beside them say")]
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    reason = "buffers are as large as the parameters beside them say"
+)]
 
 mod attention;
+mod machine;
 mod numbers;
 mod product;
 mod rows;
 mod sampling;
 mod sources;
 
-use inflight_kernels::cuda::{Half, Harness, HostMemory};
+use inflight_kernels::cuda::Half;
 use inflight_kernels::philox4x32;
+use machine::{Buffer, Machine};
 use proptest::prelude::*;
 
 /// Random numbers by formula, so that a failure replays.
@@ -71,7 +76,7 @@ pub(crate) fn unit(half: Half) -> f64 {
     }
 }
 
-pub(crate) fn widen(half: Half, memory: &HostMemory, count: usize) -> Vec<f32> {
+pub(crate) fn widen(half: Half, memory: &Buffer, count: usize) -> Vec<f32> {
     memory.read::<u16>(count).into_iter().map(|bits| half.widen(bits)).collect()
 }
 
@@ -81,11 +86,17 @@ pub(crate) fn on_harness<S: Strategy>(
     strategy: S,
     test: impl Fn(S::Value) -> Result<(), TestCaseError>,
 ) {
-    if !Harness::AVAILABLE {
+    if !Machine::available() {
         eprintln!("skipped: there was no C++ compiler to build the harness with");
         return;
     }
-    let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
+    // Checkers are slow: they run fewer.
+    let few = std::env::var("INFLIGHT_TEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let config = ProptestConfig {
+        cases: few.unwrap_or(cases),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    };
     proptest::test_runner::TestRunner::new(config)
         .run(&strategy, test)
         .unwrap_or_else(|error| panic!("{error}"));

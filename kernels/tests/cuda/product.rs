@@ -1,6 +1,7 @@
-use inflight_kernels::cuda::{GemmParams, Half, Harness, gemm};
+use inflight_kernels::cuda::{GemmParams, Half, gemm};
 use proptest::prelude::*;
 
+use crate::machine::Machine;
 use crate::{Dice, half, on_harness, unit};
 
 struct Product {
@@ -14,7 +15,7 @@ struct Product {
 impl Product {
     /// The bits of x[m, k] * weight^T + bias; of f32 if `wide`.
     fn run(&self, x: &[u16], m: usize, wide: bool, stride: usize) -> Vec<u32> {
-        let device = Harness::new();
+        let device = Machine::new();
         let (x, weight) = (device.upload(x), device.upload(&self.weight));
         let bias = self.bias.as_ref().map(|bias| device.upload(bias));
         let out = device.alloc(m * stride * if wide { 4 } else { 2 });

@@ -1,9 +1,10 @@
 use inflight_kernels::cuda::{
-    CopyParams, EmbeddingParams, Harness, NormParams, QkvParams, SwigluParams, copy_blocks, embedding,
-    finish_qkv, norm, swiglu,
+    CopyParams, EmbeddingParams, NormParams, QkvParams, SwigluParams, copy_blocks, embedding, finish_qkv,
+    norm, swiglu,
 };
 use proptest::prelude::*;
 
+use crate::machine::Machine;
 use crate::{Dice, half, on_harness, unit, widen};
 
 fn close(got: f64, exact: f64, relative: f64) -> bool {
@@ -13,7 +14,7 @@ fn close(got: f64, exact: f64, relative: f64) -> bool {
 #[test]
 fn embedding_takes_rows_of_the_table_and_tokens_fed_back() {
     on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..40), |(seed, half, rows, eights)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let (width, vocabulary) = (eights * 8, 50);
         let table = dice.halves(half, vocabulary * width, 2.0);
         let sampled: Vec<u32> = (0..5).map(|_| dice.below(vocabulary) as u32).collect();
@@ -50,7 +51,7 @@ fn norm_adds_and_normalises_every_row_alike() {
     let picks = prop::option::of(prop::collection::vec(0usize..30, 0..10));
     let shape = (any::<u32>(), half(), 1usize..30, 1usize..200, any::<bool>(), picks);
     on_harness(32, shape, |(seed, half, rows, eights, with_delta, picks)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let width = eights * 8;
         let residual = dice.numbers(rows * width, 3.0);
         let delta = dice.halves(half, rows * width, 2.0);
@@ -95,7 +96,7 @@ fn norm_adds_and_normalises_every_row_alike() {
 #[test]
 fn swiglu_is_the_gated_activation() {
     on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..60), |(seed, half, rows, eights)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let width = eights * 8;
         let gate_up = dice.halves(half, rows * width * 2, 12.0);
         let (gate_up_at, out) = (device.upload(&gate_up), device.alloc(rows * width * 2));
@@ -123,7 +124,7 @@ fn swiglu_is_the_gated_activation() {
 fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
     let shape = (any::<u32>(), half(), 1usize..6, 1usize..4, 1usize..5, 0usize..5, any::<bool>(), 0u32..6);
     on_harness(32, shape, |(seed, half, rows, kv_heads, group, dim, norms, shift)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let head_dim = [6, 64, 96, 128, 256][dim];
         let (heads, block_tokens, layers, layer) = (kv_heads * group, 1usize << shift, 3, 1);
         let width = (heads + 2 * kv_heads) * head_dim;
@@ -224,7 +225,7 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
 #[test]
 fn blocks_are_copied_whole_and_others_stay() {
     on_harness(24, (any::<u32>(), 1usize..700, 0usize..5), |(seed, vectors, pairs)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let (blocks, words) = (12, vectors * 4);
         let before: Vec<u32> = (0..blocks * words).map(|_| dice.word()).collect();
         let order = dice.shuffled(blocks);

@@ -1,10 +1,11 @@
 use inflight_kernels::Draw;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
-    Harness, HistoryParams, SamplingParams, SamplingResult, SamplingRow, count_history, sample,
+    HistoryParams, SamplingParams, SamplingResult, SamplingRow, count_history, sample,
 };
 use proptest::prelude::*;
 
+use crate::machine::Machine;
 use crate::{Dice, on_harness};
 
 /// Everything that decides on a row's token.
@@ -78,7 +79,7 @@ fn logits_of(kind: u32, vocabulary: usize, dice: &mut Dice) -> Vec<f32> {
 fn tokens_and_log_probabilities_are_those_of_the_cpu() {
     let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4));
     on_harness(60, shape, |(seed, vocabulary, rows)| {
-        let (device, mut dice) = (Harness::new(), Dice::new(seed));
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let stride = vocabulary.next_multiple_of(4) + 4 * dice.below(2);
         let isa = Isa::detect();
         let mut workspace = Workspace::default();
@@ -225,10 +226,10 @@ fn tokens_and_log_probabilities_are_those_of_the_cpu() {
 
 #[test]
 fn draws_follow_the_distribution() {
-    if !Harness::AVAILABLE {
+    if !Machine::available() {
         return;
     }
-    let device = Harness::new();
+    let device = Machine::new();
     let weights = [1.0f32, 2.0, 3.0, 4.0, 0.0];
     let rows = 1000;
     let logits: Vec<f32> =

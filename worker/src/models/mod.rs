@@ -18,7 +18,7 @@ use std::path::PathBuf;
 
 pub use config::{Architecture, ModelConfig};
 pub use error::Error;
-pub use fingerprint::fingerprint;
+pub use fingerprint::{fingerprint, fingerprint_of};
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
 pub use tensors::{Tensor, Tensors};
