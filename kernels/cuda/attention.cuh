@@ -79,19 +79,28 @@ template <uint32_t D> DEVICE void load_b_rows(uint32_t (&r)[4], uint8_t *tile, u
     load_matrices_transposed(r, Tile<D>::at(tile, k + lane() % 16, column / 8 + lane() / 16));
 }
 
-// What rows of this lane see of the keys: positions from LOW to before HIGH. Rows g and g + 8 of an operand.
+// What this lane's rows, g and g + 8 of an operand, see of the keys: positions from LOW to before HIGH.
 struct Sight {
     uint32_t low[2], high[2];
 };
 
-DEVICE Sight sight_of(const AttentionParams &p, const AttentionItem &item, uint32_t first_row) {
+// From how far each of the item's ROWS rows sees on, for all threads: 0 for rows that are not there.
+DEVICE void write_highs(const AttentionParams &p, const AttentionItem &item, uint32_t rows, uint32_t *highs) {
     uint32_t group = p.heads / p.kv_heads;
+    for (uint32_t row = thread_index(); row < rows; row += ATTENTION_THREADS) {
+        uint32_t token = row / group;
+        highs[row] = token < item.tokens ? item.position + token + 1 : 0;
+    }
+}
+
+// Read anew for each tile that needs it, which costs less than the registers to keep it.
+DEVICE Sight sight_of(const uint32_t *highs, uint32_t first_row, uint32_t window) {
     Sight sight;
     UNROLL
     for (uint32_t i = 0; i < 2; i++) {
-        uint32_t token = (first_row + lane() / 4 + 8 * i) / group;
-        sight.high[i] = token < item.tokens ? item.position + token + 1 : 0;
-        sight.low[i] = p.window && sight.high[i] > p.window ? sight.high[i] - p.window : 0;
+        uint32_t high = highs[first_row + lane() / 4 + 8 * i];
+        sight.high[i] = high;
+        sight.low[i] = window && high > window ? high - window : 0;
     }
     return sight;
 }

@@ -19,32 +19,30 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     constexpr uint32_t STAGE = Shape::bytes(2 * KEYS);
     uint8_t *queries = shared_memory();
     uint8_t *stages = queries + Shape::bytes(ROWS);
+    uint32_t *highs = (uint32_t *)(stages + 2 * STAGE);
 
     Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
     uint32_t end = item.position + item.tokens;
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
-    uint32_t tile = seen / KEYS, tile_end = (end + KEYS - 1) / KEYS;
-    // Tiles from here on have keys that some row does not see yet; before UNSEEN_END, keys that one sees no more.
-    uint32_t masked_from = (item.position + 1) / KEYS;
-    uint32_t unseen_end = p.window && end > p.window ? (end - p.window + KEYS - 1) / KEYS : 0;
+    // Conditions below are computed anew for each tile from as few numbers as can be: registers are what is short here.
+    uint32_t tile = seen / KEYS;
 
     load_queries<T, D, ROWS>(p, item, kv_head, queries);
     load_tile<T, D, KEYS>(keys, tile * KEYS, end, stages, stages + STAGE / 2);
     cp_async_commit();
 
     uint32_t first_row = warp() * 16 * TILES;
-    Sight sight[TILES];
+    write_highs(p, item, ROWS, highs);
     Softmax<D> state[TILES];
     UNROLL
     for (uint32_t m = 0; m < TILES; m++) {
-        sight[m] = sight_of(p, item, first_row + 16 * m);
         state[m].clear();
     }
     uint32_t slot = 0;
-    for (; tile < tile_end; tile++) {
+    for (; tile * KEYS < end; tile++) {
         cp_async_wait<0>();
         barrier();
-        if (tile + 1 < tile_end) {
+        if ((tile + 1) * KEYS < end) {
             uint8_t *stage = stages + (slot ^ 1) * STAGE;
             load_tile<T, D, KEYS>(keys, (tile + 1) * KEYS, end, stage, stage + STAGE / 2);
         }
@@ -80,10 +78,16 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
                 }
             }
         }
-        bool masked = tile >= masked_from || tile < unseen_end;
+        // Some key of the tile is out of some row's sight: ahead of the first row, or too far behind the last one.
+        bool ahead = (tile + 1) * KEYS + item.tokens > end + 1;
+        bool masked = ahead || (p.window && tile * KEYS + p.window < end);
         UNROLL
         for (uint32_t m = 0; m < TILES; m++) {
-            soften<D, KEYS / 8>(state[m], scores[m], p.scale, masked, sight[m], tile * KEYS);
+            Sight sight = {};
+            if (masked) {
+                sight = sight_of(highs, first_row + 16 * m, p.window);
+            }
+            soften<D, KEYS / 8>(state[m], scores[m], p.scale, masked, sight, tile * KEYS);
         }
         UNROLL
         for (uint32_t n = 0; n < KEYS / 8; n += 2) {
@@ -120,7 +124,7 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
                 uint32_t *to = (uint32_t *)p.out + line * (D / 2) + lane() % 4;
                 UNROLL
                 for (uint32_t j = 0; j < D / 8; j++) {
-                    to[4 * j] = pack<T>(state[m].out[j][2 * i] * scale, state[m].out[j][2 * i + 1] * scale);
+                    to[4 * j] = pack_small<T>(state[m].out[j][2 * i] * scale, state[m].out[j][2 * i + 1] * scale);
                 }
             }
         }

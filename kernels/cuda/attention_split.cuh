@@ -11,16 +11,11 @@
 
 constexpr uint32_t SPLIT = 256;
 constexpr uint32_t SPLIT_ROWS = 16;
-constexpr uint32_t STAGES_MAX = 3;
 
 // Keys of a tile. Wide heads have half as many, that a block still fits smaller GPUs; two warps then only load.
 constexpr uint32_t split_keys(uint32_t head_dim) { return head_dim <= 128 ? 64 : 32; }
 
-// Shared memory: queries, stages of (keys, values), the block's sums, tops and sums of the warps.
-constexpr uint32_t split_stage_bytes(uint32_t head_dim, uint32_t row_bytes) {
-    return 2 * split_keys(head_dim) * row_bytes;
-}
-constexpr uint32_t MERGE_BYTES = 2 * ATTENTION_WARPS * SPLIT_ROWS * 4 + 16;
+// Shared memory: queries, stages of (keys, values), the block's sums, tops and sums of the warps, what rows see.
 
 // A thread's share of a merged row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
 template <uint32_t D> struct Merged {
@@ -67,8 +62,8 @@ DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, ui
     uint32_t *to = (uint32_t *)p.out + line * (D / 2) + thread_index() % 8 * 2;
     UNROLL
     for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
-        to[16 * j] = pack<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
-        to[16 * j + 1] = pack<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
+        to[16 * j] = pack_small<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
+        to[16 * j + 1] = pack_small<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
     }
 }
 
@@ -182,7 +177,8 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     float *sums = (float *)(stages + p.stages * STAGE);
     float *warp_tops = sums + SPLIT_ROWS * D;
     float *warp_sums = warp_tops + ATTENTION_WARPS * SPLIT_ROWS;
-    uint32_t *last = (uint32_t *)(warp_sums + ATTENTION_WARPS * SPLIT_ROWS);
+    uint32_t *highs = (uint32_t *)(warp_sums + ATTENTION_WARPS * SPLIT_ROWS);
+    uint32_t *last = highs + SPLIT_ROWS;
 
     uint32_t rows = item.tokens * (p.heads / p.kv_heads);
     Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
@@ -200,7 +196,7 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
         }
         cp_async_commit();
     }
-    Sight sight = sight_of(p, item, 0);
+    write_highs(p, item, SPLIT_ROWS, highs);
     Softmax<D> state;
     state.clear();
     Merged<D> all;
@@ -229,6 +225,7 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
                 mma<T>(scores[0], a, b[0], b[1]);
                 mma<T>(scores[1], a, b[2], b[3]);
             }
+            Sight sight = sight_of(highs, 0, p.window);
             soften<D, 2>(state, scores, p.scale, true, sight, tile * KEYS + first);
             weigh<T, D, 2>(state, scores, 0, value_tile, first);
         }

@@ -1,6 +1,6 @@
 //! How each kernel is launched: its name, grid and shared memory, from the shapes in its parameters.
 
-use super::device::{Device, DeviceError, Half, Launch};
+use super::device::{Device, DeviceError, Half, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
     SamplingParams, SwigluParams, as_bytes,
@@ -16,12 +16,12 @@ pub const ATTENTION_SPLIT_ROWS: u32 = 16;
 pub const ATTENTION_ROWS: u32 = 128;
 
 const ATTENTION_THREADS: u32 = 128;
-const MERGE_BYTES: u32 = 2 * 4 * ATTENTION_SPLIT_ROWS * 4 + 16;
+const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
 const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8 + 20 * 8;
 const COLUMNS_OF_COPY: u32 = 32;
-/// The most a block may have without asking.
-const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
+/// What every block takes of its multiprocessor's shared memory beside its own.
+const SHARED_BYTES_OF_SYSTEM: u32 = 1024;
 
 /// Rows of an item of many rows.
 pub(super) fn whole_rows(head_dim: u32) -> u32 {
@@ -106,10 +106,38 @@ fn split_bytes(head_dim: u32, stages: u32) -> u32 {
 /// Shared memory of an item of many rows.
 fn whole_bytes(head_dim: u32) -> u32 {
     let keys = if head_dim <= 64 { 64 } else { 32 };
-    (whole_rows(head_dim) + 4 * keys) * row_bytes(head_dim)
+    (whole_rows(head_dim) + 4 * keys) * row_bytes(head_dim) + whole_rows(head_dim) * 4
 }
 
-/// Attention over the items of a plan, with a grid of `blocks` blocks; fills in `stages`.
+/// Registers of a multiprocessor, in blocks of attention: what the compiler's figures allow.
+fn blocks_by_registers(head_dim: u32, mixed: bool) -> u32 {
+    match (mixed, head_dim) {
+        (true, _) | (false, 256) => 2,
+        (false, 64) => 4,
+        (false, _) => 3,
+    }
+}
+
+/// Shared memory of a block of attention and stages of its pipeline.
+fn attention_shape(profile: &Profile, head_dim: u32, mixed: bool) -> (u32, u32) {
+    // A third stage where two blocks still fit a multiprocessor with it.
+    let three = split_bytes(head_dim, 3);
+    let deep = three <= profile.shared_bytes
+        && 2 * (three + SHARED_BYTES_OF_SYSTEM) <= profile.multiprocessor_shared_bytes;
+    let stages = if deep { 3 } else { 2 };
+    let split = split_bytes(head_dim, stages);
+    (if mixed { split.max(whole_bytes(head_dim)) } else { split }, stages)
+}
+
+/// Blocks of attention that a device runs at once. The grid is as large, for each block goes through items in strides: one
+/// that waits for a place would come too late with its share.
+pub fn attention_blocks(profile: &Profile, head_dim: u32, mixed: bool) -> u32 {
+    let (shared, _) = attention_shape(profile, head_dim, mixed);
+    let by_shared = profile.multiprocessor_shared_bytes / (shared + SHARED_BYTES_OF_SYSTEM);
+    profile.multiprocessors * by_shared.min(blocks_by_registers(head_dim, mixed)).max(1)
+}
+
+/// Attention over the items of a plan, with a grid of `blocks` blocks ([`attention_blocks`]); fills in `stages`.
 ///
 /// # Errors
 /// As [`Device::launch`].
@@ -124,18 +152,9 @@ pub unsafe fn attention<D: Device>(
     blocks: u32,
     p: &AttentionParams,
 ) -> Result<(), DeviceError> {
-    let profile = device.profile();
-    let kernel = attention_kernel(half, head_dim, mixed);
-    // A third stage where two blocks still fit a multiprocessor with it, and where it is not more than prefill needs.
-    let three = split_bytes(head_dim, 3);
-    let deep = three <= profile.shared_bytes && 2 * (three + 1024) <= profile.multiprocessor_shared_bytes;
-    let stages = if deep { 3 } else { 2 };
-    let shared = match mixed {
-        true => split_bytes(head_dim, stages).max(whole_bytes(head_dim)),
-        false => split_bytes(head_dim, stages),
-    };
+    let (shared, stages) = attention_shape(&device.profile(), head_dim, mixed);
     let p = AttentionParams { stages, ..*p };
-    go(device, kernel, (blocks, 1), ATTENTION_THREADS, shared, &p)
+    go(device, attention_kernel(half, head_dim, mixed), (blocks, 1), ATTENTION_THREADS, shared, &p)
 }
 
 fn attention_kernel(half: Half, head_dim: u32, mixed: bool) -> &'static str {
@@ -221,13 +240,6 @@ pub unsafe fn sample<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Re
 /// As [`Device::launch`].
 pub unsafe fn count_history<D: Device>(device: &D, p: &HistoryParams) -> Result<(), DeviceError> {
     go(device, "count_history", (1, 1), SAMPLING_THREADS, 0, p)
-}
-
-/// The most shared memory that a kernel is launched with, if that needs the driver's permission on this device.
-pub fn kernel_shared_bytes(kernel: &str, shared_bytes: u32) -> Option<u32> {
-    (kernel.starts_with("attention") || kernel.starts_with("gemm"))
-        .then_some(shared_bytes)
-        .filter(|bytes| *bytes > SHARED_BYTES_DEFAULT)
 }
 
 fn by_half(half: Half, bf16: &'static str, f16: &'static str) -> &'static str {

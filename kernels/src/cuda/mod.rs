@@ -20,8 +20,8 @@ pub use device::{Device, DeviceError, Half, Launch, Profile};
 pub use harness::{Harness, HostMemory, narrow_on_harness, widen_on_harness};
 pub use image::{Form, IMAGES, Image, KERNELS, image_of};
 pub use launch::{
-    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, attention, copy_blocks, count_history,
-    embedding, finish_qkv, gemm, kernel_shared_bytes, norm, sample, swiglu,
+    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, attention, attention_blocks,
+    copy_blocks, count_history, embedding, finish_qkv, gemm, norm, sample, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,

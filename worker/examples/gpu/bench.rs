@@ -34,7 +34,8 @@ fn word(i: u32, j: u32) -> u32 {
 pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
     let has = runtime.capabilities().clone();
     attach(runtime, has.slots)?;
-    fill(runtime)?;
+    let blocks = |case: &Case| case.sequences * (case.context + case.tokens).div_ceil(has.block_tokens);
+    fill(runtime, task.cases.iter().map(blocks).max().unwrap_or(0))?;
     let mut rows = Vec::new();
     for case in &task.cases {
         let each = (case.context + case.tokens).div_ceil(has.block_tokens);
@@ -86,15 +87,13 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
     Ok(Value::Array(rows))
 }
 
-/// Fills every block with keys and values of random texts, for zeros are faster than they should be.
-pub fn fill(runtime: &mut CudaRuntime) -> Outcome<()> {
+/// Fills the first blocks with keys and values of random texts, for zeros are faster than they should be.
+pub fn fill(runtime: &mut CudaRuntime, blocks: u32) -> Outcome<()> {
     let has = runtime.capabilities().clone();
     let tokens = has.batch_tokens.min(has.context_tokens) / has.block_tokens * has.block_tokens;
     let each = (tokens / has.block_tokens).max(1);
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
-    // What no case can reach need not be filled.
-    let last = has.blocks.min(40_000);
-    for first in (0..last).step_by(each as usize) {
+    for first in (0..blocks.min(has.blocks)).step_by(each as usize) {
         let table: Vec<u32> = (first..(first + each).min(has.blocks)).collect();
         let rows = table.len() as u32 * has.block_tokens;
         let text: Vec<u32> = (0..rows).map(|i| word(first, i) % has.vocab_size).collect();

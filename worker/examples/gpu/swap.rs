@@ -65,7 +65,7 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
         return Err("the pools are too small for this measurement".into());
     }
     attach(runtime, has.slots)?;
-    fill(runtime)?;
+    fill(runtime, used + 2 * task.blocks)?;
     let mut mover = Mover { next: 1, blocks: task.blocks, first: used };
     let mut measure = |runtime: &mut CudaRuntime, directions: &[Direction]| -> Outcome<f64> {
         let begun = Instant::now();

@@ -1,6 +1,6 @@
 //! One step from batch to sampled tokens, on any [`Gpu`].
 
-use inflight_kernels::cuda::{HEAD_DIMS, Half, PlanShape, SamplingResult, SamplingRow};
+use inflight_kernels::cuda::{HEAD_DIMS, Half, PlanShape, SamplingResult, SamplingRow, attention_blocks};
 
 use super::forward::{Forward, ForwardSize, windows};
 use super::gpu::Gpu;
@@ -90,7 +90,7 @@ impl<G: Gpu> Compute<G> {
                 head_dim: config.head_dim as u32,
                 window: None,
                 deterministic,
-                slots: gpu.profile().multiprocessors * 2,
+                slots: attention_blocks(&gpu.profile(), config.head_dim as u32, false),
                 partials: PARTIALS,
             },
         };

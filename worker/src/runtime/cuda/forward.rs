@@ -3,7 +3,8 @@
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, Half, NormParams, QkvParams, SamplingParams,
-    SamplingResult, SwigluParams, attention, copy_blocks, embedding, finish_qkv, norm, sample, swiglu,
+    SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding, finish_qkv, norm,
+    sample, swiglu,
 };
 
 use super::gpu::{Gpu, Matmul, Memory, bytes_of};
@@ -11,9 +12,6 @@ use super::metadata::StepShape;
 use super::sizing::{PARTIALS, Shapes};
 use super::weights::{Linear, Weights};
 use crate::models::ModelConfig;
-
-/// Blocks of attention's grid for each multiprocessor: as many as run at once.
-const ATTENTION_BLOCKS: u32 = 3;
 
 /// Everything that a step works on, at addresses that never change, so that graphs may be captured.
 pub(super) struct Forward<G: Gpu> {
@@ -205,7 +203,7 @@ impl<G: Gpu> Forward<G> {
         };
         // SAFETY: tokens are below the vocabulary's size, samples were taken in the step before.
         unsafe { embedding(gpu, half, &p) }?;
-        let blocks = gpu.profile().multiprocessors * ATTENTION_BLOCKS;
+        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, step.mixed);
         let scale = (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32;
         for (index, layer) in self.weights.layers.iter().enumerate() {
             self.norm(gpu, &layer.attention_norm, rows, index > 0, None)?;
