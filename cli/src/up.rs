@@ -151,6 +151,12 @@ impl Plan {
             flag
         });
         let router_flags = router_flags.collect();
+        let shares = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
+        if !worker_flags.iter().any(shares) {
+            // Where there is a GPU, the workers share it.
+            let part = args.engine.gpu_memory_utilization / workers as f32;
+            worker_flags.push(format!("--gpu-memory-utilization={part}").into());
+        }
         let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);
         telemetry_flags.retain(|flag| !flag.to_string_lossy().starts_with("--log-format"));
         telemetry_flags.push("--log-format=json".into());

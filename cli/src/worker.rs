@@ -37,7 +37,8 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto, cpu, or sim:PROFILE, which computes nothing but takes the time that hardware would
+    /// Where to compute: auto (the first GPU if there is one, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
+    /// computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
     /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
@@ -47,9 +48,15 @@ pub struct EngineArgs {
     /// the model has them]
     #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
-    /// Memory for the KV cache, such as 512MiB or 4GB
+    /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
+    /// Part of a GPU's memory to use: weights, buffers, and the KV cache in all that is left
+    #[arg(long, value_name = "PART", default_value_t = Options::default().gpu_memory_utilization, env = "INFLIGHT_WORKER_GPU_MEMORY_UTILIZATION")]
+    pub gpu_memory_utilization: f32,
+    /// On a GPU: answers whose bits do not depend on what else runs, at a price in speed; on CPUs it is always so
+    #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
+    pub deterministic: bool,
     /// Host memory for the KV cache of sequences that give way, such as 1GiB; 0: they are computed again
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
     pub host_cache_bytes: Bytes,
@@ -136,6 +143,8 @@ impl Args {
             threads: engine.threads,
             quantize: engine.quantize,
             kv_cache_bytes: engine.kv_cache_bytes.0,
+            gpu_memory_utilization: engine.gpu_memory_utilization,
+            deterministic: engine.deterministic,
             host_cache_bytes: engine.host_cache_bytes.0,
             policy: engine.policy,
             prefix_cache: !engine.no_prefix_cache,

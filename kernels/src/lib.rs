@@ -7,6 +7,8 @@
 //! numerics fingerprint, as is [`VERSION`].
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod encoding;
 mod philox;

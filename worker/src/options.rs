@@ -14,11 +14,13 @@ use crate::runtime::sim::{SpecError, read_profile};
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
-    /// The best device that is there: in this version, the CPU.
+    /// The best device that is there and can run the model: the first GPU, else the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
+    /// An NVIDIA GPU, by its number among those visible.
+    Cuda(u32),
     /// None: answers come as slowly as these costs say, and mean nothing.
     Sim(DeviceProfile),
 }
@@ -27,7 +29,7 @@ pub enum Device {
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
     /// No device is called so.
-    #[error("unknown device `{0}`; this build knows `auto`, `cpu` and `sim:PROFILE`")]
+    #[error("unknown device `{0}`; this build knows `auto`, `cpu`, `cuda`, `cuda:N` and `sim:PROFILE`")]
     Name(String),
     /// A simulated device of unknown costs.
     #[error(transparent)]
@@ -41,9 +43,13 @@ impl FromStr for Device {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            other => match other.strip_prefix("sim:") {
-                Some(profile) => Ok(Self::Sim(read_profile(profile)?)),
-                None => Err(UnknownDevice::Name(other.to_owned())),
+            "cuda" => Ok(Self::Cuda(0)),
+            other => match (other.strip_prefix("sim:"), other.strip_prefix("cuda:")) {
+                (Some(profile), _) => Ok(Self::Sim(read_profile(profile)?)),
+                (_, Some(ordinal)) => {
+                    ordinal.parse().map(Self::Cuda).map_err(|_| UnknownDevice::Name(other.to_owned()))
+                }
+                _ => Err(UnknownDevice::Name(other.to_owned())),
             },
         }
     }
@@ -66,8 +72,12 @@ pub struct Options {
     pub threads: Option<usize>,
     /// What weights are rounded to when they are loaded; by default they stay as they are.
     pub quantize: Option<Quantization>,
-    /// Bytes of the KV pool.
+    /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
+    /// The part of a GPU's memory to use for weights, buffers and KV pool.
+    pub gpu_memory_utilization: f32,
+    /// On a GPU, the bits of an answer do not depend on what else runs, at a price; on CPUs they never do.
+    pub deterministic: bool,
     /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
     pub host_cache_bytes: u64,
     /// Who goes first.
@@ -112,6 +122,8 @@ impl Default for Options {
             threads: None,
             quantize: None,
             kv_cache_bytes: 1 << 30,
+            gpu_memory_utilization: 0.9,
+            deterministic: false,
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),
             prefix_cache: true,
@@ -164,6 +176,9 @@ impl Options {
         check(self.max_waiting >= 1, "max_waiting", &self.max_waiting, "at least 1")?;
         check(self.max_sessions >= 1, "max_sessions", &self.max_sessions, "at least 1")?;
         check(self.kv_cache_bytes >= 1, "kv_cache_bytes", &self.kv_cache_bytes, "at least 1")?;
+        let utilization = self.gpu_memory_utilization > 0.0 && self.gpu_memory_utilization <= 1.0;
+        let range = "above 0 and at most 1";
+        check(utilization, "gpu_memory_utilization", &self.gpu_memory_utilization, range)?;
         check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
@@ -198,5 +213,17 @@ mod tests {
             Ok(()),
             "no host pool is fine"
         );
+    }
+
+    #[test]
+    fn devices_are_read_as_they_are_written_and_others_are_refused() {
+        for (name, device) in [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(3))] {
+            assert_eq!(name.parse::<Device>().unwrap(), device);
+        }
+        assert_eq!("cuda".parse::<Device>().unwrap(), Device::Cuda(0));
+        for name in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA"] {
+            let refused = name.parse::<Device>().unwrap_err().to_string();
+            assert!(refused.contains("cuda:N"), "{refused}");
+        }
     }
 }

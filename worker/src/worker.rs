@@ -22,6 +22,8 @@ use crate::models::{self, ModelDir};
 use crate::options::{Device, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
+#[cfg(feature = "cuda")]
+use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
 use crate::runtime::sim::{SimOptions, SimRuntime};
 use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Services, Sessions};
 
@@ -62,6 +64,14 @@ pub enum Error {
     /// The runtime can't run it.
     #[error(transparent)]
     Runtime(#[from] cpu::Error),
+    /// The GPU can't run it.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] cuda::Error),
+    /// This build has no GPUs.
+    #[cfg(not(feature = "cuda"))]
+    #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
+    NoCuda,
     /// Limits that contradict each other.
     #[error(transparent)]
     Limits(#[from] inflight_worker_core::LimitsError),
@@ -356,6 +366,23 @@ fn runtime(
         tracing::warn!(model = model.name(), ?profile, "the device is simulated: answers mean nothing");
         return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
     }
+    match options.device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(ordinal) => return Ok((load_cuda(model, options, ordinal, progress)?, None)),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => return Err(Error::NoCuda),
+        #[cfg(feature = "cuda")]
+        Device::Auto => match cuda::available(0) {
+            Ok(_) => match cuda::supports(model) {
+                Ok(()) => return Ok((load_cuda(model, options, 0, progress)?, None)),
+                Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
+            },
+            Err(reason) => tracing::info!(%reason, "computing on the CPU"),
+        },
+        #[cfg(not(feature = "cuda"))]
+        Device::Auto => {}
+        Device::Cpu | Device::Sim(_) => {}
+    }
     let cpu = CpuOptions {
         threads: options.threads,
         kv_bytes: options.kv_cache_bytes,
@@ -371,6 +398,28 @@ fn runtime(
     let runtime: Box<dyn Runtime> =
         if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
     Ok((runtime, None))
+}
+
+#[cfg(feature = "cuda")]
+fn load_cuda(
+    model: &ModelDir,
+    options: &Options,
+    ordinal: u32,
+    progress: Progress<'_>,
+) -> Result<Box<dyn Runtime>, Error> {
+    let cuda = CudaOptions {
+        ordinal: ordinal as usize,
+        utilization: options.gpu_memory_utilization,
+        kv_bytes: None,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        deterministic: options.deterministic,
+        graphs: true,
+    };
+    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
 /// Differs from one start to the next.

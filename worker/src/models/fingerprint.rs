@@ -19,7 +19,14 @@ const SAMPLES: usize = 14;
 ///
 /// Of a model over 256 MiB, the numbers that count are a sample: of each tensor the first and the last 4 KiB and 14
 /// stretches of 4 KiB evenly between. Any retraining or requantisation shows there, and start-up stays fast.
+///
+/// `formats` names how the weights are held.
 pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, formats: &str, isa: Isa) -> String {
+    fingerprint_of(model, kv_dtype, &format!("{formats} {}", isa.name()))
+}
+
+/// The same for whatever computes: `arithmetic` names all of it that decides a bit, beside the kernels' version.
+pub fn fingerprint_of(model: &ModelDir, kv_dtype: Dtype, arithmetic: &str) -> String {
     let mut hash = Sha256::new();
     let mut field = |bytes: &[u8]| {
         hash.update((bytes.len() as u64).to_le_bytes());
@@ -27,8 +34,7 @@ pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, formats: &str, isa: Isa) -
     };
     field(format!("{:?}", model.config).as_bytes());
     field(kv_dtype.name().as_bytes());
-    field(formats.as_bytes());
-    field(isa.name().as_bytes());
+    field(arithmetic.as_bytes());
     field(&VERSION.to_le_bytes());
     // Cosines, sines and powers of the rotary tables come from this crate.
     field(b"libm 0.2");

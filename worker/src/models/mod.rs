@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 pub use config::{Architecture, ModelConfig};
 pub use error::Error;
-pub use fingerprint::fingerprint;
+pub use fingerprint::{fingerprint, fingerprint_of};
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
 pub use tensors::{Tensor, Tensors};

@@ -11,6 +11,8 @@ use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod sim;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};

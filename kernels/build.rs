@@ -1,0 +1,123 @@
+//! Prepares the CUDA kernels: built for every architecture where a CUDA compiler is found (`INFLIGHT_NVCC`,
+//! `CUDA_HOME`, `PATH`), else taken from the committed PTX; and, for tests, compiled as plain C++ over fibers.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+const FAMILIES: [&str; 8] = ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "swiglu"];
+/// Machine code; PTX of the first one serves whatever is newer.
+const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
+/// The first release that knows all of them.
+const NVCC_MIN: (u32, u32) = (12, 8);
+
+fn main() {
+    println!("cargo::rustc-check-cfg=cfg(harness)");
+    for watched in ["cuda", "build.rs"] {
+        println!("cargo::rerun-if-changed={watched}");
+    }
+    for variable in ["INFLIGHT_NVCC", "CUDA_HOME", "CXX"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        images();
+    }
+    #[cfg(feature = "harness")]
+    harness();
+}
+
+fn images() {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let sources = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
+    let (form, files) = match nvcc() {
+        Some(nvcc) => ("Fatbin", fatbins(&nvcc, &sources, &out)),
+        None => ("Ptx", FAMILIES.map(|family| sources.join(format!("ptx/{family}.ptx"))).to_vec()),
+    };
+    let mut text = String::from("/// All families.\npub const IMAGES: &[Image] = &[\n");
+    for (family, file) in FAMILIES.iter().zip(files) {
+        text += &format!(
+            "    Image {{ name: {family:?}, form: Form::{form}, bytes: include_bytes!({:?}) }},\n",
+            file.display().to_string()
+        );
+    }
+    text += "];\n";
+    fs::write(out.join("images.rs"), text).expect("OUT_DIR can be written");
+}
+
+/// A CUDA compiler that is new enough.
+fn nvcc() -> Option<PathBuf> {
+    let found = env::var_os("INFLIGHT_NVCC").map(PathBuf::from).or_else(|| {
+        let homes = env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin"));
+        let paths = env::var_os("PATH").map(|path| env::split_paths(&path).collect::<Vec<_>>());
+        let mut folders = homes.into_iter().chain(paths.into_iter().flatten());
+        folders.find_map(|folder| Some(folder.join("nvcc")).filter(|nvcc| nvcc.is_file()))
+    })?;
+    let output = Command::new(&found).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let release = text.split("release ").nth(1)?.split(',').next()?;
+    let (major, minor) = release.split_once('.')?;
+    let version = (major.trim().parse().ok()?, minor.trim().parse().ok()?);
+    if version < NVCC_MIN {
+        println!(
+            "cargo::warning={} is release {release}, too old for every architecture; the committed PTX is used",
+            found.display()
+        );
+        return None;
+    }
+    Some(found)
+}
+
+fn fatbins(nvcc: &Path, sources: &Path, out: &Path) -> Vec<PathBuf> {
+    let targets: Vec<PathBuf> = FAMILIES.iter().map(|family| out.join(format!("{family}.fatbin"))).collect();
+    let failures = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for (family, target) in FAMILIES.iter().zip(&targets) {
+            let failures = &failures;
+            scope.spawn(move || {
+                let mut command = Command::new(nvcc);
+                command.args(["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-fatbin", "-o"]).arg(target);
+                for architecture in ARCHITECTURES {
+                    command.arg(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
+                }
+                command.arg("-gencode=arch=compute_80,code=compute_80");
+                command.arg(sources.join(format!("{family}.cu")));
+                let failure = match command.output() {
+                    Ok(output) if output.status.success() => return,
+                    Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
+                    Err(error) => error.to_string(),
+                };
+                if let Ok(mut failures) = failures.lock() {
+                    failures.push(format!("{family}.cu: {failure}"));
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap_or_default();
+    assert!(failures.is_empty(), "nvcc failed:\n{}", failures.join("\n"));
+    targets
+}
+
+/// Compiles the kernels and the harness as one library, unless there is no compiler for it.
+#[cfg(feature = "harness")]
+fn harness() {
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
+    // Kernels mean what they say: a product and a sum are one operation only where they are called so.
+    build.flag("-ffp-contract=off").flag("-Wno-unknown-pragmas");
+    build.file("cuda/harness/harness.cpp");
+    for family in FAMILIES {
+        let text = format!("#include \"{}/cuda/{family}.cu\"\n", env!("CARGO_MANIFEST_DIR"));
+        let file =
+            PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{family}.cpp"));
+        fs::write(&file, text).expect("OUT_DIR can be written");
+        build.file(file);
+    }
+    // Kernels enter themselves into a table, so nothing refers to their objects.
+    build.link_lib_modifier("+whole-archive");
+    match build.try_compile("inflight_harness") {
+        Ok(()) => println!("cargo::rustc-cfg=harness"),
+        Err(error) => println!("cargo::warning=the CUDA kernels are not tested on this machine: {error}"),
+    }
+}

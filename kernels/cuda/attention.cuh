@@ -1,0 +1,203 @@
+// What both ways of attention share: where keys and values lie, how tiles of them come to shared memory, and the
+// online softmax of a tile of scores.
+//
+// Rows of a tile of queries are (token, head of the group) pairs: row r is token r / group, head r % group, so that all
+// queries which read a key head share what is loaded. Scores are kept in units of log2: scale holds log2(e).
+#pragma once
+
+#include "params.h"
+
+constexpr uint32_t ATTENTION_THREADS = 128;
+constexpr uint32_t ATTENTION_WARPS = ATTENTION_THREADS / WARP;
+
+// The keys and values of one key head, as blocks in a table.
+template <typename T, uint32_t D> struct Keys {
+    const T *pool;         // keys of the layer and head in block 0
+    uint64_t block_numbers;
+    uint64_t values_after; // numbers from keys to values
+    const uint32_t *table;
+    uint32_t shift;
+};
+
+template <typename T, uint32_t D>
+DEVICE Keys<T, D> keys_of(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+    uint64_t head = ((uint64_t)kv_head << p.block_shift) * D;
+    uint64_t values_after = ((uint64_t)p.kv_heads << p.block_shift) * D;
+    return Keys<T, D>{(const T *)p.kv + p.layer_offset + head, p.block_numbers, values_after, p.tables + item.table,
+                      p.block_shift};
+}
+
+// Starts to load the keys and values of positions first..first + COUNT; zeros from END on.
+template <typename T, uint32_t D, uint32_t COUNT>
+DEVICE void load_tile(const Keys<T, D> &keys, uint32_t first, uint32_t end, uint8_t *key_tile, uint8_t *value_tile) {
+    using Shape = Tile<D>;
+    constexpr uint32_t CHUNKS = COUNT * Shape::CHUNKS;
+    static_assert(CHUNKS % ATTENTION_THREADS == 0, "every thread loads as many chunks");
+    UNROLL
+    for (uint32_t i = 0; i < CHUNKS / ATTENTION_THREADS; i++) {
+        uint32_t at = i * ATTENTION_THREADS + thread_index();
+        uint32_t row = at / Shape::CHUNKS, chunk = at % Shape::CHUNKS;
+        uint32_t position = first + row;
+        bool valid = position < end;
+        const T *from = keys.pool;
+        if (valid) {
+            uint32_t block = keys.table[position >> keys.shift];
+            uint32_t offset = position & ((1u << keys.shift) - 1);
+            from += (uint64_t)block * keys.block_numbers + (uint64_t)offset * D + chunk * 8;
+        }
+        cp_async16(Shape::at(key_tile, row, chunk), from, valid);
+        cp_async16(Shape::at(value_tile, row, chunk), from + (valid ? keys.values_after : 0), valid);
+    }
+}
+
+// Starts to load ROWS rows of queries; zeros beyond the item's.
+template <typename T, uint32_t D, uint32_t ROWS>
+DEVICE void load_queries(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint8_t *tile) {
+    using Shape = Tile<D>;
+    constexpr uint32_t CHUNKS = ROWS * Shape::CHUNKS;
+    uint32_t group = p.heads / p.kv_heads;
+    uint64_t width = (uint64_t)(p.heads + 2 * p.kv_heads) * D;
+    for (uint32_t at = thread_index(); at < CHUNKS; at += ATTENTION_THREADS) {
+        uint32_t row = at / Shape::CHUNKS, chunk = at % Shape::CHUNKS;
+        bool valid = row < item.tokens * group;
+        const T *from = (const T *)p.qkv;
+        if (valid) {
+            from += (item.row + row / group) * width + (uint64_t)(kv_head * group + row % group) * D + chunk * 8;
+        }
+        cp_async16(Shape::at(tile, row, chunk), from, valid);
+    }
+}
+
+// Where lane's part of a 16 x 16 operand begins in a tile: A row-major, B as rows of its columns, B as rows.
+template <uint32_t D> DEVICE void load_a(uint32_t (&r)[4], uint8_t *tile, uint32_t row, uint32_t k) {
+    load_matrices(r, Tile<D>::at(tile, row + lane() % 16, k / 8 + lane() / 16));
+}
+template <uint32_t D> DEVICE void load_b(uint32_t (&r)[4], uint8_t *tile, uint32_t column, uint32_t k) {
+    load_matrices(r, Tile<D>::at(tile, column + lane() % 8 + lane() / 16 * 8, k / 8 + lane() / 8 % 2));
+}
+template <uint32_t D> DEVICE void load_b_rows(uint32_t (&r)[4], uint8_t *tile, uint32_t k, uint32_t column) {
+    load_matrices_transposed(r, Tile<D>::at(tile, k + lane() % 16, column / 8 + lane() / 16));
+}
+
+// What this lane's rows, g and g + 8 of an operand, see of the keys: positions from LOW to before HIGH.
+struct Sight {
+    uint32_t low[2], high[2];
+};
+
+// From how far each of the item's ROWS rows sees on, for all threads: 0 for rows that are not there.
+DEVICE void write_highs(const AttentionParams &p, const AttentionItem &item, uint32_t rows, uint32_t *highs) {
+    uint32_t group = p.heads / p.kv_heads;
+    for (uint32_t row = thread_index(); row < rows; row += ATTENTION_THREADS) {
+        uint32_t token = row / group;
+        highs[row] = token < item.tokens ? item.position + token + 1 : 0;
+    }
+}
+
+// Read anew for each tile that needs it, which costs less than the registers to keep it.
+DEVICE Sight sight_of(const uint32_t *highs, uint32_t first_row, uint32_t window) {
+    Sight sight;
+    UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+        uint32_t high = highs[first_row + lane() / 4 + 8 * i];
+        sight.high[i] = high;
+        sight.low[i] = window && high > window ? high - window : 0;
+    }
+    return sight;
+}
+
+// The running state of an online softmax over rows g and g + 8 of an operand.
+template <uint32_t D> struct Softmax {
+    float top[2], sum[2]; // sum: this lane's part
+    float out[D / 8][4];
+
+#ifdef __CUDACC__
+    __device__ __forceinline__
+#endif
+        void clear() {
+        UNROLL
+        for (uint32_t i = 0; i < 2; i++) {
+            top[i] = -INFINITE;
+            sum[i] = 0.0f;
+        }
+        UNROLL
+        for (uint32_t j = 0; j < D / 8; j++) {
+            UNROLL
+            for (uint32_t i = 0; i < 4; i++) {
+                out[j][i] = 0.0f;
+            }
+        }
+    }
+};
+
+// Takes scores[N * 8 keys from FIRST on] into the softmax and leaves weights in their place. MASKED: some may be out
+// of sight.
+template <uint32_t D, uint32_t N>
+DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale, bool masked, const Sight &sight,
+                   uint32_t first) {
+    float tops[2] = {state.top[0], state.top[1]};
+    UNROLL
+    for (uint32_t n = 0; n < N; n++) {
+        UNROLL
+        for (uint32_t i = 0; i < 4; i++) {
+            float score = multiply_exact(scores[n][i], scale);
+            if (masked) {
+                uint32_t key = first + n * 8 + 2 * (lane() % 4) + i % 2;
+                bool seen = key >= sight.low[i / 2] && key < sight.high[i / 2];
+                score = seen ? score : -INFINITE;
+            }
+            scores[n][i] = score;
+            tops[i / 2] = fmaxf(tops[i / 2], score);
+        }
+    }
+    float decay[2];
+    UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+        tops[i] = fmaxf(tops[i], shuffle_xor(tops[i], 1));
+        tops[i] = fmaxf(tops[i], shuffle_xor(tops[i], 2));
+        // Where nothing was seen yet, any finite reference gives weights of 0.
+        float reference = tops[i] == -INFINITE ? 0.0f : tops[i];
+        decay[i] = exp2_approximate(state.top[i] - reference);
+        state.top[i] = tops[i];
+        tops[i] = reference;
+        state.sum[i] = multiply_exact(state.sum[i], decay[i]);
+    }
+    UNROLL
+    for (uint32_t n = 0; n < N; n++) {
+        UNROLL
+        for (uint32_t i = 0; i < 4; i++) {
+            scores[n][i] = exp2_approximate(scores[n][i] - tops[i / 2]);
+            state.sum[i / 2] += scores[n][i];
+        }
+    }
+    UNROLL
+    for (uint32_t j = 0; j < D / 8; j++) {
+        UNROLL
+        for (uint32_t i = 0; i < 4; i++) {
+            state.out[j][i] = multiply_exact(state.out[j][i], decay[i / 2]);
+        }
+    }
+}
+
+// out += weights * values, for 16 keys whose weights are those of the two n-tiles from N on.
+template <typename T, uint32_t D, uint32_t N>
+DEVICE void weigh(Softmax<D> &state, const float (&weights)[N][4], uint32_t n, uint8_t *values, uint32_t first) {
+    uint32_t a[4] = {
+        pack_small<T>(weights[n][0], weights[n][1]),
+        pack_small<T>(weights[n][2], weights[n][3]),
+        pack_small<T>(weights[n + 1][0], weights[n + 1][1]),
+        pack_small<T>(weights[n + 1][2], weights[n + 1][3]),
+    };
+    UNROLL
+    for (uint32_t j = 0; j < D / 16; j++) {
+        uint32_t b[4];
+        load_b_rows<D>(b, values, first, j * 16);
+        mma<T>(state.out[2 * j], a, b[0], b[1]);
+        mma<T>(state.out[2 * j + 1], a, b[2], b[3]);
+    }
+}
+
+// The sum of a row over the four lanes that share it.
+DEVICE float row_sum(float part) {
+    part += shuffle_xor(part, 1);
+    return part + shuffle_xor(part, 2);
+}

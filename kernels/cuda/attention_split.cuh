@@ -1,0 +1,268 @@
+// Attention of up to 16 rows (tokens times heads of a group) over long keys: decoding, short chunks, and in the
+// deterministic mode everything.
+//
+// Keys are cut into splits of 256 positions at absolute multiples. Within a split the warps of a block take 16 keys
+// each of every tile, with a softmax of their own, and are merged in the order of the warps; splits are merged in their
+// order, by this block if it has all of them, else by the block that comes last. So the bits of a row depend neither on
+// how many splits one block treats, nor on what else is in the batch, nor on which rows share its tile.
+#pragma once
+
+#include "attention.cuh"
+
+constexpr uint32_t SPLIT = 256;
+constexpr uint32_t SPLIT_ROWS = 16;
+
+// Keys of a tile. Wide heads have half as many, that a block still fits smaller GPUs; two warps then only load.
+constexpr uint32_t split_keys(uint32_t head_dim) { return head_dim <= 128 ? 64 : 32; }
+
+// Shared memory: queries, stages of (keys, values), the block's sums, tops and sums of the warps, what rows see.
+
+// A thread's share of a merged row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
+template <uint32_t D> struct Merged {
+    static_assert(D % 32 == 0, "eight threads of four columns share a row");
+    static constexpr uint32_t PARTS = D / 32;
+    float top, sum;
+    Float4 out[PARTS];
+};
+
+// Takes a further partial result of the same row in. Exact operations, since two places must agree on every bit.
+template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, const Float4 *out) {
+    float tops = fmaxf(all.top, top);
+    float reference = tops == -INFINITE ? 0.0f : tops;
+    float a = exp2_approximate(all.top - reference), b = exp2_approximate(top - reference);
+    all.top = tops;
+    all.sum = fma_exact(sum, b, multiply_exact(all.sum, a));
+    UNROLL
+    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+        all.out[j].x = fma_exact(out[j].x, b, multiply_exact(all.out[j].x, a));
+        all.out[j].y = fma_exact(out[j].y, b, multiply_exact(all.out[j].y, a));
+        all.out[j].z = fma_exact(out[j].z, b, multiply_exact(all.out[j].z, a));
+        all.out[j].w = fma_exact(out[j].w, b, multiply_exact(all.out[j].w, a));
+    }
+}
+
+template <uint32_t D> DEVICE void clear(Merged<D> &all) {
+    all.top = -INFINITE;
+    all.sum = 0.0f;
+    UNROLL
+    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+        all.out[j] = Float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+}
+
+template <typename T, uint32_t D>
+DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, const Merged<D> &all) {
+    uint32_t group = p.heads / p.kv_heads;
+    uint32_t row = thread_index() / 8;
+    if (row >= item.tokens * group) {
+        return;
+    }
+    float scale = all.sum > 0.0f ? divide_exact(1.0f, all.sum) : 0.0f;
+    uint64_t line = (uint64_t)(item.row + row / group) * p.heads + kv_head * group + row % group;
+    uint32_t *to = (uint32_t *)p.out + line * (D / 2) + thread_index() % 8 * 2;
+    UNROLL
+    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+        to[16 * j] = pack_small<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
+        to[16 * j + 1] = pack_small<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
+    }
+}
+
+// Merges what the warps have of a split: afterwards each thread has its share of the block's result.
+template <uint32_t D>
+DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, float *sums, float *warp_tops, float *warp_sums,
+                        Merged<D> &merged) {
+    uint32_t g = lane() / 4, t = lane() % 4;
+    UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+        float sum = row_sum(state.sum[i]);
+        if (t == 0) {
+            warp_tops[warp() * SPLIT_ROWS + g + 8 * i] = state.top[i];
+            warp_sums[warp() * SPLIT_ROWS + g + 8 * i] = sum;
+        }
+    }
+    barrier();
+    float scales[2];
+    UNROLL
+    for (uint32_t i = 0; i < 2; i++) {
+        float top = -INFINITE;
+        for (uint32_t w = 0; w < compute_warps; w++) {
+            top = fmaxf(top, warp_tops[w * SPLIT_ROWS + g + 8 * i]);
+        }
+        scales[i] = exp2_approximate(state.top[i] - (top == -INFINITE ? 0.0f : top));
+    }
+    for (uint32_t w = 0; w < compute_warps; w++) {
+        if (warp() == w) {
+            UNROLL
+            for (uint32_t j = 0; j < D / 8; j++) {
+                UNROLL
+                for (uint32_t i = 0; i < 2; i++) {
+                    float *at = sums + (g + 8 * i) * D + j * 8 + 2 * t;
+                    float low = multiply_exact(state.out[j][2 * i], scales[i]);
+                    float high = multiply_exact(state.out[j][2 * i + 1], scales[i]);
+                    at[0] = w == 0 ? low : at[0] + low;
+                    at[1] = w == 0 ? high : at[1] + high;
+                }
+            }
+        }
+        barrier();
+    }
+    uint32_t row = thread_index() / 8;
+    merged.top = -INFINITE;
+    for (uint32_t w = 0; w < compute_warps; w++) {
+        merged.top = fmaxf(merged.top, warp_tops[w * SPLIT_ROWS + row]);
+    }
+    float reference = merged.top == -INFINITE ? 0.0f : merged.top;
+    merged.sum = 0.0f;
+    for (uint32_t w = 0; w < compute_warps; w++) {
+        float scale = exp2_approximate(warp_tops[w * SPLIT_ROWS + row] - reference);
+        merged.sum = fma_exact(warp_sums[w * SPLIT_ROWS + row], scale, merged.sum);
+    }
+    UNROLL
+    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+        merged.out[j] = *(const Float4 *)(sums + row * D + 4 * (thread_index() % 8) + 32 * j);
+    }
+    barrier();
+}
+
+// Leaves a split's result for the block that comes last.
+template <uint32_t D>
+DEVICE void write_partial(const AttentionParams &p, uint64_t partial, uint32_t rows, const Merged<D> &merged) {
+    uint32_t row = thread_index() / 8;
+    if (row >= rows) {
+        return;
+    }
+    uint64_t line = partial * SPLIT_ROWS + row;
+    if (thread_index() % 8 == 0) {
+        p.partial_tops[2 * line] = merged.top;
+        p.partial_tops[2 * line + 1] = merged.sum;
+    }
+    UNROLL
+    for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+        *(Float4 *)(p.partial_sums + line * D + 4 * (thread_index() % 8) + 32 * j) = merged.out[j];
+    }
+}
+
+// Merges the splits of an item's tokens in their order.
+template <uint32_t D>
+DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head, uint32_t rows,
+                           Merged<D> &all) {
+    uint32_t row = thread_index() / 8;
+    clear<D>(all);
+    if (row >= rows) {
+        return;
+    }
+    for (uint32_t s = 0; s < item.splits; s++) {
+        uint64_t line = ((uint64_t)(item.partial + s) * p.kv_heads + kv_head) * SPLIT_ROWS + row;
+        Float4 out[Merged<D>::PARTS];
+        UNROLL
+        for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
+            const float *from = p.partial_sums + line * D + 4 * (thread_index() % 8) + 32 * j;
+            out[j] = load_shared_by_device((const Float4 *)from);
+        }
+        float top = load_shared_by_device(p.partial_tops + 2 * line);
+        float sum = load_shared_by_device(p.partial_tops + 2 * line + 1);
+        fold<D>(all, top, sum, out);
+    }
+}
+
+template <typename T, uint32_t D>
+DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+    using Shape = Tile<D>;
+    constexpr uint32_t KEYS = split_keys(D);
+    constexpr uint32_t COMPUTE_WARPS = KEYS / 16;
+    constexpr uint32_t STAGE = Shape::bytes(2 * KEYS);
+    constexpr uint32_t TILES_PER_SPLIT = SPLIT / KEYS;
+    uint8_t *queries = shared_memory();
+    uint8_t *stages = queries + Shape::bytes(SPLIT_ROWS);
+    float *sums = (float *)(stages + p.stages * STAGE);
+    float *warp_tops = sums + SPLIT_ROWS * D;
+    float *warp_sums = warp_tops + ATTENTION_WARPS * SPLIT_ROWS;
+    uint32_t *highs = (uint32_t *)(warp_sums + ATTENTION_WARPS * SPLIT_ROWS);
+    uint32_t *last = highs + SPLIT_ROWS;
+
+    uint32_t rows = item.tokens * (p.heads / p.kv_heads);
+    Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
+    // Positions that some row sees, and tiles at absolute multiples that hold them.
+    uint32_t end = smaller(item.split_end * SPLIT, item.position + item.tokens);
+    uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
+    uint32_t tile = larger(item.split * SPLIT, seen) / KEYS;
+    uint32_t tile_end = (end + KEYS - 1) / KEYS;
+
+    load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
+    for (uint32_t s = 0; s + 1 < p.stages; s++) {
+        if (tile + s < tile_end) {
+            uint8_t *stage = stages + s * STAGE;
+            load_tile<T, D, KEYS>(keys, (tile + s) * KEYS, end, stage, stage + STAGE / 2);
+        }
+        cp_async_commit();
+    }
+    write_highs(p, item, SPLIT_ROWS, highs);
+    Softmax<D> state;
+    state.clear();
+    Merged<D> all;
+    clear<D>(all);
+    uint32_t slot = 0;
+    for (; tile < tile_end; tile++) {
+        cp_async_wait_for(p.stages - 2);
+        barrier();
+        // Into the slot that all warps have left behind.
+        uint32_t ahead = tile + p.stages - 1, free = (slot + p.stages - 1) % p.stages;
+        if (ahead < tile_end) {
+            uint8_t *stage = stages + free * STAGE;
+            load_tile<T, D, KEYS>(keys, ahead * KEYS, end, stage, stage + STAGE / 2);
+        }
+        cp_async_commit();
+        uint8_t *key_tile = stages + slot * STAGE, *value_tile = key_tile + STAGE / 2;
+        slot = slot + 1 == p.stages ? 0 : slot + 1;
+        if (warp() < COMPUTE_WARPS) {
+            uint32_t first = warp() * 16;
+            float scores[2][4] = {};
+            UNROLL
+            for (uint32_t k = 0; k < D; k += 16) {
+                uint32_t a[4], b[4];
+                load_a<D>(a, queries, 0, k);
+                load_b<D>(b, key_tile, first, k);
+                mma<T>(scores[0], a, b[0], b[1]);
+                mma<T>(scores[1], a, b[2], b[3]);
+            }
+            Sight sight = sight_of(highs, 0, p.window);
+            soften<D, 2>(state, scores, p.scale, true, sight, tile * KEYS + first);
+            weigh<T, D, 2>(state, scores, 0, value_tile, first);
+        }
+        if ((tile + 1) % TILES_PER_SPLIT == 0 || tile + 1 == tile_end) {
+            Merged<D> merged;
+            merge_warps<D>(state, COMPUTE_WARPS, sums, warp_tops, warp_sums, merged);
+            state.clear();
+            if (item.pieces == 1) {
+                fold<D>(all, merged.top, merged.sum, merged.out);
+            } else {
+                uint32_t split = tile * KEYS / SPLIT;
+                uint64_t partial = (uint64_t)(item.partial + split - item.first_split) * p.kv_heads + kv_head;
+                write_partial<D>(p, partial, rows, merged);
+            }
+        }
+    }
+    cp_async_wait<0>();
+    if (item.pieces > 1) {
+        device_fence();
+        barrier();
+        if (thread_index() == 0) {
+            uint32_t *counter = p.counters + (uint64_t)item.counter * p.kv_heads + kv_head;
+            bool is_last = atomic_add(counter, 1u) + 1 == item.pieces;
+            if (is_last) {
+                *counter = 0;
+            }
+            *last = is_last;
+        }
+        barrier();
+        if (!*last) {
+            barrier();
+            return;
+        }
+        device_fence();
+        merge_partials<D>(p, item, kv_head, rows, all);
+    }
+    write_merged<T, D>(p, item, kv_head, all);
+    // The next item overwrites shared memory.
+    barrier();
+}

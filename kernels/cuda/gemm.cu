@@ -1,0 +1,127 @@
+// A product whose bits do not depend on the number of rows: out[m, n] = x[m, k] * weight[n, k]^T + bias.
+//
+// Every output is summed over k in steps of 16, ascending, in one accumulator, whatever the tile; there is no split of k.
+// The tile shapes differ in speed alone: few rows, some, or many.
+#include "params.h"
+
+constexpr uint32_t GEMM_THREADS = 128;
+constexpr uint32_t GEMM_STEP = 64; // of k, in shared memory at once
+// Of the pipeline; tiles of many rows are as large as fits smaller GPUs.
+constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 64 ? 4 : 3; }
+
+template <typename T> DEVICE void store_pair(T *to, float low, float high, bool both) {
+    if (both && (uintptr_t)to % 4 == 0) {
+        *(uint32_t *)to = pack<T>(low, high);
+        return;
+    }
+    to[0] = narrow<T>(low);
+    if (both) {
+        to[1] = narrow<T>(high);
+    }
+}
+template <typename T> DEVICE void store_pair(float *to, float low, float high, bool both) {
+    to[0] = low;
+    if (both) {
+        to[1] = high;
+    }
+}
+
+// ROWS x COLUMNS outputs a block; WARP_ROWS x WARP_COLUMNS a warp. The grid's columns are tiles of n, its rows tiles of m.
+// k is a multiple of 8.
+template <typename T, typename Out, uint32_t ROWS, uint32_t COLUMNS, uint32_t WARP_ROWS, uint32_t WARP_COLUMNS>
+DEVICE void gemm(const GemmParams &p) {
+    static_assert(ROWS / WARP_ROWS * (COLUMNS / WARP_COLUMNS) == GEMM_THREADS / WARP, "four warps fill a tile");
+    using Shape = Tile<GEMM_STEP>;
+    constexpr uint32_t STAGE = Shape::bytes(ROWS + COLUMNS);
+    constexpr uint32_t CHUNKS = (ROWS + COLUMNS) * Shape::CHUNKS;
+    constexpr uint32_t STAGES = gemm_stages(ROWS);
+    constexpr uint32_t M = WARP_ROWS / 16, N = WARP_COLUMNS / 8;
+    uint8_t *stages = shared_memory();
+    uint32_t row = block_row() * ROWS, column = block_index() * COLUMNS;
+    uint32_t steps = (p.k + GEMM_STEP - 1) / GEMM_STEP;
+
+    auto load = [&](uint32_t step, uint8_t *stage) {
+        for (uint32_t at = thread_index(); at < CHUNKS; at += GEMM_THREADS) {
+            uint32_t line = at / Shape::CHUNKS, chunk = at % Shape::CHUNKS;
+            uint32_t k = step * GEMM_STEP + chunk * 8;
+            bool left = line < ROWS;
+            uint32_t from = left ? row + line : column + line - ROWS;
+            bool valid = from < (left ? p.m : p.n) && k < p.k;
+            const T *source = (const T *)(left ? p.x : p.weight);
+            if (valid) {
+                source += (uint64_t)from * p.k + k;
+            }
+            cp_async16(Shape::at(stage, line, chunk), source, valid);
+        }
+    };
+    UNROLL
+    for (uint32_t s = 0; s + 1 < STAGES; s++) {
+        if (s < steps) {
+            load(s, stages + s * STAGE);
+        }
+        cp_async_commit();
+    }
+    float sums[M][N][4] = {};
+    uint32_t warp_row = warp() % (ROWS / WARP_ROWS) * WARP_ROWS;
+    uint32_t warp_column = warp() / (ROWS / WARP_ROWS) * WARP_COLUMNS;
+    for (uint32_t step = 0; step < steps; step++) {
+        cp_async_wait<STAGES - 2>();
+        barrier();
+        uint32_t ahead = step + STAGES - 1;
+        if (ahead < steps) {
+            load(ahead, stages + ahead % STAGES * STAGE);
+        }
+        cp_async_commit();
+        uint8_t *x = stages + step % STAGES * STAGE, *w = x + Shape::bytes(ROWS);
+        UNROLL
+        for (uint32_t k = 0; k < GEMM_STEP; k += 16) {
+            uint32_t a[M][4];
+            UNROLL
+            for (uint32_t i = 0; i < M; i++) {
+                load_matrices(a[i], Shape::at(x, warp_row + 16 * i + lane() % 16, k / 8 + lane() / 16));
+            }
+            UNROLL
+            for (uint32_t j = 0; j < N; j += 2) {
+                uint32_t b[4];
+                uint32_t line = warp_column + 8 * j + lane() % 8 + lane() / 16 * 8;
+                load_matrices(b, Shape::at(w, line, k / 8 + lane() / 8 % 2));
+                UNROLL
+                for (uint32_t i = 0; i < M; i++) {
+                    mma<T>(sums[i][j], a[i], b[0], b[1]);
+                    mma<T>(sums[i][j + 1], a[i], b[2], b[3]);
+                }
+            }
+        }
+    }
+    cp_async_wait<0>();
+    UNROLL
+    for (uint32_t i = 0; i < M; i++) {
+        UNROLL
+        for (uint32_t j = 0; j < N; j++) {
+            UNROLL
+            for (uint32_t half = 0; half < 2; half++) {
+                uint32_t to_row = row + warp_row + 16 * i + lane() / 4 + 8 * half;
+                uint32_t to_column = column + warp_column + 8 * j + lane() % 4 * 2;
+                if (to_row < p.m && to_column < p.n) {
+                    bool both = to_column + 1 < p.n;
+                    float low = sums[i][j][2 * half], high = sums[i][j][2 * half + 1];
+                    if (p.bias) {
+                        low += p.bias[to_column];
+                        high += both ? p.bias[to_column + 1] : 0.0f;
+                    }
+                    store_pair<T>((Out *)p.out + (uint64_t)to_row * p.stride + to_column, low, high, both);
+                }
+            }
+        }
+    }
+}
+
+#define GEMM(T, NAME, Out, OUT)                                                                                      \
+    KERNEL(gemm_few_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 16, 64, 16, 16>(p); }                \
+    KERNEL(gemm_some_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 64, 64, 32, 32>(p); }               \
+    KERNEL(gemm_many_##NAME##_##OUT, GemmParams, GEMM_THREADS, 1) { gemm<T, Out, 128, 128, 64, 64>(p); }
+
+GEMM(Bf16, bf16, Bf16, half)
+GEMM(Bf16, bf16, float, f32)
+GEMM(F16, f16, F16, half)
+GEMM(F16, f16, float, f32)

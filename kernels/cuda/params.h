@@ -1,0 +1,140 @@
+// The parameter blocks of kernels, one for each family; src/cuda/params.rs has the same in Rust, and a test compares
+// sizes. Pointers are to global memory. Rows are tokens of the batch unless said otherwise.
+#pragma once
+
+#include "device.cuh"
+
+// hidden[rows, width] = table[token]
+struct EmbeddingParams {
+    const void *table;       // [vocabulary, width]
+    const uint32_t *tokens;  // [rows]; with the top bit set: index into `sampled` in the lower bits
+    const uint32_t *sampled; // what the step before sampled
+    float *hidden;           // [rows, width]
+    uint32_t rows, width;
+};
+
+// residual += delta, and out = norm(residual) * weight
+struct NormParams {
+    float *residual;      // [rows, width]
+    const void *delta;    // [rows, width], or null
+    const float *weight;  // [width]
+    void *out;            // [rows, width], or [picked, width]
+    const uint32_t *pick; // rows to normalise, or null for all; then `residual` is not written
+    uint32_t rows;        // of `out`
+    uint32_t width;
+    float eps;
+};
+
+// Finishes rows of the QKV product, see qkv.cu.
+struct QkvParams {
+    void *qkv;                 // [rows, (heads + 2 * kv_heads) * head_dim]
+    const float *q_norm;       // [head_dim], or null
+    const float *k_norm;       // [head_dim], or null
+    const float *angles;       // [context, head_dim / 2, (cos, sin)]
+    const uint32_t *positions; // [rows]
+    const uint32_t *places;    // [rows]: block * block_tokens + offset; ~0: the row is padding
+    void *kv;                  // the pool, see Kv
+    uint64_t block_numbers;    // numbers from one block to the next
+    uint64_t layer_offset;     // numbers from a block's start to the layer's keys
+    uint32_t rows, heads, kv_heads, head_dim, block_tokens;
+    float eps;
+};
+
+// out[rows, width] = silu(gate) * up
+struct SwigluParams {
+    const void *gate_up; // [rows, 2 * width]: first the gates, then the ups
+    void *out;           // [rows, width]
+    uint32_t rows, width;
+};
+
+// A piece of work for attention: queries of neighbouring tokens of one sequence, over some of their keys.
+struct AttentionItem {
+    uint32_t row;      // first token's row in the batch
+    uint32_t tokens;   // tokens
+    uint32_t position; // of the first token
+    uint32_t table;    // where the sequence's block table begins
+    uint32_t split, split_end; // splits of keys that this item treats; absolute
+    uint32_t first_split, splits; // those of all items for these tokens
+    uint32_t partial;  // index of the first split's partial result, over all key heads
+    uint32_t counter;  // index of these tokens' counter
+    uint32_t pieces;   // items for these tokens; 1: this one writes the result itself
+    uint32_t whole;    // 1: many rows, all keys at once
+};
+
+struct AttentionParams {
+    const void *qkv;     // [rows, (heads + 2 * kv_heads) * head_dim], queries rotated
+    void *out;           // [rows, heads * head_dim]
+    const void *kv;      // the pool, see Kv
+    const AttentionItem *items;
+    const uint32_t *item_count;
+    const uint32_t *tables;
+    float *partial_sums; // [partials, kv_heads, 16, head_dim]
+    float *partial_tops; // [partials, kv_heads, 16, 2]: maximum, sum
+    uint32_t *counters;  // [counters, kv_heads]; 0 before and after
+    uint64_t block_numbers, layer_offset;
+    uint32_t heads, kv_heads, block_shift; // tokens in a block: 1 << block_shift
+    uint32_t window;     // positions up to its own that a token sees; 0: all
+    uint32_t stages;     // of the pipeline over keys: 2 or 3
+    float scale;         // 1 / sqrt(head_dim) * log2(e)
+};
+
+// out[m, n] = x[m, k] * weight[n, k]^T + bias
+struct GemmParams {
+    const void *x;
+    const void *weight;
+    const float *bias; // [n], or null
+    void *out;         // [m, stride]
+    uint32_t m, n, k;
+    uint32_t stride;   // at least n
+};
+
+// Copies of blocks within the pool, (from, to) each.
+struct CopyParams {
+    uint8_t *pool;
+    const uint32_t *pairs; // [pairs, 2]
+    uint64_t block_bytes;  // a multiple of 16
+};
+
+// How a row's token is chosen.
+struct SamplingRow {
+    uint32_t *history; // [vocabulary]: how often generated, top bit: in the prompt; or null
+    const uint32_t *adjustments; // [biases + masked, (token, bias as bits)]
+    uint64_t seed;
+    uint32_t biases, masked;
+    uint32_t choice, position;
+    float temperature, top_p, min_p; // temperature 0: the most probable
+    uint32_t top_k;                  // 0: all
+    float repetition, frequency, presence;
+    uint32_t logprobs; // 0: none; else one more than the number of alternatives
+    uint32_t active;   // 0: the row is padding
+    uint32_t unused[3];
+};
+
+constexpr uint32_t TOP_MAX = 20;
+
+struct SamplingResult {
+    uint32_t token;
+    float logprob;
+    uint32_t top; // entries of the two lists
+    uint32_t unused;
+    uint32_t tokens[TOP_MAX];
+    float logprobs[TOP_MAX];
+};
+
+struct SamplingParams {
+    float *logits;           // [rows, stride]; changed where a row asks for adjustments
+    const SamplingRow *rows;
+    SamplingResult *results; // [rows]
+    uint32_t *sampled;       // [rows]
+    uint32_t vocabulary;
+    uint32_t stride;         // a multiple of 4
+};
+
+// Sets up the history of a sequence.
+struct HistoryParams {
+    uint32_t *history;        // [vocabulary]
+    const uint32_t *tokens;   // prompt, then generated
+    uint32_t vocabulary, prompt, generated;
+};
+
+// A block of the KV pool is contiguous over all layers: [layers, (keys, values), kv_heads, block_tokens, head_dim].

@@ -1,0 +1,71 @@
+// Everything between the QKV product and attention, in one pass: norms of queries and keys where the model has them,
+// rotation of both to their positions, and keys and values into the pool.
+#include "params.h"
+
+constexpr uint32_t QKV_THREADS = 128;
+constexpr uint32_t HEAD_DIM_MAX = 256;
+
+// One warp a head of a row: heads queries, then kv_heads keys, then kv_heads values. head_dim is even, at most 256.
+// Queries are finished in place; keys and values are written to the pool alone, which is where attention reads them.
+template <typename T> DEVICE void finish_qkv(const QkvParams &p) {
+    uint32_t all = p.heads + 2 * p.kv_heads;
+    uint64_t unit = (uint64_t)block_index() * (QKV_THREADS / WARP) + warp();
+    if (unit >= (uint64_t)p.rows * all) {
+        return;
+    }
+    uint32_t row = (uint32_t)(unit / all), head = (uint32_t)(unit % all);
+    uint32_t place = p.places[row];
+    if (place == ~0u) {
+        return;
+    }
+    uint32_t half = p.head_dim / 2;
+    T *x = (T *)p.qkv + ((uint64_t)row * all + head) * p.head_dim;
+    bool query = head < p.heads, value = head >= p.heads + p.kv_heads;
+    T *to = x;
+    if (!query) {
+        uint32_t kv_head = (head - p.heads) % p.kv_heads;
+        uint32_t block = place / p.block_tokens, offset = place % p.block_tokens;
+        uint64_t line = (uint64_t)(value ? p.kv_heads + kv_head : kv_head) * p.block_tokens + offset;
+        to = (T *)p.kv + (uint64_t)block * p.block_numbers + p.layer_offset + line * p.head_dim;
+    }
+    // Each lane has the numbers i and i + half for i = lane, lane + 32, ...
+    constexpr uint32_t PAIRS = HEAD_DIM_MAX / 2 / WARP;
+    float low[PAIRS], high[PAIRS];
+    float sum = 0.0f;
+    UNROLL
+    for (uint32_t j = 0; j < PAIRS; j++) {
+        uint32_t i = lane() + j * WARP;
+        low[j] = i < half ? to_float(x[i]) : 0.0f;
+        high[j] = i < half ? to_float(x[i + half]) : 0.0f;
+        sum = fma_exact(low[j], low[j], sum);
+        sum = fma_exact(high[j], high[j], sum);
+    }
+    const float *weight = query ? p.q_norm : p.k_norm;
+    float scale = 1.0f;
+    if (!value && weight) {
+        scale = root_inverse(warp_sum(sum) / (float)p.head_dim + p.eps);
+    }
+    const float *angles = p.angles + (uint64_t)p.positions[row] * p.head_dim;
+    UNROLL
+    for (uint32_t j = 0; j < PAIRS; j++) {
+        uint32_t i = lane() + j * WARP;
+        if (i < half) {
+            float a = low[j], b = high[j];
+            if (!value) {
+                if (weight) {
+                    a = a * scale * weight[i];
+                    b = b * scale * weight[i + half];
+                }
+                float cosine = angles[2 * i], sine = angles[2 * i + 1];
+                float turned = a * cosine - b * sine;
+                b = b * cosine + a * sine;
+                a = turned;
+            }
+            to[i] = narrow<T>(a);
+            to[i + half] = narrow<T>(b);
+        }
+    }
+}
+
+KERNEL(finish_qkv_bf16, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16>(p); }
+KERNEL(finish_qkv_f16, QkvParams, QKV_THREADS, 8) { finish_qkv<F16>(p); }

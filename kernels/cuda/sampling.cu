@@ -1,0 +1,520 @@
+// Choosing a token from each row of logits: penalties, biases, masks, then the most probable token or a draw after
+// temperature, top-k, top-p and min-p; log probabilities where asked for. No sort: what is kept is found by counting.
+//
+// The rules are those of the CPU's kernels, and so are the random numbers. Weights e^((logit - best) / temperature) have
+// the CPU's bits where it has a fused multiply-add; their sums are of fixed-point numbers, which are exact, so neither
+// the order of threads nor the shape of a block shows in a choice.
+#include "params.h"
+
+constexpr uint32_t SAMPLING_THREADS = 512;
+constexpr uint32_t SAMPLING_WARPS = SAMPLING_THREADS / WARP;
+constexpr uint32_t BINS = 2048;
+// Bins of logits by their distance from the best, for a first cut.
+constexpr float BINS_PER_UNIT = 64.0f;
+// A weight of 1, which is that of the most probable token. 2^18 of them still fit 64 bits.
+constexpr float UNIT = 17592186044416.0f; // 2^44
+
+struct SamplingShared {
+    uint64_t bins[BINS];
+    uint64_t reduced[SAMPLING_WARPS];
+    uint64_t found[4];
+    uint32_t count;
+    uint32_t ids[TOP_MAX];
+    float logits[TOP_MAX];
+};
+
+// NaN is never chosen.
+DEVICE float clean(float x) { return x == x ? x : -INFINITE; }
+
+// Calls EACH(id, logit) for every token, NaN cleaned away: eight in flight, so that loads overlap.
+template <typename Each> DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
+    constexpr uint32_t AHEAD = 2;
+    uint32_t fours = (vocabulary + 3) / 4;
+    for (uint32_t first = thread_index(); first < fours; first += SAMPLING_THREADS * AHEAD) {
+        Float4 four[AHEAD];
+        UNROLL
+        for (uint32_t j = 0; j < AHEAD; j++) {
+            uint32_t at = first + j * SAMPLING_THREADS;
+            four[j] = at < fours ? ((const Float4 *)logits)[at] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+        UNROLL
+        for (uint32_t j = 0; j < AHEAD; j++) {
+            float x[4] = {four[j].x, four[j].y, four[j].z, four[j].w};
+            UNROLL
+            for (uint32_t i = 0; i < 4; i++) {
+                uint32_t id = (first + j * SAMPLING_THREADS) * 4 + i;
+                if (id < vocabulary) {
+                    each(id, clean(x[i]));
+                }
+            }
+        }
+    }
+}
+
+// Sorts like logits do, equal zeros included.
+DEVICE uint32_t order_of(float x) {
+    uint32_t bits = float_to_bits(x == 0.0f ? 0.0f : x);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+// e^x; the same operations as on the CPU.
+DEVICE float exponential(float x) {
+    float clamped = fminf(88.37f, fmaxf(x, -87.33654f));
+    float n = round_even(multiply_exact(clamped, 1.44269504f));
+    float r = fma_exact(n, -0.6933594f, clamped);
+    r = fma_exact(n, 2.1219444e-4f, r);
+    float p = 1.9875691e-4f;
+    p = fma_exact(p, r, 1.3981999e-3f);
+    p = fma_exact(p, r, 8.333452e-3f);
+    p = fma_exact(p, r, 4.1665796e-2f);
+    p = fma_exact(p, r, 1.6666665e-1f);
+    p = fma_exact(p, r, 0.5f);
+    p = fma_exact(p, multiply_exact(r, r), r) + 1.0f;
+    float scaled = multiply_exact(p, bits_to_float((uint32_t)((int32_t)n + 127) << 23));
+    return x < -87.33654f ? 0.0f : scaled;
+}
+
+DEVICE float weight_of(float logit, float best, float temperature) {
+    // Infinity minus infinity is no number, so what equals the best is not subtracted.
+    return exponential(logit < best ? divide_exact(logit - best, temperature) : 0.0f);
+}
+DEVICE uint64_t mass_of(float weight) { return (uint64_t)multiply_exact(weight, UNIT); }
+
+// The tokens kept: all before a place in the order of logits, largest first, and of equal logits by ascending id.
+struct Cut {
+    uint32_t order, id;
+};
+DEVICE bool keeps(const Cut &cut, uint32_t order, uint32_t id) {
+    return order > cut.order || (order == cut.order && id <= cut.id);
+}
+
+DEVICE uint64_t block_sum(SamplingShared &shared, uint64_t value) {
+    value = warp_sum(value);
+    if (lane() == 0) {
+        shared.reduced[warp()] = value;
+    }
+    barrier();
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < SAMPLING_WARPS; i++) {
+        sum += shared.reduced[i];
+    }
+    barrier();
+    return sum;
+}
+
+DEVICE uint64_t block_max(SamplingShared &shared, uint64_t value) {
+    UNROLL
+    for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
+        uint64_t other = shuffle_xor(value, mask);
+        value = other > value ? other : value;
+    }
+    if (lane() == 0) {
+        shared.reduced[warp()] = value;
+    }
+    barrier();
+    uint64_t best = 0;
+    for (uint32_t i = 0; i < SAMPLING_WARPS; i++) {
+        best = shared.reduced[i] > best ? shared.reduced[i] : best;
+    }
+    barrier();
+    return best;
+}
+
+// The best token: its order above, the complement of its id below.
+DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, uint32_t vocabulary) {
+    uint64_t best = 0;
+    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+        uint64_t key = (uint64_t)order_of(logit) << 32 | (uint32_t)~i;
+        best = key > best ? key : best;
+    });
+    return block_max(shared, best);
+}
+
+// Where in the bins, from the first on, their running sum reaches TARGET.
+struct Crossing {
+    uint32_t bin;
+    uint64_t before, in; // sums before the bin, and of it
+};
+
+DEVICE Crossing cross(SamplingShared &shared, uint64_t target) {
+    constexpr uint32_t EACH = BINS / SAMPLING_THREADS;
+    uint64_t own[EACH], sum = 0;
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+        own[i] = shared.bins[thread_index() * EACH + i];
+        sum += own[i];
+    }
+    uint64_t upto = sum;
+    UNROLL
+    for (uint32_t delta = 1; delta < WARP; delta *= 2) {
+        uint64_t other = shuffle_up(upto, delta);
+        upto += lane() >= delta ? other : 0;
+    }
+    if (lane() == WARP - 1) {
+        shared.reduced[warp()] = upto;
+    }
+    barrier();
+    for (uint32_t i = 0; i < warp(); i++) {
+        upto += shared.reduced[i];
+    }
+    uint64_t before = upto - sum;
+    UNROLL
+    for (uint32_t i = 0; i < EACH; i++) {
+        if (before < target && target <= before + own[i]) {
+            shared.found[0] = thread_index() * EACH + i;
+            shared.found[1] = before;
+            shared.found[2] = own[i];
+        }
+        before += own[i];
+    }
+    barrier();
+    Crossing crossing = {(uint32_t)shared.found[0], shared.found[1], shared.found[2]};
+    barrier();
+    return crossing;
+}
+
+DEVICE void clear_bins(SamplingShared &shared) {
+    for (uint32_t i = thread_index(); i < BINS; i += SAMPLING_THREADS) {
+        shared.bins[i] = 0;
+    }
+    barrier();
+}
+
+// Bins of the key's bits from SHIFT on, largest first.
+template <typename Each>
+DEVICE Crossing radix_round(SamplingShared &shared, const float *logits, uint32_t vocabulary, uint32_t prefix, uint32_t shift, uint32_t bits,
+                            uint64_t target, Each each) {
+    clear_bins(shared);
+    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+        uint32_t key;
+        uint64_t measure;
+        if (each(i, logit, key, measure) && (shift + bits == 32 || key >> (shift + bits) == prefix)) {
+            uint32_t digit = key >> shift & ((1u << bits) - 1);
+            atomic_add(&shared.bins[(1u << bits) - 1 - digit], measure);
+        }
+    });
+    barrier();
+    return cross(shared, target);
+}
+
+// The key at which the running sum of measures, from the largest key on, reaches TARGET; TARGET becomes what is missing
+// before that key. EACH(i, logit, key, measure) says whether token i counts.
+template <typename Each>
+DEVICE uint32_t radix_select(SamplingShared &shared, const float *logits, uint32_t vocabulary, uint64_t &target,
+                             uint64_t &in, Each each) {
+    uint32_t prefix = 0;
+    uint32_t shift = 32;
+    for (uint32_t round = 0; round < 3; round++) {
+        uint32_t bits = round == 2 ? 10 : 11;
+        shift -= bits;
+        Crossing crossing = radix_round(shared, logits, vocabulary, prefix, shift, bits, target, each);
+        target -= crossing.before;
+        in = crossing.in;
+        prefix = prefix << bits | ((1u << bits) - 1 - crossing.bin);
+    }
+    return prefix;
+}
+
+// How much a token adds to what is measured: 1 for top-k, its mass for top-p.
+struct Measure {
+    bool mass;
+    float best, temperature;
+};
+DEVICE uint64_t measure_of(const Measure &measure, float logit) {
+    return measure.mass ? mass_of(weight_of(logit, measure.best, measure.temperature)) : 1;
+}
+
+DEVICE uint32_t distance_bin(float logit, float best) {
+    float distance = logit < best ? multiply_exact(best - logit, BINS_PER_UNIT) : 0.0f;
+    return distance < (float)(BINS - 1) ? (uint32_t)distance : BINS - 1;
+}
+
+// The shortest beginning of the order, within INSIDE, whose measures add up to TARGET. TARGET is at least 1 and at most
+// their sum. A first cut by distance from the best leaves few tokens for the exact ones.
+SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t vocabulary, const Cut &inside,
+                  const Measure &measure, uint64_t target) {
+    float best = measure.best;
+    clear_bins(shared);
+    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+        uint64_t amount = measure_of(measure, logit);
+        if (amount > 0 && keeps(inside, order_of(logit), i)) {
+            atomic_add(&shared.bins[distance_bin(logit, best)], amount);
+        }
+    });
+    barrier();
+    Crossing crossing = cross(shared, target);
+    target -= crossing.before;
+    uint32_t bin = crossing.bin;
+    uint64_t in = 0;
+    auto in_bin = [&](uint32_t i, float logit, uint32_t &key, uint64_t &amount) {
+        if (distance_bin(logit, best) != bin) {
+            return false;
+        }
+        key = order_of(logit);
+        amount = measure_of(measure, logit);
+        return keeps(inside, key, i);
+    };
+    uint32_t order = radix_select(shared, logits, vocabulary, target, in, in_bin);
+    // Of the tokens with the last logit, all weigh the same; as few as needed, by ascending id.
+    uint64_t one = 1;
+    if (measure.mass) {
+        uint32_t bits = order >> 31 ? order & ~(1u << 31) : ~order;
+        one = mass_of(weight_of(bits_to_float(bits), best, measure.temperature));
+    }
+    uint64_t needed = (target + one - 1) / one, there = in / one;
+    if (needed >= there) {
+        return order == inside.order ? inside : Cut{order, ~0u};
+    }
+    auto last = [&](uint32_t i, float logit, uint32_t &key, uint64_t &amount) {
+        key = ~i;
+        amount = 1;
+        return order_of(logit) == order && keeps(inside, order, i);
+    };
+    return Cut{order, ~radix_select(shared, logits, vocabulary, needed, in, last)};
+}
+
+// Philox 4x32-10; the lower 53 of the bits that a uniform number in [0, 1) is made of.
+DEVICE uint64_t draw(uint64_t seed, uint32_t choice, uint32_t position) {
+    uint32_t c0 = position, c1 = choice, c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (uint32_t round = 0; round < 10; round++) {
+        if (round > 0) {
+            k0 += 0x9E3779B9;
+            k1 += 0xBB67AE85;
+        }
+        uint64_t a = (uint64_t)0xD2511F53 * c0, b = (uint64_t)0xCD9E8D57 * c2;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+    }
+    return ((uint64_t)c1 << 32 | c0) >> 11;
+}
+
+// The tokens of a row that take part in the draw.
+struct Kept {
+    const float *logits;
+    Cut cut;
+    float best, temperature, min_p;
+};
+DEVICE uint64_t kept_mass(const Kept &kept, uint32_t i, float logit) {
+    if (!keeps(kept.cut, order_of(logit), i)) {
+        return 0;
+    }
+    float weight = weight_of(logit, kept.best, kept.temperature);
+    return weight < kept.min_p ? 0 : mass_of(weight);
+}
+
+// Sums of the kept masses over one range of ids for each warp, from FROM on, EACH ids long.
+DEVICE void range_sums(SamplingShared &shared, const Kept &kept, uint32_t from, uint32_t each, uint32_t end) {
+    uint32_t first = from + warp() * each, last = smaller(first + each, end);
+    uint64_t sum = 0;
+    UNROLL_BY(4)
+    for (uint32_t i = first + lane(); i < last; i += WARP) {
+        sum += kept_mass(kept, i, clean(kept.logits[i]));
+    }
+    sum = warp_sum(sum);
+    if (lane() == 0) {
+        shared.reduced[warp()] = sum;
+    }
+    barrier();
+}
+
+// Which warp's range holds TARGET; TARGET becomes the place within it.
+DEVICE uint32_t range_of(SamplingShared &shared, uint64_t &target) {
+    uint32_t range = 0;
+    while (range + 1 < SAMPLING_WARPS && shared.reduced[range] <= target) {
+        target -= shared.reduced[range];
+        range++;
+    }
+    barrier();
+    return range;
+}
+
+// Kept tokens lie on a line in the order of their ids, each as long as its mass: the one at the drawn part of it.
+DEVICE uint32_t pick(SamplingShared &shared, const Kept &kept, uint32_t vocabulary, uint64_t bits) {
+    uint32_t each = (vocabulary + SAMPLING_WARPS - 1) / SAMPLING_WARPS;
+    range_sums(shared, kept, 0, each, vocabulary);
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < SAMPLING_WARPS; i++) {
+        total += shared.reduced[i];
+    }
+    // bits / 2^53 of the total
+    uint64_t target = multiply_high(bits << 11, total);
+    uint32_t from = range_of(shared, target) * each;
+    uint32_t end = smaller(from + each, vocabulary);
+    uint32_t within = (each + SAMPLING_WARPS - 1) / SAMPLING_WARPS;
+    range_sums(shared, kept, from, within, end);
+    from += range_of(shared, target) * within;
+    end = smaller(from + within, end);
+    if (warp() == 0) {
+        for (uint32_t first = from; first < end; first += WARP) {
+            uint32_t i = first + lane();
+            uint64_t mass = i < end ? kept_mass(kept, i, clean(kept.logits[i])) : 0;
+            uint64_t upto = mass;
+            UNROLL
+            for (uint32_t delta = 1; delta < WARP; delta *= 2) {
+                uint64_t other = shuffle_up(upto, delta);
+                upto += lane() >= delta ? other : 0;
+            }
+            uint64_t all = warp_sum(mass);
+            if (target < all) {
+                if (upto - mass <= target && target < upto) {
+                    shared.found[0] = i;
+                }
+                break;
+            }
+            target -= all;
+        }
+    }
+    barrier();
+    uint32_t token = (uint32_t)shared.found[0];
+    barrier();
+    return token;
+}
+
+DEVICE void adjust(const SamplingRow &row, float *logits, uint32_t vocabulary) {
+    if (row.history) {
+        for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
+            uint32_t seen = row.history[i];
+            if (seen) {
+                float x = clean(logits[i]);
+                x = x > 0.0f ? divide_exact(x, row.repetition) : multiply_exact(x, row.repetition);
+                uint32_t times = seen & 0x7fffffff;
+                if (times > 0) {
+                    x = x - multiply_exact((float)times, row.frequency);
+                    x = x - row.presence;
+                }
+                logits[i] = x;
+            }
+        }
+        barrier();
+    }
+    for (uint32_t i = thread_index(); i < row.biases; i += SAMPLING_THREADS) {
+        uint32_t token = row.adjustments[2 * i];
+        if (token < vocabulary) {
+            logits[token] = clean(logits[token]) + bits_to_float(row.adjustments[2 * i + 1]);
+        }
+    }
+    barrier();
+    for (uint32_t i = thread_index(); i < row.masked; i += SAMPLING_THREADS) {
+        uint32_t token = row.adjustments[2 * (row.biases + i)];
+        if (token < vocabulary) {
+            logits[token] = -INFINITE;
+        }
+    }
+    barrier();
+}
+
+// ln of a token's probability, given ln of the sum of all.
+DEVICE float logprob_of(float logit, double total) {
+    float logprob = (float)((double)logit - total);
+    // Both infinite: the token shares all the probability there is, or there is none.
+    return logprob == logprob ? logprob : 0.0f;
+}
+
+DEVICE void report(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best,
+                   uint32_t token, SamplingResult &result) {
+    uint32_t wanted = smaller(smaller(row.logprobs - 1, TOP_MAX), vocabulary);
+    uint64_t sum = 0;
+    each_logit(logits, vocabulary,
+               [&](uint32_t, float logit) { sum += mass_of(weight_of(logit, best, 1.0f)); });
+    sum = block_sum(shared, sum);
+    bool infinite = best - best != 0.0f;
+    double total = infinite ? (double)best : (double)best + log_double((double)sum / (double)UNIT);
+    if (thread_index() == 0) {
+        shared.count = 0;
+        result.logprob = logprob_of(clean(logits[token]), total);
+        result.top = wanted;
+    }
+    barrier();
+    if (wanted == 0) {
+        return;
+    }
+    Measure measure = {false, best, 1.0f};
+    Cut cut = cut_at(shared, logits, vocabulary, Cut{0, ~0u}, measure, wanted);
+    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
+        if (keeps(cut, order_of(logit), i)) {
+            uint32_t at = atomic_add(&shared.count, 1u);
+            if (at < TOP_MAX) {
+                shared.ids[at] = i;
+                shared.logits[at] = logit;
+            }
+        }
+    });
+    barrier();
+    if (thread_index() < wanted) {
+        uint32_t id = shared.ids[thread_index()], order = order_of(shared.logits[thread_index()]), rank = 0;
+        for (uint32_t i = 0; i < wanted; i++) {
+            uint32_t other = order_of(shared.logits[i]);
+            rank += other > order || (other == order && shared.ids[i] < id);
+        }
+        result.tokens[rank] = id;
+        result.logprobs[rank] = logprob_of(shared.logits[thread_index()], total);
+    }
+}
+
+// One block a row.
+KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const SamplingRow &row = p.rows[block_index()];
+    if (!row.active) {
+        return;
+    }
+    uint32_t vocabulary = p.vocabulary;
+    float *logits = p.logits + (uint64_t)block_index() * p.stride;
+    if (row.history || row.biases || row.masked) {
+        adjust(row, logits, vocabulary);
+    }
+    uint64_t top = best_of(shared, logits, vocabulary);
+    uint32_t token = ~(uint32_t)top;
+    float best = clean(logits[token]);
+    if (row.temperature > 0.0f) {
+        Cut cut = {0, ~0u};
+        if (row.top_k > 0 && row.top_k < vocabulary) {
+            cut = cut_at(shared, logits, vocabulary, cut, Measure{false, best, row.temperature}, row.top_k);
+        }
+        if (row.top_p < 1.0f) {
+            uint64_t sum = 0;
+            Kept kept = {logits, cut, best, row.temperature, 0.0f};
+            each_logit(logits, vocabulary, [&](uint32_t i, float logit) { sum += kept_mass(kept, i, logit); });
+            sum = block_sum(shared, sum);
+            double goal = (double)row.top_p * (double)sum;
+            uint64_t target = (uint64_t)goal;
+            target += (double)target < goal;
+            target = target < 1 ? 1 : target > sum ? sum : target;
+            cut = cut_at(shared, logits, vocabulary, cut, Measure{true, best, row.temperature}, target);
+        }
+        Kept kept = {logits, cut, best, row.temperature, row.min_p};
+        token = pick(shared, kept, vocabulary, draw(row.seed, row.choice, row.position));
+    }
+    SamplingResult &result = p.results[block_index()];
+    if (row.logprobs) {
+        report(shared, row, logits, vocabulary, best, token, result);
+    }
+    if (thread_index() == 0) {
+        result.token = token;
+        p.sampled[block_index()] = token;
+        if (row.history) {
+            row.history[token] += 1;
+        }
+    }
+}
+
+// Counts the tokens of a sequence's prompt and output. One block.
+KERNEL(count_history, HistoryParams, SAMPLING_THREADS, 1) {
+    for (uint32_t i = thread_index(); i < p.vocabulary; i += SAMPLING_THREADS) {
+        p.history[i] = 0;
+    }
+    barrier();
+    for (uint32_t i = thread_index(); i < p.prompt + p.generated; i += SAMPLING_THREADS) {
+        uint32_t token = p.tokens[i];
+        if (token < p.vocabulary) {
+            if (i < p.prompt) {
+                atomic_or(p.history + token, 1u << 31);
+            } else {
+                atomic_add(p.history + token, 1u);
+            }
+        }
+    }
+}

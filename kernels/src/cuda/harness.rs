@@ -1,0 +1,206 @@
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char, c_void};
+
+use super::device::{Device, DeviceError, Half, Launch, Profile};
+
+#[cfg(harness)]
+mod foreign {
+    use super::{c_char, c_void};
+
+    unsafe extern "C" {
+        pub fn inflight_harness_launch(
+            name: *const c_char,
+            blocks_x: u32,
+            blocks_y: u32,
+            threads: u32,
+            shared_bytes: u32,
+            params: *const c_void,
+            bytes: usize,
+            global: *const *const c_void,
+            count: usize,
+            backwards: u32,
+        ) -> *const c_char;
+        pub fn inflight_harness_narrow(x: f32, brain: u32) -> u32;
+        pub fn inflight_harness_widen(bits: u32, brain: u32) -> f32;
+    }
+}
+
+/// Where no C++ compiler was found.
+#[cfg(not(harness))]
+mod foreign {
+    use super::{c_char, c_void};
+
+    pub unsafe fn inflight_harness_launch(
+        _: *const c_char,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: *const c_void,
+        _: usize,
+        _: *const *const c_void,
+        _: usize,
+        _: u32,
+    ) -> *const c_char {
+        c"there was no C++ compiler to build the harness with".as_ptr()
+    }
+    pub unsafe fn inflight_harness_narrow(_: f32, _: u32) -> u32 {
+        0
+    }
+    pub unsafe fn inflight_harness_widen(_: u32, _: u32) -> f32 {
+        0.0
+    }
+}
+
+use foreign::{inflight_harness_launch, inflight_harness_narrow, inflight_harness_widen};
+
+/// What the harness rounds a number to.
+pub fn narrow_on_harness(half: Half, x: f32) -> u16 {
+    // SAFETY: a pure function.
+    unsafe { inflight_harness_narrow(x, u32::from(half == Half::Bf16)) as u16 }
+}
+
+/// What the harness takes bits for.
+pub fn widen_on_harness(half: Half, bits: u16) -> f32 {
+    // SAFETY: a pure function.
+    unsafe { inflight_harness_widen(bits.into(), u32::from(half == Half::Bf16)) }
+}
+
+/// Bytes before and after each allocation that nobody may write.
+const GUARD: usize = 256;
+/// All ones: NaN in every type.
+const PATTERN: u8 = 0xff;
+
+/// A device made of fibers: each thread of a block is one, blocks run one after the other. It runs the very sources of
+/// the kernels, checks what a device does not check, and is slow.
+#[derive(Default)]
+pub struct Harness {
+    memory: RefCell<Vec<(usize, usize)>>,
+    launches: RefCell<u32>,
+}
+
+/// Memory of a [`Harness`], poisoned with NaN until written.
+pub struct HostMemory {
+    words: Box<[u128]>,
+    bytes: usize,
+}
+
+impl HostMemory {
+    /// Where it begins; a multiple of 16.
+    pub fn address(&self) -> u64 {
+        self.words.as_ptr() as u64 + GUARD as u64
+    }
+
+    /// Bytes of it.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Reads numbers from it.
+    ///
+    /// # Panics
+    /// If it holds fewer.
+    pub fn read<T: Copy>(&self, count: usize) -> Vec<T> {
+        assert!(count * size_of::<T>() <= self.bytes, "more is read than there is");
+        // SAFETY: within the allocation, aligned to 16; callers read plain numbers.
+        unsafe { std::slice::from_raw_parts(self.address() as *const T, count) }.to_vec()
+    }
+
+    /// Writes numbers to it, from `byte` on.
+    ///
+    /// # Panics
+    /// If it has no room for them.
+    pub fn write<T: Copy>(&mut self, byte: usize, values: &[T]) {
+        assert!(byte + size_of_val(values) <= self.bytes, "more is written than there is room for");
+        // SAFETY: within the allocation.
+        unsafe {
+            let to = self.words.as_mut_ptr().cast::<u8>().add(GUARD + byte);
+            std::ptr::copy_nonoverlapping(values.as_ptr().cast::<u8>(), to, size_of_val(values));
+        }
+    }
+
+    /// Whether nobody wrote beside it.
+    pub fn is_intact(&self) -> bool {
+        // SAFETY: the whole allocation.
+        let all = unsafe {
+            std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), size_of_val(&*self.words))
+        };
+        all[..GUARD].iter().chain(&all[GUARD + self.bytes..]).all(|byte| *byte == PATTERN)
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        assert!(std::thread::panicking() || self.is_intact(), "a kernel wrote beside a buffer");
+    }
+}
+
+impl Harness {
+    /// Whether it was built: where there is no C++ compiler, every launch fails.
+    pub const AVAILABLE: bool = cfg!(harness);
+
+    /// A device without memory so far.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Memory that its kernels may use.
+    pub fn alloc(&self, bytes: usize) -> HostMemory {
+        let words = (bytes + 2 * GUARD).div_ceil(16);
+        let memory = HostMemory { words: vec![u128::MAX; words].into(), bytes };
+        self.memory.borrow_mut().push((memory.address() as usize, bytes));
+        memory
+    }
+
+    /// Memory that holds these numbers.
+    pub fn upload<T: Copy>(&self, values: &[T]) -> HostMemory {
+        let mut memory = self.alloc(size_of_val(values));
+        memory.write(0, values);
+        memory
+    }
+}
+
+impl Device for Harness {
+    fn profile(&self) -> Profile {
+        Profile { multiprocessors: 4, shared_bytes: 232_448, multiprocessor_shared_bytes: 233_472 }
+    }
+
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        let failed = |reason: &str| DeviceError::Failed {
+            what: format!("launching {}", launch.kernel),
+            reason: reason.to_owned(),
+        };
+        let name = CString::new(launch.kernel).map_err(|_| failed("the name has a zero byte"))?;
+        let global: Vec<*const c_void> = self
+            .memory
+            .borrow()
+            .iter()
+            .flat_map(|(from, bytes)| [*from as *const c_void, (from + bytes) as *const c_void])
+            .collect();
+        // The block is copied, for the kernel reads it with its own alignment.
+        let mut params = vec![0u64; launch.params.len().div_ceil(8)];
+        let backwards = self.launches.replace_with(|count| count.wrapping_add(1));
+        // SAFETY: the parameters are as long as said; the rest is passed on to the caller.
+        let error = unsafe {
+            std::ptr::copy_nonoverlapping(
+                launch.params.as_ptr(),
+                params.as_mut_ptr().cast(),
+                launch.params.len(),
+            );
+            let error = inflight_harness_launch(
+                name.as_ptr(),
+                launch.grid.0,
+                launch.grid.1,
+                launch.threads,
+                launch.shared_bytes,
+                params.as_ptr().cast(),
+                launch.params.len(),
+                global.as_ptr(),
+                global.len() / 2,
+                backwards,
+            );
+            (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
+        };
+        error.map_or(Ok(()), |reason| Err(failed(&reason)))
+    }
+}

@@ -1,0 +1,250 @@
+//! How each kernel is launched: its name, grid and shared memory, from the shapes in its parameters.
+
+use super::device::{Device, DeviceError, Half, Launch, Profile};
+use super::params::{
+    AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
+    SamplingParams, SwigluParams, as_bytes,
+};
+
+/// Head dimensions that attention is built for.
+pub const HEAD_DIMS: [u32; 4] = [64, 96, 128, 256];
+/// Positions of a split of keys.
+pub const ATTENTION_SPLIT: u32 = 256;
+/// Rows (tokens times heads of a group) of an item that splits its keys.
+pub const ATTENTION_SPLIT_ROWS: u32 = 16;
+/// Rows of an item of many rows, of heads up to 128 numbers.
+pub const ATTENTION_ROWS: u32 = 128;
+
+const ATTENTION_THREADS: u32 = 128;
+const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
+const SAMPLING_THREADS: u32 = 512;
+const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8 + 20 * 8;
+const COLUMNS_OF_COPY: u32 = 32;
+/// What every block takes of its multiprocessor's shared memory beside its own.
+const SHARED_BYTES_OF_SYSTEM: u32 = 1024;
+
+/// Rows of an item of many rows.
+pub(super) fn whole_rows(head_dim: u32) -> u32 {
+    if head_dim <= 128 { ATTENTION_ROWS } else { ATTENTION_ROWS / 2 }
+}
+
+fn go<D: Device, P: Plain>(
+    device: &D,
+    kernel: &'static str,
+    grid: (u32, u32),
+    threads: u32,
+    shared_bytes: u32,
+    params: &P,
+) -> Result<(), DeviceError> {
+    if grid.0 == 0 || grid.1 == 0 {
+        return Ok(());
+    }
+    // SAFETY: passed on to the caller.
+    unsafe { device.launch(&Launch { kernel, grid, threads, shared_bytes, params: as_bytes(params) }) }
+}
+
+/// Rows of the embedding; `width` is a multiple of 8.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn embedding<D: Device>(device: &D, half: Half, p: &EmbeddingParams) -> Result<(), DeviceError> {
+    let kernel = by_half(half, "embedding_bf16", "embedding_f16");
+    go(device, kernel, (p.rows, 1), 128, 0, p)
+}
+
+/// Sum and RMS norm of rows; `width` is a multiple of 8.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn norm<D: Device>(device: &D, half: Half, p: &NormParams) -> Result<(), DeviceError> {
+    go(device, by_half(half, "norm_bf16", "norm_f16"), (p.rows, 1), 256, 64, p)
+}
+
+/// Norms, rotation and the write to the pool.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn finish_qkv<D: Device>(device: &D, half: Half, p: &QkvParams) -> Result<(), DeviceError> {
+    let warps = p.rows * (p.heads + 2 * p.kv_heads);
+    go(device, by_half(half, "finish_qkv_bf16", "finish_qkv_f16"), (warps.div_ceil(4), 1), 128, 0, p)
+}
+
+/// The gated activation; `width` is a multiple of 8.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn swiglu<D: Device>(device: &D, half: Half, p: &SwigluParams) -> Result<(), DeviceError> {
+    let eights = u64::from(p.rows) * u64::from(p.width / 8);
+    let blocks = u32::try_from(eights.div_ceil(256)).unwrap_or(u32::MAX);
+    go(device, by_half(half, "swiglu_bf16", "swiglu_f16"), (blocks, 1), 256, 0, p)
+}
+
+/// Bytes of a row of a tile in shared memory, as `Tile` in `device.cuh`.
+fn row_bytes(head_dim: u32) -> u32 {
+    if head_dim.is_multiple_of(64) { head_dim * 2 } else { head_dim * 2 + 16 }
+}
+
+/// Shared memory of an item that splits its keys, with so many stages.
+fn split_bytes(head_dim: u32, stages: u32) -> u32 {
+    let keys = if head_dim <= 128 { 64 } else { 32 };
+    let tiles = (ATTENTION_SPLIT_ROWS + stages * 2 * keys) * row_bytes(head_dim);
+    tiles + ATTENTION_SPLIT_ROWS * head_dim * 4 + MERGE_BYTES
+}
+
+/// Shared memory of an item of many rows.
+fn whole_bytes(head_dim: u32) -> u32 {
+    let keys = if head_dim <= 64 { 64 } else { 32 };
+    (whole_rows(head_dim) + 4 * keys) * row_bytes(head_dim) + whole_rows(head_dim) * 4
+}
+
+/// Registers of a multiprocessor, in blocks of attention: what the compiler's figures allow.
+fn blocks_by_registers(head_dim: u32, mixed: bool) -> u32 {
+    match (mixed, head_dim) {
+        (true, _) | (false, 256) => 2,
+        (false, 64) => 4,
+        (false, _) => 3,
+    }
+}
+
+/// Shared memory of a block of attention and stages of its pipeline.
+fn attention_shape(profile: &Profile, head_dim: u32, mixed: bool) -> (u32, u32) {
+    // A third stage where two blocks still fit a multiprocessor with it.
+    let three = split_bytes(head_dim, 3);
+    let deep = three <= profile.shared_bytes
+        && 2 * (three + SHARED_BYTES_OF_SYSTEM) <= profile.multiprocessor_shared_bytes;
+    let stages = if deep { 3 } else { 2 };
+    let split = split_bytes(head_dim, stages);
+    (if mixed { split.max(whole_bytes(head_dim)) } else { split }, stages)
+}
+
+/// Blocks of attention that a device runs at once. The grid is as large, for each block goes through items in strides: one
+/// that waits for a place would come too late with its share.
+pub fn attention_blocks(profile: &Profile, head_dim: u32, mixed: bool) -> u32 {
+    let (shared, _) = attention_shape(profile, head_dim, mixed);
+    let by_shared = profile.multiprocessor_shared_bytes / (shared + SHARED_BYTES_OF_SYSTEM);
+    profile.multiprocessors * by_shared.min(blocks_by_registers(head_dim, mixed)).max(1)
+}
+
+/// Attention over the items of a plan, with a grid of `blocks` blocks ([`attention_blocks`]); fills in `stages`.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`]; the head dimension is one of [`HEAD_DIMS`] and a group has at most 16 heads.
+pub unsafe fn attention<D: Device>(
+    device: &D,
+    half: Half,
+    head_dim: u32,
+    mixed: bool,
+    blocks: u32,
+    p: &AttentionParams,
+) -> Result<(), DeviceError> {
+    let (shared, stages) = attention_shape(&device.profile(), head_dim, mixed);
+    let p = AttentionParams { stages, ..*p };
+    go(device, attention_kernel(half, head_dim, mixed), (blocks, 1), ATTENTION_THREADS, shared, &p)
+}
+
+fn attention_kernel(half: Half, head_dim: u32, mixed: bool) -> &'static str {
+    match (half, head_dim, mixed) {
+        (Half::Bf16, 64, false) => "attention_decode_bf16_64",
+        (Half::Bf16, 96, false) => "attention_decode_bf16_96",
+        (Half::Bf16, 128, false) => "attention_decode_bf16_128",
+        (Half::Bf16, _, false) => "attention_decode_bf16_256",
+        (Half::Bf16, 64, true) => "attention_mixed_bf16_64",
+        (Half::Bf16, 96, true) => "attention_mixed_bf16_96",
+        (Half::Bf16, 128, true) => "attention_mixed_bf16_128",
+        (Half::Bf16, _, true) => "attention_mixed_bf16_256",
+        (Half::F16, 64, false) => "attention_decode_f16_64",
+        (Half::F16, 96, false) => "attention_decode_f16_96",
+        (Half::F16, 128, false) => "attention_decode_f16_128",
+        (Half::F16, _, false) => "attention_decode_f16_256",
+        (Half::F16, 64, true) => "attention_mixed_f16_64",
+        (Half::F16, 96, true) => "attention_mixed_f16_96",
+        (Half::F16, 128, true) => "attention_mixed_f16_128",
+        (Half::F16, _, true) => "attention_mixed_f16_256",
+    }
+}
+
+/// A product whose bits do not depend on the number of rows. `wide`: the output is f32. `k` is a multiple of 8.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn gemm<D: Device>(device: &D, half: Half, wide: bool, p: &GemmParams) -> Result<(), DeviceError> {
+    let (rows, columns, stages) = match p.m {
+        0..=16 => (16, 64, 4),
+        17..=64 => (64, 64, 4),
+        _ => (128, 128, 3),
+    };
+    let kernel = match (half, wide, rows) {
+        (Half::Bf16, false, 16) => "gemm_few_bf16_half",
+        (Half::Bf16, false, 64) => "gemm_some_bf16_half",
+        (Half::Bf16, false, _) => "gemm_many_bf16_half",
+        (Half::Bf16, true, 16) => "gemm_few_bf16_f32",
+        (Half::Bf16, true, 64) => "gemm_some_bf16_f32",
+        (Half::Bf16, true, _) => "gemm_many_bf16_f32",
+        (Half::F16, false, 16) => "gemm_few_f16_half",
+        (Half::F16, false, 64) => "gemm_some_f16_half",
+        (Half::F16, false, _) => "gemm_many_f16_half",
+        (Half::F16, true, 16) => "gemm_few_f16_f32",
+        (Half::F16, true, 64) => "gemm_some_f16_f32",
+        (Half::F16, true, _) => "gemm_many_f16_f32",
+    };
+    let shared = stages * (rows + columns) * 128;
+    go(device, kernel, (p.n.div_ceil(columns), p.m.div_ceil(rows)), 128, shared, p)
+}
+
+/// Copies of `pairs` blocks; none of them writes what another one reads or writes.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> Result<(), DeviceError> {
+    go(device, "copy_blocks", (COLUMNS_OF_COPY, pairs), 256, 0, p)
+}
+
+/// A token for each of `rows` rows of logits.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn sample<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Result<(), DeviceError> {
+    go(device, "sample", (rows, 1), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p)
+}
+
+/// Counts the tokens of a sequence.
+///
+/// # Errors
+/// As [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn count_history<D: Device>(device: &D, p: &HistoryParams) -> Result<(), DeviceError> {
+    go(device, "count_history", (1, 1), SAMPLING_THREADS, 0, p)
+}
+
+fn by_half(half: Half, bf16: &'static str, f16: &'static str) -> &'static str {
+    match half {
+        Half::Bf16 => bf16,
+        Half::F16 => f16,
+    }
+}

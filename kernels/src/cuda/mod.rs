@@ -1,0 +1,30 @@
+//! Kernels for CUDA devices: their images, their parameters, and how each is launched.
+//!
+//! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Where a CUDA compiler is found they are
+//! built for every architecture; else the committed PTX is embedded, which the driver compiles at load. The same
+//! sources, compiled as plain C++ over fibers (feature `harness`), run on any machine: [`Harness`] is a [`Device`] as
+//! good as a real one, only slow.
+//!
+//! Everything here is written against [`Device`], so what is tested on the harness is what runs.
+
+mod device;
+#[cfg(feature = "harness")]
+mod harness;
+mod image;
+mod launch;
+mod params;
+mod plan;
+
+pub use device::{Device, DeviceError, Half, Launch, Profile};
+#[cfg(feature = "harness")]
+pub use harness::{Harness, HostMemory, narrow_on_harness, widen_on_harness};
+pub use image::{Form, IMAGES, Image, KERNELS, image_of};
+pub use launch::{
+    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, attention, attention_blocks,
+    copy_blocks, count_history, embedding, finish_qkv, gemm, norm, sample, swiglu,
+};
+pub use params::{
+    AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,
+    Plain, QkvParams, SamplingParams, SamplingResult, SamplingRow, SwigluParams, TOP_MAX, as_bytes,
+};
+pub use plan::{AttentionPlan, PlanShape, PlannedSequence};

@@ -1,0 +1,85 @@
+//! The parameter blocks of `kernels/cuda/params.h`, field by field; addresses are of device memory, 0 is none.
+#![allow(missing_docs, reason = "the header has each field's meaning and shape")]
+
+/// Most alternatives that a result holds.
+pub const TOP_MAX: usize = 20;
+
+/// The bytes of a parameter block, or of a slice's element.
+pub fn as_bytes<T: Plain>(value: &T) -> &[u8] {
+    // SAFETY: `Plain` types have no padding, so every byte is initialised.
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) }
+}
+
+/// Types without padding that any bits are valid for.
+///
+/// # Safety
+/// The type is `repr(C)`, all its fields are plain, and its size is the sum of theirs.
+pub unsafe trait Plain: Copy {}
+
+macro_rules! blocks {
+    ($($(#[$doc:meta])* $name:ident { $($field:ident: $kind:ty),* $(,)? })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Debug, Clone, Copy, PartialEq)]
+            #[repr(C)]
+            pub struct $name { $(pub $field: $kind),* }
+
+            const _: () = assert!(size_of::<$name>() == 0 $(+ size_of::<$kind>())*, "a parameter block has padding");
+            // SAFETY: numbers and arrays of them, and no padding, as the line above proves.
+            unsafe impl Plain for $name {}
+
+            impl Default for $name {
+                fn default() -> Self {
+                    // SAFETY: zero is valid for every plain type.
+                    unsafe { std::mem::zeroed() }
+                }
+            }
+        )*
+    };
+}
+
+blocks! {
+    /// Parameters of `embedding`.
+    EmbeddingParams { table: u64, tokens: u64, sampled: u64, hidden: u64, rows: u32, width: u32 }
+    /// Parameters of `norm`.
+    NormParams {
+        residual: u64, delta: u64, weight: u64, out: u64, pick: u64, rows: u32, width: u32, eps: f32, unused: u32,
+    }
+    /// Parameters of `finish_qkv`.
+    QkvParams {
+        qkv: u64, q_norm: u64, k_norm: u64, angles: u64, positions: u64, places: u64, kv: u64,
+        block_numbers: u64, layer_offset: u64,
+        rows: u32, heads: u32, kv_heads: u32, head_dim: u32, block_tokens: u32, eps: f32,
+    }
+    /// Parameters of `swiglu`.
+    SwigluParams { gate_up: u64, out: u64, rows: u32, width: u32 }
+    /// A piece of work for attention.
+    AttentionItem {
+        row: u32, tokens: u32, position: u32, table: u32, split: u32, split_end: u32, first_split: u32, splits: u32,
+        partial: u32, counter: u32, pieces: u32, whole: u32,
+    }
+    /// Parameters of `attention`.
+    AttentionParams {
+        qkv: u64, out: u64, kv: u64, items: u64, item_count: u64, tables: u64,
+        partial_sums: u64, partial_tops: u64, counters: u64, block_numbers: u64, layer_offset: u64,
+        heads: u32, kv_heads: u32, block_shift: u32, window: u32, stages: u32, scale: f32,
+    }
+    /// Parameters of `gemm`.
+    GemmParams { x: u64, weight: u64, bias: u64, out: u64, m: u32, n: u32, k: u32, stride: u32 }
+    /// Parameters of `copy_blocks`.
+    CopyParams { pool: u64, pairs: u64, block_bytes: u64 }
+    /// How a row's token is chosen.
+    SamplingRow {
+        history: u64, adjustments: u64, seed: u64, biases: u32, masked: u32, choice: u32, position: u32,
+        temperature: f32, top_p: f32, min_p: f32, top_k: u32, repetition: f32, frequency: f32, presence: f32,
+        logprobs: u32, active: u32, unused: [u32; 3],
+    }
+    /// What became of a row.
+    SamplingResult {
+        token: u32, logprob: f32, top: u32, unused: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
+    }
+    /// Parameters of `sample`.
+    SamplingParams { logits: u64, rows: u64, results: u64, sampled: u64, vocabulary: u32, stride: u32 }
+    /// Parameters of `count_history`.
+    HistoryParams { history: u64, tokens: u64, vocabulary: u32, prompt: u32, generated: u32, unused: u32 }
+}

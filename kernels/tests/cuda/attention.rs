@@ -1,0 +1,316 @@
+use inflight_kernels::cuda::{
+    AttentionParams, AttentionPlan, Half, PlanShape, PlannedSequence, as_bytes, attention,
+};
+use proptest::prelude::*;
+
+use crate::machine::{Buffer, Machine};
+use crate::{Dice, half, on_harness, unit};
+
+/// Shapes of a model's attention and of its pool.
+#[derive(Debug, Clone)]
+struct Shape {
+    half: Half,
+    head_dim: usize,
+    kv_heads: usize,
+    group: usize,
+    block_tokens: usize,
+    window: Option<u32>,
+    deterministic: bool,
+    /// How finely keys are cut.
+    slots: u32,
+    partials: u32,
+    /// Blocks of the grid.
+    grid: u32,
+    seed: u32,
+}
+
+/// Rows already there, and rows of the batch.
+#[derive(Debug, Clone, Copy)]
+struct Length {
+    position: u32,
+    tokens: u32,
+}
+
+fn shape() -> impl Strategy<Value = Shape> {
+    let window = prop_oneof![2 => Just(None), 1 => (1u32..500).prop_map(Some)];
+    let sizes = (prop::sample::select(vec![64usize, 96, 128, 256]), 1usize..3, 1usize..=8, 0u32..7);
+    let plan =
+        (any::<bool>(), prop::sample::select(vec![1u32, 3, 1000]), prop::sample::select(vec![0u32, 9, 64]));
+    (half(), sizes, window, plan, 1u32..12, any::<u32>()).prop_map(
+        |(half, (head_dim, kv_heads, group, shift), window, (deterministic, slots, partials), grid, seed)| {
+            Shape {
+                half,
+                head_dim,
+                kv_heads,
+                group,
+                block_tokens: 1 << shift,
+                window,
+                deterministic,
+                slots,
+                partials,
+                grid,
+                seed,
+            }
+        },
+    )
+}
+
+fn length() -> impl Strategy<Value = Length> {
+    // Around the edges of blocks, tiles and splits, and up to eight splits.
+    let edge = prop::sample::select(vec![0u32, 15, 16, 31, 32, 63, 64, 255, 256, 511, 512, 700, 1300, 2047]);
+    let tokens = prop_oneof![4 => Just(1u32), 2 => 2u32..20, 1 => 20u32..70];
+    (edge, 0u32..3, tokens).prop_map(|(edge, more, tokens)| Length { position: edge + more, tokens })
+}
+
+/// Keys and values of some sequences, scattered over a pool whose other blocks are NaN.
+struct Pool {
+    shape: Shape,
+    sequences: Vec<Vec<u32>>,
+    memory: Vec<u16>,
+    block_numbers: usize,
+}
+
+const LAYERS: usize = 2;
+const LAYER: usize = 1;
+
+impl Pool {
+    fn new(shape: &Shape, lengths: &[Length], dice: &mut Dice) -> Self {
+        let blocks_of = |l: &Length| (l.position + l.tokens).div_ceil(shape.block_tokens as u32) as usize;
+        let needed: usize = lengths.iter().map(blocks_of).sum();
+        let mut order = dice.shuffled(needed + 2).into_iter();
+        let block_numbers = LAYERS * 2 * shape.kv_heads * shape.block_tokens * shape.head_dim;
+        let mut pool = Self {
+            shape: shape.clone(),
+            sequences: lengths.iter().map(|l| order.by_ref().take(blocks_of(l)).collect()).collect(),
+            memory: vec![0xffff; (needed + 2) * block_numbers],
+            block_numbers,
+        };
+        for (s, length) in lengths.iter().enumerate() {
+            for position in 0..length.position + length.tokens {
+                for head in 0..2 * shape.kv_heads {
+                    let at = pool.at(s, position, head);
+                    let numbers = dice.halves(shape.half, shape.head_dim, 1.0);
+                    pool.memory[at..at + shape.head_dim].copy_from_slice(&numbers);
+                }
+            }
+        }
+        pool
+    }
+
+    /// Where the numbers of a position begin; heads of keys first, then those of values.
+    fn at(&self, sequence: usize, position: u32, head: usize) -> usize {
+        let Shape { block_tokens, head_dim, kv_heads, .. } = self.shape;
+        let block = self.sequences[sequence][position as usize / block_tokens] as usize;
+        let line = (LAYER * 2 * kv_heads + head) * block_tokens + position as usize % block_tokens;
+        block * self.block_numbers + line * head_dim
+    }
+
+    fn row(&self, sequence: usize, position: u32, head: usize) -> impl Iterator<Item = f64> + '_ {
+        let at = self.at(sequence, position, head);
+        let half = self.shape.half;
+        self.memory[at..at + self.shape.head_dim].iter().map(move |bits| f64::from(half.widen(*bits)))
+    }
+
+    /// Runs rows of sequences as one batch: (sequence, first position, queries). Returns the bits of each row.
+    fn run(&self, shape: &Shape, parts: &[(usize, u32, &[u16])]) -> Vec<Vec<u16>> {
+        let device = Machine::new();
+        let (heads, head_dim) = (shape.kv_heads * shape.group, shape.head_dim);
+        let mut qkv = Vec::new();
+        let mut tables = Vec::new();
+        let mut sequences = Vec::new();
+        let mut rows = 0;
+        for (sequence, position, queries) in parts {
+            let tokens = queries.len() / (heads * head_dim);
+            sequences.push(PlannedSequence {
+                row: rows,
+                tokens: tokens as u32,
+                position: *position,
+                table: tables.len() as u32,
+            });
+            rows += tokens as u32;
+            tables.extend_from_slice(&self.sequences[*sequence]);
+            for row in queries.chunks(heads * head_dim) {
+                qkv.extend_from_slice(row);
+                // What stands beside the queries is not to be read.
+                qkv.extend(std::iter::repeat_n(0xffff, 2 * shape.kv_heads * head_dim));
+            }
+        }
+        let mut plan = AttentionPlan::default();
+        let plan_shape = PlanShape {
+            group: shape.group as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: head_dim as u32,
+            window: shape.window,
+            deterministic: shape.deterministic,
+            slots: shape.slots,
+            partials: shape.partials,
+        };
+        plan.make(&sequences, &plan_shape);
+        let items: Vec<u8> = plan.items().iter().flat_map(as_bytes).copied().collect();
+        let (qkv, kv, tables) = (device.upload(&qkv), device.upload(&self.memory), device.upload(&tables));
+        let (items_at, count) = (device.upload(&items), device.upload(&[plan.items().len() as u32]));
+        let out = device.alloc(rows as usize * heads * head_dim * 2);
+        let partial_rows = shape.partials as usize * shape.kv_heads * 16;
+        let (sums, tops) = (device.alloc(partial_rows * head_dim * 4), device.alloc(partial_rows * 8));
+        let counters = device.upload(&vec![0u32; shape.partials as usize * shape.kv_heads]);
+        let p = AttentionParams {
+            qkv: qkv.address(),
+            out: out.address(),
+            kv: kv.address(),
+            items: items_at.address(),
+            item_count: count.address(),
+            tables: tables.address(),
+            partial_sums: sums.address(),
+            partial_tops: tops.address(),
+            counters: counters.address(),
+            block_numbers: self.block_numbers as u64,
+            layer_offset: (LAYER * 2 * shape.kv_heads * shape.block_tokens * head_dim) as u64,
+            heads: heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            block_shift: shape.block_tokens.trailing_zeros(),
+            window: shape.window.unwrap_or(0),
+            stages: 0,
+            scale: scale(head_dim) * std::f32::consts::LOG2_E,
+        };
+        unsafe { attention(&device, shape.half, head_dim as u32, plan.is_mixed(), shape.grid, &p) }.unwrap();
+        assert!(
+            counters.read::<u32>(shape.partials as usize * shape.kv_heads).iter().all(|count| *count == 0)
+        );
+        bits_of(&out, rows as usize, heads * head_dim)
+    }
+
+    /// The exact result of one query.
+    fn exact(&self, shape: &Shape, sequence: usize, position: u32, head: usize, query: &[u16]) -> Vec<f64> {
+        let kv_head = head / shape.group;
+        let low = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
+        let query: Vec<f64> = query.iter().map(|bits| f64::from(shape.half.widen(*bits))).collect();
+        let scores: Vec<f64> = (low..=position)
+            .map(|key| {
+                let dot: f64 = self.row(sequence, key, kv_head).zip(&query).map(|(k, q)| k * q).sum();
+                dot * f64::from(scale(shape.head_dim))
+            })
+            .collect();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = scores.iter().map(|score| (score - top).exp()).sum();
+        let mut out = vec![0.0; shape.head_dim];
+        for (key, score) in (low..=position).zip(&scores) {
+            let weight = (score - top).exp() / total;
+            let values = self.row(sequence, key, shape.kv_heads + kv_head);
+            out.iter_mut().zip(values).for_each(|(out, value)| *out += weight * value);
+        }
+        out
+    }
+}
+
+fn scale(head_dim: usize) -> f32 {
+    (1.0 / (head_dim as f64).sqrt()) as f32
+}
+
+fn bits_of(out: &Buffer, rows: usize, width: usize) -> Vec<Vec<u16>> {
+    out.read::<u16>(rows * width).chunks(width).map(<[u16]>::to_vec).collect()
+}
+
+#[test]
+fn attention_over_a_ragged_batch_is_exact_to_rounding() {
+    let batch = prop::collection::vec(length(), 0..4);
+    on_harness(40, (shape(), batch), |(shape, lengths)| {
+        let mut dice = Dice::new(shape.seed);
+        let pool = Pool::new(&shape, &lengths, &mut dice);
+        let width = shape.kv_heads * shape.group * shape.head_dim;
+        // Queries long enough that some keys stand out.
+        let queries: Vec<Vec<u16>> =
+            lengths.iter().map(|l| dice.halves(shape.half, l.tokens as usize * width, 6.0)).collect();
+        let parts: Vec<_> =
+            lengths.iter().enumerate().map(|(s, l)| (s, l.position, queries[s].as_slice())).collect();
+        let rows = pool.run(&shape, &parts);
+        let mut row = 0;
+        for (s, length) in lengths.iter().enumerate() {
+            for i in 0..length.tokens as usize {
+                // All heads of the first and last row, and one head of those between.
+                let edge = i == 0 || i + 1 == length.tokens as usize;
+                let picked = dice.below(shape.kv_heads * shape.group);
+                for head in 0..shape.kv_heads * shape.group {
+                    if edge || head == picked {
+                        let query = &queries[s][i * width + head * shape.head_dim..][..shape.head_dim];
+                        let exact = pool.exact(&shape, s, length.position + i as u32, head, query);
+                        let got = &rows[row][head * shape.head_dim..][..shape.head_dim];
+                        for (bits, exact) in got.iter().zip(&exact) {
+                            let value = f64::from(shape.half.widen(*bits));
+                            let error = (value - exact).abs();
+                            prop_assert!(
+                                error <= 2.0 * unit(shape.half),
+                                "sequence {s}, row {i}, head {head}: {value} is not {exact}"
+                            );
+                        }
+                    }
+                }
+                row += 1;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// In the deterministic mode a row has one result, whether it is decoded or part of a chunk, alone or in company, and
+/// however its keys are cut. In the other mode that holds for decoding.
+#[test]
+fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
+    on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {
+        let mut dice = Dice::new(shape.seed);
+        let pool = Pool::new(&shape, &[length, other], &mut dice);
+        let width = shape.kv_heads * shape.group * shape.head_dim;
+        let queries = dice.halves(shape.half, length.tokens as usize * width, 6.0);
+        let others = dice.halves(shape.half, other.tokens as usize * width, 6.0);
+        let mut choose = Dice::new(key);
+        let row = choose.below(length.tokens as usize);
+        let query = &queries[row * width..(row + 1) * width];
+        let position = length.position + row as u32;
+        let alone = Shape { slots: 1, partials: 0, grid: 1, ..shape.clone() };
+        let reference = pool.run(&alone, &[(0, position, query)]).remove(0);
+        let cut = Shape { slots: 1000, partials: 64, ..shape.clone() };
+        let in_splits = pool.run(&cut, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
+        prop_assert_eq!(&in_splits, &reference, "with its keys in splits");
+        let deterministic = Shape { deterministic: true, ..shape.clone() };
+        let chunk = pool.run(&deterministic, &[(0, length.position, &queries), (1, other.position, &others)]);
+        prop_assert_eq!(&chunk[row], &reference, "as part of a chunk");
+        // Prefill has an order of its own, which no chunk changes.
+        let plain = Shape { deterministic: false, ..shape.clone() };
+        let long = (16 / shape.group + 1) as u32;
+        if length.tokens > 2 * long {
+            let whole = pool.run(&plain, &[(0, length.position, &queries)]);
+            let first = long + choose.below((length.tokens - 2 * long + 1) as usize) as u32;
+            let tail = &queries[first as usize * width..];
+            let chunk = pool.run(&plain, &[(1, other.position, &others), (0, length.position + first, tail)]);
+            let chunk = &chunk[other.tokens as usize..];
+            prop_assert_eq!(chunk, &whole[first as usize..], "as a chunk of a prefill");
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn the_harness_sees_a_block_that_is_read_but_not_written() {
+    if !Machine::available() {
+        return;
+    }
+    let shape = Shape {
+        half: Half::Bf16,
+        head_dim: 64,
+        kv_heads: 1,
+        group: 2,
+        block_tokens: 16,
+        window: None,
+        deterministic: false,
+        slots: 1,
+        partials: 0,
+        grid: 1,
+        seed: 5,
+    };
+    let mut dice = Dice::new(5);
+    let mut pool = Pool::new(&shape, &[Length { position: 40, tokens: 1 }], &mut dice);
+    let at = pool.at(0, 17, 0);
+    pool.memory[at] = 0xffff;
+    let query = dice.halves(shape.half, 128, 1.0);
+    let rows = pool.run(&shape, &[(0, 40, &query)]);
+    assert!(rows[0].iter().any(|bits| shape.half.widen(*bits).is_nan()));
+}

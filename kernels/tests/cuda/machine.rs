@@ -1,0 +1,188 @@
+//! What the tests run on: the harness, or with `INFLIGHT_TEST_GPU=1` the first GPU, where the very same properties are
+//! checked of the kernels as they were compiled for it.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::{CudaContext, result, sys};
+use inflight_kernels::cuda::{
+    Device, DeviceError, Form, Harness, HostMemory, IMAGES, Launch, Profile, image_of,
+};
+
+/// A device of either kind.
+pub(crate) enum Machine {
+    Harness(Harness),
+    Gpu(Arc<Gpu>),
+}
+
+/// Memory of either kind.
+pub(crate) enum Buffer {
+    Host(HostMemory),
+    Gpu { gpu: Arc<Gpu>, address: u64, bytes: usize },
+}
+
+/// Bytes before and after each allocation that nobody may write.
+const GUARD: usize = 256;
+const PATTERN: u8 = 0xff;
+
+impl Machine {
+    /// Whether there is anything to run on.
+    pub(crate) fn available() -> bool {
+        Harness::AVAILABLE || on_gpu()
+    }
+
+    pub(crate) fn new() -> Self {
+        if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::new()) }
+    }
+
+    pub(crate) fn alloc(&self, bytes: usize) -> Buffer {
+        match self {
+            Self::Harness(harness) => Buffer::Host(harness.alloc(bytes)),
+            Self::Gpu(gpu) => {
+                gpu.context.bind_to_thread().unwrap();
+                let all = bytes + 2 * GUARD;
+                let address = unsafe { result::malloc_sync(all) }.unwrap();
+                unsafe { result::memset_d8_sync(address, PATTERN, all) }.unwrap();
+                Buffer::Gpu { gpu: Arc::clone(gpu), address, bytes }
+            }
+        }
+    }
+
+    pub(crate) fn upload<T: Copy>(&self, values: &[T]) -> Buffer {
+        match self {
+            Self::Harness(harness) => Buffer::Host(harness.upload(values)),
+            Self::Gpu(_) => {
+                let buffer = self.alloc(size_of_val(values));
+                unsafe { result::memcpy_htod_sync(buffer.address(), values) }.unwrap();
+                buffer
+            }
+        }
+    }
+}
+
+impl Buffer {
+    pub(crate) fn address(&self) -> u64 {
+        match self {
+            Self::Host(memory) => memory.address(),
+            Self::Gpu { address, .. } => address + GUARD as u64,
+        }
+    }
+
+    pub(crate) fn read<T: Copy>(&self, count: usize) -> Vec<T> {
+        match self {
+            Self::Host(memory) => memory.read(count),
+            Self::Gpu { gpu, bytes, .. } => {
+                assert!(count * size_of::<T>() <= *bytes, "more is read than there is");
+                gpu.context.bind_to_thread().unwrap();
+                let mut raw = vec![0u8; count * size_of::<T>()];
+                // The null stream waits for every kernel before.
+                unsafe { result::memcpy_dtoh_sync(&mut raw, self.address()) }.unwrap();
+                raw.chunks_exact(size_of::<T>())
+                    .map(|chunk| unsafe { chunk.as_ptr().cast::<T>().read_unaligned() })
+                    .collect()
+            }
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let Self::Gpu { gpu, address, bytes } = self {
+            gpu.context.bind_to_thread().unwrap();
+            let mut all = vec![0u8; *bytes + 2 * GUARD];
+            unsafe { result::memcpy_dtoh_sync(&mut all, *address) }.unwrap();
+            let intact = all[..GUARD].iter().chain(&all[GUARD + *bytes..]).all(|byte| *byte == PATTERN);
+            unsafe { result::free_sync(*address) }.unwrap();
+            assert!(std::thread::panicking() || intact, "a kernel wrote beside a buffer");
+        }
+    }
+}
+
+fn on_gpu() -> bool {
+    std::env::var_os("INFLIGHT_TEST_GPU").is_some_and(|value| value == "1")
+}
+
+/// The first GPU with all kernels loaded.
+pub(crate) struct Gpu {
+    context: Arc<CudaContext>,
+    functions: HashMap<&'static str, sys::CUmodule>,
+    profile: Profile,
+}
+
+// The driver's handles may be used from any thread that has the context.
+unsafe impl Send for Gpu {}
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    fn first() -> Arc<Self> {
+        static GPU: OnceLock<Arc<Gpu>> = OnceLock::new();
+        Arc::clone(GPU.get_or_init(|| {
+            assert!(
+                unsafe { sys::is_culib_present() },
+                "INFLIGHT_TEST_GPU is set, but there is no NVIDIA driver"
+            );
+            let context = CudaContext::new(0).unwrap();
+            let load = |bytes: &[u8]| unsafe { result::module::load_data(bytes.as_ptr().cast()) }.unwrap();
+            let functions = IMAGES
+                .iter()
+                .map(|image| match image.form {
+                    Form::Fatbin => (image.name, load(image.bytes)),
+                    Form::Ptx => (image.name, load(CString::new(image.bytes).unwrap().as_bytes_with_nul())),
+                })
+                .collect();
+            use sys::CUdevice_attribute as Attribute;
+            let attribute = |which| context.attribute(which).unwrap() as u32;
+            let profile = Profile {
+                multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+                shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+                multiprocessor_shared_bytes: attribute(
+                    Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+                ),
+            };
+            Arc::new(Gpu { context, functions, profile })
+        }))
+    }
+}
+
+impl Device for Machine {
+    fn profile(&self) -> Profile {
+        match self {
+            Self::Harness(harness) => harness.profile(),
+            Self::Gpu(gpu) => gpu.profile,
+        }
+    }
+
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        let gpu = match self {
+            Self::Harness(harness) => return unsafe { harness.launch(launch) },
+            Self::Gpu(gpu) => gpu,
+        };
+        gpu.context.bind_to_thread().unwrap();
+        let module = gpu.functions[image_of(launch.kernel).unwrap().name];
+        let function =
+            unsafe { result::module::get_function(module, CString::new(launch.kernel).unwrap()) }.unwrap();
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let mut params = [launch.params.as_ptr().cast_mut().cast()];
+        let failed = |error: cudarc::driver::DriverError| DeviceError::Failed {
+            what: launch.kernel.to_owned(),
+            reason: error.to_string(),
+        };
+        unsafe {
+            result::function::set_function_attribute(function, attribute, gpu.profile.shared_bytes as i32)
+                .map_err(failed)?;
+            let grid = (launch.grid.0, launch.grid.1, 1);
+            let stream = std::ptr::null_mut();
+            result::launch_kernel(
+                function,
+                grid,
+                (launch.threads, 1, 1),
+                launch.shared_bytes,
+                stream,
+                &mut params,
+            )
+            .map_err(failed)?;
+        }
+        result::ctx::synchronize().map_err(failed)
+    }
+}

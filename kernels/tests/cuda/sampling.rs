@@ -1,0 +1,266 @@
+use inflight_kernels::Draw;
+use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
+use inflight_kernels::cuda::{
+    HistoryParams, SamplingParams, SamplingResult, SamplingRow, count_history, sample,
+};
+use proptest::prelude::*;
+
+use crate::machine::Machine;
+use crate::{Dice, on_harness};
+
+/// Everything that decides on a row's token.
+#[derive(Debug, Clone)]
+struct Row {
+    temperature: f32,
+    top_k: u32,
+    top_p: f32,
+    min_p: f32,
+    penalties: Option<(f32, f32, f32)>,
+    biases: usize,
+    masked: usize,
+    logprobs: Option<u32>,
+    /// What the logits look like.
+    kind: u32,
+}
+
+fn row() -> impl Strategy<Value = Row> {
+    let temperature = prop_oneof![1 => Just(0.0f32), 3 => 0.05f32..3.0];
+    let top_k = prop_oneof![2 => Just(0u32), 1 => 1u32..5, 1 => 1u32..400, 1 => Just(100_000)];
+    let top_p = prop_oneof![2 => Just(1.0f32), 3 => 0.01f32..1.0];
+    let min_p = prop_oneof![2 => Just(0.0f32), 1 => 0.0f32..0.5, 1 => Just(1.0f32)];
+    let penalties = prop::option::of((0.5f32..2.0, -1.0f32..1.0, -1.0f32..1.0));
+    let lists = (0usize..6, 0usize..4, prop::option::of(0u32..=20));
+    (temperature, top_k, top_p, min_p, penalties, lists, 0u32..6).prop_map(
+        |(temperature, top_k, top_p, min_p, penalties, (biases, masked, logprobs), kind)| Row {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            penalties,
+            biases,
+            masked,
+            logprobs,
+            kind,
+        },
+    )
+}
+
+fn logits_of(kind: u32, vocabulary: usize, dice: &mut Dice) -> Vec<f32> {
+    let mut logits: Vec<f32> = (0..vocabulary)
+        .map(|_| match kind {
+            0 => 1.5,
+            // Few values: many equals.
+            1 => dice.below(4) as f32 * 0.5 - 1.0,
+            // Like a model's: a sum of several.
+            _ => (dice.number() + dice.number() + dice.number()) * 4.0,
+        })
+        .collect();
+    let at = |dice: &mut Dice| dice.below(vocabulary);
+    match kind {
+        3 => {
+            let (a, b) = (at(dice), at(dice));
+            logits[a] = f32::NAN;
+            logits[b] = f32::NEG_INFINITY;
+        }
+        4 => {
+            let (a, b) = (at(dice), at(dice));
+            (logits[a], logits[b]) = (0.0, -0.0);
+        }
+        5 => {
+            let a = at(dice);
+            logits[a] = 30.0;
+        }
+        _ => {}
+    }
+    logits
+}
+
+#[test]
+fn tokens_and_log_probabilities_are_those_of_the_cpu() {
+    let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4));
+    on_harness(60, shape, |(seed, vocabulary, rows)| {
+        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let stride = vocabulary.next_multiple_of(4) + 4 * dice.below(2);
+        let isa = Isa::detect();
+        let mut workspace = Workspace::default();
+        let mut all = vec![f32::NAN; rows.len() * stride];
+        let mut table = Vec::new();
+        let mut expected = Vec::new();
+        let mut kept = Vec::new();
+        for (r, row) in rows.iter().enumerate() {
+            let mut logits = logits_of(row.kind, vocabulary, &mut dice);
+            all[r * stride..][..vocabulary].copy_from_slice(&logits);
+            let draw = Draw {
+                seed: u64::from(seed) << 20 | 77,
+                choice: r as u32,
+                position: 1000 + r as u32,
+                draw: 0,
+            };
+            let some = |dice: &mut Dice, count: usize| -> Vec<u32> {
+                (0..count).map(|_| dice.below(vocabulary + 3) as u32).collect()
+            };
+            let (prompt, generated) = (some(&mut dice, 20), some(&mut dice, 30));
+            let mut biased = some(&mut dice, row.biases);
+            biased.sort_unstable();
+            biased.dedup();
+            let biases: Vec<(u32, f32)> =
+                biased.into_iter().map(|token| (token, dice.number() * 5.0)).collect();
+            // Not all tokens may be masked.
+            let masked: Vec<u32> = some(&mut dice, if vocabulary > 8 { row.masked } else { 0 });
+            // The rules once more, on the host.
+            cpu::mask_nan(&mut logits);
+            let mut counts = vec![0u32; vocabulary];
+            let in_range = |token: &&u32| (**token as usize) < vocabulary;
+            prompt.iter().filter(in_range).for_each(|token| counts[*token as usize] |= 1 << 31);
+            generated.iter().filter(in_range).for_each(|token| counts[*token as usize] += 1);
+            if let Some((repetition, frequency, presence)) = row.penalties {
+                for (logit, count) in logits.iter_mut().zip(&counts).filter(|(_, count)| **count > 0) {
+                    *logit = if *logit > 0.0 { *logit / repetition } else { *logit * repetition };
+                    let times = count & 0x7fff_ffff;
+                    if times > 0 {
+                        *logit -= times as f32 * frequency;
+                        *logit -= presence;
+                    }
+                }
+            }
+            for (token, bias) in biases.iter().filter(|(token, _)| (*token as usize) < vocabulary) {
+                logits[*token as usize] += bias;
+            }
+            for token in masked.iter().filter(in_range) {
+                logits[*token as usize] = f32::NEG_INFINITY;
+            }
+            let cut = Truncation {
+                temperature: row.temperature,
+                top_k: row.top_k as usize,
+                top_p: row.top_p,
+                min_p: row.min_p,
+            };
+            let token = match row.temperature {
+                0.0 => cpu::argmax(isa, &logits),
+                _ => cpu::sample(isa, &logits, &cut, draw.uniform(), &mut workspace),
+            };
+            let total = cpu::log_sum_exp(isa, &logits, &mut workspace);
+            let logprob = |logit: f32| {
+                let logprob = (f64::from(logit) - total) as f32;
+                if logprob.is_nan() { 0.0 } else { logprob }
+            };
+            let top: Vec<(u32, f32)> = cpu::top(&logits, row.logprobs.unwrap_or(0) as usize, &mut workspace)
+                .map(|(token, logit)| (token, logprob(logit)))
+                .collect();
+            counts[token as usize] += 1;
+            expected.push((token, logprob(logits[token as usize]), top, counts.clone()));
+            // And as the kernel is told.
+            let tokens: Vec<u32> = prompt.iter().chain(&generated).copied().collect();
+            let (history, tokens_at) = (device.alloc(vocabulary * 4), device.upload(&tokens));
+            let count = HistoryParams {
+                history: history.address(),
+                tokens: tokens_at.address(),
+                vocabulary: vocabulary as u32,
+                prompt: prompt.len() as u32,
+                generated: generated.len() as u32,
+                unused: 0,
+            };
+            unsafe { count_history(&device, &count) }.unwrap();
+            let mut list: Vec<u32> =
+                biases.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]).collect();
+            list.extend(masked.iter().flat_map(|token| [*token, 0]));
+            let adjustments = device.upload(&list);
+            let (repetition, frequency, presence) = row.penalties.unwrap_or((1.0, 0.0, 0.0));
+            table.push(SamplingRow {
+                history: if row.penalties.is_some() { history.address() } else { 0 },
+                adjustments: adjustments.address(),
+                seed: draw.seed,
+                biases: biases.len() as u32,
+                masked: masked.len() as u32,
+                choice: draw.choice,
+                position: draw.position,
+                temperature: row.temperature,
+                top_p: row.top_p,
+                min_p: row.min_p,
+                top_k: row.top_k,
+                repetition,
+                frequency,
+                presence,
+                logprobs: row.logprobs.map_or(0, |count| count + 1),
+                active: 1,
+                unused: [0; 3],
+            });
+            kept.push((history, tokens_at, adjustments));
+        }
+        table.push(SamplingRow::default()); // padding
+        all.extend(vec![f32::NAN; stride]);
+        let (logits, table_at) = (device.upload(&all), device.upload(&table));
+        let results = device.alloc(table.len() * size_of::<SamplingResult>());
+        let sampled = device.alloc(table.len() * 4);
+        let p = SamplingParams {
+            logits: logits.address(),
+            rows: table_at.address(),
+            results: results.address(),
+            sampled: sampled.address(),
+            vocabulary: vocabulary as u32,
+            stride: stride as u32,
+        };
+        unsafe { sample(&device, table.len() as u32, &p) }.unwrap();
+        let results = results.read::<SamplingResult>(table.len());
+        let sampled = sampled.read::<u32>(table.len());
+        for (r, (token, logprob, top, counts)) in expected.iter().enumerate() {
+            let result = &results[r];
+            prop_assert_eq!(result.token, *token, "row {} of {:?}", r, rows[r]);
+            prop_assert_eq!(sampled[r], *token);
+            if rows[r].penalties.is_some() {
+                prop_assert_eq!(&kept[r].0.read::<u32>(vocabulary), counts);
+            }
+            if rows[r].logprobs.is_some() {
+                let close = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-6 * b.abs().max(1.0);
+                prop_assert!(close(result.logprob, *logprob), "{} is not {logprob}", result.logprob);
+                prop_assert_eq!(result.top as usize, top.len());
+                for (i, (token, logprob)) in top.iter().enumerate() {
+                    prop_assert_eq!(result.tokens[i], *token, "alternative {}", i);
+                    prop_assert!(close(result.logprobs[i], *logprob));
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn draws_follow_the_distribution() {
+    if !Machine::available() {
+        return;
+    }
+    let device = Machine::new();
+    let weights = [1.0f32, 2.0, 3.0, 4.0, 0.0];
+    let rows = 1000;
+    let logits: Vec<f32> =
+        (0..rows).flat_map(|_| weights.iter().map(|w| w.ln()).chain([f32::NAN; 3])).collect();
+    let table: Vec<SamplingRow> = (0..rows)
+        .map(|position| SamplingRow {
+            seed: 12,
+            position,
+            temperature: 1.0,
+            top_p: 1.0,
+            active: 1,
+            ..SamplingRow::default()
+        })
+        .collect();
+    let (logits, table) = (device.upload(&logits), device.upload(&table));
+    let results = device.alloc(rows as usize * size_of::<SamplingResult>());
+    let sampled = device.alloc(rows as usize * 4);
+    let p = SamplingParams {
+        logits: logits.address(),
+        rows: table.address(),
+        results: results.address(),
+        sampled: sampled.address(),
+        vocabulary: 5,
+        stride: 8,
+    };
+    unsafe { sample(&device, rows, &p) }.unwrap();
+    let mut counts = [0u32; 5];
+    sampled.read::<u32>(rows as usize).iter().for_each(|token| counts[*token as usize] += 1);
+    for (count, weight) in counts.iter().zip(weights) {
+        let expected = weight / 10.0 * rows as f32;
+        // Six standard deviations.
+        assert!((*count as f32 - expected).abs() <= 6.0 * expected.sqrt(), "{counts:?}");
+    }
+}

@@ -1,0 +1,112 @@
+//! Measures and checks the CUDA runtime, without router or network: one job in, one line of JSON out.
+//!
+//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB.json`; `tests/gpu/run` makes the jobs.
+//! A job names a model's directory and what to do: `logits` (teacher-forced, to a file), `steps` (how long decoding and
+//! prefill take), `determinism` (bits over batch sizes and chunks), `swap` (copies beside decoding), `serve` (an engine
+//! under a list of lengths).
+
+#![allow(clippy::print_stdout, reason = "its output is its purpose")]
+
+mod bench;
+mod checks;
+mod serve;
+mod swap;
+
+use std::error::Error;
+use std::path::PathBuf;
+
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// What a measurement comes to, or why there is none.
+pub type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// The model and its runtime.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Job {
+    model: PathBuf,
+    #[serde(default)]
+    gpu: usize,
+    #[serde(default = "utilization")]
+    utilization: f32,
+    #[serde(default)]
+    host_bytes: u64,
+    #[serde(default = "slots")]
+    slots: u32,
+    #[serde(default = "batch_tokens")]
+    batch_tokens: u32,
+    context_tokens: Option<u32>,
+    #[serde(default)]
+    deterministic: bool,
+    #[serde(default = "graphs")]
+    graphs: bool,
+    task: Task,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+enum Task {
+    Logits(checks::Logits),
+    Determinism(checks::Determinism),
+    Steps(bench::Steps),
+    Swap(swap::Swap),
+    Serve(serve::Serve),
+}
+
+fn utilization() -> f32 {
+    0.9
+}
+fn slots() -> u32 {
+    256
+}
+fn batch_tokens() -> u32 {
+    8192
+}
+fn graphs() -> bool {
+    true
+}
+
+fn run(path: &str) -> Outcome<Value> {
+    let job: Job = serde_json::from_slice(&std::fs::read(path)?)?;
+    let model = ModelDir::open(&ModelSource::Directory(job.model.clone()))?;
+    let options = CudaOptions {
+        ordinal: job.gpu,
+        utilization: job.utilization,
+        kv_bytes: None,
+        host_bytes: job.host_bytes,
+        block_tokens: 16,
+        slots: job.slots,
+        batch_tokens: job.batch_tokens,
+        context_tokens: job.context_tokens,
+        deterministic: job.deterministic,
+        graphs: job.graphs,
+    };
+    let begun = std::time::Instant::now();
+    let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
+    let loaded = begun.elapsed().as_secs_f64();
+    let result = match job.task {
+        Task::Logits(task) => checks::logits(&mut runtime, &task)?,
+        Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
+        Task::Steps(task) => bench::steps(&mut runtime, &task)?,
+        Task::Swap(task) => swap::swap(&mut runtime, &task)?,
+        Task::Serve(task) => serve::serve(runtime, &task)?,
+    };
+    Ok(json!({ "load_seconds": loaded, "result": result }))
+}
+
+fn main() {
+    let outcome = match std::env::args().nth(1) {
+        Some(path) => run(&path).map_err(|error| error.to_string()),
+        None => Err("give the path of a job".to_owned()),
+    };
+    match outcome {
+        Ok(result) => println!("{result}"),
+        Err(error) => {
+            println!("{}", json!({ "error": error }));
+            std::process::exit(1);
+        }
+    }
+}

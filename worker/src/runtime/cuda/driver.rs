@@ -1,0 +1,597 @@
+//! A GPU through the CUDA driver: memory, streams, kernels, graphs. Thin, and the only place beside `products.rs` and
+//! `swap.rs` that calls it.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, DriverError, result, sys};
+use inflight_kernels::cuda::{Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of};
+
+use super::gpu::{Gpu, Matmul, Memory};
+use super::products::Products;
+
+/// The driver that this build's kernels need: CUDA 13.0, which is release 580.
+const DRIVER_MIN: i32 = 13_000;
+/// Oldest architecture: Ampere.
+const COMPUTE_MIN: (i32, i32) = (8, 0);
+/// Bytes of each of the two pinned buffers that uploads go through.
+const STAGING_BYTES: usize = 16 << 20;
+
+/// Why there is no GPU to use.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unavailable {
+    /// No libcuda.so.
+    #[error("there is no NVIDIA driver (libcuda.so is not found)")]
+    NoDriver,
+    /// The driver is older than the kernels.
+    #[error("the NVIDIA driver supports CUDA {found}; CUDA 13.0, which is driver 580 or later, is needed")]
+    OldDriver {
+        /// What it supports.
+        found: String,
+    },
+    /// The driver is there, but no such device.
+    #[error("there is no GPU {ordinal}: the driver sees {count}")]
+    NoDevice {
+        /// Which was asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: i32,
+    },
+    /// A GPU without the instructions that kernels need.
+    #[error("GPU {ordinal}, {name}, has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed")]
+    OldDevice {
+        /// Which.
+        ordinal: usize,
+        /// Its name.
+        name: String,
+        /// Compute capability.
+        major: i32,
+        /// Compute capability.
+        minor: i32,
+    },
+    /// The driver refused.
+    #[error("the NVIDIA driver refuses GPU {ordinal}: {reason}")]
+    Refused {
+        /// Which.
+        ordinal: usize,
+        /// What it says.
+        reason: String,
+    },
+}
+
+/// What is known of a GPU before it is used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Found {
+    pub(super) ordinal: usize,
+    pub(super) name: String,
+    pub(super) compute: (i32, i32),
+    pub(super) profile: Profile,
+}
+
+/// Asks whether a GPU can be used.
+///
+/// # Errors
+/// [`Unavailable`], saying why not.
+pub(super) fn find(ordinal: usize) -> Result<Found, Unavailable> {
+    // SAFETY: only loads the library. Everything else of the driver panics without it.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(Unavailable::NoDriver);
+    }
+    let refused = |error: DriverError| Unavailable::Refused { ordinal, reason: explain(error) };
+    let mut version = 0;
+    // SAFETY: writes one number.
+    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(refused)?;
+    if version < DRIVER_MIN {
+        let found = format!("{}.{}", version / 1000, version % 1000 / 10);
+        return Err(Unavailable::OldDriver { found });
+    }
+    result::init().map_err(refused)?;
+    let count = result::device::get_count().map_err(refused)?;
+    if i32::try_from(ordinal).map_or(true, |ordinal| ordinal >= count) {
+        return Err(Unavailable::NoDevice { ordinal, count });
+    }
+    let device = result::device::get(ordinal as i32).map_err(refused)?;
+    use sys::CUdevice_attribute as Attribute;
+    // SAFETY: the device exists.
+    let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(refused);
+    let name = result::device::get_name(device).map_err(refused)?;
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    if (major, minor) < COMPUTE_MIN {
+        return Err(Unavailable::OldDevice { ordinal, name, major, minor });
+    }
+    let profile = Profile {
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+        multiprocessor_shared_bytes: attribute(
+            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+        )? as u32,
+    };
+    Ok(Found { ordinal, name, compute: (major, minor), profile })
+}
+
+/// What the driver calls an error. To be called only where there is a driver.
+pub(super) fn explain(error: DriverError) -> String {
+    let text = |text: Result<&std::ffi::CStr, DriverError>| {
+        text.map_or_else(|_| String::new(), |text| text.to_string_lossy().into_owned())
+    };
+    format!("{} ({})", text(error.error_string()), text(error.error_name()))
+}
+
+pub(super) fn failed(what: &str) -> impl Fn(DriverError) -> DeviceError {
+    move |error| DeviceError::Failed { what: what.to_owned(), reason: explain(error) }
+}
+
+/// Memory on the GPU.
+pub(super) struct DeviceMemory {
+    context: Arc<CudaContext>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl DeviceMemory {
+    fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
+        let failed = |error: DriverError| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => DeviceError::Memory { bytes: bytes as u64 },
+            _ => failed("allocating memory")(error),
+        };
+        // SAFETY: the context is bound to the thread that owns the GPU.
+        let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(failed)?;
+        Ok(Self { context: Arc::clone(context), address, bytes })
+    }
+
+    /// Bytes of it.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Memory for DeviceMemory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // If the context is lost, so is the memory.
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated above, freed once; the driver waits for what still uses it.
+            let _ = unsafe { result::free_sync(self.address) };
+        }
+    }
+}
+
+/// Pinned memory of the host: the GPU copies from and to it by itself.
+pub(super) struct PinnedMemory {
+    context: Arc<CudaContext>,
+    at: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: plain memory, owned.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: reading it is what `&self` allows; who writes says so.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
+        // Portable, and not write-combined: the host reads it, too.
+        // SAFETY: the context is bound to this thread.
+        let at = unsafe { result::malloc_host(bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) }
+            .map_err(|_| DeviceError::Failed {
+                what: format!("pinning {bytes} bytes of host memory"),
+                reason: "the system has not as much; lower --host-cache-bytes".to_owned(),
+            })?
+            .cast();
+        Ok(Self { context: Arc::clone(context), at, bytes })
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut u8 {
+        self.at
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// # Safety
+    /// The GPU neither reads nor writes it meanwhile, and nobody else has it.
+    #[expect(clippy::mut_from_ref, reason = "the GPU shares it; callers keep to turns by events")]
+    pub(super) unsafe fn as_slice(&self) -> &mut [u8] {
+        // SAFETY: allocated with that size; the rest is passed on to the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.at, self.bytes) }
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: allocated above, freed once.
+            let _ = unsafe { result::free_host(self.at.cast()) };
+        }
+    }
+}
+
+/// A point in a stream.
+pub(super) struct Event {
+    event: sys::CUevent,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: the driver's events may be used from any thread that has the context.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that can tell the time.
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, DeviceError> {
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)
+            .map_err(failed("creating an event"))?;
+        Ok(Self { event, context: Arc::clone(context) })
+    }
+
+    pub(super) fn record(&self, stream: &Stream) -> Result<(), DeviceError> {
+        // SAFETY: both are alive.
+        unsafe { result::event::record(self.event, stream.stream) }.map_err(failed("recording an event"))
+    }
+
+    /// Waits until all before it is done; errors of that come here.
+    pub(super) fn wait(&self) -> Result<(), DeviceError> {
+        self.context.bind_to_thread().map_err(failed("waiting for the device"))?;
+        // SAFETY: it is alive.
+        unsafe { result::event::synchronize(self.event) }.map_err(failed("waiting for the device"))
+    }
+
+    /// Whether all before it is done.
+    pub(super) fn is_done(&self) -> Result<bool, DeviceError> {
+        self.context.bind_to_thread().map_err(failed("asking the device"))?;
+        // SAFETY: it is alive.
+        match unsafe { result::event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(failed("asking the device")(error)),
+        }
+    }
+
+    /// Milliseconds from `begin` to this, both done.
+    pub(super) fn since(&self, begin: &Self) -> f32 {
+        // SAFETY: both are alive.
+        unsafe { result::event::elapsed(begin.event, self.event) }.unwrap_or(0.0)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: created above, destroyed once.
+            let _ = unsafe { result::event::destroy(self.event) };
+        }
+    }
+}
+
+/// Work in order.
+pub(super) struct Stream {
+    pub(super) stream: sys::CUstream,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: the driver's streams may be used from any thread that has the context.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, DeviceError> {
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .map_err(failed("creating a stream"))?;
+        Ok(Self { stream, context: Arc::clone(context) })
+    }
+
+    pub(super) fn wait(&self) -> Result<(), DeviceError> {
+        // SAFETY: it is alive.
+        unsafe { result::stream::synchronize(self.stream) }.map_err(failed("waiting for the device"))
+    }
+
+    /// Copies from pinned memory to the GPU, later.
+    ///
+    /// # Safety
+    /// Both ranges are allocated and stay so, and nobody writes to the source until it has run.
+    pub(super) unsafe fn copy_in(&self, to: u64, from: *const u8, bytes: usize) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream) }
+            .result()
+            .map_err(failed("copying to the device"))
+    }
+
+    /// Copies from the GPU to pinned memory, later.
+    ///
+    /// # Safety
+    /// Both ranges are allocated and stay so, and nobody touches the target until it has run.
+    pub(super) unsafe fn copy_out(&self, to: *mut u8, from: u64, bytes: usize) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream) }
+            .result()
+            .map_err(failed("copying from the device"))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: created above, destroyed once.
+            let _ = unsafe { result::stream::destroy(self.stream) };
+        }
+    }
+}
+
+/// A captured step.
+pub(super) struct Graph {
+    executable: sys::CUgraphExec,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `Driver::capture`, destroyed once, on the thread that owns the GPU.
+        let _ = unsafe { result::graph::exec_destroy(self.executable) };
+    }
+}
+
+/// A GPU, owned by one thread.
+pub(super) struct Driver {
+    pub(super) context: Arc<CudaContext>,
+    pub(super) stream: Stream,
+    profile: Profile,
+    functions: HashMap<&'static str, sys::CUfunction>,
+    modules: Vec<sys::CUmodule>,
+    products: Option<Products>,
+    staging: [(PinnedMemory, Event); 2],
+    next_staging: std::cell::Cell<usize>,
+    /// Graphs belong to the thread that captured them.
+    not_send: PhantomData<*const ()>,
+}
+
+/// Kernels that are looked up at load, so that a missing one is known then.
+const FUNCTIONS: &[&str] = &[
+    "embedding_bf16",
+    "embedding_f16",
+    "norm_bf16",
+    "norm_f16",
+    "finish_qkv_bf16",
+    "finish_qkv_f16",
+    "swiglu_bf16",
+    "swiglu_f16",
+    "copy_blocks",
+    "sample",
+    "count_history",
+    "gemm_few_bf16_half",
+    "gemm_few_bf16_f32",
+    "gemm_few_f16_half",
+    "gemm_few_f16_f32",
+    "gemm_some_bf16_half",
+    "gemm_some_bf16_f32",
+    "gemm_some_f16_half",
+    "gemm_some_f16_f32",
+    "gemm_many_bf16_half",
+    "gemm_many_bf16_f32",
+    "gemm_many_f16_half",
+    "gemm_many_f16_f32",
+    "attention_decode_bf16_64",
+    "attention_decode_bf16_96",
+    "attention_decode_bf16_128",
+    "attention_decode_bf16_256",
+    "attention_decode_f16_64",
+    "attention_decode_f16_96",
+    "attention_decode_f16_128",
+    "attention_decode_f16_256",
+    "attention_mixed_bf16_64",
+    "attention_mixed_bf16_96",
+    "attention_mixed_bf16_128",
+    "attention_mixed_bf16_256",
+    "attention_mixed_f16_64",
+    "attention_mixed_f16_96",
+    "attention_mixed_f16_128",
+    "attention_mixed_f16_256",
+];
+
+impl Driver {
+    /// Takes a GPU and loads the kernels. `deterministic` products are our own; else the vendor's library makes them,
+    /// where it is found.
+    pub(super) fn open(found: &Found, deterministic: bool) -> Result<Self, DeviceError> {
+        let context = CudaContext::new(found.ordinal).map_err(failed("taking the GPU"))?;
+        // SAFETY: every stream is ordered by events of our own; tracking breaks the capture of graphs.
+        unsafe { context.disable_event_tracking() };
+        let mut modules = Vec::new();
+        let mut loaded = HashMap::new();
+        for image in IMAGES {
+            let what = format!("loading the kernels of {}", image.name);
+            let module = match image.form {
+                // SAFETY: a whole image, as nvcc made it.
+                Form::Fatbin => unsafe { result::module::load_data(image.bytes.as_ptr().cast::<c_void>()) },
+                Form::Ptx => {
+                    let text = CString::new(image.bytes).map_err(|_| DeviceError::Failed {
+                        what: what.clone(),
+                        reason: "the embedded PTX has a zero byte".to_owned(),
+                    })?;
+                    // SAFETY: a whole text, ended by a zero byte.
+                    unsafe { result::module::load_data(text.as_ptr().cast()) }
+                }
+            }
+            .map_err(failed(&what))?;
+            modules.push(module);
+            loaded.insert(image.name, module);
+        }
+        let mut functions = HashMap::new();
+        for name in FUNCTIONS {
+            let module = image_of(name).and_then(|image| loaded.get(image.name));
+            let module = module.ok_or_else(|| DeviceError::Failed {
+                what: format!("looking up {name}"),
+                reason: "no embedded image has it".to_owned(),
+            })?;
+            let text = CString::new(*name).map_err(|_| DeviceError::Failed {
+                what: format!("looking up {name}"),
+                reason: "its name has a zero byte".to_owned(),
+            })?;
+            // SAFETY: the module is loaded and stays so.
+            let function = unsafe { result::module::get_function(*module, text) }
+                .map_err(failed(&format!("looking up {name}")))?;
+            // As much shared memory as there is, less what the kernel has without asking; refused where the device has
+            // less than a launch asks for, which the launch then says.
+            // SAFETY: the function exists.
+            let _ = unsafe {
+                result::function::set_function_attribute(
+                    function,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    found.profile.shared_bytes as i32,
+                )
+            };
+            functions.insert(*name, function);
+        }
+        let stream = Stream::new(&context)?;
+        let staging = || -> Result<(PinnedMemory, Event), DeviceError> {
+            Ok((PinnedMemory::new(&context, STAGING_BYTES)?, Event::new(&context)?))
+        };
+        let staging = [staging()?, staging()?];
+        for (_, event) in &staging {
+            event.record(&stream)?;
+        }
+        let products = match deterministic {
+            true => None,
+            false => {
+                let workspace = DeviceMemory::new(&context, super::sizing::WORKSPACE_BYTES as usize)?;
+                Products::open(workspace)?
+            }
+        };
+        Ok(Self {
+            stream,
+            profile: found.profile,
+            functions,
+            modules,
+            products,
+            staging,
+            next_staging: std::cell::Cell::new(0),
+            not_send: PhantomData,
+            context,
+        })
+    }
+
+    /// Who makes products.
+    pub(super) fn products(&self) -> &'static str {
+        if self.products.is_some() { "cublaslt" } else { "own" }
+    }
+
+    /// Bytes of memory: free, and in all.
+    pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
+        let (free, total) = result::mem_get_info().map_err(failed("asking for free memory"))?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Records what `work` enqueues instead of running it.
+    pub(super) fn capture(
+        &self,
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<Graph, DeviceError> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is alive and idle in this thread.
+        unsafe { result::stream::begin_capture(self.stream.stream, mode) }
+            .map_err(failed("capturing a step"))?;
+        let worked = work();
+        // SAFETY: capture began above; it is ended whatever came of the work.
+        let graph = unsafe { result::stream::end_capture(self.stream.stream) };
+        worked?;
+        let graph = graph.map_err(failed("capturing a step"))?;
+        // SAFETY: the graph is alive; it is destroyed once, after it was instantiated.
+        let executable = unsafe {
+            let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let _ = result::graph::destroy(graph);
+            executable
+        }
+        .map_err(failed("instantiating a captured step"))?;
+        Ok(Graph { executable })
+    }
+
+    /// Runs a captured step.
+    pub(super) fn replay(&self, graph: &Graph) -> Result<(), DeviceError> {
+        // SAFETY: both are alive.
+        unsafe { result::graph::launch(graph.executable, self.stream.stream) }
+            .map_err(failed("launching a captured step"))
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let _ = self.stream.wait();
+        for module in self.modules.drain(..) {
+            // SAFETY: loaded above, unloaded once, and nothing runs any more.
+            let _ = unsafe { result::module::unload(module) };
+        }
+    }
+}
+
+impl Device for Driver {
+    fn profile(&self) -> Profile {
+        self.profile
+    }
+
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        let Some(function) = self.functions.get(launch.kernel) else {
+            let reason = "it was not looked up at load".to_owned();
+            return Err(DeviceError::Failed { what: format!("launching {}", launch.kernel), reason });
+        };
+        let mut params = [launch.params.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: the parameter block is what the kernel takes; the rest is passed on to the caller.
+        unsafe {
+            result::launch_kernel(
+                *function,
+                (launch.grid.0, launch.grid.1, 1),
+                (launch.threads, 1, 1),
+                launch.shared_bytes,
+                self.stream.stream,
+                &mut params,
+            )
+        }
+        .map_err(|error| failed(&format!("launching {}", launch.kernel))(error))
+    }
+}
+
+impl Gpu for Driver {
+    type Memory = DeviceMemory;
+
+    fn alloc(&self, bytes: usize) -> Result<DeviceMemory, DeviceError> {
+        DeviceMemory::new(&self.context, bytes)
+    }
+
+    fn zero(&self, memory: &DeviceMemory) -> Result<(), DeviceError> {
+        // SAFETY: the whole of an allocation.
+        unsafe { result::memset_d8_async(memory.address, 0, memory.bytes(), self.stream.stream) }
+            .map_err(failed("clearing memory"))
+    }
+
+    fn upload(&self, to: &DeviceMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
+        for (i, piece) in from.chunks(STAGING_BYTES).enumerate() {
+            let which = self.next_staging.get();
+            self.next_staging.set(1 - which);
+            let (staging, used) = &self.staging[which];
+            used.wait()?;
+            // SAFETY: the last copy from it has run, and the ranges are within the allocations.
+            unsafe {
+                staging.as_slice()[..piece.len()].copy_from_slice(piece);
+                let at = to.address + (byte + i * STAGING_BYTES) as u64;
+                self.stream.copy_in(at, staging.as_ptr(), piece.len())?;
+            }
+            used.record(&self.stream)?;
+        }
+        Ok(())
+    }
+
+    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match &self.products {
+                Some(products) => products.run(half, matmul, self.stream.stream),
+                None => super::own_product(self, half, matmul),
+            }
+        }
+    }
+}

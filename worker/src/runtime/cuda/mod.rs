@@ -1,0 +1,342 @@
+//! Runs the model on an NVIDIA GPU.
+//!
+//! One thread owns the GPU ([`owner`]) and enqueues steps; the engine's thread waits for their results. A step is one
+//! copy of packed metadata ([`metadata`]), the forward pass ([`forward`]) — decoding as a captured graph of the next
+//! larger bucket — and one copy of results; tokens that the next step needs stay on the device. Products are made by
+//! cuBLASLt ([`products`]), or in the deterministic mode by our own kernel, whose bits do not depend on the batch.
+//! Swapped blocks are moved by the copy engines ([`swap`]).
+//!
+//! Everything but driver, products and swap is written against [`gpu::Gpu`], and tested on the kernels' harness.
+
+mod compute;
+mod driver;
+mod forward;
+mod gpu;
+mod metadata;
+mod owner;
+mod products;
+mod sizing;
+mod slots;
+mod swap;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use std::time::Duration;
+
+use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, SamplingResult, gemm};
+use inflight_worker_core::Transfer;
+
+use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone};
+use crate::models::{self, ModelDir};
+use compute::check_model;
+pub use driver::Unavailable;
+use gpu::Matmul;
+use owner::{Command, DEPTH, Flight, Job, Loaded, Owner, Place, gone};
+use swap::Swap;
+
+/// How a [`CudaRuntime`] is sized.
+#[derive(Debug, Clone)]
+pub struct CudaOptions {
+    /// Which GPU.
+    pub ordinal: usize,
+    /// The part of its memory to use, in (0, 1]: weights, buffers, and the KV pool in what is left.
+    pub utilization: f32,
+    /// Most bytes of the KV pool, if it is to be smaller than that.
+    pub kv_bytes: Option<u64>,
+    /// Most bytes of the host pool behind it, for swapped sequences; 0: none.
+    pub host_bytes: u64,
+    /// Tokens in a KV block; a power of two.
+    pub block_tokens: u32,
+    /// Sequences that may be attached at once.
+    pub slots: u32,
+    /// Most tokens in one batch.
+    pub batch_tokens: u32,
+    /// Most tokens of one sequence; the model's own limit if not given.
+    pub context_tokens: Option<u32>,
+    /// The bits of an answer do not depend on the batch, at a price.
+    pub deterministic: bool,
+    /// Decoding runs as captured graphs.
+    pub graphs: bool,
+}
+
+/// Why a runtime can't be built.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model is unusable.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// There is no GPU to use.
+    #[error("cannot compute on CUDA: {0}; --device cpu computes on the host")]
+    Unavailable(#[from] Unavailable),
+    /// An option is out of its range.
+    #[error("{name} is {value}; it must be {range}")]
+    Option {
+        /// The option.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What is allowed.
+        range: String,
+    },
+    /// It does not fit the GPU.
+    #[error(
+        "the model does not fit {name}: {missing} MiB are missing of {total} (weights take {weights} MiB, buffers \
+         {buffers}); lower --max-batch-tokens, --max-sequences or --max-context-tokens, raise \
+         --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
+    )]
+    Memory {
+        /// The GPU.
+        name: String,
+        /// MiB missing for a single KV block.
+        missing: u64,
+        /// MiB of the GPU.
+        total: u64,
+        /// MiB of the weights.
+        weights: u64,
+        /// MiB of the buffers.
+        buffers: u64,
+    },
+    /// The device refused or failed.
+    #[error("the GPU failed while loading: {0}")]
+    Device(String),
+    /// The operating system refused a thread.
+    #[error("cannot start the GPU's thread: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+impl Error {
+    fn of(error: DeviceError, found: &driver::Found) -> Self {
+        match error {
+            DeviceError::Memory { bytes } => Self::Device(format!(
+                "{} has no {} MiB left; another process may have taken them: lower --gpu-memory-utilization",
+                found.name,
+                mebibytes(bytes)
+            )),
+            failed @ DeviceError::Failed { .. } => Self::Device(failed.to_string()),
+        }
+    }
+}
+
+fn mebibytes(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+/// The name of a GPU that can be used.
+///
+/// # Errors
+/// [`Unavailable`], saying why not.
+pub fn available(ordinal: usize) -> Result<String, Unavailable> {
+    driver::find(ordinal).map(|found| found.name)
+}
+
+/// Whether kernels exist for a model's shapes.
+///
+/// # Errors
+/// [`models::Error::Unsupported`] naming the field at fault.
+pub fn supports(model: &ModelDir) -> Result<(), models::Error> {
+    check_model(model.config())
+}
+
+/// A model on a GPU.
+pub struct CudaRuntime {
+    capabilities: Capabilities,
+    // Dropped before the thread that holds the pool it copies from.
+    swap: Option<Swap>,
+    owner: Owner,
+    places: std::sync::Arc<Vec<Place>>,
+    in_flight: u32,
+    spare: Vec<Batch>,
+}
+
+impl CudaRuntime {
+    /// Loads a model: checks its tensors, copies them to the GPU, sets up the KV pool in what is left, captures graphs.
+    /// `progress` hears the bytes copied so far and in all.
+    ///
+    /// # Errors
+    /// [`Error`], for most reasons before anything large is copied.
+    pub fn load(
+        model: &ModelDir,
+        options: &CudaOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        let config = model.config();
+        let context_tokens = check(options, config)?;
+        let found = driver::find(options.ordinal)?;
+        check_model(config)?;
+        let tensors = weights::find(model)?;
+        let arithmetic = format!(
+            "cuda sm_{}{} {}",
+            found.compute.0,
+            found.compute.1,
+            if options.deterministic { "deterministic".to_owned() } else { products::library() }
+        );
+        let fingerprint = models::fingerprint_of(model, tensors.half().dtype(), &arithmetic);
+        let name = found.name.clone();
+        let job = Job {
+            found,
+            config: config.clone(),
+            tensors,
+            options: options.clone(),
+            context_tokens,
+            fingerprint,
+        };
+        let (owner, loaded) = Owner::start(job, progress)?;
+        let Loaded { capabilities, places, context, pool, products, weight_bytes, graphs } = *loaded;
+        let swap = match capabilities.host_blocks {
+            0 => None,
+            host_blocks => {
+                context.bind_to_thread().map_err(|error| Error::Device(driver::explain(error)))?;
+                let swap = Swap::new(&context, pool.0, pool.1, capabilities.blocks, host_blocks);
+                Some(swap.map_err(|error| Error::Device(error.to_string()))?)
+            }
+        };
+        tracing::info!(
+            model = model.name(),
+            gpu = name,
+            products,
+            weight_bytes,
+            blocks = capabilities.blocks,
+            block_bytes = pool.1,
+            host_blocks = capabilities.host_blocks,
+            graphs,
+            deterministic = options.deterministic,
+            "model is on the GPU"
+        );
+        Ok(Self { capabilities, swap, owner, places, in_flight: 0, spare: Vec::new() })
+    }
+
+    /// The logits of the last step's sample rows; [samples, vocab_size]. For tests: it waits for the GPU.
+    ///
+    /// # Errors
+    /// [`super::Error::Device`].
+    pub fn logits(&mut self) -> Result<Vec<f32>, super::Error> {
+        let (reply, answer) = std::sync::mpsc::sync_channel(1);
+        self.owner.send(Command::Logits(reply))?;
+        answer.recv().map_err(|_| gone())?
+    }
+}
+
+/// Checks every option; the context to serve.
+fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Error> {
+    let within = |name, value: u64, low: u64, high: u64| {
+        if (low..=high).contains(&value) {
+            return Ok(());
+        }
+        Err(Error::Option { name, value: value.to_string(), range: format!("from {low} to {high}") })
+    };
+    within("slots", options.slots.into(), 1, 4096)?;
+    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
+    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    if !options.block_tokens.is_power_of_two() {
+        let value = options.block_tokens.to_string();
+        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+    }
+    if !(options.utilization > 0.0 && options.utilization <= 1.0) {
+        let (name, value) = ("gpu_memory_utilization", options.utilization.to_string());
+        return Err(Error::Option { name, value, range: "above 0 and at most 1".to_owned() });
+    }
+    let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
+    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    Ok(context_tokens)
+}
+
+/// A product by our own kernel.
+///
+/// # Safety
+/// As [`Device::launch`].
+unsafe fn own_product<D: Device>(device: &D, half: Half, p: &Matmul) -> Result<(), DeviceError> {
+    let params = GemmParams {
+        x: p.x,
+        weight: p.weight,
+        bias: p.bias.map_or(0, |bias| bias.wide),
+        out: p.y,
+        m: p.m,
+        n: p.n,
+        k: p.k,
+        stride: p.stride,
+    };
+    // SAFETY: passed on to the caller.
+    unsafe { gemm(device, half, p.wide, &params) }
+}
+
+impl Runtime for CudaRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), super::Error> {
+        if slot >= self.capabilities.slots {
+            let slots = self.capabilities.slots;
+            return Err(super::Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
+        }
+        // Only penalties need to know what came before; their number counts always.
+        let history = setup.sampling.needs_history();
+        let prompt = if history { setup.prompt.to_vec() } else { Vec::new() };
+        self.owner.send(Command::Attach {
+            slot,
+            sampling: setup.sampling.clone(),
+            choice: setup.choice,
+            prompt,
+            generated: setup.generated.to_vec(),
+            eos_token_ids: setup.eos_token_ids.to_vec(),
+        })
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        // If the thread is gone, so is the slot; the next step says so.
+        let _ = self.owner.send(Command::Detach(slot));
+    }
+
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), super::Error> {
+        batch.check(&self.capabilities)?;
+        if self.in_flight == DEPTH {
+            return Err(super::Error::Malformed("as many steps are launched as there may be".to_owned()));
+        }
+        let launched = std::mem::replace(batch, self.spare.pop().unwrap_or_default());
+        self.owner.send(Command::Step(launched))?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
+        if self.in_flight == 0 {
+            return Err(super::Error::Malformed("no step was launched".to_owned()));
+        }
+        let Flight { outcome, place, wanted, batch } = self.owner.flights.recv().map_err(|_| gone())?;
+        self.in_flight -= 1;
+        self.spare.push(batch);
+        sampled.clear();
+        outcome?;
+        let Place { results, begin, done, .. } = &self.places[place];
+        done.wait().map_err(slots::device)?;
+        // SAFETY: the copy to it is done, and the next one to this place comes with a launch after this.
+        let bytes = unsafe { results.as_slice() };
+        for (chunk, wanted) in bytes.chunks_exact(size_of::<SamplingResult>()).zip(wanted) {
+            // SAFETY: a plain struct of numbers, whole in the chunk.
+            let result = unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
+            sampled.push(compute::sampled(&result, wanted));
+        }
+        Ok(Duration::from_secs_f64(f64::from(done.since(begin).max(0.0)) / 1e3))
+    }
+
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), super::Error> {
+        match &mut self.swap {
+            Some(swap) => swap.start(transfer),
+            None => Err(super::Error::Malformed("there is no host pool to transfer to".to_owned())),
+        }
+    }
+
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
+        if let Some(swap) = &mut self.swap {
+            swap.finished(finished);
+        }
+    }
+
+    fn wait_for_transfer(&mut self) -> Result<(), super::Error> {
+        if let Some(swap) = &mut self.swap {
+            swap.wait();
+        }
+        Ok(())
+    }
+}

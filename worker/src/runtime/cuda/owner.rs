@@ -1,0 +1,389 @@
+//! The thread that owns the GPU: it loads the model, and enqueues steps in the order of commands. It never waits for a
+//! step; whoever wants its result does.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+
+use inflight_contract::SamplingParams;
+use inflight_kernels::cuda::{DeviceError, SamplingResult};
+
+use super::compute::Compute;
+use super::driver::{Driver, Event, Found, Graph, PinnedMemory};
+use super::forward::windows;
+use super::gpu::{Gpu, Memory};
+use super::metadata::{Layout, Room, StepShape, bucket_layout};
+use super::sizing::{Budget, PARTIALS, PoolSize, Shapes, buckets, largest_bucket, pool_blocks};
+use super::slots::device;
+use super::{CudaOptions, Error as LoadError, weights};
+use crate::models::ModelConfig;
+use crate::runtime::{self, Batch, Capabilities, Slot};
+
+/// Steps launched and not completed.
+pub(super) const DEPTH: u32 = 2;
+/// Commands that may wait for the thread: those of two steps, of which each attaches and detaches every slot at most.
+const COMMANDS_MAX: usize = 1 << 14;
+
+pub(super) enum Command {
+    Attach {
+        slot: Slot,
+        sampling: Arc<SamplingParams>,
+        choice: u32,
+        prompt: Vec<u32>,
+        generated: Vec<u32>,
+        eos_token_ids: Vec<u32>,
+    },
+    Detach(Slot),
+    Step(Batch),
+    /// The logits of the last step.
+    Logits(SyncSender<Result<Vec<f32>, runtime::Error>>),
+}
+
+/// A step that was enqueued, or why not.
+pub(super) struct Flight {
+    pub(super) outcome: Result<(), runtime::Error>,
+    /// Which of the ring's places it uses.
+    pub(super) place: usize,
+    /// For each sample: whether log probabilities are wanted.
+    pub(super) wanted: Vec<bool>,
+    pub(super) batch: Batch,
+}
+
+/// What a step in flight shares with who waits for it.
+pub(super) struct Place {
+    metadata: PinnedMemory,
+    pub(super) results: PinnedMemory,
+    pub(super) begin: Event,
+    pub(super) done: Event,
+}
+
+/// What is known once the model is loaded.
+pub(super) struct Loaded {
+    pub(super) capabilities: Capabilities,
+    pub(super) places: Arc<Vec<Place>>,
+    pub(super) context: Arc<cudarc::driver::CudaContext>,
+    /// Where the KV pool begins, and bytes of a block.
+    pub(super) pool: (u64, usize),
+    pub(super) products: &'static str,
+    pub(super) weight_bytes: u64,
+    pub(super) graphs: usize,
+}
+
+enum Loading {
+    Progress(u64, u64),
+    Done(Result<Box<Loaded>, LoadError>),
+}
+
+/// The thread, from outside.
+pub(super) struct Owner {
+    commands: Option<SyncSender<Command>>,
+    pub(super) flights: Receiver<Flight>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// All that loading needs.
+pub(super) struct Job {
+    pub(super) found: Found,
+    pub(super) config: ModelConfig,
+    pub(super) tensors: weights::Found,
+    pub(super) options: CudaOptions,
+    pub(super) context_tokens: u32,
+    pub(super) fingerprint: String,
+}
+
+impl Owner {
+    /// Starts the thread and waits until the model is loaded. `progress` hears the bytes copied so far and in all.
+    pub(super) fn start(
+        job: Job,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<(Self, Box<Loaded>), LoadError> {
+        let (commands, inbox) = sync_channel(COMMANDS_MAX);
+        let (outbox, flights) = sync_channel(DEPTH as usize);
+        let (news, loading) = channel();
+        let work = move || run(&job, &news, &inbox, &outbox);
+        let thread = std::thread::Builder::new().name("gpu".to_owned()).spawn(work)?;
+        let mut owner = Self { commands: Some(commands), flights, thread: Some(thread) };
+        for news in loading {
+            match news {
+                Loading::Progress(done, total) => progress(done, total),
+                Loading::Done(Ok(loaded)) => return Ok((owner, loaded)),
+                Loading::Done(Err(error)) => return Err(error),
+            }
+        }
+        owner.stop();
+        Err(LoadError::Device("the thread that owns the GPU ended while it loaded the model".to_owned()))
+    }
+
+    pub(super) fn send(&self, command: Command) -> Result<(), runtime::Error> {
+        let sent = self.commands.as_ref().is_some_and(|commands| commands.send(command).is_ok());
+        if sent { Ok(()) } else { Err(gone()) }
+    }
+
+    fn stop(&mut self) {
+        self.commands = None;
+        if let Some(thread) = self.thread.take() {
+            // It may wait to hand over a flight.
+            while self.flights.recv().is_ok() {}
+            // If it panicked, the panic hook has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+pub(super) fn gone() -> runtime::Error {
+    runtime::Error::Device("the thread that owns the GPU is gone".to_owned())
+}
+
+/// The thread's whole life.
+fn run(job: &Job, news: &Sender<Loading>, inbox: &Receiver<Command>, outbox: &SyncSender<Flight>) {
+    let (mut machine, loaded) = match Machine::load(job, news) {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            // Nobody listens if the worker has given up.
+            let _ = news.send(Loading::Done(Err(error)));
+            return;
+        }
+    };
+    if news.send(Loading::Done(Ok(Box::new(loaded)))).is_err() {
+        return;
+    }
+    let mut place = 0;
+    for command in inbox {
+        match command {
+            Command::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
+                let setup = runtime::SlotSetup {
+                    sampling,
+                    choice,
+                    prompt: &prompt,
+                    generated: &generated,
+                    eos_token_ids: &eos_token_ids,
+                };
+                if let Err(error) = machine.compute.attach(&machine.driver, slot, &setup) {
+                    // The slot stays free, so the step that samples from it fails and says so.
+                    tracing::error!(slot, %error, "cannot attach a sequence");
+                }
+            }
+            Command::Detach(slot) => machine.compute.detach(slot),
+            Command::Step(batch) => {
+                let mut wanted = Vec::new();
+                let outcome = machine.step(&batch, place, &mut wanted);
+                if outbox.send(Flight { outcome, place, wanted, batch }).is_err() {
+                    return; // the runtime is gone
+                }
+                place = (place + 1) % machine.places.len();
+            }
+            Command::Logits(reply) => {
+                let _ = reply.send(machine.logits());
+            }
+        }
+    }
+}
+
+/// The GPU with a model on it.
+struct Machine {
+    // Fields are dropped in order: what lies on the device before the device.
+    compute: Compute<Driver>,
+    graphs: Vec<(u32, Graph)>,
+    metadata: super::driver::DeviceMemory,
+    places: Arc<Vec<Place>>,
+    packed: Vec<u8>,
+    samples: usize,
+    driver: Driver,
+}
+
+impl Machine {
+    fn load(job: &Job, news: &Sender<Loading>) -> Result<(Self, Loaded), LoadError> {
+        let Job { found, config, tensors, options, context_tokens, fingerprint } = job;
+        let device_error = |error: DeviceError| LoadError::of(error, found);
+        let driver = Driver::open(found, options.deterministic).map_err(device_error)?;
+        let (half, shapes) = (tensors.half(), Shapes::of(config));
+        let samples = options.slots.max(largest_bucket(options.slots));
+        let rows = options.batch_tokens.max(samples);
+        let buffers = shapes.buffer_bytes(rows.into(), samples.into(), u64::from(*context_tokens));
+        let block_bytes = shapes.block_bytes(options.block_tokens, half);
+        let (free, total) = driver.memory().map_err(device_error)?;
+        let room = |taken: u64| {
+            let budget = Budget { total, free, taken };
+            pool_blocks(budget, options.utilization, buffers, block_bytes, options.kv_bytes)
+        };
+        let short = |missing: u64| LoadError::Memory {
+            name: found.name.clone(),
+            missing: super::mebibytes(missing),
+            total: super::mebibytes(total),
+            weights: super::mebibytes(tensors.bytes()),
+            buffers: super::mebibytes(buffers),
+        };
+        // Known before minutes of loading.
+        if let PoolSize::Missing(missing) = room(tensors.bytes()) {
+            return Err(short(missing));
+        }
+        let report = |done, total| {
+            // Nobody listens if the worker has given up.
+            let _ = news.send(Loading::Progress(done, total));
+        };
+        let weights = tensors.upload(&driver, &report).map_err(device_error)?;
+        driver.stream.wait().map_err(device_error)?;
+        let (left, _) = driver.memory().map_err(device_error)?;
+        let blocks = match room(free.saturating_sub(left)) {
+            PoolSize::Blocks(blocks) => blocks,
+            PoolSize::Missing(missing) => return Err(short(missing)),
+        };
+        let capabilities = Capabilities {
+            vocab_size: config.vocab_size as u32,
+            context_tokens: *context_tokens,
+            block_tokens: options.block_tokens,
+            blocks,
+            host_blocks: u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX),
+            slots: options.slots,
+            batch_tokens: options.batch_tokens,
+            depth: DEPTH,
+            fingerprint: fingerprint.clone(),
+        };
+        let compute = Compute::new(
+            &driver,
+            config,
+            half,
+            weights,
+            capabilities.clone(),
+            options.deterministic,
+            options.graphs,
+        )
+        .map_err(|error| LoadError::Device(error.to_string()))?;
+        let entries =
+            options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
+        let room = Room {
+            rows: rows as usize,
+            samples: samples as usize,
+            items: (rows + PARTIALS) as usize,
+            copies: options.slots as usize,
+            plans: windows(config).0.len(),
+        };
+        let metadata_bytes = Layout::new(&room).bytes(entries.min(1 << 24));
+        let metadata = driver.alloc(metadata_bytes).map_err(device_error)?;
+        let place = || -> Result<Place, DeviceError> {
+            Ok(Place {
+                metadata: PinnedMemory::new(&driver.context, metadata_bytes)?,
+                results: PinnedMemory::new(&driver.context, samples as usize * size_of::<SamplingResult>())?,
+                begin: Event::new(&driver.context)?,
+                done: Event::new(&driver.context)?,
+            })
+        };
+        let places = (0..=DEPTH).map(|_| place()).collect::<Result<Vec<_>, DeviceError>>();
+        let places = Arc::new(places.map_err(device_error)?);
+        let mut machine =
+            Self { compute, graphs: Vec::new(), metadata, places, packed: Vec::new(), samples: 0, driver };
+        if options.graphs {
+            machine.capture(options.slots).map_err(device_error)?;
+        }
+        let loaded = Loaded {
+            capabilities,
+            places: Arc::clone(&machine.places),
+            context: Arc::clone(&machine.driver.context),
+            pool: (machine.compute.forward.kv().address(), block_bytes as usize),
+            products: machine.driver.products(),
+            weight_bytes: tensors.bytes(),
+            graphs: machine.graphs.len(),
+        };
+        Ok((machine, loaded))
+    }
+
+    /// Captures a graph for each bucket, from a step in which every row is padding.
+    fn capture(&mut self, slots: u32) -> Result<(), DeviceError> {
+        let plans = self.compute.plans();
+        for bucket in buckets(slots) {
+            let layout = bucket_layout(bucket, plans);
+            let bytes = layout.bytes(0);
+            let mut padding = vec![0u8; bytes];
+            let places = layout.places..layout.places + bucket as usize * 4;
+            padding[places].fill(0xff);
+            self.driver.upload(&self.metadata, 0, &padding)?;
+            let step = StepShape {
+                layout,
+                rows: bucket,
+                samples: bucket,
+                copies: Vec::new(),
+                mixed: false,
+                bucket: Some(bucket),
+                bytes,
+            };
+            let at = self.metadata.address();
+            // Once for real, so that nothing is loaded or planned while capturing.
+            self.compute.forward.run(&self.driver, &step, at)?;
+            self.driver.stream.wait()?;
+            let work = || self.compute.forward.run(&self.driver, &step, at);
+            let graph = self.driver.capture(work)?;
+            self.driver.replay(&graph)?;
+            self.driver.stream.wait()?;
+            self.graphs.push((bucket, graph));
+        }
+        Ok(())
+    }
+
+    /// Enqueues a step.
+    fn step(&mut self, batch: &Batch, place: usize, wanted: &mut Vec<bool>) -> Result<(), runtime::Error> {
+        let step = self.compute.prepare(batch, &mut self.packed)?;
+        self.compute.wanted(wanted);
+        let Place { metadata, results, begin, done } = &self.places[place];
+        if step.bytes > metadata.bytes() {
+            return Err(runtime::Error::Malformed(format!(
+                "it needs {} bytes of metadata; there is room for {}",
+                step.bytes,
+                metadata.bytes()
+            )));
+        }
+        let stream = &self.driver.stream;
+        // SAFETY: the place's last step was completed before this one was launched.
+        unsafe { metadata.as_slice()[..step.bytes].copy_from_slice(&self.packed) };
+        let at = self.metadata.address();
+        let enqueue = || {
+            begin.record(stream)?;
+            // SAFETY: within both allocations; the place is not used again before this step was completed.
+            unsafe { stream.copy_in(at, metadata.as_ptr(), step.bytes) }?;
+            let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
+            match graph {
+                Some((_, graph)) => self.driver.replay(graph)?,
+                None => self.compute.forward.run(&self.driver, &step, at)?,
+            }
+            let bytes = batch.samples.len() * size_of::<SamplingResult>();
+            if bytes > 0 {
+                // SAFETY: within both allocations; it is read after `done`.
+                unsafe {
+                    stream.copy_out(results.as_ptr(), self.compute.forward.results().address(), bytes)
+                }?;
+            }
+            done.record(stream)
+        };
+        enqueue().map_err(device)?;
+        self.samples = batch.samples.len();
+        Ok(())
+    }
+
+    fn logits(&self) -> Result<Vec<f32>, runtime::Error> {
+        let (memory, stride) = self.compute.forward.logits();
+        let bytes = self.samples * stride * 4;
+        let pinned = PinnedMemory::new(&self.driver.context, bytes).map_err(device)?;
+        let stream = &self.driver.stream;
+        // SAFETY: within both allocations, and read only after the wait.
+        unsafe { stream.copy_out(pinned.as_ptr(), memory.address(), bytes) }.map_err(device)?;
+        stream.wait().map_err(device)?;
+        let vocabulary = self.compute.capabilities.vocab_size as usize;
+        // SAFETY: nothing is under way any more.
+        let all = unsafe { pinned.as_slice() };
+        let numbers = all[..bytes].chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
+        let wide: Vec<f32> = numbers.collect();
+        Ok(wide.chunks(stride).flat_map(|row| &row[..vocabulary]).copied().collect())
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // What is freed next may still be in use.
+        let _ = self.driver.stream.wait();
+    }
+}

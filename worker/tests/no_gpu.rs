@@ -1,0 +1,30 @@
+//! Where there is no driver, `auto` computes on the CPU and `cuda` says what is missing.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use inflight_worker::runtime::cuda::{Unavailable, available};
+use inflight_worker::{Device, Options, Worker};
+
+#[test]
+fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
+    match available(0) {
+        Err(Unavailable::NoDriver) => {}
+        other => {
+            eprintln!("skipped: this machine has a driver ({other:?})");
+            return;
+        }
+    }
+    let load = |device| Worker::load(&Options { device, ..Options::default() }, &|_, _| {});
+    let refused = load(Device::Cuda(0)).err().unwrap().to_string();
+    assert!(refused.contains("no NVIDIA driver") && refused.contains("--device cpu"), "{refused}");
+    assert!(load(Device::Auto).is_ok());
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused_by_its_number() {
+    if let Ok(name) = available(0) {
+        let refused = available(4096).unwrap_err().to_string();
+        assert!(refused.contains("4096"), "{name}: {refused}");
+    }
+}
