@@ -53,7 +53,7 @@ async fn ask(worker: &str, iterations: u32) -> Result<DiagnoseResponse, Failure>
 }
 
 fn render(worker: &str, answer: &DiagnoseResponse) -> String {
-    let DiagnoseResponse { findings, window_iterations, window_seconds, load, iterations } = answer;
+    let DiagnoseResponse { findings, window_iterations, window_seconds, load, iterations, held: _ } = answer;
     let Load { running, waiting, swapped, blocks_used, host_blocks_used, .. } = load.unwrap_or_default();
     let mut text = format!(
         "{worker}: {running} running, {waiting} waiting, {swapped} swapped; {blocks_used} KV blocks in use, \

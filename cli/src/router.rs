@@ -124,6 +124,9 @@ pub struct Args {
     /// Largest list of headers taken from a client
     #[arg(long, value_name = "BYTES", default_value_t = Options::default().header_bytes_max, env = "INFLIGHT_ROUTER_HEADER_BYTES_MAX")]
     pub header_bytes_max: u32,
+    /// How long a call may take to bring its message, from its headers
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().message_time_max), env = "INFLIGHT_ROUTER_MESSAGE_TIMEOUT")]
+    pub message_timeout: Span,
     /// How long a TLS handshake may take
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.handshake_max), env = "INFLIGHT_ROUTER_HANDSHAKE_TIMEOUT")]
     pub handshake_timeout: Span,
@@ -155,6 +158,7 @@ impl Args {
             listen: self.listen,
             workers: self.workers.clone(),
             router_id: self.router_id.clone().unwrap_or_else(|| format!("router@{}", self.listen)),
+            incarnation: incarnation(),
             placement: self.placement,
             queue_requests_max: self.queue_requests_max,
             queue_tokens_max: self.queue_tokens_max,
@@ -187,6 +191,7 @@ impl Args {
                 idle_max: self.idle_timeout.0,
             },
             header_bytes_max: self.header_bytes_max,
+            message_time_max: self.message_timeout.0,
             connection_streams_max: self.connection_streams_max,
             model_memory: self.model_memory.0,
             keepalive_interval: self.keepalive_interval.0,
@@ -242,4 +247,12 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     .await;
     telemetry.stop().await;
     outcome
+}
+
+/// Different after each restart, and from every other router's: in pods that listen at the same address too, whose process ids
+/// are the same.
+fn incarnation() -> String {
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let random = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), std::process::id());
+    format!("{:x}-{random:x}", since_epoch.as_nanos())
 }

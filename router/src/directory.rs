@@ -11,7 +11,8 @@ use tokio::sync::mpsc;
 
 use crate::dispatch::{Introduction, LaneId};
 use crate::metrics as names;
-use crate::relay::Relay;
+use crate::placing::INDEX_BLOCKS_MAX;
+use crate::relay::{Phase, Relay};
 use crate::violation::Violation;
 
 /// A submission that its worker has not ended.
@@ -35,6 +36,8 @@ pub(crate) struct Session {
     pub(crate) draining: Option<Instant>,
     /// The suspect that has, or is about to have, this worker for itself, and since when.
     pub(crate) reserved: Option<(Arc<Relay>, Instant)>,
+    /// When a suspect had waited for it for too long, in vain.
+    pub(crate) spared: Option<Instant>,
     /// When it was last heard of.
     pub(crate) heard: Instant,
     heartbeat: Duration,
@@ -42,6 +45,10 @@ pub(crate) struct Session {
     pub(crate) has: Credits,
     /// Updates in the second that began then.
     pub(crate) updates: (Instant, u32),
+    /// Entries of updates in that second.
+    entries: usize,
+    /// Blocks of its pools, as far as they are indexed.
+    pool_blocks: usize,
     /// What the worker was told of the queue.
     backlog: Option<bool>,
     pub(crate) ledger: Ledger,
@@ -80,10 +87,14 @@ impl Session {
             block_tokens: introduction.block_tokens,
             draining: None,
             reserved: None,
+            spared: None,
             heard: now,
             heartbeat: introduction.heartbeat,
             has: introduction.has,
             updates: (now, 0),
+            entries: 0,
+            pool_blocks: (introduction.has.blocks as usize + introduction.host_blocks as usize)
+                .min(INDEX_BLOCKS_MAX),
             backlog: None,
             ledger: Ledger::default(),
             flights: BTreeMap::new(),
@@ -96,8 +107,12 @@ impl Session {
     const UPDATES_MAX: u32 = 20_000;
     /// Entries beyond one for each sequence in flight.
     const ENTRIES_SLACK: usize = 1024;
-    /// Changes of the prefix cache in one update.
-    const CACHE_EVENTS_MAX: usize = 1 << 20;
+    /// Changes of the prefix cache, and blocks of a snapshot, in one update.
+    const CACHE_ENTRIES_MAX: usize = 1 << 16;
+    /// Counters of tenants in one update, and incarnations that they are of.
+    const COUNTERS_MAX: usize = 1 << 16;
+    /// Entries of any kind within a second, beyond four for each block that the worker has.
+    const ENTRIES_PER_SECOND: usize = 1 << 20;
     /// How far a grant may be beyond what the worker has: what waits there, and one request of any size.
     const GRANT_FACTOR: u32 = 64;
 
@@ -106,6 +121,7 @@ impl Session {
         let (began, count) = &mut self.updates;
         if now.saturating_duration_since(*began) >= Duration::from_secs(1) {
             (*began, *count) = (now, 0);
+            self.entries = 0;
         }
         *count += 1;
         if *count > Self::UPDATES_MAX {
@@ -117,7 +133,16 @@ impl Session {
         let most = 2 * self.ledger.used().sequences as usize + Self::ENTRIES_SLACK;
         oversized("sequences", update.sequences.len(), most)?;
         let events = update.kv_events.as_ref().map_or(0, |events| events.events.len());
-        oversized("prefix cache events", events, Self::CACHE_EVENTS_MAX)?;
+        oversized("prefix cache events", events, Self::CACHE_ENTRIES_MAX)?;
+        let snapshot = update.kv_snapshot.as_ref().map_or(0, |piece| piece.device.len() + piece.host.len());
+        oversized("blocks of a snapshot", snapshot, Self::CACHE_ENTRIES_MAX)?;
+        let charges = update.charges.len();
+        oversized("charges", charges, Self::COUNTERS_MAX)?;
+        let services = update.services.iter().map(|table| 1 + table.tenants.len()).sum::<usize>();
+        oversized("counters of other incarnations", services, Self::COUNTERS_MAX)?;
+        let entries = &mut self.entries;
+        *entries = entries.saturating_add(events + snapshot + charges + services);
+        oversized("entries within a second", *entries, Self::ENTRIES_PER_SECOND + 4 * self.pool_blocks)?;
         let Some(grant) = update.grant else { return Ok(()) };
         for (what, granted, has) in
             [("sequences", grant.sequences, self.has.sequences), ("blocks", grant.blocks, self.has.blocks)]
@@ -127,6 +152,11 @@ impl Session {
             }
         }
         Ok(())
+    }
+
+    /// Whether it is kept for a suspect that has not been handed over.
+    pub(crate) fn awaits_suspect(&self) -> bool {
+        self.reserved.as_ref().is_some_and(|(relay, _)| relay.lock().phase == Phase::Parked)
     }
 
     /// Whether it may be given work that is not a suspect's.
@@ -144,12 +174,12 @@ impl Session {
         &mut self,
         relay: &Arc<Relay>,
         attempt: u32,
-        running: u32,
-        blocks: u32,
+        prompt_blocks: u32,
+        choices: Vec<(u32, u32)>,
         submit: v1::Submit,
     ) {
         let submission = submit.request;
-        self.ledger.charge(submission, running, blocks);
+        self.ledger.charge_choices(submission, prompt_blocks, choices.into_iter());
         self.flights.insert(submission, Flight { relay: relay.clone(), attempt, cancelled: false });
         self.send(Message::Submit(submit));
         self.show();

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use inflight_contract::ModelLimits;
+use inflight_contract::{AdmissionCost, ModelLimits, Service};
 use inflight_proto::v1;
-use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget};
+use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget, Standing};
 use metrics::Gauge;
 use tokio::sync::{mpsc, watch};
 
@@ -96,6 +96,8 @@ struct State {
     suspects: VecDeque<Arc<Relay>>,
     budget: RetryBudget,
     outliers: Outliers,
+    /// How long a request waits while only workers that are too small for it are connected.
+    unfit_wait: Duration,
     ticks: u32,
     /// What the dispatcher's clock counts from.
     epoch: Instant,
@@ -178,6 +180,7 @@ impl Dispatch {
             suspects: VecDeque::new(),
             budget: RetryBudget::new(options.retry_rate, options.retry_burst),
             outliers: Outliers::new(OutlierLimits::default()),
+            unfit_wait: options.unserved_wait_max,
             ticks: 0,
             epoch,
             gauges,
@@ -331,7 +334,9 @@ impl State {
 
     /// The soonest first token that a worker promises a new request.
     fn first_token(&self, relay: &Relay) -> Option<Duration> {
-        let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes());
+        let fits =
+            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes()).filter(fits);
         let promised =
             of_lane.map(|session| self.placing.first_token(session.worker, &relay.call, relay.chains()));
         // A worker that says nothing may be the soonest.
@@ -363,7 +368,8 @@ impl State {
             }
         }
         for session in self.sessions.values_mut() {
-            session.tell_backlog(self.queue.waits_in(session.lane));
+            // A suspect waits outside of the queue, and needs a grant of its worker as much.
+            session.tell_backlog(self.queue.waits_in(session.lane) || session.awaits_suspect());
         }
         self.gauges.requests.set(self.queue.len() as f64);
         self.gauges.tokens.set(self.queue.tokens() as f64);
@@ -394,29 +400,40 @@ impl State {
         if relay.expired(now) {
             return Verdict::Fail(Outcome::DeadlineExceeded);
         }
-        let request = relay.lock();
+        let mut request = relay.lock();
         let lane = relay.call.lane;
-        let eligible = |session: &&Session| {
-            session.lane == lane
-                && session.takes()
-                && u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens()
-        };
+        let fits =
+            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        // Those that are kept for a suspect take others again soon.
+        let in_time =
+            || self.sessions.values().filter(|s| s.lane == lane && s.draining.is_none()).filter(fits);
         let generated = request.journal.tokens();
         let begun = generated > 0;
         let same = |session: &&Session| request.fingerprint.as_ref() == Some(&session.fingerprint);
-        let sessions = || self.sessions.values().filter(eligible);
+        let sessions = || in_time().filter(|session| session.takes());
         // A stream that has begun goes on with the very same tokens where that is possible at all.
-        let keep_fingerprint = begun && sessions().any(|session| same(&session));
+        let keep_fingerprint = begun && in_time().any(|session| same(&session));
         let since = self.since(now);
         let admitted =
             |session: &&Session| self.outliers.admits(session.worker, session.flights.len(), since);
         // Where nobody but ejected workers is left, one of them is better than none.
         let admits = sessions().any(|session| (!keep_fingerprint || same(&session)) && admitted(&session));
-        let candidates: Vec<Candidate> = sessions()
-            .filter(|session| !keep_fingerprint || same(session))
-            .filter(|session| !admits || admitted(session))
+        let standing = |session: &Session| {
+            if session.draining.is_some() {
+                Standing::Draining
+            } else if !fits(&session) || (keep_fingerprint && !same(&session)) {
+                Standing::Unfit
+            } else if session.reserved.is_some() || (admits && !admitted(&session)) {
+                Standing::Ejected
+            } else {
+                Standing::Serving
+            }
+        };
+        let candidates: Vec<Candidate> = self
+            .sessions_of(lane)
             .map(|session| Candidate {
                 worker: session.worker,
+                standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
                 need: Credits {
@@ -428,14 +445,19 @@ impl State {
             })
             .map(|candidate| {
                 // Only where it matters: finding out takes a look-up for each block.
-                let estimate = match candidate.has_room() {
+                let estimate = match candidate.standing == Standing::Serving && candidate.has_room() {
                     true => self.placing.estimate(candidate.worker, &relay.call, generated, relay.chains()),
                     false => Estimate::default(),
                 };
                 Candidate { estimate, ..candidate }
             })
             .collect();
-        if candidates.is_empty() && self.sessions_of(lane).any(Session::takes) {
+        if in_time().next().is_some() {
+            request.unfit_since = None;
+        } else if self.sessions_of(lane).any(|session| session.draining.is_none())
+            // The worker that could hold it may come back.
+            && now.saturating_duration_since(*request.unfit_since.get_or_insert(now)) >= self.unfit_wait
+        {
             // Limits shrank while it waited: the workers that could hold it are gone.
             return Verdict::Fail(Outcome::Invalid(format!(
                 "prompt and max_tokens come to {} tokens, more than the workers now connected can hold",
@@ -474,18 +496,19 @@ impl State {
             metrics::counter!(names::PROMPT_TOKENS, "model" => model)
                 .increment(relay.call.prompt.len() as u64);
         }
-        let blocks = request.journal.blocks(relay.call.prompt.len(), session.block_tokens);
-        let running = request.journal.running();
+        let prompt_blocks = AdmissionCost::new(session.block_tokens).prompt(relay.call.prompt.len());
+        let choices = request.journal.choice_blocks(session.block_tokens).collect();
         let mut submit = relay.submission(&request.journal, submission, now);
         if let Some(place) = &request.place {
             // A stream that has begun was charged for its prompt before.
             let prompt = if request.journal.tokens() > 0 { 0 } else { relay.call.prompt.len() };
             submit.order = Some(self.queue.hand(place, submission, prompt).thousandths());
+            submit.least_waiting = self.queue.least(session.lane).map(Service::thousandths);
         }
         let attempt = request.journal.attempt();
         self.placing.route(worker, submission, &relay.call, request.journal.tokens(), relay.chains());
         drop(request);
-        session.submit(relay, attempt, running, blocks, submit);
+        session.submit(relay, attempt, prompt_blocks, choices, submit);
         relay.changed.notify_one();
     }
 }

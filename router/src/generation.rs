@@ -25,6 +25,8 @@ struct Choice {
     stops: StopMatcher,
     /// Tokens that count: those up to its end.
     tokens: u32,
+    /// The newest of them.
+    last: Option<u32>,
     ended: bool,
 }
 
@@ -70,6 +72,7 @@ impl Generation {
             detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
             stops: StopMatcher::new(&call.stop),
             tokens: 0,
+            last: None,
             ended: false,
         };
         let choices = (0..call.sampling.n).map(choice).collect();
@@ -261,7 +264,9 @@ impl Drop for Generation {
         let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
         if let Some(charge) = &mut self.charge {
-            charge.used(call.prompt.len() as u64 + u64::from(tokens));
+            // What no worker ever had cost nobody anything.
+            let prompt = if times.placed.is_some() { call.prompt.len() as u64 } else { 0 };
+            charge.used(prompt + u64::from(tokens));
         }
         let (model, operation) = (call.model.clone(), operation(call));
         let error = match outcome {
@@ -303,12 +308,13 @@ impl Choice {
         vocabulary: &Vocabulary,
     ) -> (Option<v1::GenerationDelta>, Option<Ending>) {
         let Fresh { mut tokens, mut logprobs, end } = fresh;
-        // The worker ends a choice with STOP at an ending token only, and sends that token last.
-        let stop_token_id = match end {
-            Some(FinishReason::Stop) => tokens.last().copied(),
-            _ => None,
-        };
-        let shown = tokens.len() - usize::from(stop_token_id.is_some());
+        // The worker ends a choice with STOP at an ending token only, and sends that token last; alone only where an earlier
+        // attempt, at a worker of another mind, had brought it.
+        let stopped = end == Some(FinishReason::Stop);
+        let brought = stopped && !tokens.is_empty();
+        self.last = tokens.last().copied().or(self.last);
+        let stop_token_id = self.last.filter(|_| stopped);
+        let shown = tokens.len() - usize::from(brought);
         let mut text = String::new();
         let mut ending = end.map(|reason| Ending { reason, stop: String::new(), stop_token_id });
         let mut piece = String::new();
@@ -331,7 +337,7 @@ impl Choice {
         }
         if !self.ended && ending.is_some() {
             self.ended = true;
-            self.tokens += u32::from(stop_token_id.is_some());
+            self.tokens += u32::from(brought);
             ending = self.flush(&mut text, call, ending);
         }
         let token_ids = if call.return_token_ids { tokens } else { Vec::new() };

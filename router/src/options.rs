@@ -17,6 +17,8 @@ pub struct Options {
     pub workers: Vec<String>,
     /// Names this router to the workers, in logs and metrics.
     pub router_id: String,
+    /// Different after each restart, and from every other router's; empty if nobody can tell. Workers count routers by it.
+    pub incarnation: String,
     /// Where requests run.
     pub placement: PlacementKind,
     /// Most requests that wait for a worker.
@@ -51,7 +53,7 @@ pub struct Options {
     pub client_buffer_tokens: usize,
     /// How long a client may take nothing of what is there before its call is ended.
     pub stall_timeout: Duration,
-    /// Past this time in the queue a request goes first in its tenant, and counts as of the highest priority.
+    /// Past this time in the queue a request goes first in its tenant.
     pub queue_wait_max: Duration,
     /// Service forgiven a waiting request's tenant for each second, in tokens of weight 1.
     pub aged_tokens_per_second: f64,
@@ -71,6 +73,8 @@ pub struct Options {
     pub connections: ConnectionLimits,
     /// Largest list of headers taken from a client, in bytes.
     pub header_bytes_max: u32,
+    /// How long a call may take to bring its message, from its headers.
+    pub message_time_max: Duration,
     /// Most calls open at once on one connection.
     pub connection_streams_max: u32,
     /// How long a model whose last worker is gone is UNAVAILABLE before it is NOT_FOUND.
@@ -88,6 +92,7 @@ impl Default for Options {
             listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
             workers: Vec::new(),
             router_id: "router".to_owned(),
+            incarnation: String::new(),
             placement: PlacementKind::default(),
             queue_requests_max: 1024,
             queue_tokens_max: 4 << 20,
@@ -115,6 +120,7 @@ impl Default for Options {
             worker_tls: None,
             connections: ConnectionLimits::default(),
             header_bytes_max: 16 << 10,
+            message_time_max: Duration::from_secs(30),
             connection_streams_max: 1024,
             model_memory: Duration::from_secs(600),
             keepalive_interval: Duration::from_secs(10),

@@ -16,7 +16,7 @@ use crate::options::Options;
 use crate::relay::Call;
 
 /// Blocks of one worker in the index, whatever it says it has: 64 million tokens in blocks of 16.
-const INDEX_BLOCKS_MAX: usize = 1 << 22;
+pub(crate) const INDEX_BLOCKS_MAX: usize = 1 << 22;
 /// Tokens that a request is expected to generate, if it may: few clients know, and the placement only weighs decodes against
 /// prefills by it.
 const OUTPUT_TOKENS: u32 = 256;
@@ -31,7 +31,7 @@ pub(crate) struct Placing {
 impl Placing {
     pub(crate) fn new(options: &Options) -> Self {
         let mut seed = DefaultHasher::new();
-        options.router_id.hash(&mut seed);
+        (&options.router_id, &options.incarnation).hash(&mut seed);
         Self {
             placer: Placer::new(options.placement.build(seed.finish())),
             fleet: Fleet::default(),
@@ -86,8 +86,7 @@ impl Placing {
             take(self.fleet.load(worker, SnapshotPiece { first: *first, device, host, next: *next }));
         }
         if let Some(events) = &update.kv_events {
-            // An event of a kind that a newer protocol added changes nothing that is known here.
-            let changes = events.events.iter().filter_map(|event| event.event).map(change);
+            let changes = events.events.iter().map(|event| event.event.map_or(CacheChange::Unknown, change));
             take(self.fleet.apply(worker, events.first, changes));
         }
         self.indexed.set(self.fleet.indexed_blocks() as f64);

@@ -79,7 +79,7 @@ pub(crate) enum Received {
     Taken,
     /// It has brought something new to its client.
     Progress,
-    /// Its client is further behind than it may be.
+    /// Its client is further behind than it may be: it is paused. Withdraw the rest of it.
     Overfull,
     /// It came too late for this request: dropped.
     Stale,
@@ -119,6 +119,8 @@ pub(crate) struct State {
     pub(crate) suspicion: Suspicion,
     /// Whether the latest attempt had its worker for itself.
     pub(crate) alone: bool,
+    /// Since when no worker that serves could hold it.
+    pub(crate) unfit_since: Option<Instant>,
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<String>,
     /// Covers the first wait in the queue; closed when the request is placed.
@@ -134,6 +136,14 @@ impl State {
     /// How long something has waited for its stream.
     pub(crate) fn unread_for(&self, now: Instant) -> Duration {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// Ends the attempt in force; the next one begins when its client reads again.
+    fn pause(&mut self) {
+        self.journal.next_attempt();
+        self.alone = false;
+        self.phase = if self.journal.ended() { Phase::Ended } else { Phase::Paused };
+        metrics::counter!(names::PAUSED_STREAMS).increment(1);
     }
 
     /// Ends the request. Whoever holds it somewhere takes it out there.
@@ -170,6 +180,7 @@ impl Relay {
             avoid: None,
             suspicion: Suspicion::default(),
             alone: false,
+            unfit_since: None,
             fingerprint: None,
             queue_span: Some(queue_span),
             place: None,
@@ -212,6 +223,10 @@ impl Relay {
         }
         if let Some(token) = update.token_ids.iter().copied().find(|token| *token >= vocab_size) {
             return Received::Nonsense(Violation::UnknownToken { request: submission, token, vocab_size });
+        }
+        let most = self.call.sampling.logprobs.unwrap_or(0) as usize;
+        if let Some(entries) = update.logprobs.iter().map(|one| one.top.len()).find(|top| *top > most) {
+            return Received::Nonsense(Violation::Alternatives { request: submission, entries, most });
         }
         if state.journal.withdrawn(update.choice) {
             self.count_unbilled(update.token_ids.len());
@@ -263,6 +278,8 @@ impl Relay {
             // Else its stream is about to read: it is behind, and its client is not.
             && state.unread_for(now) > Self::BEHIND
         {
+            // Under the lock: its stream may read at any moment, and must find either the tokens or the pause.
+            state.pause();
             received = Received::Overfull;
         }
         drop(state);
@@ -326,6 +343,7 @@ impl Relay {
             traceparent: call.trace.traceparent.clone(),
             tracestate: call.trace.tracestate.clone(),
             order: None,
+            least_waiting: None,
         }
     }
 }
@@ -340,5 +358,46 @@ fn finish_reason(value: i32) -> Option<FinishReason> {
         Ok(reason) => reason.to_contract(),
         // A reason from a newer protocol: the choice has ended, that much is certain.
         Err(_) => Some(FinishReason::Error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use inflight_contract::SamplingSpec;
+
+    #[test]
+    fn a_stream_that_reads_at_any_moment_finds_the_tokens_or_the_pause_and_is_woken_for_it() {
+        let now = Instant::now();
+        let call = Call {
+            request_id: String::new(),
+            model: String::new(),
+            lane: 0,
+            prompt: vec![1],
+            sampling: SamplingSpec::default().validate().unwrap(),
+            max_tokens: 100,
+            stop: Vec::new(),
+            tenant: String::new(),
+            weight: 1.0,
+            priority: 0,
+            bounds: QueueLimits::NONE,
+            arrived: now,
+            deadline: None,
+            return_token_ids: false,
+            chat: false,
+            trace: TraceContext::default(),
+        };
+        let relay = Relay::new(call, tracing::Span::none(), Lease::default());
+        relay.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
+        let update = v1::SequenceUpdate { request: 7, attempt: 1, token_ids: vec![5], ..Default::default() };
+        assert_eq!(relay.receive(7, update.clone(), 10, 1, now), Received::Progress);
+        assert_eq!(relay.receive(7, update.clone(), 10, 1, now + 2 * Relay::BEHIND), Received::Overfull);
+        // From here on its stream may read, before the session has done anything more.
+        let woken = std::pin::pin!(relay.changed.notified());
+        assert!(futures::FutureExt::now_or_never(woken).is_some());
+        let news = relay.read();
+        assert!(news.paused, "it asks for the rest, or nobody would");
+        assert_eq!(news.fresh[0].1.tokens, [5, 5]);
+        assert_eq!(relay.receive(7, update, 10, 1, now), Received::Stale, "the attempt is over");
     }
 }

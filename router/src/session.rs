@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use inflight_contract::ModelLimits;
 use inflight_proto::v1::session_request::Message as Request;
@@ -20,6 +20,7 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use crate::bundle::{Bundle, BundleError, Model};
+use crate::clock;
 use crate::dial::Dial;
 use crate::dispatch::{Dispatch, Introduction, Reason};
 use crate::metrics as names;
@@ -120,7 +121,6 @@ impl Drop for Opened<'_> {
 }
 
 impl Keeper {
-    const BACKOFF_FIRST: Duration = Duration::from_millis(100);
     /// Probes that find a dead peer on a connection that is open but silent.
     const KEEPALIVE: Duration = Duration::from_secs(5);
     const UPDATE_BYTES_MAX: usize = 64 << 20;
@@ -131,19 +131,20 @@ impl Keeper {
 
     pub(crate) async fn keep(self) {
         self.dispatch.join(self.worker);
-        let mut backoff = Self::BACKOFF_FIRST;
+        let mut backoff = Backoff::new(self.options.reconnect_backoff_max);
         let mut tries = 0;
         // The state is logged when it changes, not at each attempt.
         let mut reported: Option<String> = None;
         while !self.retired.is_cancelled() {
-            let mut opened = false;
+            let mut opened = None;
             let error = match self.run(&mut opened).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
+            let lasted = opened.map(|at| clock::now().saturating_duration_since(at));
+            let opened = opened.is_some();
             let drained = matches!(error, SessionError::Drained);
             if opened {
-                backoff = Self::BACKOFF_FIRST;
                 reported = None;
                 if !drained {
                     metrics::counter!(names::SESSIONS_LOST, "worker" => self.address.clone()).increment(1);
@@ -171,9 +172,8 @@ impl Keeper {
             tokio::select! {
                 biased;
                 () = self.retired.cancelled() => {}
-                () = tokio::time::sleep(backoff.mul_f64(self.jitter(tries))) => {}
+                () = tokio::time::sleep(backoff.after(lasted).mul_f64(self.jitter(tries))) => {}
             }
-            backoff = (backoff * 2).min(self.options.reconnect_backoff_max);
         }
         self.dispatch.leave(self.worker);
     }
@@ -181,7 +181,7 @@ impl Keeper {
     /// From a half to one, different for each router, worker and try, and the same in each run.
     fn jitter(&self, tries: u64) -> f64 {
         let mut hasher = DefaultHasher::new();
-        (&self.options.router_id, &self.address, tries).hash(&mut hasher);
+        (&self.options.router_id, &self.options.incarnation, &self.address, tries).hash(&mut hasher);
         0.5 + (hasher.finish() >> 11) as f64 / (1u64 << 54) as f64
     }
 
@@ -203,14 +203,17 @@ impl Keeper {
         channel.map_err(|error| SessionError::Connect(chain(&error)))
     }
 
-    async fn run(&self, opened: &mut bool) -> Result<std::convert::Infallible, SessionError> {
+    async fn run(&self, opened: &mut Option<Instant>) -> Result<std::convert::Infallible, SessionError> {
         let limit = self.options.connect_timeout;
         let connected = timeout(limit, self.connect(limit)).await;
         let channel = connected.map_err(|_| SessionError::Timeout { what: "a connection", limit })??;
         let mut client = WorkerClient::new(channel).max_decoding_message_size(Self::UPDATE_BYTES_MAX);
         let (commands, receiver) = mpsc::unbounded_channel();
-        let open =
-            v1::SessionOpen { protocol_version: PROTOCOL_VERSION, router_id: self.options.router_id.clone() };
+        let open = v1::SessionOpen {
+            protocol_version: PROTOCOL_VERSION,
+            router_id: self.options.router_id.clone(),
+            incarnation: self.options.incarnation.clone(),
+        };
         // The receiver is right here, so this cannot fail.
         let _ = commands.send(v1::SessionRequest { message: Some(Request::Open(open)) });
         let what = "the opening of a session";
@@ -258,7 +261,7 @@ impl Keeper {
             commands,
         });
         let guard = Opened { keeper: self, session, reason: Cell::new(Reason::SessionLost) };
-        *opened = true;
+        *opened = Some(clock::now());
         let (mut retired, mut draining) = (false, false);
         loop {
             let next = tokio::select! {
@@ -280,7 +283,7 @@ impl Keeper {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
                     if let Err(violation) = self.dispatch.apply(self.worker, session, update) {
-                        guard.reason.set(Reason::Nonsense);
+                        guard.reason.set(Reason::Nonsense { about: violation.request() });
                         return Err(violation.into());
                     }
                 }
@@ -296,6 +299,32 @@ impl Keeper {
                 return Err(SessionError::Drained);
             }
         }
+    }
+}
+
+/// The pauses between tries: twice as long each time, up to a bound, until a session lasts longer than that. One that opens
+/// and breaks at once is no better than one that does not open.
+#[derive(Debug, Clone, Copy)]
+struct Backoff {
+    next: Duration,
+    most: Duration,
+}
+
+impl Backoff {
+    const FIRST: Duration = Duration::from_millis(100);
+
+    fn new(most: Duration) -> Self {
+        Self { next: Self::FIRST.min(most), most }
+    }
+
+    /// The pause after a try whose session lasted so long, if one opened.
+    fn after(&mut self, lasted: Option<Duration>) -> Duration {
+        if lasted.is_some_and(|lasted| lasted > self.most) {
+            *self = Self::new(self.most);
+        }
+        let pause = self.next;
+        self.next = (2 * pause).min(self.most);
+        pause
     }
 }
 
@@ -354,4 +383,20 @@ fn chain(error: &tonic::transport::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sessions_that_break_at_once_are_opened_less_and_less_often_until_one_lasts() {
+        let millis = Duration::from_millis;
+        let mut backoff = Backoff::new(millis(1000));
+        let pauses: Vec<_> = (0..6).map(|_| backoff.after(Some(millis(3)))).collect();
+        assert_eq!(pauses, [100, 200, 400, 800, 1000, 1000].map(millis));
+        assert_eq!(backoff.after(None), millis(1000), "nor does one that never opened help");
+        assert_eq!(backoff.after(Some(millis(1001))), millis(100));
+        assert_eq!(Backoff::new(millis(20)).after(None), millis(20), "the bound holds from the first");
+    }
 }

@@ -7,6 +7,8 @@ use inflight_worker_core::Transfer;
 pub const VOCAB: u32 = 285;
 pub const BLOCK_TOKENS: u32 = 4;
 pub const CONTEXT_TOKENS: u32 = 160;
+/// The model's own ending tokens.
+pub const EOS: [u32; 2] = [3, 77];
 const SLOTS: u32 = 8;
 /// Too few for all slots at full length, so that sequences preempt one another.
 const BLOCKS: u32 = 160;

@@ -40,6 +40,8 @@ type Failure = Box<dyn std::error::Error>;
 struct Report {
     /// When each call ended, in the run's own time, and with how many tokens.
     ended: Vec<(usize, Duration, usize)>,
+    /// All that any client saw, and when.
+    trace: Vec<(Duration, usize, String)>,
     /// Resubmissions, by reason, and what else was counted.
     counted: Vec<String>,
 }
@@ -51,6 +53,7 @@ struct Shared {
     routers: RefCell<[CancellationToken; ROUTERS]>,
     handles: RefCell<[Option<Handle>; ROUTERS]>,
     ended: RefCell<Vec<(usize, Duration, usize)>>,
+    trace: RefCell<Vec<(Duration, usize, String)>>,
 }
 
 async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
@@ -67,7 +70,7 @@ async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
         prior: Some(CostPrior::default()),
         name: "tiny".to_owned(),
         architecture: "LlamaForCausalLM".to_owned(),
-        eos_token_ids: Vec::new(),
+        eos_token_ids: device::EOS.to_vec(),
         bundle: Bundle::new(files.map(|(name, text)| (name.to_owned(), text.as_bytes().to_vec())).to_vec()),
     };
     let options = inflight_worker::Options {
@@ -83,11 +86,13 @@ async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
 }
 
 async fn router(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
+    let incarnation = shared.incarnations.replace(shared.incarnations.get() + 1);
     let drain = CancellationToken::new();
     shared.routers.borrow_mut()[index] = drain.clone();
     let options = inflight_router::Options {
         workers: (0..WORKERS).map(|worker| format!("worker-{worker}:{PORT}")).collect(),
         router_id: format!("router-{index}"),
+        incarnation: format!("router-incarnation-{incarnation}"),
         connect_timeout: Duration::from_secs(1),
         reconnect_backoff_max: Duration::from_millis(400),
         unserved_wait_max: END,
@@ -100,24 +105,30 @@ async fn router(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
     Ok(core.serve(network::incoming(PORT).await?, drain).await?)
 }
 
-/// What the request yields if nothing ever goes wrong.
-fn undisturbed(call: &Call, choice: u32) -> Vec<u32> {
+/// What the request yields if nothing ever goes wrong: its tokens, and the one that ends it, if one does.
+fn undisturbed(call: &Call, choice: u32) -> (Vec<u32>, Option<u32>) {
     let mut context = call.prompt.clone();
-    for _ in 0..call.max_tokens {
-        context.push(device::next_token(&context, call.seed, choice));
+    let mut stop = None;
+    while stop.is_none() && context.len() < call.prompt.len() + call.max_tokens as usize {
+        let token = device::next_token(&context, call.seed, choice);
+        context.push(token);
+        let ends = call.stop_ids.contains(&token) || (!call.ignore_eos && device::EOS.contains(&token));
+        stop = ends.then_some(token);
     }
-    context.split_off(call.prompt.len())
+    (context.split_off(call.prompt.len()), stop)
 }
 
-/// Makes a call, and again as long as it is refused before anything came. Returns the tokens that came.
-async fn make(call: &Call, channels: &[Channel]) -> usize {
+/// Makes a call, and again as long as it is refused before anything came. Returns the tokens that came. `saw` hears of each
+/// message.
+async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize {
     let request = v1::GenerateRequest {
         request_id: format!("call-{}", call.id),
         input: Some(Input::TokenIds(v1::TokenIds { ids: call.prompt.clone() })),
         sampling: Some(v1::SamplingParams { n: Some(call.n), seed: Some(call.seed), ..Default::default() }),
         stop: Some(v1::StopConditions {
             max_tokens: Some(call.max_tokens),
-            ignore_eos: true,
+            ignore_eos: call.ignore_eos,
+            stop_token_ids: call.stop_ids.clone(),
             ..Default::default()
         }),
         return_token_ids: true,
@@ -133,18 +144,30 @@ async fn make(call: &Call, channels: &[Channel]) -> usize {
             Err(status) => {
                 let clean = [Code::Unavailable, Code::Cancelled, Code::Unknown].contains(&status.code());
                 assert!(clean, "call {}: {status}", call.id);
+                saw(format!("router {router}: {:?}", status.code()));
                 router = (router + 1) % channels.len();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
     };
     let mut completed = None;
+    let mut ends = vec![None; call.n as usize];
     let mut messages = 0;
     while let Some(message) = stream.message().await.unwrap_or_else(|s| panic!("call {}: {s}", call.id)) {
-        match message.event.unwrap() {
+        let event = message.event.unwrap();
+        // Times of completed calls are the router's own, down to the poll.
+        match &event {
+            Said::Completed(end) => saw(format!("{:?}", end.usage)),
+            event => saw(format!("{event:?}")),
+        }
+        match event {
             Said::Delta(delta) => choices[delta.choice as usize].extend(delta.token_ids),
             Said::Completed(end) => completed = end.usage,
-            Said::Started(_) | Said::Finished(_) => {}
+            Said::Finished(end) => {
+                let before = ends[end.choice as usize].replace((end.reason(), end.stop_token_id));
+                assert!(before.is_none(), "call {}, choice {} ended twice", call.id, end.choice);
+            }
+            Said::Started(_) => {}
         }
         messages += 1;
         if call.leaves_after.is_some_and(|most| messages > most) {
@@ -152,7 +175,14 @@ async fn make(call: &Call, channels: &[Channel]) -> usize {
         }
     }
     for (choice, tokens) in choices.iter().enumerate() {
-        let expected = undisturbed(call, choice as u32);
+        let (expected, stop) = undisturbed(call, choice as u32);
+        let reason = if stop.is_some() { v1::FinishReason::Stop } else { v1::FinishReason::Length };
+        assert!(
+            ends[choice] == Some((reason, stop)) || (ends[choice].is_none() && call.leaves_after.is_some()),
+            "call {}, choice {choice}: ended with {:?}, not {reason:?} by {stop:?}",
+            call.id,
+            ends[choice]
+        );
         assert!(
             expected.starts_with(tokens),
             "call {}, choice {choice}: {tokens:?}, not {expected:?}",
@@ -168,7 +198,7 @@ async fn make(call: &Call, channels: &[Channel]) -> usize {
         let usage = completed.unwrap_or_else(|| panic!("call {} ended without usage", call.id));
         let whole = v1::Usage {
             prompt_tokens: call.prompt.len() as u32,
-            completion_tokens: call.n * call.max_tokens,
+            completion_tokens: (0..call.n).map(|choice| undisturbed(call, choice).0.len() as u32).sum(),
         };
         assert_eq!(usage, whole, "call {}", call.id);
     }
@@ -189,8 +219,10 @@ async fn settled(shared: &Shared) {
         loop {
             let answer = client.diagnose(v1::DiagnoseRequest { iterations: 0 }).await;
             if let Ok(answer) = answer {
-                let load = answer.into_inner().load.unwrap();
-                if (load.running, load.waiting, load.swapped, load.blocks_used) == (0, 0, 0, 0) {
+                let answer = answer.into_inner();
+                let load = answer.load.unwrap();
+                let idle = (load.running, load.waiting, load.swapped, load.blocks_used) == (0, 0, 0, 0);
+                if idle && answer.held == Some(v1::Grant::default()) {
                     break;
                 }
             }
@@ -208,7 +240,8 @@ async fn clients(calls: Vec<Call>, shared: Rc<Shared>) -> Result<(), Failure> {
         let (channels, shared) = (&channels, &shared);
         async move {
             tokio::time::sleep(call.at).await;
-            let tokens = make(&call, channels).await;
+            let saw = |what| shared.trace.borrow_mut().push((began.elapsed(), call.id, what));
+            let tokens = make(&call, channels, saw).await;
             shared.ended.borrow_mut().push((call.id, began.elapsed(), tokens));
         }
     });
@@ -271,7 +304,7 @@ fn run(seed: u64) -> Report {
     let rendered = rendered.render();
     let counted = rendered.lines().filter(|line| wanted.iter().any(|name| line.contains(name)));
     let counted = counted.filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
-    Report { ended: shared.ended.take(), counted }
+    Report { ended: shared.ended.take(), trace: shared.trace.take(), counted }
 }
 
 /// `INFLIGHT_SIMULATION_SEEDS=FIRST..END` names other seeds.
@@ -287,34 +320,32 @@ fn seeds() -> Range<u64> {
 fn whatever_breaks_every_stream_is_whole_and_nothing_is_left_behind() {
     let seeds = seeds();
     println!("seeds {seeds:?}");
-    let mut moved = 0.0;
+    let (mut moved, mut messages) = (0.0, 0);
     for seed in seeds {
         let report = std::panic::catch_unwind(|| run(seed)).unwrap_or_else(|cause| {
             eprintln!("INFLIGHT_SIMULATION_SEEDS={seed}..{} repeats this run", seed + 1);
             std::panic::resume_unwind(cause)
         });
+        assert_eq!(report.ended.len(), Script::new(seed).calls.len(), "seed {seed}: a call is open");
+        messages += report.trace.len();
         let counts = report.counted.iter().filter(|line| line.contains("resubmissions_total"));
         moved += counts.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>();
     }
-    println!("{moved} resubmissions");
+    println!("{messages} messages, {moved} resubmissions");
     assert!(moved > 0.0, "the runs disturb nobody");
 }
 
 /// Calls, misfortunes and the network's delays follow from the seed. The order in which tokio polls what is ready at the same
-/// instant does so only in a build with `--cfg tokio_unstable`, where a run is repeated to the tick.
+/// instant does so only in a build with `--cfg tokio_unstable`: without it a run can't be repeated, and this test is not there.
+#[cfg(tokio_unstable)]
 #[test]
-fn a_seed_repeats_its_run() {
+fn a_seed_repeats_its_run_to_the_moment_of_every_message() {
     let seed = seeds().start;
     let (first, second) = (run(seed), run(seed));
-    if cfg!(tokio_unstable) {
-        assert_eq!(first, second, "seed {seed}");
-        return;
+    let differs = first.trace.iter().zip(&second.trace).position(|(one, other)| one != other);
+    if let Some(at) = differs {
+        panic!("seed {seed}: message {at} is {:?} and then {:?}", first.trace[at], second.trace[at]);
     }
-    let whole = |report: Report| {
-        let leaves: Vec<bool> = Script::new(seed).calls.iter().map(|c| c.leaves_after.is_some()).collect();
-        let mut ended: Vec<_> = report.ended.into_iter().filter(|(id, ..)| !leaves[*id]).collect();
-        ended.sort_by_key(|(id, ..)| *id);
-        ended.into_iter().map(|(id, _, tokens)| (id, tokens)).collect::<Vec<_>>()
-    };
-    assert_eq!(whole(first), whole(second), "seed {seed}");
+    assert_eq!(first, second, "seed {seed}");
+    assert_ne!(first.trace, run(seed + 1).trace, "another seed is another run");
 }

@@ -43,6 +43,10 @@ pub struct Call {
     pub n: u32,
     pub max_tokens: u32,
     pub seed: u64,
+    /// Tokens that end it, beside the model's own.
+    pub stop_ids: Vec<u32>,
+    /// It goes on past the model's own.
+    pub ignore_eos: bool,
     /// Messages after which the client leaves.
     pub leaves_after: Option<usize>,
 }
@@ -75,6 +79,8 @@ impl Script {
             n: random.random_range(1..=2),
             max_tokens: random.random_range(5..100),
             seed: random.random(),
+            stop_ids: (0..random.random_range(0..4)).map(|_| random.random_range(0..250)).collect(),
+            ignore_eos: random.random(),
             leaves_after: random.random_bool(0.15).then(|| random.random_range(0..20)),
         });
         let calls = calls.collect();

@@ -62,6 +62,7 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
     let open = v1::SessionOpen {
         protocol_version: inflight_proto::PROTOCOL_VERSION,
         router_id: "example".to_owned(),
+        incarnation: String::new(),
     };
     commands.send(v1::SessionRequest { message: Some(Request::Open(open)) })?;
     let mut updates = client.session(UnboundedReceiverStream::new(receiver)).await?.into_inner();

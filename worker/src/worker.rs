@@ -235,7 +235,7 @@ impl Core {
         let services = Services::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);
         let clock = Clock::start();
-        let pulse = Arc::new(Pulse::default());
+        let pulse = Arc::new(Pulse::new(options.heartbeat));
         let sessions = Arc::new(Sessions {
             hello,
             bundle,

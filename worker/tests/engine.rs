@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, SamplingSpec, Weight};
+use inflight_contract::{AdmissionCost, FinishReason, SamplingSpec, Weight};
 use inflight_worker::engine::{
     Command, Engine, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId, Settings,
 };
@@ -285,7 +285,13 @@ proptest! {
         let mut events = Vec::new();
         for session in 0..3 {
             engine.command(Command::Open(SessionId(session)), NOW, &mut events);
+            // Only one that never has anything wants more, so the grants of these are what they have in flight.
+            let session = SessionId(session);
+            engine.command(Command::Backlog { session, waits: false }, NOW, &mut events);
         }
+        engine.command(Command::Open(SessionId(3)), NOW, &mut events);
+        let cost = AdmissionCost::new(4);
+        let mut books: BTreeMap<RequestKey, (u32, BTreeMap<u32, u32>)> = BTreeMap::new();
         let requests: Vec<Request> =
             asks.iter().enumerate().map(|(handle, ask)| request(ask, handle as u64)).collect();
         let mut closed = None;
@@ -297,6 +303,9 @@ proptest! {
                     for (choice, resumed) in request.choices.iter().enumerate() {
                         outputs.insert((request.key.request, choice as u32), (resumed.tokens.clone(), None));
                     }
+                    let own = request.choices.iter().map(|resumed| cost.choice(resumed.tokens.len()));
+                    let own = own.enumerate().map(|(choice, blocks)| (choice as u32, blocks)).collect();
+                    books.insert(request.key, (cost.prompt(request.prompt.len()), own));
                     engine.command(Command::Submit(Box::new(request.clone())), NOW, &mut events);
                 }
                 if ask.cancel_at == Some(turns) {
@@ -306,13 +315,25 @@ proptest! {
             if let Some((session, _)) = close.filter(|(_, at)| *at == turns) {
                 engine.command(Command::Close(SessionId(session)), NOW, &mut events);
                 closed = Some(session);
+                books.retain(|key, _| key.session.0 != session);
             }
             let turn = engine.turn(Time::from_nanos(turns as u64), &mut events).unwrap();
             for event in events.drain(..) {
                 let output = outputs.get_mut(&(event.key.request, event.choice)).expect("an unknown choice");
                 prop_assert!(output.1.is_none(), "an event after the end");
                 output.0.extend(event.token);
+                if event.finish.is_some() && let Some((_, own)) = books.get_mut(&event.key) {
+                    own.remove(&event.choice);
+                }
                 output.1 = event.finish;
+            }
+            books.retain(|_, (_, own)| !own.is_empty());
+            for (session, grant) in engine.grants().filter(|(session, _)| session.0 < 3) {
+                let of_session = books.iter().filter(|(key, _)| key.session == session);
+                let held = of_session.fold((0, 0), |(sequences, blocks), (_, (prompt, own))| {
+                    (sequences + own.len() as u32, blocks + prompt + own.values().sum::<u32>())
+                });
+                prop_assert_eq!((grant.sequences, grant.blocks), held, "as its router reckons");
             }
             turns += 1;
             if turn.idle && turns > 60 {

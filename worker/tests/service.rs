@@ -24,6 +24,7 @@ struct Router {
     commands: mpsc::UnboundedSender<v1::SessionRequest>,
     updates: Streaming<v1::SessionResponse>,
     hello: v1::Hello,
+    address: String,
     drain: CancellationToken,
     serving: tokio::task::JoinHandle<Result<(), inflight_worker::Error>>,
 }
@@ -61,15 +62,16 @@ impl Router {
         let drain = CancellationToken::new();
         let serving =
             tokio::spawn(core.serve(TcpListenerStream::new(listener), Turning::Thread, drain.clone()));
-        let mut client = WorkerClient::connect(address).await.unwrap();
+        let mut client = WorkerClient::connect(address.clone()).await.unwrap();
         let (commands, outgoing) = mpsc::unbounded_channel();
-        let open = v1::SessionOpen { protocol_version, router_id: "test".to_owned() };
+        let open =
+            v1::SessionOpen { protocol_version, router_id: "test".to_owned(), incarnation: String::new() };
         commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
         let mut updates = client.session(UnboundedReceiverStream::new(outgoing)).await.unwrap().into_inner();
         let Some(Hear::Hello(hello)) = updates.message().await.unwrap().unwrap().message else {
             panic!("a worker says hello first")
         };
-        Self { commands, updates, hello, drain, serving }
+        Self { commands, updates, hello, address, drain, serving }
     }
 
     fn say(&self, message: Say) {
@@ -170,4 +172,66 @@ async fn a_draining_worker_grants_nothing_finishes_what_it_has_and_goes() {
 async fn a_newer_router_is_answered_in_the_version_that_both_speak() {
     let router = Router::start(0.0, PROTOCOL_VERSION + 7).await;
     assert_eq!(router.hello.protocol_version, PROTOCOL_VERSION);
+}
+
+#[tokio::test]
+async fn how_far_service_has_got_is_the_least_that_waits_and_else_the_furthest_that_began() {
+    let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
+    for (request, order, least_waiting, told) in [
+        (1, 9_000_000, Some(5_000), 5_000),
+        (2, 9_000_000, Some(7_000), 7_000),
+        (3, 8_000_000, None, 9_000_000),
+    ] {
+        router.say(Say::Submit(v1::Submit {
+            request,
+            attempt: 1,
+            prompt: vec![1; 20],
+            sampling: Some(v1::SamplingParams { seed: Some(1), ..Default::default() }),
+            stop: Some(v1::StopConditions { max_tokens: Some(1), ignore_eos: true, ..Default::default() }),
+            tenant: "a".to_owned(),
+            weight: 1.0,
+            order: Some(order),
+            least_waiting,
+            ..Default::default()
+        }));
+        loop {
+            let update = router.update().await.expect("the session goes on");
+            if update.sequences.iter().any(|sequence| sequence.request == request) {
+                assert_eq!(update.begun_order, told, "at request {request}");
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn routers_count_once_however_many_sessions_they_open_and_the_newest_is_the_one_that_stays() {
+    let router = Router::start(0.0, PROTOCOL_VERSION).await;
+    let client = WorkerClient::connect(router.address.clone()).await.unwrap();
+    let open = async |incarnation: &str| {
+        let (commands, outgoing) = mpsc::unbounded_channel();
+        let (router_id, incarnation) = ("same".to_owned(), incarnation.to_owned());
+        let open = v1::SessionOpen { protocol_version: PROTOCOL_VERSION, router_id, incarnation };
+        commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
+        let updates = client.clone().session(UnboundedReceiverStream::new(outgoing)).await.unwrap();
+        (commands, updates.into_inner())
+    };
+    let routers_of = async |updates: &mut Streaming<v1::SessionResponse>, expected: u32| {
+        loop {
+            match updates.message().await.unwrap().expect("the session goes on").message.unwrap() {
+                Hear::Update(update) if update.routers == expected => break,
+                Hear::Update(_) | Hear::Hello(_) => {}
+            }
+        }
+    };
+    let (_kept, mut first) = open("1").await;
+    routers_of(&mut first, 2).await;
+    // Another process of the same name is another router.
+    let (_kept, mut other) = open("2").await;
+    routers_of(&mut first, 3).await;
+    // Its connection is gone without a word: the same process comes back.
+    let (_kept, mut again) = open("1").await;
+    routers_of(&mut again, 3).await;
+    routers_of(&mut other, 3).await;
+    while first.message().await.unwrap().is_some() {}
 }

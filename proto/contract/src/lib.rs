@@ -3,6 +3,7 @@
 //! Both sides validate and interpret a request by this one module, so that a request the router admits is
 //! never one the worker refuses for its parameters.
 
+mod admission_cost;
 mod block_hash;
 mod finish;
 mod limits;
@@ -10,9 +11,10 @@ mod sampling;
 mod service_table;
 mod tenant_service;
 
+pub use admission_cost::AdmissionCost;
 pub use block_hash::BlockHash;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, RequestError, RequestShape, check_priority};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
 pub use service_table::ServiceTable;
-pub use tenant_service::{Service, Tenant, TenantService, TokenCost, Weight, WeightError};
+pub use tenant_service::{Charged, Service, Tenant, TenantService, TokenCost, Weight, WeightError};

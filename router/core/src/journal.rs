@@ -1,4 +1,4 @@
-use inflight_contract::FinishReason;
+use inflight_contract::{AdmissionCost, FinishReason};
 
 /// Why a choice produces nothing more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -231,17 +231,17 @@ impl<P> Journal<P> {
         })
     }
 
-    /// KV blocks of `block_tokens` that admitting the journal's running choices takes: the prompt once, then
-    /// each one's own tokens and one block more.
+    /// KV blocks that admitting the journal's running choices takes, prompt included.
     pub fn blocks(&self, prompt_tokens: usize, block_tokens: u32) -> u32 {
-        let block = (block_tokens as usize).max(1);
-        let own: usize = self
-            .choices
-            .iter()
-            .filter(|choice| choice.end.is_none())
-            .map(|choice| choice.tokens.len().div_ceil(block) + 1)
-            .sum();
-        u32::try_from(prompt_tokens.div_ceil(block) + own).unwrap_or(u32::MAX)
+        let own = self.choice_blocks(block_tokens).map(|(_, blocks)| blocks);
+        own.fold(AdmissionCost::new(block_tokens).prompt(prompt_tokens), u32::saturating_add)
+    }
+
+    /// The choices that still run, each with the KV blocks that are its own at admission.
+    pub fn choice_blocks(&self, block_tokens: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let cost = AdmissionCost::new(block_tokens);
+        let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
+        open.map(move |(i, choice)| (i as u32, cost.choice(choice.tokens.len())))
     }
 }
 

@@ -5,9 +5,9 @@ use crate::Credits;
 /// What ending one choice gave back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settled {
-    /// The choice's sequence; other choices of the request still run.
+    /// The choice's sequence and its own blocks; other choices of the request still run.
     Choice,
-    /// The last sequence and all blocks of the request: it is no longer in flight.
+    /// The last sequence and all blocks left of the request: it is no longer in flight.
     Request,
     /// Nothing: that choice was not in flight.
     Unknown,
@@ -17,7 +17,10 @@ pub enum Settled {
 struct Charge {
     /// Bit i is set while choice i runs.
     running: u32,
-    blocks: u32,
+    /// Held until the last choice has ended.
+    shared: u32,
+    /// Held until that choice has ended, for the choices that run and have some.
+    own: Vec<(u32, u32)>,
 }
 
 /// The credits of one session: what its worker grants and what its requests in flight use.
@@ -58,11 +61,22 @@ impl Ledger {
 
     /// Charges a submission: the choices set in the mask `running` and `blocks` for all of them together.
     pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
-        debug_assert!(running != 0, "a submission runs something");
-        let before = self.charges.insert(submission, Charge { running, blocks });
+        self.insert(submission, Charge { running, shared: blocks, own: Vec::new() });
+    }
+
+    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`], each with blocks of its own.
+    pub fn charge_choices(&mut self, submission: u64, shared: u32, own: impl Iterator<Item = (u32, u32)>) {
+        let own: Vec<_> = own.collect();
+        let running = own.iter().fold(0, |mask, (choice, _)| mask | 1u32.checked_shl(*choice).unwrap_or(0));
+        self.insert(submission, Charge { running, shared, own });
+    }
+
+    fn insert(&mut self, submission: u64, charge: Charge) {
+        debug_assert!(charge.running != 0, "a submission runs something");
+        self.used.sequences += charge.running.count_ones();
+        self.used.blocks += charge.shared + charge.own.iter().map(|(_, blocks)| blocks).sum::<u32>();
+        let before = self.charges.insert(submission, charge);
         debug_assert!(before.is_none(), "a submission is charged once");
-        self.used.sequences += running.count_ones();
-        self.used.blocks += blocks;
     }
 
     /// Gives back what an ended choice held.
@@ -74,10 +88,13 @@ impl Ledger {
         }
         charge.running &= !bit;
         self.used.sequences -= 1;
+        if let Some(place) = charge.own.iter().position(|(of, _)| *of == choice) {
+            self.used.blocks -= charge.own.swap_remove(place).1;
+        }
         if charge.running != 0 {
             return Settled::Choice;
         }
-        self.used.blocks -= charge.blocks;
+        self.used.blocks -= charge.shared;
         self.charges.remove(&submission);
         Settled::Request
     }
@@ -97,21 +114,27 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_charged_is_given_back_once_whatever_is_settled_how_often(
-            charges in proptest::collection::vec((1u32..=0xffff, 0u32..1000), 1..20),
+            charges in proptest::collection::vec((1u32..=0xffff, 0u32..1000, 0u32..9), 1..20),
             settles in proptest::collection::vec((0u64..24, 0u32..40), 0..400),
             grants in proptest::collection::vec((0u32..100, 0u32..100), 1..10)) {
             let mut ledger = Ledger::default();
-            let mut open: BTreeMap<u64, (u32, u32)> = BTreeMap::new();
-            for (i, (mask, blocks)) in charges.iter().enumerate() {
-                ledger.charge(i as u64, *mask, *blocks);
-                open.insert(i as u64, (*mask, *blocks));
+            let mut open: BTreeMap<u64, (u32, u32, u32)> = BTreeMap::new();
+            for (i, (mask, blocks, each)) in charges.iter().enumerate() {
+                match each {
+                    0 => ledger.charge(i as u64, *mask, *blocks),
+                    _ => {
+                        let choices = (0..32).filter(|choice| mask & (1 << choice) != 0);
+                        ledger.charge_choices(i as u64, *blocks, choices.map(|choice| (choice, *each)));
+                    }
+                }
+                open.insert(i as u64, (*mask, *blocks, *each));
             }
             let finish_all = (0u64..20).flat_map(|s| (0..32).map(move |c| (s, c)));
             for (i, (submission, choice)) in settles.into_iter().chain(finish_all).enumerate() {
                 let (sequences, blocks) = grants[i % grants.len()];
                 ledger.set_grant(Credits { sequences, blocks });
                 let expected = match open.get_mut(&submission) {
-                    Some((mask, _)) if choice < 32 && *mask & (1 << choice) != 0 => {
+                    Some((mask, ..)) if choice < 32 && *mask & (1 << choice) != 0 => {
                         *mask &= !(1 << choice);
                         if *mask == 0 { open.remove(&submission); Settled::Request } else { Settled::Choice }
                     }
@@ -119,8 +142,8 @@ mod tests {
                 };
                 prop_assert_eq!(ledger.settle(submission, choice), expected);
                 let used = Credits {
-                    sequences: open.values().map(|(mask, _)| mask.count_ones()).sum(),
-                    blocks: open.values().map(|(_, blocks)| blocks).sum(),
+                    sequences: open.values().map(|(mask, ..)| mask.count_ones()).sum(),
+                    blocks: open.values().map(|(mask, shared, each)| shared + mask.count_ones() * each).sum(),
                 };
                 prop_assert_eq!(ledger.used(), used);
                 prop_assert_eq!(ledger.requests(), open.len());

@@ -27,6 +27,8 @@ pub enum CacheChange {
     Removed(Tier, u64),
     /// All blocks are gone.
     Cleared,
+    /// Of a kind that a newer protocol added: it has a number, and changes nothing that is known here.
+    Unknown,
 }
 
 /// A piece of the whole of what a worker can find again.
@@ -129,6 +131,7 @@ impl PrefixIndex {
                 }
                 CacheChange::Removed(tier, block) => self.remove(tier, block),
                 CacheChange::Cleared => self.blocks.clear(),
+                CacheChange::Unknown => {}
             }
         }
         self.state = State::Exact(number);
@@ -223,6 +226,8 @@ mod tests {
     enum Op {
         Change(bool, bool, u64),
         Clear,
+        /// Something of a newer protocol.
+        Unknown,
         /// The batch that comes next is lost on the way.
         Drop,
         /// The session breaks and opens again.
@@ -233,6 +238,7 @@ mod tests {
         prop_oneof![
             30 => (any::<bool>(), any::<bool>(), 0u64..40).prop_map(|(s, d, b)| Op::Change(s, d, b)),
             1 => Just(Op::Clear),
+            2 => Just(Op::Unknown),
             2 => Just(Op::Drop),
             2 => Just(Op::Reconnect),
         ]
@@ -268,6 +274,7 @@ mod tests {
                             has.clear();
                             changes.push(CacheChange::Cleared);
                         }
+                        Op::Unknown => changes.push(CacheChange::Unknown),
                         Op::Drop => dropped = true,
                         Op::Reconnect => {
                             index = PrefixIndex::new(40);

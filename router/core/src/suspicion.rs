@@ -12,8 +12,8 @@ pub enum AfterLoss {
 /// Whether a request may be what kills its workers.
 ///
 /// A request that brought no token between its submission and the loss of its worker is suspect. After
-/// [`Suspicion::LOSSES_MAX`] such losses in a row it runs alone, so that it takes nobody with it and nobody's fault is
-/// laid on it; only if that worker is lost too is it refused. Any new token clears it, so a stream that gets on is
+/// [`Suspicion::LOSSES_MAX`] such losses in a row it runs alone, as far as its router knows, so that it takes nobody with it
+/// and nobody's fault is laid on it; only if that worker is lost too is it refused. Any new token clears it, so a stream that gets on is
 /// never refused, however many workers it loses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Suspicion {

@@ -94,7 +94,10 @@ impl State {
 
     pub(super) fn lane_for(&mut self, introduction: &Introduction) -> LaneId {
         let same = |lane: &Lane| {
-            lane.name == introduction.model_name && lane.bundle_digest == introduction.bundle_digest
+            lane.name == introduction.model_name
+                && lane.bundle_digest == introduction.bundle_digest
+                // With another vocabulary it is another model, whatever it is called.
+                && lane.limits.vocab_size == introduction.limits.vocab_size
         };
         if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
             return *id;
@@ -113,14 +116,11 @@ impl State {
         id
     }
 
-    /// Brings a lane up to date with the sessions that serve it. Its limits are what each of them can take.
+    /// Brings a lane up to date with the sessions that serve it. Its limits are those of the worker that takes the longest
+    /// sequences; what a request is handed to is one that takes it.
     pub(super) fn refresh(&mut self, id: LaneId, now: Instant) {
         let serving = self.sessions_of(id).filter(|session| session.draining.is_none());
-        let limits = serving.map(|session| session.limits).reduce(|a, b| ModelLimits {
-            vocab_size: a.vocab_size.min(b.vocab_size),
-            context_tokens: a.context_tokens.min(b.context_tokens),
-            kv_tokens: a.kv_tokens.min(b.kv_tokens),
-        });
+        let limits = serving.map(|session| session.limits).max_by_key(ModelLimits::sequence_tokens);
         let Some(lane) = self.lanes.get_mut(&id) else { return };
         match limits {
             Some(limits) => {

@@ -1,6 +1,7 @@
 //! What workers say, and their coming and going.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Instant;
 
 use inflight_proto::v1;
@@ -81,13 +82,12 @@ impl Dispatch {
             return Ok(());
         };
         entry.check(&update, now)?;
+        state.queue.heard(worker, &update, since)?;
         entry.heard = now;
         if state.placing.news(worker, &entry.address, &update) {
             entry.resync();
         }
-        state.queue.heard(worker, &update);
         let mut given_back = Vec::new();
-        let mut paused = Vec::new();
         let mut violation = None;
         let (mut stale, mut failures, mut progress) = (0, 0, false);
         for sequence in update.sequences {
@@ -127,14 +127,20 @@ impl Dispatch {
                     entry.cancel(submission);
                 }
                 Received::GivenBack => {
-                    failures += u32::from(entry.draining.is_none() && !update.draining);
-                    entry.cancel(submission);
-                    given_back.push(relay);
+                    // However many of its choices come back, it is one request.
+                    if !given_back.iter().any(|other| Arc::ptr_eq(other, &relay)) {
+                        failures += u32::from(entry.draining.is_none() && !update.draining);
+                        entry.cancel(submission);
+                        given_back.push(relay);
+                    }
                 }
                 Received::Overfull => {
                     progress = true;
                     entry.cancel(submission);
-                    paused.push(relay);
+                    tracing::debug!(
+                        request_id = relay.call.request_id,
+                        "the client is behind; request paused"
+                    );
                 }
             }
         }
@@ -159,11 +165,8 @@ impl Dispatch {
             tracing::info!(worker = address, "worker is draining");
             state.refresh(lane, now);
         }
-        for relay in paused {
-            state.pause(&relay);
-        }
         for relay in given_back {
-            state.requeue(&relay, worker, reason, now);
+            state.requeue(&relay, worker, reason, reason == Reason::GivenBack, now);
         }
         state.pump(now);
         if drains {
@@ -187,7 +190,14 @@ impl Dispatch {
         }
         lost.clear_gauges();
         state.refresh(lost.lane, now);
-        let reason = if lost.draining.is_some() { Reason::Drained } else { reason };
+        let reason = match reason {
+            // What nothing in flight has to do with may have been brought about by any of it.
+            Reason::Nonsense { about } => {
+                Reason::Nonsense { about: about.filter(|request| lost.flights.contains_key(request)) }
+            }
+            _ if lost.draining.is_some() => Reason::Drained,
+            reason => reason,
+        };
         if reason != Reason::Drained {
             state.blame(worker, now);
         }
@@ -195,8 +205,13 @@ impl Dispatch {
             state.queue.settle(submission);
             let in_force = matches!(flight.relay.lock().phase,
                 Phase::Running { session: current, .. } if current == session);
+            let suspected = match reason {
+                Reason::SessionLost | Reason::GivenBack => true,
+                Reason::Nonsense { about } => about.is_none_or(|request| request == submission),
+                Reason::Drained | Reason::MadeRoom => false,
+            };
             if in_force {
-                state.requeue(&flight.relay, worker, reason, now);
+                state.requeue(&flight.relay, worker, reason, suspected, now);
             }
         }
         state.pump(now);

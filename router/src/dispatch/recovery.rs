@@ -19,7 +19,10 @@ pub(crate) enum Reason {
     /// The session broke, or fell silent.
     SessionLost,
     /// The worker talked nonsense, so its session was closed.
-    Nonsense,
+    Nonsense {
+        /// The request that it talked about, if it was one.
+        about: Option<u64>,
+    },
     /// The worker gave the request back without being asked.
     GivenBack,
     /// The worker drains.
@@ -32,16 +35,16 @@ impl Reason {
     fn label(self) -> &'static str {
         match self {
             Self::SessionLost => "session_lost",
-            Self::Nonsense => "nonsense",
+            Self::Nonsense { .. } => "nonsense",
             Self::GivenBack => "given_back",
             Self::Drained => "drained",
             Self::MadeRoom => "made_room",
         }
     }
 
-    /// Whether the request itself may have been the cause, and others should be spared a flood of such.
+    /// Whether workers should be spared a flood of such.
     fn is_loss(self) -> bool {
-        matches!(self, Self::SessionLost | Self::GivenBack)
+        matches!(self, Self::SessionLost | Self::Nonsense { .. } | Self::GivenBack)
     }
 }
 
@@ -78,8 +81,18 @@ impl Dispatch {
 }
 
 impl State {
-    /// Begins the next attempt of a request that its worker does not finish.
-    pub(super) fn requeue(&mut self, relay: &Arc<Relay>, worker: usize, reason: Reason, now: Instant) {
+    /// How long a worker that is kept for a suspect finishes what it has, if that can't move.
+    const RESERVED_MAX: Duration = Duration::from_secs(5);
+
+    /// Begins the next attempt of a request that its worker does not finish. `suspected`: it may be the cause itself.
+    pub(super) fn requeue(
+        &mut self,
+        relay: &Arc<Relay>,
+        worker: usize,
+        reason: Reason,
+        suspected: bool,
+        now: Instant,
+    ) {
         let call = &relay.call;
         let mut request = relay.lock();
         let Phase::Running { .. } = request.phase else { return };
@@ -92,7 +105,7 @@ impl State {
             relay.changed.notify_one();
             return;
         }
-        let after = if reason.is_loss() { request.suspicion.lost(alone) } else { AfterLoss::Retry };
+        let after = if suspected { request.suspicion.lost(alone) } else { AfterLoss::Retry };
         request.avoid = Some(worker);
         if after == AfterLoss::Refuse {
             request.fail(Outcome::AttemptsExhausted { attempts });
@@ -122,17 +135,6 @@ impl State {
         relay.changed.notify_one();
     }
 
-    /// Stops work on a request whose client is too far behind.
-    pub(super) fn pause(&mut self, relay: &Arc<Relay>) {
-        let mut request = relay.lock();
-        let Phase::Running { .. } = request.phase else { return };
-        request.journal.next_attempt();
-        request.alone = false;
-        request.phase = if request.journal.ended() { Phase::Ended } else { Phase::Paused };
-        metrics::counter!(names::PAUSED_STREAMS).increment(1);
-        tracing::debug!(request_id = relay.call.request_id, "the client is behind; request paused");
-    }
-
     /// Lets delayed resubmissions through, as far as the budget goes.
     pub(super) fn release_parked(&mut self, now: Instant) {
         while let Some(next) = self.parked.front() {
@@ -150,14 +152,22 @@ impl State {
         self.gauges.parked.set((self.parked.len() + self.suspects.len()) as f64);
     }
 
-    /// Gives each suspect a worker for itself, one at a time for each model.
+    /// Gives each suspect a worker for itself: of each model's workers half at most, and at least one.
     pub(super) fn place_suspects(&mut self, now: Instant) {
         for session in self.sessions.values_mut() {
-            let over = session.reserved.as_ref().is_some_and(|(relay, _)| {
+            let over = session.reserved.as_ref().is_some_and(|(relay, since)| {
                 let request = relay.lock();
+                let waited = now.saturating_duration_since(*since) > 2 * Self::RESERVED_MAX;
                 match request.phase {
+                    Phase::Parked if waited => {
+                        session.spared = Some(now);
+                        true
+                    }
                     Phase::Parked => false,
-                    Phase::Running { session: at, .. } => at != session.id || !request.suspicion.isolated(),
+                    // What its worker has survived for so long it need not survive alone.
+                    Phase::Running { session: at, .. } => {
+                        at != session.id || !request.suspicion.isolated() || waited
+                    }
                     Phase::Queued(_) | Phase::Paused | Phase::Ended => true,
                 }
             });
@@ -198,15 +208,27 @@ impl State {
             self.hand_over(relay, worker, now);
             return true;
         }
-        if of_lane().any(|session| session.reserved.is_some()) {
+        let serving = || of_lane().filter(|session| session.draining.is_none());
+        let reserved = serving().filter(|session| session.reserved.is_some()).count();
+        if reserved >= (serving().count() / 2).max(1) {
             return false;
         }
-        let last = relay.lock().avoid;
-        let fits = |tokens: u32| u64::from(tokens) >= relay.call.sequence_tokens();
-        let chosen = of_lane()
-            .filter(|session| session.takes() && fits(session.limits.sequence_tokens()))
-            .min_by_key(|s| (s.quiet(now), s.flights.len(), last == Some(s.worker), s.worker))
+        let request = relay.lock();
+        let last = request.avoid;
+        let begun = request.journal.tokens() > 0;
+        let other = |s: &Session| begun && request.fingerprint.as_ref().is_some_and(|f| *f != s.fingerprint);
+        let fits = |s: &&Session| u64::from(s.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let since = self.since(now);
+        let ejected = |s: &Session| !self.outliers.admits(s.worker, s.flights.len(), since);
+        // A stream that has begun waits for a worker of its fingerprint as long as there is one.
+        let waits = serving().filter(fits).any(|s| !other(s));
+        let chosen = serving()
+            .filter(fits)
+            .filter(|s| s.takes() && !(waits && other(s)))
+            .filter(|s| s.spared.is_none_or(|at| now.saturating_duration_since(at) > Self::RESERVED_MAX))
+            .min_by_key(|s| (ejected(s), s.quiet(now), s.flights.len(), last == Some(s.worker), s.worker))
             .map(|session| session.worker);
+        drop(request);
         if let Some(session) = chosen.and_then(|worker| self.sessions.get_mut(&worker)) {
             tracing::warn!(
                 request_id = relay.call.request_id,
@@ -218,15 +240,15 @@ impl State {
         false
     }
 
-    /// Moves streams off workers that drain or are reserved for a suspect, once they had time to end by themselves and
-    /// as far as others have room. One that has begun moves only where its tokens stay the same.
+    /// Moves streams off workers that drain, once they had time to end by themselves, and off those that a suspect waits
+    /// for, as far as others have room. One that has begun moves only where its tokens stay the same.
     fn move_streams(&mut self, now: Instant, grace: Duration) {
         let over = |since: Instant| now.saturating_duration_since(since) >= grace;
         let due = self.sessions.values().filter_map(|session| {
             let reserved = session.reserved.as_ref().map(|(_, since)| *since);
             let reason = if session.draining.is_some_and(over) {
                 Reason::Drained
-            } else if reserved.is_some_and(over) {
+            } else if reserved.is_some() {
                 Reason::MadeRoom
             } else {
                 return None;
@@ -238,6 +260,11 @@ impl State {
             let Some(session) = self.sessions.get(&worker) else { continue };
             let (id, fingerprint) = (session.id, session.fingerprint.clone());
             let suspect = session.reserved.as_ref().map(|(relay, _)| relay.clone());
+            // A suspect keeps others out for a bounded time: what can't move goes back to the queue.
+            let overdue = session.reserved.as_ref().is_some_and(|(relay, since)| {
+                now.saturating_duration_since(*since) > Self::RESERVED_MAX
+                    && relay.lock().phase == Phase::Parked
+            });
             let flights: Vec<_> =
                 session.flights.iter().map(|(handle, flight)| (*handle, flight.relay.clone())).collect();
             for (submission, relay) in flights {
@@ -251,16 +278,17 @@ impl State {
                 }
                 let lane = relay.call.lane;
                 let same = |other: &Session| other.takes() && other.fingerprint == fingerprint;
-                if begun && !self.sessions_of(lane).any(same) {
+                if begun && !overdue && !self.sessions_of(lane).any(same) {
                     continue;
                 }
-                if !matches!(self.place(&relay, now), Verdict::Hand(_)) {
-                    break;
+                // One that fits nowhere now says nothing of those after it.
+                if !overdue && !matches!(self.place(&relay, now), Verdict::Hand(_)) {
+                    continue;
                 }
                 if let Some(session) = self.session(worker, id) {
                     session.cancel(submission);
                 }
-                self.requeue(&relay, worker, reason, now);
+                self.requeue(&relay, worker, reason, false, now);
                 self.pump(now);
             }
         }

@@ -13,5 +13,6 @@ mod prefix;
 mod recovery;
 mod requests;
 mod streams;
+mod suspects;
 mod tenants;
 mod worker;

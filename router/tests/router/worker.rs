@@ -117,6 +117,8 @@ pub struct Session {
     commands: mpsc::UnboundedReceiver<Command>,
     /// What the router told of other incarnations.
     pub services: mpsc::UnboundedReceiver<v1::ServiceTable>,
+    /// What it told of its queue.
+    pub backlogs: mpsc::UnboundedReceiver<bool>,
     updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
 }
 
@@ -151,6 +153,11 @@ impl Session {
             Command::Cancel(cancel) => cancel,
             other => panic!("expected a cancel, got {other:?}"),
         }
+    }
+
+    /// Waits until the router ends the session, whatever it says before.
+    pub async fn ended(&mut self) {
+        while self.commands.recv().await.is_some() {}
     }
 
     /// Whether the router has ended the session.
@@ -249,10 +256,14 @@ impl Worker for Service {
         let (updates, outgoing) = mpsc::unbounded_channel();
         let (incoming, commands) = mpsc::unbounded_channel();
         let (told, services) = mpsc::unbounded_channel();
+        let (waiting, backlogs) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
                 if let Command::Services(table) = &command {
                     let _ = told.send(table.clone());
+                }
+                if let Command::Backlog(backlog) = &command {
+                    let _ = waiting.send(backlog.waits);
                 }
                 // What else routers say beside their requests is tested elsewhere.
                 if matches!(command, Command::Services(_) | Command::Backlog(_)) {
@@ -263,7 +274,7 @@ impl Worker for Service {
                 }
             }
         });
-        let _ = self.opened.send(Session { open, commands, services, updates });
+        let _ = self.opened.send(Session { open, commands, services, backlogs, updates });
         let hello = v1::SessionResponse { message: Some(Message::Hello(hello)) };
         let stream = futures::stream::iter([Ok(hello)]).chain(UnboundedReceiverStream::new(outgoing));
         Ok(Response::new(Box::pin(stream)))

@@ -97,6 +97,14 @@ impl<K: Ord + Copy> Grants<K> {
         self.sessions.values().map(|held| held.in_flight.sequences).sum()
     }
 
+    /// What all sessions hold together.
+    pub fn held(&self) -> Grant {
+        self.sessions.values().fold(Grant::default(), |sum, held| Grant {
+            sequences: sum.sequences + held.in_flight.sequences,
+            blocks: sum.blocks.saturating_add(held.in_flight.blocks),
+        })
+    }
+
     /// Each session's grant. `blocks_used` are the blocks really owned: sequences outgrow their admission cost,
     /// and what they took is not there to be granted.
     pub fn divide(&self, blocks_used: u32) -> impl Iterator<Item = (K, Grant)> + use<K> {

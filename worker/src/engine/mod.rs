@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, ModelLimits, Service, TenantService, TokenCost};
+use inflight_contract::{AdmissionCost, BlockHash, Charged, ModelLimits, Service, TenantService, TokenCost};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
@@ -214,6 +214,11 @@ impl Engine {
         }
     }
 
+    /// What the sessions hold of their grants.
+    pub fn held(&self) -> Grant {
+        self.grants.held()
+    }
+
     /// From now on every new request is refused.
     pub fn drain(&mut self) {
         self.draining = true;
@@ -251,12 +256,12 @@ impl Engine {
     }
 
     /// Takes the tenants charged since the last call, each with all it was charged since it is known.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.scheduler.drain_charged()
     }
 
     /// All that each tenant was charged since it is known.
-    pub fn charged(&self) -> impl Iterator<Item = (&str, u64)> + '_ {
+    pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.scheduler.tenants().charged()
     }
 
@@ -268,6 +273,16 @@ impl Engine {
     /// Predicted time to the first token of a new prompt with this many tokens to compute.
     pub fn predict_first_token(&self, tokens: u32) -> Duration {
         self.scheduler.predict_first_token(tokens)
+    }
+
+    /// What the largest step is predicted to take: a whole batch of tokens, all at the end of the longest sequence.
+    pub fn predict_largest_step(&self) -> Duration {
+        let [step, token, key, sequence, ..] = self.cost_coefficients();
+        let limits = self.scheduler.limits();
+        let tokens = f64::from(limits.iteration_tokens);
+        let of_tokens = tokens * (token + key * f64::from(limits.sequence_tokens));
+        let seconds = step + of_tokens + sequence * f64::from(limits.running_max);
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
     /// Takes one command. Events go to `events`.
@@ -452,6 +467,11 @@ impl Engine {
         }
     }
 
+    /// What requests count against their sessions' grants.
+    fn cost(&self) -> AdmissionCost {
+        AdmissionCost::new(self.scheduler.limits().block_tokens)
+    }
+
     fn cancel(&mut self, key: RequestKey, choice: Option<u32>) {
         let Some(ids) = self.requests.get(&key) else { return };
         match choice {
@@ -482,6 +502,9 @@ impl Engine {
                 }
                 if ids.iter().all(Option::is_none) {
                     self.requests.remove(&live.key);
+                    let blocks =
+                        AdmissionCost::new(self.scheduler.limits().block_tokens).prompt(live.prompt_len);
+                    self.grants.release(live.key.session, Grant { sequences: 0, blocks });
                 }
             }
             metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);

@@ -103,9 +103,7 @@ impl Engine {
             );
             match submitted {
                 Ok(id) => {
-                    // Choices that share the prompt add a block each.
-                    let shared = fresh && !lives.is_empty();
-                    let cost = self.cost(if shared { 0 } else { request.prompt.len() });
+                    let cost = Grant { sequences: 1, blocks: self.cost().choice(resumed.tokens.len()) };
                     lives.push((id, Live::new(request, choice as u32, tokens, root, chain, cost)));
                 }
                 Err(error) => {
@@ -134,12 +132,9 @@ impl Engine {
             self.grants.charge(request.key.session, live.cost);
             self.live[id.index()] = Some(live);
         }
+        let prompt = Grant { sequences: 0, blocks: self.cost().prompt(request.prompt.len()) };
+        self.grants.charge(request.key.session, prompt);
         self.requests.insert(request.key, ids);
         Ok(())
-    }
-
-    /// What a choice counts against its session's grant: the blocks of the prompt it computes, and one more.
-    fn cost(&self, prompt_len: usize) -> Grant {
-        Grant { sequences: 1, blocks: self.scheduler.limits().blocks_for(prompt_len as u32) + 1 }
     }
 }

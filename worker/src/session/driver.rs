@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use inflight_proto::v1;
 use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
 
-use super::mailbox::Mailbox;
+use super::mailbox::{Mailbox, Report};
 use super::pulse::Pulse;
 use super::report;
 use crate::engine::{Command, Engine, Event, Fatal, SessionId, Turn};
@@ -17,10 +17,24 @@ use crate::metrics::StepMetrics;
 /// Commands that may wait for the engine; senders wait beyond it, which slows the router's stream down.
 pub(crate) const COMMANDS_MAX: usize = 4096;
 
+/// Which router is at the other end of a session.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct RouterName {
+    pub id: String,
+    /// Different after each restart, and from every other router's; empty if it did not say.
+    pub incarnation: String,
+}
+
+impl RouterName {
+    fn is_process(&self, other: &Self) -> bool {
+        !self.incarnation.is_empty() && self == other
+    }
+}
+
 /// What the shell sends to the engine's thread.
 pub(crate) enum Message {
-    /// A session begins, and hears from the engine through this mailbox.
-    Open(SessionId, Arc<Mailbox>),
+    /// A session of this router begins, and hears from the engine through this mailbox.
+    Open(SessionId, RouterName, Arc<Mailbox>),
     /// Anything else of a session.
     Command(Command),
     /// The session's router asks for all that the prefix cache holds.
@@ -58,6 +72,7 @@ pub(crate) struct Driver {
     messages: mpsc::Receiver<Message>,
     clock: Clock,
     mailboxes: BTreeMap<SessionId, Arc<Mailbox>>,
+    routers: BTreeMap<SessionId, RouterName>,
     events: Vec<Event>,
     metrics: StepMetrics,
     step_us: u64,
@@ -87,6 +102,7 @@ impl Driver {
             messages,
             clock,
             mailboxes: BTreeMap::new(),
+            routers: BTreeMap::new(),
             events: Vec::new(),
             metrics,
             step_us: 0,
@@ -129,7 +145,7 @@ impl Driver {
                 return Ok(());
             }
             let now = self.clock.now();
-            self.pulse.begin(now);
+            self.pulse.begin(now, self.engine.predict_largest_step());
             let turned = self.engine.turn(now, &mut self.events);
             self.pulse.end();
             idle = turned.as_ref().is_ok_and(|turn| turn.idle);
@@ -165,7 +181,7 @@ impl Driver {
                 return Ok(());
             }
             let now = self.clock.now();
-            self.pulse.begin(now);
+            self.pulse.begin(now, self.engine.predict_largest_step());
             let turned = self.engine.turn(now, &mut self.events);
             self.pulse.end();
             idle = turned.as_ref().is_ok_and(|turn| turn.idle);
@@ -200,11 +216,19 @@ impl Driver {
     /// Returns whether to go on.
     fn take(&mut self, message: Message) -> bool {
         match message {
-            Message::Open(session, mailbox) => {
+            Message::Open(session, router, mailbox) => {
+                // A router has one session here: if it opens another, it has given the one before up.
+                let same = self.routers.iter().filter(|(_, other)| router.is_process(other));
+                let given_up: Vec<SessionId> = same.map(|(session, _)| *session).collect();
+                for old in given_up {
+                    tracing::info!(session = old.0, "its router has opened another session; closing it");
+                    self.close(old);
+                }
+                self.routers.insert(session, router);
                 self.tell_cache();
                 mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
                 mailbox.cost(report::cost(self.engine.cost_coefficients()));
-                self.engine.charged().for_each(|(tenant, cost)| mailbox.charge(tenant, cost));
+                self.engine.charged().for_each(|(tenant, charged)| mailbox.charge(tenant, charged));
                 self.mailboxes.insert(session, mailbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
             }
@@ -219,17 +243,19 @@ impl Driver {
                 {
                     mailbox.arrive();
                 }
-                let closed = if let Command::Close(session) = command { Some(session) } else { None };
-                self.engine.command(command, self.clock.now(), &mut self.events);
-                if let Some(mailbox) = closed.and_then(|session| self.mailboxes.remove(&session)) {
-                    mailbox.close();
+                match command {
+                    Command::Close(session) => self.close(session),
+                    command => self.engine.command(command, self.clock.now(), &mut self.events),
                 }
             }
             Message::Diagnose { iterations, reply } => {
                 let (history, load, limits) =
                     (self.engine.history(), self.engine.load(), self.engine.limits());
+                let held = self.engine.held();
+                let held = v1::Grant { sequences: held.sequences, blocks: held.blocks };
+                let found = report::diagnosis(history, &load, limits, self.step_us, iterations);
                 // Whoever asked may be gone.
-                let _ = reply.send(report::diagnosis(history, &load, limits, self.step_us, iterations));
+                let _ = reply.send(v1::DiagnoseResponse { held: Some(held), ..found });
             }
             Message::Drain => {
                 self.draining = true;
@@ -238,6 +264,22 @@ impl Driver {
             Message::Stop => return false,
         }
         true
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.routers.remove(&session);
+        self.engine.command(Command::Close(session), self.clock.now(), &mut self.events);
+        if let Some(mailbox) = self.mailboxes.remove(&session) {
+            mailbox.close();
+        }
+    }
+
+    /// Routers that share the worker: processes, as far as they say which they are, and not sessions.
+    fn count_routers(&self) -> u32 {
+        let named: BTreeSet<&RouterName> =
+            self.routers.values().filter(|router| !router.incarnation.is_empty()).collect();
+        let unnamed = self.routers.values().filter(|router| router.incarnation.is_empty()).count();
+        (named.len() + unnamed) as u32
     }
 
     /// Writes what was recorded; to the file itself when there is time for it.
@@ -253,19 +295,16 @@ impl Driver {
     }
 
     fn deliver(&mut self) {
-        for event in self.events.drain(..) {
-            // The events of a closed session have nobody to go to.
-            if let Some(mailbox) = self.mailboxes.get(&event.key.session) {
-                mailbox.push(event);
-            }
-        }
         self.tell_cache();
         self.tell_cost();
-        for (tenant, cost) in self.engine.drain_charged() {
-            self.mailboxes.values().for_each(|mailbox| mailbox.charge(tenant, cost));
+        for (tenant, charged) in self.engine.drain_charged() {
+            self.mailboxes.values().for_each(|mailbox| mailbox.charge(tenant, charged));
         }
-        let (begun, routers) = (self.engine.begun().thousandths(), self.mailboxes.len() as u32);
-        self.mailboxes.values().for_each(|mailbox| mailbox.share(begun, routers));
+        // Whoever comes back starts where the least of those is that wait, at whichever router. Where nobody waits, that
+        // is as far as anybody got.
+        let least = self.mailboxes.values().filter_map(|mailbox| mailbox.least_waiting()).min();
+        let begun = least.unwrap_or_else(|| self.engine.begun().thousandths());
+        let routers = self.count_routers();
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
         let first_token = self.engine.predict_first_token(report::PROMPT_TOKENS);
         let outlook = self.engine.prefill_outlook();
@@ -277,13 +316,26 @@ impl Driver {
             decode_step_us: micros(outlook.decode_step),
             ..report::load(&load, self.step_us)
         };
+        // Session by session, in the order of each one's events.
+        self.events.sort_by_key(|event| event.key.session);
+        let mut events = self.events.drain(..).peekable();
         for (session, grant) in self.engine.grants() {
-            // A draining worker takes nothing new, whatever room it has.
-            let grant = if self.draining { Grant::default() } else { grant };
-            if let Some(mailbox) = self.mailboxes.get(&session) {
-                mailbox.report(iteration, told, grant, self.draining);
-            }
+            // The events of a closed session have nobody to go to.
+            while events.next_if(|event| event.key.session < session).is_some() {}
+            let Some(mailbox) = self.mailboxes.get(&session) else { continue };
+            let report = Report {
+                iteration,
+                load: told,
+                // A draining worker takes nothing new, whatever room it has.
+                grant: if self.draining { Grant::default() } else { grant },
+                draining: self.draining,
+                begun_order: begun,
+                routers,
+            };
+            let of_session = std::iter::from_fn(|| events.next_if(|event| event.key.session == session));
+            mailbox.deliver(of_session, &report);
         }
+        drop(events);
         self.metrics.record(&self.seen, &load);
         self.metrics.commands.set(self.messages.len() as f64);
         self.seen = load;

@@ -1,6 +1,7 @@
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use inflight_contract::Charged;
 use inflight_proto::v1;
 use inflight_worker_core::{BlockHash, CacheEvent, CacheTier, Grant};
 use tokio::sync::Notify;
@@ -12,6 +13,8 @@ use crate::runtime::{PositionLogprobs, TokenLogprob};
 /// Tokens and ends that may wait for a router which does not read; past it the session is closed, and the router
 /// resubmits elsewhere what it had.
 const PENDING_MAX: usize = 1 << 20;
+/// Counters of other incarnations in one update, beyond the first table.
+const SERVICES_PIECE: usize = 10_000;
 
 /// Where the engine's thread leaves what a session has to say.
 ///
@@ -35,9 +38,12 @@ struct State {
     arrived: u64,
     taken: u64,
     /// What tenants had that were charged since the update before.
-    charges: BTreeMap<String, u64>,
-    services: Vec<v1::ServiceTable>,
+    charges: BTreeMap<String, Charged>,
+    /// What is known of other incarnations and not told yet.
+    services: VecDeque<v1::ServiceTable>,
     begun_order: u64,
+    /// The least that a tenant with requests waiting at the router had, as it said last.
+    least_waiting: Option<u64>,
     routers: u32,
     iteration: u64,
     load: v1::Load,
@@ -45,6 +51,19 @@ struct State {
     draining: bool,
     changed: bool,
     closed: bool,
+}
+
+/// What a turn has to say of the worker to one session.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Report {
+    pub iteration: u64,
+    pub load: v1::Load,
+    pub grant: Grant,
+    pub draining: bool,
+    /// How far service has got.
+    pub begun_order: u64,
+    /// Routers that share the worker.
+    pub routers: u32,
 }
 
 impl Mailbox {
@@ -59,47 +78,29 @@ impl Mailbox {
 
     /// Adds one event.
     pub fn push(&self, event: Event) {
+        self.state().extend(std::iter::once(event));
+    }
+
+    /// Adds all that a turn brought and says how the worker is, both at once: so no update has a token without the end
+    /// that came with it, or a refusal without saying that the worker drains. Wakes the session if anything is worth
+    /// sending.
+    pub fn deliver(&self, events: impl Iterator<Item = Event>, report: &Report) {
         let mut state = self.state();
-        if state.closed {
-            return; // nobody will read it
-        }
-        let key = (event.key.request, event.attempt, event.choice);
-        let place = match state.open.get(&key) {
-            Some(&place) => place,
-            None => {
-                let place = state.sequences.len();
-                state.sequences.push(v1::SequenceUpdate {
-                    request: event.key.request,
-                    attempt: event.attempt,
-                    choice: event.choice,
-                    ..v1::SequenceUpdate::default()
-                });
-                state.open.insert(key, place);
-                place
-            }
-        };
-        state.pending += 1;
-        state.changed = true;
-        if state.pending > PENDING_MAX {
-            tracing::warn!("a router does not read its session; closing it");
-            state.closed = true;
-        }
-        let update = &mut state.sequences[place];
-        if let Some(token) = event.token {
-            update.token_ids.push(token);
-        }
-        if let Some(logprobs) = event.logprobs {
-            update.logprobs.push(position(&logprobs));
-        }
-        update.computed_tokens += event.computed_tokens;
-        match event.finish {
-            None => {}
-            Some(Finish::Ended(reason)) => update.finish = v1::FinishReason::from(reason).into(),
-            Some(Finish::Failed(failure)) => {
-                update.finish = v1::FinishReason::Error.into();
-                update.error_code = code(&failure).into();
-                update.error = failure.to_string();
-            }
+        state.extend(events);
+        state.iteration = report.iteration;
+        state.taken = state.arrived;
+        state.load = report.load;
+        state.begun_order = report.begun_order;
+        let grant = v1::Grant { sequences: report.grant.sequences, blocks: report.grant.blocks };
+        // A changed load alone can wait for the heartbeat or the next token.
+        state.changed |=
+            state.grant != grant || state.draining != report.draining || state.routers != report.routers;
+        state.grant = grant;
+        state.draining = report.draining;
+        state.routers = report.routers;
+        if state.changed || state.closed {
+            drop(state);
+            self.wake.notify_one();
         }
     }
 
@@ -139,44 +140,30 @@ impl Mailbox {
     }
 
     /// Notes what a tenant has had by now. It can wait for the heartbeat or the next token.
-    pub fn charge(&self, tenant: &str, cost: u64) {
+    pub fn charge(&self, tenant: &str, charged: Charged) {
         let mut state = self.state();
         match state.charges.get_mut(tenant) {
-            Some(known) => *known = cost,
+            Some(known) => *known = charged,
             None => {
-                state.charges.insert(tenant.to_owned(), cost);
+                state.charges.insert(tenant.to_owned(), charged);
             }
         }
     }
 
-    /// Adds what is known of other incarnations.
+    /// Adds what is known of other incarnations. It goes in pieces, one with each update.
     pub fn teach(&self, services: Vec<v1::ServiceTable>) {
         self.state().services.extend(services);
     }
 
-    /// Sets how far service has got, and how many routers share the worker.
-    pub fn share(&self, begun_order: u64, routers: u32) {
-        let mut state = self.state();
-        state.begun_order = begun_order;
-        state.changed |= state.routers != routers;
-        state.routers = routers;
+    /// Notes the least that a tenant with requests waiting at the router had, in thousandths of a token of weight 1;
+    /// `None`: nothing waits there.
+    pub fn set_least_waiting(&self, least: Option<u64>) {
+        self.state().least_waiting = least;
     }
 
-    /// Sets what an update says of the worker, and wakes the session if anything is worth sending.
-    pub fn report(&self, iteration: u64, load: v1::Load, grant: Grant, draining: bool) {
-        let mut state = self.state();
-        state.iteration = iteration;
-        state.taken = state.arrived;
-        state.load = load;
-        let grant = v1::Grant { sequences: grant.sequences, blocks: grant.blocks };
-        // A changed load alone can wait for the heartbeat or the next token.
-        state.changed |= state.grant != grant || state.draining != draining;
-        state.grant = grant;
-        state.draining = draining;
-        if state.changed || state.closed {
-            drop(state);
-            self.wake.notify_one();
-        }
+    /// As noted last.
+    pub fn least_waiting(&self) -> Option<u64> {
+        self.state().least_waiting
     }
 
     /// Tells the session that there is something to take.
@@ -217,7 +204,16 @@ impl Mailbox {
         }
         let (kv_snapshot, kv_events) = state.cache.take();
         // The next piece goes with the next update.
-        state.changed = !state.cache.is_empty();
+        let mut services: Vec<v1::ServiceTable> = Vec::new();
+        let mut counters = 0;
+        while let Some(table) = state.services.front() {
+            counters += table.tenants.len();
+            if !services.is_empty() && counters > SERVICES_PIECE {
+                break;
+            }
+            services.extend(state.services.pop_front());
+        }
+        state.changed = !state.cache.is_empty() || !state.services.is_empty();
         state.pending = 0;
         state.open.clear();
         Some(v1::Update {
@@ -228,9 +224,9 @@ impl Mailbox {
             draining: state.draining,
             charges: std::mem::take(&mut state.charges)
                 .into_iter()
-                .map(|(tenant, cost)| v1::TenantCharge { tenant, cost })
+                .map(|(tenant, Charged { cost, base })| v1::TenantCharge { tenant, cost, base })
                 .collect(),
-            services: std::mem::take(&mut state.services),
+            services,
             begun_order: state.begun_order,
             routers: state.routers,
             kv_events,
@@ -238,6 +234,57 @@ impl Mailbox {
             cost: state.cost.take(),
             submissions_taken: state.taken,
         })
+    }
+}
+
+impl State {
+    fn extend(&mut self, events: impl Iterator<Item = Event>) {
+        if self.closed {
+            return; // nobody will read them
+        }
+        events.for_each(|event| self.push(event));
+        // Only now, so that what came together goes together.
+        if self.pending > PENDING_MAX {
+            tracing::warn!("a router does not read its session; closing it");
+            self.closed = true;
+        }
+    }
+
+    fn push(&mut self, event: Event) {
+        let key = (event.key.request, event.attempt, event.choice);
+        let place = match self.open.get(&key) {
+            Some(&place) => place,
+            None => {
+                let place = self.sequences.len();
+                self.sequences.push(v1::SequenceUpdate {
+                    request: event.key.request,
+                    attempt: event.attempt,
+                    choice: event.choice,
+                    ..v1::SequenceUpdate::default()
+                });
+                self.open.insert(key, place);
+                place
+            }
+        };
+        self.pending += 1;
+        self.changed = true;
+        let update = &mut self.sequences[place];
+        if let Some(token) = event.token {
+            update.token_ids.push(token);
+        }
+        if let Some(logprobs) = event.logprobs {
+            update.logprobs.push(position(&logprobs));
+        }
+        update.computed_tokens += event.computed_tokens;
+        match event.finish {
+            None => {}
+            Some(Finish::Ended(reason)) => update.finish = v1::FinishReason::from(reason).into(),
+            Some(Finish::Failed(failure)) => {
+                update.finish = v1::FinishReason::Error.into();
+                update.error_code = code(&failure).into();
+                update.error = failure.to_string();
+            }
+        }
     }
 }
 
@@ -291,6 +338,68 @@ mod tests {
         assert_eq!(update.sequences[1].token_ids.len(), 100);
         mailbox.push(event(8, 1));
         assert_eq!(mailbox.take().unwrap().sequences.len(), 1, "what was taken is not sent again");
+    }
+
+    #[test]
+    fn what_is_known_of_other_incarnations_goes_in_pieces_that_fit_a_message() {
+        let mailbox = Mailbox::new();
+        let table = |number: usize| {
+            let charge = |tenant| v1::TenantCharge { tenant: format!("{tenant:0128}"), cost: 1, base: 0 };
+            let tenants = (0..10_000).map(charge).collect();
+            v1::ServiceTable { incarnation: number.to_string(), tenants }
+        };
+        mailbox.teach((0..48).map(table).collect());
+        let mut told = Vec::new();
+        while told.len() < 48 {
+            let update = mailbox.take().unwrap();
+            let counters: usize = update.services.iter().map(|table| table.tenants.len()).sum();
+            assert!(counters <= SERVICES_PIECE);
+            told.extend(update.services.into_iter().map(|table| table.incarnation));
+            assert_eq!(mailbox.state().changed, told.len() < 48, "the next piece is sent by itself");
+        }
+        assert_eq!(told, (0..48).map(|number| number.to_string()).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_reader_at_any_moment_finds_a_last_token_with_its_end_and_a_refusal_with_the_drain() {
+        const TURNS: u64 = 20_000;
+        let mailbox = Mailbox::new();
+        let report = Report {
+            iteration: 0,
+            load: v1::Load::default(),
+            grant: Grant::default(),
+            draining: false,
+            begun_order: 0,
+            routers: 1,
+        };
+        let stop = Some(Finish::Ended(FinishReason::Stop));
+        let refusal = Some(Finish::Failed(Failure::Draining));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for turn in 0..TURNS {
+                    let ending =
+                        [event(turn, 1), Event { finish: stop.clone(), token: None, ..event(turn, 0) }];
+                    mailbox.deliver(ending.into_iter(), &report);
+                }
+                let refused = Event { finish: refusal.clone(), token: None, ..event(TURNS, 0) };
+                mailbox.deliver(std::iter::once(refused), &Report { draining: true, ..report });
+                mailbox.close();
+            });
+            let mut seen = 0;
+            while let Some(update) = mailbox.take() {
+                for sequence in &update.sequences {
+                    seen += 1;
+                    match sequence.request {
+                        TURNS => assert!(update.draining, "it is refused because the worker drains"),
+                        _ => assert_eq!(
+                            (sequence.token_ids.len(), sequence.finish()),
+                            (1, v1::FinishReason::Stop)
+                        ),
+                    }
+                }
+            }
+            assert_eq!(seen, TURNS + 1);
+        });
     }
 
     #[test]

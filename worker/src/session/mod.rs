@@ -21,7 +21,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
-pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message};
+pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message, RouterName};
 use mailbox::Mailbox;
 pub(crate) use pulse::Pulse;
 pub(crate) use services::Services;
@@ -73,13 +73,13 @@ impl worker_server::Worker for Service {
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
         let mut requests = request.into_inner();
-        let (router_id, protocol_version) = opened(&mut requests).await?;
+        let (router, protocol_version) = opened(&mut requests).await?;
         let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
         let mailbox = Arc::new(Mailbox::new());
         mailbox.teach(sessions.services.tell());
         let stopped = || Status::unavailable("the worker is stopping");
-        sessions.engine.send(Message::Open(id, mailbox.clone())).await.map_err(|_| stopped())?;
-        tracing::info!(session = id.0, router_id, "session opened");
+        tracing::info!(session = id.0, router_id = router.id, "session opened");
+        sessions.engine.send(Message::Open(id, router, mailbox.clone())).await.map_err(|_| stopped())?;
         crate::metrics::sessions(1.0);
         let guard = SessionGuard {
             id,
@@ -126,12 +126,13 @@ impl worker_server::Worker for Service {
 }
 
 /// Waits for the opening message and returns the router's name and the protocol version that both speak.
-async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(String, u32), Status> {
+async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(RouterName, u32), Status> {
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
         Some(session_request::Message::Open(open)) if open.protocol_version >= 1 => {
-            Ok((open.router_id, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
+            let router = RouterName { id: open.router_id, incarnation: open.incarnation };
+            Ok((router, open.protocol_version.min(inflight_proto::PROTOCOL_VERSION)))
         }
         Some(session_request::Message::Open(open)) => Err(Status::failed_precondition(format!(
             "the router speaks protocol version {}, this worker {}",
@@ -158,6 +159,7 @@ async fn receive(
         let command = match message {
             Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
                 session_request::Message::Submit(submit) => {
+                    mailbox.set_least_waiting(submit.least_waiting);
                     match inbound::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => Command::Submit(Box::new(request)),
                         Err(refusals) => {
@@ -173,6 +175,9 @@ async fn receive(
                     choice: cancel.choice,
                 },
                 session_request::Message::Backlog(backlog) => {
+                    if !backlog.waits {
+                        mailbox.set_least_waiting(None);
+                    }
                     Command::Backlog { session: id, waits: backlog.waits }
                 }
                 session_request::Message::Services(told) => {

@@ -51,6 +51,7 @@ pub(super) fn diagnosis(
         window_seconds: window.as_secs_f64(),
         load: Some(load(now, step_us)),
         iterations: history.iter().skip(recent).map(|step| summary(step, step_us)).collect(),
+        held: None,
     }
 }
 

@@ -40,14 +40,27 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{ printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) | quote }}
 {{- end -}}
 
-{{/* Host names of the workers, which a StatefulSet keeps over restarts: the router's static list. */}}
+{{/* The service account of the routers: one of their own where they watch the workers' endpoints. */}}
+{{- define "inflight.routerAccountName" -}}
+{{- if eq .Values.router.discovery "kubernetes" -}}
+{{- printf "%s-router" (include "inflight.fullname" .) -}}
+{{- else -}}
+{{- include "inflight.serviceAccountName" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where the routers find the workers: the host names that a StatefulSet keeps over restarts, or the service's endpoints. */}}
 {{- define "inflight.workers" -}}
 {{- $name := printf "%s-worker" (include "inflight.fullname" .) -}}
+{{- if eq .Values.router.discovery "kubernetes" -}}
+{{- printf "kubernetes://%s/%s:8652" .Release.Namespace $name -}}
+{{- else -}}
 {{- $workers := list -}}
 {{- range $number := until (int .Values.worker.replicas) -}}
 {{- $workers = append $workers (printf "%s-%d.%s.%s.svc:8652" $name $number $name $.Release.Namespace) -}}
 {{- end -}}
 {{- join "," $workers -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The one source of the model; more or less than one is an error. */}}
