@@ -37,7 +37,8 @@ impl Overload {
     /// A limit of a tenant.
     pub(crate) fn of_tenant(over: &OverLimit, tenant: &str) -> Self {
         let retry = over.wait().unwrap_or(Self::RETRY);
-        let what = format!("the tenant {tenant:?} may have no {over}; try again in {} s", retry.as_secs_f64());
+        let what =
+            format!("the tenant {tenant:?} may have no {over}; try again in {} s", retry.as_secs_f64());
         Self { what, quota: over.quota(), subject: format!("tenant:{tenant}"), retry }
     }
 }
@@ -70,6 +71,8 @@ pub(crate) enum Outcome {
     NeverConnected { workers: usize },
     /// All workers of the model are lost and none came back in time.
     Unserved { model: String, waited: Duration },
+    /// The router drains: another one takes what comes now.
+    Draining,
     /// Several workers in a row were lost before the request had a token, the last with nothing else to do.
     AttemptsExhausted { attempts: u32 },
     /// The client took nothing of what was there for it.
@@ -102,7 +105,7 @@ impl Outcome {
             Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
                 Code::ResourceExhausted
             }
-            Self::NeverConnected { .. } | Self::Unserved { .. } => Code::Unavailable,
+            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => Code::Unavailable,
             Self::ClientStalled { .. } => Code::Aborted,
             Self::DeadlineExceeded => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
@@ -132,6 +135,7 @@ impl Outcome {
             Self::Infeasible { .. } => "deadline_infeasible",
             Self::NeverConnected { .. } => "never_connected",
             Self::Unserved { .. } => "unserved",
+            Self::Draining => "draining",
             Self::AttemptsExhausted { .. } => "attempts_exhausted",
             Self::ClientStalled { .. } => "client_stalled",
             Self::DeadlineExceeded => "deadline_exceeded",
@@ -154,7 +158,8 @@ impl Outcome {
             Self::Unauthenticated(reason) | Self::Denied(reason) => reason.clone(),
             Self::Full(over) | Self::Limited(over) => over.what.clone(),
             Self::Displaced { .. } => {
-                "the queue is full, and the request gave way to one that goes before it; try again later".to_owned()
+                "the queue is full, and the request gave way to one that goes before it; try again later"
+                    .to_owned()
             }
             Self::Infeasible { predicted, left } => format!(
                 "the first token would come in about {:.3} s, but the deadline is in {:.3} s; try again later or allow more time",
@@ -168,6 +173,7 @@ impl Outcome {
                 "no worker serving {model:?} is connected, and none came back within {} s; try again later",
                 waited.as_secs_f64()
             ),
+            Self::Draining => "the router is being stopped; send the request again to another".to_owned(),
             Self::AttemptsExhausted { attempts } => {
                 format!(
                     "the request was handed to {attempts} workers and each was lost; it ran alone on the last one, so it may be the cause"
@@ -227,14 +233,19 @@ mod tests {
             (Outcome::Invalid(text()), Code::InvalidArgument, "invalid"),
             (Outcome::UnknownModel { asked: text(), served: vec![] }, Code::NotFound, "unknown_model"),
             (Outcome::NoChatTemplate { model: text() }, Code::FailedPrecondition, "no_chat_template"),
-(Outcome::Unauthenticated(text()), Code::Unauthenticated, "unauthenticated"),
+            (Outcome::Unauthenticated(text()), Code::Unauthenticated, "unauthenticated"),
             (Outcome::Denied(text()), Code::PermissionDenied, "denied"),
             (Outcome::Full(overload()), Code::ResourceExhausted, "full"),
             (Outcome::Limited(overload()), Code::ResourceExhausted, "limited"),
             (Outcome::Displaced { retry: second }, Code::ResourceExhausted, "displaced"),
-            (Outcome::Infeasible { predicted: 2 * second, left: second }, Code::ResourceExhausted, "deadline_infeasible"),
+            (
+                Outcome::Infeasible { predicted: 2 * second, left: second },
+                Code::ResourceExhausted,
+                "deadline_infeasible",
+            ),
             (Outcome::NeverConnected { workers: 2 }, Code::Unavailable, "never_connected"),
             (Outcome::Unserved { model: text(), waited: second }, Code::Unavailable, "unserved"),
+            (Outcome::Draining, Code::Unavailable, "draining"),
             (Outcome::AttemptsExhausted { attempts: 4 }, Code::Internal, "attempts_exhausted"),
             (Outcome::ClientStalled { waited: second }, Code::Aborted, "client_stalled"),
             (Outcome::DeadlineExceeded, Code::DeadlineExceeded, "deadline_exceeded"),

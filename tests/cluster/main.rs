@@ -2,6 +2,7 @@
 
 mod chaos;
 mod clients;
+mod fairness;
 mod input;
 mod life;
 mod models;
