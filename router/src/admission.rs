@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use inflight_router_core::{OverLimit, QueueLimits};
+use inflight_router_core::{OverLimit, QueueLimits, Spent};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
@@ -52,7 +52,8 @@ impl Admission {
     }
 }
 
-fn refuse(over: &OverLimit, tenant: &Tenant) -> Outcome {
+/// The refusal of a request by a limit of its tenant, counted.
+pub(crate) fn refuse(over: &OverLimit, tenant: &Tenant) -> Outcome {
     metrics::counter!(names::TENANT_REFUSED, "tenant" => tenant.name.to_string(), "quota" => over.quota())
         .increment(1);
     Outcome::Limited(Box::new(Overload::of_tenant(over, &tenant.name)))
@@ -79,8 +80,8 @@ impl Entered {
         let limits = state.limits;
         let taken = state.gate.take_tokens(&limits, routers, tokens, now);
         drop(state);
-        taken.map_err(|over| refuse(&over, &self.tenant))?;
-        Ok(TokenCharge { tenant: self.tenant.clone(), routers, unused: tokens })
+        let taken = taken.map_err(|over| refuse(&over, &self.tenant))?;
+        Ok(TokenCharge { tenant: self.tenant.clone(), taken, unused: tokens })
     }
 }
 
@@ -93,8 +94,8 @@ impl Drop for Entered {
 /// Tokens taken from a tenant's allowance; what was not used goes back when this is dropped.
 pub(crate) struct TokenCharge {
     tenant: Arc<Tenant>,
-    /// Among which the rate was divided when they were taken.
-    routers: u32,
+    /// As it was taken, if there was a limit.
+    taken: Option<Spent>,
     unused: u64,
 }
 
@@ -107,9 +108,9 @@ impl TokenCharge {
 
 impl Drop for TokenCharge {
     fn drop(&mut self) {
-        let mut state = self.tenant.lock();
-        let limits = state.limits;
-        state.gate.return_tokens(&limits, self.routers, self.unused);
+        if let Some(taken) = self.taken {
+            self.tenant.lock().gate.return_tokens(taken, self.unused);
+        }
     }
 }
 
@@ -172,7 +173,7 @@ pub(crate) struct Admit<S> {
 }
 
 /// A call of this method carries many requests, each of which is counted by itself.
-const MANY: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
+pub(crate) const MANY: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
 impl<S> Service<Request<Body>> for Admit<S>
 where

@@ -9,8 +9,9 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
 
+use crate::admission::refuse;
 use crate::metrics as names;
-use crate::outcome::{Outcome, Overload};
+use crate::outcome::Outcome;
 use crate::tenants::{Tenant, Tenants, Unknown};
 
 /// Who calls; in the extensions of every call that passed.
@@ -118,7 +119,7 @@ fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
         state.gate.connect(&limits)?;
         Ok(HeldConnection(tenant.clone()))
     })
-    .map_err(|over| Outcome::Limited(Box::new(Overload::of_tenant(&over, &tenant.name))))
+    .map_err(|over| refuse(&over, tenant))
 }
 
 struct HeldConnection(Arc<Tenant>);

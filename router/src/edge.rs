@@ -5,12 +5,17 @@ use std::time::{Duration, Instant};
 
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use inflight_transport::{OpenCall, Peer};
+use tokio::time::Sleep;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tonic::{Code, Status};
 use tower::{Layer, Service};
 
+use crate::admission::MANY;
+use crate::auth::is_open;
 use crate::clock;
 use crate::outcome::Outcome;
 
@@ -36,15 +41,22 @@ impl Arrival {
 /// What every call passes first. It notes the call's arrival and deadline; answers DEADLINE_EXCEEDED when the
 /// deadline passes before the headers (the transport would say CANCELLED, but its own timer starts after the
 /// one here and is looked at after it); and calls a message over the limit RESOURCE_EXHAUSTED, as gRPC
-/// prescribes (the codec says OUT_OF_RANGE, which nothing else here does).
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct EdgeLayer;
+/// prescribes (the codec says OUT_OF_RANGE, which nothing else here does). A call that brings one message has a time in
+/// which to bring it whole. Calls are counted open from their headers to the last byte of their answers, so that a drain
+/// waits for them all; those to services beside the API, of which a health watch never ends, are not.
+#[derive(Debug, Clone)]
+pub(crate) struct EdgeLayer {
+    /// Calls that are open.
+    pub(crate) open: TaskTracker,
+    /// How long a message may take to come, from the call's headers.
+    pub(crate) message_time_max: Duration,
+}
 
 impl<S> Layer<S> for EdgeLayer {
     type Service = Edge<S>;
 
     fn layer(&self, inner: S) -> Edge<S> {
-        Edge { inner }
+        Edge { inner, edge: self.clone() }
     }
 }
 
@@ -52,6 +64,7 @@ impl<S> Layer<S> for EdgeLayer {
 #[derive(Debug, Clone)]
 pub(crate) struct Edge<S> {
     inner: S,
+    edge: EdgeLayer,
 }
 
 impl<S> Service<Request<Body>> for Edge<S>
@@ -71,7 +84,16 @@ where
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let arrival = Arrival::of(request.headers());
         request.extensions_mut().insert(arrival);
-        let open = request.extensions().get::<Peer>().map(Peer::call);
+        let counted = !is_open(request.uri().path());
+        let open = Open {
+            _connection: request.extensions().get::<Peer>().map(Peer::call),
+            _call: counted.then(|| self.edge.open.token()),
+        };
+        let one = counted && request.uri().path() != MANY;
+        let request = match arrival.at.checked_add(self.edge.message_time_max).filter(|_| one) {
+            Some(until) => request.map(|body| Body::new(TimedBody { body, until, expiry: None })),
+            None => request,
+        };
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
         let response = self.inner.call(request);
         Box::pin(async move {
@@ -87,17 +109,58 @@ where
     }
 }
 
-/// Counts the call as open on its connection until its last byte was written.
-fn held(response: Response<Body>, open: Option<OpenCall>) -> Response<Body> {
-    match open {
-        Some(open) => response.map(|body| Body::new(HeldBody { body, _open: open })),
-        None => response,
-    }
+/// Counts a call as open, on its connection and at the router.
+struct Open {
+    _connection: Option<OpenCall>,
+    _call: Option<TaskTrackerToken>,
+}
+
+/// Counts the call as open until its last byte was written.
+fn held(response: Response<Body>, open: Open) -> Response<Body> {
+    response.map(|body| Body::new(HeldBody { body, _open: open }))
 }
 
 struct HeldBody {
     body: Body,
-    _open: OpenCall,
+    _open: Open,
+}
+
+/// A request's body, which fails when it has not come whole in time.
+struct TimedBody {
+    body: Body,
+    until: Instant,
+    /// Made when the body is first waited for.
+    expiry: Option<Pin<Box<Sleep>>>,
+}
+
+impl HttpBody for TimedBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context) {
+            return Poll::Ready(frame);
+        }
+        let until = this.until;
+        let expiry = this.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until.into())));
+        expiry.as_mut().poll(context).map(|()| {
+            Some(Err(Status::deadline_exceeded(
+                "the call's message did not come in time; send it with the headers",
+            )))
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
 }
 
 impl HttpBody for HeldBody {
@@ -176,8 +239,47 @@ mod tests {
         });
         let mut request = Request::new(Body::empty());
         request.headers_mut().insert("grpc-timeout", HeaderValue::from_static("5m"));
-        let response = EdgeLayer.layer(never).call(request).await.unwrap();
+        let edge = EdgeLayer { open: TaskTracker::new(), message_time_max: Duration::from_secs(60) };
+        let response = edge.layer(never).call(request).await.unwrap();
         let status = Status::from_header_map(response.headers()).unwrap();
         assert_eq!(status.code(), Code::DeadlineExceeded);
+    }
+
+    /// A body of which nothing comes.
+    struct Nothing;
+
+    impl HttpBody for Nothing {
+        type Data = Bytes;
+        type Error = Status;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+            Poll::Pending
+        }
+    }
+
+    #[tokio::test]
+    async fn a_message_that_does_not_come_ends_its_call_and_an_open_call_is_counted_until_its_answer_is_gone()
+    {
+        let reading = tower::service_fn(|request: Request<Body>| async move {
+            let mut body = request.into_body();
+            let frame = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
+            let status = frame.unwrap().unwrap_err();
+            Ok::<_, std::convert::Infallible>(status.into_http())
+        });
+        let open = TaskTracker::new();
+        let edge = EdgeLayer { open: open.clone(), message_time_max: Duration::from_millis(5) };
+        let mut request = Request::new(Body::new(Nothing));
+        *request.uri_mut() = "/inflight.v1.Inference/Generate".parse().unwrap();
+        let mut edge = edge.layer(reading);
+        let call = edge.call(request);
+        assert_eq!(open.len(), 1);
+        let response = call.await.unwrap();
+        let status = Status::from_header_map(response.headers()).unwrap();
+        assert_eq!((status.code(), open.len()), (Code::DeadlineExceeded, 1));
+        drop(response);
+        assert!(open.is_empty());
     }
 }

@@ -5,7 +5,7 @@ use futures::Stream;
 use inflight_proto::v1;
 use inflight_proto::v1::inference_server::Inference;
 use inflight_proto::v1::tokenize_request::Input;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument, info_span};
@@ -156,10 +156,7 @@ impl Ingress {
         message: v1::GenerateRequest,
         incoming: Incoming,
     ) -> Result<Generation, Outcome> {
-        let permit = self.streams.clone().try_acquire_owned().map_err(|_| {
-            let what = format!("{} calls are open, the limit; try again later", self.options.streams_max);
-            Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
-        })?;
+        let permit = self.stream()?;
         let open = self.open.token();
         let Incoming { arrival, context, caller, entered } = incoming;
         let served = self.dispatch.resolve(&message.model, arrival.at)?;
@@ -195,7 +192,21 @@ impl Ingress {
         Ok(Generation::new(ticket, model, unserved, wait, span, charge))
     }
 
-    async fn tokens(&self, request: v1::TokenizeRequest) -> Result<v1::TokenizeResponse, Outcome> {
+    /// Room for one more open call.
+    fn stream(&self) -> Result<OwnedSemaphorePermit, Outcome> {
+        self.streams.clone().try_acquire_owned().map_err(|_| {
+            let what = format!("{} calls are open, the limit; try again later", self.options.streams_max);
+            Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
+        })
+    }
+
+    /// `incoming` is held as long as this goes on.
+    async fn tokens(
+        &self,
+        request: v1::TokenizeRequest,
+        _incoming: Incoming,
+    ) -> Result<v1::TokenizeResponse, Outcome> {
+        let (_permit, _open) = (self.stream()?, self.open.token());
         let served = self.dispatch.resolve(&request.model, clock::now())?;
         let large = match &request.input {
             Some(Input::Text(text)) => request::is_large_text(text),
@@ -251,6 +262,8 @@ impl Inference for Ingress {
         &self,
         request: Request<v1::TokenizeRequest>,
     ) -> Result<Response<v1::TokenizeResponse>, Status> {
-        self.tokens(request.into_inner()).await.map(Response::new).map_err(Outcome::into_status)
+        let incoming = Incoming::of(&request);
+        let answer = self.tokens(request.into_inner(), incoming).await;
+        answer.map(Response::new).map_err(Outcome::into_status)
     }
 }

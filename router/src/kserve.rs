@@ -22,6 +22,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -43,13 +44,15 @@ const VERSION: &str = "1";
 pub(crate) struct Kserve {
     ingress: Arc<Ingress>,
     admission: Admission,
+    drain: CancellationToken,
 }
 
 type Answers = Pin<Box<dyn Stream<Item = Result<ModelStreamInferResponse, Status>> + Send>>;
 
 impl Kserve {
-    pub(crate) fn new(ingress: Arc<Ingress>, admission: Admission) -> Self {
-        Self { ingress, admission }
+    /// Once `drain` is cancelled, calls that are open take no further requests.
+    pub(crate) fn new(ingress: Arc<Ingress>, admission: Admission, drain: CancellationToken) -> Self {
+        Self { ingress, admission, drain }
     }
 }
 
@@ -154,7 +157,7 @@ async fn answer(
     ingress: Arc<Ingress>,
     request: ModelInferRequest,
     incoming: Incoming,
-    answers: mpsc::Sender<ModelStreamInferResponse>,
+    answers: mpsc::Sender<Result<ModelStreamInferResponse, Status>>,
 ) {
     let id = request.id.clone();
     let (mut sum, gone) = (Answer::default(), ());
@@ -185,7 +188,7 @@ async fn answer(
             let last = parameter(("triton_final_response", ParameterChoice::BoolParam(false)));
             new.parameters.extend([last]);
             let new = ModelStreamInferResponse { error_message: String::new(), infer_response: Some(new) };
-            answers.send(new).await.map_err(|_| gone)?;
+            answers.send(Ok(new)).await.map_err(|_| gone)?;
         }
         Ok(Ok(()))
     }
@@ -204,7 +207,13 @@ async fn answer(
         },
     };
     // A client that is gone needs no answer.
-    let _ = answers.send(last).await;
+    let _ = answers.send(Ok(last)).await;
+}
+
+/// Resolves once the router drains and none of the requests of a call runs any more.
+async fn ended(drain: &CancellationToken, running: &mut JoinSet<()>) {
+    drain.cancelled().await;
+    while running.join_next().await.is_some() {}
 }
 
 #[tonic::async_trait]
@@ -295,18 +304,32 @@ impl GrpcInferenceService for Kserve {
     ) -> Result<Response<Answers>, Status> {
         let shared = Incoming::of(&request);
         let mut requests = request.into_inner();
-        let (ingress, admission) = (self.ingress.clone(), self.admission.clone());
+        let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
         let (answers, ready) = mpsc::channel(STREAM_ANSWERS_MAX);
         let reader = tokio::spawn(async move {
             let slots = Arc::new(Semaphore::new(STREAM_REQUESTS_MAX));
             // Dropped, and with it aborted, when the call is.
             let mut running = JoinSet::new();
             loop {
-                let Ok(slot) = slots.clone().acquire_owned().await else { break };
                 while running.try_join_next().is_some() {}
-                // A broken stream ends like one that is done: what was asked for is answered as far as it goes.
-                let Ok(Some(request)) = requests.message().await else { break };
-                let incoming = match shared.again(&admission) {
+                let next = async {
+                    let slot = slots.clone().acquire_owned().await.ok()?;
+                    // A broken stream ends like one that is done: what was asked for is answered as far as it goes.
+                    requests.message().await.ok()?.map(|request| (slot, request))
+                };
+                let (slot, request) = tokio::select! {
+                    next = next => match next {
+                        Some(next) => next,
+                        None => break,
+                    },
+                    () = ended(&drain, &mut running) => {
+                        let _ = answers.send(Err(Outcome::Draining.into_status())).await;
+                        break;
+                    }
+                };
+                let again =
+                    if drain.is_cancelled() { Err(Outcome::Draining) } else { shared.again(&admission) };
+                let incoming = match again {
                     Ok(incoming) => incoming,
                     Err(outcome) => {
                         let status = refused(outcome);
@@ -317,7 +340,7 @@ impl GrpcInferenceService for Kserve {
                                 ..ModelInferResponse::default()
                             }),
                         };
-                        if answers.send(message).await.is_err() {
+                        if answers.send(Ok(message)).await.is_err() {
                             break;
                         }
                         continue;
@@ -334,7 +357,7 @@ impl GrpcInferenceService for Kserve {
         let reader = AbortOnDropHandle::new(reader);
         let answers = ReceiverStream::new(ready).map(move |message| {
             let _held = &reader;
-            Ok(message)
+            message
         });
         Ok(Response::new(Box::pin(answers)))
     }

@@ -71,6 +71,8 @@ pub(crate) enum Outcome {
     NeverConnected { workers: usize },
     /// All workers of the model are lost and none came back in time.
     Unserved { model: String, waited: Duration },
+    /// The router drains: another one takes what comes now.
+    Draining,
     /// Several workers in a row were lost before the request had a token, the last with nothing else to do.
     AttemptsExhausted { attempts: u32 },
     /// The client took nothing of what was there for it.
@@ -103,7 +105,7 @@ impl Outcome {
             Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
                 Code::ResourceExhausted
             }
-            Self::NeverConnected { .. } | Self::Unserved { .. } => Code::Unavailable,
+            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => Code::Unavailable,
             Self::ClientStalled { .. } => Code::Aborted,
             Self::DeadlineExceeded => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
@@ -133,6 +135,7 @@ impl Outcome {
             Self::Infeasible { .. } => "deadline_infeasible",
             Self::NeverConnected { .. } => "never_connected",
             Self::Unserved { .. } => "unserved",
+            Self::Draining => "draining",
             Self::AttemptsExhausted { .. } => "attempts_exhausted",
             Self::ClientStalled { .. } => "client_stalled",
             Self::DeadlineExceeded => "deadline_exceeded",
@@ -170,6 +173,7 @@ impl Outcome {
                 "no worker serving {model:?} is connected, and none came back within {} s; try again later",
                 waited.as_secs_f64()
             ),
+            Self::Draining => "the router is being stopped; send the request again to another".to_owned(),
             Self::AttemptsExhausted { attempts } => {
                 format!(
                     "the request was handed to {attempts} workers and each was lost; it ran alone on the last one, so it may be the cause"
@@ -241,6 +245,7 @@ mod tests {
             ),
             (Outcome::NeverConnected { workers: 2 }, Code::Unavailable, "never_connected"),
             (Outcome::Unserved { model: text(), waited: second }, Code::Unavailable, "unserved"),
+            (Outcome::Draining, Code::Unavailable, "draining"),
             (Outcome::AttemptsExhausted { attempts: 4 }, Code::Internal, "attempts_exhausted"),
             (Outcome::ClientStalled { waited: second }, Code::Aborted, "client_stalled"),
             (Outcome::DeadlineExceeded, Code::DeadlineExceeded, "deadline_exceeded"),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
+use inflight_contract::{Charged, Service, ServiceTable, TokenCost, Weight};
 use inflight_proto::v1;
 use inflight_router_core::{Arrival, FairPlace, FairQueue, FairQueueOptions, Pace, QueueLimits};
 
@@ -14,6 +14,7 @@ use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 use crate::relay::Relay;
+use crate::violation::Violation;
 
 /// Where a request waits or waited.
 pub(crate) type Place = FairPlace<LaneId>;
@@ -23,14 +24,21 @@ const INCARNATIONS_MAX: usize = 256;
 const TENANTS_MAX: usize = 10_000;
 /// Longest name of a tenant that a worker may report.
 const NAME_BYTES_MAX: usize = 128;
-/// Routers that limits are divided among at most, whatever a worker says.
-const ROUTERS_MAX: u32 = 1024;
+/// More routers than any worker has sessions for.
+const ROUTERS_MAX: u32 = 65_536;
+/// Far more than any worker computes: tokens as weighted, in all its time, in a second, and between two updates read
+/// without a pause between them.
+const COST_MAX: u64 = 1 << 50;
+const COST_PER_SECOND_MAX: u64 = 1 << 27;
+const COST_PER_UPDATE_MAX: u64 = 1 << 30;
 
 /// A worker that reports.
 struct Reporter {
     incarnation: String,
     lane: LaneId,
     routers: u32,
+    /// When it last reported: until then what it charges may be the work of any time.
+    heard: Option<Duration>,
 }
 
 /// What a lane knows beside its queue.
@@ -188,15 +196,16 @@ impl Queueing {
     pub(crate) fn open(&mut self, worker: usize, lane: LaneId, incarnation: String) -> Vec<v1::ServiceTable> {
         self.queue.open_lane(lane);
         let known = self.lanes.entry(lane).or_default();
+        known.services.open(&incarnation);
         let mut told: Vec<v1::ServiceTable> = Vec::new();
-        for (other, tenant, cost) in known.services.iter().filter(|(other, ..)| *other != incarnation) {
-            let charge = v1::TenantCharge { tenant: tenant.to_owned(), cost };
+        for (other, tenant, charged) in known.services.iter().filter(|(other, ..)| *other != incarnation) {
+            let charge = to_wire(tenant, charged);
             match told.last_mut().filter(|table| table.incarnation == other) {
                 Some(table) => table.tenants.push(charge),
                 None => told.push(v1::ServiceTable { incarnation: other.to_owned(), tenants: vec![charge] }),
             }
         }
-        self.reporters.insert(worker, Reporter { incarnation, lane, routers: 1 });
+        self.reporters.insert(worker, Reporter { incarnation, lane, routers: 0, heard: None });
         told
     }
 
@@ -204,46 +213,84 @@ impl Queueing {
     pub(crate) fn close(&mut self, worker: usize) -> Option<v1::ServiceTable> {
         let Reporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
         self.count_routers();
-        let of_worker = self.lanes.get(&lane)?.services.iter().filter(|(other, ..)| *other == incarnation);
-        let tenants: Vec<_> =
-            of_worker.map(|(_, tenant, cost)| v1::TenantCharge { tenant: tenant.to_owned(), cost }).collect();
+        let services = &mut self.lanes.get_mut(&lane)?.services;
+        services.close(&incarnation);
+        let of_worker = services.iter().filter(|(other, ..)| *other == incarnation);
+        let tenants: Vec<_> = of_worker.map(|(_, tenant, charged)| to_wire(tenant, charged)).collect();
         (!tenants.is_empty()).then_some(v1::ServiceTable { incarnation, tenants })
     }
 
-    /// Takes in what an update says of tenants' services and of other routers.
-    pub(crate) fn heard(&mut self, worker: usize, update: &v1::Update) {
-        let Some(reporter) = self.reporters.get_mut(&worker) else { return };
-        // A worker that does not count routers says none: then what is known stands.
-        let routers = if update.routers == 0 { reporter.routers } else { update.routers.min(ROUTERS_MAX) };
+    /// Takes in what an update says of tenants' services and of other routers; `since` is now.
+    ///
+    /// # Errors
+    /// [`Violation`] if no worker can have served so much, or have so many routers; nothing of the update is taken in.
+    pub(crate) fn heard(
+        &mut self,
+        worker: usize,
+        update: &v1::Update,
+        since: Duration,
+    ) -> Result<(), Violation> {
+        let Some(reporter) = self.reporters.get_mut(&worker) else { return Ok(()) };
         let lane = reporter.lane;
-        let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
-        let Some(known) = self.lanes.get_mut(&lane) else { return };
-        let own = &reporter.incarnation;
-        let others = update.services.iter().filter(|table| table.incarnation != *own);
-        let told = others.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
-        for (incarnation, charge) in update.charges.iter().map(|charge| (own, charge)).chain(told) {
-            if charge.tenant.len() > NAME_BYTES_MAX || incarnation.len() > NAME_BYTES_MAX {
-                continue;
+        let Some(known) = self.lanes.get_mut(&lane) else { return Ok(()) };
+        let told = update.services.iter().filter(|table| table.incarnation != reporter.incarnation);
+        let told = told.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
+        let own = update.charges.iter().map(|charge| (&reporter.incarnation, charge));
+        let named = |(incarnation, charge): &(&String, &v1::TenantCharge)| {
+            charge.tenant.len() <= NAME_BYTES_MAX && incarnation.len() <= NAME_BYTES_MAX
+        };
+        if update.routers > ROUTERS_MAX {
+            return Err(Violation::Routers { routers: update.routers, most: ROUTERS_MAX });
+        }
+        let charges = own.clone().chain(told.clone()).map(|(_, charge)| charge);
+        if let Some(charge) = charges.into_iter().find(|charge| charge.cost.max(charge.base) > COST_MAX) {
+            return Err(Violation::Charge { cost: charge.cost.max(charge.base), most: COST_MAX });
+        }
+        if let Some(heard) = reporter.heard {
+            let seconds = since.saturating_sub(heard).as_secs().saturating_add(1);
+            let most = COST_PER_SECOND_MAX.saturating_mul(seconds).saturating_add(COST_PER_UPDATE_MAX);
+            let grown = own.clone().map(|(incarnation, charge)| {
+                let known = known.services.counted(incarnation, &charge.tenant);
+                charge.cost.saturating_sub(known.max(charge.base))
+            });
+            let grown = grown.fold(0u64, u64::saturating_add);
+            if grown > most {
+                return Err(Violation::Charge { cost: grown, most });
             }
-            let grown = known.services.merge(incarnation, &charge.tenant, charge.cost);
+        }
+        reporter.heard = Some(since);
+        for (incarnation, charge) in own.chain(told).filter(named) {
+            let charged = Charged { cost: charge.cost, base: charge.base.min(charge.cost) };
+            let grown = known.services.merge(incarnation, &charge.tenant, charged);
             if grown > 0 {
                 self.queue.charge(lane, &charge.tenant, grown);
             }
         }
+        // A worker that does not count routers says none: then what is known stands.
+        let routers = if update.routers == 0 { reporter.routers } else { update.routers };
+        let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
         self.queue.begun(lane, Service::from_thousandths(update.begun_order));
         if changed {
             self.count_routers();
         }
+        Ok(())
     }
 
-    /// The most that any worker has: one that is partitioned from some routers sees fewer.
+    /// The most that any worker has: one that is partitioned from some routers sees fewer. While no worker says
+    /// anything the last number stands, or losing all of them would multiply what the routers admit together.
     fn count_routers(&mut self) {
-        let routers = self.reporters.values().map(|reporter| reporter.routers).max().unwrap_or(1);
+        let said = self.reporters.values().map(|reporter| reporter.routers).filter(|routers| *routers > 0);
+        let Some(routers) = said.max() else { return };
         if routers != self.routers.swap(routers, Ordering::Relaxed) {
             tracing::info!(routers, "limits are divided among the routers that workers see");
             self.queue.set_routers(routers);
         }
         metrics::gauge!(names::ROUTERS).set(routers);
+    }
+
+    /// The least that any tenant had whose requests wait in a lane.
+    pub(crate) fn least(&self, lane: LaneId) -> Option<Service> {
+        self.queue.least(lane)
     }
 
     /// Routers that share the workers.
@@ -271,4 +318,8 @@ impl Queueing {
     pub(crate) fn tokens(&self) -> u64 {
         self.queue.tokens()
     }
+}
+
+fn to_wire(tenant: &str, charged: Charged) -> v1::TenantCharge {
+    v1::TenantCharge { tenant: tenant.to_owned(), cost: charged.cost, base: charged.base }
 }

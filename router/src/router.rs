@@ -235,8 +235,9 @@ impl Core {
 
         let admission = Admission::new(dispatch.clone());
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone()));
-        let kserve = GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone()))
-            .max_decoding_message_size(options.message_bytes_max);
+        let kserve =
+            GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone(), drain.clone()))
+                .max_decoding_message_size(options.message_bytes_max);
         let inference =
             InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
         let server = Server::builder()
@@ -244,7 +245,7 @@ impl Core {
             .http2_keepalive_timeout(Some(options.keepalive_interval))
             .http2_max_header_list_size(options.header_bytes_max)
             .max_concurrent_streams(options.connection_streams_max)
-            .layer(EdgeLayer)
+            .layer(EdgeLayer { open: open.clone(), message_time_max: options.message_time_max })
             .layer(AuthLayer { tenants })
             .layer(AdmissionLayer { admission })
             .add_service(health)

@@ -155,14 +155,17 @@ pub(crate) enum Unknown {
 #[derive(Debug)]
 pub(crate) struct Tenants {
     path: PathBuf,
+    /// As the file was before it was first read.
+    watched: Watched,
     table: RwLock<Arc<Table>>,
 }
 
 impl Tenants {
     /// Reads the file.
     pub(crate) fn load(path: &Path) -> Result<Self, TenantsError> {
+        let watched = Watched::new([path.to_owned()]);
         let table = Table::read(path, &Table::default())?;
-        Ok(Self { path: path.to_owned(), table: RwLock::new(Arc::new(table)) })
+        Ok(Self { path: path.to_owned(), watched, table: RwLock::new(Arc::new(table)) })
     }
 
     fn table(&self) -> Arc<Table> {
@@ -178,7 +181,7 @@ impl Tenants {
 
     /// Reads the file again whenever it has changed, for as long as this is polled.
     pub(crate) async fn follow(self: Arc<Self>) {
-        let mut watched = Watched::new([self.path.clone()]);
+        let mut watched = self.watched.clone();
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             if watched.changed() {
@@ -407,7 +410,8 @@ mod tests {
         assert_eq!((limits.weight.get(), limits.priority_max), (3.0, 5));
         assert_eq!(limits.requests_per_minute, Some(60), "from the defaults");
 
-        let tenants = Tenants { path: PathBuf::new(), table: RwLock::new(Arc::new(table)) };
+        let watched = Watched::new([]);
+        let tenants = Tenants { path: PathBuf::new(), watched, table: RwLock::new(Arc::new(table)) };
         let shown = |name: &str| Identity { names: vec![name.to_owned()], digest: String::new() };
         let by = |shown: Option<Identity>| name(tenants.recognise(None, shown.as_ref(), now()));
         assert_eq!(by(Some(shown("spiffe://c/acme"))), Ok("acme".to_owned()));

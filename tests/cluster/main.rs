@@ -3,6 +3,7 @@
 mod bench;
 mod chaos;
 mod clients;
+mod fairness;
 mod input;
 mod life;
 mod models;

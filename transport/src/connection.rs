@@ -27,6 +27,8 @@ struct Shared {
     calls: AtomicU32,
     /// A call was made.
     used: AtomicBool,
+    /// When the last call ended that left none open.
+    idle_since: Mutex<Option<Instant>>,
     /// Given back when the connection ends.
     held: Mutex<Vec<(String, Box<dyn Send>)>>,
 }
@@ -43,7 +45,19 @@ pub struct OpenCall(Peer);
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.0.0.calls.fetch_sub(1, Ordering::AcqRel);
+        let shared = &self.0.0;
+        let mut idle_since = shared.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
+        if shared.calls.fetch_sub(1, Ordering::AcqRel) == 1 {
+            *idle_since = Some(Instant::now());
+        }
+    }
+}
+
+impl Shared {
+    /// Since when no call is open; `None` while one is, and before the first.
+    fn idle_since(&self) -> Option<Instant> {
+        let idle_since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
+        idle_since.filter(|_| self.calls.load(Ordering::Acquire) == 0)
     }
 }
 
@@ -54,6 +68,7 @@ impl Peer {
             identity,
             calls: AtomicU32::new(0),
             used: AtomicBool::new(false),
+            idle_since: Mutex::default(),
             held: Mutex::default(),
         }))
     }
@@ -110,8 +125,6 @@ pub struct Connection {
     opened: Instant,
     /// When to look again.
     alarm: Pin<Box<Sleep>>,
-    /// Since when no call is open.
-    idle_since: Option<Instant>,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -153,7 +166,6 @@ impl Connection {
             idle_max,
             opened,
             alarm: Box::pin(tokio::time::sleep_until(opened + first_call_max)),
-            idle_since: None,
             _permit: permit,
         }
     }
@@ -166,20 +178,23 @@ impl Connection {
             if !shared.used.load(Ordering::Acquire) {
                 return Poll::Ready("slow");
             }
-            let idle = shared.calls.load(Ordering::Acquire) == 0;
-            let since = if idle { *self.idle_since.get_or_insert(now) } else { now };
-            if !idle {
-                self.idle_since = None;
+            match next_look(shared.idle_since(), now, self.idle_max) {
+                Some(next) => self.alarm.as_mut().reset(next),
+                None => return Poll::Ready("idle"),
             }
-            if now >= since + self.idle_max {
-                return Poll::Ready("idle");
-            }
-            // Looks often enough to see within a quarter of the time that nothing is open.
-            let next =
-                (since + self.idle_max).min(now + self.idle_max / 4).max(now + Duration::from_millis(1));
-            self.alarm.as_mut().reset(next);
         }
         Poll::Pending
+    }
+}
+
+/// When to look again at a connection on which no call is open since then; `None` once it was idle for long enough.
+fn next_look(idle_since: Option<Instant>, now: Instant, idle_max: Duration) -> Option<Instant> {
+    match idle_since {
+        Some(since) if now >= since + idle_max => None,
+        // Not later, though a call may come and go until then, and not so often that looking costs.
+        Some(since) => Some((since + idle_max).max(now + Duration::from_millis(1))),
+        // The call that is open may end right after this.
+        None => Some(now + idle_max),
     }
 }
 
@@ -256,5 +271,38 @@ impl AsyncWrite for Connection {
             Io::Plain(stream) => Pin::new(stream).poll_shutdown(context),
             Io::Tls(stream) => Pin::new(stream.as_mut()).poll_shutdown(context),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_begin_and_end_between_two_looks_keep_a_connection_and_open_ones_do() {
+        const IDLE: Duration = Duration::from_secs(8);
+        let peer = Peer::new(None, None);
+        let start = Instant::now();
+        assert_eq!(peer.0.idle_since(), None);
+        drop(peer.call());
+        let since = peer.0.idle_since().unwrap();
+        assert!(since >= start);
+        let (first, second) = (peer.call(), peer.call());
+        drop(first);
+        assert_eq!(peer.0.idle_since(), None, "one is open");
+        assert!(next_look(None, start + 100 * IDLE, IDLE).is_some());
+        drop(second);
+        let later = peer.0.idle_since().unwrap();
+        assert!(later >= since);
+
+        // A call ends shortly before each look.
+        let mut look = start + IDLE;
+        for _ in 0..100 {
+            let ended = look - IDLE / 8;
+            let next = next_look(Some(ended), look, IDLE).unwrap();
+            assert_eq!(next, ended + IDLE, "not before it can be idle for long enough, and not later");
+            look = next;
+        }
+        assert_eq!(next_look(Some(look - IDLE), look, IDLE), None);
     }
 }

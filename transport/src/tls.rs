@@ -7,7 +7,7 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
-use tokio_rustls::rustls::{self, RootCertStore, ServerConfig};
+use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use crate::metrics;
@@ -124,6 +124,8 @@ impl ServerTlsFiles {
 #[derive(Clone)]
 pub struct ServerTls {
     files: ServerTlsFiles,
+    /// As the files were before they were first read.
+    watched: Watched,
     config: Arc<RwLock<Arc<ServerConfig>>>,
 }
 
@@ -139,8 +141,9 @@ impl ServerTls {
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: ServerTlsFiles) -> Result<Self, TlsError> {
+        let watched = Watched::new(files.paths());
         let config = Arc::new(RwLock::new(Arc::new(files.load()?)));
-        Ok(Self { files, config })
+        Ok(Self { files, watched, config })
     }
 
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
@@ -159,7 +162,7 @@ impl ServerTls {
 
     /// Reads the files again whenever one has changed, for as long as it is polled.
     pub async fn follow(self) {
-        let mut watched = Watched::new(self.files.paths());
+        let mut watched = self.watched.clone();
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             if !watched.changed() {
@@ -211,12 +214,35 @@ impl ClientTls {
         }
     }
 
-    /// Reads the files.
+    /// Reads the files, and tries whether they can be used.
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn load(&self) -> Result<ClientTlsConfig, TlsError> {
-        certificates(&self.ca)?;
+        let mut roots = RootCertStore::empty();
+        for authority in certificates(&self.ca)? {
+            let refuse = |error: rustls::Error| TlsError::Authority {
+                path: self.ca.clone(),
+                reason: error.to_string(),
+            };
+            roots.add(authority).map_err(refuse)?;
+        }
+        if let Some((certificate, key)) = &self.identity {
+            let chain = certificates(certificate)?;
+            let parsed = PrivateKeyDer::from_pem_slice(&read(key)?)
+                .map_err(|_| TlsError::Empty { path: key.clone(), what: "private key" })?;
+            let pair = |error: rustls::Error| TlsError::Pair {
+                certificate: certificate.clone(),
+                key: key.clone(),
+                reason: error.to_string(),
+            };
+            ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+                .with_safe_default_protocol_versions()
+                .map_err(pair)?
+                .with_root_certificates(roots)
+                .with_client_auth_cert(chain, parsed)
+                .map_err(pair)?;
+        }
         let mut config = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(&self.ca)?));
         if let Some((certificate, key)) = &self.identity {
             config = config.identity(Identity::from_pem(read(certificate)?, read(key)?));

@@ -15,13 +15,13 @@ impl FileState {
 }
 
 /// Files that are looked at from time to time, to read them again when one has changed.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Watched {
     files: Vec<(PathBuf, FileState)>,
 }
 
 impl Watched {
-    /// Watches from now on.
+    /// Watches from now on: to be made before the files are read, or a change in between is missed.
     pub fn new(files: impl IntoIterator<Item = PathBuf>) -> Self {
         let files = files.into_iter().map(|path| {
             let state = FileState::of(&path);

@@ -96,17 +96,39 @@ impl Tenant {
     }
 }
 
+/// What a tenant was charged, whatever its weight. Both only grow.
+///
+/// A worker that forgets a tenant and meets it again goes on counting from a `base` that no forgotten counter had
+/// passed, so that whoever kept the old value takes for growth nothing but what is above both.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Charged {
+    /// The counter, in tokens as weighted by [`TokenCost`].
+    pub cost: u64,
+    /// What it began at.
+    pub base: u64,
+}
+
+impl From<u64> for Charged {
+    /// Counted from 0.
+    fn from(cost: u64) -> Self {
+        Self { cost, base: 0 }
+    }
+}
+
 #[derive(Debug, Clone)]
 struct Counter {
     name: String,
-    weight: Weight,
+    /// Unknown until a request of it arrives here.
+    weight: Option<Weight>,
     service: Service,
     /// Requests that wait or run.
     active: u32,
     /// Requests that wait.
     waiting: u32,
-    /// Everything charged since it is known, whatever the weight.
+    /// Everything charged since it is known, whatever the weight, and `base`.
     charged: u64,
+    /// What `charged` began at: no counter that was forgotten before had come further.
+    base: u64,
     /// It was charged since [`TenantService::drain_charged`].
     fresh: bool,
 }
@@ -123,7 +145,13 @@ pub struct TenantService {
     cost: TokenCost,
     tenants: Vec<Option<Counter>>,
     by_name: BTreeMap<String, Tenant>,
+    /// Places of those that were forgotten.
+    free: Vec<Tenant>,
     most: usize,
+    /// The furthest `charged` of all that were forgotten.
+    forgotten: u64,
+    /// The most that any had.
+    greatest: Service,
     /// Where a tenant starts when nobody waits: the most that any had when the last of its requests began.
     idle_floor: Service,
     /// Those charged since the last drain.
@@ -138,28 +166,36 @@ impl TokenCost {
 }
 
 impl TenantService {
-    /// No tenants yet; at most `most` idle ones are remembered.
+    /// No tenants yet; at most `most` and an eighth more are remembered once they are idle.
     pub fn new(cost: TokenCost, most: usize) -> Self {
         Self {
             cost,
             tenants: Vec::new(),
             by_name: BTreeMap::new(),
+            free: Vec::new(),
             most,
+            forgotten: 0,
+            greatest: Service::default(),
             idle_floor: Service::default(),
             fresh: Vec::new(),
         }
     }
 
-    /// A request of a tenant arrives and waits; its weight is the one in force from now on.
+    /// A request of a tenant arrives and waits; its weight is the one in force from now on. Where none was known, it
+    /// holds for what was charged before too.
     pub fn arrive(&mut self, name: &str, weight: Weight) -> Tenant {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
-            None => self.insert(name, weight),
+            None => self.insert(name),
         };
         // `tenant` was found or inserted just now.
         if let Some(counter) = &mut self.tenants[tenant.index()] {
             counter.active += 1;
-            counter.weight = weight;
+            if counter.weight.replace(weight).is_none() {
+                // Nothing but charges has changed it so far.
+                counter.service = Service::of(counter.charged - counter.base, weight);
+                self.greatest = self.greatest.max(counter.service);
+            }
         }
         self.wait(tenant);
         tenant
@@ -171,6 +207,7 @@ impl TenantService {
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
             if counter.waiting == 0 {
                 counter.service = counter.service.max(floor);
+                self.greatest = self.greatest.max(counter.service);
             }
             counter.waiting += 1;
         }
@@ -193,9 +230,7 @@ impl TenantService {
             debug_assert!(counter.active > 0, "more requests departed than arrived");
             counter.active = counter.active.saturating_sub(1);
         }
-        if self.by_name.len() > self.most {
-            self.forget_idle();
-        }
+        self.forget_idle(None);
     }
 
     /// Charges computed prompt tokens and generated tokens.
@@ -205,63 +240,64 @@ impl TenantService {
 
     /// Charges what was made a cost already, by [`TokenCost::of`].
     pub fn charge_cost(&mut self, tenant: Tenant, cost: u64) {
+        self.add(tenant, cost);
         let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
-        counter.service = counter.service.plus(cost, counter.weight);
-        counter.charged = counter.charged.saturating_add(cost);
         if cost > 0 && !std::mem::replace(&mut counter.fresh, true) {
             self.fresh.push(tenant);
         }
     }
 
+    fn add(&mut self, tenant: Tenant, cost: u64) {
+        let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
+        counter.service = counter.service.plus(cost, counter.weight.unwrap_or_default());
+        counter.charged = counter.charged.saturating_add(cost);
+        self.greatest = self.greatest.max(counter.service);
+    }
+
     /// Charges a tenant for service that somebody else's requests of the same tenant had. One that is not known
-    /// yet becomes known, with weight 1 until a request of it arrives.
+    /// yet becomes known, with a weight once a request of it arrives. [`TenantService::drain_charged`] says nothing
+    /// of it.
     pub fn charge_elsewhere(&mut self, name: &str, cost: u64) {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
-            None => {
-                let tenant = self.insert(name, Weight::default());
-                if self.by_name.len() > self.most {
-                    self.forget_idle();
-                }
-                tenant
-            }
+            None => self.insert(name),
         };
-        self.charge_cost(tenant, cost);
+        self.add(tenant, cost);
+        self.forget_idle(Some(tenant));
     }
 
-    /// The tenants charged since this was asked last, each with all that it was charged since it is known. Where
-    /// a tenant was forgotten in between, its sum begins at 0 again.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+    /// The tenants charged since this was asked last, each with all that it was charged since it is known.
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         let Self { fresh, tenants, .. } = self;
         fresh.retain(|tenant| match &mut tenants[tenant.index()] {
             Some(counter) => std::mem::replace(&mut counter.fresh, false),
             None => false,
         });
         let named = fresh.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
-        named.map(|counter| (counter.name.as_str(), counter.charged))
+        named.map(|counter| (counter.name.as_str(), counter.charged()))
     }
 
     /// All that each tenant was charged since it is known, by name.
-    pub fn charged(&self) -> impl Iterator<Item = (&str, u64)> + '_ {
+    pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         let known = self.by_name.values().filter_map(|tenant| self.tenants[tenant.index()].as_ref());
-        known.map(|counter| (counter.name.as_str(), counter.charged))
+        known.map(|counter| (counter.name.as_str(), counter.charged()))
     }
 
-    /// A tenant that becomes backlogged while nobody waits starts at least here: how far service has got
-    /// elsewhere.
+    /// A tenant that becomes backlogged while nobody waits starts at least here, as far as any has come: how far
+    /// service has got elsewhere.
     pub fn raise_floor(&mut self, floor: Service) {
-        self.idle_floor = self.idle_floor.max(floor);
+        self.idle_floor = self.idle_floor.max(floor.min(self.greatest));
     }
 
     /// A tenant's share.
     pub fn weight(&self, tenant: Tenant) -> Weight {
-        self.tenants.get(tenant.index()).and_then(Option::as_ref).map_or(Weight::default(), |c| c.weight)
+        self.tenants.get(tenant.index()).and_then(Option::as_ref).and_then(|c| c.weight).unwrap_or_default()
     }
 
     /// Sum of the weights of the tenants with requests that wait.
     pub fn backlogged_weight(&self) -> f64 {
         let backlogged = self.tenants.iter().flatten().filter(|counter| counter.waiting > 0);
-        backlogged.map(|counter| counter.weight.get()).sum()
+        backlogged.map(|counter| counter.weight.unwrap_or_default().get()).sum()
     }
 
     /// What a tenant has had.
@@ -281,22 +317,21 @@ impl TenantService {
         backlogged.map(|counter| counter.service).min()
     }
 
-    fn insert(&mut self, name: &str, weight: Weight) -> Tenant {
-        let service = Service::default();
+    fn insert(&mut self, name: &str) -> Tenant {
         let counter = Some(Counter {
             name: name.to_owned(),
-            weight,
-            service,
+            weight: None,
+            service: Service::default(),
             active: 0,
             waiting: 0,
-            charged: 0,
+            charged: self.forgotten,
+            base: self.forgotten,
             fresh: false,
         });
-        let place = self.tenants.iter().position(Option::is_none);
-        let tenant = match place {
-            Some(place) => {
-                self.tenants[place] = counter;
-                Tenant(place as u32)
+        let tenant = match self.free.pop() {
+            Some(tenant) => {
+                self.tenants[tenant.index()] = counter;
+                tenant
             }
             None => {
                 self.tenants.push(counter);
@@ -307,16 +342,35 @@ impl TenantService {
         tenant
     }
 
-    /// Forgets the idle tenant with the least service: on its return it would be lifted furthest anyway.
-    fn forget_idle(&mut self) {
-        let idle = self.tenants.iter().enumerate().filter_map(|(place, counter)| {
-            counter.as_ref().filter(|counter| counter.active == 0).map(|counter| (counter.service, place))
-        });
-        if let Some((_, place)) = idle.min()
-            && let Some(counter) = self.tenants[place].take()
-        {
-            self.by_name.remove(&counter.name);
+    /// Past the bound and an eighth of it, which spreads the cost of looking, forgets the idle tenants with the least
+    /// service: on their return they would be lifted furthest anyway. Keeps `but`, and whose charges were not drained.
+    fn forget_idle(&mut self, but: Option<Tenant>) {
+        if self.by_name.len() <= self.most + self.most / 8 {
+            return;
         }
+        let places =
+            self.tenants.iter().enumerate().filter_map(|(place, counter)| Some((place, counter.as_ref()?)));
+        let idle = places.filter(|(_, counter)| counter.active == 0 && !counter.fresh);
+        let mut idle: Vec<_> = idle.map(|(place, counter)| (counter.service, Tenant(place as u32))).collect();
+        idle.retain(|(_, tenant)| Some(*tenant) != but);
+        let surplus = self.by_name.len() - self.most;
+        if surplus < idle.len() {
+            idle.select_nth_unstable(surplus);
+            idle.truncate(surplus);
+        }
+        for (_, tenant) in idle {
+            if let Some(counter) = self.tenants[tenant.index()].take() {
+                self.by_name.remove(&counter.name);
+                self.forgotten = self.forgotten.max(counter.charged);
+                self.free.push(tenant);
+            }
+        }
+    }
+}
+
+impl Counter {
+    fn charged(&self) -> Charged {
+        Charged { cost: self.charged, base: self.base }
     }
 }
 
@@ -400,6 +454,84 @@ mod tests {
             }
             service.charge(kept, 1, 0);
             prop_assert!(service.iter().any(|(name, _, active)| name == "kept" && active == 1));
+        }
+
+        /// Whoever hears of charges, in whatever pieces, and of the weights afterwards, knows the same as who served.
+        #[test]
+        fn service_learnt_before_a_tenants_weight_counts_by_its_weight(
+            tenants in prop::collection::vec((0.1f32..10.0, prop::collection::vec(1u64..1_000_000, 1..5)), 1..10)
+        ) {
+            let mut heard = TenantService::new(TokenCost::default(), 100);
+            for (number, (_, costs)) in tenants.iter().enumerate() {
+                costs.iter().for_each(|cost| heard.charge_elsewhere(&number.to_string(), *cost));
+            }
+            for (number, (share, costs)) in tenants.iter().enumerate() {
+                let tenant = heard.arrive(&number.to_string(), weight(*share));
+                let own = Service::default().plus(costs.iter().sum(), weight(*share));
+                prop_assert_eq!(heard.service(tenant), own.max(heard.least_but(tenant)));
+            }
+        }
+
+        /// Past the bound no charge is lost, and none is counted twice by who keeps the reported values.
+        #[test]
+        fn charges_of_tenants_that_are_forgotten_in_between_are_reported_once(
+            served in prop::collection::vec((0u32..40, 1u32..100), 1..300)
+        ) {
+            let mut service = TenantService::new(TokenCost::default(), 5);
+            let mut known: BTreeMap<String, u64> = BTreeMap::new();
+            let mut sums: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+            for (name, tokens) in served {
+                let name = name.to_string();
+                let tenant = service.arrive(&name, Weight::default());
+                service.start(tenant);
+                service.charge(tenant, tokens, 0);
+                service.depart(tenant);
+                sums.entry(name).or_default().0 += u64::from(tokens);
+                for (name, charged) in service.drain_charged() {
+                    let known = known.entry(name.to_owned()).or_default();
+                    sums.get_mut(name).unwrap().1 += charged.cost.saturating_sub(charged.base.max(*known));
+                    *known = charged.cost.max(*known);
+                }
+            }
+            for (name, (truth, reported)) in sums {
+                prop_assert_eq!(truth, reported, "{}", name);
+            }
+        }
+
+        #[test]
+        fn what_is_learnt_past_the_bound_is_kept_for_those_who_had_most(
+            costs in prop::collection::vec(1u64..1000, 1..200)
+        ) {
+            let mut service = TenantService::new(TokenCost::default(), 16);
+            for (number, cost) in costs.iter().enumerate() {
+                service.charge_elsewhere(&number.to_string(), *cost);
+                let last = service.charged().any(|(name, charged)| {
+                    name == number.to_string() && charged.cost - charged.base == *cost
+                });
+                prop_assert!(last, "the tenant just charged is known with its charge");
+                prop_assert!(service.iter().count() <= 18);
+            }
+            prop_assert_eq!(service.drain_charged().count(), 0, "nothing was served here");
+            let most = costs.iter().max().unwrap();
+            prop_assert!(service.iter().any(|(_, had, _)| had.tokens() == *most as f64));
+        }
+    }
+
+    #[test]
+    fn a_floor_above_all_that_any_tenant_had_is_none() {
+        let mut service = TenantService::new(TokenCost::default(), 5);
+        service.charge_elsewhere("a", 500);
+        service.raise_floor(Service::from_thousandths(u64::MAX));
+        let late = service.arrive("late", Weight::default());
+        assert_eq!(service.service(late).tokens(), 500.0);
+    }
+
+    impl TenantService {
+        /// The least of others that wait.
+        fn least_but(&self, but: Tenant) -> Service {
+            let others = self.tenants.iter().enumerate().filter(|(place, _)| *place != but.index());
+            let waiting = others.filter_map(|(_, counter)| counter.as_ref()).filter(|c| c.waiting > 0);
+            waiting.map(|counter| counter.service).min().unwrap_or_default()
         }
     }
 }

@@ -18,7 +18,8 @@ pub struct FairQueueOptions {
     pub aged_tokens_per_second: f64,
     /// Service forgiven at most; the bound on the difference of two tenants' services grows by it.
     pub aged_tokens_max: f64,
-    /// Past this time in the queue a request goes first in its tenant, and counts as of the highest priority.
+    /// Past this time in the queue a request goes first in its tenant, in the turn of that tenant's most important one.
+    /// Against other tenants it gains nothing, or whoever floods the queue would always be overdue.
     pub wait_max: Duration,
     /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
     pub overtakes_max: u32,
@@ -230,9 +231,6 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         let rank = Rank { fresh: true, priority: Reverse(arrival.priority), arrival: number };
         let place = Place { lane, tenant, rank };
         self.insert(place, arrival.tenant, arrival.tokens, now, item);
-        if let Some(hold) = self.holds.get_mut(arrival.tenant) {
-            hold.weight = arrival.weight;
-        }
         Ok(Admitted { place, displaced })
     }
 
@@ -270,7 +268,9 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let class = self.fresh.entry(place.rank.priority.0).or_default();
             class.entry(waiting.name.clone()).or_default().insert(place.rank.arrival, place);
         }
+        let weight = lane.service.weight(place.tenant);
         let hold = self.holds.entry(waiting.name.clone()).or_default();
+        hold.weight = weight;
         hold.requests += 1;
         hold.tokens += tokens;
         self.len += 1;
@@ -281,8 +281,9 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     pub fn head(&self, lane: L, now: Duration) -> Option<Place<L>> {
         let entry = self.lanes.get(&lane)?;
         let turns = entry.waiting.iter().filter_map(|(tenant, waiting)| {
-            let rank = waiting.first(now, self.options.wait_max)?;
-            Some((self.turn(entry, *tenant, waiting, rank, now), Place { lane, tenant: *tenant, rank }))
+            let (rank, priority) = waiting.first(now, self.options.wait_max)?;
+            let turn = self.turn(entry, *tenant, waiting, rank, priority, now);
+            Some((turn, Place { lane, tenant: *tenant, rank }))
         });
         // Arrival numbers differ, so that no two turns are equal; none is NaN.
         turns.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
@@ -297,10 +298,11 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
             let first = waiting.first(now, self.options.wait_max);
-            let rest = waiting.requests.keys().copied().filter(|rank| Some(*rank) != first);
+            let rest = waiting.requests.keys().filter(|rank| first.is_none_or(|(first, _)| **rank != first));
+            let rest = rest.map(|rank| (*rank, rank.priority));
             let ranks = first.into_iter().chain(rest).take(self.options.lookahead + 1);
-            for (depth, rank) in ranks.enumerate() {
-                let turn = self.turn(lane, *tenant, waiting, rank, now);
+            for (depth, (rank, priority)) in ranks.enumerate() {
+                let turn = self.turn(lane, *tenant, waiting, rank, priority, now);
                 found.push(((turn.fresh, turn.priority, depth), turn, *tenant, rank));
             }
         }
@@ -312,14 +314,21 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         places.filter(|place| place != head).take(self.options.lookahead).collect()
     }
 
-    fn turn(&self, lane: &Lane<T>, tenant: Tenant, waiting: &Waiting<T>, rank: Rank, now: Duration) -> Turn {
+    fn turn(
+        &self,
+        lane: &Lane<T>,
+        tenant: Tenant,
+        waiting: &Waiting<T>,
+        rank: Rank,
+        priority: Reverse<i32>,
+        now: Duration,
+    ) -> Turn {
         let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued));
         let aged =
             (self.options.aged_tokens_per_second * waited.as_secs_f64()).min(self.options.aged_tokens_max);
-        let overdue = waited > self.options.wait_max;
         Turn {
             fresh: rank.fresh,
-            priority: if overdue { Reverse(i32::MAX) } else { rank.priority },
+            priority,
             service: lane.owed(tenant).tokens() - aged,
             arrival: rank.arrival,
         }
@@ -486,8 +495,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         }
     }
 
-    /// A worker has begun a request of this order: how far service has got in the whole cluster. A tenant that comes
-    /// back while nobody waits here starts from there.
+    /// How far service has got in the whole cluster, by a worker's word. A tenant that comes back while nobody waits
+    /// here starts from there, though never above all tenants known here.
     pub fn begun(&mut self, lane: L, order: Service) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.raise_floor(order);
@@ -519,6 +528,12 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// Whether something waits in a lane.
     pub fn waits_in(&self, lane: L) -> bool {
         self.lanes.get(&lane).is_some_and(|lane| !lane.waiting.is_empty())
+    }
+
+    /// The least that any tenant had whose requests wait in a lane, with what was handed over.
+    pub fn least(&self, lane: L) -> Option<Service> {
+        let lane = self.lanes.get(&lane)?;
+        lane.waiting.keys().map(|tenant| lane.owed(*tenant)).min()
     }
 
     /// What each tenant holds in the queue, by name.
@@ -590,14 +605,15 @@ pub struct Ahead {
 }
 
 impl<T> Waiting<T> {
-    /// The tenant's own next: the oldest if it is overdue, else by rank.
-    fn first(&self, now: Duration, wait_max: Duration) -> Option<Rank> {
+    /// The tenant's own next, the oldest if it is overdue, else by rank; and the priority of the tenant's turn.
+    fn first(&self, now: Duration, wait_max: Duration) -> Option<(Rank, Reverse<i32>)> {
         let overdue = |rank: &&Rank| {
             self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued) > wait_max)
         };
         let (_, oldest) = self.by_arrival.first_key_value()?;
         let (ranked, _) = self.requests.first_key_value()?;
-        Some(if ranked.fresh { *Some(oldest).filter(overdue).unwrap_or(ranked) } else { *ranked })
+        let first = if ranked.fresh { Some(oldest).filter(overdue).unwrap_or(ranked) } else { ranked };
+        Some((*first, ranked.priority))
     }
 }
 

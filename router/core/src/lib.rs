@@ -30,7 +30,7 @@ pub use placement::{
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 pub use queue::{Place, QueueFull, RequestQueue};
 pub use queue_bounds::{Bound, Hold, QueueFull as OverBound, QueueLimits};
-pub use rate::{Gcra, RateLimit};
+pub use rate::{Gcra, RateLimit, Spent};
 pub use retry_budget::RetryBudget;
 pub use suspicion::{AfterLoss, Suspicion};
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};

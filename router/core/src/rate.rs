@@ -26,6 +26,13 @@ impl RateLimit {
     }
 }
 
+/// What was taken, at the rate of then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Spent {
+    amount: u64,
+    nanos: u128,
+}
+
 /// A rate limiter: the generic cell rate algorithm (ITU-T I.371), a leaky bucket that keeps nothing but the time at
 /// which it will be empty. Time is given as the time since some fixed moment.
 ///
@@ -52,13 +59,16 @@ impl Gcra {
     }
 
     /// Takes `amount`, whether or not it may.
-    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) {
-        self.paid_at = self.paid_at.max(now.as_nanos()).saturating_add(limit.span(amount));
+    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> Spent {
+        let nanos = limit.span(amount);
+        self.paid_at = self.paid_at.max(now.as_nanos()).saturating_add(nanos);
+        Spent { amount, nanos }
     }
 
-    /// Gives back what was taken and not used.
-    pub fn refund(&mut self, limit: RateLimit, amount: u64) {
-        self.paid_at = self.paid_at.saturating_sub(limit.span(amount));
+    /// Gives back `unused` of what was taken, whatever the rate is by now.
+    pub fn refund(&mut self, taken: Spent, unused: u64) {
+        let share = taken.nanos * u128::from(unused.min(taken.amount)) / u128::from(taken.amount.max(1));
+        self.paid_at = self.paid_at.saturating_sub(share);
     }
 }
 
@@ -109,8 +119,8 @@ mod tests {
             let limit = RateLimit { per_minute: 600, routers: 1 };
             let used = used.min(amount);
             let (mut refunded, mut exact) = (Gcra::default(), Gcra::default());
-            refunded.take(limit, amount, Duration::from_secs(1));
-            refunded.refund(limit, amount - used);
+            let taken = refunded.take(limit, amount, Duration::from_secs(1));
+            refunded.refund(taken, amount - used);
             exact.take(limit, used, Duration::from_secs(1));
             prop_assert_eq!(refunded, exact);
         }

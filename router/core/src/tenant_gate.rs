@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use crate::{Gcra, QueueLimits, RateLimit};
+use crate::{Gcra, QueueLimits, RateLimit, Spent};
 use inflight_contract::Weight;
 
 /// What a tenant may do.
@@ -128,7 +128,8 @@ impl TenantGate {
         self.open = self.open.saturating_sub(1);
     }
 
-    /// A request turns out to take up to `tokens`.
+    /// A request turns out to take up to `tokens`. What this returns, if there is a limit, is given back by
+    /// [`TenantGate::return_tokens`] as far as it was not used.
     ///
     /// # Errors
     /// [`OverLimit::Tokens`]; nothing is counted then.
@@ -138,19 +139,17 @@ impl TenantGate {
         routers: u32,
         tokens: u64,
         now: Duration,
-    ) -> Result<(), OverLimit> {
-        let Some(per_minute) = limits.tokens_per_minute else { return Ok(()) };
+    ) -> Result<Option<Spent>, OverLimit> {
+        let Some(per_minute) = limits.tokens_per_minute else { return Ok(None) };
         let rate = RateLimit { per_minute, routers };
         self.tokens.check(rate, tokens, now).map_err(|wait| OverLimit::Tokens { per_minute, wait })?;
-        self.tokens.take(rate, tokens, now);
-        Ok(())
+        Ok(Some(self.tokens.take(rate, tokens, now)))
     }
 
-    /// A request has used so many tokens less than it took.
-    pub fn return_tokens(&mut self, limits: &TenantLimits, routers: u32, tokens: u64) {
-        if let Some(per_minute) = limits.tokens_per_minute {
-            self.tokens.refund(RateLimit { per_minute, routers }, tokens);
-        }
+    /// A request has used so many tokens less than it took. The limits may have changed since; what was taken under the
+    /// old ones is given back.
+    pub fn return_tokens(&mut self, taken: Spent, unused: u64) {
+        self.tokens.refund(taken, unused);
     }
 
     /// A connection is used by the tenant for the first time.
@@ -216,15 +215,52 @@ mod tests {
         assert_eq!(gate.open(), 3);
         gate.enter(&LIMITS, 1, at(1)).unwrap();
 
-        gate.take_tokens(&LIMITS, 1, 1_000, at(1)).unwrap();
+        let taken = gate.take_tokens(&LIMITS, 1, 1_000, at(1)).unwrap().unwrap();
         let refused = gate.take_tokens(&LIMITS, 1, 100, at(1));
         assert_eq!(refused, Err(OverLimit::Tokens { per_minute: 6_000, wait: at(1) }));
-        gate.return_tokens(&LIMITS, 1, 900);
+        gate.return_tokens(taken, 900);
         gate.take_tokens(&LIMITS, 1, 900, at(1)).unwrap();
 
         gate.connect(&LIMITS).unwrap();
         assert_eq!(gate.connect(&LIMITS), Err(OverLimit::Connections { limit: 1 }));
         gate.disconnect();
         gate.connect(&LIMITS).unwrap();
+    }
+
+    proptest::proptest! {
+        /// A file read again, or a router that comes or goes, between the taking and the giving back changes nothing of
+        /// what is given back.
+        #[test]
+        fn what_is_not_used_goes_back_as_it_was_taken_whatever_the_limits_are_by_then(
+            limits in proptest::collection::vec((proptest::option::of(1u64..100_000), 1u32..5, 1u64..1_000), 1..20)
+        ) {
+            let mut gate = TenantGate::default();
+            let mut taken = Vec::new();
+            for (tokens_per_minute, routers, tokens) in limits {
+                let limits = TenantLimits { tokens_per_minute, ..LIMITS };
+                // At moments far apart, so that all of it is let through.
+                let at = Duration::from_secs(1_000_000) * (taken.len() as u32 + 1);
+                let before = gate.clone();
+                if let Some(taking) = gate.take_tokens(&limits, routers, tokens, at).unwrap() {
+                    let mut back = gate.clone();
+                    back.return_tokens(taking, tokens);
+                    let again = back.take_tokens(&limits, routers, tokens, at).unwrap();
+                    proptest::prop_assert_eq!((again, &back), (Some(taking), &gate));
+                }
+                taken.push(before);
+            }
+        }
+    }
+
+    #[test]
+    fn half_of_what_was_taken_goes_back_and_nothing_of_what_was_free() {
+        let at = Duration::from_secs;
+        let mut gate = TenantGate::default();
+        let free = TenantLimits { tokens_per_minute: None, ..LIMITS };
+        assert_eq!(gate.take_tokens(&free, 1, 1_000_000, at(0)), Ok(None), "nothing was taken");
+        let taken = gate.take_tokens(&LIMITS, 1, 1_000, at(0)).unwrap().unwrap();
+        gate.return_tokens(taken, 500);
+        let refused = gate.take_tokens(&LIMITS, 1, 1_000, at(0));
+        assert_eq!(refused, Err(OverLimit::Tokens { per_minute: 6_000, wait: at(5) }));
     }
 }

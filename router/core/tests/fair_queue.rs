@@ -67,7 +67,8 @@ const WAIT_MAX: u64 = 100;
 const AGED_PER_SECOND: u64 = 3;
 const AGED_MAX: u64 = 60;
 
-/// The definition of the order: a tenant's own next, then the tenants against each other.
+/// The definition of the order: a tenant's own next, which is the oldest once that is overdue, then the tenants against each
+/// other, by the priority of the most important that each has.
 fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -> Option<usize> {
     let overdue = |r: &Naive| now - r.queued > WAIT_MAX;
     let mut heads = Vec::new();
@@ -77,17 +78,18 @@ fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -
         let rank = |i: &usize| (waiting[*i].fresh, -waiting[*i].priority, waiting[*i].number);
         let Some(first) = own.iter().copied().min_by_key(rank) else { continue };
         let oldest = own.iter().copied().min_by_key(|i| waiting[*i].number).unwrap();
-        heads.push(if waiting[first].fresh && overdue(&waiting[oldest]) { oldest } else { first });
+        let next = if waiting[first].fresh && overdue(&waiting[oldest]) { oldest } else { first };
+        heads.push((next, waiting[first].priority));
     }
-    heads.into_iter().min_by(|a, b| {
-        let key = |i: &usize| {
+    let least = heads.into_iter().min_by(|a, b| {
+        let key = |(i, priority): &(usize, i32)| {
             let r = &waiting[*i];
             let aged = ((now - r.queued) * AGED_PER_SECOND).min(AGED_MAX) as f64;
-            let priority = if overdue(r) { i64::from(i32::MAX) } else { i64::from(r.priority) };
             (r.fresh, -priority, service(r.tenant) - aged, r.number)
         };
         key(a).partial_cmp(&key(b)).unwrap()
-    })
+    });
+    least.map(|(i, _)| i)
 }
 
 /// The oracle's own counters: one domain for each lane.
@@ -313,4 +315,31 @@ fn what_was_put_back_is_never_displaced_and_goes_first() {
     let displacing = queue.push(0, arrival("c", 100, 10), SECOND, 3);
     assert!(displacing.is_err(), "even without b, a is there");
     assert_eq!(queue.head(0, SECOND), Some(back));
+}
+
+#[test]
+fn what_is_put_back_alone_keeps_its_tenants_weight_and_so_the_tenants_share_of_the_room() {
+    let limits = QueueLimits { requests: 100, tokens: 100 };
+    let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
+    let heavy = Arrival { weight: Weight::try_from(4.0).unwrap(), ..arrival("heavy", 0, 30) };
+    let place = queue.push(0, heavy, SECOND, 0).unwrap().place;
+    queue.take(&place, 0).unwrap();
+    queue.put_back(&place, "heavy", 30, SECOND, 0);
+    let holds: Vec<_> = queue.holds().map(|(name, hold)| (name, hold.weight.get())).collect();
+    assert_eq!(holds, [("heavy", 4.0)]);
+}
+
+#[test]
+fn an_overdue_request_goes_first_in_its_tenant_and_gains_nothing_against_others() {
+    let mut queue = Queue::new(FairQueueOptions { wait_max: SECOND, ..roomy() });
+    let low = queue.push(0, arrival("a", -1, 1), Duration::ZERO, 0).unwrap().place;
+    queue.push(0, arrival("a", 1, 1), Duration::ZERO, 1).unwrap();
+    let other = queue.push(0, arrival("b", 0, 1), 9 * SECOND, 2).unwrap().place;
+    queue.open_lane(0);
+    assert_eq!(queue.head(0, 9 * SECOND), Some(low), "in the turn of its tenant's most important");
+    queue.charge(0, "a", 10);
+    queue.push(0, arrival("b", 1, 1), 9 * SECOND, 3).unwrap();
+    let head = queue.head(0, 9 * SECOND).unwrap();
+    assert_ne!(head, other, "b is not overdue");
+    assert_eq!(head.arrival(), 3, "and b has had less");
 }

@@ -208,22 +208,26 @@ impl Said {
             if !INPUTS.iter().any(|(known, _)| *known == name) || name == "sampling_parameters" {
                 return Err(invalid(&format!("{name:?} is not known")));
             }
-            let value = of_json(&value).ok_or_else(|| invalid(&format!("{name} has a value of no use")))?;
+            let value =
+                of_json(&name, &value).ok_or_else(|| invalid(&format!("{name} has a value of no use")))?;
             self.0.entry(name).or_insert(value);
         }
         Ok(())
     }
 }
 
-fn of_json(value: &serde_json::Value) -> Option<Value> {
+fn of_json(name: &str, value: &serde_json::Value) -> Option<Value> {
     use serde_json::Value as Json;
     Some(match value {
         Json::Bool(value) => Value::Bools(vec![*value]),
-        // Numbers may also come as text, as some clients send them.
-        Json::String(text) => match (text.parse::<i128>(), text.parse::<f64>()) {
-            (Ok(whole), _) => Value::Whole(vec![whole]),
-            (_, Ok(number)) => Value::Numbers(vec![number]),
-            _ => Value::Texts(vec![text.clone()]),
+        // Where a number is wanted it may also come as text, as some clients send it.
+        Json::String(text) => match INPUTS.iter().find(|(known, _)| *known == name)?.1 {
+            "BYTES" => Value::Texts(vec![text.clone()]),
+            "BOOL" => Value::Bools(vec![text.parse().ok()?]),
+            _ => match text.parse::<i128>() {
+                Ok(whole) => Value::Whole(vec![whole]),
+                Err(_) => Value::Numbers(vec![text.parse().ok()?]),
+            },
         },
         Json::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
             (Some(whole), ..) => Value::Whole(vec![whole.into()]),
@@ -425,6 +429,24 @@ mod tests {
         let sampling = ask.request.sampling.unwrap();
         assert_eq!((sampling.temperature, sampling.seed), (Some(0.5), Some(u64::MAX)));
         assert_eq!(ask.request.stop.unwrap().max_tokens, Some(7));
+    }
+
+    #[test]
+    fn text_in_the_sampling_parameters_is_a_number_only_where_a_number_is_wanted() {
+        let json =
+            br#"{"stop": "42", "max_tokens": "7", "temperature": "0.5", "top_p": "1", "ignore_eos": "true"}"#;
+        let json = [&(json.len() as u32).to_le_bytes(), json.as_slice()].concat();
+        let good = text("hi");
+        let ask = |json: &[u8]| {
+            Ask::read(raw(&[("text_input", "BYTES", &good), ("sampling_parameters", "BYTES", json)]))
+        };
+        let request = ask(&json).unwrap().request;
+        let (stop, sampling) = (request.stop.unwrap(), request.sampling.unwrap());
+        assert_eq!((stop.stop, stop.max_tokens, stop.ignore_eos), (vec!["42".to_owned()], Some(7), true));
+        assert_eq!((sampling.temperature, sampling.top_p), (Some(0.5), Some(1.0)));
+        let wrong = br#"{"max_tokens": "many"}"#;
+        let wrong = [&(wrong.len() as u32).to_le_bytes(), wrong.as_slice()].concat();
+        assert!(matches!(ask(&wrong), Err(Outcome::Invalid(reason)) if reason.contains("max_tokens")));
     }
 
     #[test]

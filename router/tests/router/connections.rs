@@ -269,3 +269,21 @@ async fn a_tenant_has_as_many_connections_as_it_may() {
     })
     .await;
 }
+
+#[test]
+fn a_clients_files_are_tried_when_they_are_read() {
+    let folder = Folder::new();
+    let authority = Authority::new();
+    let (one, other) = (authority.issue("one"), authority.issue("other"));
+    let ca = folder.write("ca.crt", &authority.pem());
+    let load = |certificate: &str, key: &str| {
+        let identity = Some((folder.write("c.crt", certificate), folder.write("c.key", key)));
+        ClientTls { ca: ca.clone(), identity, server_name: None }.load().map(drop)
+    };
+    load(&one.certificate, &one.key).unwrap();
+    for (certificate, key) in
+        [(&*one.certificate, &*other.key), (&*one.certificate, "no key"), ("no certificate", &*one.key)]
+    {
+        load(certificate, key).unwrap_err();
+    }
+}

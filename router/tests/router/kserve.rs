@@ -101,6 +101,35 @@ async fn a_tensor_of_text_goes_in_and_one_comes_out_by_the_same_core() {
 }
 
 #[tokio::test]
+async fn a_call_that_is_open_when_the_router_drains_ends_what_it_has_and_takes_nothing_more() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
+        let (requests, outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let outgoing = tokio_stream::wrappers::UnboundedReceiverStream::new(outgoing);
+        requests.send(ask("a", "first", false)).unwrap();
+        let mut answers = client.model_stream_infer(outgoing).await.unwrap().into_inner();
+        let first = session.submit().await;
+        cluster.drain.cancel();
+        requests.send(ask("late", "second", false)).unwrap();
+        let refused = answers.message().await.unwrap().unwrap();
+        assert!(refused.error_message.starts_with("[Unavailable] "), "{}", refused.error_message);
+        assert_eq!(refused.infer_response.unwrap().id, "late");
+        session.finish(&first, 0, &tokens("x"), LENGTH);
+        let answer = answers.message().await.unwrap().unwrap().infer_response.unwrap();
+        assert_eq!((answer.id.as_str(), text_of(&answer).as_str()), ("a", "x"));
+        // The client could go on asking; the router ends the call so that it can stop itself.
+        assert_eq!(answers.message().await.unwrap_err().code(), Code::Unavailable);
+        cluster.serving.await.unwrap().unwrap();
+        drop(requests);
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn one_call_streams_several_requests_and_one_that_fails_ends_only_itself() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;

@@ -107,11 +107,16 @@ async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
     .await;
 }
 
+fn charges(cost: u64) -> v1::Update {
+    let charge = v1::TenantCharge { tenant: "t".to_owned(), cost, base: 0 };
+    v1::Update { charges: vec![charge], ..Default::default() }
+}
+
 #[tokio::test]
 async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_elsewhere() {
     bounded(async {
         type Lie = fn(&Session, &v1::Submit);
-        let lies: [(&str, Lie); 9] = [
+        let lies: [(&str, Lie); 12] = [
             ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
             ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
             ("unknown_request", |session, submit| {
@@ -125,6 +130,12 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
             ("unknown_token", |session, submit| session.tokens(submit, 0, &[1 << 30])),
             ("grant", |session, _| session.grant(8, u32::MAX)),
             ("grant", |session, _| session.grant(-1i32 as u32, 8)),
+            ("charge", |session, _| session.update(charges(u64::MAX))),
+            ("charge", |session, _| {
+                session.update(charges(1_000));
+                session.update(charges(1 << 40));
+            }),
+            ("routers", |session, _| session.update(v1::Update { routers: 1 << 20, ..Default::default() })),
             ("oversized", |session, submit| {
                 let sequences = vec![sequence(submit, 0, &[], MORE); 100_000];
                 session.update(v1::Update { sequences, ..Default::default() });
@@ -236,6 +247,10 @@ async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
             .unwrap();
         let submit = session.submit().await;
         assert_eq!(cluster.generate(text("b")).await.err().unwrap().code(), Code::ResourceExhausted);
+        let input = Some(v1::tokenize_request::Input::Text("b".to_owned()));
+        let request = v1::TokenizeRequest { input, ..Default::default() };
+        let status = cluster.client.tokenize(request).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted, "it is one more open call: {status}");
         let piece = tokens("stall stall stall ");
         while session.try_command().is_none() {
             session.tokens(&submit, 0, &piece);

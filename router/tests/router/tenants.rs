@@ -3,9 +3,11 @@ use std::time::Duration;
 
 use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_router::Options;
+use inflight_router::{Options, Router};
 use sha2::{Digest as _, Sha256};
+use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
+use tonic::transport::Endpoint;
 use tonic::{Code, Request, Status};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
@@ -169,7 +171,8 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
         let file = tenant("few", "concurrent_requests = 1")
             + &tenant("slow", "requests_per_minute = 1")
             + &tenant("short", "tokens_per_minute = 600")
-            + &tenant("queued", "queue_requests = 1");
+            + &tenant("queued", "queue_requests = 1")
+            + &tenant("rare", "tokens_per_minute = 6");
         let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
         session.grant(8, 1000);
         let exhausted = |status: Status, subject: &str, quota: &str| {
@@ -238,6 +241,15 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
             }
         };
         exhausted(status, "tenant:queued", "tenant_queue_requests");
+        // What is cancelled while it waits costs no tokens: this prompt would be paid for in minutes.
+        let asked = text("a prompt of some dozens of tokens, each of which takes ten seconds");
+        drop(generate(&cluster, asked.clone(), "rare").await.unwrap());
+        loop {
+            match generate(&cluster, asked.clone(), "rare").await {
+                Ok(_) => break,
+                Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
+            }
+        }
         assert!(count("inflight_router_tenant_refused_total{tenant=\"slow\"") >= 1.0);
     })
     .await;
@@ -259,6 +271,27 @@ async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_chang
         assert!(generate(&cluster, text("x"), "b").await.is_ok());
         let gone = generate(&cluster, text("x"), "a").await.err().unwrap();
         assert_eq!(gone.code(), Code::Unauthenticated);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_file_that_changes_before_the_router_serves_is_read_again_too() {
+    bounded(async {
+        let folder = Folder::new();
+        let tenants_file = Some(folder.write("tenants.toml", &tenant("a", "")));
+        let workers = vec!["127.0.0.1:1".to_owned()];
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let router =
+            Router::bind(Options { listen, workers, tenants_file, ..Options::default() }).await.unwrap();
+        folder.write("tenants.toml", &(tenant("a", "") + &tenant("later", "")));
+        let endpoint = Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
+        let serving = tokio::spawn(router.serve(CancellationToken::new()));
+        let mut client = InferenceClient::new(endpoint.connect_lazy());
+        while client.list_models(with_key(v1::ListModelsRequest {}, "later")).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+        serving.abort();
     })
     .await;
 }
@@ -291,7 +324,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
             streams.push(cluster.generate(ask(tenant, name)).await.unwrap());
         }
         // The second worker served the heavy tenant, as it says twice: saying it again adds nothing.
-        let charge = |tenant: &str, cost| v1::TenantCharge { tenant: tenant.to_owned(), cost };
+        let charge = |tenant: &str, cost| v1::TenantCharge { tenant: tenant.to_owned(), cost, base: 0 };
         for cost in [500, 1000, 1000, 700] {
             second.update(v1::Update { charges: vec![charge("heavy", cost)], ..Default::default() });
         }
@@ -326,7 +359,7 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
     bounded(async {
         let options = Options { queue_requests_max: 4, ..Options::default() };
         let file = tenant("t", "concurrent_requests = 100");
-        let (cluster, mut session, _folder, _worker) = started(&file, options).await;
+        let (cluster, mut session, _folder, mut worker) = started(&file, options).await;
         session.grant(1, 1000);
         let mut running = generate(&cluster, text("a"), "t").await.unwrap();
         let submit = session.submit().await;
@@ -343,6 +376,11 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
         };
         assert_eq!((waiting.len(), status.code()), (2, Code::ResourceExhausted));
         assert_eq!(status.get_details_quota_failure().unwrap().violations[0].description, "queue_requests");
+        // While no worker says how many routers there are, what was known stands: three wait now, of four alone.
+        session.break_stream();
+        let _again = worker.session().await;
+        let status = generate(&cluster, text("a"), "t").await.err().unwrap();
+        assert_eq!(status.code(), Code::ResourceExhausted);
     })
     .await;
 }

@@ -75,12 +75,14 @@ fn service_is_reported_once_for_each_token_and_not_for_prompts_charged_elsewhere
     submit(&mut scheduler, "a", 0, 0);
     submit(&mut scheduler, "b", 0, 10);
     run(&mut scheduler);
-    let told: Vec<_> = scheduler.drain_charged().map(|(name, cost)| (name.to_owned(), cost)).collect();
+    let told: Vec<_> =
+        scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
     // Ten prompt tokens at 1 and two made at 2; the second was resumed.
     assert_eq!(told, [("a".to_owned(), 14), ("b".to_owned(), 4)]);
     assert_eq!(scheduler.drain_charged().count(), 0, "nothing is new");
     submit(&mut scheduler, "a", 0, 0);
     run(&mut scheduler);
-    let told: Vec<_> = scheduler.drain_charged().map(|(name, cost)| (name.to_owned(), cost)).collect();
+    let told: Vec<_> =
+        scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
     assert_eq!(told, [("a".to_owned(), 28)], "the sum goes on");
 }

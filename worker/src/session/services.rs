@@ -1,6 +1,6 @@
 use std::sync::{Mutex, PoisonError};
 
-use inflight_contract::ServiceTable;
+use inflight_contract::{Charged, ServiceTable};
 use inflight_proto::v1;
 
 /// Incarnations of workers that are remembered, and tenants of each.
@@ -30,7 +30,8 @@ impl Services {
         }
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         for charge in told.tenants.iter().filter(|charge| valid(&charge.tenant)) {
-            table.merge(&told.incarnation, &charge.tenant, charge.cost);
+            let charged = Charged { cost: charge.cost, base: charge.base };
+            table.merge(&told.incarnation, &charge.tenant, charged);
         }
     }
 
@@ -38,8 +39,8 @@ impl Services {
     pub fn tell(&self) -> Vec<v1::ServiceTable> {
         let table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
         let mut told: Vec<v1::ServiceTable> = Vec::new();
-        for (incarnation, tenant, cost) in table.iter() {
-            let charge = v1::TenantCharge { tenant: tenant.to_owned(), cost };
+        for (incarnation, tenant, Charged { cost, base }) in table.iter() {
+            let charge = v1::TenantCharge { tenant: tenant.to_owned(), cost, base };
             match told.last_mut().filter(|last| last.incarnation == incarnation) {
                 Some(last) => last.tenants.push(charge),
                 None => {
@@ -60,7 +61,7 @@ mod tests {
         let services = Services::new("own");
         let table = |incarnation: &str, cost| v1::ServiceTable {
             incarnation: incarnation.to_owned(),
-            tenants: vec![v1::TenantCharge { tenant: "t".to_owned(), cost }],
+            tenants: vec![v1::TenantCharge { tenant: "t".to_owned(), cost, base: 0 }],
         };
         for told in
             [table("own", 1), table("gone", 5), table("gone", 3), table("", 1), table(&"x".repeat(200), 1)]

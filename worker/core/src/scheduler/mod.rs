@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, Service, Tenant, TenantService};
+use inflight_contract::{BlockHash, Charged, FinishReason, Service, Tenant, TenantService};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -292,7 +292,7 @@ impl Scheduler {
     }
 
     /// Takes the tenants charged since the last call, each with all it was charged since it is known.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, u64)> + '_ {
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.tenants.drain_charged()
     }
 
