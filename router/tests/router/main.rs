@@ -1,6 +1,7 @@
 //! A real router against workers that play a script, over real connections. Nothing sleeps: tests wait for
 //! what they see on the wire.
 
+#![allow(clippy::large_futures, reason = "a test is one future")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
 mod chaos;

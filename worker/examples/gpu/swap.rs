@@ -46,7 +46,7 @@ impl Mover {
 fn drain(runtime: &mut CudaRuntime, mut left: usize) -> Outcome<Vec<TransferDone>> {
     let mut all = Vec::new();
     while left > 0 {
-        runtime.wait_for_transfer();
+        runtime.wait_for_transfer()?;
         let before = all.len();
         runtime.finished_transfers(&mut all);
         left -= all.len() - before;
