@@ -66,7 +66,9 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
     };
     commands.send(v1::SessionRequest { message: Some(Request::Open(open)) })?;
     let mut updates = client.session(UnboundedReceiverStream::new(receiver)).await?.into_inner();
-    (0..sequences).try_for_each(|request| commands.send(submit(request)))?;
+    for request in 0..sequences {
+        commands.send(submit(request))?;
+    }
     let (mut next, mut tokens, mut messages) = (sequences, 0usize, 0u64);
     let names = ["engine", "serve"];
     let mut begun: Option<(Instant, f64, usize, u64)> = None;
