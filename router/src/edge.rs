@@ -267,7 +267,9 @@ mod tests {
             let mut body = request.into_body();
             let frame = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
             let status = frame.unwrap().unwrap_err();
-            Ok::<_, std::convert::Infallible>(status.into_http())
+            // With an answer that goes on after the headers.
+            let response: Response<Body> = status.into_http();
+            Ok::<_, std::convert::Infallible>(response.map(|_| Body::new(Nothing)))
         });
         let open = TaskTracker::new();
         let edge = EdgeLayer { open: open.clone(), message_time_max: Duration::from_millis(5) };

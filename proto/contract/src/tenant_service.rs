@@ -343,22 +343,24 @@ impl TenantService {
     }
 
     /// Past the bound and an eighth of it, which spreads the cost of looking, forgets the idle tenants with the least
-    /// service: on their return they would be lifted furthest anyway. Keeps `but`, and whose charges were not drained.
+    /// service: on their return they would be lifted furthest anyway. Those whose charges were not drained go last, and
+    /// `but` stays.
     fn forget_idle(&mut self, but: Option<Tenant>) {
         if self.by_name.len() <= self.most + self.most / 8 {
             return;
         }
-        let places =
-            self.tenants.iter().enumerate().filter_map(|(place, counter)| Some((place, counter.as_ref()?)));
-        let idle = places.filter(|(_, counter)| counter.active == 0 && !counter.fresh);
-        let mut idle: Vec<_> = idle.map(|(place, counter)| (counter.service, Tenant(place as u32))).collect();
-        idle.retain(|(_, tenant)| Some(*tenant) != but);
+        let places = self.tenants.iter().enumerate();
+        let idle = places.filter_map(|(place, counter)| {
+            let counter = counter.as_ref().filter(|counter| counter.active == 0)?;
+            Some((counter.fresh, counter.service, Tenant(place as u32)))
+        });
+        let mut idle: Vec<_> = idle.filter(|(.., tenant)| Some(*tenant) != but).collect();
         let surplus = self.by_name.len() - self.most;
         if surplus < idle.len() {
             idle.select_nth_unstable(surplus);
             idle.truncate(surplus);
         }
-        for (_, tenant) in idle {
+        for (.., tenant) in idle {
             if let Some(counter) = self.tenants[tenant.index()].take() {
                 self.by_name.remove(&counter.name);
                 self.forgotten = self.forgotten.max(counter.charged);
