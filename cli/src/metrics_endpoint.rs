@@ -110,7 +110,10 @@ fn respond(request: &Request<Incoming>, handle: &PrometheusHandle) -> Response<F
             false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".to_owned()),
         },
         (_, "/metrics" | "/livez" | "/readyz") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
-        _ => (StatusCode::NOT_FOUND, "metrics are at /metrics, liveness at /livez, readiness at /readyz\n".to_owned()),
+        _ => (
+            StatusCode::NOT_FOUND,
+            "metrics are at /metrics, liveness at /livez, readiness at /readyz\n".to_owned(),
+        ),
     };
     let mut response = Response::new(Full::new(Bytes::from(body)));
     *response.status_mut() = status;

@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::{AdmissionCost, ModelLimits, Service};
 use inflight_proto::v1;
-use inflight_router_core::{
-    Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget, Standing,
-};
+use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget, Standing};
 use metrics::Gauge;
 use tokio::sync::{mpsc, watch};
 
@@ -187,9 +185,13 @@ impl Dispatch {
             epoch,
             gauges,
         };
-        Self { options: options.clone(), state: Mutex::new(state), ready: watch::Sender::new(false),
+        Self {
+            options: options.clone(),
+            state: Mutex::new(state),
+            ready: watch::Sender::new(false),
             served: watch::Sender::default(),
-            routers }
+            routers,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -310,7 +312,6 @@ impl Dispatch {
         relay.lease.end();
         state.pump(clock::now());
     }
-
 }
 
 impl State {
@@ -333,7 +334,8 @@ impl State {
 
     /// The soonest first token that a worker promises a new request.
     fn first_token(&self, relay: &Relay) -> Option<Duration> {
-        let fits = |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let fits =
+            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
         let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes()).filter(fits);
         let promised =
             of_lane.map(|session| self.placing.first_token(session.worker, &relay.call, relay.chains()));
@@ -400,7 +402,8 @@ impl State {
         }
         let mut request = relay.lock();
         let lane = relay.call.lane;
-        let fits = |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let fits =
+            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
         // Those that are kept for a suspect take others again soon.
         let in_time =
             || self.sessions.values().filter(|s| s.lane == lane && s.draining.is_none()).filter(fits);

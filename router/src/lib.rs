@@ -28,14 +28,14 @@ mod relay;
 mod request;
 mod router;
 mod session;
-pub mod text;
 mod tenants;
+pub mod text;
 mod trace;
 mod violation;
 
 pub use bundle::BundleError;
-pub use inflight_router_core::{PlacementKind, UnknownPlacement};
 pub use dial::{Dial, Io};
 pub use discovery::{Source, SourceError};
+pub use inflight_router_core::{PlacementKind, UnknownPlacement};
 pub use options::{Options, OptionsError};
 pub use router::{Census, Core, Error, Handle, Router};

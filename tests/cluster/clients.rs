@@ -59,8 +59,16 @@ async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result
     let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
     let script = root.join("tests/clients/python/triton.py").to_string_lossy().into_owned();
     let address = cluster.endpoint.trim_start_matches("http://");
-    let arguments =
-        [script.as_str(), "--target", address, "--model=demo", "--prompt", "Once upon a time", "--seed", "42"];
+    let arguments = [
+        script.as_str(),
+        "--target",
+        address,
+        "--model=demo",
+        "--prompt",
+        "Once upon a time",
+        "--seed",
+        "42",
+    ];
     let finished = run(Path::new(&python), &arguments, "").await?;
     ensure!(finished.code == Some(0), "{finished:?}");
     let answer: Value = serde_json::from_str(&finished.stdout).with_context(|| format!("{finished:?}"))?;
@@ -75,7 +83,10 @@ async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result
     }
     ensure!(answer["pieces"].as_u64() > Some(4), "text came as it was made: {answer}");
     let errors = answer["stream_errors"].as_array().context("stream_errors")?;
-    ensure!(errors.len() == 1 && errors[0].as_str().is_some_and(|e| e.contains("InvalidArgument")), "{answer}");
+    ensure!(
+        errors.len() == 1 && errors[0].as_str().is_some_and(|e| e.contains("InvalidArgument")),
+        "{answer}"
+    );
     ensure!(answer["unknown_model"] == "StatusCode.NOT_FOUND", "{answer}");
     Ok(())
 }

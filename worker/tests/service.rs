@@ -64,7 +64,8 @@ impl Router {
             tokio::spawn(core.serve(TcpListenerStream::new(listener), Turning::Thread, drain.clone()));
         let mut client = WorkerClient::connect(address.clone()).await.unwrap();
         let (commands, outgoing) = mpsc::unbounded_channel();
-        let open = v1::SessionOpen { protocol_version, router_id: "test".to_owned(), incarnation: String::new() };
+        let open =
+            v1::SessionOpen { protocol_version, router_id: "test".to_owned(), incarnation: String::new() };
         commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
         let mut updates = client.session(UnboundedReceiverStream::new(outgoing)).await.unwrap().into_inner();
         let Some(Hear::Hello(hello)) = updates.message().await.unwrap().unwrap().message else {

@@ -14,7 +14,10 @@ use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, QueueLimits};
 const ROUNDS: u32 = 20_000;
 
 fn main() {
-    println!("{:>8} {:>9} {:>10} {:>10} {:>10} {:>12}", "tenants", "waiting", "push ns", "take ns", "cancel ns", "displace ns");
+    println!(
+        "{:>8} {:>9} {:>10} {:>10} {:>10} {:>12}",
+        "tenants", "waiting", "push ns", "take ns", "cancel ns", "displace ns"
+    );
     for (tenants, waiting) in [(1, 1), (1, 1_000), (10, 1_000), (100, 1_000), (1_000, 10_000)] {
         measure(tenants, waiting);
     }

@@ -7,9 +7,9 @@ mod fair_queue;
 mod journal;
 mod ledger;
 mod outliers;
+mod pace;
 mod placement;
 mod prefix_index;
-mod pace;
 mod queue;
 mod queue_bounds;
 mod rate;
@@ -21,12 +21,13 @@ pub use fair_queue::{Admitted, Ahead, Arrival, FairQueue, FairQueueOptions, Plac
 pub use journal::{Append, End, Fresh, Journal, JournalError, Resumed};
 pub use ledger::{Ledger, Settled};
 pub use outliers::{OutlierLimits, Outliers};
+pub use pace::Pace;
 pub use placement::{
-    Ask, Cached, Candidate, Chain, Cost, CostCoefficients, Credits, Estimate, Fleet, LeastLoaded, PlacementKind, Placer,
-    Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
+    Ask, Cached, Candidate, Chain, Cost, CostCoefficients, Credits, Estimate, Fleet, LeastLoaded,
+    PlacementKind, Placer, Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement,
+    WorkerLoad,
 };
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
-pub use pace::Pace;
 pub use queue::{Place, QueueFull, RequestQueue};
 pub use queue_bounds::{Bound, Hold, QueueFull as OverBound, QueueLimits};
 pub use rate::{Gcra, RateLimit, Spent};

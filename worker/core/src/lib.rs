@@ -23,11 +23,11 @@ mod sequence;
 mod time;
 
 pub use blocks::{Block, BlockPool, CacheEvent, CacheTier};
-pub use inflight_contract::BlockHash;
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Finding, Limit, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, Step};
+pub use inflight_contract::BlockHash;
 pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preemption, Transfer, TransferId, Verdict,
 };

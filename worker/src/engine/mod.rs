@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{
-    AdmissionCost, BlockHash, Charged, FinishReason, ModelLimits, RequestShape, Service, TenantService, TokenCost,
+    AdmissionCost, BlockHash, Charged, FinishReason, ModelLimits, RequestShape, Service, TenantService,
+    TokenCost,
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
@@ -618,7 +619,8 @@ impl Engine {
                 }
                 if ids.iter().all(Option::is_none) {
                     self.requests.remove(&live.key);
-                    let blocks = AdmissionCost::new(self.scheduler.limits().block_tokens).prompt(live.prompt_len);
+                    let blocks =
+                        AdmissionCost::new(self.scheduler.limits().block_tokens).prompt(live.prompt_len);
                     self.grants.release(live.key.session, Grant { sequences: 0, blocks });
                 }
             }

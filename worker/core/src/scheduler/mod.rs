@@ -20,8 +20,8 @@ use crate::policy::{Policy, PolicyKind, View};
 use crate::record::Log;
 use crate::sequence::{Sequence, State};
 use crate::{
-    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence, SequenceId,
-    Slot, Time, TransferId,
+    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence,
+    SequenceId, Slot, Time, TransferId,
 };
 
 /// Why a sequence was not taken.

@@ -11,8 +11,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence, Outcome,
-    Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence,
+    Outcome, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
 
