@@ -108,7 +108,7 @@ impl Session {
     /// Entries beyond one for each sequence in flight.
     const ENTRIES_SLACK: usize = 1024;
     /// Changes of the prefix cache, and blocks of a snapshot, in one update.
-    const CACHE_ENTRIES_MAX: usize = 1 << 16;
+    const CACHE_ENTRIES_MAX: usize = 1 << 18;
     /// Counters of tenants in one update, and incarnations that they are of.
     const COUNTERS_MAX: usize = 1 << 16;
     /// Entries of any kind within a second, beyond four for each block that the worker has.

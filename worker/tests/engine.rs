@@ -15,7 +15,7 @@ use inflight_worker::engine::{
 };
 use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostPrior, Direction, Time, Transfer, replay};
+use inflight_worker_core::{CostPrior, Direction, Grant, Time, Transfer, replay};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
@@ -364,7 +364,9 @@ proptest! {
         prop_assert_eq!((load.running, load.waiting, load.blocks_used), (0, 0, 0));
         prop_assert_eq!(attached.load(Ordering::Relaxed), 0, "a slot stayed attached");
         let whole: u32 = engine.grants().map(|(_, grant)| grant.sequences).sum();
-        prop_assert_eq!(whole, slots + 4, "credits did not all come back");
+        // As many more may wait as hide the way to a router, which is learnt.
+        prop_assert!((slots + 1..=slots + 4).contains(&whole), "{} granted", whole);
+        prop_assert_eq!(engine.held(), Grant::default(), "credits did not all come back");
         prop_assert!(replay(&engine.take_log(), |_, _| ()).is_ok(), "a replay plans otherwise");
     }
 }

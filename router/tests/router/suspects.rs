@@ -96,14 +96,19 @@ async fn a_worker_is_told_that_a_suspect_waits_for_it_or_another_routers_request
 #[tokio::test]
 async fn a_stream_waits_for_an_equal_worker_that_a_suspect_has_and_keeps_its_tokens() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        // Too small for the suspect, so that it can't be kept for that.
+        let other = Profile { fingerprint: "f2", context_tokens: 64, ..Profile::default() };
+        let of = |prompt: &str, max_tokens| v1::GenerateRequest {
+            stop: Some(v1::StopConditions { max_tokens: Some(max_tokens), ..Default::default() }),
+            ..text(prompt)
+        };
         let profiles = vec![Profile::default(), Profile::default(), other];
         let (mut cluster, mut workers, mut sessions) = started(profiles, Options::default()).await;
         let mut unequal = sessions.pop().unwrap();
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
         one.grant(8, 1000);
-        let mut suspect = cluster.generate(text("suspect")).await.unwrap();
+        let mut suspect = cluster.generate(of("suspect", 100)).await.unwrap();
         one.submit().await;
         one.break_stream();
         // It is back, but only taken where there is no other.
@@ -117,7 +122,7 @@ async fn a_stream_waits_for_an_equal_worker_that_a_suspect_has_and_keeps_its_tok
         two.break_stream();
         // The first is kept for the suspect, but has no room for it yet.
         let mut two = workers[1].granted().await;
-        let mut stream = cluster.generate(text("stream")).await.unwrap();
+        let mut stream = cluster.generate(of("stream", 20)).await.unwrap();
         let submit = two.submit().await;
         two.tokens(&submit, 0, &tokens("x"));
         stream.until_text("x").await;
@@ -281,7 +286,7 @@ async fn updates_that_would_take_long_to_take_in_end_their_session() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let _cluster = Cluster::start(&[&worker], Options::default()).await;
-        const MANY: usize = 1 << 17;
+        const MANY: usize = 1 << 19;
         let charge = |nth: usize| v1::TenantCharge { tenant: nth.to_string(), cost: 1, base: 0 };
         let tenants: Vec<_> = (0..MANY).map(charge).collect();
         let events = |count| v1::KvEvents { first: 0, events: vec![v1::KvEvent::default(); count] };
