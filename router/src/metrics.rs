@@ -139,7 +139,13 @@ pub fn describe() {
     for metric in METRICS {
         match metric.kind {
             Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),
-            Kind::Gauge => metrics::describe_gauge!(metric.name, metric.unit, metric.help),
+            Kind::Gauge => {
+                metrics::describe_gauge!(metric.name, metric.unit, metric.help);
+                // There from the start, so that nothing is told apart from not known.
+                if metric.labels.is_empty() {
+                    metrics::gauge!(metric.name).increment(0.0);
+                }
+            }
             Kind::Histogram(_) => metrics::describe_histogram!(metric.name, metric.unit, metric.help),
         }
     }
