@@ -267,8 +267,11 @@ async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_chang
         until(|| reloads("error") > errors).await;
         assert!(generate(&cluster, text("x"), "a").await.is_ok());
         folder.write("tenants.toml", &tenant("b", ""));
-        until(|| reloads("ok") > fine).await;
-        assert!(generate(&cluster, text("x"), "b").await.is_ok());
+        // Not the count alone: other routers of this process count in it too.
+        while generate(&cluster, text("x"), "b").await.is_err() {
+            tokio::task::yield_now().await;
+        }
+        assert!(reloads("ok") > fine);
         let gone = generate(&cluster, text("x"), "a").await.err().unwrap();
         assert_eq!(gone.code(), Code::Unauthenticated);
     })
