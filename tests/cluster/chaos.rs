@@ -1,6 +1,6 @@
 //! Clients that leave and workers that die.
 
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -121,32 +121,33 @@ async fn a_killed_worker_costs_no_stream_and_no_token_and_the_killed_come_back()
     let mut cluster = Cluster::start(program(), &[]).await?;
     let mut client = cluster.client().await?;
     let tokens = model(&mut client).await?.context_tokens - 64;
-    let requests: Vec<_> = (0..8).map(|seed| sampled("Once upon a time", tokens, seed)).collect();
+    // Enough work for the kill to fall into its midst, however late this process gets its turn.
+    let requests: Vec<_> = (0..64).map(|seed| sampled("Once upon a time", tokens, seed)).collect();
     let undisturbed = try_join_all(requests.iter().map(|request| {
         let mut client = client.clone();
         async move { generate(&mut client, request.clone()).await }
     }))
     .await?;
 
-    let streams = try_join_all(requests.iter().map(|request| {
-        let mut client = client.clone();
+    let victim = cluster.workers[0].clone();
+    let (killed, pid) = (Arc::new(Once::new()), victim.pid);
+    let disturbed = try_join_all(requests.iter().map(|request| {
+        let (mut client, killed) = (client.clone(), killed.clone());
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
             let begun = Answer::begin(&mut stream).await?;
-            anyhow::Ok((begun, stream))
+            let mut outcome = Ok(());
+            killed.call_once(|| outcome = kill(pid, libc::SIGKILL));
+            outcome?;
+            begun.read(&mut stream).await
         }
     }))
-    .await?;
-    let victim = cluster.workers[0].clone();
-    kill(victim.pid, libc::SIGKILL)?;
-    let disturbed = try_join_all(
-        streams.into_iter().map(|(begun, mut stream)| async move { begun.read(&mut stream).await }),
-    )
     .await?;
     for (request, (expected, got)) in undisturbed.iter().zip(&disturbed).enumerate() {
         ensure!(expected == got, "request {request} changed: expected {expected:?}, got {got:?}");
     }
-    let moved = scrape(cluster.router.metrics).await?.total("inflight_router_resubmissions_total")?;
+    let moved =
+        scrape(cluster.router.metrics).await?.total("inflight_router_resubmissions_total").unwrap_or(0.0);
     ensure!(moved >= 1.0, "the kill came too late to disturb any stream");
 
     comes_back(&mut cluster, &victim).await?;

@@ -57,7 +57,7 @@ class Peers:
         command = [self.arguments.inflight, "up", "--json", "--model", self.checkpoint(), "--workers", "1", "--threads", self.threads,
                    "--port", PORTS["inflight"], "--metrics-port", PORTS["inflight"] + 100, "--kv-cache-bytes", "2GiB"]
         if self.arguments.dtype != "bf16":
-            command += ["--quantization", self.arguments.dtype]
+            command += ["--quantize", self.arguments.dtype]
         return command + self.arguments.inflight_flags.split(), {}
 
     def llama(self, streams):

@@ -14,10 +14,12 @@ use super::simd::{self, Kernel, Simd, load_part, store_part};
 
 mod activations;
 mod floats;
+mod gated;
 mod integers;
 
 pub use activations::Activations;
 use floats::{Bf16, F16, F32, Floats};
+pub use gated::gemm_swiglu;
 use integers::{Integers, Widened};
 
 /// Rows whose packed activations for one cache block stay in the second-level cache.
@@ -69,12 +71,36 @@ pub fn gemm(
     if rows == 0 {
         return;
     }
+    multiply(pool, w, x, rows, start, y.as_mut_ptr(), Writes::Sums, scratch);
+}
+
+/// What becomes of a product's sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writes {
+    /// They are written; y is [rows, n].
+    Sums,
+    /// Those of the first half of the columns, gated, times those of the second; y is [rows, n / 2].
+    Gated,
+}
+
+/// Hands the panels out to the threads. `x` and `y` have the shapes that `writes` says.
+fn multiply(
+    pool: &Pool,
+    w: &PackedMatrix,
+    x: &[f32],
+    rows: usize,
+    start: Start<'_>,
+    y: *mut f32,
+    writes: Writes,
+    scratch: &mut Activations,
+) {
     let tiles = Tiles::new(rows, tile_rows(w));
     let (x, row_words) = scratch.set(pool, w, x, tiles);
-    let (x, y) = (Shared(x.cast_mut()), Shared(y.as_mut_ptr()));
-    let panels = w.n.div_ceil(panel_columns(w.isa));
+    let (x, y) = (Shared(x.cast_mut()), Shared(y));
+    let all = w.n.div_ceil(panel_columns(w.isa));
+    let panels = if writes == Writes::Gated { all / 2 } else { all };
     // It is not worth while to hand out less than some microseconds of work.
-    let work = w.panel_bytes * tiles.count() * panels;
+    let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
     let most = if tiles.count() <= WHOLE_TILES { UNITS_PER_THREAD.0 } else { UNITS_PER_THREAD.1 };
     let least = if work < SHARED_BYTES { 1 } else { threads };
@@ -82,7 +108,8 @@ pub fn gemm(
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;
-        let job = Multiply { w, x: x.get(), row_words, tiles, start, y: y.get(), panels };
+        let job =
+            Multiply { w, x: x.get(), row_words, tiles, start, y: y.get(), stride: w.n, panels, writes };
         #[cfg(target_arch = "x86_64")]
         if w.isa.0 == Path::Avx512Bf16 && !matches!(w.format, WeightFormat::F32 | WeightFormat::F16) {
             // SAFETY: this `Isa` has BF16 and VNNI.
@@ -137,7 +164,10 @@ struct Multiply<'a> {
     tiles: Tiles,
     start: Start<'a>,
     y: *mut f32,
+    /// Numbers from one row of y to the next.
+    stride: usize,
     panels: Range<usize>,
+    writes: Writes,
 }
 
 impl Kernel for Multiply<'_> {
@@ -202,66 +232,124 @@ struct Place {
     ahead: usize,
 }
 
+/// Some steps of one panel for all tiles of a block of rows.
+#[derive(Clone, Copy)]
+struct Turn {
+    panel: usize,
+    step: usize,
+    steps: usize,
+    /// 1 for a panel of ups, see [`Writes::Gated`].
+    part: usize,
+}
+
+/// The order in which a block of rows goes over the panels of a job and their cache blocks.
+#[derive(Clone, Copy)]
+struct Turns {
+    panels: usize,
+    /// Steps of a cache block, and how many of them a panel has.
+    block: usize,
+    blocks: usize,
+    gated: bool,
+}
+
+impl Turns {
+    fn new(job: &Multiply<'_>, tiles: usize) -> Self {
+        let step_bytes = job.w.panel_bytes / job.w.steps;
+        let blocks = match tiles {
+            ..=WHOLE_TILES => 1,
+            _ => job.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)),
+        };
+        let block = job.w.steps.div_ceil(blocks);
+        let blocks = job.w.steps.div_ceil(block);
+        Self { panels: job.panels.len(), block, blocks, gated: job.writes == Writes::Gated }
+    }
+
+    fn count(&self) -> usize {
+        self.panels * self.blocks * if self.gated { 2 } else { 1 }
+    }
+
+    /// One cache block of all panels after the other, so that activations stay. Where gates and ups meet, all cache blocks of a
+    /// pair of panels instead, so that their sums do.
+    fn get(&self, job: &Multiply<'_>, index: usize) -> Turn {
+        let (panel, block, part) = match self.gated {
+            false => (index % self.panels, index / self.panels, 0),
+            true => (index / (2 * self.blocks), index / 2 % self.blocks, index % 2),
+        };
+        let step = block * self.block;
+        let panel = job.panels.start + panel + part * (job.w.n / 2).div_ceil(panel_columns(job.w.isa));
+        Turn { panel, step, steps: self.block.min(job.w.steps - step), part }
+    }
+}
+
 impl Multiply<'_> {
     #[inline(always)]
     unsafe fn all<S: Simd, F: Format<S>>(&self) {
         let tiles = self.tiles.count();
-        let block_tiles = ROW_BLOCK / F::ROWS;
-        let step_bytes = self.w.panel_bytes / self.w.steps;
+        let block_tiles = (self.block_rows() / F::ROWS).max(1);
+        let mut room = gated::Room::new();
         for first in (0..tiles).step_by(block_tiles) {
             let last = tiles.min(first + block_tiles);
-            let blocks = match last - first {
-                ..=WHOLE_TILES => 1,
-                _ => self.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)),
-            };
-            let block = self.w.steps.div_ceil(blocks);
-            for step in (0..self.w.steps).step_by(block) {
-                let steps = block.min(self.w.steps - step);
-                // SAFETY: tiles, panels and steps are within the matrices.
-                unsafe { self.block::<S, F>(first..last, step, steps) };
+            let (row, end) = (self.tiles.start(first), self.tiles.start(last));
+            // SAFETY: tiles, panels and steps are within the matrices; a block has at most `ROW_BLOCK` rows.
+            unsafe {
+                if end - row <= F::ROWS.min(2) && self.writes == Writes::Sums {
+                    self.abreast::<S, F>(row, end - row);
+                    continue;
+                }
+                let turns = Turns::new(self, last - first);
+                for index in 0..turns.count() {
+                    let turn = turns.get(self, index);
+                    let (y, stride) = match self.writes {
+                        Writes::Sums => (self.y, self.w.n),
+                        Writes::Gated => room.sums::<S>(turn.part, row, turn.panel),
+                    };
+                    // While one panel is multiplied, the next one is fetched.
+                    let ahead = match index + 1 < turns.count() {
+                        true => self.at(turns.get(self, index + 1)).wrapping_sub(self.at(turn)),
+                        false => 0,
+                    };
+                    let Turn { panel, step, steps, .. } = turn;
+                    let job = Multiply { y, stride, panels: panel..panel + 1, ..*self };
+                    let place = Place { row, panel, gap: 1, step, steps, ahead };
+                    job.column::<S, F>(first..last, place);
+                    if self.writes == Writes::Gated && turn.part == 1 && step + steps == self.w.steps {
+                        room.join::<S>(self, row..end, panel);
+                    }
+                }
             }
         }
     }
 
+    /// Where the weights of a turn lie in the matrix; bytes.
+    fn at(&self, turn: Turn) -> usize {
+        turn.panel * self.w.panel_bytes + turn.step * (self.w.panel_bytes / self.w.steps)
+    }
+
+    /// One or two rows: the chains of one panel are too few to hide the latency of an addition. Each of the panels
+    /// abreast goes on in memory where the one before it ended, so that a thread reads as many long streams.
     #[inline(always)]
-    unsafe fn block<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, step: usize, steps: usize) {
+    unsafe fn abreast<S: Simd, F: Format<S>>(&self, row: usize, rows: usize) {
         let Range { start, end } = self.panels;
-        // SAFETY: tiles are within the rows and panels given.
+        let abreast = 4 / rows;
+        let long = (end - start) / abreast;
+        let steps = self.w.steps;
+        // SAFETY: rows and panels are within the matrices.
         unsafe {
-            // With few rows the chains of one panel are too few to hide the latency of an addition.
-            let rows = self.tiles.start(tiles.end) - self.tiles.start(tiles.start);
-            let row = self.tiles.start(tiles.start);
-            let abreast = match rows {
-                1 => 4,
-                2 if F::ROWS >= 2 => 2,
-                _ => 1,
-            };
-            if abreast > 1 {
-                // Each of the panels abreast goes on in memory where the one before it ended, so that a thread reads as
-                // many long streams.
-                let long = (end - start) / abreast;
-                for i in 0..long {
-                    let place = Place { row, panel: start + i, gap: long, step, steps, ahead: 0 };
-                    match rows {
-                        1 => F::tile::<1, 4>(self, place),
-                        _ => F::tile::<2, 2>(self, place),
-                    }
+            for i in 0..long {
+                let place = Place { row, panel: start + i, gap: long, step: 0, steps, ahead: 0 };
+                match rows {
+                    1 => F::tile::<1, 4>(self, place),
+                    _ => F::tile::<2, 2>(self, place),
                 }
-                let panel = start + long * abreast;
-                let place = Place { row, panel, gap: 1, step, steps, ahead: 0 };
-                match (rows, end - panel) {
-                    (_, 0) => {}
-                    (1, 3) => F::tile::<1, 3>(self, place),
-                    (1, 2) => F::tile::<1, 2>(self, place),
-                    (1, _) => F::tile::<1, 1>(self, place),
-                    (_, _) => F::tile::<2, 1>(self, place),
-                }
-                return;
             }
-            for panel in start..end {
-                // While one panel is multiplied, the next one is fetched.
-                let ahead = if panel + 1 < end { self.w.panel_bytes } else { 0 };
-                self.column::<S, F>(tiles.clone(), Place { row, panel, gap: 1, step, steps, ahead });
+            let panel = start + long * abreast;
+            let place = Place { row, panel, gap: 1, step: 0, steps, ahead: 0 };
+            match (rows, end - panel) {
+                (_, 0) => {}
+                (1, 3) => F::tile::<1, 3>(self, place),
+                (1, 2) => F::tile::<1, 2>(self, place),
+                (1, _) => F::tile::<1, 1>(self, place),
+                (_, _) => F::tile::<2, 1>(self, place),
             }
         }
     }
@@ -269,9 +357,14 @@ impl Multiply<'_> {
     /// All tiles over one panel.
     #[inline(always)]
     unsafe fn column<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, at: Place) {
-        let first = tiles.start;
-        for tile in tiles {
+        let Range { start: first, end } = tiles;
+        for tile in first..end {
             let ahead = if tile == first { at.ahead } else { 0 };
+            // Sums lie far apart, and while one tile is multiplied those of the next one can come.
+            if tile + 1 < end {
+                // SAFETY: passed on to the caller.
+                unsafe { self.prefetch_sums::<S>(tile + 1, at.panel) };
+            }
             let place = Place { row: self.tiles.start(tile), ahead, ..at };
             // SAFETY: passed on to the caller.
             unsafe {
@@ -295,14 +388,27 @@ impl Multiply<'_> {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_sums<S: Simd>(&self, tile: usize, panel: usize) {
+        let columns = 2 * S::LANES;
+        let row = self.tiles.start(tile);
+        for row in row..row + self.tiles.height(tile) {
+            let from = self.y.wrapping_add(row * self.stride + panel * columns).cast::<u8>().cast_const();
+            for line in (0..4 * columns).step_by(64) {
+                // SAFETY: passed on to the caller; asking never faults.
+                unsafe { S::prefetch(from.wrapping_add(line)) };
+            }
+        }
+    }
+
+    #[inline(always)]
     unsafe fn load_sums<S: Simd>(&self, row: usize, column: usize, step: usize) -> [S::V; 2] {
         // SAFETY: whole vectors are read only where all their columns exist.
         unsafe {
             let from = match self.start {
-                _ if step > 0 => self.y.cast_const().add(row * self.w.n + column),
+                _ if step > 0 => self.y.cast_const().wrapping_add(row * self.stride + column),
                 Start::Zero => return [S::splat(0.0); 2],
                 Start::Bias(bias) => bias.as_ptr().add(column),
-                Start::Output => self.y.cast_const().add(row * self.w.n + column),
+                Start::Output => self.y.cast_const().wrapping_add(row * self.stride + column),
             };
             if column + 2 * S::LANES <= self.w.n {
                 return [S::load(from), S::load(from.add(S::LANES))];
@@ -317,7 +423,7 @@ impl Multiply<'_> {
     unsafe fn store_sums<S: Simd>(&self, row: usize, column: usize, sums: [S::V; 2]) {
         // SAFETY: whole vectors are written only where all their columns exist.
         unsafe {
-            let to = self.y.add(row * self.w.n + column);
+            let to = self.y.wrapping_add(row * self.stride + column);
             if column + 2 * S::LANES <= self.w.n {
                 S::store(to, sums[0]);
                 return S::store(to.add(S::LANES), sums[1]);

@@ -14,7 +14,7 @@ mod sampling;
 mod simd;
 
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
-pub use gemm::{Activations, Start, gemm};
+pub use gemm::{Activations, Start, gemm, gemm_swiglu};
 pub use isa::Isa;
 pub use kv::{KvCopier, KvDirection, KvLayout, KvPlace, KvPool};
 pub use matrix::{GROUP_MAX, GROUP_STEP, PackedMatrix, Rows, WeightFormat};

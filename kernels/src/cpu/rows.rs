@@ -128,8 +128,12 @@ impl Kernel for SwiGlu<'_> {
     }
 }
 
+/// silu(gate) * up.
+///
+/// # Safety
+/// The machine has `S`'s instruction set.
 #[inline(always)]
-unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
+pub(crate) unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
     // SAFETY: passed on to the caller.
     unsafe {
         let minus = S::sub(S::splat(0.0), gate);

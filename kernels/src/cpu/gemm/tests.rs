@@ -268,3 +268,45 @@ fn blocks_of_files_keep_every_bit() {
         }
     }
 }
+
+/// Of `half` gates and as many ups.
+fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>, threads: usize, seed: u32) {
+    let pool = Pool::new(threads).unwrap();
+    let (bytes, _) = stored(Dtype::Bf16, &values(seed, 2 * half * k, 1.0));
+    let (x, bias) = (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, 2 * half, 1.0));
+    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: 2 * half, interleaved: None }];
+    let format = format.unwrap_or(WeightFormat::of(&source));
+    for isa in Isa::available() {
+        let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
+        for bias in [None, Some(&bias[..])] {
+            let scratch = &mut Activations::default();
+            let (mut between, mut apart) = (vec![0.0; rows * 2 * half], vec![0.0; rows * half]);
+            gemm(&pool, &w, &x, rows, bias.map_or(Start::Zero, Start::Bias), &mut between, scratch);
+            crate::cpu::swiglu(&pool, isa, &between, half, &mut apart);
+            let mut together = vec![f32::NAN; rows * half];
+            gemm_swiglu(&pool, &w, &x, rows, bias, &mut between, &mut together, scratch);
+            let name = isa.name();
+            assert!(bits(&together) == bits(&apart), "{name} {format}: {half} {k} {rows} seed {seed}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn gates_within_a_product_leave_the_bits_alone(
+        panels in 1usize..5, odd in 0usize..2, k in 1usize..200, rows in 1usize..60, kind in 0usize..3,
+        threads in 1usize..4, seed in any::<u32>(),
+    ) {
+        let group = 32;
+        let format = [None, Some(WeightFormat::Int8 { group }), Some(WeightFormat::Int4 { group })][kind];
+        check_gated(panels * 32 + odd * 5, k, rows, format, threads, seed);
+    }
+}
+
+#[test]
+fn gates_within_a_product_of_many_rows_and_long_sums_leave_the_bits_alone() {
+    check_gated(96, 2500, 530, None, 2, 11);
+    check_gated(64, 2500, 300, Some(WeightFormat::Int8 { group: 64 }), 2, 12);
+}

@@ -3,7 +3,7 @@ use super::weights::{Linear, Weights};
 use crate::models::ModelConfig;
 use inflight_kernels::cpu::{
     Activations, Isa, KvPlace, KvPool, Pool, QkvShape, Ragged, RopeTable, Start, attention, finish_qkv, gemm,
-    rms_norm, swiglu,
+    gemm_swiglu, rms_norm,
 };
 
 /// Rows that go through the feed-forward part together.
@@ -125,8 +125,8 @@ impl Forward {
                 let hidden = &mut hidden[first * width..(first + count) * width];
                 let gate_up = &mut gate_up[..count * 2 * config.intermediate_size];
                 let gated = &mut gated[..count * config.intermediate_size];
-                multiply(pool, &layer.gate_up, normed, count, gate_up, activations);
-                swiglu(pool, isa, gate_up, config.intermediate_size, gated);
+                let (gates, bias) = (&layer.gate_up.matrix, layer.gate_up.bias.as_deref());
+                gemm_swiglu(pool, gates, normed, count, bias, gate_up, gated, activations);
                 add(pool, &layer.down, gated, count, hidden, activations);
             }
         }
