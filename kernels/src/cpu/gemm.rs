@@ -13,9 +13,13 @@ use super::pool::Pool;
 use super::simd::{self, Kernel, Simd, load_part, store_part};
 
 mod activations;
+#[cfg(target_arch = "x86_64")]
+mod bytes;
 mod floats;
 mod gated;
 mod integers;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 
 pub use activations::Activations;
 use floats::{Bf16, F16, F32, Floats};

@@ -5,6 +5,8 @@ use super::super::pool::Pool;
 use super::super::simd::{self, Kernel, Simd};
 use super::Tiles;
 #[cfg(target_arch = "x86_64")]
+use super::{bytes::Bytes, pairs::Pairs};
+#[cfg(target_arch = "x86_64")]
 use crate::cpu::isa::Path;
 use crate::dtype::{bf16_bits, bf16_value};
 
@@ -76,21 +78,36 @@ impl Activations {
         // Below some size handing out the work costs more than doing it.
         let grain = if tiles.rows * w.k < SMALL { tiles.count() } else { 1 };
         pool.split(tiles.count(), grain, &|range| {
-            simd::run(w.isa, Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() });
+            let pack = Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() };
+            #[cfg(target_arch = "x86_64")]
+            match layout {
+                Layout::Packed => {
+                    // SAFETY: only an `Isa` with BF16 has this layout.
+                    return unsafe { simd::run_avx512_bf16(Pairs(pack)) };
+                }
+                Layout::Group { group, offset } if w.isa.0 == Path::Avx512Bf16 => {
+                    // SAFETY: this `Isa` has BF16 and VNNI.
+                    return unsafe { simd::run_avx512_bf16(Bytes { pack, group, offset }) };
+                }
+                _ => {}
+            }
+            simd::run(w.isa, pack);
         });
         (self.words.as_ptr(), row_words)
     }
 }
 
 /// Brings the rows of some tiles into tile order.
-struct Pack<'a> {
-    x: &'a [f32],
-    k: usize,
-    row_words: usize,
+pub(super) struct Pack<'a> {
+    /// [rows, k]
+    pub x: &'a [f32],
+    pub k: usize,
+    pub row_words: usize,
     layout: Layout,
-    tiles: Tiles,
-    range: Range<usize>,
-    words: *mut u32,
+    pub tiles: Tiles,
+    /// Of tiles.
+    pub range: Range<usize>,
+    pub words: *mut u32,
 }
 
 impl Kernel for Pack<'_> {
@@ -119,7 +136,8 @@ fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize
     let mut words = [0u32; PACK_CHUNK];
     for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
         let (steps, step) = match layout {
-            Layout::Single | Layout::Group { .. } => {
+            // The last two have ways of their own.
+            Layout::Single | Layout::Packed | Layout::Group { .. } => {
                 for (word, x) in words.iter_mut().zip(numbers) {
                     *word = x.to_bits();
                 }
@@ -129,15 +147,6 @@ fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize
                 words[numbers.len() - 1 + numbers.len() % 2] = 0;
                 for (word, x) in words.iter_mut().zip(numbers) {
                     *word = bf16_value(bf16_bits(*x)).to_bits();
-                }
-                (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
-            }
-            Layout::Packed => {
-                for (word, pair) in words.iter_mut().zip(numbers.chunks_exact(2)) {
-                    *word = u32::from(bf16_bits(pair[0])) | u32::from(bf16_bits(pair[1])) << 16;
-                }
-                if let [last] = numbers.chunks_exact(2).remainder() {
-                    words[numbers.len() / 2] = u32::from(bf16_bits(*last));
                 }
                 (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
             }
@@ -170,9 +179,7 @@ fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, 
             }
         }
         let largest = most.into_iter().fold(0.0f32, f32::max);
-        // What is not finite has no scale; the products of such rows mean nothing anyway.
-        let inverse = if largest > 1e-30 && largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
-        let scale = if inverse > 0.0 { largest / 127.0 } else { 0.0 };
+        let (scale, inverse) = scale(largest);
         // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
         let mut quants = [0u8; GROUP_MAX];
         let mut sum = 0i32;
@@ -189,4 +196,11 @@ fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, 
         step[i] = (-offset * sum) as u32;
         step[height + i] = scale.to_bits();
     }
+}
+
+/// What one step of a group's bytes is worth if its largest number is this, and the inverse.
+#[inline(always)]
+pub(super) fn scale(largest: f32) -> (f32, f32) {
+    // What is not finite has no scale; the products of such rows mean nothing anyway.
+    if largest > 1e-30 && largest < f32::INFINITY { (largest / 127.0, 127.0 / largest) } else { (0.0, 0.0) }
 }
