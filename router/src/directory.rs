@@ -20,6 +20,8 @@ use crate::violation::Violation;
 pub(crate) struct Flight {
     pub(crate) relay: Arc<Relay>,
     pub(crate) attempt: u32,
+    /// Its worker has said something of it.
+    pub(crate) reported: bool,
     cancelled: bool,
 }
 
@@ -180,7 +182,7 @@ impl Session {
     ) {
         let submission = submit.request;
         self.ledger.charge_choices(submission, prompt_blocks, choices.into_iter());
-        self.flights.insert(submission, Flight { relay: relay.clone(), attempt, cancelled: false });
+        self.flights.insert(submission, Flight { relay: relay.clone(), attempt, reported: false, cancelled: false });
         self.send(Message::Submit(submit));
         self.show();
     }
