@@ -54,6 +54,8 @@ pub(crate) struct Generation {
     choices: Vec<Choice>,
     started: bool,
     over: bool,
+    /// What ends it once `ready` is delivered.
+    failure: Option<Outcome>,
     /// At the last look it waited, for a worker or for the retry budget.
     waiting: bool,
     /// Made when it is first waited for.
@@ -94,6 +96,7 @@ impl Generation {
             choices,
             started: false,
             over: false,
+            failure: None,
             waiting: false,
             expiry: None,
             nobody_serves: None,
@@ -174,8 +177,11 @@ impl Generation {
         }
         match news.failure {
             Some(failure) if self.ready.is_empty() => Err(failure),
-            // What came before the failure is delivered first; the next read finds it again.
-            _ => Ok(()),
+            // What came before the failure is delivered first.
+            failure => {
+                self.failure = failure;
+                Ok(())
+            }
         }
     }
 
@@ -234,6 +240,9 @@ impl Stream for Generation {
             }
             if this.over {
                 return Poll::Ready(None);
+            }
+            if let Some(failure) = this.failure.take() {
+                return Poll::Ready(Some(Err(this.end_with(failure))));
             }
             let Poll::Ready(news) = this.ticket.relay.poll_read(context) else {
                 return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));

@@ -308,6 +308,7 @@ impl State {
         for (relay, outcome) in over {
             self.withdraw_all(&relay);
             relay.lock().fail(outcome);
+            relay.notify();
             relay.lease.end();
         }
     }
