@@ -436,6 +436,7 @@ impl State {
                 standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
+                urgent: session.ledger.urgent(relay.call.priority),
                 need: Credits {
                     sequences: request.journal.running().count_ones(),
                     blocks: request.journal.blocks(relay.call.prompt.len(), session.block_tokens),

@@ -121,7 +121,7 @@ impl Worker for Source {
         let _ = updates.send(Message::Hello(hello));
         let source = self.clone();
         tokio::spawn(async move {
-            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24 });
+            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24, urgent: 0 });
             let mut batches: BTreeMap<Duration, Batch> = BTreeMap::new();
             let mut idle: BTreeMap<u64, v1::Submit> = BTreeMap::new();
             let mut heartbeat = Instant::now();

@@ -153,6 +153,7 @@ impl Dispatch {
         }
         if let Some(grant) = update.grant {
             entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
+            entry.ledger.set_urgent(grant.urgent);
         }
         entry.show();
         let drains = update.draining && entry.draining.is_none();
