@@ -10,7 +10,7 @@ use futures::future::{BoxFuture, FutureExt as _};
 use futures::stream::{Stream, StreamExt as _};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
-use hyper::server::conn::http2::{Builder, Connection};
+use hyper::server::conn::http2::Builder;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::JoinSet;
@@ -134,22 +134,15 @@ where
 }
 
 /// A connection and all that is answered on it.
-struct Served<C, S>
-where
-    C: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
-    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + Sync + 'static,
-    S::Future: Send,
-{
-    connection: Pin<Box<Connection<TokioIo<C>, Calls<S, C::ConnectInfo>, Begun>>>,
+struct Served<C> {
+    connection: Pin<Box<C>>,
     answers: Answers,
     begun: Begun,
 }
 
-impl<C, S> Future for Served<C, S>
+impl<C> Future for Served<C>
 where
-    C: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
-    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + Sync + 'static,
-    S::Future: Send,
+    C: Future<Output = hyper::Result<()>>,
 {
     type Output = hyper::Result<()>;
 
