@@ -20,6 +20,8 @@ use crate::violation::Violation;
 pub(crate) struct Flight {
     pub(crate) relay: Arc<Relay>,
     pub(crate) attempt: u32,
+    /// Its worker has said something of it.
+    pub(crate) reported: bool,
     cancelled: bool,
 }
 
@@ -144,9 +146,11 @@ impl Session {
         *entries = entries.saturating_add(events + snapshot + charges + services);
         oversized("entries within a second", *entries, Self::ENTRIES_PER_SECOND + 4 * self.pool_blocks)?;
         let Some(grant) = update.grant else { return Ok(()) };
-        for (what, granted, has) in
-            [("sequences", grant.sequences, self.has.sequences), ("blocks", grant.blocks, self.has.blocks)]
-        {
+        for (what, granted, has) in [
+            ("sequences", grant.sequences, self.has.sequences),
+            ("blocks", grant.blocks, self.has.blocks),
+            ("urgent sequences", grant.urgent, self.has.sequences),
+        ] {
             if granted > has.saturating_mul(Self::GRANT_FACTOR).min(i32::MAX as u32) {
                 return Err(Violation::Grant { what, granted, has });
             }
@@ -179,8 +183,9 @@ impl Session {
         submit: v1::Submit,
     ) {
         let submission = submit.request;
-        self.ledger.charge_choices(submission, prompt_blocks, choices.into_iter());
-        self.flights.insert(submission, Flight { relay: relay.clone(), attempt, cancelled: false });
+        self.ledger.charge_choices(submission, relay.call.priority, prompt_blocks, choices.into_iter());
+        self.flights
+            .insert(submission, Flight { relay: relay.clone(), attempt, reported: false, cancelled: false });
         self.send(Message::Submit(submit));
         self.show();
     }

@@ -242,7 +242,7 @@ impl Dispatch {
         relay.lock().phase = Phase::Queued(place);
         for other in displaced {
             other.lock().fail(state.queue.displaced());
-            other.changed.notify_one();
+            other.notify();
         }
         let number = state.next_ticket;
         state.next_ticket += 1;
@@ -383,7 +383,7 @@ impl State {
             Verdict::Fail(outcome) => {
                 self.queue.remove(place);
                 relay.lock().fail(outcome);
-                relay.changed.notify_one();
+                relay.notify();
                 true
             }
             Verdict::Hand(worker) => {
@@ -436,6 +436,7 @@ impl State {
                 standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
+                urgent: session.ledger.urgent(relay.call.priority),
                 need: Credits {
                     sequences: request.journal.running().count_ones(),
                     blocks: request.journal.blocks(relay.call.prompt.len(), session.block_tokens),
@@ -509,7 +510,7 @@ impl State {
         self.placing.route(worker, submission, &relay.call, request.journal.tokens(), relay.chains());
         drop(request);
         session.submit(relay, attempt, prompt_blocks, choices, submit);
-        relay.changed.notify_one();
+        relay.notify();
     }
 }
 

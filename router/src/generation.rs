@@ -1,12 +1,18 @@
 use std::collections::VecDeque;
+use std::future::Future as _;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use futures::Stream;
+use futures::future::BoxFuture;
 use inflight_contract::FinishReason;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_router_core::Fresh;
 use tokio::sync::watch;
+use tokio::time::Sleep;
 use tonic::Status;
 use tracing::Span;
 
@@ -47,9 +53,15 @@ pub(crate) struct Generation {
     unserved_wait: Duration,
     choices: Vec<Choice>,
     started: bool,
-    /// Tokens have come.
-    begun: bool,
     over: bool,
+    /// What ends it once `ready` is delivered.
+    failure: Option<Outcome>,
+    /// At the last look it waited, for a worker or for the retry budget.
+    waiting: bool,
+    /// Made when it is first waited for.
+    expiry: Option<Pin<Box<Sleep>>>,
+    /// There while the request waits.
+    nobody_serves: Option<BoxFuture<'static, ()>>,
     ready: VecDeque<v1::GenerateResponse>,
     span: Span,
     /// How it ended; none while it has not.
@@ -83,8 +95,11 @@ impl Generation {
             unserved_wait,
             choices,
             started: false,
-            begun: false,
             over: false,
+            failure: None,
+            waiting: false,
+            expiry: None,
+            nobody_serves: None,
             ready: VecDeque::new(),
             span,
             outcome: None,
@@ -92,68 +107,25 @@ impl Generation {
         }
     }
 
-    /// The next message; `None` after the last one.
-    pub(crate) async fn next(&mut self) -> Option<Result<v1::GenerateResponse, Status>> {
-        loop {
-            if let Some(message) = self.ready.pop_front() {
-                return Some(Ok(message));
-            }
-            if self.over {
-                return None;
-            }
-            let news = self.ticket.relay.read();
-            let waiting = news.waiting;
-            if news.paused {
-                self.ticket.resume();
-            }
-            if let Err(outcome) = self.take(news) {
-                return Some(Err(self.end_with(outcome)));
-            }
-            if !self.ready.is_empty() {
-                continue;
-            }
-            if let Err(outcome) = self.wait(waiting).await {
-                return Some(Err(self.end_with(outcome)));
-            }
-            // Where the router is busy, what comes while others have their turn shares a message. The first token does
-            // not wait.
-            if self.begun {
-                tokio::task::yield_now().await;
-            }
-        }
-    }
-
-    /// Waits until there may be news; an error is an end that only the clock brings about.
-    async fn wait(&mut self, waiting: bool) -> Result<(), Outcome> {
+    /// Resolves at an end that only the clock brings about.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
         let call = &self.ticket.relay.call;
-        let unserved_wait = self.unserved_wait;
-        let unserved = &mut self.unserved;
-        let nobody_serves = async {
-            if !waiting {
-                return std::future::pending().await;
-            }
-            loop {
-                let since = *unserved.borrow_and_update();
-                let change = match since {
-                    None => unserved.changed().await,
-                    Some(since) => tokio::select! {
-                        change = unserved.changed() => change,
-                        () = tokio::time::sleep_until((since + unserved_wait).into()) => return,
-                    },
-                };
-                if change.is_err() {
-                    return;
-                }
-            }
-        };
-        tokio::select! {
-            biased;
-            () = sleep_until(call.deadline) => Err(Outcome::DeadlineExceeded),
-            () = self.ticket.relay.changed.notified() => Ok(()),
-            () = nobody_serves => {
-                Err(Outcome::Unserved { model: call.model.clone(), waited: unserved_wait })
+        if let Some(deadline) = call.deadline {
+            let expiry =
+                self.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.into())));
+            if expiry.as_mut().poll(context).is_ready() {
+                return Poll::Ready(Outcome::DeadlineExceeded);
             }
         }
+        if !self.waiting {
+            self.nobody_serves = None;
+            return Poll::Pending;
+        }
+        let waited = self.unserved_wait;
+        let nobody_serves =
+            self.nobody_serves.get_or_insert_with(|| Box::pin(nobody_serves(self.unserved.clone(), waited)));
+        let unserved = || Outcome::Unserved { model: call.model.clone(), waited };
+        nobody_serves.as_mut().poll(context).map(|()| unserved())
     }
 
     /// Turns what is new into messages.
@@ -179,7 +151,6 @@ impl Generation {
             let worker_ended = fresh.end.is_some();
             let received = fresh.tokens.len();
             let before = choice.tokens;
-            self.begun = true;
             let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
             self.ticket.relay.count_unbilled(received - (choice.tokens - before) as usize);
             if let Some(delta) = delta {
@@ -206,8 +177,11 @@ impl Generation {
         }
         match news.failure {
             Some(failure) if self.ready.is_empty() => Err(failure),
-            // What came before the failure is delivered first; the next read finds it again.
-            _ => Ok(()),
+            // What came before the failure is delivered first.
+            failure => {
+                self.failure = failure;
+                Ok(())
+            }
         }
     }
 
@@ -251,6 +225,36 @@ impl Generation {
         self.over = true;
         self.outcome = Some(outcome.clone());
         outcome.into_status()
+    }
+}
+
+/// The messages to the client, up to the last one.
+impl Stream for Generation {
+    type Item = Result<v1::GenerateResponse, Status>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        loop {
+            if let Some(message) = this.ready.pop_front() {
+                return Poll::Ready(Some(Ok(message)));
+            }
+            if this.over {
+                return Poll::Ready(None);
+            }
+            if let Some(failure) = this.failure.take() {
+                return Poll::Ready(Some(Err(this.end_with(failure))));
+            }
+            let Poll::Ready(news) = this.ticket.relay.poll_read(context) else {
+                return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));
+            };
+            this.waiting = news.waiting;
+            if news.paused {
+                this.ticket.resume();
+            }
+            if let Err(outcome) = this.take(news) {
+                return Poll::Ready(Some(Err(this.end_with(outcome))));
+            }
+        }
     }
 }
 
@@ -319,8 +323,12 @@ impl Choice {
         let mut ending = end.map(|reason| Ending { reason, stop: String::new(), stop_token_id });
         let mut piece = String::new();
         for (at, token) in tokens[..shown].iter().enumerate() {
-            piece.clear();
             self.tokens += 1;
+            if self.stops.is_empty() {
+                self.detokenizer.push(vocabulary, *token, &mut text);
+                continue;
+            }
+            piece.clear();
             self.detokenizer.push(vocabulary, *token, &mut piece);
             let armed = self.tokens > call.sampling.min_tokens;
             if let Some(found) = self.stops.push(&piece, armed, &mut text) {
@@ -372,9 +380,19 @@ fn operation(call: &Call) -> &'static str {
     if call.chat { "chat" } else { "text_completion" }
 }
 
-async fn sleep_until(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
-        None => std::future::pending().await,
+/// Resolves when no worker has served a model for so long.
+async fn nobody_serves(mut unserved: watch::Receiver<Option<Instant>>, wait: Duration) {
+    loop {
+        let since = *unserved.borrow_and_update();
+        let change = match since {
+            None => unserved.changed().await,
+            Some(since) => tokio::select! {
+                change = unserved.changed() => change,
+                () = tokio::time::sleep_until((since + wait).into()) => return,
+            },
+        };
+        if change.is_err() {
+            return;
+        }
     }
 }

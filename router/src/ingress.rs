@@ -1,7 +1,5 @@
-use std::pin::Pin;
 use std::sync::Arc;
 
-use futures::Stream;
 use inflight_proto::v1;
 use inflight_proto::v1::inference_server::Inference;
 use inflight_proto::v1::tokenize_request::Input;
@@ -95,8 +93,6 @@ pub(crate) fn refused(outcome: Outcome) -> Status {
     tracing::debug!(outcome = outcome.label(), "request refused");
     outcome.into_status()
 }
-
-type GenerateStream = Pin<Box<dyn Stream<Item = Result<v1::GenerateResponse, Status>> + Send>>;
 
 impl Ingress {
     pub(crate) fn new(options: &Options, dispatch: Arc<Dispatch>, open: TaskTracker) -> Self {
@@ -228,18 +224,12 @@ impl Ingress {
 
 #[tonic::async_trait]
 impl Inference for Ingress {
-    type GenerateStream = GenerateStream;
+    type GenerateStream = Generation;
 
-    async fn generate(
-        &self,
-        request: Request<v1::GenerateRequest>,
-    ) -> Result<Response<GenerateStream>, Status> {
+    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Generation>, Status> {
         let incoming = Incoming::of(&request);
         let generation = self.start(request.into_inner(), incoming).await.map_err(refused)?;
-        let stream = futures::stream::unfold(generation, |mut generation| async move {
-            generation.next().await.map(|item| (item, generation))
-        });
-        Ok(Response::new(Box::pin(stream)))
+        Ok(Response::new(generation))
     }
 
     async fn list_models(

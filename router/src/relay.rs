@@ -1,10 +1,10 @@
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, SamplingParams};
 use inflight_proto::v1;
 use inflight_router_core::{Append, Chain, Fresh, Journal, QueueLimits, Suspicion};
-use tokio::sync::Notify;
 use tonic::Code;
 
 use crate::dispatch::LaneId;
@@ -98,8 +98,6 @@ pub(crate) enum Received {
 pub(crate) struct Relay {
     pub(crate) call: Call,
     state: Mutex<State>,
-    /// Tells the one stream that reads that there is something new.
-    pub(crate) changed: Notify,
     /// What it holds of the router's bounds.
     pub(crate) lease: Lease,
     /// Names of its prompt's blocks, for each size of blocks among the workers at its arrival.
@@ -128,6 +126,10 @@ pub(crate) struct State {
     /// Where it waited before it was handed over; `None` before that.
     pub(crate) place: Option<Place>,
     stalled: bool,
+    /// There is something that its stream has not seen.
+    news: bool,
+    /// The one stream that reads, while it waits.
+    reader: Option<Waker>,
     /// Since when there is something that its stream has not read. A transport whose client takes nothing does not ask.
     unread_since: Option<Instant>,
 }
@@ -136,6 +138,12 @@ impl State {
     /// How long something has waited for its stream.
     pub(crate) fn unread_for(&self, now: Instant) -> Duration {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// Notes that there is something new. Returns the stream that waits for it, to be woken.
+    fn announce(&mut self) -> Option<Waker> {
+        self.news = true;
+        self.reader.take()
     }
 
     /// Ends the attempt in force; the next one begins when its client reads again.
@@ -185,9 +193,11 @@ impl Relay {
             queue_span: Some(queue_span),
             place: None,
             stalled: false,
+            news: true,
+            reader: None,
             unread_since: None,
         };
-        Self { call, state: Mutex::new(state), changed: Notify::new(), lease, chains: OnceLock::new() }
+        Self { call, state: Mutex::new(state), lease, chains: OnceLock::new() }
     }
 
     /// Names of its prompt's blocks; none if the placement does not look at them.
@@ -205,7 +215,8 @@ impl Relay {
     }
 
     /// Takes what a worker with this vocabulary sent under the handle `submission`. More than `unread_max` unread
-    /// tokens are too many.
+    /// tokens are too many. A stream that waits for this is added to `readers`, to be woken when all of an update is
+    /// taken: so those that share a connection find all their tokens at once.
     pub(crate) fn receive(
         &self,
         submission: u64,
@@ -213,6 +224,7 @@ impl Relay {
         vocab_size: u32,
         unread_max: usize,
         now: Instant,
+        readers: &mut Vec<Waker>,
     ) -> Received {
         let finish = finish_reason(update.finish);
         let mut state = self.lock();
@@ -282,25 +294,39 @@ impl Relay {
             state.pause();
             received = Received::Overfull;
         }
-        drop(state);
-        self.changed.notify_one();
+        readers.extend(state.announce());
         received
     }
 
+    /// Tells the stream that reads that there is something new.
+    pub(crate) fn notify(&self) {
+        let reader = self.lock().announce();
+        if let Some(reader) = reader {
+            reader.wake();
+        }
+    }
+
     /// Takes everything new for the client.
-    pub(crate) fn read(&self) -> News {
+    pub(crate) fn poll_read(&self, context: &Context<'_>) -> Poll<News> {
         let mut state = self.lock();
+        if !std::mem::take(&mut state.news) {
+            match &mut state.reader {
+                Some(reader) => reader.clone_from(context.waker()),
+                none => *none = Some(context.waker().clone()),
+            }
+            return Poll::Pending;
+        }
         state.stalled = false;
         state.unread_since = None;
         let choices = 0..self.call.sampling.n;
         let fresh = choices.filter_map(|c| state.journal.read(c).map(|fresh| (c, fresh))).collect();
-        News {
+        Poll::Ready(News {
             placed: state.times.placed.is_some(),
             waiting: matches!(state.phase, Phase::Queued(_) | Phase::Parked),
             paused: state.phase == Phase::Paused,
             fresh,
             failure: state.failure.clone(),
-        }
+        })
     }
 
     pub(crate) fn times(&self) -> Times {
@@ -363,8 +389,20 @@ fn finish_reason(value: i32) -> Option<FinishReason> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::Wake;
+
     use super::*;
     use inflight_contract::SamplingSpec;
+
+    struct Count(AtomicU32);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 
     #[test]
     fn a_stream_that_reads_at_any_moment_finds_the_tokens_or_the_pause_and_is_woken_for_it() {
@@ -390,14 +428,25 @@ mod tests {
         let relay = Relay::new(call, tracing::Span::none(), Lease::default());
         relay.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
         let update = v1::SequenceUpdate { request: 7, attempt: 1, token_ids: vec![5], ..Default::default() };
-        assert_eq!(relay.receive(7, update.clone(), 10, 1, now), Received::Progress);
-        assert_eq!(relay.receive(7, update.clone(), 10, 1, now + 2 * Relay::BEHIND), Received::Overfull);
-        // From here on its stream may read, before the session has done anything more.
-        let woken = std::pin::pin!(relay.changed.notified());
-        assert!(futures::FutureExt::now_or_never(woken).is_some());
-        let news = relay.read();
+        let woken = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(woken.clone());
+        let context = Context::from_waker(&waker);
+        assert!(relay.poll_read(&context).is_ready(), "it begins with a look");
+        assert!(relay.poll_read(&context).is_pending());
+        let mut readers = Vec::new();
+        let mut receive = |now| relay.receive(7, update.clone(), 10, 1, now, &mut readers);
+        assert_eq!(receive(now), Received::Progress);
+        assert_eq!(receive(now + 2 * Relay::BEHIND), Received::Overfull);
+        assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, and when all is taken");
+        readers.drain(..).for_each(Waker::wake);
+        assert_eq!(woken.0.load(Ordering::Relaxed), 1);
+        let Poll::Ready(news) = relay.poll_read(&context) else { panic!("there are tokens") };
         assert!(news.paused, "it asks for the rest, or nobody would");
         assert_eq!(news.fresh[0].1.tokens, [5, 5]);
-        assert_eq!(relay.receive(7, update, 10, 1, now), Received::Stale, "the attempt is over");
+        let late = relay.receive(7, update, 10, 1, now, &mut readers);
+        assert_eq!(late, Received::Stale, "the attempt is over");
+        assert!(relay.poll_read(&context).is_pending());
+        relay.notify();
+        assert_eq!(woken.0.load(Ordering::Relaxed), 2);
     }
 }

@@ -9,7 +9,7 @@ use futures::{Stream, StreamExt as _};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
-use inflight_transport::{Accept, ClientTls, ServerTls, TlsError};
+use inflight_transport::{Accept, ClientTls, Http2, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -17,10 +17,11 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::transport::Server;
+use tonic::service::Routes;
 use tonic::transport::server::Connected;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
+use tower::ServiceBuilder;
 
 use crate::admission::{Admission, AdmissionLayer};
 use crate::auth::AuthLayer;
@@ -49,9 +50,6 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
-    /// The server failed.
-    #[error("the server failed: {0}")]
-    Serve(#[from] tonic::transport::Error),
     /// A certificate or key cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
@@ -151,7 +149,7 @@ impl Router {
     /// and no call is accepted, while those open go on to their end.
     ///
     /// # Errors
-    /// [`Error::Serve`] if the server fails, [`Error::Reflection`] if it cannot be set up.
+    /// [`Error::Reflection`] if the description of the API cannot be served.
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
@@ -240,37 +238,36 @@ impl Core {
                 .max_decoding_message_size(options.message_bytes_max);
         let inference =
             InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
-        let server = Server::builder()
-            .http2_keepalive_interval(Some(options.keepalive_interval))
-            .http2_keepalive_timeout(Some(options.keepalive_interval))
-            .http2_max_header_list_size(options.header_bytes_max)
-            .max_concurrent_streams(options.connection_streams_max)
-            .layer(EdgeLayer { open: open.clone(), message_time_max: options.message_time_max })
-            .layer(AuthLayer { tenants })
-            .layer(AdmissionLayer { admission })
-            .add_service(health)
-            .add_service(inference)
-            .add_service(kserve);
-        let server = if options.reflection {
+        let mut routes = Routes::new(health).add_service(inference).add_service(kserve);
+        if options.reflection {
             let builder = || {
                 tonic_reflection::server::Builder::configure()
                     .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
                     .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
             };
-            server.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?)
-        } else {
-            server
+            routes = routes.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?);
+        }
+        let service = ServiceBuilder::new()
+            .layer(EdgeLayer { open: open.clone(), message_time_max: options.message_time_max })
+            .layer(AuthLayer { tenants })
+            .layer(AdmissionLayer { admission })
+            .service(routes.prepare());
+        let server = Http2 {
+            keepalive_interval: options.keepalive_interval,
+            header_bytes_max: options.header_bytes_max,
+            streams_max: options.connection_streams_max,
         };
-        let serving = server.serve_with_incoming_shutdown(incoming, drain.clone().cancelled_owned());
-        until_drained(serving, drain, open).await
+        let serving = server.serve(incoming, service, drain.clone());
+        until_drained(serving, drain, open).await;
+        Ok(())
     }
 }
 
 /// Runs the server. A drained server waits for every stream, and a health watch never ends by itself: so when
 /// the last call of ours has ended, connections get a moment to flush and the rest is cut.
-async fn until_drained<F>(serving: F, drain: CancellationToken, open: TaskTracker) -> Result<(), Error>
+async fn until_drained<F>(serving: F, drain: CancellationToken, open: TaskTracker)
 where
-    F: Future<Output = Result<(), tonic::transport::Error>>,
+    F: Future<Output = ()>,
 {
     let drained = async {
         drain.cancelled().await;
@@ -280,8 +277,8 @@ where
         tokio::time::sleep(Core::FLUSH_MAX).await;
     };
     tokio::select! {
-        result = serving => result.map_err(Error::from),
-        () = drained => Ok(()),
+        () = serving => {}
+        () = drained => {}
     }
 }
 

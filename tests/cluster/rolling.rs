@@ -1,5 +1,6 @@
 //! Every process of a cluster is restarted, one after the other, under load.
 
+use std::error::Error as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -110,7 +111,9 @@ async fn retrying(
                 let mut stream = response.into_inner();
                 return Answer::default().read(&mut stream).await.context("after it had begun");
             }
-            Err(status) if [Code::Unavailable, Code::Cancelled, Code::Unknown].contains(&status.code()) => {
+            // The router's word is UNAVAILABLE. Of a connection that closes under a call the client's own transport says
+            // CANCELLED or UNKNOWN at times, with the cause, which no status from a server has.
+            Err(status) if status.code() == Code::Unavailable || status.source().is_some() => {
                 refused.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }

@@ -200,7 +200,7 @@ impl Core {
             // Whatever the routers were granted must find room, or they would be refused what they may send.
             waiting_max: options
                 .max_waiting
-                .max(options.max_sequences + queue_ahead + SamplingSpec::CHOICES_MAX),
+                .max(options.max_sequences + 2 * queue_ahead + SamplingSpec::CHOICES_MAX),
             queue_ahead,
             policy: options.policy,
             prefix_cache: options.prefix_cache,

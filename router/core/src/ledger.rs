@@ -15,6 +15,7 @@ pub enum Settled {
 
 #[derive(Debug)]
 struct Charge {
+    priority: i32,
     /// Bit i is set while choice i runs.
     running: u32,
     /// Held until the last choice has ended.
@@ -23,7 +24,9 @@ struct Charge {
     own: Vec<(u32, u32)>,
 }
 
-/// The credits of one session: what its worker grants and what its requests in flight use.
+/// The credits of one session: what its worker grants and what its requests in flight use. What is more important than
+/// something in flight may use a few sequences beyond the grant: it need not wait until something ends, for its worker
+/// lets it go first.
 ///
 /// Invariant: `used` is the sum over the requests in flight of their running choices and their blocks, so what
 /// is charged once is given back once. A grant is absolute and may shrink below what is used; then nothing
@@ -31,7 +34,10 @@ struct Charge {
 #[derive(Debug, Default)]
 pub struct Ledger {
     grant: Credits,
+    urgent: u32,
     used: Credits,
+    /// Requests in flight, by priority.
+    priorities: BTreeMap<i32, u32>,
     charges: BTreeMap<u64, Charge>,
 }
 
@@ -42,6 +48,17 @@ impl Ledger {
     /// Replaces the grant.
     pub fn set_grant(&mut self, grant: Credits) {
         self.grant = grant;
+    }
+
+    /// Replaces the number of sequences that may be in flight beyond the grant.
+    pub fn set_urgent(&mut self, urgent: u32) {
+        self.urgent = urgent;
+    }
+
+    /// Sequences beyond the grant that a request of this priority may use: none if it outranks nothing in flight.
+    pub fn urgent(&self, priority: i32) -> u32 {
+        let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
+        if outranks { self.urgent } else { 0 }
     }
 
     /// What may be in flight.
@@ -59,22 +76,29 @@ impl Ledger {
         self.charges.len()
     }
 
-    /// Charges a submission: the choices set in the mask `running` and `blocks` for all of them together.
+    /// Charges a submission of priority 0: the choices set in the mask `running` and `blocks` for all of them together.
     pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
-        self.insert(submission, Charge { running, shared: blocks, own: Vec::new() });
+        self.insert(submission, Charge { priority: 0, running, shared: blocks, own: Vec::new() });
     }
 
     /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`], each with blocks of its own.
-    pub fn charge_choices(&mut self, submission: u64, shared: u32, own: impl Iterator<Item = (u32, u32)>) {
+    pub fn charge_choices(
+        &mut self,
+        submission: u64,
+        priority: i32,
+        shared: u32,
+        own: impl Iterator<Item = (u32, u32)>,
+    ) {
         let own: Vec<_> = own.collect();
         let running = own.iter().fold(0, |mask, (choice, _)| mask | 1u32.checked_shl(*choice).unwrap_or(0));
-        self.insert(submission, Charge { running, shared, own });
+        self.insert(submission, Charge { priority, running, shared, own });
     }
 
     fn insert(&mut self, submission: u64, charge: Charge) {
         debug_assert!(charge.running != 0, "a submission runs something");
         self.used.sequences += charge.running.count_ones();
         self.used.blocks += charge.shared + charge.own.iter().map(|(_, blocks)| blocks).sum::<u32>();
+        *self.priorities.entry(charge.priority).or_default() += 1;
         let before = self.charges.insert(submission, charge);
         debug_assert!(before.is_none(), "a submission is charged once");
     }
@@ -95,7 +119,14 @@ impl Ledger {
             return Settled::Choice;
         }
         self.used.blocks -= charge.shared;
+        let priority = charge.priority;
         self.charges.remove(&submission);
+        if let Some(count) = self.priorities.get_mut(&priority) {
+            *count -= 1;
+            if *count == 0 {
+                self.priorities.remove(&priority);
+            }
+        }
         Settled::Request
     }
 
@@ -109,6 +140,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Candidate;
     use proptest::prelude::*;
 
     proptest! {
@@ -124,7 +156,7 @@ mod tests {
                     0 => ledger.charge(i as u64, *mask, *blocks),
                     _ => {
                         let choices = (0..32).filter(|choice| mask & (1 << choice) != 0);
-                        ledger.charge_choices(i as u64, *blocks, choices.map(|choice| (choice, *each)));
+                        ledger.charge_choices(i as u64, 0, *blocks, choices.map(|choice| (choice, *each)));
                     }
                 }
                 open.insert(i as u64, (*mask, *blocks, *each));
@@ -149,6 +181,44 @@ mod tests {
                 prop_assert_eq!(ledger.requests(), open.len());
             }
             prop_assert_eq!(ledger.used(), Credits::default());
+        }
+
+        #[test]
+        fn beyond_the_grant_goes_only_what_outranks_something_in_flight_and_no_more_than_is_said(
+            grants in proptest::collection::vec((0u32..6, 0u32..4), 1..8),
+            steps in proptest::collection::vec((any::<bool>(), -2i32..3, 1u32..3), 1..120)) {
+            let mut ledger = Ledger::default();
+            let mut open: Vec<(u64, i32, u32)> = Vec::new();
+            let mut most = 0;
+            for (i, (arrives, priority, sequences)) in steps.into_iter().enumerate() {
+                let (granted, urgent) = grants[i * grants.len() / 120];
+                let grant = Credits { sequences: granted, blocks: 1 };
+                ledger.set_grant(grant);
+                ledger.set_urgent(urgent);
+                most = most.max(granted + urgent).max(2);
+                if !arrives {
+                    if !open.is_empty() {
+                        let (submission, _, choices) = open.remove(i % open.len());
+                        for choice in 0..choices {
+                            ledger.settle(submission, choice);
+                        }
+                    }
+                    continue;
+                }
+                let need = Credits { sequences, blocks: 1 };
+                let used = ledger.used();
+                let candidate =
+                    Candidate { grant, used, need, urgent: ledger.urgent(priority), ..Candidate::default() };
+                let outranks = open.iter().any(|(_, other, _)| *other < priority);
+                let beyond = outranks && urgent > 0 && used.sequences + sequences <= granted + urgent;
+                let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
+                prop_assert_eq!(candidate.has_room(), expected);
+                if expected {
+                    ledger.charge_choices(i as u64, priority, 1, (0..sequences).map(|choice| (choice, 0)));
+                    open.push((i as u64, priority, sequences));
+                    prop_assert!(ledger.used().sequences <= most);
+                }
+            }
         }
     }
 }

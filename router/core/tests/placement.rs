@@ -44,12 +44,13 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
         1 => Just(Standing::Ejected),
     ];
     let avoid = prop::bool::weighted(0.3);
-    let one = (0usize..40, standing, credits(20), credits(20), credits(4), avoid, estimate());
+    let urgent = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
+    let one = (0usize..40, standing, credits(20), credits(20), urgent, credits(4), avoid, estimate());
     prop::collection::vec(one, 0..9).prop_map(|ones| {
         let by_worker: BTreeMap<usize, Candidate> = ones
             .into_iter()
-            .map(|(worker, standing, grant, used, need, avoid, estimate)| {
-                (worker, Candidate { worker, standing, grant, used, need, avoid, estimate })
+            .map(|(worker, standing, grant, used, urgent, need, avoid, estimate)| {
+                (worker, Candidate { worker, standing, grant, used, urgent, need, avoid, estimate })
             })
             .collect();
         by_worker.into_values().collect()

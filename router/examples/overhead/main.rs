@@ -1,7 +1,7 @@
 //! What the router costs, in one run: CPU time for each token relayed, time added to the first token, memory of an idle
 //! stream; and the same for a plain tonic proxy that opens one stream for each request.
 //!
-//! `cargo run --release -p inflight-router --example overhead`
+//! `cargo run --release -p inflight-router --example overhead [relay | relay STREAMS MICROSECONDS | latency | memory]`
 //!
 //! Router, proxy and the source of tokens are processes of their own, so that what is measured is one process and
 //! nothing else. The source speaks the session protocol to the router and `Generate` to the proxy; it computes nothing.
@@ -20,6 +20,9 @@ use process::Child;
 
 /// Rounds, of which the medians are shown; in each, router and proxy take turns.
 const ROUNDS: usize = 5;
+/// Streams, and microseconds between two tokens of each.
+const SETTINGS: [(usize, u64); 5] =
+    [(64, 10_000), (256, 10_000), (1024, 10_000), (256, 2_000), (1024, 2_000)];
 
 #[tokio::main]
 async fn main() {
@@ -29,8 +32,41 @@ async fn main() {
         ["source"] => source::serve().await,
         ["router", address] => process::serve_router(address).await,
         ["proxy", address] => proxy::serve(address).await,
-        [] => measure().await,
-        _ => eprintln!("this example takes no arguments"),
+        [] => {
+            let servers = Servers::start().await;
+            relay(&servers, &SETTINGS).await;
+            latency(&servers).await;
+            memory(&servers).await;
+        }
+        ["relay"] => relay(&Servers::start().await, &SETTINGS).await,
+        ["relay", streams, pace] => match (streams.parse(), pace.parse()) {
+            (Ok(streams), Ok(pace)) => relay(&Servers::start().await, &[(streams, pace)]).await,
+            _ => eprintln!("relay takes a number of streams and microseconds between two tokens"),
+        },
+        ["latency"] => latency(&Servers::start().await).await,
+        ["memory"] => memory(&Servers::start().await).await,
+        _ => eprintln!(
+            "this example takes: relay, relay STREAMS MICROSECONDS, latency or memory; nothing for all"
+        ),
+    }
+}
+
+/// The processes that are compared.
+struct Servers {
+    source: Child,
+    router: Child,
+    proxy: Child,
+}
+
+impl Servers {
+    async fn start() -> Self {
+        let source = Child::start(&["source"]).await;
+        let router = Child::start(&["router", &source.address]).await;
+        let proxy = Child::start(&["proxy", &source.address]).await;
+        for address in [&router.address, &proxy.address, &source.address] {
+            client::run(address, Load { streams: 8, tokens: 64, pace_us: 0, connections: 1 }).await;
+        }
+        Self { source, router, proxy }
     }
 }
 
@@ -40,49 +76,54 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-async fn measure() {
-    let source = Child::start(&["source"]).await;
-    let router = Child::start(&["router", &source.address]).await;
-    let proxy = Child::start(&["proxy", &source.address]).await;
-    let direct = &source.address;
-    for address in [&router.address, &proxy.address, direct] {
-        client::run(address, Load { streams: 8, tokens: 64, pace_us: 0, connections: 1 }).await;
-    }
-
-    println!("relay: tokens for each CPU-second of the process, and tokens in a message");
-    println!("| streams | time between tokens | router | tokens/message | proxy | tokens/message | ratio |");
-    println!("|---|---|---|---|---|---|---|");
-    for (streams, pace_us) in [(64, 10_000), (256, 10_000), (256, 2_000), (256, 1_000), (1024, 2_000)] {
+/// CPU time of a token, by streams and microseconds between two tokens of each.
+async fn relay(servers: &Servers, settings: &[(usize, u64)]) {
+    let Servers { router, proxy, .. } = servers;
+    println!(
+        "relay: tokens for each CPU-second of the process, in a message, and for each write to a socket"
+    );
+    println!(
+        "| streams | between tokens | router | a message | a write | proxy | a message | a write | ratio |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
+    for &(streams, pace_us) in settings {
         let tokens = (3_000_000 / pace_us).clamp(200, 2000) as u32;
         let load = Load { streams, tokens, pace_us, connections: 1 + streams / 128 };
         let (mut routed, mut proxied) = (Vec::new(), Vec::new());
         for _ in 0..ROUNDS {
-            for (child, results) in [(&router, &mut routed), (&proxy, &mut proxied)] {
-                let before = child.cpu();
+            for (child, results) in [(router, &mut routed), (proxy, &mut proxied)] {
+                let (cpu, writes) = (child.cpu(), child.writes());
                 let done = client::run(&child.address, load).await;
-                let used = (child.cpu() - before).as_secs_f64();
-                results.push((done.tokens as f64 / used, done.tokens as f64 / done.messages as f64));
+                let (cpu, writes) = ((child.cpu() - cpu).as_secs_f64(), child.writes() - writes);
+                let tokens = done.tokens as f64;
+                results.push([tokens / cpu, tokens / done.messages as f64, tokens / writes as f64]);
             }
         }
-        let of = |results: &[(f64, f64)]| {
-            (median(results.iter().map(|r| r.0)), median(results.iter().map(|r| r.1)))
+        let of = |results: &[[f64; 3]], which: usize| median(results.iter().map(|result| result[which]));
+        let shown = |results: &[[f64; 3]]| {
+            format!("{:.0} | {:.2} | {:.1}", of(results, 0), of(results, 1), of(results, 2))
         };
-        let ratios = routed.iter().zip(&proxied).map(|(r, p)| r.0 / p.0);
-        let ((router, share), (proxy, one)) = (of(&routed), of(&proxied));
+        let ratios = routed.iter().zip(&proxied).map(|(routed, proxied)| routed[0] / proxied[0]);
         println!(
-            "| {streams} | {:.1} ms | {router:.0} | {share:.2} | {proxy:.0} | {one:.2} | {:.2} |",
+            "| {streams} | {:.1} ms | {} | {} | {:.2} |",
             pace_us as f64 / 1e3,
+            shown(&routed),
+            shown(&proxied),
             median(ratios)
         );
     }
+}
 
+/// What lies between a call and its first token.
+async fn latency(servers: &Servers) {
+    let Servers { source, router, proxy } = servers;
     println!(
         "\ntime to the first token at 200 calls a second, beside 32 streams of 100 tokens a second (ms)"
     );
     println!("| way | P50 | P99 |");
     println!("|---|---|---|");
     let mut ways: [(&str, &String, Vec<client::Latency>); 3] = [
-        ("direct", direct, Vec::new()),
+        ("direct", &source.address, Vec::new()),
         ("proxy", &proxy.address, Vec::new()),
         ("router", &router.address, Vec::new()),
     ];
@@ -103,13 +144,17 @@ async fn measure() {
         .zip(&ways[0].2)
         .map(|(routed, direct)| (routed.p99.as_secs_f64() - direct.p99.as_secs_f64()) * 1e3);
     println!("added by the router at P99, median of the rounds: {:.3} ms", median(added));
+}
 
+/// What a stream holds whose first token has not come.
+async fn memory(servers: &Servers) {
+    let Servers { router, proxy, .. } = servers;
     println!("\nmemory of an idle stream (resident, KiB)");
     println!("| streams | router | proxy |");
     println!("|---|---|---|");
     for streams in [1000, 4000] {
         let mut grown = Vec::new();
-        for child in [&router, &proxy] {
+        for child in [router, proxy] {
             let before = child.resident_kib();
             let held = client::hold(&child.address, streams).await;
             grown.push((child.resident_kib() - before) / streams as f64);

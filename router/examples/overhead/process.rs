@@ -37,6 +37,12 @@ impl Child {
         Duration::from_nanos(nanos.sum())
     }
 
+    /// Writes to sockets, and whatever else it wrote to.
+    pub fn writes(&self) -> u64 {
+        let io = fs::read_to_string(format!("/proc/{}/io", self.pid)).unwrap();
+        io.lines().find_map(|line| line.strip_prefix("syscw: ")).unwrap().parse().unwrap()
+    }
+
     /// Resident memory.
     pub fn resident_kib(&self) -> f64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap();

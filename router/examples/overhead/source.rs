@@ -21,15 +21,16 @@ use tonic::{Request, Response, Status, Streaming};
 
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// A source of tokens. The seed of a request says how many microseconds lie between two of its tokens; 0 is none at all,
-/// and `IDLE` means that the first token never comes.
+/// A source of tokens, which keeps step as a worker does: whatever runs at a pace gets its next token at the same moment,
+/// and to a router all of them go in one update. The seed of a request says how many microseconds a step takes; with 0 all
+/// tokens come at once, and with `IDLE` the first one never does.
 #[derive(Clone)]
-struct Source;
+struct Source {
+    epoch: Instant,
+}
 
 /// The seed of a request that stays without an answer.
 pub const IDLE: u64 = u64::MAX;
-/// How finely time is divided: all tokens due within it share an update, as those of an iteration do.
-const GRAIN: Duration = Duration::from_micros(500);
 /// "a", as a token.
 const TOKEN: u32 = 64;
 
@@ -37,8 +38,31 @@ struct Running {
     submit: v1::Submit,
     sent: u32,
     most: u32,
+}
+
+/// What runs at one pace.
+struct Batch {
+    pace: Duration,
+    /// When the next step is over.
     next: Instant,
-    pace: Option<Duration>,
+    running: Vec<Running>,
+}
+
+impl Batch {
+    /// Takes a step: a token for each, in one update.
+    fn step(&mut self) -> Vec<v1::SequenceUpdate> {
+        self.next += self.pace;
+        let mut sequences = Vec::with_capacity(self.running.len());
+        self.running.retain_mut(|one| {
+            let tokens = if self.pace.is_zero() { one.most } else { 1 };
+            one.sent += tokens;
+            let ends = one.sent == one.most;
+            let reason = if ends { v1::FinishReason::Length } else { v1::FinishReason::Unspecified };
+            sequences.push(sequence(&one.submit, tokens as usize, reason));
+            !ends
+        });
+        sequences
+    }
 }
 
 fn files() -> BTreeMap<&'static str, &'static str> {
@@ -51,6 +75,17 @@ fn files() -> BTreeMap<&'static str, &'static str> {
 
 fn pace(seed: u64) -> Option<Duration> {
     (seed != IDLE).then(|| Duration::from_micros(seed))
+}
+
+impl Source {
+    /// The end of the step under way.
+    fn next_step(&self, pace: Duration, now: Instant) -> Instant {
+        if pace.is_zero() {
+            return now;
+        }
+        let steps = (now - self.epoch).as_nanos() / pace.as_nanos() + 1;
+        self.epoch + Duration::from_nanos((steps * pace.as_nanos()) as u64)
+    }
 }
 
 #[tonic::async_trait]
@@ -84,14 +119,15 @@ impl Worker for Source {
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let _ = updates.send(Message::Hello(hello));
+        let source = self.clone();
         tokio::spawn(async move {
-            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24 });
-            let mut running: BTreeMap<u64, Running> = BTreeMap::new();
-            let mut update = v1::Update { grant, ..Default::default() };
+            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24, urgent: 0 });
+            let mut batches: BTreeMap<Duration, Batch> = BTreeMap::new();
+            let mut idle: BTreeMap<u64, v1::Submit> = BTreeMap::new();
             let mut heartbeat = Instant::now();
             loop {
-                let wake = running.values().filter(|one| one.pace.is_some()).map(|one| one.next).min();
-                let wake = wake.map_or(heartbeat, |wake| (wake + GRAIN).min(heartbeat));
+                let steps = batches.values().map(|batch| batch.next).min();
+                let wake = steps.map_or(heartbeat, |next| next.min(heartbeat));
                 let command = tokio::select! {
                     biased;
                     () = sleep_until(wake) => None,
@@ -101,39 +137,47 @@ impl Worker for Source {
                     },
                 };
                 let now = Instant::now();
+                let mut sequences = Vec::new();
                 match command {
                     Some(Command::Submit(submit)) => {
-                        let pace = pace(submit.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0));
+                        let seed = submit.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0);
                         let most = submit.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
-                        let one = Running { most, sent: 0, next: now, pace, submit };
-                        running.insert(one.submit.request, one);
+                        match pace(seed) {
+                            Some(pace) => {
+                                let next = source.next_step(pace, now);
+                                let batch = Batch { pace, next, running: Vec::new() };
+                                let running = &mut batches.entry(pace).or_insert(batch).running;
+                                running.push(Running { submit, sent: 0, most });
+                            }
+                            None => drop(idle.insert(submit.request, submit)),
+                        }
                     }
                     Some(Command::Cancel(cancel)) => {
-                        if let Some(one) = running.remove(&cancel.request) {
-                            update.sequences.push(sequence(&one.submit, 0, v1::FinishReason::Cancelled));
+                        let idle = idle.remove(&cancel.request);
+                        let mut running = batches.values_mut().flat_map(|batch| {
+                            batch.running.extract_if(.., |one| one.submit.request == cancel.request)
+                        });
+                        if let Some(submit) = idle.or_else(|| running.next().map(|one| one.submit)) {
+                            sequences.push(sequence(&submit, 0, v1::FinishReason::Cancelled));
                         }
                     }
                     _ => {}
                 }
-                running.retain(|_, one| {
-                    let Some(pace) = one.pace else { return true };
-                    let mut tokens = 0;
-                    while one.sent < one.most && one.next <= now {
-                        one.sent += 1;
-                        one.next += pace;
-                        tokens += 1;
+                // A step that is late is a step all the same: its tokens share no update with the next one's.
+                let mut late = Vec::new();
+                for batch in batches.values_mut() {
+                    while batch.next <= now && !batch.running.is_empty() {
+                        late.push(batch.step());
                     }
-                    let ends = one.sent == one.most;
-                    let reason = if ends { v1::FinishReason::Length } else { v1::FinishReason::Unspecified };
-                    if tokens > 0 {
-                        update.sequences.push(sequence(&one.submit, tokens, reason));
-                    }
-                    !ends
-                });
-                if !update.sequences.is_empty() || now >= heartbeat {
+                }
+                batches.retain(|_, batch| !batch.running.is_empty());
+                if now >= heartbeat || !sequences.is_empty() {
+                    late.push(sequences);
+                }
+                for sequences in late {
                     heartbeat = now + Duration::from_millis(500);
-                    let next = v1::Update { grant, ..Default::default() };
-                    if updates.send(Message::Update(std::mem::replace(&mut update, next))).is_err() {
+                    let update = v1::Update { grant, sequences, ..Default::default() };
+                    if updates.send(Message::Update(update)).is_err() {
                         return;
                     }
                 }
@@ -184,13 +228,13 @@ impl Inference for Source {
         let request = request.into_inner();
         let pace = pace(request.sampling.as_ref().and_then(|s| s.seed).unwrap_or(0));
         let most = request.stop.as_ref().and_then(|stop| stop.max_tokens).unwrap_or(1);
-        let began = Instant::now();
+        let first = self.next_step(pace.unwrap_or_default(), Instant::now());
         let event = |event| Ok(v1::GenerateResponse { event: Some(event) });
         let tokens = futures::stream::iter(1..=most).then(move |nth| async move {
             match pace {
                 None => std::future::pending::<()>().await,
-                Some(pace) if nth > 1 => sleep_until(began + pace * (nth - 1)).await,
-                Some(_) => {}
+                Some(pace) if pace.is_zero() => {}
+                Some(pace) => sleep_until(first + pace * (nth - 1)).await,
             }
             event(Event::Delta(v1::GenerationDelta { text: "a".to_owned(), ..Default::default() }))
         });
@@ -221,9 +265,10 @@ pub async fn serve() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     println!("{}", listener.local_addr().unwrap());
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let source = Source { epoch: Instant::now() };
     Server::builder()
-        .add_service(WorkerServer::new(Source))
-        .add_service(InferenceServer::new(Source))
+        .add_service(WorkerServer::new(source.clone()))
+        .add_service(InferenceServer::new(source))
         .serve_with_incoming(incoming)
         .await
         .unwrap();

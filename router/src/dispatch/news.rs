@@ -2,10 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::Instant;
 
 use inflight_proto::v1;
 use inflight_router_core::Credits;
+use inflight_transport::together;
 
 use super::{Dispatch, Introduction, Reason, State};
 use crate::clock;
@@ -89,10 +91,11 @@ impl Dispatch {
         }
         let mut given_back = Vec::new();
         let mut violation = None;
+        let mut readers = Vec::new();
         let (mut stale, mut failures, mut progress) = (0, 0, false);
         for sequence in update.sequences {
             let (submission, choice) = (sequence.request, sequence.choice);
-            let known = entry.flights.get(&submission).filter(|_| entry.ledger.runs(submission, choice));
+            let known = entry.flights.get_mut(&submission).filter(|_| entry.ledger.runs(submission, choice));
             let Some(flight) = known else {
                 violation = Some(Violation::UnknownRequest { request: submission, choice });
                 break;
@@ -101,15 +104,16 @@ impl Dispatch {
                 stale += 1;
                 continue;
             }
-            let relay = flight.relay.clone();
             let ended = sequence.finish != v1::FinishReason::Unspecified as i32;
             let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
-            let received = relay.receive(submission, sequence, vocab_size, unread_max, now);
+            let relay = flight.relay.clone();
+            let received = relay.receive(submission, sequence, vocab_size, unread_max, now, &mut readers);
             if let Received::Nonsense(nonsense) = received {
                 violation = Some(nonsense);
                 break;
             }
-            if ended || received == Received::Progress {
+            let reports = ended || received == Received::Progress;
+            if reports && !std::mem::replace(&mut flight.reported, true) {
                 state.queue.settle(submission);
             }
             if ended {
@@ -149,6 +153,7 @@ impl Dispatch {
         }
         if let Some(grant) = update.grant {
             entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
+            entry.ledger.set_urgent(grant.urgent);
         }
         entry.show();
         let drains = update.draining && entry.draining.is_none();
@@ -172,6 +177,8 @@ impl Dispatch {
         if drains {
             self.publish(&guard);
         }
+        drop(guard);
+        together(|| readers.into_iter().for_each(Waker::wake));
         violation.map_or(Ok(()), Err)
     }
 

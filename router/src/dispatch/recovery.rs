@@ -102,7 +102,7 @@ impl State {
         if request.journal.ended() {
             request.phase = Phase::Ended;
             drop(request);
-            relay.changed.notify_one();
+            relay.notify();
             return;
         }
         let after = if suspected { request.suspicion.lost(alone) } else { AfterLoss::Retry };
@@ -110,7 +110,7 @@ impl State {
         if after == AfterLoss::Refuse {
             request.fail(Outcome::AttemptsExhausted { attempts });
             drop(request);
-            relay.changed.notify_one();
+            relay.notify();
             return;
         }
         request.phase = Phase::Parked;
@@ -132,7 +132,7 @@ impl State {
         } else {
             self.parked.push_back(relay.clone());
         }
-        relay.changed.notify_one();
+        relay.notify();
     }
 
     /// Lets delayed resubmissions through, as far as the budget goes.
@@ -182,7 +182,7 @@ impl State {
             }
             if relay.expired(now) {
                 relay.lock().fail(Outcome::DeadlineExceeded);
-                relay.changed.notify_one();
+                relay.notify();
                 return false;
             }
             !self.place_suspect(relay, now)
@@ -308,6 +308,7 @@ impl State {
         for (relay, outcome) in over {
             self.withdraw_all(&relay);
             relay.lock().fail(outcome);
+            relay.notify();
             relay.lease.end();
         }
     }

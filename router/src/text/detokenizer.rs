@@ -28,9 +28,14 @@ impl Detokenizer {
         if vocabulary.is_special(id) {
             return;
         }
-        for byte in self.without_leading(vocabulary.bytes(id)) {
-            self.held.push(*byte);
+        let bytes = self.without_leading(vocabulary.bytes(id));
+        if self.held.is_empty()
+            && let Ok(whole) = std::str::from_utf8(bytes)
+        {
+            text.push_str(whole);
+            return;
         }
+        self.held.extend_from_slice(bytes);
         self.release(text);
     }
 

@@ -70,6 +70,11 @@ impl StopMatcher {
         }
     }
 
+    /// Whether it looks for nothing: then every piece comes out as it went in.
+    pub fn is_empty(&self) -> bool {
+        self.patterns.is_empty()
+    }
+
     /// Takes the next piece and appends to `out` what is safe to show. With `armed` false a match is passed
     /// over as if it were plain text. After a match nothing more may be pushed.
     pub fn push(&mut self, piece: &str, armed: bool, out: &mut String) -> Option<StopMatch> {

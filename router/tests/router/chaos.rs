@@ -87,7 +87,7 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
             } else {
                 (random.random_range(0..12), random.random_range(0..64))
             };
-            update.grant = Some(v1::Grant { sequences, blocks });
+            update.grant = Some(v1::Grant { sequences, blocks, urgent: 0 });
             session.update(update);
             tokio::task::yield_now().await;
         }

@@ -120,9 +120,44 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
             assert_eq!(submit.prompt[1..], tokens(name));
             session.update(v1::Update {
                 sequences: vec![crate::worker::sequence(&submit, 0, &[EOT], STOP)],
-                grant: Some(v1::Grant { sequences: 0, blocks: 0 }),
+                grant: Some(v1::Grant { sequences: 0, blocks: 0, urgent: 0 }),
                 ..Default::default()
             });
+        }
+        for mut stream in streams {
+            stream.read_to_end().await.unwrap();
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_else_does() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.session().await;
+        session.update(v1::Update {
+            grant: Some(v1::Grant { sequences: 1, blocks: 100, urgent: 1 }),
+            ..Default::default()
+        });
+        cluster.handle.ready().await;
+        let ask = |name: &str, priority| v1::GenerateRequest { priority, ..text(name) };
+        let mut streams = vec![cluster.generate(ask("running", 0)).await.unwrap()];
+        let running = session.submit().await;
+        for (name, priority) in [("equal", 0), ("important", 1), ("as important", 1)] {
+            streams.push(cluster.generate(ask(name, priority)).await.unwrap());
+        }
+        // Equal ones wait, and the second of the important: one sequence beyond the grant is all there is.
+        let important = session.submit().await;
+        assert_eq!(important.prompt[1..], tokens("important"));
+        session.finish(&running, 0, &[EOT], STOP);
+        session.finish(&important, 0, &[EOT], STOP);
+        // What is left outranks nothing by then, and goes within the grant, in order.
+        for name in ["as important", "equal"] {
+            let submit = session.submit().await;
+            assert_eq!(submit.prompt[1..], tokens(name));
+            session.finish(&submit, 0, &[EOT], STOP);
         }
         for mut stream in streams {
             stream.read_to_end().await.unwrap();

@@ -332,7 +332,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
             second.update(v1::Update { charges: vec![charge("heavy", cost)], ..Default::default() });
         }
         second.update(v1::Update {
-            grant: Some(v1::Grant { sequences: 1, blocks: 100 }),
+            grant: Some(v1::Grant { sequences: 1, blocks: 100, urgent: 0 }),
             ..Default::default()
         });
         let submit = second.submit().await;
@@ -445,7 +445,7 @@ async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
         let mut session = worker.session().await;
         cluster.handle.ready().await;
         session.update(v1::Update {
-            grant: Some(v1::Grant { sequences: 8, blocks: 1000 }),
+            grant: Some(v1::Grant { sequences: 8, blocks: 1000, urgent: 0 }),
             load: Some(v1::Load { prefill_ahead_us: 5_000_000, prefill_stretch: 1.0, ..Default::default() }),
             cost: Some(v1::CostModel { step: 0.01, token: 0.001, ..Default::default() }),
             ..Default::default()

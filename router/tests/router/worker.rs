@@ -172,7 +172,10 @@ impl Session {
     }
 
     pub fn grant(&self, sequences: u32, blocks: u32) {
-        self.update(v1::Update { grant: Some(v1::Grant { sequences, blocks }), ..Default::default() });
+        self.update(v1::Update {
+            grant: Some(v1::Grant { sequences, blocks, urgent: 0 }),
+            ..Default::default()
+        });
     }
 
     pub fn sequence(&self, sequence: v1::SequenceUpdate) {

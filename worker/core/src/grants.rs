@@ -122,6 +122,19 @@ impl<K: Ord + Copy> Grants<K> {
         grants.into_iter()
     }
 
+    /// Sequences that each session may have in flight beyond its grant, for what is more important than something else that
+    /// it has: `most` over all sessions, less what is in flight beyond the capacity already, shared equally.
+    pub fn urgent(&self, most: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
+        let over = self.sequences_in_flight().saturating_sub(self.capacity.sequences);
+        let left = most.saturating_sub(over);
+        let sessions = (self.sessions.len() as u32).max(1);
+        let (each, odd, turn) = (left / sessions, left % sessions, self.turn % sessions);
+        // What does not divide goes round.
+        let share = move |place: u32| each + u32::from((place + sessions - turn) % sessions < odd);
+        let keys: Vec<K> = self.sessions.keys().copied().collect();
+        keys.into_iter().enumerate().map(move |(place, key)| (key, share(place as u32)))
+    }
+
     /// What each session gets of `free` units, on top of the `has` that it has.
     fn share(&self, free: u32, has: fn(&Grant) -> u32) -> Vec<u32> {
         let backlog = self.sessions.values().any(|held| !held.idle);
@@ -167,7 +180,7 @@ mod tests {
         #[test]
         fn grants_divide_the_capacity_exactly_and_never_take_back_what_runs(
             sequences in 0u32..50, blocks in 0u32..500, used in 0u32..500,
-            held in prop::collection::vec((0u32..20, 0u32..200, any::<bool>()), 1..6)
+            held in prop::collection::vec((0u32..20, 0u32..200, any::<bool>()), 1..6), most in 0u32..40
         ) {
             let mut grants = Grants::new(Capacity { sequences, blocks });
             for (session, (s, b, backlog)) in held.iter().enumerate() {
@@ -181,6 +194,10 @@ mod tests {
             let held_blocks: u32 = held.iter().map(|(_, b, _)| b).sum();
             prop_assert_eq!(sum(|g| g.sequences), sequences.max(held_sequences));
             prop_assert_eq!(sum(|g| g.blocks), held_blocks + blocks.saturating_sub(held_blocks.max(used)));
+            let urgent: Vec<u32> = grants.urgent(most).map(|(_, urgent)| urgent).collect();
+            let beyond = held_sequences.saturating_sub(sequences);
+            prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "no more in all, ever");
+            prop_assert!(urgent.iter().max().unwrap() - urgent.iter().min().unwrap() <= 1);
             let anybody = held.iter().any(|(.., backlog)| *backlog);
             for (session, grant) in &divided {
                 let (s, b, backlog) = held[*session];

@@ -91,6 +91,8 @@ pub struct Engine {
     eos_token_ids: Arc<[u32]>,
     grants: Grants<SessionId>,
     ahead: QueueAhead,
+    /// Most sequences in flight beyond what the grants divide.
+    urgent_max: u32,
     /// Sequences that ended since the iteration completed last.
     ended_since: u32,
     /// Beside the scheduler's table: indexed by `SequenceId::index`.
@@ -153,6 +155,7 @@ impl Engine {
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
             ahead: QueueAhead::new(settings.queue_ahead),
+            urgent_max: settings.queue_ahead,
             ended_since: 0,
             live: Vec::new(),
             requests: BTreeMap::new(),
@@ -199,6 +202,11 @@ impl Engine {
     /// Each session's grant.
     pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
         self.grants.divide(self.scheduler.load().blocks_used)
+    }
+
+    /// What each session may have in flight beyond its grant, for what is more important than something else of it.
+    pub fn urgent(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
+        self.grants.urgent(self.urgent_max)
     }
 
     /// Iterations launched and not completed.

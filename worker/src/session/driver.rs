@@ -252,7 +252,7 @@ impl Driver {
                 let (history, load, limits) =
                     (self.engine.history(), self.engine.load(), self.engine.limits());
                 let held = self.engine.held();
-                let held = v1::Grant { sequences: held.sequences, blocks: held.blocks };
+                let held = v1::Grant { sequences: held.sequences, blocks: held.blocks, urgent: 0 };
                 let found = report::diagnosis(history, &load, limits, self.step_us, iterations);
                 // Whoever asked may be gone.
                 let _ = reply.send(v1::DiagnoseResponse { held: Some(held), ..found });
@@ -319,7 +319,7 @@ impl Driver {
         // Session by session, in the order of each one's events.
         self.events.sort_by_key(|event| event.key.session);
         let mut events = self.events.drain(..).peekable();
-        for (session, grant) in self.engine.grants() {
+        for ((session, grant), (_, urgent)) in self.engine.grants().zip(self.engine.urgent()) {
             // The events of a closed session have nobody to go to.
             while events.next_if(|event| event.key.session < session).is_some() {}
             let Some(mailbox) = self.mailboxes.get(&session) else { continue };
@@ -328,6 +328,7 @@ impl Driver {
                 load: told,
                 // A draining worker takes nothing new, whatever room it has.
                 grant: if self.draining { Grant::default() } else { grant },
+                urgent: if self.draining { 0 } else { urgent },
                 draining: self.draining,
                 begun_order: begun,
                 routers,

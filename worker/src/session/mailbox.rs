@@ -59,6 +59,8 @@ pub(crate) struct Report {
     pub iteration: u64,
     pub load: v1::Load,
     pub grant: Grant,
+    /// Sequences beyond it, for what is more important than something else of the session.
+    pub urgent: u32,
     pub draining: bool,
     /// How far service has got.
     pub begun_order: u64,
@@ -91,7 +93,8 @@ impl Mailbox {
         state.taken = state.arrived;
         state.load = report.load;
         state.begun_order = report.begun_order;
-        let grant = v1::Grant { sequences: report.grant.sequences, blocks: report.grant.blocks };
+        let Grant { sequences, blocks } = report.grant;
+        let grant = v1::Grant { sequences, blocks, urgent: report.urgent };
         // A changed load alone can wait for the heartbeat or the next token.
         state.changed |=
             state.grant != grant || state.draining != report.draining || state.routers != report.routers;
@@ -368,6 +371,7 @@ mod tests {
             iteration: 0,
             load: v1::Load::default(),
             grant: Grant::default(),
+            urgent: 0,
             draining: false,
             begun_order: 0,
             routers: 1,

@@ -43,6 +43,8 @@ pub struct Candidate {
     pub grant: Credits,
     /// What it has in flight.
     pub used: Credits,
+    /// Sequences beyond the grant that the request may use: 0 unless it outranks something in flight.
+    pub urgent: u32,
     /// What the request needs there (workers may have blocks of different sizes).
     pub need: Credits,
     /// It failed this request before: taken only if there is no other.
@@ -53,10 +55,18 @@ pub struct Candidate {
 
 impl Candidate {
     /// Whether the request may be handed over now. A session with nothing in flight takes any request as soon
-    /// as it has a grant: a request larger than every grant would otherwise wait for ever.
+    /// as it has a grant: a request larger than every grant would otherwise wait for ever. One that outranks something in
+    /// flight goes a few sequences beyond the grant. Its blocks do not matter then: its worker takes them from what it
+    /// outranks.
     pub fn has_room(&self) -> bool {
         let idle = self.used.sequences == 0;
-        self.grant.fit(self.used, self.need) || (idle && self.grant.sequences > 0 && self.grant.blocks > 0)
+        self.grant.fit(self.used, self.need)
+            || (idle && self.grant.sequences > 0 && self.grant.blocks > 0)
+            || (self.urgent > 0 && self.beyond().fit(self.used, self.need))
+    }
+
+    fn beyond(&self) -> Credits {
+        Credits { sequences: self.grant.sequences.saturating_add(self.urgent), blocks: u32::MAX }
     }
 
     /// The load after taking the request: the fuller of the two bounds, as a fraction. Another router's load shows in

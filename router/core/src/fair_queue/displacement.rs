@@ -1,0 +1,62 @@
+//! Who makes room for an arrival.
+
+use std::collections::BTreeMap;
+
+use inflight_contract::Weight;
+
+use super::{Arrival, FairQueue, Place};
+use crate::queue_bounds::{Hold, QueueLimits};
+
+impl<L: Ord + Copy, T> FairQueue<L, T> {
+    /// What would have to go so that an arrival fits, where `hold` is held within `limits`: of the lowest priorities
+    /// first; in each, the latest arrival of the tenant that holds most over its weight. Of the arrival's own
+    /// priority only what other tenants hold beyond what its own tenant would. `None` if that is not enough.
+    pub(super) fn victims(
+        &self,
+        arrival: &Arrival<'_>,
+        only: Option<&str>,
+        mut hold: Hold,
+        limits: QueueLimits,
+    ) -> Option<Vec<Place<L>>> {
+        let mut victims = Vec::new();
+        let mut given: BTreeMap<&str, u64> = BTreeMap::new();
+        let share = |tokens: u64, weight: Weight| tokens as f64 / weight.get();
+        let own = self.holds.get(arrival.tenant).map_or(0, |hold| hold.tokens) + arrival.tokens;
+        let own_share = share(own, arrival.weight);
+        for (priority, class) in self.fresh.range(..=arrival.priority) {
+            let equal = *priority == arrival.priority;
+            if equal && only.is_some() {
+                break;
+            }
+            let of_class = class.iter().filter(|(name, _)| only.is_none_or(|only| only == &***name));
+            let mut tails: Vec<_> =
+                of_class.map(|(name, arrivals)| (&**name, arrivals.values().rev().peekable())).collect();
+            loop {
+                if hold.full(arrival.tokens, limits).is_none() {
+                    return Some(victims);
+                }
+                // What a tenant holds over its weight, once it has given `more`.
+                let left = |name: &str, more: u64| {
+                    let all = self.holds.get(name).copied().unwrap_or_default();
+                    share(all.tokens - given.get(name).copied().unwrap_or(0) - more, all.weight)
+                };
+                let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
+                    let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
+                    // Giving way turns no order of tenants around, or two would displace each other for ever.
+                    let gives = !equal || (*name != arrival.tenant && left(name, tokens) >= own_share);
+                    gives.then(|| (left(name, 0), at))
+                });
+                let Some((_, at)) = candidates.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
+                    break;
+                };
+                let (name, tail) = &mut tails[at];
+                let Some(place) = tail.next() else { break };
+                let tokens = self.entry(place).map_or(0, |entry| entry.tokens);
+                *given.entry(name).or_insert(0) += tokens;
+                hold = hold.less(1, tokens);
+                victims.push(*place);
+            }
+        }
+        hold.full(arrival.tokens, limits).is_none().then_some(victims)
+    }
+}
