@@ -40,6 +40,13 @@ def weights_bytes(name: str) -> int:
     return 2 * (layer * s["num_hidden_layers"] + s["vocab_size"] * h)
 
 
+def file_bytes(name: str) -> int:
+    """Bytes of its checkpoint in a 16-bit type."""
+    _, s = SHAPES[name]
+    embeddings = 1 if s["tie_word_embeddings"] else 2
+    return weights_bytes(name) + 2 * (embeddings - 1) * s["vocab_size"] * s["hidden_size"]
+
+
 def kv_bytes_per_token(name: str) -> int:
     _, s = SHAPES[name]
     head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
