@@ -14,11 +14,10 @@ template <typename T, uint32_t D> DEVICE void attention_decode(const AttentionPa
 
 // A batch of prefill chunks and decodes, in one launch.
 template <typename T, uint32_t D> DEVICE void attention_mixed(const AttentionParams &p) {
-    uint32_t units = *p.item_count * p.kv_heads;
-    for (uint32_t unit = block_index(); unit < units; unit += blocks()) {
+    for (uint32_t unit = block_index(); unit < *p.item_count * p.kv_heads; unit += blocks()) {
         AttentionItem item = p.items[unit / p.kv_heads];
         if (item.whole) {
-            attend_rows<T, D>(p, item, unit % p.kv_heads);
+            attend_rows<T, D>(p, item, unit);
         } else {
             attend_split<T, D>(p, item, unit % p.kv_heads);
         }

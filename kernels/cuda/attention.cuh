@@ -41,7 +41,7 @@ DEVICE void load_tile(const Keys<T, D> &keys, uint32_t first, uint32_t end, uint
         bool valid = position < end;
         const T *from = keys.pool;
         if (valid) {
-            uint32_t block = keys.table[position >> keys.shift];
+            uint32_t block = keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift];
             uint32_t offset = position & ((1u << keys.shift) - 1);
             from += (uint64_t)block * keys.block_numbers + (uint64_t)offset * D + chunk * 8;
         }
@@ -89,7 +89,7 @@ DEVICE void write_highs(const AttentionParams &p, const AttentionItem &item, uin
     uint32_t group = p.heads / p.kv_heads;
     for (uint32_t row = thread_index(); row < rows; row += ATTENTION_THREADS) {
         uint32_t token = row / group;
-        highs[row] = token < item.tokens ? item.position + token + 1 : 0;
+        highs[row] = token < item.tokens ? item.position + token + MUTANT(CausalEdge, 0, 1) : 0;
     }
 }
 
@@ -100,7 +100,7 @@ DEVICE Sight sight_of(const uint32_t *highs, uint32_t first_row, uint32_t window
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t high = highs[first_row + lane() / 4 + 8 * i];
         sight.high[i] = high;
-        sight.low[i] = window && high > window ? high - window : 0;
+        sight.low[i] = window && high > window ? high - MUTANT(WindowEdge, window - 1, window) : 0;
     }
     return sight;
 }

@@ -13,7 +13,8 @@ constexpr uint32_t row_keys(uint32_t head_dim) { return head_dim <= 64 ? 64 : 32
 constexpr uint32_t rows_of(uint32_t head_dim) { return ATTENTION_WARPS * 16 * row_tiles(head_dim); }
 
 template <typename T, uint32_t D>
-DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uint32_t unit) {
+    uint32_t kv_head = unit % p.kv_heads;
     using Shape = Tile<D>;
     constexpr uint32_t TILES = row_tiles(D), KEYS = row_keys(D), ROWS = rows_of(D);
     constexpr uint32_t STAGE = Shape::bytes(2 * KEYS);
@@ -21,14 +22,14 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     uint8_t *stages = queries + Shape::bytes(ROWS);
     uint32_t *highs = (uint32_t *)(stages + 2 * STAGE);
 
-    Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
     uint32_t end = item.position + item.tokens;
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
     // Conditions below are computed anew for each tile from as few numbers as can be: registers are what is short here.
     uint32_t tile = seen / KEYS;
 
     load_queries<T, D, ROWS>(p, item, kv_head, queries);
-    load_tile<T, D, KEYS>(keys, tile * KEYS, end, stages, stages + STAGE / 2);
+    uint8_t *stage = stages + tile % 2 * STAGE;
+    load_tile<T, D, KEYS>(keys_of<T, D>(p, item, kv_head), tile * KEYS, end, stage, stage + STAGE / 2);
     cp_async_commit();
 
     uint32_t first_row = warp() * 16 * TILES;
@@ -38,17 +39,18 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     for (uint32_t m = 0; m < TILES; m++) {
         state[m].clear();
     }
-    uint32_t slot = 0;
     for (; tile * KEYS < end; tile++) {
-        cp_async_wait<0>();
+        if (MUTANT(MissingWait, false, true)) {
+            cp_async_wait<0>();
+        }
         barrier();
         if ((tile + 1) * KEYS < end) {
-            uint8_t *stage = stages + (slot ^ 1) * STAGE;
+            stage = stages + (tile + 1) % 2 * STAGE;
+            Keys<T, D> keys = keys_of<T, D>(p, item, not_kept(unit) % p.kv_heads);
             load_tile<T, D, KEYS>(keys, (tile + 1) * KEYS, end, stage, stage + STAGE / 2);
         }
         cp_async_commit();
-        uint8_t *key_tile = stages + slot * STAGE, *value_tile = key_tile + STAGE / 2;
-        slot ^= 1;
+        uint8_t *key_tile = stages + tile % 2 * STAGE, *value_tile = key_tile + STAGE / 2;
         float scores[TILES][KEYS / 8][4];
         UNROLL
         for (uint32_t m = 0; m < TILES; m++) {
@@ -111,6 +113,10 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
             }
         }
     }
+    // Read again, for the same reason.
+    unit = not_kept(unit);
+    kv_head = unit % p.kv_heads;
+    uint32_t first_token = p.items[unit / p.kv_heads].row, tokens = p.items[unit / p.kv_heads].tokens;
     uint32_t group = p.heads / p.kv_heads;
     UNROLL
     for (uint32_t m = 0; m < TILES; m++) {
@@ -119,8 +125,8 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
             float sum = row_sum(state[m].sum[i]);
             float scale = sum > 0.0f ? divide_exact(1.0f, sum) : 0.0f;
             uint32_t row = first_row + 16 * m + lane() / 4 + 8 * i;
-            if (row < item.tokens * group) {
-                uint64_t line = (uint64_t)(item.row + row / group) * p.heads + kv_head * group + row % group;
+            if (row < tokens * group) {
+                uint64_t line = (uint64_t)(first_token + row / group) * p.heads + kv_head * group + row % group;
                 uint32_t *to = (uint32_t *)p.out + line * (D / 2) + lane() % 4;
                 UNROLL
                 for (uint32_t j = 0; j < D / 8; j++) {

@@ -29,7 +29,8 @@ template <uint32_t D> struct Merged {
 template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, const Float4 *out) {
     float tops = fmaxf(all.top, top);
     float reference = tops == -INFINITE ? 0.0f : tops;
-    float a = exp2_approximate(all.top - reference), b = exp2_approximate(top - reference);
+    float a = exp2_approximate(all.top - reference);
+    float b = MUTANT(MergeMaximum, 1.0f, exp2_approximate(top - reference));
     all.top = tops;
     all.sum = fma_exact(sum, b, multiply_exact(all.sum, a));
     UNROLL
@@ -152,7 +153,8 @@ DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, 
         return;
     }
     for (uint32_t s = 0; s < item.splits; s++) {
-        uint64_t line = ((uint64_t)(item.partial + s) * p.kv_heads + kv_head) * SPLIT_ROWS + row;
+        uint32_t partial = item.partial + MUTANT(MergeOrder, item.splits - 1 - s, s);
+        uint64_t line = ((uint64_t)partial * p.kv_heads + kv_head) * SPLIT_ROWS + row;
         Float4 out[Merged<D>::PARTS];
         UNROLL
         for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
@@ -203,7 +205,9 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     clear<D>(all);
     uint32_t slot = 0;
     for (; tile < tile_end; tile++) {
-        cp_async_wait_for(p.stages - 2);
+        if (MUTANT(MissingWait, false, true)) {
+            cp_async_wait_for(p.stages - 2);
+        }
         barrier();
         // Into the slot that all warps have left behind.
         uint32_t ahead = tile + p.stages - 1, free = (slot + p.stages - 1) % p.stages;

@@ -49,6 +49,15 @@ DEVICE uint8_t *shared_memory() {
     return memory;
 }
 
+// The harness can swap the right expression for a broken one, to see that its tests find out; here there is no choice.
+#define MUTANT(NAME, BROKEN, RIGHT) (RIGHT)
+
+// The same number; what is computed from it in a loop is computed there, not once before it and kept in registers.
+DEVICE uint32_t not_kept(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // All threads of the block.
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }

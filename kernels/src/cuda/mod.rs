@@ -17,7 +17,7 @@ mod plan;
 
 pub use device::{Device, DeviceError, Half, Launch, Profile};
 #[cfg(feature = "harness")]
-pub use harness::{Harness, HostMemory, narrow_on_harness, widen_on_harness};
+pub use harness::{Harness, HostMemory, Mutant, narrow_on_harness, widen_on_harness};
 pub use image::{Form, IMAGES, Image, KERNELS, image_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, attention, attention_blocks,

@@ -211,7 +211,7 @@ fn bits_of(out: &Buffer, rows: usize, width: usize) -> Vec<Vec<u16>> {
 }
 
 #[test]
-fn attention_over_a_ragged_batch_is_exact_to_rounding() {
+pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
     let batch = prop::collection::vec(length(), 0..4);
     on_harness(40, (shape(), batch), |(shape, lengths)| {
         let mut dice = Dice::new(shape.seed);
@@ -254,7 +254,7 @@ fn attention_over_a_ragged_batch_is_exact_to_rounding() {
 /// In the deterministic mode a row has one result, whether it is decoded or part of a chunk, alone or in company, and
 /// however its keys are cut. In the other mode that holds for decoding.
 #[test]
-fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
+pub(crate) fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
     on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {
         let mut dice = Dice::new(shape.seed);
         let pool = Pool::new(&shape, &[length, other], &mut dice);

@@ -9,11 +9,14 @@
 
 mod attention;
 mod machine;
+mod mutants;
 mod numbers;
 mod product;
 mod rows;
 mod sampling;
 mod sources;
+
+use std::cell::Cell;
 
 use inflight_kernels::cuda::Half;
 use inflight_kernels::philox4x32;
@@ -80,6 +83,18 @@ pub(crate) fn widen(half: Half, memory: &Buffer, count: usize) -> Vec<f32> {
     memory.read::<u16>(count).into_iter().map(|bits| half.widen(bits)).collect()
 }
 
+thread_local! {
+    static SHRINKING: Cell<bool> = const { Cell::new(true) };
+}
+
+/// Runs properties of which only whether they hold is of interest.
+pub(crate) fn without_shrinking<T>(work: impl FnOnce() -> T) -> T {
+    SHRINKING.set(false);
+    let outcome = work();
+    SHRINKING.set(true);
+    outcome
+}
+
 /// Runs cases of a property, or says why not.
 pub(crate) fn on_harness<S: Strategy>(
     cases: u32,
@@ -95,6 +110,7 @@ pub(crate) fn on_harness<S: Strategy>(
     let config = ProptestConfig {
         cases: few.unwrap_or(cases),
         failure_persistence: None,
+        max_shrink_iters: if SHRINKING.get() { 1024 } else { 0 },
         ..ProptestConfig::default()
     };
     proptest::test_runner::TestRunner::new(config)
