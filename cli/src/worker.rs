@@ -112,6 +112,9 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
+    /// Which GPU `--device auto` takes, by its number among those visible
+    #[arg(long, value_name = "N", default_value_t = Options::default().gpu, env = "INFLIGHT_WORKER_GPU")]
+    pub gpu: u32,
     /// Record everything that reaches the scheduler to this file, for `inflight replay`
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
     pub record: Option<PathBuf>,
@@ -140,6 +143,7 @@ impl Args {
             },
             model_name: engine.model_name.clone(),
             device: engine.device,
+            gpu: self.gpu,
             threads: engine.threads,
             quantize: engine.quantize,
             kv_cache_bytes: engine.kv_cache_bytes.0,

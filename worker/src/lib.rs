@@ -18,4 +18,4 @@ pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
 pub use models::ModelSource;
 pub use options::{Device, Options, OptionsError, UnknownDevice};
-pub use worker::{Core, Error, Progress, Served, Turning, Worker};
+pub use worker::{Core, Error, Progress, Served, Turning, Worker, usable_gpus};

@@ -14,7 +14,7 @@ use crate::runtime::sim::{SpecError, read_profile};
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
-    /// The best device that is there and can run the model: the first GPU, else the CPU.
+    /// The best device that is there and can run the model: a GPU ([`Options::gpu`]), else the CPU.
     #[default]
     Auto,
     /// CPU cores.
@@ -68,6 +68,8 @@ pub struct Options {
     pub model_name: Option<String>,
     /// What runs it.
     pub device: Device,
+    /// The GPU that [`Device::Auto`] takes, by its number among those visible.
+    pub gpu: u32,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
     /// What weights are rounded to when they are loaded; by default they stay as they are.
@@ -119,6 +121,7 @@ impl Default for Options {
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,
+            gpu: 0,
             threads: None,
             quantize: None,
             kv_cache_bytes: 1 << 30,

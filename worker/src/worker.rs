@@ -372,9 +372,9 @@ fn runtime(
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => return Err(Error::NoCuda),
         #[cfg(feature = "cuda")]
-        Device::Auto => match cuda::available(0) {
+        Device::Auto => match cuda::available(options.gpu as usize) {
             Ok(_) => match cuda::supports(model) {
-                Ok(()) => return Ok((load_cuda(model, options, 0, progress)?, None)),
+                Ok(()) => return Ok((load_cuda(model, options, options.gpu, progress)?, None)),
                 Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
             },
             Err(reason) => tracing::info!(%reason, "computing on the CPU"),
@@ -398,6 +398,14 @@ fn runtime(
     let runtime: Box<dyn Runtime> =
         if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
     Ok((runtime, None))
+}
+
+/// The GPUs that a worker can use, by their numbers among those visible; none in a build without the feature `cuda`.
+pub fn usable_gpus() -> Vec<u32> {
+    #[cfg(feature = "cuda")]
+    return (0..cuda::count()).filter(|gpu| cuda::available(*gpu as usize).is_ok()).collect();
+    #[cfg(not(feature = "cuda"))]
+    Vec::new()
 }
 
 #[cfg(feature = "cuda")]

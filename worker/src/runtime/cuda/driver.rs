@@ -70,6 +70,16 @@ pub(super) struct Found {
     pub(super) profile: Profile,
 }
 
+/// How many GPUs the driver sees; 0 without one, or where it refuses to say.
+pub(super) fn count() -> u32 {
+    // SAFETY: only loads the library. Everything else of the driver panics without it.
+    if !unsafe { sys::is_culib_present() } {
+        return 0;
+    }
+    let count = result::init().and_then(|()| result::device::get_count());
+    count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
+}
+
 /// Asks whether a GPU can be used.
 ///
 /// # Errors
@@ -352,6 +362,8 @@ pub(super) struct Driver {
     not_send: PhantomData<*const ()>,
 }
 
+/// Kernels that work on tiles in shared memory.
+const TILED: [&str; 2] = ["attention_", "gemm_"];
 /// Kernels that are looked up at load, so that a missing one is known then.
 const FUNCTIONS: &[&str] = &[
     "embedding_bf16",
@@ -438,14 +450,17 @@ impl Driver {
                 .map_err(failed(&format!("looking up {name}")))?;
             // As much shared memory as there is, less what the kernel has without asking; refused where the device has
             // less than a launch asks for, which the launch then says.
-            // SAFETY: the function exists.
-            let _ = unsafe {
-                result::function::set_function_attribute(
-                    function,
-                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    found.profile.shared_bytes as i32,
-                )
+            let set = |attribute, value| {
+                // SAFETY: the function exists.
+                let _ = unsafe { result::function::set_function_attribute(function, attribute, value) };
             };
+            use sys::CUfunction_attribute as Attribute;
+            let bytes = found.profile.shared_bytes as i32;
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+            if TILED.iter().any(|prefix| name.starts_with(prefix)) {
+                // Their grids count on as many blocks a multiprocessor as its shared memory holds, not its cache.
+                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
+            }
             functions.insert(*name, function);
         }
         let stream = Stream::new(&context)?;
@@ -588,10 +603,12 @@ impl Gpu for Driver {
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
         unsafe {
-            match &self.products {
-                Some(products) => products.run(half, matmul, self.stream.stream),
-                None => super::own_product(self, half, matmul),
+            if let Some(products) = &self.products
+                && products.run(half, matmul, self.stream.stream)?
+            {
+                return Ok(());
             }
+            super::own_product(self, half, matmul)
         }
     }
 }

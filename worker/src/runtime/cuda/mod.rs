@@ -122,6 +122,11 @@ fn mebibytes(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
 }
 
+/// How many GPUs the driver sees; 0 without one.
+pub fn count() -> u32 {
+    driver::count()
+}
+
 /// The name of a GPU that can be used.
 ///
 /// # Errors
@@ -334,9 +339,6 @@ impl Runtime for CudaRuntime {
     }
 
     fn wait_for_transfer(&mut self) -> Result<(), super::Error> {
-        if let Some(swap) = &mut self.swap {
-            swap.wait();
-        }
-        Ok(())
+        self.swap.as_mut().map_or(Ok(()), Swap::wait)
     }
 }
