@@ -43,7 +43,17 @@ enum class Op {
 };
 
 // Faults that tests put in, to see that other tests find them; src/cuda/harness.rs has the same list.
-enum class Mutant : uint32_t { None, MissingWait, BlockEdge, WindowEdge, CausalEdge, MergeMaximum, MergeOrder, DrawPosition };
+enum class Mutant : uint32_t {
+    None,
+    MissingWait,
+    BlockEdge,
+    WindowEdge,
+    CausalEdge,
+    MergeMaximum,
+    MergeOrder,
+    ScaleLine,
+    DrawPosition,
+};
 extern thread_local Mutant mutant;
 
 // Where the running fiber is.

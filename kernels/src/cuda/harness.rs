@@ -74,19 +74,22 @@ pub enum Mutant {
     MergeMaximum,
     /// Splits are merged from the last to the first.
     MergeOrder,
+    /// A number in 8 bits is taken times the scale of the token beside it.
+    ScaleLine,
     /// A token is drawn with the random number of the next position.
     DrawPosition,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
         Self::CausalEdge,
         Self::MergeMaximum,
         Self::MergeOrder,
+        Self::ScaleLine,
         Self::DrawPosition,
     ];
 

@@ -8,6 +8,7 @@
 )]
 
 mod attention;
+mod e4m3;
 mod machine;
 mod mutants;
 mod numbers;
@@ -18,7 +19,7 @@ mod sources;
 
 use std::cell::Cell;
 
-use inflight_kernels::cuda::Half;
+use inflight_kernels::cuda::{Half, KvStore};
 use inflight_kernels::philox4x32;
 use machine::{Buffer, Machine};
 use proptest::prelude::*;
@@ -65,6 +66,10 @@ impl Dice {
         }
         all
     }
+}
+
+pub(crate) fn store() -> impl Strategy<Value = KvStore> {
+    prop_oneof![Just(KvStore::Half), Just(KvStore::Fp8)]
 }
 
 pub(crate) fn half() -> impl Strategy<Value = Half> {

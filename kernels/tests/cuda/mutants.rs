@@ -24,15 +24,18 @@ fn every_fault_in_a_kernel_is_found_by_the_property_it_breaks() {
                 ("attention", exact),
                 ("product", product::products_are_right_and_a_row_has_the_same_bits_alone_and_among_many),
             ],
-            Mutant::MergeOrder => {
-                &[("attention's bits", attention::a_row_has_the_same_bits_in_every_batch_and_every_cut)]
-            }
+            Mutant::MergeOrder => &[(
+                "attention's bits",
+                attention::rows_of_many_splits_have_the_same_bits_however_they_are_cut,
+            )],
             Mutant::DrawPosition => {
                 &[("sampling", sampling::tokens_and_log_probabilities_are_those_of_the_cpu)]
             }
-            Mutant::BlockEdge | Mutant::WindowEdge | Mutant::CausalEdge | Mutant::MergeMaximum => {
-                &[("attention", exact)]
-            }
+            Mutant::ScaleLine
+            | Mutant::BlockEdge
+            | Mutant::WindowEdge
+            | Mutant::CausalEdge
+            | Mutant::MergeMaximum => &[("attention", exact)],
         };
         for (name, property) in properties {
             assert!(finds(*property, mutant), "{mutant:?} is not found by the property of {name}");
