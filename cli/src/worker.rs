@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::runtime::cpu::Quantization;
-use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
+use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
@@ -48,6 +48,9 @@ pub struct EngineArgs {
     /// the model has them]
     #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
+    /// What the KV cache holds: auto, numbers as the model computes them, or fp8, half as large and less exact, on GPUs
+    #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
+    pub kv_cache_dtype: KvCacheDtype,
     /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
@@ -146,6 +149,7 @@ impl Args {
             gpu: self.gpu,
             threads: engine.threads,
             quantize: engine.quantize,
+            kv_cache_dtype: engine.kv_cache_dtype,
             kv_cache_bytes: engine.kv_cache_bytes.0,
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,

@@ -19,7 +19,7 @@ use tonic::transport::server::Connected;
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
-use crate::options::{Device, Options, OptionsError};
+use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
@@ -383,6 +383,10 @@ fn runtime(
         Device::Auto => {}
         Device::Cpu | Device::Sim(_) => {}
     }
+    if options.kv_cache_dtype == KvCacheDtype::Fp8 {
+        let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
+        return Err(OptionsError::OutOfRange { name, value, range: Options::KV_CACHE_DTYPE_ON_CPUS }.into());
+    }
     let cpu = CpuOptions {
         threads: options.threads,
         kv_bytes: options.kv_cache_bytes,
@@ -424,6 +428,10 @@ fn load_cuda(
         slots: options.max_sequences,
         batch_tokens: options.max_batch_tokens,
         context_tokens: options.max_context_tokens,
+        kv_store: match options.kv_cache_dtype {
+            KvCacheDtype::Auto => cuda::KvStore::Half,
+            KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
+        },
         deterministic: options.deterministic,
         graphs: true,
     };

@@ -17,7 +17,7 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -42,6 +42,8 @@ struct Job {
     context_tokens: Option<u32>,
     #[serde(default)]
     deterministic: bool,
+    #[serde(default)]
+    fp8_kv_cache: bool,
     #[serde(default = "graphs")]
     graphs: bool,
     task: Task,
@@ -87,6 +89,7 @@ fn run(argument: &str) -> Outcome<Value> {
         slots: job.slots,
         batch_tokens: job.batch_tokens,
         context_tokens: job.context_tokens,
+        kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
         graphs: job.graphs,
     };

@@ -7,7 +7,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
-use inflight_kernels::cuda::{Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of};
+use inflight_kernels::cuda::{
+    Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
+};
 
 use super::gpu::{Gpu, Matmul, Memory};
 use super::products::Products;
@@ -364,49 +366,6 @@ pub(super) struct Driver {
 
 /// Kernels that work on tiles in shared memory.
 const TILED: [&str; 2] = ["attention_", "gemm_"];
-/// Kernels that are looked up at load, so that a missing one is known then.
-const FUNCTIONS: &[&str] = &[
-    "embedding_bf16",
-    "embedding_f16",
-    "norm_bf16",
-    "norm_f16",
-    "finish_qkv_bf16",
-    "finish_qkv_f16",
-    "swiglu_bf16",
-    "swiglu_f16",
-    "copy_blocks",
-    "sample",
-    "count_history",
-    "gemm_few_bf16_half",
-    "gemm_few_bf16_f32",
-    "gemm_few_f16_half",
-    "gemm_few_f16_f32",
-    "gemm_some_bf16_half",
-    "gemm_some_bf16_f32",
-    "gemm_some_f16_half",
-    "gemm_some_f16_f32",
-    "gemm_many_bf16_half",
-    "gemm_many_bf16_f32",
-    "gemm_many_f16_half",
-    "gemm_many_f16_f32",
-    "attention_decode_bf16_64",
-    "attention_decode_bf16_96",
-    "attention_decode_bf16_128",
-    "attention_decode_bf16_256",
-    "attention_decode_f16_64",
-    "attention_decode_f16_96",
-    "attention_decode_f16_128",
-    "attention_decode_f16_256",
-    "attention_mixed_bf16_64",
-    "attention_mixed_bf16_96",
-    "attention_mixed_bf16_128",
-    "attention_mixed_bf16_256",
-    "attention_mixed_f16_64",
-    "attention_mixed_f16_96",
-    "attention_mixed_f16_128",
-    "attention_mixed_f16_256",
-];
-
 impl Driver {
     /// Takes a GPU and loads the kernels. `deterministic` products are our own; else the vendor's library makes them,
     /// where it is found.
@@ -435,13 +394,13 @@ impl Driver {
             loaded.insert(image.name, module);
         }
         let mut functions = HashMap::new();
-        for name in FUNCTIONS {
+        for name in kernel_names() {
             let module = image_of(name).and_then(|image| loaded.get(image.name));
             let module = module.ok_or_else(|| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "no embedded image has it".to_owned(),
             })?;
-            let text = CString::new(*name).map_err(|_| DeviceError::Failed {
+            let text = CString::new(name).map_err(|_| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "its name has a zero byte".to_owned(),
             })?;
@@ -461,7 +420,7 @@ impl Driver {
                 // Their grids count on as many blocks a multiprocessor as its shared memory holds, not its cache.
                 set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
             }
-            functions.insert(*name, function);
+            functions.insert(name, function);
         }
         let stream = Stream::new(&context)?;
         let staging = || -> Result<(PinnedMemory, Event), DeviceError> {

@@ -9,7 +9,7 @@ use inflight_contract::SamplingParams;
 use inflight_kernels::cuda::{DeviceError, SamplingResult};
 use metrics::Gauge;
 
-use super::compute::Compute;
+use super::compute::{Compute, Modes};
 use super::driver::{Driver, Event, Found, Graph, PinnedMemory};
 use super::forward::windows;
 use super::gpu::{Gpu, Memory};
@@ -214,7 +214,7 @@ impl Machine {
         let samples = options.slots.max(largest_bucket(options.slots));
         let rows = options.batch_tokens.max(samples);
         let buffers = shapes.buffer_bytes(rows.into(), samples.into(), u64::from(*context_tokens));
-        let block_bytes = shapes.block_bytes(options.block_tokens, half);
+        let block_bytes = shapes.block_bytes(options.block_tokens, options.kv_store);
         let (free, total) = driver.memory().map_err(device_error)?;
         let room = |taken: u64| {
             let budget = Budget { total, free, taken };
@@ -253,16 +253,10 @@ impl Machine {
             depth: DEPTH,
             fingerprint: fingerprint.clone(),
         };
-        let compute = Compute::new(
-            &driver,
-            config,
-            half,
-            weights,
-            capabilities.clone(),
-            options.deterministic,
-            options.graphs,
-        )
-        .map_err(|error| LoadError::Device(error.to_string()))?;
+        let modes =
+            Modes { store: options.kv_store, deterministic: options.deterministic, buckets: options.graphs };
+        let compute = Compute::new(&driver, config, half, weights, capabilities.clone(), modes)
+            .map_err(|error| LoadError::Device(error.to_string()))?;
         let entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
         let room = Room {
