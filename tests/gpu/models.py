@@ -47,10 +47,10 @@ def file_bytes(name: str) -> int:
     return weights_bytes(name) + 2 * (embeddings - 1) * s["vocab_size"] * s["hidden_size"]
 
 
-def kv_bytes_per_token(name: str) -> int:
+def kv_bytes_per_token(name: str, fp8: bool = False) -> int:
     _, s = SHAPES[name]
     head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
-    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * head_dim * 2
+    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * (head_dim + 4 if fp8 else head_dim * 2)
 
 
 def attention_flops(name: str, tokens: int, keys: int) -> float:
