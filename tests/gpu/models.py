@@ -1,5 +1,6 @@
 """Random-weight checkpoints in the shapes of published models, made on the spot by transformers."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def make(name: str, folder: Path, dtype=torch.bfloat16, seed: int = 0) -> Path:
                 parameter.normal_(0.0, 1.0 if not shape["tie_word_embeddings"] else shape["hidden_size"] ** -0.5)
     model.to(dtype).save_pretrained(path, max_shard_size="8GB")
     del model
+    gc.collect()  # modules may refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     # No text is ever tokenized; the file must be there.
