@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::Mutex;
 
 const FAMILIES: [&str; 8] = ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "swiglu"];
-/// Machine code; PTX of the first one serves whatever is newer.
+/// Machine code, unless `INFLIGHT_CUDA_ARCHITECTURES` has another list; PTX of the first one serves whatever is not in it.
 const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
 /// The first release that knows all of them.
 const NVCC_MIN: (u32, u32) = (12, 8);
@@ -18,7 +18,7 @@ fn main() {
     for watched in ["cuda", "build.rs"] {
         println!("cargo::rerun-if-changed={watched}");
     }
-    for variable in ["INFLIGHT_NVCC", "CUDA_HOME", "CXX"] {
+    for variable in ["INFLIGHT_NVCC", "INFLIGHT_CUDA_ARCHITECTURES", "CUDA_HOME", "CXX"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
@@ -35,7 +35,8 @@ fn images() {
         Some(nvcc) => ("Fatbin", fatbins(&nvcc, &sources, &out)),
         None => ("Ptx", FAMILIES.map(|family| sources.join(format!("ptx/{family}.ptx"))).to_vec()),
     };
-    let mut text = String::from("/// All families.\npub const IMAGES: &[Image] = &[\n");
+    // A constant would be embedded once more in every crate that names it.
+    let mut text = String::from("/// All families.\npub static IMAGES: &[Image] = &[\n");
     for (family, file) in FAMILIES.iter().zip(files) {
         text += &format!(
             "    Image {{ name: {family:?}, form: Form::{form}, bytes: include_bytes!({:?}) }},\n",
@@ -71,6 +72,8 @@ fn nvcc() -> Option<PathBuf> {
 
 fn fatbins(nvcc: &Path, sources: &Path, out: &Path) -> Vec<PathBuf> {
     let targets: Vec<PathBuf> = FAMILIES.iter().map(|family| out.join(format!("{family}.fatbin"))).collect();
+    let architectures = env::var("INFLIGHT_CUDA_ARCHITECTURES").unwrap_or_else(|_| ARCHITECTURES.join(" "));
+    let architectures = architectures.as_str();
     let failures = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for (family, target) in FAMILIES.iter().zip(&targets) {
@@ -78,7 +81,7 @@ fn fatbins(nvcc: &Path, sources: &Path, out: &Path) -> Vec<PathBuf> {
             scope.spawn(move || {
                 let mut command = Command::new(nvcc);
                 command.args(["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-fatbin", "-o"]).arg(target);
-                for architecture in ARCHITECTURES {
+                for architecture in architectures.split_whitespace() {
                     command.arg(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
                 }
                 command.arg("-gencode=arch=compute_80,code=compute_80");

@@ -6,6 +6,7 @@ mod diagnose;
 mod event;
 mod exit;
 mod generate;
+mod gpus;
 mod key;
 mod metrics_endpoint;
 mod relay;

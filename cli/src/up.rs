@@ -10,12 +10,14 @@ use std::time::Duration;
 use clap::{ArgMatches, Command};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use inflight_proto::v1::{ListModelsRequest, Model, inference_client::InferenceClient};
+use inflight_worker::Device;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::given_flags;
 use crate::event::{self, ClusterEvent, Member};
 use crate::exit::{self, Exit, Failure};
+use crate::gpus;
 use crate::relay;
 use crate::signals::{self, Stop};
 use crate::supervisor::{Event, Keeper, Show, Spec};
@@ -33,9 +35,9 @@ const EVENTS_MAX: usize = 64;
 /// Options of `inflight up`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// How many workers to start
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256), env = "INFLIGHT_UP_WORKERS")]
-    pub workers: u32,
+    /// How many workers to start [default: one for each GPU; 2 where there is none]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), env = "INFLIGHT_UP_WORKERS")]
+    pub workers: Option<u32>,
     /// Address on which the router listens
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), env = "INFLIGHT_UP_HOST")]
     pub host: IpAddr,
@@ -103,6 +105,8 @@ struct Plan {
     router_metrics: SocketAddr,
     worker_metrics: Vec<SocketAddr>,
     worker_flags: Vec<OsString>,
+    /// Those of each worker alone.
+    gpu_flags: Vec<Vec<OsString>>,
     router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
@@ -116,7 +120,12 @@ impl Plan {
             let message = format!("--model {}: there is no such directory", model.display());
             return Err(Failure::new(Exit::Failure, message));
         }
-        let workers = args.workers as usize;
+        let gpus = gpus::assign(
+            args.engine.device,
+            args.workers.map(|workers| workers as usize),
+            &inflight_worker::usable_gpus(),
+        );
+        let workers = gpus.len();
         let base = match (args.metrics_port, args.port) {
             (Some(port), _) => u32::from(port),
             (None, 0) => 0,
@@ -132,7 +141,7 @@ impl Plan {
         };
         let router_address = SocketAddr::new(args.host, args.port);
         let router_metrics = metrics(0)?;
-        let worker_metrics = (1..=args.workers).map(metrics).collect::<Result<Vec<_>, _>>()?;
+        let worker_metrics = (1..=workers as u32).map(metrics).collect::<Result<Vec<_>, _>>()?;
         // Known at once rather than after the model was loaded.
         let mut held = vec![try_port(router_address, "--port")?];
         for address in std::iter::once(&router_metrics).chain(&worker_metrics) {
@@ -151,12 +160,15 @@ impl Plan {
             flag
         });
         let router_flags = router_flags.collect();
-        let shares = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
-        if !worker_flags.iter().any(shares) {
-            // Where there is a GPU, the workers share it.
-            let part = args.engine.gpu_memory_utilization / workers as f32;
-            worker_flags.push(format!("--gpu-memory-utilization={part}").into());
-        }
+        let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
+        let divided = !worker_flags.iter().any(given);
+        let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
+            let part = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
+            let part = divided.then(|| format!("--gpu-memory-utilization={part}").into());
+            let gpu = gpus[worker].filter(|_| args.engine.device == Device::Auto);
+            part.into_iter().chain(gpu.map(|gpu| format!("--gpu={gpu}").into())).collect()
+        });
+        let gpu_flags = gpu_flags.collect();
         let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);
         telemetry_flags.retain(|flag| !flag.to_string_lossy().starts_with("--log-format"));
         telemetry_flags.push("--log-format=json".into());
@@ -167,6 +179,7 @@ impl Plan {
             router_metrics,
             worker_metrics,
             worker_flags,
+            gpu_flags,
             router_flags,
             telemetry_flags,
             drain_timeout: args.drain_timeout.0,
@@ -176,7 +189,8 @@ impl Plan {
     fn worker(&self, number: usize) -> Spec {
         let name = format!("worker-{number}");
         let mut arguments: Vec<OsString> = vec!["worker".into(), format!("--worker-id={name}").into()];
-        arguments.extend(self.worker_flags.iter().chain(&self.telemetry_flags).cloned());
+        let own = &self.gpu_flags[number];
+        arguments.extend(self.worker_flags.iter().chain(own).chain(&self.telemetry_flags).cloned());
         let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         Spec {
             name,

@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_worker::metrics::BUCKETS;
 use inflight_worker::runtime::cpu::Quantization;
-use inflight_worker::{Device, ModelSource, Options, PolicyKind, Worker};
+use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{Exit, Failure};
@@ -48,6 +48,9 @@ pub struct EngineArgs {
     /// the model has them]
     #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
+    /// What the KV cache holds: auto, numbers as the model computes them, or fp8, half as large and less exact, on GPUs
+    #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
+    pub kv_cache_dtype: KvCacheDtype,
     /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
@@ -112,6 +115,9 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
+    /// Which GPU `--device auto` takes, by its number among those visible
+    #[arg(long, value_name = "N", default_value_t = Options::default().gpu, env = "INFLIGHT_WORKER_GPU")]
+    pub gpu: u32,
     /// Record everything that reaches the scheduler to this file, for `inflight replay`
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
     pub record: Option<PathBuf>,
@@ -140,8 +146,10 @@ impl Args {
             },
             model_name: engine.model_name.clone(),
             device: engine.device,
+            gpu: self.gpu,
             threads: engine.threads,
             quantize: engine.quantize,
+            kv_cache_dtype: engine.kv_cache_dtype,
             kv_cache_bytes: engine.kv_cache_bytes.0,
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,

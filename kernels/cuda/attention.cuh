@@ -41,12 +41,78 @@ DEVICE void load_tile(const Keys<T, D> &keys, uint32_t first, uint32_t end, uint
         bool valid = position < end;
         const T *from = keys.pool;
         if (valid) {
-            uint32_t block = keys.table[position >> keys.shift];
+            uint32_t block = keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift];
             uint32_t offset = position & ((1u << keys.shift) - 1);
             from += (uint64_t)block * keys.block_numbers + (uint64_t)offset * D + chunk * 8;
         }
         cp_async16(Shape::at(key_tile, row, chunk), from, valid);
         cp_async16(Shape::at(value_tile, row, chunk), from + (valid ? keys.values_after : 0), valid);
+    }
+}
+
+// The same of a pool of 8-bit numbers. They come to shared memory as they are, keys before values, and the scales of both
+// behind them; a second step makes a tile of 16-bit numbers of that.
+template <uint32_t D> struct SmallKeys {
+    const uint8_t *pool; // keys of the layer in block 0
+    uint64_t block_bytes;
+    uint32_t kv_head, kv_heads;
+    const uint32_t *table;
+    uint32_t shift;
+};
+
+template <uint32_t D>
+DEVICE SmallKeys<D> small_keys_of(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+    return SmallKeys<D>{(const uint8_t *)p.kv + p.layer_offset, p.block_numbers, kv_head, p.kv_heads,
+                        p.tables + item.table, p.block_shift};
+}
+
+constexpr uint32_t small_bytes(uint32_t head_dim, uint32_t keys) { return 2 * keys * (head_dim + 4); }
+
+template <uint32_t D, uint32_t COUNT>
+DEVICE void load_small(const SmallKeys<D> &keys, uint32_t first, uint32_t end, uint8_t *stage) {
+    constexpr uint32_t CHUNKS = D / 16, NUMBERS = 2 * COUNT * CHUNKS, SCALES = 2 * COUNT / 4;
+    static_assert(D % 16 == 0 && COUNT % 4 == 0, "rows and scales are whole chunks");
+    for (uint32_t at = thread_index(); at < NUMBERS + SCALES; at += ATTENTION_THREADS) {
+        bool scale = at >= NUMBERS;
+        // Line: of keys, then of values. Scales come for four lines at once.
+        uint32_t line = scale ? (at - NUMBERS) * 4 : at / CHUNKS;
+        uint32_t position = first + line % COUNT;
+        bool valid = position < end;
+        const uint8_t *from = keys.pool;
+        if (valid) {
+            uint32_t block = keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift];
+            uint32_t offset = position & ((1u << keys.shift) - 1);
+            uint32_t head = line < COUNT ? keys.kv_head : keys.kv_heads + keys.kv_head;
+            uint64_t place = ((uint64_t)head << keys.shift) + offset;
+            uint64_t numbers = ((uint64_t)(2 * keys.kv_heads) << keys.shift) * D;
+            from += (uint64_t)block * keys.block_bytes + (scale ? numbers + place * 4 : place * D + at % CHUNKS * 16);
+        }
+        cp_async16(stage + (scale ? 2 * COUNT * D + line * 4 : line * D + at % CHUNKS * 16), from, valid);
+    }
+}
+
+// Makes a tile of keys and the tile of values behind it; positions from END on are zeros. The product with the scale is
+// rounded to T, so that both ways of attention see the same numbers.
+template <typename T, uint32_t D, uint32_t COUNT>
+DEVICE void widen_small(const uint8_t *stage, uint8_t *tile, uint32_t first, uint32_t end) {
+    constexpr uint32_t CHUNKS = D / 16;
+    const float *scales = (const float *)(stage + 2 * COUNT * D);
+    for (uint32_t at = thread_index(); at < 2 * COUNT * CHUNKS; at += ATTENTION_THREADS) {
+        uint32_t line = at / CHUNKS, chunk = at % CHUNKS;
+        float scale = first + line % COUNT < end ? scales[MUTANT(ScaleLine, line ^ 1, line)] : 0.0f;
+        Vec16 small = *(const Vec16 *)(stage + line * D + chunk * 16);
+        UNROLL
+        for (uint32_t half = 0; half < 2; half++) {
+            Vec16 wide;
+            UNROLL
+            for (uint32_t i = 0; i < 4; i++) {
+                uint32_t word = small.word[2 * half + i / 2] >> 16 * (i % 2);
+                float low = multiply_exact(from_e4m3(word & 0xff), scale);
+                float high = multiply_exact(from_e4m3(word >> 8 & 0xff), scale);
+                wide.word[i] = pack<T>(low, high);
+            }
+            *(Vec16 *)Tile<D>::at(tile, line, 2 * chunk + half) = wide;
+        }
     }
 }
 
@@ -89,7 +155,7 @@ DEVICE void write_highs(const AttentionParams &p, const AttentionItem &item, uin
     uint32_t group = p.heads / p.kv_heads;
     for (uint32_t row = thread_index(); row < rows; row += ATTENTION_THREADS) {
         uint32_t token = row / group;
-        highs[row] = token < item.tokens ? item.position + token + 1 : 0;
+        highs[row] = token < item.tokens ? item.position + token + MUTANT(CausalEdge, 0, 1) : 0;
     }
 }
 
@@ -100,7 +166,7 @@ DEVICE Sight sight_of(const uint32_t *highs, uint32_t first_row, uint32_t window
     for (uint32_t i = 0; i < 2; i++) {
         uint32_t high = highs[first_row + lane() / 4 + 8 * i];
         sight.high[i] = high;
-        sight.low[i] = window && high > window ? high - window : 0;
+        sight.low[i] = window && high > window ? high - MUTANT(WindowEdge, window - 1, window) : 0;
     }
     return sight;
 }

@@ -12,23 +12,34 @@ constexpr uint32_t row_tiles(uint32_t head_dim) { return head_dim <= 128 ? 2 : 1
 constexpr uint32_t row_keys(uint32_t head_dim) { return head_dim <= 64 ? 64 : 32; }
 constexpr uint32_t rows_of(uint32_t head_dim) { return ATTENTION_WARPS * 16 * row_tiles(head_dim); }
 
-template <typename T, uint32_t D>
-DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+template <typename T, uint32_t D, bool FP8>
+DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uint32_t unit) {
+    uint32_t kv_head = unit % p.kv_heads;
     using Shape = Tile<D>;
     constexpr uint32_t TILES = row_tiles(D), KEYS = row_keys(D), ROWS = rows_of(D);
-    constexpr uint32_t STAGE = Shape::bytes(2 * KEYS);
+    constexpr uint32_t STAGE = FP8 ? small_bytes(D, KEYS) : Shape::bytes(2 * KEYS);
     uint8_t *queries = shared_memory();
     uint8_t *stages = queries + Shape::bytes(ROWS);
-    uint32_t *highs = (uint32_t *)(stages + 2 * STAGE);
+    uint8_t *wide = stages + 2 * STAGE;
+    uint32_t *highs = (uint32_t *)(wide + (FP8 ? Shape::bytes(2 * KEYS) : 0));
 
-    Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
     uint32_t end = item.position + item.tokens;
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
     // Conditions below are computed anew for each tile from as few numbers as can be: registers are what is short here.
     uint32_t tile = seen / KEYS;
 
     load_queries<T, D, ROWS>(p, item, kv_head, queries);
-    load_tile<T, D, KEYS>(keys, tile * KEYS, end, stages, stages + STAGE / 2);
+    // The head is computed anew each time.
+    auto load = [&](uint32_t of, uint32_t tile) {
+        uint8_t *stage = stages + tile % 2 * STAGE;
+        if constexpr (FP8) {
+            load_small<D, KEYS>(small_keys_of<D>(p, item, of % p.kv_heads), tile * KEYS, end, stage);
+        } else {
+            Keys<T, D> keys = keys_of<T, D>(p, item, of % p.kv_heads);
+            load_tile<T, D, KEYS>(keys, tile * KEYS, end, stage, stage + STAGE / 2);
+        }
+    };
+    load(unit, tile);
     cp_async_commit();
 
     uint32_t first_row = warp() * 16 * TILES;
@@ -38,17 +49,22 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     for (uint32_t m = 0; m < TILES; m++) {
         state[m].clear();
     }
-    uint32_t slot = 0;
     for (; tile * KEYS < end; tile++) {
-        cp_async_wait<0>();
+        if (MUTANT(MissingWait, false, true)) {
+            cp_async_wait<0>();
+        }
         barrier();
         if ((tile + 1) * KEYS < end) {
-            uint8_t *stage = stages + (slot ^ 1) * STAGE;
-            load_tile<T, D, KEYS>(keys, (tile + 1) * KEYS, end, stage, stage + STAGE / 2);
+            load(not_kept(unit), tile + 1);
         }
         cp_async_commit();
-        uint8_t *key_tile = stages + slot * STAGE, *value_tile = key_tile + STAGE / 2;
-        slot ^= 1;
+        uint8_t *key_tile = stages + tile % 2 * STAGE;
+        if constexpr (FP8) {
+            widen_small<T, D, KEYS>(key_tile, wide, tile * KEYS, end);
+            key_tile = wide;
+            barrier();
+        }
+        uint8_t *value_tile = key_tile + Shape::bytes(KEYS);
         float scores[TILES][KEYS / 8][4];
         UNROLL
         for (uint32_t m = 0; m < TILES; m++) {
@@ -111,6 +127,10 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
             }
         }
     }
+    // Read again, for the same reason.
+    unit = not_kept(unit);
+    kv_head = unit % p.kv_heads;
+    uint32_t first_token = p.items[unit / p.kv_heads].row, tokens = p.items[unit / p.kv_heads].tokens;
     uint32_t group = p.heads / p.kv_heads;
     UNROLL
     for (uint32_t m = 0; m < TILES; m++) {
@@ -119,8 +139,8 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
             float sum = row_sum(state[m].sum[i]);
             float scale = sum > 0.0f ? divide_exact(1.0f, sum) : 0.0f;
             uint32_t row = first_row + 16 * m + lane() / 4 + 8 * i;
-            if (row < item.tokens * group) {
-                uint64_t line = (uint64_t)(item.row + row / group) * p.heads + kv_head * group + row % group;
+            if (row < tokens * group) {
+                uint64_t line = (uint64_t)(first_token + row / group) * p.heads + kv_head * group + row % group;
                 uint32_t *to = (uint32_t *)p.out + line * (D / 2) + lane() % 4;
                 UNROLL
                 for (uint32_t j = 0; j < D / 8; j++) {

@@ -15,7 +15,7 @@ constexpr uint32_t SPLIT_ROWS = 16;
 // Keys of a tile. Wide heads have half as many, that a block still fits smaller GPUs; two warps then only load.
 constexpr uint32_t split_keys(uint32_t head_dim) { return head_dim <= 128 ? 64 : 32; }
 
-// Shared memory: queries, stages of (keys, values), the block's sums, tops and sums of the warps, what rows see.
+// Shared memory: queries, stages of (keys, values), those of a stage in 16 bits if they are stored in 8, the block's sums, tops and sums of the warps, what rows see.
 
 // A thread's share of a merged row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
 template <uint32_t D> struct Merged {
@@ -29,7 +29,8 @@ template <uint32_t D> struct Merged {
 template <uint32_t D> DEVICE void fold(Merged<D> &all, float top, float sum, const Float4 *out) {
     float tops = fmaxf(all.top, top);
     float reference = tops == -INFINITE ? 0.0f : tops;
-    float a = exp2_approximate(all.top - reference), b = exp2_approximate(top - reference);
+    float a = exp2_approximate(all.top - reference);
+    float b = MUTANT(MergeMaximum, 1.0f, exp2_approximate(top - reference));
     all.top = tops;
     all.sum = fma_exact(sum, b, multiply_exact(all.sum, a));
     UNROLL
@@ -152,7 +153,8 @@ DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, 
         return;
     }
     for (uint32_t s = 0; s < item.splits; s++) {
-        uint64_t line = ((uint64_t)(item.partial + s) * p.kv_heads + kv_head) * SPLIT_ROWS + row;
+        uint32_t partial = item.partial + MUTANT(MergeOrder, item.splits - 1 - s, s);
+        uint64_t line = ((uint64_t)partial * p.kv_heads + kv_head) * SPLIT_ROWS + row;
         Float4 out[Merged<D>::PARTS];
         UNROLL
         for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
@@ -165,23 +167,30 @@ DEVICE void merge_partials(const AttentionParams &p, const AttentionItem &item, 
     }
 }
 
-template <typename T, uint32_t D>
+template <typename T, uint32_t D, bool FP8>
 DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
     using Shape = Tile<D>;
     constexpr uint32_t KEYS = split_keys(D);
     constexpr uint32_t COMPUTE_WARPS = KEYS / 16;
-    constexpr uint32_t STAGE = Shape::bytes(2 * KEYS);
+    constexpr uint32_t STAGE = FP8 ? small_bytes(D, KEYS) : Shape::bytes(2 * KEYS);
     constexpr uint32_t TILES_PER_SPLIT = SPLIT / KEYS;
     uint8_t *queries = shared_memory();
     uint8_t *stages = queries + Shape::bytes(SPLIT_ROWS);
-    float *sums = (float *)(stages + p.stages * STAGE);
+    uint8_t *wide = stages + p.stages * STAGE;
+    float *sums = (float *)(wide + (FP8 ? Shape::bytes(2 * KEYS) : 0));
     float *warp_tops = sums + SPLIT_ROWS * D;
     float *warp_sums = warp_tops + ATTENTION_WARPS * SPLIT_ROWS;
     uint32_t *highs = (uint32_t *)(warp_sums + ATTENTION_WARPS * SPLIT_ROWS);
     uint32_t *last = highs + SPLIT_ROWS;
 
     uint32_t rows = item.tokens * (p.heads / p.kv_heads);
-    Keys<T, D> keys = keys_of<T, D>(p, item, kv_head);
+    auto load = [&](uint32_t first, uint32_t end, uint8_t *stage) {
+        if constexpr (FP8) {
+            load_small<D, KEYS>(small_keys_of<D>(p, item, kv_head), first, end, stage);
+        } else {
+            load_tile<T, D, KEYS>(keys_of<T, D>(p, item, kv_head), first, end, stage, stage + STAGE / 2);
+        }
+    };
     // Positions that some row sees, and tiles at absolute multiples that hold them.
     uint32_t end = smaller(item.split_end * SPLIT, item.position + item.tokens);
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
@@ -191,8 +200,7 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
     for (uint32_t s = 0; s + 1 < p.stages; s++) {
         if (tile + s < tile_end) {
-            uint8_t *stage = stages + s * STAGE;
-            load_tile<T, D, KEYS>(keys, (tile + s) * KEYS, end, stage, stage + STAGE / 2);
+            load((tile + s) * KEYS, end, stages + s * STAGE);
         }
         cp_async_commit();
     }
@@ -203,16 +211,23 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     clear<D>(all);
     uint32_t slot = 0;
     for (; tile < tile_end; tile++) {
-        cp_async_wait_for(p.stages - 2);
+        if (MUTANT(MissingWait, false, true)) {
+            cp_async_wait_for(p.stages - 2);
+        }
         barrier();
         // Into the slot that all warps have left behind.
         uint32_t ahead = tile + p.stages - 1, free = (slot + p.stages - 1) % p.stages;
         if (ahead < tile_end) {
-            uint8_t *stage = stages + free * STAGE;
-            load_tile<T, D, KEYS>(keys, ahead * KEYS, end, stage, stage + STAGE / 2);
+            load(ahead * KEYS, end, stages + free * STAGE);
         }
         cp_async_commit();
-        uint8_t *key_tile = stages + slot * STAGE, *value_tile = key_tile + STAGE / 2;
+        uint8_t *key_tile = stages + slot * STAGE;
+        if constexpr (FP8) {
+            widen_small<T, D, KEYS>(key_tile, wide, tile * KEYS, end);
+            key_tile = wide;
+            barrier();
+        }
+        uint8_t *value_tile = key_tile + Shape::bytes(KEYS);
         slot = slot + 1 == p.stages ? 0 : slot + 1;
         if (warp() < COMPUTE_WARPS) {
             uint32_t first = warp() * 16;

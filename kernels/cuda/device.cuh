@@ -49,6 +49,15 @@ DEVICE uint8_t *shared_memory() {
     return memory;
 }
 
+// The harness can swap the right expression for a broken one, to see that its tests find out; here there is no choice.
+#define MUTANT(NAME, BROKEN, RIGHT) (RIGHT)
+
+// The same number; what is computed from it in a loop is computed there, not once before it and kept in registers.
+DEVICE uint32_t not_kept(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // All threads of the block.
 DEVICE void barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
@@ -180,6 +189,26 @@ DEVICE float load_shared_by_device(const float *from) { return __ldcg(from); }
 
 constexpr float INFINITE = __builtin_huge_valf();
 
+// e4m3: a sign, four bits of exponent (bias 7), three of mantissa; the largest is 448. The same operations everywhere, for
+// not every GPU has an instruction for it.
+constexpr float E4M3_MAX = 448.0f;
+// To nearest, ties to even, held at the largest.
+DEVICE uint32_t to_e4m3(float x) {
+    uint32_t sign = float_to_bits(x) >> 24 & 0x80;
+    float magnitude = fminf(fabsf(x), E4M3_MAX);
+    if (magnitude < 0.015625f) { // 2^-6: below it steps are 2^-9
+        return sign | (uint32_t)round_even(multiply_exact(magnitude, 512.0f));
+    }
+    uint32_t bits = float_to_bits(magnitude);
+    bits += 0x7ffff + (bits >> 20 & 1);
+    return sign | ((bits >> 20) - ((127 - 7) << 3));
+}
+DEVICE float from_e4m3(uint32_t byte) {
+    // Scaling by 2^120 moves the exponent's bias and normalises subnormals, all exactly.
+    float magnitude = multiply_exact(bits_to_float((byte & 0x7f) << 20), bits_to_float(0x7b800000));
+    return bits_to_float(float_to_bits(magnitude) | (byte & 0x80) << 24);
+}
+
 template <typename T> DEVICE T narrow(float x) { return T{(uint16_t)pack<T>(x, 0.0f)}; }
 
 DEVICE uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -201,6 +230,13 @@ DEVICE float warp_sum(float value) {
     UNROLL
     for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
         value += shuffle_xor(value, mask);
+    }
+    return value;
+}
+DEVICE float warp_max(float value) {
+    UNROLL
+    for (uint32_t mask = WARP / 2; mask > 0; mask /= 2) {
+        value = fmaxf(value, shuffle_xor(value, mask));
     }
     return value;
 }

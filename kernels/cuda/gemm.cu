@@ -65,7 +65,9 @@ DEVICE void gemm(const GemmParams &p) {
     uint32_t warp_row = warp() % (ROWS / WARP_ROWS) * WARP_ROWS;
     uint32_t warp_column = warp() / (ROWS / WARP_ROWS) * WARP_COLUMNS;
     for (uint32_t step = 0; step < steps; step++) {
-        cp_async_wait<STAGES - 2>();
+        if (MUTANT(MissingWait, false, true)) {
+            cp_async_wait<STAGES - 2>();
+        }
         barrier();
         uint32_t ahead = step + STAGES - 1;
         if (ahead < steps) {

@@ -34,8 +34,8 @@ struct QkvParams {
     const uint32_t *positions; // [rows]
     const uint32_t *places;    // [rows]: block * block_tokens + offset; ~0: the row is padding
     void *kv;                  // the pool, see Kv
-    uint64_t block_numbers;    // numbers from one block to the next
-    uint64_t layer_offset;     // numbers from a block's start to the layer's keys
+    uint64_t block_numbers;    // numbers from one block to the next; bytes, if stored in 8 bits
+    uint64_t layer_offset;     // likewise, from a block's start to the layer's keys
     uint32_t rows, heads, kv_heads, head_dim, block_tokens;
     float eps;
 };
@@ -137,4 +137,6 @@ struct HistoryParams {
     uint32_t vocabulary, prompt, generated;
 };
 
-// A block of the KV pool is contiguous over all layers: [layers, (keys, values), kv_heads, block_tokens, head_dim].
+// A block of the KV pool is contiguous over all layers: [layers, (keys, values), kv_heads, block_tokens, head_dim]. Stored in
+// 8 bits, a layer of it is that in e4m3 and then the scales, [(keys, values), kv_heads, block_tokens] in f32: each token's
+// head has its own, so that what is stored of a token does not depend on its neighbours. block_tokens is then at least 4.

@@ -7,7 +7,7 @@ constexpr uint32_t HEAD_DIM_MAX = 256;
 
 // One warp a head of a row: heads queries, then kv_heads keys, then kv_heads values. head_dim is even, at most 256.
 // Queries are finished in place; keys and values are written to the pool alone, which is where attention reads them.
-template <typename T> DEVICE void finish_qkv(const QkvParams &p) {
+template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t all = p.heads + 2 * p.kv_heads;
     uint64_t unit = (uint64_t)block_index() * (QKV_THREADS / WARP) + warp();
     if (unit >= (uint64_t)p.rows * all) {
@@ -21,13 +21,11 @@ template <typename T> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t half = p.head_dim / 2;
     T *x = (T *)p.qkv + ((uint64_t)row * all + head) * p.head_dim;
     bool query = head < p.heads, value = head >= p.heads + p.kv_heads;
-    T *to = x;
-    if (!query) {
-        uint32_t kv_head = (head - p.heads) % p.kv_heads;
-        uint32_t block = place / p.block_tokens, offset = place % p.block_tokens;
-        uint64_t line = (uint64_t)(value ? p.kv_heads + kv_head : kv_head) * p.block_tokens + offset;
-        to = (T *)p.kv + (uint64_t)block * p.block_numbers + p.layer_offset + line * p.head_dim;
-    }
+    uint32_t block = place / p.block_tokens, offset = place % p.block_tokens;
+    // Where in the layer's part of the block; of no meaning for queries.
+    uint64_t layer = (uint64_t)block * p.block_numbers + p.layer_offset;
+    uint64_t line = (uint64_t)(head - p.heads) * p.block_tokens + offset;
+    T *to = query || FP8 ? x : (T *)p.kv + layer + line * p.head_dim;
     // Each lane has the numbers i and i + half for i = lane, lane + 32, ...
     constexpr uint32_t PAIRS = HEAD_DIM_MAX / 2 / WARP;
     float low[PAIRS], high[PAIRS];
@@ -46,6 +44,7 @@ template <typename T> DEVICE void finish_qkv(const QkvParams &p) {
         scale = root_inverse(warp_sum(sum) / (float)p.head_dim + p.eps);
     }
     const float *angles = p.angles + (uint64_t)p.positions[row] * p.head_dim;
+    float largest = 0.0f;
     UNROLL
     for (uint32_t j = 0; j < PAIRS; j++) {
         uint32_t i = lane() + j * WARP;
@@ -61,11 +60,37 @@ template <typename T> DEVICE void finish_qkv(const QkvParams &p) {
                 b = b * cosine + a * sine;
                 a = turned;
             }
-            to[i] = narrow<T>(a);
-            to[i + half] = narrow<T>(b);
+            if (FP8 && !query) {
+                low[j] = a;
+                high[j] = b;
+                largest = fmaxf(largest, fmaxf(fabsf(a), fabsf(b)));
+            } else {
+                to[i] = narrow<T>(a);
+                to[i + half] = narrow<T>(b);
+            }
+        }
+    }
+    if (FP8 && !query) {
+        largest = warp_max(largest);
+        float unit = largest > 0.0f ? divide_exact(largest, E4M3_MAX) : 1.0f;
+        uint8_t *bytes = (uint8_t *)p.kv + layer;
+        if (lane() == 0) {
+            float *scales = (float *)(bytes + 2ull * p.kv_heads * p.block_tokens * p.head_dim);
+            scales[line] = unit;
+        }
+        bytes += line * p.head_dim;
+        UNROLL
+        for (uint32_t j = 0; j < PAIRS; j++) {
+            uint32_t i = lane() + j * WARP;
+            if (i < half) {
+                bytes[i] = (uint8_t)to_e4m3(divide_exact(low[j], unit));
+                bytes[i + half] = (uint8_t)to_e4m3(divide_exact(high[j], unit));
+            }
         }
     }
 }
 
-KERNEL(finish_qkv_bf16, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16>(p); }
-KERNEL(finish_qkv_f16, QkvParams, QKV_THREADS, 8) { finish_qkv<F16>(p); }
+KERNEL(finish_qkv_bf16, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, false>(p); }
+KERNEL(finish_qkv_f16, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, false>(p); }
+KERNEL(finish_qkv_bf16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, true>(p); }
+KERNEL(finish_qkv_f16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, true>(p); }

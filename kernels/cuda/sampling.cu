@@ -486,7 +486,7 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
             cut = cut_at(shared, logits, vocabulary, cut, Measure{true, best, row.temperature}, target);
         }
         Kept kept = {logits, cut, best, row.temperature, row.min_p};
-        token = pick(shared, kept, vocabulary, draw(row.seed, row.choice, row.position));
+        token = pick(shared, kept, vocabulary, draw(row.seed, row.choice, MUTANT(DrawPosition, row.position + 1, row.position)));
     }
     SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {

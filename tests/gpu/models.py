@@ -1,5 +1,6 @@
 """Random-weight checkpoints in the shapes of published models, made on the spot by transformers."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -10,23 +11,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 SHAPES = {
     "qwen3-0.6b": (Qwen3Config, dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-        max_position_embeddings=40960, rope_theta=1e6)),
+        max_position_embeddings=409600, rope_theta=1e6)),
     "qwen3-1.7b": (Qwen3Config, dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-        max_position_embeddings=40960, rope_theta=1e6)),
+        max_position_embeddings=409600, rope_theta=1e6)),
     "qwen3-8b": (Qwen3Config, dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
-        max_position_embeddings=40960, rope_theta=1e6)),
+        max_position_embeddings=409600, rope_theta=1e6)),
     "llama-3.1-8b": (LlamaConfig, dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
         max_position_embeddings=131072, rope_theta=5e5)),
     # Small ones with every option, for parity.
     "tiny-llama": (LlamaConfig, dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=4000, tie_word_embeddings=False,
-        max_position_embeddings=4096, rope_theta=1e4)),
+        max_position_embeddings=40960, rope_theta=1e4)),
     "tiny-qwen3": (Qwen3Config, dict(hidden_size=640, intermediate_size=1792, num_hidden_layers=4,
         num_attention_heads=10, num_key_value_heads=2, head_dim=128, vocab_size=5000, tie_word_embeddings=True,
-        max_position_embeddings=4096, rope_theta=1e6)),
+        max_position_embeddings=40960, rope_theta=1e6)),
 }
 
 
@@ -40,10 +41,17 @@ def weights_bytes(name: str) -> int:
     return 2 * (layer * s["num_hidden_layers"] + s["vocab_size"] * h)
 
 
-def kv_bytes_per_token(name: str) -> int:
+def file_bytes(name: str) -> int:
+    """Bytes of its checkpoint in a 16-bit type."""
+    _, s = SHAPES[name]
+    embeddings = 1 if s["tie_word_embeddings"] else 2
+    return weights_bytes(name) + 2 * (embeddings - 1) * s["vocab_size"] * s["hidden_size"]
+
+
+def kv_bytes_per_token(name: str, fp8: bool = False) -> int:
     _, s = SHAPES[name]
     head_dim = s.get("head_dim") or s["hidden_size"] // s["num_attention_heads"]
-    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * head_dim * 2
+    return 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * (head_dim + 4 if fp8 else head_dim * 2)
 
 
 def attention_flops(name: str, tokens: int, keys: int) -> float:
@@ -80,12 +88,14 @@ def make(name: str, folder: Path, dtype=torch.bfloat16, seed: int = 0) -> Path:
                 parameter.normal_(0.0, 1.0 if not shape["tie_word_embeddings"] else shape["hidden_size"] ** -0.5)
     model.to(dtype).save_pretrained(path, max_shard_size="8GB")
     del model
+    gc.collect()  # modules may refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    # No text is ever tokenized; the file must be there.
-    vocabulary = {f"t{i}": i for i in range(8)}
-    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
-                 "post_processor": None, "decoder": None,
-                 "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}}
+    # No text is ever tokenized, but what is generated is turned into some: every id has a word.
+    vocabulary = {f"t{i}": i for i in range(shape["vocab_size"])}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": byte_level,
+                 "post_processor": None, "decoder": byte_level,
+                 "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "t0"}}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     return path

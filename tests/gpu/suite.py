@@ -4,231 +4,297 @@ import argparse
 import json
 import os
 import random
-import subprocess
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-import models
+from recorder import Recorder, Skipped, end_on_signals
 
 # Milliseconds of a decode step at a context of 1,024 tokens, and of a prefill of 1,024, that memory and arithmetic of
 # one H200 allow (bf16; 4.3 TB/s and 790 TFLOP/s measured).
 FLOORS = {
-    "qwen3-0.6b": {1: 0.30, 8: 0.50, 64: 2.03, 256: 7.38, "prefill": 1.29},
-    "qwen3-1.7b": {1: 0.83, 8: 1.02, 64: 2.55, 256: 8.11, "prefill": 3.81},
-    "qwen3-8b": {1: 3.56, 8: 3.80, 64: 5.77, 256: 13.9, "prefill": 18.4},
     "llama-3.1-8b": {1: 3.52, 8: 3.74, 64: 5.49, 256: 12.9, "prefill": 18.4},
+    "qwen3-0.6b": {1: 0.30, 8: 0.50, 64: 2.03, 256: 7.38, "prefill": 1.29},
+    "qwen3-8b": {1: 3.56, 8: 3.80, 64: 5.77, 256: 13.9, "prefill": 18.4},
+    "qwen3-1.7b": {1: 0.83, 8: 1.02, 64: 2.55, 256: 8.11, "prefill": 3.81},
 }
-PHASES = ["kernels", "sanitizer", "parity", "determinism", "swap", "steps", "serve", "peer"]
+# In order: what everything else rests on first, what takes long and says least last.
+PHASES = ["machine", "kernels", "parity", "binary", "determinism", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
+          "fp8-steps"]
+# Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
+PARITY, PARITY_FP8 = 2e-2, 1e-1
+# What a checker runs of the kernels' tests: those over buffers, not the ones of single functions.
+KERNEL_TESTS = ["attention::", "product::", "rows::", "sampling::"]
+SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
 
 
 class Suite:
     def __init__(self, arguments):
-        self.bundle = Path(arguments.bundle)
-        self.out = Path(arguments.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.models = Path(arguments.models)
-        self.quick = arguments.quick
-        self.deadline = time.monotonic() + arguments.minutes * 60
-        self.rows = []  # (phase, what, figure, goal, verdict)
-        self.json = {"revision": (self.bundle / "REVISION").read_text().strip(), "phases": {}}
-        self.failed = False
+        self.recorder = Recorder(Path(arguments.bundle), Path(arguments.out), arguments.minutes)
+        self.row, self.check, self.job = self.recorder.row, self.recorder.check, self.recorder.job
+        self.json = self.recorder.json
+        self.bundle = self.recorder.bundle
+        self.folder = Path(arguments.models)
+        self.quick, self.rehearse = arguments.quick, arguments.rehearse
+        self.ceilings = None
 
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def row(self, phase, what, figure, goal="", good=None):
-        verdict = "" if good is None else ("ok" if good else "MISSED")
-        self.rows.append((phase, what, figure, goal, verdict))
-        print(f"  {what}: {figure} {goal and f'(goal {goal}) '}{verdict}", flush=True)
-
-    def check(self, phase, what, good, detail=""):
-        self.row(phase, what, detail or ("passed" if good else "FAILED"), "", good)
-        self.failed |= not good
-
-    def command(self, name, command, timeout, environment=None):
-        """Runs a program; its output goes to a log beside the JSON."""
-        log = self.out / f"{name}.log"
-        env = {**os.environ, "RUST_BACKTRACE": "0", **(environment or {})}
-        begun = time.monotonic()
+    def torch(self):
+        """torch with a GPU, or the reason why not."""
         try:
-            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  timeout=max(1, min(timeout, self.left())))
-            code, output = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as expired:
-            code, output = 124, expired.stdout or b""
-        log.write_bytes(output)
-        return code, output.decode(errors="replace"), time.monotonic() - begun
+            import torch
+            import transformers
+        except ImportError as error:
+            raise Skipped(f"{error}; this step needs torch and transformers") from error
+        if not torch.cuda.is_available() and not self.rehearse:
+            raise RuntimeError("torch sees no GPU: no NVIDIA driver, or one older than this torch needs")
+        return torch
 
-    def job(self, name, model, task, timeout=600, **options):
-        """Runs the measuring binary; its result, or an exception with its error."""
-        path = self.out / f"{name}.job.json"
-        path.write_text(json.dumps({"model": str(model), "task": task, **options}))
-        code, output, _ = self.command(name, [str(self.bundle / "measure"), str(path)], timeout)
-        lines = [line for line in output.splitlines() if line.startswith("{")]
-        answer = json.loads(lines[-1]) if lines else {"error": f"exit status {code}: {output[-600:]}"}
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
+    def model(self, name, dtype="bfloat16"):
+        """A checkpoint of that shape; made once. In a rehearsal every one is tiny."""
+        torch = self.torch()
+        import models
+        if self.rehearse and not name.startswith("tiny"):
+            name = "tiny-qwen3" if name.startswith("qwen3") else "tiny-llama"
+        folder = self.folder / dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        bytes_needed = models.file_bytes(name)
+        if not (folder / name / "tokenizer.json").exists() and shutil.disk_usage(folder).free < 1.1 * bytes_needed:
+            raise Skipped(f"{folder} has no {bytes_needed >> 30} GiB left for {name}; set --models")
+        begun = time.monotonic()
+        path = models.make(name, folder, getattr(torch, dtype))
+        if time.monotonic() - begun > 5:
+            print(f"  ({name} made in {time.monotonic() - begun:.0f} s)", flush=True)
+        return path
 
     # Phases
 
+    def machine(self):
+        """What this runs on; and whether there is anything to run on, in the words of the binary."""
+        code, output, _ = self.recorder.command(
+            "nvidia-smi", ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"], 30)
+        self.row("machine", "nvidia-smi", output.strip().splitlines()[-1][:90] if output.strip() else f"exit status {code}")
+        try:
+            torch = self.torch()
+            import transformers
+            versions = f"python {sys.version.split()[0]}, torch {torch.__version__}, transformers {transformers.__version__}"
+        except (Skipped, RuntimeError) as error:
+            versions = str(error)
+        self.row("machine", "packages", versions)
+        self.row("machine", "libraries", os.environ.get("LD_LIBRARY_PATH") or "no cublasLt beside torch; the system's, if it has one")
+        for program in ["inflight", "measure", "kernel-tests"]:
+            arguments = {"inflight": ["--version"], "measure": ["{}"], "kernel-tests": ["--list"]}[program]
+            code, output, _ = self.recorder.command(program, [str(self.bundle / program), *arguments], 30)
+            # The measuring binary refuses an empty job: that it can say so is enough.
+            good = code == (1 if program == "measure" else 0)
+            self.check("machine", f"{program} starts", good, "" if good else output.strip()[-200:])
+
     def kernels(self):
-        wanted = ["attention::", "product::", "rows::", "sampling::"]
-        code, output, seconds = self.command(
-            "kernels", [str(self.bundle / "kernel-tests"), "--test-threads=4", *wanted], 300, {"INFLIGHT_TEST_GPU": "1"})
-        results = [line for line in output.splitlines() if line.startswith("test result")]
-        self.check("kernels", "every kernel against references in f64", code == 0,
-                   f"{results[-1][13:60] if results else output[-200:]} in {seconds:.0f} s")
+        code, output, seconds = self.recorder.command(
+            "kernels", [str(self.bundle / "kernel-tests"), "--test-threads=4", *KERNEL_TESTS], 300, {"INFLIGHT_TEST_GPU": "1"})
+        self.check("kernels", "every kernel against references in f64", code == 0, f"{outcome(output)} in {seconds:.0f} s")
+        for line in failures(output):
+            print(f"    {line}", flush=True)
 
     def sanitizer(self):
+        places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer",
+                  "/usr/local/cuda/compute-sanitizer/compute-sanitizer"]
+        checker = next((place for place in places if place and Path(place).exists()), None)
+        if checker is None:
+            raise Skipped("compute-sanitizer is not installed")
+        cases = {"INFLIGHT_TEST_GPU": "1", "INFLIGHT_TEST_CASES": "2" if self.quick else "6"}
         for tool in ["memcheck", "racecheck"]:
-            code, output, seconds = self.command(
-                f"sanitizer-{tool}",
-                ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
-                 str(self.bundle / "kernel-tests"), "--test-threads=1",
-                 "attention::attention_over", "product::", "rows::", "sampling::tokens"],
-                240, {"INFLIGHT_TEST_GPU": "1", "INFLIGHT_TEST_CASES": "3" if self.quick else "8"})
-            summary = [line for line in output.splitlines() if "SUMMARY" in line]
-            self.check("sanitizer", f"compute-sanitizer {tool}", code == 0,
-                       f"{summary[-1].strip('= ') if summary else output[-200:]} in {seconds:.0f} s")
+            command = [checker, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+            code, output, seconds = self.recorder.command(
+                f"sanitizer-{tool}", [*command, str(self.bundle / "kernel-tests"), "--test-threads=1", *SANITIZED_TESTS], 240, cases)
+            self.sanitized(f"{tool} of the kernels", code, output, seconds)
+        # A whole runtime with copies both ways beside decoding, on a small model.
+        task = {"swap": {"blocks": 8, "transfers": 2, "sequences": 4, "context": 128, "steps": 4}}
+        job = json.dumps({"model": str(self.model("tiny-qwen3")), "task": task, "slots": 4, "batch_tokens": 256,
+                          "context_tokens": 512, "utilization": 0.2, "host_bytes": 64 << 20})
+        code, output, seconds = self.recorder.command(
+            "sanitizer-swap", [checker, "--tool", "memcheck", "--error-exitcode", "9", str(self.bundle / "measure"), job], 240)
+        self.sanitized("memcheck of swapping beside decoding", code, output, seconds)
+
+    def sanitized(self, what, code, output, seconds):
+        if "not supported" in output and "ERROR SUMMARY: 0" not in output:
+            self.row("sanitizer", what, f"open: {output.strip().splitlines()[-1][:120]}", word="open")
+            return
+        summary = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line]
+        detail = f"{summary[-1] if summary else output.strip()[-200:]} in {seconds:.0f} s"
+        self.check("sanitizer", what, code == 0, detail)
 
     def parity(self):
+        torch = self.torch()
         import numpy
-        import torch
         from transformers import AutoModelForCausalLM
-        for name in ["tiny-llama", "tiny-qwen3"]:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        vocabulary_of, prefill = {"tiny-llama": 4000, "tiny-qwen3": 5000}, 660
+        for name, vocabulary in vocabulary_of.items():
             for dtype in ["bfloat16", "float16"]:
-                path = models.make(name, self.models / dtype, getattr(torch, dtype))
+                path = self.model(name, dtype)
                 generator = random.Random(3)
-                vocabulary = models.SHAPES[name][1]["vocab_size"]
                 tokens = [generator.randrange(vocabulary) for _ in range(700)]
-                prefill = 660
+
+                def logits(kind):
+                    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(device).eval()
+                    with torch.no_grad():
+                        rows = model(torch.tensor([tokens], device=device)).logits[0, prefill - 1:]
+                    return rows.float().cpu().numpy()
+
                 # In single precision: the truth that both roundings are measured against.
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda().eval()
-                with torch.no_grad():
-                    truth = model(torch.tensor([tokens]).cuda()).logits[0, prefill - 1:].float().cpu().numpy()
-                half = model.to(getattr(torch, dtype))
-                with torch.no_grad():
-                    theirs = half(torch.tensor([tokens]).cuda()).logits[0, prefill - 1:].float().cpu().numpy()
-                del model, half
-                torch.cuda.empty_cache()
+                truth, theirs = logits(torch.float32), logits(getattr(torch, dtype))
                 scale = numpy.abs(truth).max()
-                for chunk, mode in [(700, {}), (129, {}), (129, {"deterministic": True})]:
-                    label = f"{name} {dtype} chunks of {chunk}{' deterministic' if mode else ''}"
-                    out = self.out / "logits.bin"
-                    task = {"logits": {"tokens": tokens, "prefill": prefill, "chunk": chunk, "out": str(out)}}
-                    try:
-                        self.job("parity", path, task, 120, slots=4, batch_tokens=1024, utilization=0.3, **mode)
-                    except RuntimeError as error:
-                        self.check("parity", label, False, str(error)[:160])
+                peer = float(numpy.abs(theirs - truth).max() / scale)
+                best = numpy.sort(truth, axis=1)
+                for chunk, mode in [(700, {}), (129, {}), (129, {"deterministic": True}), (129, {"fp8_kv_cache": True})]:
+                    label = " ".join([name, dtype, "chunks of", str(chunk), *mode])
+                    bound = PARITY_FP8 if "fp8_kv_cache" in mode else PARITY
+                    sure = best[:, -1] - best[:, -2] > bound * scale
+                    with tempfile.TemporaryDirectory() as scratch:
+                        out = Path(scratch) / "logits"
+                        task = {"logits": {"tokens": tokens, "prefill": prefill, "chunk": chunk, "out": str(out)}}
+                        try:
+                            self.job("parity", path, task, 120, slots=4, batch_tokens=1024, utilization=0.3, **mode)
+                        except RuntimeError as error:
+                            self.check("parity", label, False, str(error)[:300])
+                            continue
+                        ours = numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary)
+                    if ours.shape != truth.shape:
+                        self.check("parity", label, False, f"{ours.shape} logits, not {truth.shape}")
                         continue
-                    ours = numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary)
-                    out.unlink()
                     apart = float(numpy.abs(ours - truth).max() / scale)
-                    peer = float(numpy.abs(theirs - truth).max() / scale)
-                    best = numpy.sort(truth, axis=1)
-                    sure = best[:, -1] - best[:, -2] > 2e-2 * scale
                     same = bool((ours.argmax(1) == truth.argmax(1))[sure].all())
-                    self.check("parity", label, apart <= 2e-2 and same,
+                    # NaN compares as false.
+                    self.check("parity", label, apart <= bound and same,
                                f"{apart:.1e} of max|ref| (transformers in {dtype}: {peer:.1e}); "
                                f"{int(sure.sum())} sure argmax {'equal' if same else 'DIFFER'}")
 
+    def binary(self):
+        """The binary that is shipped, with a worker on the GPU, under its own load generator."""
+        path = self.model("tiny-llama")
+        code, output, seconds = self.recorder.command("binary", [sys.executable, str(self.bundle / "cluster.py"), str(self.bundle / "inflight"), str(path)], 120)
+        lines = [line for line in output.splitlines() if line.startswith("cluster: ")]
+        self.check("binary", "inflight up --device cuda:0 under inflight bench", code == 0,
+                   f"{lines[-1][9:] if lines else output.strip()[-300:]} in {seconds:.0f} s")
+
     def determinism(self):
-        import torch
-        path = models.make("qwen3-0.6b", self.models, torch.bfloat16)
+        path = self.model("qwen3-0.6b")
+        chunks = [1500, 7, 256] if self.quick else [1500, 2048, 1, 7, 256, 1000]
+        results = []
         for deterministic in [True, False]:
-            task = {"determinism": {"length": 1500, "companions": [1, 2, 3, 8, 17, 64, 100],
-                                    "chunks": [1500, 2048, 1, 7, 256, 1000] if not self.quick else [1500, 7, 256]}}
-            result = self.job("determinism", path, task, 300, slots=128, batch_tokens=2048,
-                              context_tokens=2048, deterministic=deterministic)
-            same = not result["different"]
-            label = "bits over batch sizes and chunks" + ("" if deterministic else ", fast mode (for comparison)")
+            task = {"determinism": {"length": 1500, "companions": [1, 2, 3, 8, 17, 64, 100], "chunks": chunks}}
+            result = self.job("determinism", path, task, 200, slots=128, batch_tokens=2048, context_tokens=2048,
+                              deterministic=deterministic)
             detail = f"{result['ways']} ways, {len(result['different'])} differ"
             if deterministic:
-                self.check("determinism", label, same, detail)
+                self.check("determinism", "bits over batch sizes and chunks", not result["different"], detail)
             else:
-                self.row("determinism", label, detail)
-            self.json["phases"].setdefault("determinism", []).append(result)
+                self.row("determinism", "bits over batch sizes and chunks, fast mode (for comparison)", detail)
+            results.append(result)
+            self.json["phases"]["determinism"] = results
 
     def swap(self):
-        import torch
-        name = "llama-3.1-8b" if not self.quick else "qwen3-0.6b"
-        path = models.make(name, self.models, torch.bfloat16)
+        import models
+        name = "qwen3-0.6b" if self.quick else "llama-3.1-8b"
+        path = self.model(name)
         block = models.kv_bytes_per_token(name) * 16
         blocks = max(1, (512 << 20) // block)
         task = {"swap": {"blocks": blocks, "transfers": 8, "sequences": 64, "context": 1024, "steps": 100}}
         result = self.job("swap", path, task, 300, slots=64, batch_tokens=4096, context_tokens=4096,
                           host_bytes=2 * blocks * block)
+        self.json["phases"]["swap"] = result
         one = result["blocks_moved"] * block / 1e9
         for what, key, factor in [("to the host", "out_seconds", 1), ("from the host", "in_seconds", 1),
                                   ("both ways at once", "both_seconds", 2)]:
             rate = factor * one / result[key]
-            self.row("swap", what, f"{rate:.1f} GB/s", "45" if factor == 1 else "", rate >= 45 if factor == 1 else None)
+            self.row("swap", what, f"{rate:.1f} GB/s, blocks of {block / (1 << 20):.2f} MiB", "45" if factor == 1 else "",
+                     rate >= 45 if factor == 1 else None)
         slower = result["decode_ms_beside_swaps"] / result["decode_ms_calm"] - 1
-        self.row("swap", "decoding beside swaps", f"{100 * slower:+.1f} %", "< 10 %", slower < 0.10)
-        self.json["phases"]["swap"] = result
+        beside = result["blocks_beside"] * block / result["beside_seconds"] / 1e9
+        self.row("swap", f"{name}: decoding of 64 beside swaps", f"{100 * slower:+.1f} %, {beside:.1f} GB/s meanwhile",
+                 "< 10 %", slower < 0.10)
+
+    def measured_ceilings(self):
+        if self.ceilings is None:
+            self.ceilings = self.json["ceilings"] = measure_ceilings(self.torch())
+            self.row("ceilings", "copy", f"{self.ceilings['copy_tb_s']:.2f} TB/s")
+            self.row("ceilings", "bf16 product 8192^3", f"{self.ceilings['matmul_tflops']:.0f} TFLOP/s")
+        return self.ceilings
 
     def steps(self):
-        import torch
-        ceilings = measure_ceilings()
-        self.json["ceilings"] = ceilings
-        self.row("ceilings", "copy", f"{ceilings['copy_tb_s']:.2f} TB/s")
-        self.row("ceilings", "bf16 product 8192^3", f"{ceilings['matmul_tflops']:.0f} TFLOP/s")
-        names = ["qwen3-0.6b"] if self.quick else list(FLOORS)
-        for name in names:
-            if self.left() < 60:
-                self.row("steps", name, "skipped: no time left")
-                continue
-            path = models.make(name, self.models, torch.bfloat16)
-            cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64, 256)]
-            cases += [dict(sequences=1, context=0, tokens=1024), dict(sequences=8, context=0, tokens=1024)]
+        self.step_times(["qwen3-0.6b"] if self.quick else list(FLOORS))
+
+    def deterministic_steps(self):
+        self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"], "deterministic")
+
+    def fp8_steps(self):
+        self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"], "fp8_kv_cache")
+
+    def step_times(self, names, option=None):
+        """Steps of some models; with an option that has its price, goals are not judged."""
+        import models
+        ceilings = {"copy_tb_s": 1.0, "matmul_tflops": 1.0} if self.rehearse else self.measured_ceilings()
+        phase = {"deterministic": "deterministic-steps", "fp8_kv_cache": "fp8-steps", None: "steps"}[option]
+        mode = f" {option}" if option else ""
+        cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64, 256)]
+        cases += [dict(sequences=1, context=0, tokens=1024), dict(sequences=8, context=0, tokens=1024)]
+        if option != "deterministic":
             # By differences: what more keys cost is attention alone.
             cases += [dict(sequences=64, context=4096, tokens=1), dict(sequences=1, context=0, tokens=8192),
                       dict(sequences=1, context=16384, tokens=8192)]
-            for deterministic in [False, True]:
-                if deterministic and self.quick:
-                    continue
-                result = self.job("steps", path, {"steps": {"cases": cases, "repeats": 30}}, 400, slots=256,
-                                  batch_tokens=8192, context_tokens=32768, deterministic=deterministic)
-                self.json["phases"].setdefault("steps", {})[f"{name}{' deterministic' if deterministic else ''}"] = result
-                by = {tuple(r["case"]): r.get("device_ms") for r in result}
-                mode = " deterministic" if deterministic else ""
-                for batch in (1, 8, 64, 256):
-                    took, floor = by[(batch, 1024, 1)], FLOORS[name][batch]
-                    if took:
-                        goal = 1.54 if batch == 256 else 2.0 if name == "qwen3-0.6b" and batch <= 8 else 1.33
-                        self.row("steps", f"{name}{mode} decode, batch {batch}",
-                                 f"{took:.2f} ms, {took / floor:.2f} x floor, {batch / took * 1e3:.0f} tok/s",
-                                 "" if deterministic else f"{goal} x", None if deterministic else took <= goal * floor)
-                took = by[(1, 0, 1024)]
+        for name in names:
+            if self.recorder.left() < 60:
+                self.recorder.skip(phase, f"{name}: no time left")
+                continue
+            path = self.model(name)
+            try:
+                result = self.job(phase, path, {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 300, slots=256,
+                                  batch_tokens=8192, context_tokens=32768, **({option: True} if option else {}))
+            except RuntimeError as error:
+                self.check(phase, name, False, str(error)[:300])
+                continue
+            self.json["phases"].setdefault("steps", {})[f"{name}{mode}"] = result
+            by = {tuple(r["case"]): r.get("device_ms") for r in result}
+            for batch in (1, 8, 64, 256):
+                took, floor = by.get((batch, 1024, 1)), FLOORS[name][batch]
                 if took:
-                    self.row("steps", f"{name}{mode} prefill of 1,024", f"{took:.2f} ms, "
-                             f"{took / FLOORS[name]['prefill']:.2f} x floor")
-                if by[(64, 4096, 1)] and by[(64, 1024, 1)]:
-                    more = 64 * (4096 - 1024) * models.kv_bytes_per_token(name)
-                    rate = more / (by[(64, 4096, 1)] - by[(64, 1024, 1)]) / 1e9
-                    share = rate / ceilings["copy_tb_s"]
-                    self.row("steps", f"{name}{mode} paged decode attention", f"{rate:.2f} TB/s, {100 * share:.0f} % of copy",
-                             "" if deterministic else "80 %", None if deterministic else share >= 0.8)
-                if by[(1, 16384, 8192)] and by[(1, 0, 8192)]:
-                    flops = models.attention_flops(name, 8192, 16384)
-                    rate = flops / (by[(1, 16384, 8192)] - by[(1, 0, 8192)]) / 1e9
-                    self.row("steps", f"{name}{mode} prefill attention", f"{rate:.0f} TFLOP/s",
-                             "" if deterministic else "300", None if deterministic else rate >= 300)
+                    goal = 1.54 if batch == 256 else 2.0 if name == "qwen3-0.6b" and batch <= 8 else 1.33
+                    wall = next(r["wall_ms"] for r in result if tuple(r["case"]) == (batch, 1024, 1))
+                    self.row(phase, f"{name}{mode} decode, batch {batch}",
+                             f"{took:.2f} ms, {took / floor:.2f} x floor, {batch / took * 1e3:.0f} tok/s (wall {wall:.2f} ms)",
+                             "" if option else f"{goal} x", None if option else took <= goal * floor)
+                else:
+                    self.row(phase, f"{name}{mode} decode, batch {batch}", "not measured: it does not fit", word="open")
+            took = by.get((1, 0, 1024))
+            if took:
+                self.row(phase, f"{name}{mode} prefill of 1,024", f"{took:.2f} ms, "
+                         f"{took / FLOORS[name]['prefill']:.2f} x floor")
+            more_keys, keys = by.get((64, 4096, 1)), by.get((64, 1024, 1))
+            if more_keys and keys and more_keys > keys:
+                bytes_each = models.kv_bytes_per_token(name, option == "fp8_kv_cache")
+                rate = 64 * (4096 - 1024) * bytes_each / (more_keys - keys) / 1e9
+                share = rate / ceilings["copy_tb_s"]
+                self.row(phase, f"{name}{mode} paged decode attention",
+                         f"{rate:.2f} TB/s, {100 * share:.0f} % of copy",
+                         "" if option else "80 %", None if option else share >= 0.8)
+            late, early = by.get((1, 16384, 8192)), by.get((1, 0, 8192))
+            if late and early and late > early:
+                rate = models.attention_flops(name, 8192, 16384) / (late - early) / 1e9
+                self.row(phase, f"{name}{mode} prefill attention", f"{rate:.0f} TFLOP/s",
+                         "" if option else "300", None if option else rate >= 300)
 
     def lengths(self, count):
         """A heavy-tailed mix like chat traffic: prompts and outputs log-normal, cut off."""
         generator = random.Random(11)
         draw = lambda mean, low, high: int(min(high, max(low, generator.lognormvariate(mean, 0.9))))
-        return [(draw(5.6, 16, 2048), draw(5.0, 8, 1024)) for _ in range(count)]
+        return [(draw(5.6, 16, 2048), draw(5.0, 8, 1024)) for _ in range(8 if self.rehearse else count)]
 
     def serve(self):
-        import torch
         for name in ["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"]:
-            path = models.make(name, self.models, torch.bfloat16)
             lengths = self.lengths(256 if self.quick else 1024)
-            result = self.job("serve", path, {"serve": {"lengths": lengths}}, 400, slots=256, batch_tokens=4096,
+            result = self.job("serve", self.model(name), {"serve": {"lengths": lengths}}, 240, slots=256, batch_tokens=4096,
                               context_tokens=4096)
             self.json["phases"].setdefault("serve", {})[name] = result
             self.row("serve", f"{name}, {len(lengths)} requests", f"{result['output_tokens_per_second']:.0f} output tok/s, "
@@ -236,54 +302,52 @@ class Suite:
 
     def peer(self):
         name = "qwen3-0.6b"
-        import torch
-        path = models.make(name, self.models, torch.bfloat16)
+        path = self.model(name)
         lengths = self.lengths(128 if self.quick else 256)
-        ours = self.job("serve-peer", path, {"serve": {"lengths": lengths}}, 300, slots=256, batch_tokens=4096,
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "lengths.json"
+            file.write_text(json.dumps(lengths))
+            theirs = self.recorder.answer("peer", [sys.executable, str(self.bundle / "peer.py"), str(path), str(file)], 240)
+        self.json["phases"]["peer"] = {"theirs": theirs}
+        ours = self.job("serve-peer", path, {"serve": {"lengths": lengths}}, 200, slots=256, batch_tokens=4096,
                         context_tokens=4096)
-        file = self.out / "peer.lengths.json"
-        file.write_text(json.dumps(lengths))
-        code, output, _ = self.command("peer", [sys.executable, str(self.bundle / "peer.py"), str(path), str(file)], 400)
-        lines = [line for line in output.splitlines() if line.startswith("{")]
-        if code != 0 or not lines:
-            self.row("peer", "transformers' continuous batching", f"did not run: {output[-200:]}")
-            return
-        theirs = json.loads(lines[-1])
-        self.json["phases"]["peer"] = {"ours": ours, "theirs": theirs}
+        self.json["phases"]["peer"]["ours"] = ours
         ratio = ours["output_tokens_per_second"] / theirs["output_tokens_per_second"]
-        self.row("peer", f"{name}: ours / transformers generate_batch",
+        self.row("peer", f"{name}: ours / transformers' continuous batching ({theirs['attention']})",
                  f"{ours['output_tokens_per_second']:.0f} / {theirs['output_tokens_per_second']:.0f} output tok/s = {ratio:.1f} x",
                  "3 x", ratio >= 3)
 
     def run(self, phases):
         for phase in phases:
             print(f"== {phase}", flush=True)
-            if self.left() < 30:
-                self.row(phase, phase, "skipped: no time left")
+            begun = time.monotonic()
+            if self.recorder.left() < 30:
+                self.recorder.skip(phase, "no time left; run it with --only")
                 continue
             try:
-                getattr(self, phase)()
+                getattr(self, phase.replace("-", "_"))()
+            except Skipped as why:
+                self.recorder.skip(phase, str(why))
             except Exception as error:  # A phase that breaks must not hide the others.
-                self.failed = True
-                self.row(phase, phase, f"BROKE: {type(error).__name__}: {str(error)[:300]}", "", False)
-            self.write()
-
-    def write(self):
-        self.json["rows"] = self.rows
-        self.json["passed"] = not self.failed
-        (self.out / "gpu-suite.json").write_text(json.dumps(self.json, indent=1))
-
-    def table(self):
-        widths = [max(len(str(row[i])) for row in self.rows) for i in range(5)]
-        print("\n" + "-" * (sum(widths) + 8))
-        for row in self.rows:
-            print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip())
-        print(f"\nchecks {'FAILED' if self.failed else 'passed'}; JSON in {self.out / 'gpu-suite.json'}")
+                self.check(phase, phase, False, f"{type(error).__name__}: {str(error)[:400]}")
+            self.json.setdefault("seconds", {})[phase] = round(time.monotonic() - begun, 1)
+            self.recorder.write()
 
 
-def measure_ceilings():
+def outcome(output):
+    """What a test program says at its end."""
+    results = [line for line in output.splitlines() if line.startswith("test result")]
+    return results[-1][13:60] if results else output.strip()[-300:]
+
+
+def failures(output):
+    """Names of failed tests, and what they say first."""
+    lines = output.splitlines()
+    return [line[:300] for line in lines if line.endswith("FAILED") or "panicked at" in line or "Test failed" in line][:20]
+
+
+def measure_ceilings(torch):
     """Copy bandwidth (bytes read plus written) and bf16 product rate of this very card."""
-    import torch
 
     def timed(work, repeats=10):
         for _ in range(3):
@@ -307,24 +371,48 @@ def measure_ceilings():
     return {"copy_tb_s": copy, "matmul_tflops": product, "device": torch.cuda.get_device_name()}
 
 
+def default_models():
+    """Memory, where there is plenty: writing 16 GB to a disk takes a minute."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 45e9 and available_memory() > 100e9
+    folder = memory if roomy else Path(tempfile.gettempdir())
+    return str(folder / "inflight-models")
+
+
+def available_memory():
+    """Bytes that programs may still take; 0 if nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", required=True)
-    parser.add_argument("--out", default=os.environ.get("OUT", "gpu-suite"))
-    parser.add_argument("--models", default="/tmp/inflight-models")
-    parser.add_argument("--only", default=",".join(PHASES))
+    parser.add_argument("--out", default=os.environ.get("OUT", "gpu-suite"), help="folder of the results [default: $OUT, else gpu-suite]")
+    parser.add_argument("--models", default=default_models(),
+                        help="folder of the random-weight checkpoints: 37 GB, 2 GB with --quick [default: %(default)s]")
+    parser.add_argument("--only", default=",".join(PHASES), metavar="PHASE,...", help=f"of {' '.join(PHASES)}")
     parser.add_argument("--quick", action="store_true", help="the smallest model, fewer cases")
-    parser.add_argument("--minutes", type=float, default=25)
+    parser.add_argument("--minutes", type=float, default=25, help="phases that do not fit into them are left out, and said to be [default: 25]")
+    parser.add_argument("--rehearse", action="store_true",
+                        help="goes through every step without a GPU, on tiny models; each must fail and say that there is none")
     arguments = parser.parse_args()
     phases = arguments.only.split(",")
     unknown = set(phases) - set(PHASES)
     if unknown:
         parser.error(f"unknown phases {sorted(unknown)}; there are {PHASES}")
+    end_on_signals()
     suite = Suite(arguments)
-    suite.run(phases)
-    suite.write()
-    suite.table()
-    sys.exit(1 if suite.failed else 0)
+    try:
+        suite.run(phases)
+    finally:
+        suite.recorder.write()
+        print("\n" + suite.recorder.table(), flush=True)
+        print(f"results: {suite.recorder.out / 'gpu-suite.json'}, .txt and .log", flush=True)
+    sys.exit(1 if suite.recorder.failed else 0)
 
 
 if __name__ == "__main__":

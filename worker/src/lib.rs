@@ -17,5 +17,5 @@ pub use bundle::Bundle;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
 pub use models::ModelSource;
-pub use options::{Device, Options, OptionsError, UnknownDevice};
-pub use worker::{Core, Error, Progress, Served, Turning, Worker};
+pub use options::{Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
+pub use worker::{Core, Error, Progress, Served, Turning, Worker, usable_gpus};

@@ -10,6 +10,7 @@ const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
 const BLOCKS: &str = "inflight_worker_kv_blocks";
 const SESSIONS: &str = "inflight_worker_sessions";
 const COMMANDS: &str = "inflight_worker_commands_queued";
+pub(crate) const DEVICE_COMMANDS: &str = "inflight_worker_device_commands_queued";
 const ITERATIONS: &str = "inflight_worker_iterations_total";
 const STEP_SECONDS: &str = "inflight_worker_step_seconds";
 const STEP_TOKENS: &str = "inflight_worker_step_tokens";
@@ -46,6 +47,12 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (BLOCKS, Kind::Gauge, Unit::Count, "KV blocks in the pool"),
     (SESSIONS, Kind::Gauge, Unit::Count, "open sessions with routers"),
     (COMMANDS, Kind::Gauge, Unit::Count, "commands queued for the engine"),
+    (
+        DEVICE_COMMANDS,
+        Kind::Gauge,
+        Unit::Count,
+        "commands queued for the thread that owns the GPU; 0 on other devices",
+    ),
     (ITERATIONS, Kind::Counter, Unit::Count, "iterations run"),
     (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: forward pass and sampling"),
     (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),

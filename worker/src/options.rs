@@ -14,7 +14,7 @@ use crate::runtime::sim::{SpecError, read_profile};
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
-    /// The best device that is there and can run the model: the first GPU, else the CPU.
+    /// The best device that is there and can run the model: a GPU ([`Options::gpu`]), else the CPU.
     #[default]
     Auto,
     /// CPU cores.
@@ -23,6 +23,42 @@ pub enum Device {
     Cuda(u32),
     /// None: answers come as slowly as these costs say, and mean nothing.
     Sim(DeviceProfile),
+}
+
+/// What keys and values are stored as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KvCacheDtype {
+    /// As the model computes them, in 16 bits.
+    #[default]
+    Auto,
+    /// In 8 bits, e4m3, with a scale for each token's head; on GPUs only.
+    Fp8,
+}
+
+/// A dtype that keys and values can't be stored as.
+#[derive(Debug, thiserror::Error)]
+#[error("unknown dtype `{0}` of the KV cache; it is `auto`, as the model computes, or `fp8`")]
+pub struct UnknownKvCacheDtype(String);
+
+impl FromStr for KvCacheDtype {
+    type Err = UnknownKvCacheDtype;
+
+    fn from_str(name: &str) -> Result<Self, UnknownKvCacheDtype> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "fp8" => Ok(Self::Fp8),
+            other => Err(UnknownKvCacheDtype(other.to_owned())),
+        }
+    }
+}
+
+impl std::fmt::Display for KvCacheDtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Fp8 => "fp8",
+        })
+    }
 }
 
 /// A device that this build does not know.
@@ -68,10 +104,14 @@ pub struct Options {
     pub model_name: Option<String>,
     /// What runs it.
     pub device: Device,
+    /// The GPU that [`Device::Auto`] takes, by its number among those visible.
+    pub gpu: u32,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
     /// What weights are rounded to when they are loaded; by default they stay as they are.
     pub quantize: Option<Quantization>,
+    /// What keys and values are stored as.
+    pub kv_cache_dtype: KvCacheDtype,
     /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
     /// The part of a GPU's memory to use for weights, buffers and KV pool.
@@ -119,8 +159,10 @@ impl Default for Options {
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,
+            gpu: 0,
             threads: None,
             quantize: None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             kv_cache_bytes: 1 << 30,
             gpu_memory_utilization: 0.9,
             deterministic: false,
@@ -159,6 +201,9 @@ pub enum OptionsError {
 }
 
 impl Options {
+    /// What the KV cache's dtype must be without a GPU.
+    pub(crate) const KV_CACHE_DTYPE_ON_CPUS: &str = "auto: only a GPU stores keys and values in 8 bits";
+
     /// Checks every option that does not depend on the model.
     ///
     /// # Errors
@@ -182,6 +227,9 @@ impl Options {
         check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
+        let small = self.kv_cache_dtype == KvCacheDtype::Fp8;
+        let stores = !small || matches!(self.device, Device::Cuda(_) | Device::Auto);
+        check(stores, "kv_cache_dtype", &self.kv_cache_dtype, Self::KV_CACHE_DTYPE_ON_CPUS)?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
@@ -201,6 +249,12 @@ mod tests {
             assert!(error.contains("block_tokens") && error.contains("power of two"), "{error}");
         }
         assert!(named(Options { kv_cache_bytes: 0, ..Options::default() }).contains("kv_cache_bytes"));
+        for device in ["cpu", "sim:flat"] {
+            let device = device.parse().unwrap();
+            let error = named(Options { device, kv_cache_dtype: KvCacheDtype::Fp8, ..Options::default() });
+            assert!(error.contains("kv_cache_dtype is fp8") && error.contains("only a GPU"), "{error}");
+        }
+        assert!("int8".parse::<KvCacheDtype>().unwrap_err().to_string().contains("`fp8`"));
         assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));

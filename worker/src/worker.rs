@@ -19,7 +19,7 @@ use tonic::transport::server::Connected;
 use crate::bundle::Bundle;
 use crate::engine::{Engine, Settings};
 use crate::models::{self, ModelDir};
-use crate::options::{Device, Options, OptionsError};
+use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::runtime::Runtime;
 use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
@@ -372,9 +372,9 @@ fn runtime(
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => return Err(Error::NoCuda),
         #[cfg(feature = "cuda")]
-        Device::Auto => match cuda::available(0) {
+        Device::Auto => match cuda::available(options.gpu as usize) {
             Ok(_) => match cuda::supports(model) {
-                Ok(()) => return Ok((load_cuda(model, options, 0, progress)?, None)),
+                Ok(()) => return Ok((load_cuda(model, options, options.gpu, progress)?, None)),
                 Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
             },
             Err(reason) => tracing::info!(%reason, "computing on the CPU"),
@@ -382,6 +382,10 @@ fn runtime(
         #[cfg(not(feature = "cuda"))]
         Device::Auto => {}
         Device::Cpu | Device::Sim(_) => {}
+    }
+    if options.kv_cache_dtype == KvCacheDtype::Fp8 {
+        let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
+        return Err(OptionsError::OutOfRange { name, value, range: Options::KV_CACHE_DTYPE_ON_CPUS }.into());
     }
     let cpu = CpuOptions {
         threads: options.threads,
@@ -400,6 +404,14 @@ fn runtime(
     Ok((runtime, None))
 }
 
+/// The GPUs that a worker can use, by their numbers among those visible; none in a build without the feature `cuda`.
+pub fn usable_gpus() -> Vec<u32> {
+    #[cfg(feature = "cuda")]
+    return (0..cuda::count()).filter(|gpu| cuda::available(*gpu as usize).is_ok()).collect();
+    #[cfg(not(feature = "cuda"))]
+    Vec::new()
+}
+
 #[cfg(feature = "cuda")]
 fn load_cuda(
     model: &ModelDir,
@@ -416,6 +428,10 @@ fn load_cuda(
         slots: options.max_sequences,
         batch_tokens: options.max_batch_tokens,
         context_tokens: options.max_context_tokens,
+        kv_store: match options.kv_cache_dtype {
+            KvCacheDtype::Auto => cuda::KvStore::Half,
+            KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
+        },
         deterministic: options.deterministic,
         graphs: true,
     };

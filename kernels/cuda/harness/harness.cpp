@@ -20,6 +20,7 @@ Kernel::Kernel(const char *name, size_t bytes, uint32_t threads, void (*body)(co
 }
 
 thread_local Place place;
+thread_local Mutant mutant = Mutant::None;
 
 // Switches stacks: what the calling convention lets a function keep is saved on the stack that is left.
 extern "C" void inflight_harness_switch(void **save, void *load);
@@ -50,35 +51,23 @@ inflight_harness_switch:
 )");
 constexpr size_t SAVED_WORDS = 6;
 #elif defined(__aarch64__)
+// Every pair of registers at its place on the stack: to it with `stp`, from it with `ldp`.
+#define EACH_SAVED(MOVE)                                                                                             \
+    MOVE " x29, x30, [sp]\n" MOVE " x19, x20, [sp, #16]\n" MOVE " x21, x22, [sp, #32]\n" MOVE                        \
+         " x23, x24, [sp, #48]\n" MOVE " x25, x26, [sp, #64]\n" MOVE " x27, x28, [sp, #80]\n" MOVE                   \
+         " d8, d9, [sp, #96]\n" MOVE " d10, d11, [sp, #112]\n" MOVE " d12, d13, [sp, #128]\n" MOVE                   \
+         " d14, d15, [sp, #144]\n"
 asm(R"(
 .text
 .globl inflight_harness_switch
 .type inflight_harness_switch, %function
 inflight_harness_switch:
     sub sp, sp, #160
-    stp x29, x30, [sp]
-    stp x19, x20, [sp, #16]
-    stp x21, x22, [sp, #32]
-    stp x23, x24, [sp, #48]
-    stp x25, x26, [sp, #64]
-    stp x27, x28, [sp, #80]
-    stp d8, d9, [sp, #96]
-    stp d10, d11, [sp, #112]
-    stp d12, d13, [sp, #128]
-    stp d14, d15, [sp, #144]
+)" EACH_SAVED("stp") R"(
     mov x9, sp
     str x9, [x0]
     mov sp, x1
-    ldp x29, x30, [sp]
-    ldp x19, x20, [sp, #16]
-    ldp x21, x22, [sp, #32]
-    ldp x23, x24, [sp, #48]
-    ldp x25, x26, [sp, #64]
-    ldp x27, x28, [sp, #80]
-    ldp d8, d9, [sp, #96]
-    ldp d10, d11, [sp, #112]
-    ldp d12, d13, [sp, #128]
-    ldp d14, d15, [sp, #144]
+)" EACH_SAVED("ldp") R"(
     add sp, sp, #160
     ret
 .size inflight_harness_switch, .-inflight_harness_switch
@@ -446,6 +435,9 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
     }
     return nullptr;
 }
+
+// Puts a fault into the kernels that this thread runs; 0 takes it out.
+void inflight_harness_mutate(uint32_t which) { mutant = (Mutant)which; }
 
 // What the harness makes of a number, for tests against a library.
 uint32_t inflight_harness_narrow(float x, uint32_t brain) { return brain ? bf16_bits(x) : f16_bits(x); }

@@ -42,6 +42,20 @@ enum class Op {
     MmaF16,
 };
 
+// Faults that tests put in, to see that other tests find them; src/cuda/harness.rs has the same list.
+enum class Mutant : uint32_t {
+    None,
+    MissingWait,
+    BlockEdge,
+    WindowEdge,
+    CausalEdge,
+    MergeMaximum,
+    MergeOrder,
+    ScaleLine,
+    DrawPosition,
+};
+extern thread_local Mutant mutant;
+
 // Where the running fiber is.
 struct Place {
     uint32_t thread, threads, block, row, blocks;
@@ -63,6 +77,8 @@ struct MmaInput {
 
 } // namespace harness
 
+#define MUTANT(NAME, BROKEN, RIGHT) (harness::mutant == harness::Mutant::NAME ? (BROKEN) : (RIGHT))
+
 DEVICE uint32_t thread_index() { return harness::place.thread; }
 DEVICE uint32_t threads() { return harness::place.threads; }
 DEVICE uint32_t block_index() { return harness::place.block; }
@@ -71,6 +87,8 @@ DEVICE uint32_t blocks() { return harness::place.blocks; }
 DEVICE uint32_t lane() { return harness::place.thread % WARP; }
 DEVICE uint32_t warp() { return harness::place.thread / WARP; }
 DEVICE uint8_t *shared_memory() { return harness::place.shared; }
+
+DEVICE uint32_t not_kept(uint32_t value) { return value; }
 
 DEVICE void barrier() { harness::meet(harness::Op::Barrier, nullptr, nullptr, 0); }
 DEVICE void warp_barrier() { harness::meet(harness::Op::WarpBarrier, nullptr, nullptr, 0); }

@@ -43,6 +43,43 @@ impl Half {
     }
 }
 
+/// How keys and values are stored in the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvStore {
+    /// As they were computed.
+    Half,
+    /// As e4m3 numbers (a sign, four bits of exponent, three of mantissa), the largest 448, with a scale in f32 for each
+    /// token's head: what is stored of a token does not depend on its neighbours.
+    Fp8,
+}
+
+impl KvStore {
+    /// Fewest tokens of a block: scales are copied four at a time.
+    pub fn block_tokens_min(self) -> u32 {
+        match self {
+            Self::Half => 1,
+            Self::Fp8 => 4,
+        }
+    }
+
+    /// Bytes of a layer's keys and values of a block.
+    pub fn layer_bytes(self, kv_heads: u64, block_tokens: u64, head_dim: u64) -> u64 {
+        let line = match self {
+            Self::Half => head_dim * 2,
+            Self::Fp8 => head_dim + 4,
+        };
+        2 * kv_heads * block_tokens * line
+    }
+
+    /// What offsets into the pool are counted in, in bytes.
+    pub fn unit(self) -> u64 {
+        match self {
+            Self::Half => 2,
+            Self::Fp8 => 1,
+        }
+    }
+}
+
 /// What launches depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Profile {

@@ -20,6 +20,7 @@ mod foreign {
             count: usize,
             backwards: u32,
         ) -> *const c_char;
+        pub fn inflight_harness_mutate(which: u32);
         pub fn inflight_harness_narrow(x: f32, brain: u32) -> u32;
         pub fn inflight_harness_widen(bits: u32, brain: u32) -> f32;
     }
@@ -44,6 +45,7 @@ mod foreign {
     ) -> *const c_char {
         c"there was no C++ compiler to build the harness with".as_ptr()
     }
+    pub unsafe fn inflight_harness_mutate(_: u32) {}
     pub unsafe fn inflight_harness_narrow(_: f32, _: u32) -> u32 {
         0
     }
@@ -52,7 +54,60 @@ mod foreign {
     }
 }
 
-use foreign::{inflight_harness_launch, inflight_harness_narrow, inflight_harness_widen};
+use foreign::{
+    inflight_harness_launch, inflight_harness_mutate, inflight_harness_narrow, inflight_harness_widen,
+};
+
+/// Faults that a test can put into the kernels, to see that other tests find them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Mutant {
+    /// What was copied is read before it was waited for.
+    MissingWait = 1,
+    /// The last token of a block is looked up in the next one.
+    BlockEdge,
+    /// The window is one position short.
+    WindowEdge,
+    /// A token does not see itself.
+    CausalEdge,
+    /// A split is merged as if it had the largest score of all.
+    MergeMaximum,
+    /// Splits are merged from the last to the first.
+    MergeOrder,
+    /// A number in 8 bits is taken times the scale of the token beside it.
+    ScaleLine,
+    /// A token is drawn with the random number of the next position.
+    DrawPosition,
+}
+
+impl Mutant {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::MissingWait,
+        Self::BlockEdge,
+        Self::WindowEdge,
+        Self::CausalEdge,
+        Self::MergeMaximum,
+        Self::MergeOrder,
+        Self::ScaleLine,
+        Self::DrawPosition,
+    ];
+
+    /// Runs `work` with the fault in all kernels that this thread launches on a [`Harness`].
+    pub fn within<T>(self, work: impl FnOnce() -> T) -> T {
+        struct Healed;
+        impl Drop for Healed {
+            fn drop(&mut self) {
+                // SAFETY: sets a number of this thread.
+                unsafe { inflight_harness_mutate(0) };
+            }
+        }
+        let _healed = Healed;
+        // SAFETY: as above.
+        unsafe { inflight_harness_mutate(self as u32) };
+        work()
+    }
+}
 
 /// What the harness rounds a number to.
 pub fn narrow_on_harness(half: Half, x: f32) -> u16 {

@@ -1,6 +1,6 @@
 //! How each kernel is launched: its name, grid and shared memory, from the shapes in its parameters.
 
-use super::device::{Device, DeviceError, Half, Launch, Profile};
+use super::device::{Device, DeviceError, Half, KvStore, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
     SamplingParams, SwigluParams, as_bytes,
@@ -73,9 +73,18 @@ pub unsafe fn norm<D: Device>(device: &D, half: Half, p: &NormParams) -> Result<
 ///
 /// # Safety
 /// As [`Device::launch`].
-pub unsafe fn finish_qkv<D: Device>(device: &D, half: Half, p: &QkvParams) -> Result<(), DeviceError> {
+pub unsafe fn finish_qkv<D: Device>(
+    device: &D,
+    half: Half,
+    store: KvStore,
+    p: &QkvParams,
+) -> Result<(), DeviceError> {
     let warps = p.rows * (p.heads + 2 * p.kv_heads);
-    go(device, by_half(half, "finish_qkv_bf16", "finish_qkv_f16"), (warps.div_ceil(4), 1), 128, 0, p)
+    let kernel = match store {
+        KvStore::Half => by_half(half, "finish_qkv_bf16", "finish_qkv_f16"),
+        KvStore::Fp8 => by_half(half, "finish_qkv_bf16_fp8", "finish_qkv_f16_fp8"),
+    };
+    go(device, kernel, (warps.div_ceil(4), 1), 128, 0, p)
 }
 
 /// The gated activation; `width` is a multiple of 8.
@@ -96,17 +105,28 @@ fn row_bytes(head_dim: u32) -> u32 {
     if head_dim.is_multiple_of(64) { head_dim * 2 } else { head_dim * 2 + 16 }
 }
 
+/// Shared memory of so many stages of so many keys and values, with what 8-bit ones are widened to.
+fn stage_bytes(head_dim: u32, store: KvStore, keys: u32, stages: u32) -> u32 {
+    let tile = 2 * keys * row_bytes(head_dim);
+    match store {
+        KvStore::Half => stages * tile,
+        KvStore::Fp8 => stages * 2 * keys * (head_dim + 4) + tile,
+    }
+}
+
 /// Shared memory of an item that splits its keys, with so many stages.
-fn split_bytes(head_dim: u32, stages: u32) -> u32 {
+fn split_bytes(head_dim: u32, store: KvStore, stages: u32) -> u32 {
     let keys = if head_dim <= 128 { 64 } else { 32 };
-    let tiles = (ATTENTION_SPLIT_ROWS + stages * 2 * keys) * row_bytes(head_dim);
+    let queries = ATTENTION_SPLIT_ROWS * row_bytes(head_dim);
+    let tiles = queries + stage_bytes(head_dim, store, keys, stages);
     tiles + ATTENTION_SPLIT_ROWS * head_dim * 4 + MERGE_BYTES
 }
 
 /// Shared memory of an item of many rows.
-fn whole_bytes(head_dim: u32) -> u32 {
+fn whole_bytes(head_dim: u32, store: KvStore) -> u32 {
     let keys = if head_dim <= 64 { 64 } else { 32 };
-    (whole_rows(head_dim) + 4 * keys) * row_bytes(head_dim) + whole_rows(head_dim) * 4
+    let queries = whole_rows(head_dim) * row_bytes(head_dim);
+    queries + stage_bytes(head_dim, store, keys, 2) + whole_rows(head_dim) * 4
 }
 
 /// Registers of a multiprocessor, in blocks of attention: what the compiler's figures allow.
@@ -119,20 +139,20 @@ fn blocks_by_registers(head_dim: u32, mixed: bool) -> u32 {
 }
 
 /// Shared memory of a block of attention and stages of its pipeline.
-fn attention_shape(profile: &Profile, head_dim: u32, mixed: bool) -> (u32, u32) {
+fn attention_shape(profile: &Profile, head_dim: u32, store: KvStore, mixed: bool) -> (u32, u32) {
     // A third stage where two blocks still fit a multiprocessor with it.
-    let three = split_bytes(head_dim, 3);
+    let three = split_bytes(head_dim, store, 3);
     let deep = three <= profile.shared_bytes
         && 2 * (three + SHARED_BYTES_OF_SYSTEM) <= profile.multiprocessor_shared_bytes;
     let stages = if deep { 3 } else { 2 };
-    let split = split_bytes(head_dim, stages);
-    (if mixed { split.max(whole_bytes(head_dim)) } else { split }, stages)
+    let split = split_bytes(head_dim, store, stages);
+    (if mixed { split.max(whole_bytes(head_dim, store)) } else { split }, stages)
 }
 
 /// Blocks of attention that a device runs at once. The grid is as large, for each block goes through items in strides: one
 /// that waits for a place would come too late with its share.
-pub fn attention_blocks(profile: &Profile, head_dim: u32, mixed: bool) -> u32 {
-    let (shared, _) = attention_shape(profile, head_dim, mixed);
+pub fn attention_blocks(profile: &Profile, head_dim: u32, store: KvStore, mixed: bool) -> u32 {
+    let (shared, _) = attention_shape(profile, head_dim, store, mixed);
     let by_shared = profile.multiprocessor_shared_bytes / (shared + SHARED_BYTES_OF_SYSTEM);
     profile.multiprocessors * by_shared.min(blocks_by_registers(head_dim, mixed)).max(1)
 }
@@ -147,35 +167,63 @@ pub fn attention_blocks(profile: &Profile, head_dim: u32, mixed: bool) -> u32 {
 pub unsafe fn attention<D: Device>(
     device: &D,
     half: Half,
+    store: KvStore,
     head_dim: u32,
     mixed: bool,
     blocks: u32,
     p: &AttentionParams,
 ) -> Result<(), DeviceError> {
-    let (shared, stages) = attention_shape(&device.profile(), head_dim, mixed);
+    let (shared, stages) = attention_shape(&device.profile(), head_dim, store, mixed);
     let p = AttentionParams { stages, ..*p };
-    go(device, attention_kernel(half, head_dim, mixed), (blocks, 1), ATTENTION_THREADS, shared, &p)
+    go(device, attention_kernel(half, store, head_dim, mixed), (blocks, 1), ATTENTION_THREADS, shared, &p)
 }
 
-fn attention_kernel(half: Half, head_dim: u32, mixed: bool) -> &'static str {
-    match (half, head_dim, mixed) {
-        (Half::Bf16, 64, false) => "attention_decode_bf16_64",
-        (Half::Bf16, 96, false) => "attention_decode_bf16_96",
-        (Half::Bf16, 128, false) => "attention_decode_bf16_128",
-        (Half::Bf16, _, false) => "attention_decode_bf16_256",
-        (Half::Bf16, 64, true) => "attention_mixed_bf16_64",
-        (Half::Bf16, 96, true) => "attention_mixed_bf16_96",
-        (Half::Bf16, 128, true) => "attention_mixed_bf16_128",
-        (Half::Bf16, _, true) => "attention_mixed_bf16_256",
-        (Half::F16, 64, false) => "attention_decode_f16_64",
-        (Half::F16, 96, false) => "attention_decode_f16_96",
-        (Half::F16, 128, false) => "attention_decode_f16_128",
-        (Half::F16, _, false) => "attention_decode_f16_256",
-        (Half::F16, 64, true) => "attention_mixed_f16_64",
-        (Half::F16, 96, true) => "attention_mixed_f16_96",
-        (Half::F16, 128, true) => "attention_mixed_f16_128",
-        (Half::F16, _, true) => "attention_mixed_f16_256",
+fn attention_kernel(half: Half, store: KvStore, head_dim: u32, mixed: bool) -> &'static str {
+    macro_rules! of_head_dim {
+        ($way:literal, $half:literal, $store:literal) => {
+            match head_dim {
+                64 => concat!("attention_", $way, "_", $half, "_64", $store),
+                96 => concat!("attention_", $way, "_", $half, "_96", $store),
+                128 => concat!("attention_", $way, "_", $half, "_128", $store),
+                _ => concat!("attention_", $way, "_", $half, "_256", $store),
+            }
+        };
     }
+    match (half, store, mixed) {
+        (Half::Bf16, KvStore::Half, false) => of_head_dim!("decode", "bf16", ""),
+        (Half::Bf16, KvStore::Half, true) => of_head_dim!("mixed", "bf16", ""),
+        (Half::F16, KvStore::Half, false) => of_head_dim!("decode", "f16", ""),
+        (Half::F16, KvStore::Half, true) => of_head_dim!("mixed", "f16", ""),
+        (Half::Bf16, KvStore::Fp8, false) => of_head_dim!("decode", "bf16", "_fp8"),
+        (Half::Bf16, KvStore::Fp8, true) => of_head_dim!("mixed", "bf16", "_fp8"),
+        (Half::F16, KvStore::Fp8, false) => of_head_dim!("decode", "f16", "_fp8"),
+        (Half::F16, KvStore::Fp8, true) => of_head_dim!("mixed", "f16", "_fp8"),
+    }
+}
+
+/// Names of all kernels, so that a device can look them up at load.
+pub fn kernel_names() -> Vec<&'static str> {
+    let mut names = vec!["copy_blocks", "sample", "count_history"];
+    for half in [Half::Bf16, Half::F16] {
+        for (bf16, f16) in [
+            ("embedding_bf16", "embedding_f16"),
+            ("norm_bf16", "norm_f16"),
+            ("swiglu_bf16", "swiglu_f16"),
+            ("finish_qkv_bf16", "finish_qkv_f16"),
+            ("finish_qkv_bf16_fp8", "finish_qkv_f16_fp8"),
+        ] {
+            names.push(by_half(half, bf16, f16));
+        }
+        for rows in [1, 17, 65] {
+            names.extend([false, true].map(|wide| gemm_kernel(half, wide, rows).0));
+        }
+        for head_dim in HEAD_DIMS {
+            for store in [KvStore::Half, KvStore::Fp8] {
+                names.extend([false, true].map(|mixed| attention_kernel(half, store, head_dim, mixed)));
+            }
+        }
+    }
+    names
 }
 
 /// A product whose bits do not depend on the number of rows. `wide`: the output is f32. `k` is a multiple of 8.
@@ -186,7 +234,14 @@ fn attention_kernel(half: Half, head_dim: u32, mixed: bool) -> &'static str {
 /// # Safety
 /// As [`Device::launch`].
 pub unsafe fn gemm<D: Device>(device: &D, half: Half, wide: bool, p: &GemmParams) -> Result<(), DeviceError> {
-    let (rows, columns, stages) = match p.m {
+    let (kernel, rows, columns, stages) = gemm_kernel(half, wide, p.m);
+    let shared = stages * (rows + columns) * 128;
+    go(device, kernel, (p.n.div_ceil(columns), p.m.div_ceil(rows)), 128, shared, p)
+}
+
+/// The kernel for so many rows, its tile and the stages of its pipeline.
+fn gemm_kernel(half: Half, wide: bool, m: u32) -> (&'static str, u32, u32, u32) {
+    let (rows, columns, stages) = match m {
         0..=16 => (16, 64, 4),
         17..=64 => (64, 64, 4),
         _ => (128, 128, 3),
@@ -205,8 +260,7 @@ pub unsafe fn gemm<D: Device>(device: &D, half: Half, wide: bool, p: &GemmParams
         (Half::F16, true, 64) => "gemm_some_f16_f32",
         (Half::F16, true, _) => "gemm_many_f16_f32",
     };
-    let shared = stages * (rows + columns) * 128;
-    go(device, kernel, (p.n.div_ceil(columns), p.m.div_ceil(rows)), 128, shared, p)
+    (kernel, rows, columns, stages)
 }
 
 /// Copies of `pairs` blocks; none of them writes what another one reads or writes.

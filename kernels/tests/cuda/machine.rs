@@ -32,6 +32,11 @@ impl Machine {
         Harness::AVAILABLE || on_gpu()
     }
 
+    /// Whether tests run on the harness.
+    pub(crate) fn is_harness() -> bool {
+        Harness::AVAILABLE && !on_gpu()
+    }
+
     pub(crate) fn new() -> Self {
         if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::new()) }
     }

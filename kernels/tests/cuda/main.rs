@@ -8,14 +8,18 @@
 )]
 
 mod attention;
+mod e4m3;
 mod machine;
+mod mutants;
 mod numbers;
 mod product;
 mod rows;
 mod sampling;
 mod sources;
 
-use inflight_kernels::cuda::Half;
+use std::cell::Cell;
+
+use inflight_kernels::cuda::{Half, KvStore};
 use inflight_kernels::philox4x32;
 use machine::{Buffer, Machine};
 use proptest::prelude::*;
@@ -64,6 +68,10 @@ impl Dice {
     }
 }
 
+pub(crate) fn store() -> impl Strategy<Value = KvStore> {
+    prop_oneof![Just(KvStore::Half), Just(KvStore::Fp8)]
+}
+
 pub(crate) fn half() -> impl Strategy<Value = Half> {
     prop_oneof![Just(Half::Bf16), Just(Half::F16)]
 }
@@ -78,6 +86,18 @@ pub(crate) fn unit(half: Half) -> f64 {
 
 pub(crate) fn widen(half: Half, memory: &Buffer, count: usize) -> Vec<f32> {
     memory.read::<u16>(count).into_iter().map(|bits| half.widen(bits)).collect()
+}
+
+thread_local! {
+    static SHRINKING: Cell<bool> = const { Cell::new(true) };
+}
+
+/// Runs properties of which only whether they hold is of interest.
+pub(crate) fn without_shrinking<T>(work: impl FnOnce() -> T) -> T {
+    SHRINKING.set(false);
+    let outcome = work();
+    SHRINKING.set(true);
+    outcome
 }
 
 /// Runs cases of a property, or says why not.
@@ -95,6 +115,7 @@ pub(crate) fn on_harness<S: Strategy>(
     let config = ProptestConfig {
         cases: few.unwrap_or(cases),
         failure_persistence: None,
+        max_shrink_iters: if SHRINKING.get() { 1024 } else { 0 },
         ..ProptestConfig::default()
     };
     proptest::test_runner::TestRunner::new(config)

@@ -40,7 +40,7 @@ impl Product {
 }
 
 #[test]
-fn products_are_right_and_a_row_has_the_same_bits_alone_and_among_many() {
+pub(crate) fn products_are_right_and_a_row_has_the_same_bits_alone_and_among_many() {
     let rows = prop_oneof![Just(1usize), Just(16), Just(17), Just(64), Just(65), 1usize..140];
     let shape =
         (any::<u32>(), half(), rows, 1usize..150, 1usize..30, any::<bool>(), any::<bool>(), 0usize..5);

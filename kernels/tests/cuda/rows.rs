@@ -1,11 +1,11 @@
 use inflight_kernels::cuda::{
-    CopyParams, EmbeddingParams, NormParams, QkvParams, SwigluParams, copy_blocks, embedding, finish_qkv,
-    norm, swiglu,
+    CopyParams, EmbeddingParams, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks, embedding,
+    finish_qkv, norm, swiglu,
 };
 use proptest::prelude::*;
 
 use crate::machine::Machine;
-use crate::{Dice, half, on_harness, unit, widen};
+use crate::{Dice, e4m3, half, on_harness, store, unit, widen};
 
 fn close(got: f64, exact: f64, relative: f64) -> bool {
     (got - exact).abs() <= relative * exact.abs().max(1e-2)
@@ -122,11 +122,13 @@ fn swiglu_is_the_gated_activation() {
 
 #[test]
 fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
-    let shape = (any::<u32>(), half(), 1usize..6, 1usize..4, 1usize..5, 0usize..5, any::<bool>(), 0u32..6);
-    on_harness(32, shape, |(seed, half, rows, kv_heads, group, dim, norms, shift)| {
+    let sizes = (1usize..6, 1usize..4, 1usize..5, 0usize..5, 0u32..6);
+    let shape = (any::<u32>(), half(), store(), sizes, any::<bool>());
+    on_harness(48, shape, |(seed, half, store, (rows, kv_heads, group, dim, shift), norms)| {
         let (device, mut dice) = (Machine::new(), Dice::new(seed));
         let head_dim = [6, 64, 96, 128, 256][dim];
-        let (heads, block_tokens, layers, layer) = (kv_heads * group, 1usize << shift, 3, 1);
+        let (heads, layers, layer) = (kv_heads * group, 3, 1);
+        let block_tokens = (1usize << shift).max(store.block_tokens_min() as usize);
         let width = (heads + 2 * kv_heads) * head_dim;
         let qkv = dice.halves(half, rows * width, 2.0);
         let (q_norm, k_norm) = (dice.numbers(head_dim, 2.0), dice.numbers(head_dim, 2.0));
@@ -143,9 +145,9 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
         let slots = dice.shuffled(blocks * block_tokens);
         let places: Vec<u32> =
             (0..rows).map(|row| if dice.below(4) == 0 { u32::MAX } else { slots[row] }).collect();
-        let head_numbers = block_tokens * head_dim;
-        let block_numbers = layers * 2 * kv_heads * head_numbers;
-        let before = dice.halves(half, blocks * block_numbers, 1.0);
+        let layer_bytes = store.layer_bytes(kv_heads as u64, block_tokens as u64, head_dim as u64) as usize;
+        let block_bytes = layers * layer_bytes;
+        let before: Vec<u8> = (0..blocks * block_bytes).map(|_| dice.word() as u8).collect();
         let (qkv_at, kv_at) = (device.upload(&qkv), device.upload(&before));
         let (q_at, k_at, angles_at) =
             (device.upload(&q_norm), device.upload(&k_norm), device.upload(&angles));
@@ -158,8 +160,8 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
             positions: positions_at.address(),
             places: places_at.address(),
             kv: kv_at.address(),
-            block_numbers: block_numbers as u64,
-            layer_offset: (layer * 2 * kv_heads * head_numbers) as u64,
+            block_numbers: block_bytes as u64 / store.unit(),
+            layer_offset: (layer * layer_bytes) as u64 / store.unit(),
             rows: rows as u32,
             heads: heads as u32,
             kv_heads: kv_heads as u32,
@@ -167,9 +169,9 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
             block_tokens: block_tokens as u32,
             eps: 1e-6,
         };
-        unsafe { finish_qkv(&device, half, &p) }.unwrap();
-        let (got, pool) = (qkv_at.read::<u16>(rows * width), kv_at.read::<u16>(blocks * block_numbers));
-        let mut expected: Vec<Option<f64>> = vec![None; blocks * block_numbers];
+        unsafe { finish_qkv(&device, half, store, &p) }.unwrap();
+        let (got, pool) = (qkv_at.read::<u16>(rows * width), kv_at.read::<u8>(blocks * block_bytes));
+        let mut written = vec![false; pool.len()];
         for row in 0..rows {
             for head in 0..heads + 2 * kv_heads {
                 let at = row * width + head * head_dim;
@@ -203,20 +205,54 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
                 if head >= heads && !padding {
                     let (block, offset) =
                         (places[row] as usize / block_tokens, places[row] as usize % block_tokens);
-                    let line = layer * 2 * kv_heads + (head - heads);
-                    let to = block * block_numbers + line * head_numbers + offset * head_dim;
-                    (0..head_dim).for_each(|i| expected[to + i] = Some(x[i]));
+                    let line = (head - heads) * block_tokens + offset;
+                    let in_layer = block * block_bytes + layer * layer_bytes;
+                    let bytes = head_dim * store.unit() as usize;
+                    let at = in_layer + line * bytes;
+                    written[at..at + bytes].fill(true);
+                    let stored = &pool[at..at + bytes];
+                    if store == KvStore::Half {
+                        for (pair, x) in stored.chunks(2).zip(&x) {
+                            let value = f64::from(half.widen(u16::from_ne_bytes([pair[0], pair[1]])));
+                            prop_assert!((value - x).abs() <= 2.0 * unit(half) * x.abs().max(1.0));
+                        }
+                        continue;
+                    }
+                    let at = in_layer + 2 * kv_heads * block_tokens * head_dim + line * 4;
+                    written[at..at + 4].fill(true);
+                    let scale = f64::from(f32::from_ne_bytes(pool[at..at + 4].try_into().unwrap()));
+                    let largest = x.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+                    prop_assert!((scale * 448.0 - largest).abs() <= 1e-5 * largest, "{scale} for {largest}");
+                    for (byte, x) in stored.iter().zip(&x) {
+                        let error = (e4m3::value(*byte) * scale - x).abs();
+                        // No value is nearer, but for the rounding of what was computed in f32.
+                        prop_assert!(error <= e4m3::distance(x / scale) * scale + 1e-5 * largest);
+                        // Half a step of e4m3, which below 2^-6 is 2^-10.
+                        prop_assert!(error <= x.abs() / 16.0 + scale / 1024.0 + 1e-5 * largest);
+                    }
                 }
             }
         }
-        for (i, expected) in expected.iter().enumerate() {
-            match expected {
-                None => prop_assert_eq!(pool[i], before[i]),
-                Some(x) => {
-                    let value = f64::from(half.widen(pool[i]));
-                    prop_assert!((value - x).abs() <= 2.0 * unit(half) * x.abs().max(1.0));
-                }
-            }
+        for (i, written) in written.iter().enumerate() {
+            prop_assert!(*written || pool[i] == before[i], "byte {i} is nobody's");
+        }
+        // What is stored of a row does not depend on who is beside it.
+        let row = dice.below(rows);
+        let alone_at = device.upload(&before);
+        let line_at = device.upload(&qkv[row * width..(row + 1) * width]);
+        let (position_at, place_at) =
+            (device.upload(&positions[row..=row]), device.upload(&places[row..=row]));
+        let alone = QkvParams {
+            qkv: line_at.address(),
+            positions: position_at.address(),
+            places: place_at.address(),
+            kv: alone_at.address(),
+            rows: 1,
+            ..p
+        };
+        unsafe { finish_qkv(&device, half, store, &alone) }.unwrap();
+        for (byte, (alone, before)) in alone_at.read::<u8>(pool.len()).iter().zip(&before).enumerate() {
+            prop_assert!(alone == before || *alone == pool[byte], "byte {byte} of row {row}");
         }
         Ok(())
     });

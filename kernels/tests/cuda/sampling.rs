@@ -76,7 +76,7 @@ fn logits_of(kind: u32, vocabulary: usize, dice: &mut Dice) -> Vec<f32> {
 }
 
 #[test]
-fn tokens_and_log_probabilities_are_those_of_the_cpu() {
+pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
     let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4));
     on_harness(60, shape, |(seed, vocabulary, rows)| {
         let (device, mut dice) = (Machine::new(), Dice::new(seed));

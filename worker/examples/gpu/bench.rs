@@ -15,8 +15,11 @@ use crate::checks::attach;
 #[derive(Debug, Clone, Deserialize)]
 pub struct Steps {
     cases: Vec<Case>,
-    /// Steps measured of each; the median counts.
+    /// Steps measured of each, at most; the median counts.
     repeats: usize,
+    /// Once five were measured, none begins after so many seconds.
+    #[serde(default = "seconds")]
+    seconds: f64,
 }
 
 /// So many sequences with so many tokens there already, each with so many tokens in the step.
@@ -25,6 +28,10 @@ struct Case {
     sequences: u32,
     context: u32,
     tokens: u32,
+}
+
+fn seconds() -> f64 {
+    f64::INFINITY
 }
 
 fn word(i: u32, j: u32) -> u32 {
@@ -71,6 +78,9 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
         let (mut device, begun) = (Vec::new(), Instant::now());
         runtime.launch(&mut batch(false, 3))?;
         for round in 0..task.repeats as u32 {
+            if round >= 5 && begun.elapsed().as_secs_f64() > task.seconds {
+                break;
+            }
             runtime.launch(&mut batch(true, round))?;
             device.push(runtime.complete(&mut sampled)?.as_secs_f64());
         }

@@ -1,6 +1,7 @@
 //! Measures and checks the CUDA runtime, without router or network: one job in, one line of JSON out.
 //!
-//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB.json`; `tests/gpu/run` makes the jobs.
+//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB`, where JOB is a JSON object or the path of a
+//! file with one; `tests/gpu/run` makes the jobs.
 //! A job names a model's directory and what to do: `logits` (teacher-forced, to a file), `steps` (how long decoding and
 //! prefill take), `determinism` (bits over batch sizes and chunks), `swap` (copies beside decoding), `serve` (an engine
 //! under a list of lengths).
@@ -16,7 +17,7 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -41,6 +42,8 @@ struct Job {
     context_tokens: Option<u32>,
     #[serde(default)]
     deterministic: bool,
+    #[serde(default)]
+    fp8_kv_cache: bool,
     #[serde(default = "graphs")]
     graphs: bool,
     task: Task,
@@ -69,8 +72,13 @@ fn graphs() -> bool {
     true
 }
 
-fn run(path: &str) -> Outcome<Value> {
-    let job: Job = serde_json::from_slice(&std::fs::read(path)?)?;
+fn run(argument: &str) -> Outcome<Value> {
+    let job: Job = if argument.starts_with('{') {
+        serde_json::from_str(argument).map_err(|error| format!("the job is no valid one: {error}"))?
+    } else {
+        let text = std::fs::read(argument).map_err(|error| format!("{argument}: {error}"))?;
+        serde_json::from_slice(&text).map_err(|error| format!("{argument} is no valid job: {error}"))?
+    };
     let model = ModelDir::open(&ModelSource::Directory(job.model.clone()))?;
     let options = CudaOptions {
         ordinal: job.gpu,
@@ -81,6 +89,7 @@ fn run(path: &str) -> Outcome<Value> {
         slots: job.slots,
         batch_tokens: job.batch_tokens,
         context_tokens: job.context_tokens,
+        kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
         graphs: job.graphs,
     };
@@ -99,8 +108,8 @@ fn run(path: &str) -> Outcome<Value> {
 
 fn main() {
     let outcome = match std::env::args().nth(1) {
-        Some(path) => run(&path).map_err(|error| error.to_string()),
-        None => Err("give the path of a job".to_owned()),
+        Some(job) => run(&job).map_err(|error| error.to_string()),
+        None => Err("give a job: a JSON object, or the path of a file with one".to_owned()),
     };
     match outcome {
         Ok(result) => println!("{result}"),

@@ -38,7 +38,9 @@ impl Mover {
         // Each way has a half of its own, on both sides.
         let half = if direction == Direction::Out { 0 } else { self.blocks };
         self.next += 1;
-        let blocks = (0..self.blocks).map(|i| (self.first + half + i, half + i)).collect();
+        // Neighbours on the device are not neighbours on the host, as in a worker that has run for a while: each block is a
+        // copy of its own.
+        let blocks = (0..self.blocks).map(|i| (self.first + half + i, half + self.blocks - 1 - i)).collect();
         Transfer { id, direction, blocks }
     }
 }
@@ -99,7 +101,7 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
     for _ in 0..task.steps {
         decode(runtime, &mut calm)?;
     }
-    let mut under_way = 0;
+    let (mut under_way, mut moved, begun) = (0, 0, Instant::now());
     let mut done = Vec::new();
     for _ in 0..task.steps {
         // Always a few of each way under way.
@@ -111,16 +113,21 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
         decode(runtime, &mut loaded)?;
         done.clear();
         runtime.finished_transfers(&mut done);
-        under_way -= done.len();
+        if done.iter().any(|done| !done.succeeded) {
+            return Err("a transfer failed".into());
+        }
+        (under_way, moved) = (under_way - done.len(), moved + done.len());
     }
+    let beside = begun.elapsed().as_secs_f64();
     drain(runtime, under_way)?;
     let median = |seconds: &mut Vec<f64>| {
         seconds.sort_by(f64::total_cmp);
         seconds[seconds.len() / 2]
     };
-    let bytes = f64::from(task.blocks) * f64::from(task.transfers);
+    let blocks = f64::from(task.blocks) * f64::from(task.transfers);
+    let blocks_beside = moved as f64 * f64::from(task.blocks);
     Ok(json!({
-        "blocks_moved": bytes, "out_seconds": out, "in_seconds": back, "both_seconds": both,
+        "blocks_moved": blocks, "blocks_beside": blocks_beside, "beside_seconds": beside, "out_seconds": out, "in_seconds": back, "both_seconds": both,
         "decode_ms_calm": median(&mut calm) * 1e3, "decode_ms_beside_swaps": median(&mut loaded) * 1e3,
     }))
 }

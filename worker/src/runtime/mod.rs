@@ -13,6 +13,7 @@ mod batch;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod decoder;
 pub mod sim;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};

@@ -5,6 +5,7 @@ use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, Rows, WeightFormat};
 
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
 use crate::models::{Error, ModelDir, Tensor};
+use crate::runtime::decoder::DecoderLayer;
 
 /// Weights in the form that kernels read.
 pub(super) struct Weights {
@@ -14,18 +15,7 @@ pub(super) struct Weights {
     pub(super) head: PackedMatrix,
 }
 
-pub(super) struct Layer {
-    pub(super) attention_norm: Vec<f32>,
-    /// Queries, keys and values in one product.
-    pub(super) qkv: Linear,
-    /// Weights of the norms of queries and keys.
-    pub(super) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    pub(super) output: Linear,
-    pub(super) mlp_norm: Vec<f32>,
-    /// Gates and ups in one product.
-    pub(super) gate_up: Linear,
-    pub(super) down: Linear,
-}
+pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
 
 pub(super) struct Linear {
     pub(super) matrix: PackedMatrix,
@@ -35,7 +25,7 @@ pub(super) struct Linear {
 impl Weights {
     /// Bytes held in memory; the embedding stays in its file.
     pub(super) fn bytes(&self) -> usize {
-        let linears = self.layers.iter().flat_map(|l| [&l.qkv, &l.output, &l.gate_up, &l.down]);
+        let linears = self.layers.iter().flat_map(Layer::products);
         linears.map(|linear| linear.matrix.bytes()).sum::<usize>() + self.head.bytes()
     }
 }
@@ -48,15 +38,7 @@ pub(super) struct Found {
     head: FoundLinear,
 }
 
-struct FoundLayer {
-    attention_norm: Tensor,
-    qkv: FoundLinear,
-    qk_norm: Option<(Tensor, Tensor)>,
-    output: FoundLinear,
-    mlp_norm: Tensor,
-    gate_up: FoundLinear,
-    down: FoundLinear,
-}
+type FoundLayer = DecoderLayer<Tensor, FoundLinear>;
 
 /// Matrices to be stacked, and their biases if they have any.
 struct FoundLinear {

@@ -1,6 +1,8 @@
 //! One step from batch to sampled tokens, on any [`Gpu`].
 
-use inflight_kernels::cuda::{HEAD_DIMS, Half, PlanShape, SamplingResult, SamplingRow, attention_blocks};
+use inflight_kernels::cuda::{
+    HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+};
 
 use super::forward::{Forward, ForwardSize, windows};
 use super::gpu::Gpu;
@@ -25,6 +27,16 @@ pub(super) struct Compute<G: Gpu> {
     previous_samples: usize,
     /// Whether decoding runs in buckets, which graphs are captured of.
     buckets: bool,
+}
+
+/// How a model is computed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Modes {
+    pub(super) store: KvStore,
+    /// No bit depends on the batch.
+    pub(super) deterministic: bool,
+    /// Decoding runs in buckets, which graphs are captured of.
+    pub(super) buckets: bool,
 }
 
 /// Checks that kernels exist for a model's shapes.
@@ -66,9 +78,9 @@ impl<G: Gpu> Compute<G> {
         half: Half,
         weights: Weights<G::Memory>,
         capabilities: Capabilities,
-        deterministic: bool,
-        buckets: bool,
+        modes: Modes,
     ) -> Result<Self, Error> {
+        let Modes { store, deterministic, buckets } = modes;
         let size = ForwardSize {
             // Graphs run whole buckets.
             rows: capabilities.batch_tokens.max(super::sizing::largest_bucket(capabilities.slots)),
@@ -76,6 +88,7 @@ impl<G: Gpu> Compute<G> {
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
+            store,
         };
         let forward = Forward::new(gpu, config, half, weights, &size).map_err(device)?;
         let slots = Slots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)
@@ -90,7 +103,7 @@ impl<G: Gpu> Compute<G> {
                 head_dim: config.head_dim as u32,
                 window: None,
                 deterministic,
-                slots: attention_blocks(&gpu.profile(), config.head_dim as u32, false),
+                slots: attention_blocks(&gpu.profile(), config.head_dim as u32, store, false),
                 partials: PARTIALS,
             },
         };

@@ -7,7 +7,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
-use inflight_kernels::cuda::{Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of};
+use inflight_kernels::cuda::{
+    Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
+};
 
 use super::gpu::{Gpu, Matmul, Memory};
 use super::products::Products;
@@ -68,6 +70,16 @@ pub(super) struct Found {
     pub(super) name: String,
     pub(super) compute: (i32, i32),
     pub(super) profile: Profile,
+}
+
+/// How many GPUs the driver sees; 0 without one, or where it refuses to say.
+pub(super) fn count() -> u32 {
+    // SAFETY: only loads the library. Everything else of the driver panics without it.
+    if !unsafe { sys::is_culib_present() } {
+        return 0;
+    }
+    let count = result::init().and_then(|()| result::device::get_count());
+    count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
 }
 
 /// Asks whether a GPU can be used.
@@ -352,49 +364,8 @@ pub(super) struct Driver {
     not_send: PhantomData<*const ()>,
 }
 
-/// Kernels that are looked up at load, so that a missing one is known then.
-const FUNCTIONS: &[&str] = &[
-    "embedding_bf16",
-    "embedding_f16",
-    "norm_bf16",
-    "norm_f16",
-    "finish_qkv_bf16",
-    "finish_qkv_f16",
-    "swiglu_bf16",
-    "swiglu_f16",
-    "copy_blocks",
-    "sample",
-    "count_history",
-    "gemm_few_bf16_half",
-    "gemm_few_bf16_f32",
-    "gemm_few_f16_half",
-    "gemm_few_f16_f32",
-    "gemm_some_bf16_half",
-    "gemm_some_bf16_f32",
-    "gemm_some_f16_half",
-    "gemm_some_f16_f32",
-    "gemm_many_bf16_half",
-    "gemm_many_bf16_f32",
-    "gemm_many_f16_half",
-    "gemm_many_f16_f32",
-    "attention_decode_bf16_64",
-    "attention_decode_bf16_96",
-    "attention_decode_bf16_128",
-    "attention_decode_bf16_256",
-    "attention_decode_f16_64",
-    "attention_decode_f16_96",
-    "attention_decode_f16_128",
-    "attention_decode_f16_256",
-    "attention_mixed_bf16_64",
-    "attention_mixed_bf16_96",
-    "attention_mixed_bf16_128",
-    "attention_mixed_bf16_256",
-    "attention_mixed_f16_64",
-    "attention_mixed_f16_96",
-    "attention_mixed_f16_128",
-    "attention_mixed_f16_256",
-];
-
+/// Kernels that work on tiles in shared memory.
+const TILED: [&str; 2] = ["attention_", "gemm_"];
 impl Driver {
     /// Takes a GPU and loads the kernels. `deterministic` products are our own; else the vendor's library makes them,
     /// where it is found.
@@ -423,13 +394,13 @@ impl Driver {
             loaded.insert(image.name, module);
         }
         let mut functions = HashMap::new();
-        for name in FUNCTIONS {
+        for name in kernel_names() {
             let module = image_of(name).and_then(|image| loaded.get(image.name));
             let module = module.ok_or_else(|| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "no embedded image has it".to_owned(),
             })?;
-            let text = CString::new(*name).map_err(|_| DeviceError::Failed {
+            let text = CString::new(name).map_err(|_| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "its name has a zero byte".to_owned(),
             })?;
@@ -438,15 +409,18 @@ impl Driver {
                 .map_err(failed(&format!("looking up {name}")))?;
             // As much shared memory as there is, less what the kernel has without asking; refused where the device has
             // less than a launch asks for, which the launch then says.
-            // SAFETY: the function exists.
-            let _ = unsafe {
-                result::function::set_function_attribute(
-                    function,
-                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    found.profile.shared_bytes as i32,
-                )
+            let set = |attribute, value| {
+                // SAFETY: the function exists.
+                let _ = unsafe { result::function::set_function_attribute(function, attribute, value) };
             };
-            functions.insert(*name, function);
+            use sys::CUfunction_attribute as Attribute;
+            let bytes = found.profile.shared_bytes as i32;
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+            if TILED.iter().any(|prefix| name.starts_with(prefix)) {
+                // Their grids count on as many blocks a multiprocessor as its shared memory holds, not its cache.
+                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
+            }
+            functions.insert(name, function);
         }
         let stream = Stream::new(&context)?;
         let staging = || -> Result<(PinnedMemory, Event), DeviceError> {
@@ -588,10 +562,12 @@ impl Gpu for Driver {
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
         unsafe {
-            match &self.products {
-                Some(products) => products.run(half, matmul, self.stream.stream),
-                None => super::own_product(self, half, matmul),
+            if let Some(products) = &self.products
+                && products.run(half, matmul, self.stream.stream)?
+            {
+                return Ok(());
             }
+            super::own_product(self, half, matmul)
         }
     }
 }

@@ -2,9 +2,9 @@
 
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
-    AttentionParams, CopyParams, DeviceError, EmbeddingParams, Half, NormParams, QkvParams, SamplingParams,
-    SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding, finish_qkv, norm,
-    sample, swiglu,
+    AttentionParams, CopyParams, DeviceError, EmbeddingParams, Half, KvStore, NormParams, QkvParams,
+    SamplingParams, SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding,
+    finish_qkv, norm, sample, swiglu,
 };
 
 use super::gpu::{Gpu, Matmul, Memory, bytes_of};
@@ -18,6 +18,7 @@ pub(super) struct Forward<G: Gpu> {
     config: ModelConfig,
     shapes: Shapes,
     half: Half,
+    store: KvStore,
     block_tokens: u32,
     /// Of each layer: which of the plans it uses.
     plan_of: Vec<usize>,
@@ -48,6 +49,7 @@ pub(super) struct ForwardSize {
     pub(super) context: u32,
     pub(super) block_tokens: u32,
     pub(super) blocks: u32,
+    pub(super) store: KvStore,
 }
 
 /// The windows that a model's layers have, each once, and which of them each layer has.
@@ -89,11 +91,12 @@ impl<G: Gpu> Forward<G> {
         Ok(Self {
             shapes,
             half,
+            store: size.store,
             block_tokens: size.block_tokens,
             plan_of: windows(config).1,
             weights,
             // Zeros, so that blocks never used cannot spoil a sum.
-            kv: zeroed(u64::from(size.blocks) * shapes.block_bytes(size.block_tokens, half))?,
+            kv: zeroed(u64::from(size.blocks) * shapes.block_bytes(size.block_tokens, size.store))?,
             angles: angles_at,
             hidden: zeroed(rows as u64 * shapes.hidden * 4)?,
             normed: halves(rows, shapes.hidden)?,
@@ -182,13 +185,15 @@ impl<G: Gpu> Forward<G> {
         let layout = &step.layout;
         let at = |section: usize| metadata + section as u64;
         let ModelConfig { heads, kv_heads, head_dim, norm_eps, .. } = self.config;
-        let layer_numbers = 2 * shapes.kv_heads * u64::from(self.block_tokens) * shapes.head_dim;
+        let store = self.store;
+        let layer_bytes = store.layer_bytes(shapes.kv_heads, u64::from(self.block_tokens), shapes.head_dim);
+        let (layer_numbers, block_bytes) = (layer_bytes / store.unit(), shapes.layers * layer_bytes);
         let block_numbers = shapes.layers * layer_numbers;
         for (first, end) in &step.copies {
             let p = CopyParams {
                 pool: self.kv.address(),
                 pairs: at(layout.copies) + u64::from(*first) * 8,
-                block_bytes: block_numbers * 2,
+                block_bytes,
             };
             // SAFETY: the blocks are in the pool, and no copy of the range depends on another.
             unsafe { copy_blocks(gpu, end - first, &p) }?;
@@ -203,7 +208,7 @@ impl<G: Gpu> Forward<G> {
         };
         // SAFETY: tokens are below the vocabulary's size, samples were taken in the step before.
         unsafe { embedding(gpu, half, &p) }?;
-        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, step.mixed);
+        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, store, step.mixed);
         let scale = (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32;
         for (index, layer) in self.weights.layers.iter().enumerate() {
             self.norm(gpu, &layer.attention_norm, rows, index > 0, None)?;
@@ -228,7 +233,7 @@ impl<G: Gpu> Forward<G> {
                 eps: norm_eps,
             };
             // SAFETY: positions are below the context, places in the pool and all different.
-            unsafe { finish_qkv(gpu, half, &p) }?;
+            unsafe { finish_qkv(gpu, half, store, &p) }?;
             let plan = self.plan_of[index];
             let p = AttentionParams {
                 qkv: self.qkv.address(),
@@ -250,7 +255,7 @@ impl<G: Gpu> Forward<G> {
                 scale,
             };
             // SAFETY: the plan was made of this batch, whose block tables cover all positions.
-            unsafe { attention(gpu, half, head_dim as u32, step.mixed, blocks, &p) }?;
+            unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
             let queries = shapes.heads * shapes.head_dim;
             self.linear(gpu, &layer.output, &self.attended, &self.delta, rows, shapes.hidden, queries)?;
             self.norm(gpu, &layer.mlp_norm, rows, true, None)?;

@@ -24,6 +24,7 @@ mod weights;
 
 use std::time::Duration;
 
+pub use inflight_kernels::cuda::KvStore;
 use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, SamplingResult, gemm};
 use inflight_worker_core::Transfer;
 
@@ -54,6 +55,8 @@ pub struct CudaOptions {
     pub batch_tokens: u32,
     /// Most tokens of one sequence; the model's own limit if not given.
     pub context_tokens: Option<u32>,
+    /// How keys and values are stored.
+    pub kv_store: KvStore,
     /// The bits of an answer do not depend on the batch, at a price.
     pub deterministic: bool,
     /// Decoding runs as captured graphs.
@@ -122,6 +125,11 @@ fn mebibytes(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
 }
 
+/// How many GPUs the driver sees; 0 without one.
+pub fn count() -> u32 {
+    driver::count()
+}
+
 /// The name of a GPU that can be used.
 ///
 /// # Errors
@@ -166,10 +174,14 @@ impl CudaRuntime {
         check_model(config)?;
         let tensors = weights::find(model)?;
         let arithmetic = format!(
-            "cuda sm_{}{} {}",
+            "cuda sm_{}{} {}{}",
             found.compute.0,
             found.compute.1,
-            if options.deterministic { "deterministic".to_owned() } else { products::library() }
+            if options.deterministic { "deterministic".to_owned() } else { products::library() },
+            match options.kv_store {
+                KvStore::Half => "",
+                KvStore::Fp8 => " kv e4m3",
+            }
         );
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype(), &arithmetic);
         let name = found.name.clone();
@@ -228,6 +240,13 @@ fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Err
     within("slots", options.slots.into(), 1, 4096)?;
     within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
     within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    let least = options.kv_store.block_tokens_min();
+    if options.block_tokens < least {
+        let value = options.block_tokens.to_string();
+        let range =
+            format!("at least {least} with a KV cache in 8 bits, whose scales are copied four at a time");
+        return Err(Error::Option { name: "block_tokens", value, range });
+    }
     if !options.block_tokens.is_power_of_two() {
         let value = options.block_tokens.to_string();
         return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
@@ -334,9 +353,6 @@ impl Runtime for CudaRuntime {
     }
 
     fn wait_for_transfer(&mut self) -> Result<(), super::Error> {
-        if let Some(swap) = &mut self.swap {
-            swap.wait();
-        }
-        Ok(())
+        self.swap.as_mut().map_or(Ok(()), Swap::wait)
     }
 }

@@ -7,8 +7,9 @@ use std::thread::JoinHandle;
 
 use inflight_contract::SamplingParams;
 use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use metrics::Gauge;
 
-use super::compute::Compute;
+use super::compute::{Compute, Modes};
 use super::driver::{Driver, Event, Found, Graph, PinnedMemory};
 use super::forward::windows;
 use super::gpu::{Gpu, Memory};
@@ -16,6 +17,7 @@ use super::metadata::{Layout, Room, StepShape, bucket_layout};
 use super::sizing::{Budget, PARTIALS, PoolSize, Shapes, buckets, largest_bucket, pool_blocks};
 use super::slots::device;
 use super::{CudaOptions, Error as LoadError, weights};
+use crate::metrics::DEVICE_COMMANDS;
 use crate::models::ModelConfig;
 use crate::runtime::{self, Batch, Capabilities, Slot};
 
@@ -77,6 +79,8 @@ enum Loading {
 /// The thread, from outside.
 pub(super) struct Owner {
     commands: Option<SyncSender<Command>>,
+    /// Commands sent and not begun.
+    queued: Gauge,
     pub(super) flights: Receiver<Flight>,
     thread: Option<JoinHandle<()>>,
 }
@@ -100,9 +104,12 @@ impl Owner {
         let (commands, inbox) = sync_channel(COMMANDS_MAX);
         let (outbox, flights) = sync_channel(DEPTH as usize);
         let (news, loading) = channel();
-        let work = move || run(&job, &news, &inbox, &outbox);
+        let queued = metrics::gauge!(DEVICE_COMMANDS);
+        queued.set(0.0);
+        let taken = queued.clone();
+        let work = move || run(&job, &news, inbox.iter().inspect(|_| taken.decrement(1.0)), &outbox);
         let thread = std::thread::Builder::new().name("gpu".to_owned()).spawn(work)?;
-        let mut owner = Self { commands: Some(commands), flights, thread: Some(thread) };
+        let mut owner = Self { commands: Some(commands), queued, flights, thread: Some(thread) };
         for news in loading {
             match news {
                 Loading::Progress(done, total) => progress(done, total),
@@ -115,8 +122,9 @@ impl Owner {
     }
 
     pub(super) fn send(&self, command: Command) -> Result<(), runtime::Error> {
-        let sent = self.commands.as_ref().is_some_and(|commands| commands.send(command).is_ok());
-        if sent { Ok(()) } else { Err(gone()) }
+        let Some(commands) = &self.commands else { return Err(gone()) };
+        self.queued.increment(1.0);
+        commands.send(command).map_err(|_| gone())
     }
 
     fn stop(&mut self) {
@@ -141,7 +149,7 @@ pub(super) fn gone() -> runtime::Error {
 }
 
 /// The thread's whole life.
-fn run(job: &Job, news: &Sender<Loading>, inbox: &Receiver<Command>, outbox: &SyncSender<Flight>) {
+fn run(job: &Job, news: &Sender<Loading>, inbox: impl Iterator<Item = Command>, outbox: &SyncSender<Flight>) {
     let (mut machine, loaded) = match Machine::load(job, news) {
         Ok(loaded) => loaded,
         Err(error) => {
@@ -206,7 +214,7 @@ impl Machine {
         let samples = options.slots.max(largest_bucket(options.slots));
         let rows = options.batch_tokens.max(samples);
         let buffers = shapes.buffer_bytes(rows.into(), samples.into(), u64::from(*context_tokens));
-        let block_bytes = shapes.block_bytes(options.block_tokens, half);
+        let block_bytes = shapes.block_bytes(options.block_tokens, options.kv_store);
         let (free, total) = driver.memory().map_err(device_error)?;
         let room = |taken: u64| {
             let budget = Budget { total, free, taken };
@@ -245,16 +253,10 @@ impl Machine {
             depth: DEPTH,
             fingerprint: fingerprint.clone(),
         };
-        let compute = Compute::new(
-            &driver,
-            config,
-            half,
-            weights,
-            capabilities.clone(),
-            options.deterministic,
-            options.graphs,
-        )
-        .map_err(|error| LoadError::Device(error.to_string()))?;
+        let modes =
+            Modes { store: options.kv_store, deterministic: options.deterministic, buckets: options.graphs };
+        let compute = Compute::new(&driver, config, half, weights, capabilities.clone(), modes)
+            .map_err(|error| LoadError::Device(error.to_string()))?;
         let entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
         let room = Room {

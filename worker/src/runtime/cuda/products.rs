@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 
 use cudarc::cublaslt::{result, sys};
@@ -62,7 +63,8 @@ struct Plan {
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
-    plans: RefCell<HashMap<PlanKey, Plan>>,
+    /// `None`: the library has no algorithm for it.
+    plans: RefCell<HashMap<PlanKey, Option<Plan>>>,
 }
 
 /// Which library makes products, for the numerics fingerprint.
@@ -94,17 +96,18 @@ impl Products {
         Ok(Some(Self { handle, workspace, plans: RefCell::default() }))
     }
 
-    /// y = x * weight^T + bias.
+    /// y = x * weight^T + bias; false, and nothing done, if the library has no algorithm for it.
     ///
     /// # Safety
     /// The addresses are of this device and of matrices as large as said.
-    pub(super) unsafe fn run(&self, half: Half, p: &Matmul, stream: CUstream) -> Result<(), DeviceError> {
+    pub(super) unsafe fn run(&self, half: Half, p: &Matmul, stream: CUstream) -> Result<bool, DeviceError> {
         let key = PlanKey::of(half, p);
         let mut plans = self.plans.borrow_mut();
         let plan = match plans.entry(key) {
-            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            std::collections::hash_map::Entry::Vacant(entry) => entry.insert(self.plan(&key)?),
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(self.plan(&key, p)?),
         };
+        let Some(plan) = plan else { return Ok(false) };
         let (one, zero) = (1.0f32, 0.0f32);
         let set_columns = |layout, columns: u64| {
             let attribute = sys::cublasLtMatrixLayoutAttribute_t::CUBLASLT_MATRIX_LAYOUT_COLS;
@@ -115,14 +118,9 @@ impl Products {
         // The class was planned; these are the rows.
         set_columns(plan.x, p.m.into())?;
         set_columns(plan.y, p.m.into())?;
+        plan.set_bias(p)?;
         // SAFETY: descriptors are alive; the rest is passed on to the caller.
         unsafe {
-            if let Some(bias) = p.bias {
-                let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-                let address = if p.wide { bias.wide } else { bias.half };
-                result::set_matmul_desc_attribute(plan.descriptor, attribute, pointer(&address), 8)
-                    .map_err(failed("setting a bias"))?;
-            }
             result::matmul(
                 self.handle,
                 plan.descriptor,
@@ -141,12 +139,13 @@ impl Products {
                 self.workspace.bytes(),
                 stream.cast(),
             )
-            .map_err(failed("a product"))
+            .map_err(failed("a product"))?;
         }
+        Ok(true)
     }
 
     /// Row-major matrices are column-major ones transposed: y^T[n, m] = weight[n, k] * x^T[k, m].
-    fn plan(&self, key: &PlanKey) -> Result<Plan, DeviceError> {
+    fn plan(&self, key: &PlanKey, p: &Matmul) -> Result<Option<Plan>, DeviceError> {
         let what = "planning a product";
         let half = match key.half {
             Half::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
@@ -155,14 +154,18 @@ impl Products {
         let wide = sys::cudaDataType_t::CUDA_R_32F;
         let out = if key.wide { wide } else { half };
         let (m, n, k) = (u64::from(key.rows), u64::from(key.n), u64::from(key.k));
-        let weight = result::create_matrix_layout(half, k, n, k as i64).map_err(failed(what))?;
-        let x = result::create_matrix_layout(half, k, m, k as i64).map_err(failed(what))?;
-        let y = result::create_matrix_layout(out, n, m, i64::from(key.stride)).map_err(failed(what))?;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let descriptor = result::create_matmul_desc(compute, wide).map_err(failed(what))?;
+        let mut plan = Plan {
+            weight: result::create_matrix_layout(half, k, n, k as i64).map_err(failed(what))?,
+            x: result::create_matrix_layout(half, k, m, k as i64).map_err(failed(what))?,
+            y: result::create_matrix_layout(out, n, m, i64::from(key.stride)).map_err(failed(what))?,
+            descriptor: result::create_matmul_desc(compute, wide).map_err(failed(what))?,
+            // SAFETY: a plain struct of numbers, written below.
+            algorithm: unsafe { std::mem::zeroed() },
+        };
         let set = |attribute, value: *const c_void| {
             // SAFETY: the descriptor is alive; all these attributes have four bytes.
-            unsafe { result::set_matmul_desc_attribute(descriptor, attribute, value, 4) }
+            unsafe { result::set_matmul_desc_attribute(plan.descriptor, attribute, value, 4) }
                 .map_err(failed(what))
         };
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
@@ -173,6 +176,8 @@ impl Products {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
             set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, pointer(&epilogue))?;
             set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, pointer(&out))?;
+            // Algorithms are chosen by its alignment, too.
+            plan.set_bias(p)?;
         }
         let preference = result::create_matmul_pref().map_err(failed(what))?;
         let bytes = self.workspace.bytes();
@@ -182,12 +187,53 @@ impl Products {
                 sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             let set = result::set_matmul_pref_attribute(preference, attribute, pointer(&bytes), 8);
             let heuristic = set.and_then(|()| {
-                result::get_matmul_algo_heuristic(self.handle, descriptor, weight, x, y, y, preference)
+                result::get_matmul_algo_heuristic(
+                    self.handle,
+                    plan.descriptor,
+                    plan.weight,
+                    plan.x,
+                    plan.y,
+                    plan.y,
+                    preference,
+                )
             });
             let _ = result::destroy_matmul_pref(preference);
-            heuristic.map_err(failed(what))?
+            heuristic
         };
-        Ok(Plan { descriptor, weight, x, y, algorithm: heuristic.algo })
+        match heuristic {
+            Ok(heuristic) => {
+                plan.algorithm = heuristic.algo;
+                Ok(Some(plan))
+            }
+            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => {
+                tracing::warn!(?key, "cublaslt has no algorithm for this product; our own kernel makes it");
+                Ok(None)
+            }
+            Err(error) => Err(failed(what)(error)),
+        }
+    }
+}
+
+impl Plan {
+    fn set_bias(&self, p: &Matmul) -> Result<(), DeviceError> {
+        let Some(bias) = p.bias else { return Ok(()) };
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        let address = if p.wide { bias.wide } else { bias.half };
+        // SAFETY: the descriptor is alive; the attribute is a pointer.
+        unsafe { result::set_matmul_desc_attribute(self.descriptor, attribute, pointer(&address), 8) }
+            .map_err(failed("setting a bias"))
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: made by `Products::plan`, destroyed once.
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.descriptor);
+            for layout in [self.weight, self.x, self.y] {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
     }
 }
 
@@ -197,15 +243,7 @@ fn pointer<T>(value: &T) -> *const c_void {
 
 impl Drop for Products {
     fn drop(&mut self) {
-        for plan in self.plans.get_mut().values() {
-            // SAFETY: made by `plan`, destroyed once.
-            unsafe {
-                let _ = result::destroy_matmul_desc(plan.descriptor);
-                for layout in [plan.weight, plan.x, plan.y] {
-                    let _ = result::destroy_matrix_layout(layout);
-                }
-            }
-        }
+        self.plans.get_mut().clear();
         // SAFETY: opened by `open`, closed once.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }

@@ -1,6 +1,6 @@
 //! How much memory goes where: pure arithmetic, so that it is tested without a device.
 
-use inflight_kernels::cuda::Half;
+use inflight_kernels::cuda::KvStore;
 
 use crate::models::ModelConfig;
 
@@ -63,9 +63,8 @@ impl Shapes {
     }
 
     /// Bytes of a KV block.
-    pub(super) fn block_bytes(&self, block_tokens: u32, half: Half) -> u64 {
-        let numbers = self.layers * 2 * self.kv_heads * u64::from(block_tokens) * self.head_dim;
-        numbers * half.dtype().bytes() as u64
+    pub(super) fn block_bytes(&self, block_tokens: u32, store: KvStore) -> u64 {
+        self.layers * store.layer_bytes(self.kv_heads, u64::from(block_tokens), self.head_dim)
     }
 
     /// Bytes of the partial results of attention.
@@ -139,8 +138,9 @@ mod tests {
     };
 
     #[test]
-    fn a_block_of_llama_8b_is_two_mebibytes() {
-        assert_eq!(LLAMA_8B.block_bytes(16, Half::Bf16), 2 << 20);
+    fn a_block_of_llama_8b_is_two_mebibytes_and_in_8_bits_half_of_it_and_the_scales() {
+        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Half), 2 << 20);
+        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Fp8), (1 << 20) + 32 * 2 * 8 * 16 * 4);
     }
 
     #[test]

@@ -144,17 +144,18 @@ impl Swap {
     }
 
     /// Returns when some transfer has finished; at once if none is under way.
-    pub(super) fn wait(&mut self) {
-        // An error is found again by `finished`.
+    ///
+    /// # Errors
+    /// [`Error::Device`]: a device that has failed finishes nothing any more.
+    pub(super) fn wait(&mut self) -> Result<(), Error> {
         match (self.out.under_way.front(), self.back.under_way.front()) {
-            (None, None) => {}
-            (Some(oldest), None) | (None, Some(oldest)) => {
-                let _ = oldest.done.wait();
-            }
+            (None, None) => Ok(()),
+            (Some(oldest), None) | (None, Some(oldest)) => oldest.done.wait().map_err(device),
             (Some(out), Some(back)) => {
-                while !out.done.is_done().unwrap_or(true) && !back.done.is_done().unwrap_or(true) {
+                while !out.done.is_done().map_err(device)? && !back.done.is_done().map_err(device)? {
                     std::thread::yield_now();
                 }
+                Ok(())
             }
         }
     }

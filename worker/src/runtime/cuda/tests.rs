@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
-use inflight_kernels::cuda::{DeviceError, Half, Harness, HostMemory, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, Half, Harness, HostMemory, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::compute::{Compute, check_model, sampled};
+use super::compute::{Compute, Modes, check_model, sampled};
 use super::gpu::{Gpu, Matmul, Memory, bytes_of};
 use super::own_product;
 use super::weights::find;
@@ -142,6 +142,16 @@ struct OnHarness {
 
 impl OnHarness {
     fn new(model: &ModelDir, block_tokens: u32, deterministic: bool, buckets: bool) -> Self {
+        Self::storing(KvStore::Half, model, block_tokens, deterministic, buckets)
+    }
+
+    fn storing(
+        store: KvStore,
+        model: &ModelDir,
+        block_tokens: u32,
+        deterministic: bool,
+        buckets: bool,
+    ) -> Self {
         let harness = Harness::new();
         let found = find(model).unwrap();
         check_model(model.config()).unwrap();
@@ -158,9 +168,8 @@ impl OnHarness {
             fingerprint: String::new(),
         };
         let half = found.half();
-        let compute =
-            Compute::new(&harness, model.config(), half, weights, capabilities, deterministic, buckets)
-                .unwrap();
+        let modes = Modes { store, deterministic, buckets };
+        let compute = Compute::new(&harness, model.config(), half, weights, capabilities, modes).unwrap();
         let metadata = Harness::alloc(&harness, 1 << 20);
         Self { harness, compute, metadata, packed: Vec::new() }
     }
@@ -275,9 +284,10 @@ fn steps_on_the_harness_yield_the_logits_of_the_cpu_runtime() {
         let block_tokens = [16, 4, 32, 16][i];
         let model = model(arch, dtype, i as u32);
         let vocabulary = model.config().vocab_size;
-        for deterministic in [false, true] {
+        let (half, small) = (KvStore::Half, KvStore::Fp8);
+        for (deterministic, store) in [(false, half), (true, half), (false, small)] {
             let mut cpu = on_cpu(&model, block_tokens);
-            let mut gpu = OnHarness::new(&model, block_tokens, deterministic, true);
+            let mut gpu = OnHarness::storing(store, &model, block_tokens, deterministic, true);
             let mut roster = Roster::new(&[70, 1, 33], vocabulary as u32, block_tokens, 5);
             for (slot, tokens) in roster.tokens.iter().enumerate() {
                 gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
@@ -307,7 +317,9 @@ fn steps_on_the_harness_yield_the_logits_of_the_cpu_runtime() {
                 cpu.execute(&mut batch, &mut reference).unwrap();
                 let exact = cpu.logits();
                 let apart = far_apart(&logits, exact);
-                let bound = 2e-2 * largest(exact);
+                // Keys and values are off by up to 2^-4 of themselves where they have 8 bits.
+                let part = if store == half { 2e-2 } else { 1e-1 };
+                let bound = part * largest(exact);
                 assert!(apart <= bound, "{arch}, step {step}: logits are {apart} apart, more than {bound}");
                 for (i, slot) in slots.iter().enumerate() {
                     let row = &exact[i * vocabulary..(i + 1) * vocabulary];
@@ -325,10 +337,16 @@ fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_company() {
     if !available() {
         return;
     }
+    for store in [KvStore::Half, KvStore::Fp8] {
+        no_bit_depends_on_chunks_or_company(store);
+    }
+}
+
+fn no_bit_depends_on_chunks_or_company(store: KvStore) {
     let model = model(Arch::Qwen3, Dtype::Bf16, 11);
     let vocabulary = model.config().vocab_size as u32;
     let logits_of = |chunks: &[[usize; 2]], buckets: bool| {
-        let mut gpu = OnHarness::new(&model, 16, true, buckets);
+        let mut gpu = OnHarness::storing(store, &model, 16, true, buckets);
         let mut roster = Roster::new(&[290, 40], vocabulary, 16, 8);
         for (slot, tokens) in roster.tokens.iter().enumerate() {
             gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);

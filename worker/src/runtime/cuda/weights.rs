@@ -5,6 +5,7 @@ use inflight_kernels::cuda::{DeviceError, Half};
 
 use super::gpu::{Bias, Gpu, Memory, bytes_of};
 use crate::models::{Error, ModelConfig, ModelDir, Tensor};
+use crate::runtime::decoder::DecoderLayer;
 
 /// The tensors of a model, all found and of the right shape.
 pub(super) struct Found {
@@ -14,15 +15,7 @@ pub(super) struct Found {
     head: Option<Tensor>,
 }
 
-struct FoundLayer {
-    attention_norm: Tensor,
-    qkv: FoundLinear,
-    qk_norm: Option<(Tensor, Tensor)>,
-    output: FoundLinear,
-    mlp_norm: Tensor,
-    gate_up: FoundLinear,
-    down: FoundLinear,
-}
+type FoundLayer = DecoderLayer<Tensor, FoundLinear>;
 
 /// Matrices to be stacked, and their biases if they have any.
 struct FoundLinear {
@@ -39,15 +32,7 @@ pub(super) struct Weights<M> {
     pub(super) head: Option<M>,
 }
 
-pub(super) struct Layer<M> {
-    pub(super) attention_norm: M,
-    pub(super) qkv: Linear<M>,
-    pub(super) qk_norm: Option<(M, M)>,
-    pub(super) output: Linear<M>,
-    pub(super) mlp_norm: M,
-    pub(super) gate_up: Linear<M>,
-    pub(super) down: Linear<M>,
-}
+pub(super) type Layer<M> = DecoderLayer<M, Linear<M>>;
 
 pub(super) struct Linear<M> {
     pub(super) matrix: M,
@@ -59,12 +44,6 @@ impl<M: Memory> Linear<M> {
     pub(super) fn bias(&self) -> Option<Bias> {
         let (wide, half) = (self.wide_bias.as_ref()?, self.half_bias.as_ref()?);
         Some(Bias { wide: wide.address(), half: half.address() })
-    }
-}
-
-impl FoundLayer {
-    fn linears(&self) -> [&FoundLinear; 4] {
-        [&self.qkv, &self.output, &self.gate_up, &self.down]
     }
 }
 
@@ -133,7 +112,7 @@ impl Found {
 
     /// Bytes of all matrices on the device; norms and biases are small beside them.
     pub(super) fn bytes(&self) -> u64 {
-        let linears: u64 = self.layers.iter().flat_map(FoundLayer::linears).map(FoundLinear::numbers).sum();
+        let linears: u64 = self.layers.iter().flat_map(FoundLayer::products).map(FoundLinear::numbers).sum();
         (linears + numbers(&self.embedding) + self.head.as_ref().map_or(0, numbers)) * 2
     }
 
