@@ -48,6 +48,9 @@ pub struct EngineArgs {
     /// the model has them]
     #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
+    /// Ranks to divide the model among, each with a shard of weights and KV cache and its part of the threads; on CPUs
+    #[arg(long, value_name = "N", default_value_t = Options::default().tensor_parallel, env = "INFLIGHT_WORKER_TENSOR_PARALLEL")]
+    pub tensor_parallel: usize,
     /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
@@ -142,6 +145,7 @@ impl Args {
             device: engine.device,
             threads: engine.threads,
             quantize: engine.quantize,
+            tensor_parallel: engine.tensor_parallel,
             kv_cache_bytes: engine.kv_cache_bytes.0,
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,

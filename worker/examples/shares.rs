@@ -121,6 +121,7 @@ fn measure(
         context_tokens: None,
         isa: None,
         quantize: if weights == "bf16" { None } else { Some(weights.parse()?) },
+        tensor_parallel: 1,
     };
     let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
     let ready = begun.elapsed().as_secs_f64();

@@ -21,6 +21,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    tensor_parallel: 1,
 };
 
 /// Opens and loads, as a worker does.

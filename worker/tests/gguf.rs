@@ -22,6 +22,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    tensor_parallel: 1,
 };
 
 fn open(path: &Path) -> Result<ModelDir, String> {

@@ -129,6 +129,7 @@ fn runtime(
         context_tokens: None,
         isa: Some(isa),
         quantize: None,
+        tensor_parallel: 1,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }

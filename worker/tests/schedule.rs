@@ -88,6 +88,7 @@ fn load(
         context_tokens: None,
         isa: Some(isa),
         quantize,
+        tensor_parallel: 1,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }

@@ -2,7 +2,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_contract::SamplingParams;
 use inflight_kernels::Draw;
-use inflight_kernels::cpu::{Isa, Pool, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
 
 use super::super::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
 use super::slots::{Slots, State};
@@ -22,13 +22,14 @@ struct Scratch {
 }
 
 impl Sampler {
-    /// Chooses a token for each of the batch's sample rows and counts it in its slot. All slots are attached.
+    /// Chooses a token for each of the batch's sample rows and counts it in its slot. All slots are attached. `each` runs
+    /// a job for every index below a number, on all threads.
     pub(super) fn run(
         &mut self,
         batch: &Batch,
         logits: &[f32],
         slots: &mut Slots,
-        pool: &Pool,
+        each: &dyn Fn(usize, &(dyn Fn(usize) + Sync)),
         isa: Isa,
         sampled: &mut Vec<Sampled>,
     ) {
@@ -45,7 +46,7 @@ impl Sampler {
                 .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
                 .unwrap_or(samples.len());
             let read: &Slots = slots;
-            pool.each(end - first, &|i| {
+            each(end - first, &|i| {
                 let i = first + i;
                 let Some(state) = read.get(samples[i].slot) else { return };
                 let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
