@@ -79,7 +79,7 @@ impl Group {
                 if index > 0 {
                     rank.forward.place(batch, bounds).map_err(|error| error.to_string())?;
                 }
-                rank.run(batch).map_err(|failed| failed.to_string())
+                rank.run(batch).map_err(|failed| failed.reason)
             });
             // Told before anything else, so that the others do not wait for this rank.
             match catch_unwind(run) {
