@@ -25,7 +25,7 @@ async fn a_directory_of_every_architecture_serves() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_model_that_ranks_share_serves_like_any_other() -> Result<()> {
-    let flags = ["--workers=1", "--threads=2", "--tensor-parallel=2"];
+    let flags = ["--workers=1", "--threads=2", "--tensor-parallel=2", "--verbose"];
     let mut answers = Vec::new();
     for overlap in [false, true] {
         let flags = flags.into_iter().chain(overlap.then_some("--overlap")).collect::<Vec<_>>();

@@ -175,7 +175,7 @@ fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
 }
 
 #[test]
-fn sixteen_bit_and_quantised_shards_hold_the_very_numbers_of_the_whole() {
+fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
     for arch in [Arch::Llama31, Arch::Qwen2, Arch::Qwen3] {
         for (dtype, quantize, most) in [
             (Dtype::Bf16, None, 1e-2),

@@ -274,3 +274,77 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
     }
     a / divisor * b
 }
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::{Arch, Checkpoint, Dtype};
+    use inflight_kernels::cpu::{Activations, Start, gemm};
+
+    use super::super::super::sharding::shards;
+    use super::*;
+    use crate::models::{ModelDir, ModelSource};
+
+    /// Every number of a packed matrix [n, k], as products see them; [k, n].
+    fn numbers(pool: &Pool, matrix: &PackedMatrix) -> Vec<f32> {
+        let (n, k) = (matrix.n(), matrix.k());
+        let one = |i: usize| if i.is_multiple_of(k + 1) { 1.0 } else { 0.0 };
+        let identity: Vec<f32> = (0..k * k).map(one).collect();
+        let mut out = vec![0.0; k * n];
+        gemm(pool, matrix, &identity, k, Start::Zero, &mut out, &mut Activations::default());
+        out
+    }
+
+    #[test]
+    fn every_number_of_every_shard_is_that_of_the_whole_and_biases_are_added_once() {
+        let pool = Pool::new(1).unwrap();
+        let mut compared = 0;
+        for arch in [Arch::Llama2, Arch::Llama32, Arch::Qwen2, Arch::Qwen3] {
+            for quantize in [None, Some("int8:8"), Some("int4:8")] {
+                let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+                let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+                let found = find(&model).unwrap();
+                let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
+                let cut = |ranks| shards(model.config(), ranks, found.grain(quantize)).unwrap();
+                let (isa, whole) = (Isa::detect(), cut(1));
+                let group = if quantize.is_some() { cut(2) } else { cut(4) };
+                for (linear, format) in found.formats(quantize) {
+                    let whole = linear.pack(&pool, isa, format, &whole[0]).unwrap();
+                    let (n, all) = (whole.matrix.n(), numbers(&pool, &whole.matrix));
+                    for shard in &group {
+                        let part = linear.pack(&pool, isa, format, shard).unwrap();
+                        let (outputs, inputs) = match shard.cut(linear.matrix) {
+                            Cut::Outputs(ranges) => {
+                                let starts = linear.matrices.iter().scan(0, |at, matrix| {
+                                    let start = *at;
+                                    *at += matrix.shape[0];
+                                    Some(start)
+                                });
+                                let places = starts.zip(ranges);
+                                let places =
+                                    places.flat_map(|(start, range)| range.map(move |row| start + row));
+                                (places.collect::<Vec<_>>(), 0..linear.k)
+                            }
+                            Cut::Inputs(inputs) => ((0..n).collect(), inputs),
+                        };
+                        let expected = inputs.clone().flat_map(|k| outputs.iter().map(move |o| k * n + o));
+                        let expected: Vec<u32> = expected.map(|at| all[at].to_bits()).collect();
+                        let got = numbers(&pool, &part.matrix);
+                        let got: Vec<u32> = got.iter().map(|x| x.to_bits()).collect();
+                        assert!(
+                            got == expected,
+                            "{arch} {format} {:?} of rank {}",
+                            linear.matrix,
+                            shard.rank
+                        );
+                        let bias =
+                            whole.bias.as_ref().filter(|_| inputs.len() == linear.k || shard.rank == 0);
+                        let bias = bias.map(|bias| outputs.iter().map(|o| bias[*o]).collect::<Vec<_>>());
+                        assert_eq!(part.bias, bias, "{arch} {:?} of rank {}", linear.matrix, shard.rank);
+                        compared += 1;
+                    }
+                }
+            }
+        }
+        assert!(compared > 200, "only {compared} parts were compared");
+    }
+}
