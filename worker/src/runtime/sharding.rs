@@ -201,7 +201,9 @@ mod tests {
 
     /// The ranges, one after the other, are 0..`whole`.
     fn tile(whole: usize, ranges: impl Iterator<Item = Range<usize>>) -> bool {
-        ranges.fold(Some(0), |at, range| (Some(range.start) == at).then_some(range.end)) == Some(whole)
+        let mut at = 0;
+        let mut next = |range: Range<usize>| std::mem::replace(&mut at, range.end) == range.start;
+        ranges.fold(true, |so_far, range| next(range) && so_far) && at == whole
     }
 
     proptest! {

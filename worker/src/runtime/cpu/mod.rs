@@ -364,9 +364,7 @@ impl Compute {
         last.clear();
         self.slots.check(batch)?;
         self.group.step(batch, &self.capabilities)?;
-        let group = &self.group;
-        let each = |units: usize, unit: &(dyn Fn(usize) + Sync)| group.each(units, unit);
-        self.sampler.run(batch, group.logits(), &mut self.slots, &each, self.isa, last);
+        self.sampler.run(batch, &mut self.slots, &self.group, self.isa, last);
         Ok(begun.elapsed())
     }
 }
