@@ -152,7 +152,8 @@ impl Plan {
         let mut worker_flags = group(<EngineArgs as clap::Args>::augment_args);
         if args.engine.threads.is_none() {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            worker_flags.push(format!("--threads={}", (cores / workers).max(1)).into());
+            let threads = (cores / workers).max(args.engine.tensor_parallel).max(1);
+            worker_flags.push(format!("--threads={threads}").into());
         }
         let router_flags = args.tenants_file.iter().map(|file| {
             let mut flag = OsString::from("--tenants-file=");

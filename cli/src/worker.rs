@@ -51,6 +51,9 @@ pub struct EngineArgs {
     /// What the KV cache holds: auto, numbers as the model computes them, or fp8, half as large and less exact, on GPUs
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
     pub kv_cache_dtype: KvCacheDtype,
+    /// Ranks to divide the model among, each with a shard of weights and KV cache and its part of the threads; on CPUs
+    #[arg(long, value_name = "N", default_value_t = Options::default().tensor_parallel, env = "INFLIGHT_WORKER_TENSOR_PARALLEL")]
+    pub tensor_parallel: usize,
     /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
@@ -150,6 +153,7 @@ impl Args {
             threads: engine.threads,
             quantize: engine.quantize,
             kv_cache_dtype: engine.kv_cache_dtype,
+            tensor_parallel: engine.tensor_parallel,
             kv_cache_bytes: engine.kv_cache_bytes.0,
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,

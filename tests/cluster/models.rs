@@ -23,6 +23,35 @@ async fn a_directory_of_every_architecture_serves() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_ranks_share_serves_like_any_other() -> Result<()> {
+    let flags = ["--workers=1", "--threads=2", "--tensor-parallel=2", "--verbose"];
+    let mut answers = Vec::new();
+    for overlap in [false, true] {
+        let flags = flags.into_iter().chain(overlap.then_some("--overlap")).collect::<Vec<_>>();
+        let cluster = Cluster::start(program(), &flags).await?;
+        let mut client = cluster.client().await?;
+        // Side by side and alone, in this cluster and the next: the same tokens.
+        let requests = (0..4).map(|i| {
+            let mut client = client.clone();
+            async move { generate(&mut client, sampled("Once upon a time", 24 + i, 7)).await }
+        });
+        for answer in futures::future::join_all(requests).await {
+            answers.push(answer?);
+        }
+        answers.push(generate(&mut client, sampled("Once upon a time", 24, 7)).await?);
+        ensure!(
+            cluster.log().contains("ranks=2") || cluster.log().contains("\"ranks\":2"),
+            "{}",
+            cluster.log()
+        );
+    }
+    for answer in &answers {
+        ensure!(answer.tokens.len() >= 24 && answer.tokens[..24] == answers[0].tokens[..24], "{answer:?}");
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn every_damage_to_a_model_is_refused_with_a_clue() -> Result<()> {
     for damage in Damage::all() {

@@ -79,7 +79,17 @@ async fn a_bad_configuration_is_refused_by_file_line_and_key() -> Result<()> {
     let device = run(program(), &["worker", "--device=abacus"], "").await?;
     check(&device, 2, &["unknown device `abacus`", "cpu"])?;
     let block = run(program(), &["worker", "--block-tokens=3"], "").await?;
-    check(&block, 2, &["block_tokens is 3"])
+    check(&block, 2, &["block_tokens is 3"])?;
+    let simulated = run(program(), &["worker", "--device=sim:flat", "--tensor-parallel=2"], "").await?;
+    check(&simulated, 2, &["tensor_parallel is 2", "1 on a simulated device"])?;
+    let gpus = run(program(), &["worker", "--device=cuda", "--tensor-parallel=2"], "").await?;
+    check(&gpus, 2, &["tensor_parallel is 2", "not supported yet", "--device cpu"])?;
+    let threads = ["worker", "--device=cpu", "--threads=1", "--tensor-parallel=2"];
+    check(&run(program(), &threads, "").await?, 2, &["threads is 1", "at least tensor_parallel"])?;
+    let listen = ["--listen=127.0.0.1:0", "--metrics-listen=off"];
+    let odd = ["worker", "--device=cpu", "--tensor-parallel=4", listen[0], listen[1]];
+    let odd = run(program(), &odd, "").await?;
+    check(&odd, 1, &["--tensor-parallel 4 can't divide this model", "6 attention heads", "1, 2, 6 would do"])
 }
 
 #[tokio::test]

@@ -63,8 +63,11 @@ impl Cluster {
         let alone = alone().await;
         let mark = Mark::new();
         let (name, value) = mark.variable();
+        let threads =
+            if flags.iter().any(|flag| flag.starts_with("--threads")) { &[][..] } else { &["--threads=1"] };
         let mut child = Command::new(program)
-            .args(["up", "--json", "--port=0", "--kv-cache-bytes=64MiB", "--threads=1"])
+            .args(["up", "--json", "--port=0", "--kv-cache-bytes=64MiB"])
+            .args(threads)
             .args(flags)
             .env(name, value)
             .stdin(Stdio::null())

@@ -1,6 +1,6 @@
 //! What share of the machine's limits whole models reach:
 //! `cargo run --release -p inflight-worker --example shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4]
-//! [--threads N] [--rounds N] [--models DIR]`.
+//! [--threads N] [--ranks N] [--rounds N] [--models DIR]`.
 //!
 //! Models have random weights and real shapes. Each round measures the limits and then the model, so that a ratio
 //! compares neighbours; figures are medians over rounds. `--models` keeps the checkpoints in a directory, where they
@@ -64,6 +64,7 @@ struct Options {
     shapes: Vec<Shape>,
     weights: Vec<String>,
     threads: usize,
+    ranks: usize,
     rounds: usize,
     models: Option<PathBuf>,
 }
@@ -74,6 +75,7 @@ impl Options {
             shapes: Shape::all().to_vec(),
             weights: ["bf16", "int8", "int4"].map(str::to_owned).to_vec(),
             threads: std::thread::available_parallelism()?.get(),
+            ranks: 1,
             rounds: 3,
             models: None,
         };
@@ -84,6 +86,7 @@ impl Options {
                 "--shapes" => options.shapes = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--weights" => options.weights = value.split(',').map(str::to_owned).collect(),
                 "--threads" => options.threads = value.parse()?,
+                "--ranks" => options.ranks = value.parse()?,
                 "--rounds" => options.rounds = value.parse()?,
                 "--models" => options.models = Some(value.into()),
                 _ => return Err(format!("unknown option {name}").into()),
@@ -121,6 +124,7 @@ fn measure(
         context_tokens: None,
         isa: None,
         quantize: if weights == "bf16" { None } else { Some(weights.parse()?) },
+        tensor_parallel: options.ranks,
     };
     let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
     let ready = begun.elapsed().as_secs_f64();

@@ -9,6 +9,7 @@ use inflight_worker_core::policy::PolicyKind;
 
 use crate::models::ModelSource;
 use crate::runtime::cpu::Quantization;
+use crate::runtime::sharding::RANKS_MAX;
 use crate::runtime::sim::{SpecError, read_profile};
 
 /// What runs the model.
@@ -112,6 +113,8 @@ pub struct Options {
     pub quantize: Option<Quantization>,
     /// What keys and values are stored as.
     pub kv_cache_dtype: KvCacheDtype,
+    /// Ranks that share the model, each with a shard of it and its part of the threads; on CPUs only.
+    pub tensor_parallel: usize,
     /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
     /// The part of a GPU's memory to use for weights, buffers and KV pool.
@@ -163,6 +166,7 @@ impl Default for Options {
             threads: None,
             quantize: None,
             kv_cache_dtype: KvCacheDtype::Auto,
+            tensor_parallel: 1,
             kv_cache_bytes: 1 << 30,
             gpu_memory_utilization: 0.9,
             deterministic: false,
@@ -230,6 +234,16 @@ impl Options {
         let small = self.kv_cache_dtype == KvCacheDtype::Fp8;
         let stores = !small || matches!(self.device, Device::Cuda(_) | Device::Auto);
         check(stores, "kv_cache_dtype", &self.kv_cache_dtype, Self::KV_CACHE_DTYPE_ON_CPUS)?;
+        let ranks = self.tensor_parallel;
+        check((1..=RANKS_MAX).contains(&ranks), "tensor_parallel", &ranks, "from 1 to 64")?;
+        let range = match self.device {
+            Device::Sim(_) => "1 on a simulated device, whose costs are those of the whole",
+            _ => "1 on GPUs: dividing a model among several is not supported yet; --device cpu can",
+        };
+        let divides = matches!(self.device, Device::Cpu | Device::Auto);
+        check(ranks == 1 || divides, "tensor_parallel", &ranks, range)?;
+        let threads = self.threads.unwrap_or(ranks);
+        check(threads >= ranks, "threads", &threads, "at least tensor_parallel: each rank needs one")?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
@@ -255,6 +269,19 @@ mod tests {
             assert!(error.contains("kv_cache_dtype is fp8") && error.contains("only a GPU"), "{error}");
         }
         assert!("int8".parse::<KvCacheDtype>().unwrap_err().to_string().contains("`fp8`"));
+        for tensor_parallel in [0, 65] {
+            let error = named(Options { tensor_parallel, ..Options::default() });
+            assert!(error.contains("tensor_parallel") && error.contains("from 1 to 64"), "{error}");
+        }
+        for (device, clue) in [("sim:flat", "simulated"), ("cuda:1", "not supported yet")] {
+            let device = device.parse().unwrap();
+            let divided = Options { device, tensor_parallel: 2, ..Options::default() };
+            assert!(named(divided.clone()).contains(clue), "{}", named(divided));
+            assert_eq!(Options { device, ..Options::default() }.validate(), Ok(()));
+        }
+        let divided = Options { device: Device::Cpu, tensor_parallel: 4, ..Options::default() };
+        assert_eq!(divided.validate(), Ok(()));
+        assert!(named(Options { threads: Some(3), ..divided }).contains("threads is 3"));
         assert!(named(Options { max_sequences: 0, ..Options::default() }).contains("max_sequences"));
         assert!(named(Options { max_batch_tokens: 255, ..Options::default() }).contains("max_batch_tokens"));
         assert!(named(Options { max_waiting: 0, ..Options::default() }).contains("max_waiting"));

@@ -372,6 +372,10 @@ fn runtime(
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => return Err(Error::NoCuda),
         #[cfg(feature = "cuda")]
+        Device::Auto if options.tensor_parallel > 1 => {
+            tracing::info!("computing on the CPU: a model is not divided among GPUs yet");
+        }
+        #[cfg(feature = "cuda")]
         Device::Auto => match cuda::available(options.gpu as usize) {
             Ok(_) => match cuda::supports(model) {
                 Ok(()) => return Ok((load_cuda(model, options, options.gpu, progress)?, None)),
@@ -397,6 +401,7 @@ fn runtime(
         context_tokens: options.max_context_tokens,
         isa: None,
         quantize: options.quantize,
+        tensor_parallel: options.tensor_parallel,
     };
     let runtime = CpuRuntime::load(model, &cpu, progress)?;
     let runtime: Box<dyn Runtime> =

@@ -8,7 +8,7 @@ use std::path::Path;
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Damage, Dtype, TempDir};
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::Runtime;
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Error, kv_bytes_per_token};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Error, Quantization, kv_bytes_per_token};
 use serde_json::{Value, json};
 
 const OPTIONS: CpuOptions = CpuOptions {
@@ -21,6 +21,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    tensor_parallel: 1,
 };
 
 /// Opens and loads, as a worker does.
@@ -195,6 +196,15 @@ fn options_out_of_range_say_what_would_do() {
     assert!(refused(CpuOptions { batch_tokens: 0, ..OPTIONS }).contains("batch_tokens"));
     assert!(refused(CpuOptions { threads: Some(0), ..OPTIONS }).contains("threads"));
     assert!(refused(CpuOptions { context_tokens: Some(1 << 20), ..OPTIONS }).contains("context_tokens"));
+    for tensor_parallel in [0, 65, usize::MAX] {
+        assert!(refused(CpuOptions { tensor_parallel, ..OPTIONS }).contains("tensor_parallel"));
+    }
+    let odd = refused(CpuOptions { tensor_parallel: 3, ..OPTIONS });
+    assert!(odd.contains("4 attention heads") && odd.contains("1, 2, 4 would do"), "{odd}");
+    // Both divide 176, but not into groups of 64.
+    let cut = CpuOptions { tensor_parallel: 2, quantize: Some(Quantization::INT8), ..OPTIONS };
+    let cut = refused(cut);
+    assert!(cut.contains("32 of the 64 inputs of o_proj") && cut.contains("groups of 64"), "{cut}");
 }
 
 #[test]
@@ -223,6 +233,11 @@ fn the_fingerprint_is_that_of_numbers_and_kernels_and_not_of_threads() {
     assert_eq!(base, fingerprint(&checkpoint, &other_shape));
     assert_ne!(base, fingerprint(&checkpoint.clone().seeded(1), &OPTIONS));
     assert_ne!(base, fingerprint(&Checkpoint::new(Arch::Llama31, Dtype::F16), &OPTIONS));
+    // The ranks add up in an order of their own.
+    let divided = |tensor_parallel| CpuOptions { tensor_parallel, ..other_shape.clone() };
+    let (halves, quarters) = (fingerprint(&checkpoint, &divided(2)), fingerprint(&checkpoint, &divided(4)));
+    assert!(base != halves && base != quarters && halves != quarters);
+    assert_eq!(halves, fingerprint(&checkpoint, &CpuOptions { tensor_parallel: 2, ..OPTIONS }));
     let portable = CpuOptions { isa: Some(inflight_kernels::cpu::Isa::PORTABLE), ..OPTIONS };
     let detected = inflight_kernels::cpu::Isa::detect() == inflight_kernels::cpu::Isa::PORTABLE;
     assert_eq!(base == fingerprint(&checkpoint, &portable), detected);

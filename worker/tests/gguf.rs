@@ -22,6 +22,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    tensor_parallel: 1,
 };
 
 fn open(path: &Path) -> Result<ModelDir, String> {
@@ -30,8 +31,13 @@ fn open(path: &Path) -> Result<ModelDir, String> {
 
 /// The logits after some tokens.
 fn logits(path: &Path) -> Result<Vec<f32>, String> {
+    logits_of_ranks(path, 1)
+}
+
+fn logits_of_ranks(path: &Path, tensor_parallel: usize) -> Result<Vec<f32>, String> {
+    let options = CpuOptions { tensor_parallel, ..OPTIONS };
     let mut runtime =
-        CpuRuntime::load(&open(path)?, &OPTIONS, &|_, _| {}).map_err(|error| error.to_string())?;
+        CpuRuntime::load(&open(path)?, &options, &|_, _| {}).map_err(|error| error.to_string())?;
     let setup = SlotSetup {
         sampling: Arc::new(SamplingParams::greedy()),
         choice: 0,
@@ -67,6 +73,12 @@ fn a_converted_checkpoint_computes_the_same_bits_as_its_directory() {
             let (theirs, ours) = (logits(directory.path()).unwrap(), logits(&path).unwrap());
             assert!(theirs.iter().zip(&ours).all(|(a, b)| a.to_bits() == b.to_bits()), "{arch} {dtype}");
             assert_eq!(open(&path).unwrap().name(), "tiny");
+            if arch != Arch::Qwen25 {
+                let halves = |path: &Path| logits_of_ranks(path, 2).unwrap();
+                let (theirs, ours) = (halves(directory.path()), halves(&path));
+                let same = theirs.iter().zip(&ours).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{arch} {dtype}, two ranks");
+            }
         }
     }
 }
@@ -160,6 +172,29 @@ fn quantised_files_compute_what_their_numbers_say() {
         let off = off.sqrt() / size;
         println!("{encoding}: off by {off:.4} of {size:.3}");
         assert!(off < 0.05 && size > 1e-3, "{encoding}: off by {off} of {size}");
+    }
+}
+
+#[test]
+fn quantised_files_are_divided_between_blocks_or_not_at_all() {
+    for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
+        let (_folder, path) = written(&blocks(encoding, false));
+        match (encoding, logits_of_ranks(&path, 2)) {
+            (Encoding::Q8_0 | Encoding::Q4_0, divided) => {
+                let (whole, divided) = (logits(&path).unwrap(), divided.unwrap());
+                let size = whole.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                let off = whole.iter().zip(&divided).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
+                println!("{encoding}, two ranks: off by {off:e} of {size}");
+                // Activations that lie between two integers may go the other way.
+                assert!(off <= 0.01 * size, "{encoding}: off by {off} of {size}");
+            }
+            (_, refused) => {
+                let message = refused.unwrap_err();
+                for clue in ["--tensor-parallel 2", "128 of the 256 inputs of o_proj", "groups of 256"] {
+                    assert!(message.contains(clue), "{message}");
+                }
+            }
+        }
     }
 }
 

@@ -27,6 +27,7 @@ fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>) -> CpuRuntim
         context_tokens: None,
         isa: Some(isa),
         quantize,
+        tensor_parallel: 1,
     };
     CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
 }

@@ -2,7 +2,8 @@
 //! sequences are preempted, swapped and computed again all the time, at random moments besides; prompts that share
 //! prefixes; choices that fork; cancels and deadlines in the middle; tenants of different weight; every policy, with and
 //! without a target for the steps. Whatever happens, each choice gets the tokens and the log probabilities, bit for bit,
-//! that it gets alone with all the room there is and no prefix cache, on every dtype and every instruction set.
+//! that it gets alone with all the room there is and no prefix cache, on every dtype and every instruction set, also where
+//! ranks share the model.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
@@ -109,6 +110,7 @@ fn runtime(
     dtype: Dtype,
     isa: Isa,
     threads: usize,
+    ranks: usize,
     blocks: u64,
     host_blocks: u64,
 ) -> CpuRuntime {
@@ -118,7 +120,9 @@ fn runtime(
         Dtype::Bf16 => inflight_kernels::Dtype::Bf16,
         Dtype::F16 => inflight_kernels::Dtype::F16,
     };
-    let block = 8 * kv_bytes_per_token(model.config(), stored) as u64;
+    // Where there are fewer key heads than ranks, several hold the same one.
+    let copies = ranks.div_ceil(model.config().kv_heads) as u64;
+    let block = 8 * kv_bytes_per_token(model.config(), stored) as u64 * copies;
     let options = CpuOptions {
         threads: Some(threads),
         kv_bytes: blocks * block,
@@ -129,6 +133,7 @@ fn runtime(
         context_tokens: None,
         isa: Some(isa),
         quantize: None,
+        tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
@@ -152,6 +157,8 @@ struct Seen {
     /// Steps that ran while another was in flight.
     overlapped: u64,
     cut: u64,
+    /// Blocks that groups of ranks copied back.
+    group_swapped_in: u64,
 }
 
 impl Seen {
@@ -219,6 +226,7 @@ struct Workload {
     blocks: u64,
     host_blocks: u64,
     threads: usize,
+    ranks: usize,
     cheap_copies: bool,
     policy: PolicyKind,
     step_target: Option<Duration>,
@@ -230,12 +238,14 @@ fn workload() -> impl Strategy<Value = Workload> {
     let asks = prop::collection::vec(ask(), 4..12);
     let policy = prop_oneof![2 => Just(Fair), 2 => Just(Priority), 1 => Just(Fcfs), 1 => Just(Static)];
     let target = prop::option::of(1u64..3000);
-    (asks, 16u64..30, 0u64..40, 1usize..3, any::<bool>(), policy, target, any::<bool>()).prop_map(
-        |(asks, blocks, host_blocks, threads, cheap_copies, policy, target, overlap)| Workload {
+    let ranks = prop_oneof![3 => Just(1usize), 1 => Just(2)];
+    (asks, 16u64..30, 0u64..40, 1usize..3, ranks, any::<bool>(), policy, target, any::<bool>()).prop_map(
+        |(asks, blocks, host_blocks, threads, ranks, cheap_copies, policy, target, overlap)| Workload {
             asks,
             blocks,
             host_blocks,
             threads,
+            ranks,
             cheap_copies,
             policy,
             step_target: target.map(Duration::from_micros),
@@ -252,7 +262,8 @@ fn check(
     seen: &mut Seen,
 ) -> Result<(), TestCaseError> {
     let settings = Settings { prefix_cache: false, ..Settings::default() };
-    let roomy = runtime(folder, dtype, isa, 1, 64, 0);
+    let ranks = workload.ranks;
+    let roomy = runtime(folder, dtype, isa, 1, ranks, 64, 0);
     let mut engine = Engine::new(Box::new(roomy), &[], settings).unwrap();
     let mut alone = BTreeMap::new();
     for (handle, ask) in workload.asks.iter().enumerate() {
@@ -266,11 +277,14 @@ fn check(
     let prior = CostPrior { copy: 0.0, copy_block, trust: 1e-6, ..CostPrior::default() };
     let (policy, step_target) = (workload.policy, workload.step_target);
     let settings = Settings { policy, prior, step_target, ..Settings::default() };
-    let scarce = runtime(folder, dtype, isa, workload.threads, workload.blocks, workload.host_blocks);
+    let (blocks, host_blocks) = (workload.blocks, workload.host_blocks);
+    let scarce = runtime(folder, dtype, isa, workload.threads, ranks, blocks, host_blocks);
     let scarce: Box<dyn Runtime> =
         if workload.overlap { Box::new(scarce.overlapped().unwrap()) } else { Box::new(scarce) };
     let mut engine = Engine::new(scarce, &[], settings).unwrap();
+    let before = seen.swapped_in;
     let together = run(&mut engine, &workload.asks, seen);
+    seen.group_swapped_in += if ranks > 1 { seen.swapped_in - before } else { 0 };
     for (key, steps) in &alone {
         let output = &together[key];
         seen.cut += u64::from(output.cut);
@@ -323,4 +337,5 @@ fn scarcity_never_changes_the_answer() {
     assert!(seen.recomputed > 10 && seen.swapped > 10 && seen.swapped_in > 10, "{seen:?}");
     assert!(seen.cached > 100 && seen.host_cached > 10, "{seen:?}");
     assert!(seen.forced > 10 && seen.overlapped > 100 && seen.cut > 10, "{seen:?}");
+    assert!(seen.group_swapped_in > 0, "{seen:?}");
 }

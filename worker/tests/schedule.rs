@@ -1,6 +1,7 @@
 //! The schedule never changes the answer: whatever a request shares its batches with, however its prompt is chunked,
 //! wherever its blocks lie, whether it is preempted and recomputed, and on however many threads, it gets the logits
-//! and tokens, bit for bit, that it gets alone, one token at a time, on one thread.
+//! and tokens, bit for bit, that it gets alone, one token at a time, on one thread. So it is where ranks share the model,
+//! with as many of them.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -35,6 +36,8 @@ struct Workload {
     /// Most tokens of a prompt in one batch; 0 draws a size each time.
     chunk: usize,
     threads: usize,
+    /// Ranks that share the model, where they can.
+    ranks: usize,
     block_tokens: u32,
     /// Key of every decision of the schedule.
     schedule: u32,
@@ -75,6 +78,7 @@ fn load(
     isa: Isa,
     quantize: Option<Quantization>,
     threads: usize,
+    ranks: usize,
     block_tokens: u32,
 ) -> CpuRuntime {
     let model = ModelDir::open(&ModelSource::Directory(path)).unwrap();
@@ -88,6 +92,7 @@ fn load(
         context_tokens: None,
         isa: Some(isa),
         quantize,
+        tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
@@ -265,7 +270,7 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
     })
 }
 
-fn workload() -> impl Strategy<Value = Workload> {
+fn workload(ranks: &'static [usize]) -> impl Strategy<Value = Workload> {
     let prompt = prop_oneof![12 => 1usize..70, 3 => 70usize..200, 1 => 520usize..700];
     let request = (prompt, 1usize..20, any::<u32>(), sampling())
         .prop_map(|(prompt, output, content, sampling)| Request { prompt, output, content, sampling });
@@ -273,24 +278,33 @@ fn workload() -> impl Strategy<Value = Workload> {
         prop::collection::vec(request, 1..=SEQUENCES_MAX),
         prop::sample::select(vec![1, 7, 64, 512, 0, 0]),
         1usize..=4,
+        prop::sample::select(ranks),
         prop::sample::select(vec![16, 16, 4, 32, 128]),
         any::<u32>(),
     )
-        .prop_map(|(requests, chunk, threads, block_tokens, schedule)| Workload {
+        .prop_map(|(requests, chunk, threads, ranks, block_tokens, schedule)| Workload {
             requests,
             chunk,
             threads,
+            ranks,
             block_tokens,
             schedule,
         })
 }
 
-fn check(isa: Isa, dtype: Dtype, quantize: Option<Quantization>, cases: u32) {
+fn check(
+    isa: Isa,
+    dtype: Dtype,
+    quantize: Option<Quantization>,
+    ranks: &'static [usize],
+    archs: &[Arch],
+    cases: u32,
+) {
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 64, ..Config::default() };
-    let archs = prop::sample::select(Arch::all().to_vec());
+    let archs = prop::sample::select(archs.to_vec());
     let mut runner = TestRunner::new(config);
     let outcome =
-        runner.run(&(archs, workload()), |(arch, workload)| one(isa, dtype, quantize, arch, &workload));
+        runner.run(&(archs, workload(ranks)), |(arch, workload)| one(isa, dtype, quantize, arch, &workload));
     if let Err(failure) = outcome {
         panic!("{} {dtype} {quantize:?}: {failure}", isa.name());
     }
@@ -304,11 +318,12 @@ fn one(
     workload: &Workload,
 ) -> Result<(), TestCaseError> {
     let folder = checkpoint(arch, dtype);
-    let mut single = load(folder.path().to_path_buf(), isa, quantize, 1, 16);
+    let ranks = workload.ranks;
+    let mut single = load(folder.path().to_path_buf(), isa, quantize, 1, ranks, 16);
     let expected: Vec<Vec<Step>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
     let mut runtime =
-        load(folder.path().to_path_buf(), isa, quantize, workload.threads, workload.block_tokens);
+        load(folder.path().to_path_buf(), isa, quantize, workload.threads, ranks, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
@@ -317,20 +332,21 @@ fn one(
     })
 }
 
+/// Threads wait by spinning, so tests side by side would mostly measure each other's patience.
+static ALONE: Mutex<()> = Mutex::new(());
+
 /// Random workloads on one instruction set, every dtype and quantisation. Slower sets get fewer.
 fn on(name: &str, cases: u32) {
-    // Threads wait by spinning, so tests side by side would mostly measure each other's patience.
-    static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock();
     let Some(isa) = Isa::by_name(name) else {
         println!("this machine has no {name}: not tested");
         return;
     };
     for dtype in Dtype::all() {
-        check(isa, *dtype, None, cases);
+        check(isa, *dtype, None, &[1], Arch::all(), cases);
     }
     for quantize in [Quantization::INT8, Quantization::INT4] {
-        check(isa, Dtype::Bf16, Some(quantize), cases);
+        check(isa, Dtype::Bf16, Some(quantize), &[1], Arch::all(), cases);
     }
 }
 
@@ -352,4 +368,19 @@ fn the_schedule_never_changes_the_answer_on_avx512() {
 #[test]
 fn the_schedule_never_changes_the_answer_on_avx512_bf16() {
     on("avx512-bf16", 30);
+}
+
+#[test]
+fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
+    let _alone = ALONE.lock();
+    // Several key heads to a rank, one each, and one that two or four share.
+    let archs = [Arch::Llama2, Arch::Llama31, Arch::Llama32, Arch::Mistral, Arch::Qwen2, Arch::Qwen3];
+    for isa in [Isa::detect(), Isa::PORTABLE] {
+        for dtype in Dtype::all() {
+            check(isa, *dtype, None, &[2, 2, 4], &archs, 4);
+        }
+        for quantize in ["int8:8", "int4:8"] {
+            check(isa, Dtype::Bf16, Some(quantize.parse().unwrap()), &[2], &archs, 4);
+        }
+    }
 }

@@ -68,6 +68,7 @@ impl Driver {
             context_tokens: None,
             isa: None,
             quantize: None,
+            tensor_parallel: 1,
         };
         let runtime = CpuRuntime::load(&model.dir, &options, &|_, _| {})?;
         let settings = Settings { waiting_max: 65_536, prefix_cache: false, ..settings };

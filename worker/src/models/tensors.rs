@@ -66,6 +66,31 @@ impl Tensor {
         }
     }
 
+    /// Some of the rows of a matrix; whole heads where those are interleaved.
+    ///
+    /// # Panics
+    /// If there are no such rows.
+    pub fn rows_in(&self, rows: Range<usize>) -> Rows<'_> {
+        let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
+        assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
+        let row = self.encoding.bytes(self.shape[1..].iter().product());
+        let bytes = &self.bytes()[rows.start * row..rows.end * row];
+        Rows { bytes, rows: rows.len(), ..self.rows() }
+    }
+
+    /// Some of the columns of a matrix [rows, columns], copied as the file stores them: whole blocks.
+    ///
+    /// # Panics
+    /// If there are no such columns, or a block would be cut.
+    pub fn columns_in(&self, columns: Range<usize>) -> Vec<u8> {
+        let (block, width) = (self.encoding.block(), self.shape[1]);
+        let whole = columns.start.is_multiple_of(block) && columns.end.is_multiple_of(block);
+        assert!(whole && columns.end <= width, "columns are not in the tensor");
+        let bytes = self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end);
+        let rows = self.bytes().chunks_exact(self.encoding.bytes(width));
+        rows.flat_map(|row| &row[bytes.clone()]).copied().collect()
+    }
+
     /// Widens row `row` of a matrix.
     ///
     /// # Panics

@@ -10,10 +10,12 @@ use inflight_contract::SamplingParams;
 use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
+pub mod collective;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod decoder;
+pub mod sharding;
 pub mod sim;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
@@ -43,8 +45,8 @@ pub struct Capabilities {
     pub batch_tokens: u32,
     /// Steps that may be launched before the first of them is completed: 1, or 2 where steps run beside the caller.
     pub depth: u32,
-    /// Digest of everything that decides a token's bits: weights, dtypes, instruction set, kernel version. Not
-    /// the number of threads.
+    /// Digest of everything that decides a token's bits: weights, dtypes, instruction set, kernel version,
+    /// number of tensor-parallel ranks. Not the number of threads.
     pub fingerprint: String,
 }
 

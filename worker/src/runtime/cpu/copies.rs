@@ -24,11 +24,15 @@ pub(super) struct Copies {
 }
 
 impl Copies {
-    /// Starts the thread, if there is a host pool.
+    /// Starts the thread, if there is a host pool. A block has a part in each copier's pools, all of one number of blocks.
     ///
     /// # Errors
     /// The operating system refused the thread.
-    pub(super) fn start(mut copier: KvCopier, device_blocks: u32, host_blocks: u32) -> std::io::Result<Self> {
+    pub(super) fn start(
+        mut copiers: Vec<KvCopier>,
+        device_blocks: u32,
+        host_blocks: u32,
+    ) -> std::io::Result<Self> {
         let (jobs, inbox) = sync_channel::<Transfer>(QUEUED_MAX);
         let (outbox, done) = sync_channel(QUEUED_MAX);
         let work = move || {
@@ -38,10 +42,12 @@ impl Copies {
                     Direction::Out => KvDirection::Out,
                     Direction::In => KvDirection::In,
                 };
-                // SAFETY: the scheduler gives the blocks of a transfer to nobody else before it is reported as
-                // finished, and starts none while an iteration in flight writes to them; this is the only
-                // copier.
-                unsafe { copier.copy(direction, &transfer.blocks) };
+                for copier in &mut copiers {
+                    // SAFETY: the scheduler gives the blocks of a transfer to nobody else before it is reported as
+                    // finished, and starts none while an iteration in flight writes to them; this is the only
+                    // copier of its pools.
+                    unsafe { copier.copy(direction, &transfer.blocks) };
+                }
                 let finished = TransferDone { id: transfer.id, succeeded: true, took: begun.elapsed() };
                 if outbox.send(finished).is_err() {
                     return; // the runtime is gone

@@ -1,3 +1,5 @@
+use super::super::collective::{Collective, GroupFailed};
+use super::super::sharding::Shard;
 use super::super::{Batch, Capabilities, Error};
 use super::weights::{Linear, Weights};
 use crate::models::ModelConfig;
@@ -9,9 +11,17 @@ use inflight_kernels::cpu::{
 /// Rows that go through the feed-forward part together.
 const MLP_ROWS: usize = 256;
 
-/// The forward pass: its buffers, and the order of its kernels.
+/// A rank's forward pass: its buffers, and the order of its kernels.
+///
+/// The hidden state is the same on every rank. What is added to it comes in parts: rank 0 adds its part to the state, the
+/// others put theirs in its place, and the sum over the ranks is the new state on all of them.
 pub(super) struct Forward {
     config: ModelConfig,
+    /// Whether it is rank 0, which keeps the state, adds biases, and gets all logits.
+    leads: bool,
+    /// Columns of the intermediate state, and of the logits, that are this rank's.
+    inner: usize,
+    vocabulary: usize,
     shape: QkvShape,
     rope: RopeTable,
     ragged: Ragged,
@@ -27,16 +37,23 @@ pub(super) struct Forward {
     gate_up: Vec<f32>,
     gated: Vec<f32>,
     logits: Vec<f32>,
+    /// This rank's columns of the logits, where they are not all.
+    own_logits: Vec<f32>,
     samples: usize,
 }
 
 impl Forward {
     /// Buffers for the largest batch; memory is taken as batches use it.
-    pub(super) fn new(config: &ModelConfig, rope: RopeTable, bounds: &Capabilities) -> Self {
-        let shape = QkvShape { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
+    pub(super) fn new(config: &ModelConfig, shard: &Shard, rope: RopeTable, bounds: &Capabilities) -> Self {
+        let Shard { head_dim, .. } = *shard;
+        let shape = QkvShape { heads: shard.heads.len(), kv_heads: shard.kv_heads.len(), head_dim };
+        let inner = shard.intermediate.len();
         let rows = bounds.batch_tokens as usize;
         let buffer = |width: usize| vec![0.0; rows * width];
         Self {
+            leads: shard.rank == 0,
+            inner,
+            vocabulary: shard.vocabulary.len(),
             shape,
             rope,
             ragged: Ragged::default(),
@@ -47,16 +64,17 @@ impl Forward {
             hidden: buffer(config.hidden_size),
             normed: buffer(config.hidden_size),
             qkv: buffer(shape.width()),
-            attended: buffer(config.heads * config.head_dim),
-            gate_up: vec![0.0; rows.min(MLP_ROWS) * 2 * config.intermediate_size],
-            gated: vec![0.0; rows.min(MLP_ROWS) * config.intermediate_size],
+            attended: buffer(shape.heads * shape.head_dim),
+            gate_up: vec![0.0; rows.min(MLP_ROWS) * 2 * inner],
+            gated: vec![0.0; rows.min(MLP_ROWS) * inner],
             logits: Vec::new(),
+            own_logits: Vec::new(),
             samples: 0,
             config: config.clone(),
         }
     }
 
-    /// The logits of the last step; [samples, vocab_size].
+    /// The logits of the last step, on rank 0; [samples, vocab_size].
     pub(super) fn logits(&self) -> &[f32] {
         &self.logits[..self.samples * self.config.vocab_size]
     }
@@ -89,8 +107,20 @@ impl Forward {
 
     /// Computes the logits of the batch's sample rows and writes all rows' keys and values. The batch was checked
     /// and placed.
-    pub(super) fn run(&mut self, batch: &Batch, weights: &Weights, kv: &mut KvPool, pool: &Pool, isa: Isa) {
-        let Self { config, shape, rope, ragged, places, activations, .. } = self;
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub(super) fn run(
+        &mut self,
+        batch: &Batch,
+        weights: &Weights,
+        kv: &mut KvPool,
+        pool: &Pool,
+        isa: Isa,
+        collective: &dyn Collective,
+    ) -> Result<(), GroupFailed> {
+        let Self { config, shape, rope, ragged, places, activations, leads, inner, .. } = self;
+        let (leads, inner) = (*leads, *inner);
         let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
         let width = config.hidden_size;
         let hidden = &mut self.hidden[..rows * width];
@@ -116,26 +146,34 @@ impl Forward {
             let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
             finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, index);
             attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
-            add(pool, &layer.output, attended, rows, hidden, activations);
+            add(pool, &layer.output, attended, rows, hidden, leads, activations);
+            collective.all_reduce(hidden)?;
             rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
             // So many rows at a time that what lies between the products stays in the last-level cache.
             for first in (0..rows).step_by(MLP_ROWS) {
                 let count = MLP_ROWS.min(rows - first);
                 let normed = &normed[first * width..(first + count) * width];
                 let hidden = &mut hidden[first * width..(first + count) * width];
-                let gate_up = &mut gate_up[..count * 2 * config.intermediate_size];
-                let gated = &mut gated[..count * config.intermediate_size];
+                let gate_up = &mut gate_up[..count * 2 * inner];
+                let gated = &mut gated[..count * inner];
                 let (gates, bias) = (&layer.gate_up.matrix, layer.gate_up.bias.as_deref());
                 gemm_swiglu(pool, gates, normed, count, bias, gate_up, gated, activations);
-                add(pool, &layer.down, gated, count, hidden, activations);
+                add(pool, &layer.down, gated, count, hidden, leads, activations);
             }
+            collective.all_reduce(hidden)?;
         }
 
         // Only sampled rows go through the head. They ascend, so each moves to a place before its own.
-        let samples = batch.samples.len();
+        let (samples, vocab, own) = (batch.samples.len(), config.vocab_size, self.vocabulary);
         self.samples = samples;
-        if self.logits.len() < samples * config.vocab_size {
-            self.logits.resize(samples * config.vocab_size, 0.0);
+        if samples == 0 {
+            return Ok(());
+        }
+        if leads && self.logits.len() < samples * vocab {
+            self.logits.resize(samples * vocab, 0.0);
+        }
+        if own < vocab && self.own_logits.len() < samples * own {
+            self.own_logits.resize(samples * own, 0.0);
         }
         if self.normed.len() < samples * width {
             self.normed.resize(samples * width, 0.0);
@@ -144,8 +182,16 @@ impl Forward {
             let row = &self.hidden[sample.row as usize * width..][..width];
             rms_norm(pool, isa, row, &weights.norm, eps, normed);
         }
-        let logits = &mut self.logits[..samples * config.vocab_size];
-        gemm(pool, &weights.head, &self.normed[..samples * width], samples, Start::Zero, logits, activations);
+        let normed = &self.normed[..samples * width];
+        if own == vocab {
+            let logits = &mut self.logits[..samples * vocab];
+            gemm(pool, &weights.head, normed, samples, Start::Zero, logits, activations);
+            return Ok(());
+        }
+        let part = &mut self.own_logits[..samples * own];
+        gemm(pool, &weights.head, normed, samples, Start::Zero, part, activations);
+        let whole = if leads { Some(&mut self.logits[..samples * vocab]) } else { None };
+        collective.gather(part, samples, whole)
     }
 }
 
@@ -155,12 +201,21 @@ fn multiply(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32],
     gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }
 
-/// y += x W^T + bias
-fn add(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+/// y += x W^T + bias on rank 0; y = x W^T, its part of the sum, on the others.
+fn add(
+    pool: &Pool,
+    linear: &Linear,
+    x: &[f32],
+    rows: usize,
+    y: &mut [f32],
+    leads: bool,
+    scratch: &mut Activations,
+) {
     if let Some(bias) = &linear.bias {
         for row in y.chunks_exact_mut(bias.len()) {
             row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
         }
     }
-    gemm(pool, &linear.matrix, x, rows, Start::Output, y, scratch);
+    let start = if leads { Start::Output } else { Start::Zero };
+    gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }

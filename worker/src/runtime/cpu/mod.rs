@@ -6,6 +6,7 @@
 
 mod copies;
 mod forward;
+mod group;
 mod memory;
 mod overlapped;
 mod quantization;
@@ -16,20 +17,25 @@ mod weights;
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{Isa, KvCopier, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
 
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_worker_core::Transfer;
 
+use super::collective::{Collective, host_group};
+use super::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use crate::models::{self, ModelConfig, ModelDir};
 use copies::Copies;
 use forward::Forward;
+use group::{Group, Rank};
 use memory::memory;
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
 use sampler::Sampler;
 use slots::Slots;
-use weights::Weights;
+use weights::{Found, Weights};
 
 /// How a [`CpuRuntime`] is sized.
 #[derive(Debug, Clone)]
@@ -52,6 +58,8 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
     /// What weights are rounded to; they stay as they are if not given.
     pub quantize: Option<Quantization>,
+    /// Ranks that share the model, each with its part of the threads; 1: it is not divided.
+    pub tensor_parallel: usize,
 }
 
 /// Why a runtime can't be built.
@@ -70,6 +78,9 @@ pub enum Error {
         /// What is allowed.
         range: String,
     },
+    /// The model can't be divided among so many ranks.
+    #[error(transparent)]
+    Indivisible(#[from] Indivisible),
     /// The KV pool can't hold a single block.
     #[error(
         "the KV pool of {kv_bytes} bytes can't hold one block of {block_tokens} tokens, which takes {block_bytes} \
@@ -135,7 +146,14 @@ fn kv_layout(config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayou
     KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
 }
 
-/// A model on CPU cores: steps run on the caller's thread and the pool's.
+fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayout {
+    KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
+}
+
+/// A model on CPU cores: steps run on the caller's thread and the pools'.
+///
+/// With several ranks, each has a shard of the weights and of the KV pool, and threads of its own. Whatever is done to
+/// blocks is done on every rank; tokens are chosen from the logits of all. The group fails as one.
 pub struct CpuRuntime {
     compute: Compute,
     copies: Copies,
@@ -147,11 +165,8 @@ pub struct CpuRuntime {
 /// What computes: all that a step touches.
 struct Compute {
     capabilities: Capabilities,
-    pool: Pool,
     isa: Isa,
-    weights: Weights,
-    kv: KvPool,
-    forward: Forward,
+    group: Group,
     slots: Slots,
     sampler: Sampler,
 }
@@ -167,12 +182,25 @@ impl CpuRuntime {
         options: &CpuOptions,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
+        check(options, model.config())?;
+        Self::load_over(model, options, host_group(options.tensor_parallel), progress)
+    }
+
+    /// The same over given ends of a group, as many as there are to be ranks.
+    fn load_over(
+        model: &ModelDir,
+        options: &CpuOptions,
+        ends: Vec<Box<dyn Collective>>,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
         let config = model.config();
         let context_tokens = check(options, config)?;
         let tensors = weights::find(model)?;
+        let world = ends.len();
+        let shards = sharding::shards(config, world, tensors.grain(options.quantize))?;
         let kv_dtype = tensors.kv_dtype();
-        let layout = kv_layout(config, kv_dtype, options.block_tokens as usize);
-        let block_bytes = layout.block_bytes() as u64;
+        let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
+        let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
         let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
         if blocks == 0 {
@@ -180,7 +208,8 @@ impl CpuRuntime {
             return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
         }
         let isa = options.isa.unwrap_or_else(Isa::detect);
-        let weight_bytes = tensors.packed_bytes(options.quantize, isa);
+        let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
+        let weight_bytes = shards.iter().map(packed).sum::<u64>();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
         // Pools are taken as they are used, so they need not be available now, but must not exceed what there is.
         if let Some(memory) = memory() {
@@ -193,19 +222,31 @@ impl CpuRuntime {
             }
         }
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
-        let kv = KvPool::new(layout, blocks as usize).map_err(no_memory)?;
-        let copier = KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?;
+        let mut pools = Vec::with_capacity(world);
+        let mut copiers = Vec::with_capacity(world);
+        for shard in &shards {
+            let kv = KvPool::new(layout(shard), blocks as usize).map_err(no_memory)?;
+            copiers.push(KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?);
+            pools.push(kv);
+        }
         let threads = match options.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
         };
-        let pool = Pool::pinned(threads)?;
-        let formats = tensors.format_names(options.quantize);
+        if threads < world {
+            tracing::warn!(threads, ranks = world, "there are fewer threads than ranks: each rank takes one");
+        }
+        let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
+        let teams = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
+        let rank_threads = Pool::new(world)?;
+        let mut formats = tensors.format_names(options.quantize);
+        if world > 1 {
+            // The order of sums over ranks.
+            formats.push_str(&format!(" tensor-parallel {world}"));
+        }
         let fingerprint = models::fingerprint(model, kv_dtype, &formats, isa);
-        let weights = tensors
-            .pack(&pool, isa, options.quantize, progress)
+        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &teams, progress)
             .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
-        let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens,
@@ -217,27 +258,30 @@ impl CpuRuntime {
             depth: 1,
             fingerprint,
         };
+        let mut ranks = Vec::with_capacity(world);
+        for ((((shard, pool), weights), kv), collective) in
+            shards.iter().zip(teams).zip(weights).zip(pools).zip(ends)
+        {
+            let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
+            let forward = Forward::new(config, shard, RopeTable::new(frequencies), &capabilities);
+            ranks.push(Rank { pool, isa, weights, kv, forward, collective });
+        }
+        let lead = ranks.remove(0);
+        let group = Group::new(lead, ranks, rank_threads);
         tracing::info!(
             model = model.name(),
             isa = isa.name(),
             threads,
-            pinned = pool.is_pinned(),
-            weight_bytes = weights.bytes(),
+            ranks = world,
+            pinned = group.is_pinned(),
+            weight_bytes = group.weight_bytes(),
             blocks,
             block_bytes,
             "model is packed"
         );
-        let copies = Copies::start(copier, blocks, host_blocks)?;
-        let compute = Compute {
-            pool,
-            isa,
-            weights,
-            kv,
-            forward: Forward::new(config, RopeTable::new(frequencies), &capabilities),
-            slots: Slots::new(options.slots as usize),
-            sampler: Sampler::default(),
-            capabilities,
-        };
+        let copies = Copies::start(copiers, blocks, host_blocks)?;
+        let slots = Slots::new(options.slots as usize);
+        let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
         Ok(Self { compute, copies, last: Vec::new(), took: None })
     }
 
@@ -251,18 +295,43 @@ impl CpuRuntime {
 
     /// The logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
     pub fn logits(&self) -> &[f32] {
-        self.compute.forward.logits()
+        self.compute.group.logits()
     }
 
     /// Bytes of the packed weights: what a step with one token reads, but for keys and values.
     pub fn weight_bytes(&self) -> usize {
-        self.compute.weights.bytes()
+        self.compute.group.weight_bytes()
     }
 
     /// The instruction set it computes with.
     pub fn isa(&self) -> Isa {
         self.compute.isa
     }
+}
+
+/// Packs every shard, each on its rank's threads.
+fn pack(
+    tensors: &Found,
+    shards: &[Shard],
+    quantize: Option<Quantization>,
+    isa: Isa,
+    threads: &Pool,
+    teams: &[Pool],
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> std::io::Result<Vec<Weights>> {
+    let total = shards.iter().map(|shard| tensors.file_bytes(shard)).sum();
+    let done = AtomicU64::new(0);
+    progress(0, total);
+    let read = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+    let packed: Vec<_> = shards.iter().map(|_| Mutex::new(None)).collect();
+    Group::on_each(threads, shards.len(), &|rank| {
+        let weights = tensors.pack(&teams[rank], isa, quantize, &shards[rank], &read);
+        *packed[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(weights);
+    });
+    let taken =
+        packed.into_iter().map(|weights| weights.into_inner().unwrap_or_else(PoisonError::into_inner));
+    // A rank that did not get so far panicked, and so did `on_each`.
+    taken.flatten().collect()
 }
 
 /// Checks every option; the context to serve.
@@ -274,6 +343,7 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
         Err(Error::Option { name, value, range: format!("from {low} to {high}") })
     };
     within("threads", options.threads.unwrap_or(1) as u64, 1, 1024)?;
+    within("tensor_parallel", options.tensor_parallel as u64, 1, RANKS_MAX as u64)?;
     within("slots", options.slots.into(), 1, 1 << 20)?;
     within("batch_tokens", options.batch_tokens.into(), 1, 1 << 20)?;
     within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
@@ -293,13 +363,8 @@ impl Compute {
         batch.feed(last)?;
         last.clear();
         self.slots.check(batch)?;
-        self.forward.place(batch, &self.capabilities)?;
-        for copy in &batch.copies {
-            self.kv.copy_block(copy.from, copy.to);
-        }
-        self.forward.run(batch, &self.weights, &mut self.kv, &self.pool, self.isa);
-        let logits = self.forward.logits();
-        self.sampler.run(batch, logits, &mut self.slots, &self.pool, self.isa, last);
+        self.group.step(batch, &self.capabilities)?;
+        self.sampler.run(batch, &mut self.slots, &self.group, self.isa, last);
         Ok(begun.elapsed())
     }
 }

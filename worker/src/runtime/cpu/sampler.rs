@@ -2,9 +2,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_contract::SamplingParams;
 use inflight_kernels::Draw;
-use inflight_kernels::cpu::{Isa, Pool, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
 
 use super::super::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
+use super::group::Group;
 use super::slots::{Slots, State};
 
 /// Chooses tokens from logits, row by row on all threads.
@@ -26,9 +27,8 @@ impl Sampler {
     pub(super) fn run(
         &mut self,
         batch: &Batch,
-        logits: &[f32],
         slots: &mut Slots,
-        pool: &Pool,
+        group: &Group,
         isa: Isa,
         sampled: &mut Vec<Sampled>,
     ) {
@@ -36,6 +36,7 @@ impl Sampler {
         if samples.is_empty() {
             return;
         }
+        let logits = group.logits();
         let vocab = logits.len() / samples.len();
         self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
         // A slot's next row must see the token of the one before, so a run ends where a slot comes again.
@@ -45,7 +46,7 @@ impl Sampler {
                 .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
                 .unwrap_or(samples.len());
             let read: &Slots = slots;
-            pool.each(end - first, &|i| {
+            group.each(end - first, &|i| {
                 let i = first + i;
                 let Some(state) = read.get(samples[i].slot) else { return };
                 let mut scratch = lock(&self.scratch).pop().unwrap_or_default();

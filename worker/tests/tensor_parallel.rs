@@ -1,0 +1,233 @@
+//! A model that ranks share computes what it computes whole: the logits of mixed ragged batches, for every architecture
+//! that can be divided, within rounding of the order of sums.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
+use inflight_kernels::cpu::Isa;
+use inflight_kernels::philox4x32;
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
+use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
+use safetensors::tensor::{Dtype as Stored, SafeTensors, TensorView};
+
+const SEQUENCES: usize = 5;
+const BLOCK_TOKENS: u32 = 8;
+
+fn load(
+    model: &ModelDir,
+    isa: Isa,
+    quantize: Option<Quantization>,
+    ranks: usize,
+    threads: usize,
+) -> CpuRuntime {
+    let options = CpuOptions {
+        threads: Some(threads),
+        kv_bytes: 16 << 20,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS,
+        slots: SEQUENCES as u32,
+        batch_tokens: 320,
+        context_tokens: None,
+        isa: Some(isa),
+        quantize,
+        tensor_parallel: ranks,
+    };
+    let mut runtime = CpuRuntime::load(model, &options, &|_, _| {}).unwrap();
+    for slot in 0..SEQUENCES as u32 {
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: 0,
+            prompt: &[],
+            generated: &[],
+            eos_token_ids: &[],
+        };
+        runtime.attach(slot, &setup).unwrap();
+    }
+    runtime
+}
+
+fn open(folder: &TempDir) -> ModelDir {
+    ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap()
+}
+
+/// Batches that mix chunks of prompts of every size with decodes, over given tokens, each with a sample of every sequence
+/// in it. They end when every sequence is 100 tokens long.
+fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
+    let mut draws = 0;
+    let mut below = |bound: usize| {
+        draws += 1;
+        philox4x32([draws, 0, 0, 0], [seed, 0])[0] as usize % bound
+    };
+    let longest = 100u32;
+    let per_sequence = longest.div_ceil(BLOCK_TOKENS);
+    let mut done = [0u32; SEQUENCES];
+    let mut batches = Vec::new();
+    while done.iter().any(|done| *done < longest) {
+        let mut batch = Batch::default();
+        batch.clear();
+        for (sequence, done) in done.iter_mut().enumerate() {
+            if *done == longest || below(4) == 0 {
+                continue;
+            }
+            let most = if below(3) == 0 { 70 } else { 1 };
+            let count = (1 + below(most) as u32).min(longest - *done);
+            let tokens: Vec<u32> = (0..count).map(|_| below(vocab as usize) as u32).collect();
+            // Scattered, and no sequence's blocks in order.
+            let block = |i: u32| (per_sequence - 1 - i) * SEQUENCES as u32 + sequence as u32;
+            let blocks: Vec<u32> = (0..(*done + count).div_ceil(BLOCK_TOKENS)).map(block).collect();
+            batch.push_sequence(&tokens, *done, &blocks);
+            batch.sample_last_row(sequence as u32);
+            *done += count;
+        }
+        if batch.rows() > 0 {
+            batches.push(batch);
+        }
+    }
+    batches
+}
+
+/// The logits of every sample of every batch, and the tokens chosen.
+fn run(runtime: &mut CpuRuntime, batches: &[Batch]) -> (Vec<Vec<f32>>, Vec<Sampled>) {
+    let vocab = runtime.capabilities().vocab_size as usize;
+    let (mut all, mut chosen, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
+    for batch in batches {
+        runtime.execute(&mut batch.clone(), &mut sampled).unwrap();
+        all.extend(runtime.logits().chunks_exact(vocab).map(<[f32]>::to_vec));
+        chosen.append(&mut sampled);
+    }
+    (all, chosen)
+}
+
+/// By how much rows of logits are apart, in parts of the largest of the row.
+fn deviation(whole: &[Vec<f32>], divided: &[Vec<f32>]) -> f32 {
+    assert_eq!(whole.len(), divided.len());
+    let rows = whole.iter().zip(divided).map(|(whole, divided)| {
+        assert!(whole.len() == divided.len() && divided.iter().all(|logit| logit.is_finite()));
+        let size = whole.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        whole.iter().zip(divided).fold(0.0f32, |most, (a, b)| most.max((a - b).abs())) / size
+    });
+    rows.fold(0.0, f32::max)
+}
+
+/// A Llama with biases wherever the architecture allows them, those of the products that are cut along their inputs
+/// included.
+fn biased(tied: bool) -> TempDir {
+    let folder =
+        Checkpoint::new(if tied { Arch::Llama32 } else { Arch::Llama31 }, Dtype::F32).write_temp().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["attention_bias"] = true.into();
+    config["mlp_bias"] = true.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let path = folder.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let biases: Vec<(String, Vec<u8>)> = file
+        .iter()
+        .filter(|(name, _)| name.ends_with("_proj.weight"))
+        .enumerate()
+        .map(|(which, (name, view))| {
+            let number = |i: usize| philox4x32([i as u32, which as u32, 0, 0], [9, 0])[0] as f32 / 4e9 - 0.5;
+            let numbers = (0..view.shape()[0]).flat_map(|i| number(i).to_le_bytes()).collect();
+            (name.replace(".weight", ".bias"), numbers)
+        })
+        .collect();
+    assert!(biases.iter().any(|(name, _)| name.ends_with("down_proj.bias")));
+    let added = biases.iter().map(|(name, bytes)| {
+        (name.clone(), TensorView::new(Stored::F32, vec![bytes.len() / 4], bytes).unwrap())
+    });
+    let tensors = file.iter().map(|(name, view)| (name.to_owned(), view.clone()));
+    let written = safetensors::serialize(tensors.chain(added), None).unwrap();
+    drop(file);
+    std::fs::write(path, written).unwrap();
+    folder
+}
+
+#[test]
+fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
+    let of = |arch: &Arch| (arch.to_string(), Checkpoint::new(*arch, Dtype::F32).write_temp().unwrap());
+    let mut models: Vec<(String, TempDir)> = Arch::all().iter().map(of).collect();
+    models.push(("llama31 with biases".to_owned(), biased(false)));
+    models.push(("llama32 with biases".to_owned(), biased(true)));
+    let mut compared = 0;
+    for (seed, (name, folder)) in models.iter().enumerate() {
+        let model = open(folder);
+        let (heads, kv_heads) = (model.config().heads, model.config().kv_heads);
+        for isa in Isa::available() {
+            let batches = batches(model.config().vocab_size as u32, seed as u32);
+            let (whole, tokens) = run(&mut load(&model, isa, None, 1, 2), &batches);
+            assert!(whole.len() > 30 && batches.iter().any(|batch| batch.rows() > batch.sequences() + 20));
+            for ranks in [2, 4].into_iter().filter(|ranks| heads.is_multiple_of(*ranks)) {
+                let (divided, same) = run(&mut load(&model, isa, None, ranks, 3), &batches);
+                let off = deviation(&whole, &divided);
+                println!("{name}, {heads}/{kv_heads} heads, {}, {ranks} ranks: off by {off:.1e}", isa.name());
+                assert!(off <= 1e-5, "{name} {} {ranks} ranks: logits are off by {off:e}", isa.name());
+                assert_eq!(tokens, same, "{name} {} {ranks} ranks", isa.name());
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared >= 17, "only {compared} were compared");
+}
+
+#[test]
+fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
+    for arch in [Arch::Llama31, Arch::Qwen2, Arch::Qwen3] {
+        for (dtype, quantize, most) in [
+            (Dtype::Bf16, None, 1e-2),
+            (Dtype::F16, None, 2e-3),
+            // Groups as they are in the whole, so only activations between two integers can go another way.
+            (Dtype::F32, Some("int8:8"), 1e-2),
+            (Dtype::F32, Some("int4:8"), 1e-2),
+        ] {
+            let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
+            let model = open(&folder);
+            let batches = batches(model.config().vocab_size as u32, 77);
+            let quantize = quantize.map(|name| name.parse().unwrap());
+            let (whole, _) = run(&mut load(&model, Isa::detect(), quantize, 1, 2), &batches);
+            let (divided, _) = run(&mut load(&model, Isa::detect(), quantize, 2, 2), &batches);
+            let off = deviation(&whole, &divided);
+            println!("{arch} {dtype} {quantize:?}: off by {off:.1e}");
+            assert!(off > 0.0 && off <= most, "{arch} {dtype} {quantize:?}: off by {off:e}");
+        }
+    }
+}
+
+#[test]
+fn pools_and_progress_are_those_of_the_whole_model() {
+    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let loaded = |ranks: usize| {
+        let options = CpuOptions {
+            threads: Some(2),
+            kv_bytes: 8 << 20,
+            host_bytes: 4 << 20,
+            block_tokens: 16,
+            slots: 1,
+            batch_tokens: 16,
+            context_tokens: None,
+            isa: None,
+            quantize: None,
+            tensor_parallel: ranks,
+        };
+        let most = std::sync::Mutex::new((0, 0));
+        let hear = |done: u64, total: u64| {
+            let mut most = most.lock().unwrap();
+            *most = (most.0.max(done), total);
+        };
+        let runtime = CpuRuntime::load(&model, &options, &hear).unwrap();
+        let capabilities = runtime.capabilities();
+        let (done, total) = most.into_inner().unwrap();
+        assert_eq!(done, total, "loading ends");
+        (capabilities.blocks, capabilities.host_blocks, total)
+    };
+    // Two key heads: each rank has one, and together they have what one rank has alone.
+    assert_eq!(loaded(1), loaded(2));
+    // Six ranks hold each of them three times.
+    let (blocks, host_blocks, _) = loaded(1);
+    let (sixth, host_sixth, _) = loaded(6);
+    assert_eq!((sixth, host_sixth), (blocks / 3, host_blocks / 3));
+}
