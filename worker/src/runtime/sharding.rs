@@ -200,10 +200,10 @@ mod tests {
     }
 
     /// The ranges, one after the other, are 0..`whole`.
-    fn tile(whole: usize, ranges: impl Iterator<Item = Range<usize>>) -> bool {
+    fn tile(whole: usize, mut ranges: impl Iterator<Item = Range<usize>>) -> bool {
         let mut at = 0;
         let mut next = |range: Range<usize>| std::mem::replace(&mut at, range.end) == range.start;
-        ranges.fold(true, |so_far, range| next(range) && so_far) && at == whole
+        ranges.all(&mut next) && at == whole
     }
 
     proptest! {
