@@ -115,16 +115,18 @@ struct Plan {
 impl Plan {
     fn new(args: &Args, matches: &ArgMatches) -> Result<Self, Failure> {
         if let Some(model) = &args.engine.model
-            && !model.is_dir()
+            && !model.exists()
         {
-            let message = format!("--model {}: there is no such directory", model.display());
+            let message = format!("--model {}: there is no such directory or file", model.display());
             return Err(Failure::new(Exit::Failure, message));
         }
-        let gpus = gpus::assign(
-            args.engine.device,
-            args.workers.map(|workers| workers as usize),
-            &inflight_worker::usable_gpus(),
-        );
+        // A model that is divided is not divided among GPUs. And a driver is asked only where it matters.
+        let device = match args.engine.device {
+            Device::Auto if args.engine.tensor_parallel > 1 => Device::Cpu,
+            device => device,
+        };
+        let usable = if device == Device::Auto { inflight_worker::usable_gpus() } else { Vec::new() };
+        let gpus = gpus::assign(device, args.workers.map(|workers| workers as usize), &usable);
         let workers = gpus.len();
         let base = match (args.metrics_port, args.port) {
             (Some(port), _) => u32::from(port),

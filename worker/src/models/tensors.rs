@@ -87,8 +87,11 @@ impl Tensor {
         let whole = columns.start.is_multiple_of(block) && columns.end.is_multiple_of(block);
         assert!(whole && columns.end <= width, "columns are not in the tensor");
         let bytes = self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end);
-        let rows = self.bytes().chunks_exact(self.encoding.bytes(width));
-        rows.flat_map(|row| &row[bytes.clone()]).copied().collect()
+        let mut columns = Vec::with_capacity(self.shape[0] * bytes.len());
+        for row in self.bytes().chunks_exact(self.encoding.bytes(width)) {
+            columns.extend_from_slice(&row[bytes.clone()]);
+        }
+        columns
     }
 
     /// Widens row `row` of a matrix.

@@ -26,14 +26,14 @@ impl Kernel for Bytes<'_> {
         for index in pack.range.clone() {
             let (first, height) = (pack.tiles.start(index), pack.tiles.height(index));
             let record = (2 + group / 4) * height;
+            let rows = &pack.x[first * pack.k..(first + height) * pack.k];
             for (at, step) in (0..pack.k).step_by(group).zip(0..) {
                 let numbers = group.min(pack.k - at);
                 // SAFETY: passed on to the caller; each tile is a range of its own within `words`, with a record for each
                 // group.
                 unsafe {
-                    let rows = pack.x.as_ptr().add(first * pack.k + at);
                     let to = pack.words.add(first * pack.row_words + step * record);
-                    quantize(rows, pack.k, height, numbers, group, offset, to);
+                    quantize(rows.as_ptr().add(at), pack.k, height, numbers, group, offset, to);
                 }
             }
         }

@@ -30,6 +30,7 @@ pub fn gemm_swiglu(
 ) {
     let half = w.n / 2;
     assert!(w.n.is_multiple_of(2), "n is odd");
+    assert_eq!(x.len(), rows * w.k, "x is not [rows, k]");
     assert_eq!(y.len(), rows * half, "y is not [rows, n / 2]");
     assert!(bias.is_none_or(|bias| bias.len() == w.n), "the bias is not [n]");
     let start = bias.map_or(Start::Zero, Start::Bias);
