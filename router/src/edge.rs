@@ -39,8 +39,7 @@ impl Arrival {
 }
 
 /// What every call passes first. It notes the call's arrival and deadline; answers DEADLINE_EXCEEDED when the
-/// deadline passes before the headers (the transport would say CANCELLED, but its own timer starts after the
-/// one here and is looked at after it); and calls a message over the limit RESOURCE_EXHAUSTED, as gRPC
+/// deadline passes before the headers (nothing below looks at it); and calls a message over the limit RESOURCE_EXHAUSTED, as gRPC
 /// prescribes (the codec says OUT_OF_RANGE, which nothing else here does). A call that brings one message has a time in
 /// which to bring it whole. Calls are counted open from their headers to the last byte of their answers, so that a drain
 /// waits for them all; those to services beside the API, of which a health watch never ends, are not.

@@ -1,4 +1,5 @@
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -106,11 +107,17 @@ impl Answers {
             drop(queue);
             for place in self.batch.drain(..) {
                 let Place { answer, bell, waker } = &mut self.places[place];
-                // Before the poll, so that what wakes it from now on is not lost.
-                bell.rung.store(false, Ordering::Release);
+                // Before the poll, so that what wakes it from now on is not lost. A swap: it orders the poll's reads behind it, and
+                // what a ring that found the bell rung has published before them.
+                bell.rung.swap(false, Ordering::AcqRel);
                 let Some(polled) = answer else { continue };
-                if polled.as_mut().poll(&mut Context::from_waker(waker)).is_ready() {
-                    *answer = None;
+                // A panic in one, or in what is dropped at its end, must not end the others.
+                let mut context = Context::from_waker(waker);
+                let poll = || polled.as_mut().poll(&mut context).is_ready();
+                if catch_unwind(AssertUnwindSafe(poll)).unwrap_or(true) {
+                    let over = answer.take();
+                    // What it said of that is in the log.
+                    let _ = catch_unwind(AssertUnwindSafe(|| drop(over)));
                     self.free.push(place);
                 }
             }
@@ -164,6 +171,27 @@ mod tests {
             assert_eq!(seen.load(Ordering::Relaxed), generation * ANSWERS * MESSAGES);
             assert_eq!((answers.places.len(), answers.free.len()), (ANSWERS as usize, ANSWERS as usize));
         }
+    }
+
+    #[test]
+    fn an_answer_that_panics_as_it_runs_or_as_it_is_dropped_ends_no_other() {
+        struct Grenade;
+        impl Drop for Grenade {
+            fn drop(&mut self) {
+                panic!("as it is dropped");
+            }
+        }
+        let mut answers = Answers::default();
+        answers.push(Box::pin(async { panic!("as it runs") }));
+        // Dropped at the end of the future, and with the future.
+        let (inner, outer) = (Grenade, Some(Grenade));
+        answers.push(Box::pin(async move { drop(inner) }));
+        answers.push(Box::pin(std::future::poll_fn(move |_| {
+            if outer.is_some() { Poll::Ready(()) } else { Poll::Pending }
+        })));
+        answers.push(Box::pin(async {}));
+        answers.poll(&Context::from_waker(Waker::noop()));
+        assert_eq!(answers.free.len(), 4);
     }
 
     #[test]

@@ -1,12 +1,11 @@
 use std::convert::Infallible;
 use std::future::Future;
-use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use futures::future::{BoxFuture, FutureExt as _};
+use futures::future::BoxFuture;
 use futures::stream::{Stream, StreamExt as _};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
@@ -94,6 +93,9 @@ impl Http2 {
             .timer(TokioTimer::new())
             .keep_alive_interval(self.keepalive_interval)
             .keep_alive_timeout(self.keepalive_interval)
+            // It counts over a connection's life: data of refused calls that is still on its way would in the end close the
+            // connection of a proxy with many clients. What a reset stream was for is aborted at once.
+            .max_local_error_reset_streams(None)
             .max_header_list_size(self.header_bytes_max)
             .max_concurrent_streams(self.streams_max);
         let calls = Calls { service, info: connection.connect_info() };
@@ -127,9 +129,8 @@ where
     F: Future<Output = ()> + Send + 'static,
 {
     fn execute(&self, answer: F) {
-        // A panic in one must not end the others. All of them share the task's budget, and the socket's is enough.
-        let answer = unconstrained(AssertUnwindSafe(answer).catch_unwind()).map(drop);
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(answer));
+        // All of them share the task's budget, and the socket's is enough.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(unconstrained(answer)));
     }
 }
 
@@ -138,6 +139,13 @@ struct Served<C> {
     connection: Pin<Box<C>>,
     answers: Answers,
     begun: Begun,
+}
+
+/// Answers hold the list that holds them, until they are taken.
+impl<C> Drop for Served<C> {
+    fn drop(&mut self) {
+        drop(self.begun.take());
+    }
 }
 
 impl<C> Future for Served<C>

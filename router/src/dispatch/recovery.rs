@@ -76,6 +76,8 @@ impl Dispatch {
         if resumes {
             state.put_back(relay, now);
             state.pump(now);
+            // Its stream learns that it waits again, and for how long nobody serves it.
+            relay.notify();
         }
     }
 }

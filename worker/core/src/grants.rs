@@ -123,7 +123,8 @@ impl<K: Ord + Copy> Grants<K> {
     }
 
     /// Sequences that each session may have in flight beyond its grant, for what is more important than something else that
-    /// it has: `most` over all sessions, less what is in flight beyond the capacity already, shared equally.
+    /// it has: `most` over all sessions, less what is in flight beyond the capacity already, shared equally. A session that has
+    /// not read the newest number goes by an older one.
     pub fn urgent(&self, most: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
         let over = self.sequences_in_flight().saturating_sub(self.capacity.sequences);
         let left = most.saturating_sub(over);

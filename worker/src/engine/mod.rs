@@ -148,6 +148,9 @@ impl Engine {
         if settings.record {
             scheduler.record(settings.policy, &settings.prior);
         }
+        // Only where the important overtake can what outranks something in flight do without a grant.
+        let ranks = matches!(settings.policy, PolicyKind::Fair | PolicyKind::Priority);
+        let urgent_max = if ranks { settings.queue_ahead } else { 0 };
         Ok(Self {
             scheduler,
             runtime,
@@ -155,7 +158,7 @@ impl Engine {
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
             ahead: QueueAhead::new(settings.queue_ahead),
-            urgent_max: settings.queue_ahead,
+            urgent_max,
             ended_since: 0,
             live: Vec::new(),
             requests: BTreeMap::new(),
