@@ -227,6 +227,38 @@ async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_g
 }
 
 #[tokio::test]
+async fn a_paused_request_that_goes_on_where_no_worker_is_left_waits_no_longer_than_others() {
+    bounded(async {
+        let wait = Duration::from_millis(300);
+        let options = Options { client_buffer_tokens: 512, unserved_wait_max: wait, ..Options::default() };
+        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let mut worker = ScriptedWorker::start(profile).await;
+        let mut cluster = Cluster::start(&[&worker], options).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let stop = v1::StopConditions { max_tokens: Some(900_000), ..Default::default() };
+        let request = v1::GenerateRequest { stop: Some(stop), return_token_ids: true, ..text("a") };
+        let mut stalled = cluster.generate(request).await.unwrap();
+        let submit = session.submit().await;
+        let piece = tokens("stall stall stall ");
+        while session.try_command().is_none() {
+            session.tokens(&submit, 0, &piece);
+            tokio::task::yield_now().await;
+        }
+        session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        drop(worker);
+        session.break_stream();
+        let models = v1::ListModelsRequest {};
+        while !cluster.client.list_models(models).await.unwrap().into_inner().models.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        let status = stalled.read_to_end().await.unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable, "{status}");
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
     bounded(async {
         let options = Options {
