@@ -37,7 +37,7 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto (the first GPU if there is one, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
+    /// Where to compute: auto (a GPU if there is one that can run the model, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
     /// computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
