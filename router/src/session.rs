@@ -399,4 +399,34 @@ mod tests {
         assert_eq!(backoff.after(Some(millis(1001))), millis(100));
         assert_eq!(Backoff::new(millis(20)).after(None), millis(20), "the bound holds from the first");
     }
+    #[test]
+    fn a_worker_of_a_newer_protocol_or_that_says_too_little_of_itself_is_refused_with_what_is_wrong() {
+        let limits = v1::WorkerLimits {
+            vocab_size: 285,
+            context_tokens: 256,
+            block_tokens: 16,
+            blocks: 64,
+            sequences: 8,
+            host_blocks: 0,
+        };
+        let hello = v1::Hello {
+            protocol_version: PROTOCOL_VERSION,
+            model: "tiny".to_owned(),
+            limits: Some(limits),
+            ..v1::Hello::default()
+        };
+        assert!(check_hello(&hello).is_ok());
+        let newer = PROTOCOL_VERSION + 1;
+        let empty = v1::WorkerLimits { blocks: 0, ..limits };
+        for (wrong, what) in [
+            (v1::Hello { protocol_version: newer, ..hello.clone() }, format!("protocol version {newer}")),
+            (v1::Hello { protocol_version: 0, ..hello.clone() }, "protocol version 0".to_owned()),
+            (v1::Hello { model: String::new(), ..hello.clone() }, "names no model".to_owned()),
+            (v1::Hello { limits: None, ..hello.clone() }, "has no limits".to_owned()),
+            (v1::Hello { limits: Some(empty), ..hello.clone() }, "limits of zero".to_owned()),
+        ] {
+            let error = check_hello(&wrong).err().unwrap().to_string();
+            assert!(error.contains(&what), "{error}");
+        }
+    }
 }
