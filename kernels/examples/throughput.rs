@@ -35,6 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             WeightFormat::F32,
             WeightFormat::Bf16,
             WeightFormat::F16,
+            WeightFormat::Int8 { group: 128 },
             WeightFormat::Int8 { group: 64 },
             WeightFormat::Int8 { group: 32 },
             WeightFormat::Int4 { group: 32 },

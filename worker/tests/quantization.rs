@@ -74,7 +74,9 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
     assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
     for isa in Isa::available() {
         let plain = perplexity(&mut load(&model, isa, None), &stories);
-        for (quantization, most) in [("int8", 1.0), ("int8:128", 1.0), ("int4", 4.0)] {
+        for (quantization, most) in
+            [("int8", 1.0), ("int8:64", 1.0), ("int8:128", 1.0), ("int8:192", 1.0), ("int4", 4.0)]
+        {
             let quantized = Some(quantization.parse().unwrap());
             let rounded = perplexity(&mut load(&model, isa, quantized), &stories);
             let worse = (rounded / plain - 1.0) * 100.0;
@@ -89,7 +91,15 @@ fn a_group_that_does_not_divide_a_row_is_filled_up_and_kinds_have_fingerprints_o
     let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let mut fingerprints = Vec::new();
-    for quantize in [None, Some("int8"), Some("int4"), Some("int8:40"), Some("int4:136"), Some("int8:256")] {
+    for quantize in [
+        None,
+        Some("int8"),
+        Some("int8:64"),
+        Some("int4"),
+        Some("int8:40"),
+        Some("int4:136"),
+        Some("int8:256"),
+    ] {
         let mut runtime = load(&model, Isa::detect(), quantize.map(|name| name.parse().unwrap()));
         fingerprints.push(runtime.capabilities().fingerprint.clone());
         let setup = SlotSetup {

@@ -20,6 +20,8 @@ pub const RANKS_MAX: usize = 64;
 pub struct Shard {
     /// Which rank's it is.
     pub rank: usize,
+    /// Ranks of the group.
+    pub ranks: usize,
     /// Query heads.
     pub heads: Range<usize>,
     /// Key and value heads.
@@ -114,11 +116,15 @@ fn list(numbers: &[usize]) -> String {
 }
 
 /// Cuts a model into `world` shards, by rank. Together they hold everything, and nothing twice but key and value heads
-/// where there are fewer of those than ranks.
+/// where there are fewer of those than ranks. `grain` knows what so many ranks must leave together.
 ///
 /// # Errors
 /// [`Indivisible`], with the numbers of ranks that would do.
-pub fn shards(config: &ModelConfig, world: usize, grain: Grain) -> Result<Vec<Shard>, Indivisible> {
+pub fn shards(
+    config: &ModelConfig,
+    world: usize,
+    grain: &dyn Fn(usize) -> Grain,
+) -> Result<Vec<Shard>, Indivisible> {
     if let Some(fault) = fault(config, world, grain) {
         let works = (1..=RANKS_MAX).filter(|world| self::fault(config, *world, grain).is_none()).collect();
         return Err(Indivisible { world, fault, works });
@@ -126,6 +132,7 @@ pub fn shards(config: &ModelConfig, world: usize, grain: Grain) -> Result<Vec<Sh
     let share = |whole: usize, rank: usize| whole * rank / world..whole * (rank + 1) / world;
     let shard = |rank: usize| Shard {
         rank,
+        ranks: world,
         heads: share(config.heads, rank),
         kv_heads: match config.kv_heads < world {
             true => rank * config.kv_heads / world..rank * config.kv_heads / world + 1,
@@ -138,7 +145,7 @@ pub fn shards(config: &ModelConfig, world: usize, grain: Grain) -> Result<Vec<Sh
     Ok((0..world).map(shard).collect())
 }
 
-fn fault(config: &ModelConfig, world: usize, grain: Grain) -> Option<Fault> {
+fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> Option<Fault> {
     let ModelConfig { heads, kv_heads, head_dim, intermediate_size, vocab_size, .. } = *config;
     let group = |matrix, inputs: usize, group: usize| {
         let share = inputs / world;
@@ -152,8 +159,10 @@ fn fault(config: &ModelConfig, world: usize, grain: Grain) -> Option<Fault> {
         }
         () if !intermediate_size.is_multiple_of(world) => Some(Fault::Intermediate(intermediate_size)),
         () if vocab_size < world => Some(Fault::Vocabulary(vocab_size)),
-        () => group("o_proj", heads * head_dim, grain.output)
-            .or_else(|| group("down_proj", intermediate_size, grain.down)),
+        () => {
+            let Grain { output, down } = grain(world);
+            group("o_proj", heads * head_dim, output).or_else(|| group("down_proj", intermediate_size, down))
+        }
     }
 }
 
@@ -217,12 +226,12 @@ mod tests {
             let (heads, head_dim) = (kv_heads * group, 2 * half_dim);
             let config = config(heads, kv_heads, head_dim, intermediate, vocab);
             let grain = Grain { output: grain, down: grain };
-            let shards = match shards(&config, world, grain) {
+            let shards = match shards(&config, world, &|_| grain) {
                 Ok(shards) => shards,
                 Err(refused) => {
                     prop_assert!(world > 1 && !refused.works.contains(&world));
                     for works in refused.works {
-                        prop_assert!(self::shards(&config, works, grain).is_ok());
+                        prop_assert!(self::shards(&config, works, &|_| grain).is_ok());
                     }
                     return Ok(());
                 }
@@ -261,7 +270,7 @@ mod tests {
     #[test]
     fn what_can_not_be_divided_is_named_with_what_can() {
         let refused =
-            |config: &ModelConfig, world, grain| shards(config, world, grain).unwrap_err().to_string();
+            |config: &ModelConfig, world, grain| shards(config, world, &|_| grain).unwrap_err().to_string();
         // Qwen2.5-0.5B and the demo model.
         let qwen = config(14, 2, 64, 4864, 151_936);
         let demo = config(6, 2, 32, 480, 2048);

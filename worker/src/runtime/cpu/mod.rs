@@ -197,7 +197,7 @@ impl CpuRuntime {
         let context_tokens = check(options, config)?;
         let tensors = weights::find(model)?;
         let world = ends.len();
-        let shards = sharding::shards(config, world, tensors.grain(options.quantize))?;
+        let shards = sharding::shards(config, world, &|ranks| tensors.grain(options.quantize, ranks))?;
         let kv_dtype = tensors.kv_dtype();
         let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
         let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();
@@ -239,7 +239,7 @@ impl CpuRuntime {
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
         let teams = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
         let rank_threads = Pool::new(world)?;
-        let mut formats = tensors.format_names(options.quantize);
+        let mut formats = tensors.format_names(options.quantize, world);
         if world > 1 {
             // The order of sums over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));

@@ -4,8 +4,10 @@ use std::str::FromStr;
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{GROUP_MAX, GROUP_STEP, Isa, WeightFormat};
 
-/// Numbers that share a scale where nothing else is asked for.
-const GROUP_INT8: usize = 64;
+/// Numbers that share a scale where nothing else is asked for. Of 8 bits, the first that divides a row, else the last: each
+/// group costs a conversion, two products and a load of every sum, a sixth of the arithmetic at 64 and a twelfth at 128, and
+/// what is filled up costs more than that.
+const GROUPS_INT8: [usize; 3] = [192, 128, 64];
 const GROUP_INT4: usize = 32;
 
 /// How the weights of a model become integers when it is loaded.
@@ -15,7 +17,8 @@ const GROUP_INT4: usize = 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
     four_bits: bool,
-    group: usize,
+    /// Numbers that share a scale, if they were given.
+    group: Option<usize>,
 }
 
 /// A quantisation that does not exist.
@@ -27,31 +30,33 @@ pub struct Quantization {
 pub struct UnknownQuantization(String);
 
 impl Quantization {
-    /// 8 bits, groups of 64.
-    pub const INT8: Self = Self { four_bits: false, group: GROUP_INT8 };
+    /// 8 bits, groups of 192, 128 or 64: the largest that divides a row.
+    pub const INT8: Self = Self { four_bits: false, group: None };
     /// 4 bits, groups of 32.
-    pub const INT4: Self = Self { four_bits: true, group: GROUP_INT4 };
+    pub const INT4: Self = Self { four_bits: true, group: None };
 
-    /// How a layer's matrices are stored.
-    pub(super) fn layers(self) -> WeightFormat {
-        match self {
-            Self { four_bits: false, group } => WeightFormat::Int8 { group },
-            Self { four_bits: true, group } => WeightFormat::Int4 { group },
+    /// How a layer's matrix with so many inputs is stored.
+    pub(super) fn layer(self, inputs: usize) -> WeightFormat {
+        match self.four_bits {
+            true => WeightFormat::Int4 { group: self.group.unwrap_or(GROUP_INT4) },
+            false => {
+                let fitting = || GROUPS_INT8.into_iter().find(|group| inputs.is_multiple_of(*group));
+                let group = self.group.or_else(fitting).unwrap_or(GROUPS_INT8[GROUPS_INT8.len() - 1]);
+                WeightFormat::Int8 { group }
+            }
         }
     }
 
-    /// How the head is stored.
-    pub(super) fn head(self) -> WeightFormat {
-        match self {
-            Self { four_bits: false, group } => WeightFormat::Int8 { group },
-            Self { four_bits: true, .. } => Self::INT8.head(),
-        }
+    /// How a head with so many inputs is stored.
+    pub(super) fn head(self, inputs: usize) -> WeightFormat {
+        if self.four_bits { Self::INT8 } else { self }.layer(inputs)
     }
 }
 
 impl fmt::Display for Quantization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.layers())
+        f.write_str(if self.four_bits { "int4" } else { "int8" })?;
+        self.group.map_or(Ok(()), |group| write!(f, ":{group}"))
     }
 }
 
@@ -66,14 +71,12 @@ impl FromStr for Quantization {
             "int4" => Self::INT4,
             _ => return Err(unknown()),
         };
-        let group = match group {
-            None => known.group,
-            Some(group) => group.parse().map_err(|_| unknown())?,
-        };
+        let Some(group) = group else { return Ok(known) };
+        let group: usize = group.parse().map_err(|_| unknown())?;
         if !(GROUP_STEP..=GROUP_MAX).contains(&group) || !group.is_multiple_of(GROUP_STEP) {
             return Err(unknown());
         }
-        Ok(Self { group, ..known })
+        Ok(Self { group: Some(group), ..known })
     }
 }
 
@@ -97,10 +100,19 @@ mod tests {
 
     #[test]
     fn names_say_bits_and_group_and_nothing_else_is_taken() {
-        for (name, expected) in
-            [("int8", "int8:64"), ("int4", "int4:32"), ("int8:128", "int8:128"), ("int4:8", "int4:8")]
-        {
-            assert_eq!(name.parse::<Quantization>().unwrap().to_string(), expected);
+        for (name, inputs, layer, head) in [
+            ("int8", 576, "int8:192", "int8:192"),
+            ("int8", 2048, "int8:128", "int8:128"),
+            ("int8", 448, "int8:64", "int8:64"),
+            ("int8", 100, "int8:64", "int8:64"),
+            ("int8:32", 2048, "int8:32", "int8:32"),
+            ("int4", 2048, "int4:32", "int8:128"),
+            ("int4:8", 448, "int4:8", "int8:64"),
+        ] {
+            let quantization: Quantization = name.parse().unwrap();
+            assert_eq!(quantization.to_string(), name);
+            assert_eq!(quantization.layer(inputs).to_string(), layer);
+            assert_eq!(quantization.head(inputs).to_string(), head);
         }
         for name in
             ["", "int", "int2", "INT8", "int8:", "int8:0", "int8:12", "int4:264", "int4:-8", "int4:32:1"]

@@ -103,10 +103,18 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
 }
 
 impl FoundLinear {
-    /// How it is stored once packed.
-    fn format(&self, quantization: Option<WeightFormat>) -> WeightFormat {
-        let sources: Vec<Rows<'_>> = self.matrices.iter().map(Tensor::rows).collect();
-        quantization.unwrap_or_else(|| WeightFormat::of(&sources))
+    /// How it is stored once packed by each of so many ranks.
+    fn format(&self, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
+        let Some(quantization) = quantization else {
+            let sources: Vec<Rows<'_>> = self.matrices.iter().map(Tensor::rows).collect();
+            return WeightFormat::of(&sources);
+        };
+        match self.matrix {
+            Matrix::Head => quantization.head(self.k),
+            Matrix::Qkv | Matrix::GateUp => quantization.layer(self.k),
+            // What a rank gets should be whole groups.
+            Matrix::Output | Matrix::Down => quantization.layer(self.k / ranks),
+        }
     }
 
     /// Outputs and inputs of a shard's part.
@@ -161,23 +169,22 @@ impl FoundLinear {
 impl Found {
     /// The dtype of keys and values: that of the model's first projection, or bf16 where weights are integers.
     pub(super) fn kv_dtype(&self) -> Dtype {
-        kv_dtype(self.layers[0].qkv.format(None))
+        kv_dtype(self.layers[0].qkv.format(None, 1))
     }
 
-    /// The matrices, with how each is to be stored.
-    fn formats(&self, quantization: Option<Quantization>) -> Vec<(&FoundLinear, WeightFormat)> {
-        let layers = quantization.map(Quantization::layers);
+    /// The matrices, with how each is to be stored by a group of ranks.
+    fn formats(&self, quantization: Option<Quantization>, ranks: usize) -> Vec<(&FoundLinear, WeightFormat)> {
         self.layers
             .iter()
             .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
-            .map(|linear| (linear, linear.format(layers)))
-            .chain([(&self.head, self.head.format(quantization.map(Quantization::head)))])
+            .chain([&self.head])
+            .map(|linear| (linear, linear.format(quantization, ranks)))
             .collect()
     }
 
     /// How every matrix will be stored, in their order: part of what decides a token's bits.
-    pub(super) fn format_names(&self, quantization: Option<Quantization>) -> String {
-        let names = self.formats(quantization).into_iter().map(|(_, format)| format.to_string());
+    pub(super) fn format_names(&self, quantization: Option<Quantization>, ranks: usize) -> String {
+        let names = self.formats(quantization, ranks).into_iter().map(|(_, format)| format.to_string());
         names.collect::<Vec<_>>().join(" ")
     }
 
@@ -187,18 +194,18 @@ impl Found {
             let (n, k) = linear.shape(shard);
             packed_bytes(format, isa, n, k)
         };
-        self.formats(quantization).into_iter().map(packed).sum()
+        self.formats(quantization, shard.ranks).into_iter().map(packed).sum()
     }
 
     /// Bytes that [`Found::pack`] reads of the files for a shard.
     pub(super) fn file_bytes(&self, shard: &Shard) -> u64 {
-        self.formats(None).into_iter().map(|(linear, _)| linear.bytes(shard)).sum()
+        self.formats(None, shard.ranks).into_iter().map(|(linear, _)| linear.bytes(shard)).sum()
     }
 
-    /// How the matrices may be cut along their inputs.
-    pub(super) fn grain(&self, quantization: Option<Quantization>) -> Grain {
+    /// How the matrices may be cut along their inputs among so many ranks.
+    pub(super) fn grain(&self, quantization: Option<Quantization>, ranks: usize) -> Grain {
         let mut grain = Grain { output: 1, down: 1 };
-        for (linear, format) in self.formats(quantization) {
+        for (linear, format) in self.formats(quantization, ranks) {
             let numbers = match linear.matrix {
                 Matrix::Output => &mut grain.output,
                 Matrix::Down => &mut grain.down,
@@ -226,25 +233,24 @@ impl Found {
         shard: &Shard,
         read: &(dyn Fn(u64) + Sync),
     ) -> io::Result<Weights> {
-        let pack = |linear: &FoundLinear, quantization: Option<WeightFormat>| {
-            let packed = linear.pack(pool, isa, linear.format(quantization), shard)?;
+        let pack = |linear: &FoundLinear| {
+            let packed = linear.pack(pool, isa, linear.format(quantization, shard.ranks), shard)?;
             read(linear.bytes(shard));
             Ok::<_, io::Error>(packed)
         };
-        let formats = quantization.map(Quantization::layers);
         let mut layers = Vec::with_capacity(self.layers.len());
         for layer in &self.layers {
             layers.push(Layer {
                 attention_norm: layer.attention_norm.to_f32(),
-                qkv: pack(&layer.qkv, formats)?,
+                qkv: pack(&layer.qkv)?,
                 qk_norm: layer.qk_norm.as_ref().map(|(q, k)| (q.to_f32(), k.to_f32())),
-                output: pack(&layer.output, formats)?,
+                output: pack(&layer.output)?,
                 mlp_norm: layer.mlp_norm.to_f32(),
-                gate_up: pack(&layer.gate_up, formats)?,
-                down: pack(&layer.down, formats)?,
+                gate_up: pack(&layer.gate_up)?,
+                down: pack(&layer.down)?,
             });
         }
-        let head = pack(&self.head, quantization.map(Quantization::head))?.matrix;
+        let head = pack(&self.head)?.matrix;
         Ok(Weights { embedding: self.embedding.clone(), layers, norm: self.norm.to_f32(), head })
     }
 }
@@ -286,10 +292,11 @@ mod tests {
                 let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
                 let found = find(&model).unwrap();
                 let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
-                let cut = |ranks| shards(model.config(), ranks, found.grain(quantize)).unwrap();
+                let cut =
+                    |ranks| shards(model.config(), ranks, &|ranks| found.grain(quantize, ranks)).unwrap();
                 let (isa, whole) = (Isa::detect(), cut(1));
                 let group = if quantize.is_some() { cut(2) } else { cut(4) };
-                for (linear, format) in found.formats(quantize) {
+                for (linear, format) in found.formats(quantize, group.len()) {
                     let whole = linear.pack(&pool, isa, format, &whole[0]).unwrap();
                     let (n, all) = (whole.matrix.n(), numbers(&pool, &whole.matrix));
                     for shard in &group {
