@@ -32,11 +32,27 @@ impl Kernel for Bytes<'_> {
                 // SAFETY: passed on to the caller; each tile is a range of its own within `words`, with a record for each
                 // group.
                 unsafe {
+                    // A tile takes short pieces of rows far apart, too short for the hardware to see what comes next.
+                    for row in 0..height {
+                        fetch::<S>(rows, row * pack.k + at + 2 * group, group);
+                    }
                     let to = pack.words.add(first * pack.row_words + step * record);
                     quantize(rows.as_ptr().add(at), pack.k, height, numbers, group, offset, to);
                 }
             }
         }
+    }
+}
+
+/// Asks for `count` numbers from the `at`th on; numbers of the next row do no harm, and none are asked for beyond the end.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+unsafe fn fetch<S: Simd>(numbers: &[f32], at: usize, count: usize) {
+    for at in (at..numbers.len().min(at + count)).step_by(16) {
+        // SAFETY: passed on to the caller; asking never faults.
+        unsafe { S::prefetch(numbers.as_ptr().wrapping_add(at).cast()) };
     }
 }
 
