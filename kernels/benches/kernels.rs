@@ -124,7 +124,7 @@ fn products(c: &mut Criterion) {
 fn attentions(c: &mut Criterion) {
     let bench = Bench::new();
     let layout = KvLayout {
-        dtype: Dtype::Bf16,
+        dtype: Dtype::Bf16.into(),
         layers: 1,
         kv_heads: SHAPE.kv_heads,
         head_dim: SHAPE.head_dim,
@@ -187,7 +187,7 @@ fn rows(c: &mut Criterion) {
         swiglu(&bench.pool, bench.isa, &gates, INNER, &mut gated);
     });
     let layout = KvLayout {
-        dtype: Dtype::Bf16,
+        dtype: Dtype::Bf16.into(),
         layers: 1,
         kv_heads: SHAPE.kv_heads,
         head_dim: SHAPE.head_dim,

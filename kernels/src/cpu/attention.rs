@@ -6,7 +6,7 @@
 //! what is loaded.
 
 use super::isa::Isa;
-use super::kv::{Bf16, F16, KvLayout, KvPool, Number, TILE};
+use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPool, Number, TILE};
 use super::matrix::Shared;
 use super::pool::Pool;
 use super::rope::QkvShape;
@@ -125,9 +125,15 @@ pub fn attention(
             out: out.get(),
         };
         #[cfg(target_arch = "x86_64")]
-        if isa.0 == super::isa::Path::Avx512Bf16 && layout.dtype == Dtype::Bf16 {
+        if isa.0 == super::isa::Path::Avx512Bf16 {
             // SAFETY: this `Isa` has BF16.
-            return unsafe { simd::run_avx512_bf16(native::Native(job)) };
+            match layout.dtype {
+                KvDtype::Plain(Dtype::Bf16) => {
+                    return unsafe { simd::run_avx512_bf16(native::Native::<Bf16>::new(job)) };
+                }
+                KvDtype::Int8 => return unsafe { simd::run_avx512_bf16(native::Native::<Int8>::new(job)) },
+                KvDtype::Plain(Dtype::F32 | Dtype::F16) => {}
+            }
         }
         simd::run(isa, job);
     });
@@ -155,9 +161,10 @@ impl Kernel for Attend<'_> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.layout.dtype {
-                Dtype::F32 => self.tiles::<S, f32>(),
-                Dtype::Bf16 => self.tiles::<S, Bf16>(),
-                Dtype::F16 => self.tiles::<S, F16>(),
+                KvDtype::Plain(Dtype::F32) => self.tiles::<S, f32>(),
+                KvDtype::Plain(Dtype::Bf16) => self.tiles::<S, Bf16>(),
+                KvDtype::Plain(Dtype::F16) => self.tiles::<S, F16>(),
+                KvDtype::Int8 => self.tiles::<S, Int8>(),
             }
         }
     }
@@ -170,16 +177,38 @@ struct Tile<N> {
     /// Numbers from one component of the keys to the next.
     key_stride: usize,
     values: *const N,
+    /// What keys and values are to be multiplied with, one number a position; null where they are plain numbers.
+    key_scales: *const f32,
+    value_scales: *const f32,
 }
 
 /// Room for a tile that is put together from blocks smaller than it.
 struct Gathered<N> {
     keys: [N; HEAD_DIM_MAX * TILE],
     values: [N; HEAD_DIM_MAX * TILE],
+    key_scales: [f32; TILE],
+    value_scales: [f32; TILE],
 }
 
 impl<N: Number> Gathered<N> {
-    const EMPTY: Self = Self { keys: [N::ZERO; HEAD_DIM_MAX * TILE], values: [N::ZERO; HEAD_DIM_MAX * TILE] };
+    const EMPTY: Self = Self {
+        keys: [N::ZERO; HEAD_DIM_MAX * TILE],
+        values: [N::ZERO; HEAD_DIM_MAX * TILE],
+        key_scales: [0.0; TILE],
+        value_scales: [0.0; TILE],
+    };
+
+    /// What was put together, with scales if there are any.
+    fn tile(&self, scaled: bool) -> Tile<N> {
+        let scales = |of: &[f32; TILE]| if scaled { of.as_ptr() } else { std::ptr::null() };
+        Tile {
+            keys: self.keys.as_ptr(),
+            key_stride: TILE,
+            values: self.values.as_ptr(),
+            key_scales: scales(&self.key_scales),
+            value_scales: scales(&self.value_scales),
+        }
+    }
 }
 
 const INDEX: [f32; TILE] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
@@ -259,6 +288,11 @@ impl Attend<'_> {
                         let seen = (from[i], to[i]);
                         decay[i] =
                             soften::<S, T>(scores[i], seen, &mut best[i], &mut total[i], &mut weights[i]);
+                        if N::SCALED {
+                            for j in from[i]..to[i] {
+                                weights[i][j] *= tile.value_scales.add(j).read();
+                            }
+                        }
                     }
                 }
                 if whole {
@@ -300,7 +334,13 @@ impl Attend<'_> {
                 let offset = base % tokens;
                 let keys = pool.add(layout.keys(self.table[base / tokens], self.layer, self.kv_head));
                 let values = keys.add(layout.values_after_keys() + offset * stride);
-                return Tile { keys: keys.add(offset), key_stride: tokens, values };
+                let (mut key_scales, mut value_scales) = (std::ptr::null(), std::ptr::null());
+                if N::SCALED {
+                    key_scales = keys.add(layout.scales_after_keys()).cast::<f32>().add(offset);
+                    value_scales = key_scales.add(tokens);
+                }
+                let keys = keys.add(offset);
+                return Tile { keys, key_stride: tokens, values, key_scales, value_scales };
             }
             self.gather(base, end, room.get_or_insert_with(|| Box::new(Gathered::EMPTY)))
         }
@@ -321,8 +361,13 @@ impl Attend<'_> {
                     room.keys[d * TILE + j] = keys.add(d * tokens + offset).read();
                     room.values[j * stride + d] = values.add(d).read();
                 }
+                if N::SCALED {
+                    let scales = keys.add(layout.scales_after_keys()).cast::<f32>().add(offset);
+                    room.key_scales[j] = scales.read();
+                    room.value_scales[j] = scales.add(tokens).read();
+                }
             }
-            Tile { keys: room.keys.as_ptr(), key_stride: TILE, values: room.values.as_ptr() }
+            room.tile(N::SCALED)
         }
     }
 
@@ -348,6 +393,11 @@ impl Attend<'_> {
             }
             for at in (0..layout.value_stride() * TILE).step_by(line) {
                 S::prefetch(values.add(at).cast());
+            }
+            if N::SCALED {
+                let scales = self.kv.cast::<N>().add(head + layout.scales_after_keys()).cast::<f32>();
+                S::prefetch(scales.add(base % tokens).cast());
+                S::prefetch(scales.add(tokens + base % tokens).cast());
             }
         }
     }
@@ -376,6 +426,9 @@ impl Attend<'_> {
             for i in 0..Q {
                 for t in 0..T {
                     even[i][t] = S::mul(S::add(even[i][t], odd[i][t]), S::splat(self.scale));
+                    if N::SCALED {
+                        even[i][t] = S::mul(even[i][t], S::load(tile.key_scales.add(t * S::LANES)));
+                    }
                 }
             }
             even

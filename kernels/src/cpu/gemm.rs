@@ -22,6 +22,7 @@ mod integers;
 mod pairs;
 
 pub use activations::Activations;
+pub(super) use activations::scale;
 use floats::{Bf16, F16, F32, Floats};
 pub use gated::gemm_swiglu;
 use integers::{Integers, Widened};

@@ -10,11 +10,44 @@ use crate::dtype::{Dtype, bf16_bits};
 /// Positions that attention treats at once, at absolute multiples of it.
 pub(crate) const TILE: usize = 16;
 
+/// How keys and values are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    /// As numbers.
+    Plain(Dtype),
+    /// As integers from -127 to 127 that share an f32 scale, by token and head, keys and values apart. A token's numbers
+    /// are rounded among themselves alone, so that they do not depend on what else is in the pool.
+    Int8,
+}
+
+impl KvDtype {
+    /// A stable, lower-case name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain(dtype) => dtype.name(),
+            Self::Int8 => "int8",
+        }
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            Self::Plain(dtype) => dtype.bytes(),
+            Self::Int8 => 1,
+        }
+    }
+}
+
+impl From<Dtype> for KvDtype {
+    fn from(dtype: Dtype) -> Self {
+        Self::Plain(dtype)
+    }
+}
+
 /// The shape of a KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvLayout {
     /// How keys and values are stored.
-    pub dtype: Dtype,
+    pub dtype: KvDtype,
     /// Layers of the model.
     pub layers: usize,
     /// Key and value heads of a layer.
@@ -32,7 +65,11 @@ impl KvLayout {
     }
 
     fn head_numbers(&self) -> usize {
-        (self.head_dim + self.value_stride()) * self.block_tokens
+        let scales = match self.dtype {
+            KvDtype::Plain(_) => 0,
+            KvDtype::Int8 => 2 * size_of::<f32>() * self.block_tokens,
+        };
+        self.scales_after_keys() + scales
     }
 
     fn block_numbers(&self) -> usize {
@@ -50,10 +87,16 @@ impl KvLayout {
         block as usize * self.block_numbers() + (layer * self.kv_heads + head) * self.head_numbers()
     }
 
-    /// From a head's keys to its values.
+    /// From a head's keys to its values. Whole words, so that scales are aligned.
     #[inline(always)]
     pub(crate) fn values_after_keys(&self) -> usize {
-        self.head_dim * self.block_tokens
+        (self.head_dim * self.block_tokens).next_multiple_of(size_of::<f32>())
+    }
+
+    /// From a head's keys to their scales, one f32 a token, which those of the values follow; where there are any.
+    #[inline(always)]
+    pub(crate) fn scales_after_keys(&self) -> usize {
+        self.values_after_keys() + self.value_stride() * self.block_tokens
     }
 }
 
@@ -68,7 +111,7 @@ pub struct KvPlace {
 
 /// Keys and values of all sequences, in blocks.
 ///
-/// A block is one contiguous range across all layers, [layers, kv_heads, (keys, values)], so that copying it is one
+/// A block is one contiguous range across all layers, [layers, kv_heads, (keys, values, scales)], so that copying it is one
 /// copy. Keys lie [head_dim, block_tokens], so that a vector holds one component of neighbouring positions
 /// and scores need no horizontal sums; values lie [block_tokens, head_dim].
 ///
@@ -209,6 +252,8 @@ impl KvPool {
 /// As [`Simd`] for pointers and instruction set.
 pub(crate) trait Number: Copy {
     const ZERO: Self;
+    /// Whether numbers must be multiplied with their token's scale.
+    const SCALED: bool = false;
 
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     fn round(x: f32) -> Self;
@@ -267,5 +312,27 @@ impl Number for F16 {
     fn round(x: f32) -> F16 {
         // Values beyond the range of f16 are held at its end: an infinite key would make every score NaN.
         F16(f16::from_f32(x.clamp(-65504.0, 65504.0)).to_bits())
+    }
+}
+
+/// A signed byte, to be multiplied with a scale.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Int8(pub(crate) i8);
+
+impl Number for Int8 {
+    const ZERO: Int8 = Int8(0);
+    const SCALED: bool = true;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Int8) -> S::V {
+        // SAFETY: passed on to the caller.
+        unsafe { S::load_i8(from.cast()) }
+    }
+
+    #[inline(always)]
+    fn round(x: f32) -> Int8 {
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+        Int8((x + 12_582_912.0).to_bits() as i8)
     }
 }

@@ -16,7 +16,7 @@ mod simd;
 pub use attention::{HEAD_DIM_MAX, Ragged, attention};
 pub use gemm::{Activations, Start, gemm, gemm_swiglu};
 pub use isa::Isa;
-pub use kv::{KvCopier, KvDirection, KvLayout, KvPlace, KvPool};
+pub use kv::{KvCopier, KvDirection, KvDtype, KvLayout, KvPlace, KvPool};
 pub use matrix::{GROUP_MAX, GROUP_STEP, PackedMatrix, Rows, WeightFormat};
 pub use pool::Pool;
 pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};

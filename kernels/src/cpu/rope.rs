@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use super::gemm::scale;
 use super::isa::Isa;
-use super::kv::{Bf16, F16, KvLayout, KvPlace, KvPool, Number};
+use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPlace, KvPool, Number};
 use super::matrix::Shared;
 use super::pool::Pool;
 use super::rows::{grain, rms_scale};
@@ -212,9 +213,10 @@ impl Kernel for Finish<'_> {
             // SAFETY: the place is in the pool and no other row has it.
             unsafe {
                 match self.layout.dtype {
-                    Dtype::F32 => self.write::<f32>(row, keys, values),
-                    Dtype::Bf16 => self.write::<Bf16>(row, keys, values),
-                    Dtype::F16 => self.write::<F16>(row, keys, values),
+                    KvDtype::Plain(Dtype::F32) => self.write::<f32>(row, keys, values),
+                    KvDtype::Plain(Dtype::Bf16) => self.write::<Bf16>(row, keys, values),
+                    KvDtype::Plain(Dtype::F16) => self.write::<F16>(row, keys, values),
+                    KvDtype::Int8 => self.write::<Int8>(row, keys, values),
                 }
             }
         }
@@ -228,15 +230,36 @@ impl Finish<'_> {
         let (offset, layout) = (offset as usize, &self.layout);
         let head_dim = layout.head_dim;
         for head in 0..layout.kv_heads {
+            let keys = &keys[head * head_dim..][..head_dim];
+            let values = &values[head * head_dim..][..head_dim];
             // SAFETY: block, layer, head and offset are within the pool.
             unsafe {
                 let k = self.kv.cast::<N>().add(layout.keys(block, self.layer, head));
                 let v = k.add(layout.values_after_keys() + offset * layout.value_stride());
+                let (mut of_keys, mut of_values) = (1.0, 1.0);
+                if N::SCALED {
+                    let scales = k.add(layout.scales_after_keys()).cast::<f32>();
+                    let (worth, inverse) = scale(largest(keys));
+                    scales.add(offset).write(worth);
+                    of_keys = inverse;
+                    let (worth, inverse) = scale(largest(values));
+                    scales.add(layout.block_tokens + offset).write(worth);
+                    of_values = inverse;
+                }
                 for i in 0..head_dim {
-                    k.add(i * layout.block_tokens + offset).write(N::round(keys[head * head_dim + i]));
-                    v.add(i).write(N::round(values[head * head_dim + i]));
+                    let (key, value) = match N::SCALED {
+                        true => (keys[i] * of_keys, values[i] * of_values),
+                        false => (keys[i], values[i]),
+                    };
+                    k.add(i * layout.block_tokens + offset).write(N::round(key));
+                    v.add(i).write(N::round(value));
                 }
             }
         }
     }
+}
+
+#[inline(always)]
+fn largest(numbers: &[f32]) -> f32 {
+    numbers.iter().fold(0.0, |most, x| if x.abs() > most { x.abs() } else { most })
 }

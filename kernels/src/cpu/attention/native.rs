@@ -1,13 +1,15 @@
-//! Attention over bf16 keys and values with bf16 dot products.
+//! Attention over keys and values in bf16 or in bytes, with bf16 dot products.
 //!
-//! Queries and weights are rounded to bf16; scores, maxima and sums are f32. The online softmax steps through the
+//! Queries and weights are rounded to bf16; scores, maxima and sums are f32. Bytes are bf16 numbers too: scores are multiplied
+//! with the keys' scales, and weights with those of the values before they are rounded. The online softmax steps through the
 //! keys in spans at absolute multiples of 64 positions. For each span, all queries of a block take their turn, so that
 //! keys and values come from the first-level cache.
 
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use super::super::kv::{Bf16, TILE};
+use super::super::kv::{Bf16, Int8, Number, TILE};
 use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp};
 use super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
 use crate::dtype::bf16_bits;
@@ -20,13 +22,78 @@ const BLOCK_QUERIES: usize = 64;
 /// Queries whose sums are in registers at once.
 const QUERIES: usize = 8;
 
-pub(super) struct Native<'a>(pub(super) Attend<'a>);
+pub(super) struct Native<'a, N>(Attend<'a>, PhantomData<N>);
 
-impl Kernel for Native<'_> {
+impl<'a, N> Native<'a, N> {
+    pub(super) fn new(attend: Attend<'a>) -> Self {
+        Self(attend, PhantomData)
+    }
+}
+
+impl<N: Source> Kernel for Native<'_, N> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // SAFETY: passed on to the caller.
-        unsafe { self.0.native() }
+        unsafe { self.0.native::<N>() }
+    }
+}
+
+/// Keys and values that are bf16 numbers, or that become such.
+///
+/// # Safety
+/// As [`Attend::tile`]; the machine has AVX-512 with BF16.
+pub(super) trait Source: Number {
+    /// The tile from position `base` on. Positions from `end` on need not exist.
+    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Self>) -> Tile<Bf16>;
+}
+
+/// Room for a tile: as it is stored, where it is put together from small blocks, and as bf16 numbers.
+pub(super) struct Room<N> {
+    gathered: Option<Box<Gathered<N>>>,
+    converted: MaybeUninit<Gathered<Bf16>>,
+}
+
+impl<N> Room<N> {
+    const EMPTY: Self = Self { gathered: None, converted: MaybeUninit::uninit() };
+}
+
+impl Source for Bf16 {
+    #[inline(always)]
+    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Bf16>) -> Tile<Bf16> {
+        // SAFETY: passed on to the caller.
+        unsafe { attend.tile::<Bf16>(base, end, &mut room.gathered) }
+    }
+}
+
+impl Source for Int8 {
+    #[inline(always)]
+    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Int8>) -> Tile<Bf16> {
+        let layout = &attend.layout;
+        // SAFETY: passed on to the caller; a tile's keys and values fit into the room, and bytes of positions that do not exist
+        // are numbers like any.
+        unsafe {
+            let tile = attend.tile::<Int8>(base, end, &mut room.gathered);
+            let to = room.converted.as_mut_ptr();
+            let convert = |from: *const Int8, to: *mut Bf16| {
+                let rounded = _mm512_cvtneps_pbh(Int8::load::<Avx512>(from));
+                _mm256_storeu_si256(to.cast(), std::mem::transmute::<__m256bh, __m256i>(rounded));
+            };
+            let (keys, values) =
+                ((&raw mut (*to).keys).cast::<Bf16>(), (&raw mut (*to).values).cast::<Bf16>());
+            for d in 0..layout.head_dim {
+                convert(tile.keys.add(d * tile.key_stride), keys.add(d * TILE));
+            }
+            for at in (0..layout.value_stride() * TILE).step_by(TILE) {
+                convert(tile.values.add(at), values.add(at));
+            }
+            Tile {
+                keys,
+                key_stride: TILE,
+                values,
+                key_scales: tile.key_scales,
+                value_scales: tile.value_scales,
+            }
+        }
     }
 }
 
@@ -54,7 +121,7 @@ type Seen = (usize, usize);
 
 impl Attend<'_> {
     #[inline(always)]
-    unsafe fn native(&self) {
+    unsafe fn native<N: Source>(&self) {
         let group = self.shape.heads / self.shape.kv_heads;
         let queries = (self.task.end - self.task.first) as usize * group;
         let mut block = Block {
@@ -62,20 +129,20 @@ impl Attend<'_> {
             queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
-        let mut rooms = None;
+        let mut rooms = [const { Room::<N>::EMPTY }; SPAN_TILES];
         for first in (0..queries).step_by(BLOCK_QUERIES) {
             // SAFETY: the queries are those of the task.
-            unsafe { self.block(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
+            unsafe { self.block::<N>(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
         }
     }
 
     #[inline(always)]
-    unsafe fn block(
+    unsafe fn block<N: Source>(
         &self,
         block: &mut Block,
         first: usize,
         count: usize,
-        rooms: &mut Option<Box<[Gathered<Bf16>; SPAN_TILES]>>,
+        rooms: &mut [Room<N>; SPAN_TILES],
     ) {
         let head_dim = self.shape.head_dim;
         let half = head_dim / 2;
@@ -107,9 +174,9 @@ impl Attend<'_> {
             // Rows ascend, so the first query sees furthest back and the last one furthest on.
             let (low, high) = ((*states).low, (*states.add(count - 1)).high);
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
-                let tiles = self.span(base, low, high, rooms);
-                self.prefetch::<Avx512, Bf16>(base + SPAN, high);
-                self.prefetch::<Avx512, Bf16>(base + SPAN + TILE, high);
+                let tiles = self.span::<N>(base, low, high, rooms);
+                self.prefetch::<Avx512, N>(base + SPAN, high);
+                self.prefetch::<Avx512, N>(base + SPAN + TILE, high);
                 let mut at = 0;
                 while at < count {
                     let part = Part {
@@ -132,8 +199,8 @@ impl Attend<'_> {
                     }
                     at += QUERIES;
                 }
-                self.prefetch::<Avx512, Bf16>(base + SPAN + 2 * TILE, high);
-                self.prefetch::<Avx512, Bf16>(base + SPAN + 3 * TILE, high);
+                self.prefetch::<Avx512, N>(base + SPAN + 2 * TILE, high);
+                self.prefetch::<Avx512, N>(base + SPAN + 3 * TILE, high);
             }
             for i in 0..count {
                 let (row, head) = of(i);
@@ -151,29 +218,21 @@ impl Attend<'_> {
 
     /// The tiles of the span at `base` that hold positions from `low` to before `high`.
     #[inline(always)]
-    unsafe fn span(
+    unsafe fn span<N: Source>(
         &self,
         base: usize,
         low: usize,
         high: usize,
-        rooms: &mut Option<Box<[Gathered<Bf16>; SPAN_TILES]>>,
+        rooms: &mut [Room<N>; SPAN_TILES],
     ) -> [Option<Tile<Bf16>>; SPAN_TILES] {
         let mut tiles = [None; SPAN_TILES];
-        for (t, tile) in tiles.iter_mut().enumerate() {
+        for (t, (tile, room)) in tiles.iter_mut().zip(rooms).enumerate() {
             let at = base + t * TILE;
             if at + TILE <= low || at >= high {
                 continue;
             }
             // SAFETY: the table covers positions before `high`.
-            *tile = Some(unsafe {
-                if self.layout.block_tokens >= TILE {
-                    self.tile::<Bf16>(at, high, &mut None)
-                } else {
-                    let rooms =
-                        rooms.get_or_insert_with(|| Box::new([const { Gathered::EMPTY }; SPAN_TILES]));
-                    self.gather(at, high, &mut rooms[t])
-                }
-            });
+            *tile = Some(unsafe { N::bf16_tile(self, at, high, room) });
         }
         tiles
     }
@@ -205,7 +264,7 @@ impl Attend<'_> {
                 let to = state.high.saturating_sub(base).min(SPAN);
                 if from < to {
                     seen[i] = (from, to);
-                    decay[i] = soften(&scores[i], (from, to), state, &mut weights[i]);
+                    decay[i] = soften(&scores[i], (from, to), tiles, state, &mut weights[i]);
                 }
             }
             for d in (0..width).step_by(32) {
@@ -289,9 +348,15 @@ unsafe fn score<const Q: usize, const T: usize>(
                 }
             }
         }
+        let mut scales = [_mm512_set1_ps(scale); T];
+        for t in 0..T {
+            if !tiles[t].key_scales.is_null() {
+                scales[t] = _mm512_mul_ps(scales[t], _mm512_loadu_ps(tiles[t].key_scales));
+            }
+        }
         for i in 0..Q {
             for t in 0..T {
-                let scaled = _mm512_mul_ps(sums[i][t], _mm512_set1_ps(scale));
+                let scaled = _mm512_mul_ps(sums[i][t], scales[t]);
                 _mm512_storeu_ps(scores[i].as_mut_ptr().add((first + t) * TILE), scaled);
             }
         }
@@ -301,7 +366,13 @@ unsafe fn score<const Q: usize, const T: usize>(
 /// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
 /// best score so far, and returns by what earlier sums must be multiplied.
 #[inline(always)]
-unsafe fn soften(scores: &[f32; SPAN], seen: Seen, state: &mut State, weights: &mut [u16; SPAN]) -> __m512 {
+unsafe fn soften(
+    scores: &[f32; SPAN],
+    seen: Seen,
+    tiles: &[Option<Tile<Bf16>>; SPAN_TILES],
+    state: &mut State,
+    weights: &mut [u16; SPAN],
+) -> __m512 {
     // SAFETY: vectors are within the arrays.
     unsafe {
         let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
@@ -319,8 +390,13 @@ unsafe fn soften(scores: &[f32; SPAN], seen: Seen, state: &mut State, weights: &
         state.best = now;
         let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
         for t in 0..SPAN_TILES {
-            let weight = exp::<Avx512>(_mm512_sub_ps(parts[t], _mm512_set1_ps(now)));
+            let mut weight = exp::<Avx512>(_mm512_sub_ps(parts[t], _mm512_set1_ps(now)));
             total = _mm512_add_ps(total, weight);
+            let scales = tiles[t].as_ref().map_or(std::ptr::null(), |tile| tile.value_scales);
+            if !scales.is_null() {
+                let mask = (visible >> (t * TILE)) as __mmask16;
+                weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, scales));
+            }
             let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
             _mm256_storeu_si256(weights.as_mut_ptr().add(t * TILE).cast(), rounded);
         }

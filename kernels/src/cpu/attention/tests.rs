@@ -11,7 +11,7 @@ fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
 #[derive(Debug, Clone)]
 struct Case {
     shape: QkvShape,
-    dtype: Dtype,
+    dtype: KvDtype,
     lengths: Vec<usize>,
     window: Option<u32>,
     normed: bool,
@@ -101,10 +101,18 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
 /// The same in f64 and without any structure.
 fn naive(case: &Case) -> Vec<Vec<f64>> {
     let QkvShape { heads, kv_heads, head_dim } = case.shape;
-    let round = |x: f64| match case.dtype {
-        Dtype::F32 => x,
-        Dtype::Bf16 => f64::from(half::bf16::from_f64(x)),
-        Dtype::F16 => f64::from(half::f16::from_f64(x)),
+    // A key or a value as the pool keeps it.
+    let round = |mut x: Vec<f64>| {
+        let worth = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 127.0;
+        for x in &mut x {
+            *x = match case.dtype {
+                KvDtype::Plain(Dtype::F32) => *x,
+                KvDtype::Plain(Dtype::Bf16) => f64::from(half::bf16::from_f64(*x)),
+                KvDtype::Plain(Dtype::F16) => f64::from(half::f16::from_f64(*x)),
+                KvDtype::Int8 => (*x / worth).round() * worth,
+            };
+        }
+        x
     };
     let (q_norm, k_norm) = (values(case.seed, head_dim, 1.5), values(!case.seed, head_dim, 1.5));
     let finish = |x: &[f32], position: usize, norm: &[f32]| -> Vec<f64> {
@@ -133,8 +141,8 @@ fn naive(case: &Case) -> Vec<Vec<f64>> {
                 let q = finish(&rows[position][head * head_dim..][..head_dim], position, &q_norm);
                 let kv_head = head / (heads / kv_heads);
                 let score = |p: usize| {
-                    let k = finish(&rows[p][(heads + kv_head) * head_dim..][..head_dim], p, &k_norm);
-                    q.iter().zip(&k).map(|(q, k)| q * round(*k)).sum::<f64>() / (head_dim as f64).sqrt()
+                    let k = round(finish(&rows[p][(heads + kv_head) * head_dim..][..head_dim], p, &k_norm));
+                    q.iter().zip(&k).map(|(q, k)| q * k).sum::<f64>() / (head_dim as f64).sqrt()
                 };
                 let scores: Vec<f64> = (low..=position).map(score).collect();
                 let best = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -142,9 +150,10 @@ fn naive(case: &Case) -> Vec<Vec<f64>> {
                 let total: f64 = weights.iter().sum();
                 for (i, weight) in weights.iter().enumerate() {
                     let v = &rows[low + i][(heads + kv_heads + kv_head) * head_dim..][..head_dim];
+                    let v = round(v.iter().copied().map(f64::from).collect());
                     for d in 0..head_dim {
                         let at = (position * heads + head) * head_dim + d;
-                        result[at] += weight / total * round(f64::from(v[d]));
+                        result[at] += weight / total * v[d];
                     }
                 }
             }
@@ -158,10 +167,10 @@ fn case() -> impl Strategy<Value = Case> {
     let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128]);
     let lengths = prop::collection::vec(prop_oneof![1usize..20, 20usize..80], 1..4);
     let window = prop_oneof![Just(None), (1u32..50).prop_map(Some)];
-    (1usize..4, 1usize..6, head_dim, 0usize..3, lengths, window, any::<bool>(), any::<u32>()).prop_map(
+    (1usize..4, 1usize..6, head_dim, 0usize..4, lengths, window, any::<bool>(), any::<u32>()).prop_map(
         |(kv_heads, group, head_dim, dtype, lengths, window, normed, seed)| Case {
             shape: QkvShape { heads: kv_heads * group, kv_heads, head_dim },
-            dtype: [Dtype::F32, Dtype::Bf16, Dtype::F16][dtype],
+            dtype: [Dtype::F32.into(), Dtype::Bf16.into(), Dtype::F16.into(), KvDtype::Int8][dtype],
             lengths,
             window,
             normed,
@@ -171,7 +180,7 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
     fn attention_is_right_and_blind_to_chunks_blocks_neighbours_and_threads(
@@ -183,8 +192,13 @@ proptest! {
             let alone = run(isa, &case, one);
             let many = Chunks { rows, block_tokens: 1 << block, threads, together: true, seed };
             let together = run(isa, &case, many);
-            // A key near the middle of two bf16 numbers may be rounded either way by f32 and f64.
-            let tolerance = match case.dtype { Dtype::F32 => 2e-5, Dtype::F16 => 4e-3, Dtype::Bf16 => 3e-2 };
+            // A key near the middle of two numbers may be rounded either way by f32 and f64. Over bytes, queries and weights
+            // may be in bf16.
+            let tolerance = match case.dtype {
+                KvDtype::Plain(Dtype::F32) => 2e-5,
+                KvDtype::Plain(Dtype::F16) => 4e-3,
+                KvDtype::Plain(Dtype::Bf16) | KvDtype::Int8 => 3e-2,
+            };
             for s in 0..case.lengths.len() {
                 for i in 0..expected[s].len() {
                     let error = (f64::from(alone[s][i]) - expected[s][i]).abs();

@@ -198,9 +198,9 @@ fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, 
     }
 }
 
-/// What one step of a group's bytes is worth if its largest number is this, and the inverse.
+/// What one step of bytes that share a scale is worth if the largest of their numbers is this, and the inverse.
 #[inline(always)]
-pub(super) fn scale(largest: f32) -> (f32, f32) {
+pub(in crate::cpu) fn scale(largest: f32) -> (f32, f32) {
     // What is not finite has no scale; the products of such rows mean nothing anyway.
     if largest > 1e-30 && largest < f32::INFINITY { (largest / 127.0, 127.0 / largest) } else { (0.0, 0.0) }
 }

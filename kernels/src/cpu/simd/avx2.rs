@@ -48,6 +48,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> __m256 {
+        // SAFETY: see the impl.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(from: *const u32) -> (__m256, __m256) {
         // SAFETY: see the impl.
         unsafe {

@@ -48,6 +48,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(from: *const u32) -> (__m512, __m512) {
         // SAFETY: see the impl.
         unsafe {

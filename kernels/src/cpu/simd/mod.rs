@@ -39,6 +39,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store(to: *mut f32, v: Self::V);
     unsafe fn load_bf16(from: *const u16) -> Self::V;
     unsafe fn load_f16(from: *const u16) -> Self::V;
+    /// Reads signed bytes.
+    unsafe fn load_i8(from: *const i8) -> Self::V;
     /// Reads pairs of bf16; first members and second members apart.
     unsafe fn load_bf16_pairs(from: *const u32) -> (Self::V, Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;

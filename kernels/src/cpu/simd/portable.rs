@@ -55,6 +55,12 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> [f32; N] {
+        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        unsafe { from.cast::<[i8; N]>().read() }.map(f32::from)
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(from: *const u32) -> ([f32; N], [f32; N]) {
         // SAFETY: the caller's pointer is valid for a vector's lanes.
         let raw = unsafe { from.cast::<[u32; N]>().read_unaligned() };
