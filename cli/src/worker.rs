@@ -46,9 +46,10 @@ pub struct EngineArgs {
     pub threads: Option<usize>,
     /// Round weights to integers as they are loaded: int8 or int4, `:GROUP` for how many share a scale [default: as
     /// the model has them]
-    #[arg(long, value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
+    #[arg(long, visible_alias = "quantization", value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
-    /// What the KV cache holds: auto, numbers as the model computes them, or fp8, half as large and less exact, on GPUs
+    /// What the KV cache holds: auto, numbers as the model computes them, or half as large and less exact: int8 on CPUs, fp8
+    /// on GPUs
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
     pub kv_cache_dtype: KvCacheDtype,
     /// Ranks to divide the model among, each with a shard of weights and KV cache and its part of the threads; on CPUs

@@ -1,6 +1,6 @@
 //! What share of the machine's limits whole models reach:
 //! `cargo run --release -p inflight-worker --example shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4]
-//! [--threads N] [--ranks N] [--rounds N] [--models DIR]`.
+//! [--kv int8] [--threads N] [--ranks N] [--rounds N] [--models DIR]`.
 //!
 //! Models have random weights and real shapes. Each round measures the limits and then the model, so that a ratio
 //! compares neighbours; figures are medians over rounds. `--models` keeps the checkpoints in a directory, where they
@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Shape, TempDir};
 use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
-use inflight_kernels::cpu::{Isa, Pool};
-use inflight_kernels::philox4x32;
+use inflight_kernels::cpu::{Isa, KvDtype, Pool};
+use inflight_kernels::{Dtype, philox4x32};
 use inflight_worker::models::{ModelConfig, ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
@@ -63,6 +63,7 @@ fn main() -> Outcome<()> {
 struct Options {
     shapes: Vec<Shape>,
     weights: Vec<String>,
+    kv: KvDtype,
     threads: usize,
     ranks: usize,
     rounds: usize,
@@ -74,6 +75,7 @@ impl Options {
         let mut options = Self {
             shapes: Shape::all().to_vec(),
             weights: ["bf16", "int8", "int4"].map(str::to_owned).to_vec(),
+            kv: Dtype::Bf16.into(),
             threads: std::thread::available_parallelism()?.get(),
             ranks: 1,
             rounds: 3,
@@ -85,6 +87,7 @@ impl Options {
             match name.as_str() {
                 "--shapes" => options.shapes = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--weights" => options.weights = value.split(',').map(str::to_owned).collect(),
+                "--kv" if value == "int8" => options.kv = KvDtype::Int8,
                 "--threads" => options.threads = value.parse()?,
                 "--ranks" => options.ranks = value.parse()?,
                 "--rounds" => options.rounds = value.parse()?,
@@ -112,7 +115,7 @@ fn measure(
     let begun = Instant::now();
     let model = ModelDir::open(&ModelSource::Directory(path.to_owned()))?;
     let config = model.config().clone();
-    let block_bytes = kv_bytes_per_token(&config, inflight_kernels::Dtype::Bf16) * BLOCK_TOKENS;
+    let block_bytes = kv_bytes_per_token(&config, options.kv) * BLOCK_TOKENS;
     let blocks = STREAMS * CONTEXT / BLOCK_TOKENS;
     let cpu = CpuOptions {
         threads: Some(options.threads),
@@ -124,11 +127,12 @@ fn measure(
         context_tokens: None,
         isa: None,
         quantize: if weights == "bf16" { None } else { Some(weights.parse()?) },
+        kv_dtype: Some(options.kv),
         tensor_parallel: options.ranks,
     };
     let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
     let ready = begun.elapsed().as_secs_f64();
-    let mut driver = Driver::new(&mut runtime, &config);
+    let mut driver = Driver::new(&mut runtime, &config, options.kv);
     let kind = if weights == "bf16" { Arithmetic::Bf16 } else { Arithmetic::Int8 };
     let mut rounds: Vec<Round> = Vec::new();
     for round in 0..options.rounds {
@@ -187,15 +191,16 @@ struct Rates {
 struct Driver<'a> {
     runtime: &'a mut CpuRuntime,
     config: &'a ModelConfig,
+    kv: KvDtype,
     weight_bytes: f64,
     batch: Batch,
     sampled: Vec<Sampled>,
 }
 
 impl<'a> Driver<'a> {
-    fn new(runtime: &'a mut CpuRuntime, config: &'a ModelConfig) -> Self {
+    fn new(runtime: &'a mut CpuRuntime, config: &'a ModelConfig, kv: KvDtype) -> Self {
         let weight_bytes = runtime.weight_bytes() as f64;
-        Self { runtime, config, weight_bytes, batch: Batch::default(), sampled: Vec::new() }
+        Self { runtime, config, kv, weight_bytes, batch: Batch::default(), sampled: Vec::new() }
     }
 
     fn attach(&mut self, slot: usize) -> Outcome<()> {
@@ -246,7 +251,7 @@ impl<'a> Driver<'a> {
             self.push(slot, 0, position, false);
             self.runtime.execute(&mut self.batch, &mut self.sampled)?;
         }
-        let per_token = kv_bytes_per_token(self.config, inflight_kernels::Dtype::Bf16) as f64;
+        let per_token = kv_bytes_per_token(self.config, self.kv) as f64;
         let (begun, mut best) = (Instant::now(), f64::INFINITY);
         let mut times = Vec::new();
         while begun.elapsed() < LEAST || times.len() < 5 {

@@ -32,13 +32,17 @@ pub enum KvCacheDtype {
     /// As the model computes them, in 16 bits.
     #[default]
     Auto,
+    /// As integers of 8 bits with a scale for each token's head; on CPUs only.
+    Int8,
     /// In 8 bits, e4m3, with a scale for each token's head; on GPUs only.
     Fp8,
 }
 
 /// A dtype that keys and values can't be stored as.
 #[derive(Debug, thiserror::Error)]
-#[error("unknown dtype `{0}` of the KV cache; it is `auto`, as the model computes, or `fp8`")]
+#[error(
+    "unknown dtype `{0}` of the KV cache; it is `auto`, as the model computes, `int8` on CPUs, or `fp8` on GPUs"
+)]
 pub struct UnknownKvCacheDtype(String);
 
 impl FromStr for KvCacheDtype {
@@ -47,6 +51,7 @@ impl FromStr for KvCacheDtype {
     fn from_str(name: &str) -> Result<Self, UnknownKvCacheDtype> {
         match name {
             "auto" => Ok(Self::Auto),
+            "int8" => Ok(Self::Int8),
             "fp8" => Ok(Self::Fp8),
             other => Err(UnknownKvCacheDtype(other.to_owned())),
         }
@@ -57,6 +62,7 @@ impl std::fmt::Display for KvCacheDtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Auto => "auto",
+            Self::Int8 => "int8",
             Self::Fp8 => "fp8",
         })
     }
@@ -205,8 +211,9 @@ pub enum OptionsError {
 }
 
 impl Options {
-    /// What the KV cache's dtype must be without a GPU.
-    pub(crate) const KV_CACHE_DTYPE_ON_CPUS: &str = "auto: only a GPU stores keys and values in 8 bits";
+    /// What the KV cache's dtype must be on CPUs, and on GPUs.
+    pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
+    pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs";
 
     /// Checks every option that does not depend on the model.
     ///
@@ -231,9 +238,13 @@ impl Options {
         check(self.step_target != Some(Duration::ZERO), "step_target", &"0", "above 0, or off")?;
         check(self.max_context_tokens != Some(0), "max_context_tokens", &0, "at least 1")?;
         check(self.threads != Some(0), "threads", &0, "at least 1")?;
-        let small = self.kv_cache_dtype == KvCacheDtype::Fp8;
-        let stores = !small || matches!(self.device, Device::Cuda(_) | Device::Auto);
-        check(stores, "kv_cache_dtype", &self.kv_cache_dtype, Self::KV_CACHE_DTYPE_ON_CPUS)?;
+        let (stores, range) = match (self.device, self.kv_cache_dtype) {
+            (_, KvCacheDtype::Auto) | (Device::Auto, _) => (true, ""),
+            (Device::Cpu, dtype) => (dtype == KvCacheDtype::Int8, Self::KV_CACHE_DTYPES_ON_CPUS),
+            (Device::Cuda(_), dtype) => (dtype == KvCacheDtype::Fp8, Self::KV_CACHE_DTYPES_ON_GPUS),
+            (Device::Sim(_), _) => (false, "auto on a simulated device, which stores none"),
+        };
+        check(stores, "kv_cache_dtype", &self.kv_cache_dtype, range)?;
         let ranks = self.tensor_parallel;
         check((1..=RANKS_MAX).contains(&ranks), "tensor_parallel", &ranks, "from 1 to 64")?;
         let range = match self.device {
@@ -263,12 +274,20 @@ mod tests {
             assert!(error.contains("block_tokens") && error.contains("power of two"), "{error}");
         }
         assert!(named(Options { kv_cache_bytes: 0, ..Options::default() }).contains("kv_cache_bytes"));
-        for device in ["cpu", "sim:flat"] {
+        for (device, works, fails, clue) in [
+            ("cpu", "int8", "fp8", "only GPUs"),
+            ("cuda", "fp8", "int8", "int8 is for CPUs"),
+            ("sim:flat", "auto", "int8", "simulated"),
+        ] {
             let device = device.parse().unwrap();
-            let error = named(Options { device, kv_cache_dtype: KvCacheDtype::Fp8, ..Options::default() });
-            assert!(error.contains("kv_cache_dtype is fp8") && error.contains("only a GPU"), "{error}");
+            let of = |name: &str| {
+                named(Options { device, kv_cache_dtype: name.parse().unwrap(), ..Options::default() })
+            };
+            assert_eq!(of(works), "");
+            assert!(of(fails).contains(&format!("kv_cache_dtype is {fails}")), "{}", of(fails));
+            assert!(of(fails).contains(clue), "{}", of(fails));
         }
-        assert!("int8".parse::<KvCacheDtype>().unwrap_err().to_string().contains("`fp8`"));
+        assert!("int4".parse::<KvCacheDtype>().unwrap_err().to_string().contains("`fp8`"));
         for tensor_parallel in [0, 65] {
             let error = named(Options { tensor_parallel, ..Options::default() });
             assert!(error.contains("tensor_parallel") && error.contains("from 1 to 64"), "{error}");

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
+use inflight_kernels::cpu::KvDtype;
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_transport::{Accept, Limits as ConnectionLimits, ServerTls, TlsError};
@@ -387,10 +388,11 @@ fn runtime(
         Device::Auto => {}
         Device::Cpu | Device::Sim(_) => {}
     }
-    if options.kv_cache_dtype == KvCacheDtype::Fp8 {
-        let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
-        return Err(OptionsError::OutOfRange { name, value, range: Options::KV_CACHE_DTYPE_ON_CPUS }.into());
-    }
+    let kv_dtype = match options.kv_cache_dtype {
+        KvCacheDtype::Auto => None,
+        KvCacheDtype::Int8 => Some(KvDtype::Int8),
+        KvCacheDtype::Fp8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_CPUS)),
+    };
     let cpu = CpuOptions {
         threads: options.threads,
         kv_bytes: options.kv_cache_bytes,
@@ -401,12 +403,19 @@ fn runtime(
         context_tokens: options.max_context_tokens,
         isa: None,
         quantize: options.quantize,
+        kv_dtype,
         tensor_parallel: options.tensor_parallel,
     };
     let runtime = CpuRuntime::load(model, &cpu, progress)?;
     let runtime: Box<dyn Runtime> =
         if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
     Ok((runtime, None))
+}
+
+/// What [`Device::Auto`] took stores no keys and values of the dtype asked for.
+fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
+    let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
+    OptionsError::OutOfRange { name, value, range }.into()
 }
 
 /// The GPUs that a worker can use, by their numbers among those visible; none in a build without the feature `cuda`.
@@ -436,6 +445,7 @@ fn load_cuda(
         kv_store: match options.kv_cache_dtype {
             KvCacheDtype::Auto => cuda::KvStore::Half,
             KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
+            KvCacheDtype::Int8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_GPUS)),
         },
         deterministic: options.deterministic,
         graphs: true,

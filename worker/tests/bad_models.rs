@@ -21,6 +21,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    kv_dtype: None,
     tensor_parallel: 1,
 };
 
@@ -186,7 +187,7 @@ fn options_out_of_range_say_what_would_do() {
         Ok(_) => panic!("accepted {options:?}"),
         Err(error) => error.to_string(),
     };
-    let per_token = kv_bytes_per_token(model.config(), inflight_kernels::Dtype::Bf16);
+    let per_token = kv_bytes_per_token(model.config(), inflight_kernels::Dtype::Bf16.into());
     let too_small = refused(CpuOptions { kv_bytes: 16 * per_token as u64 - 1, ..OPTIONS });
     assert!(too_small.contains(&(16 * per_token).to_string()), "{too_small}");
     assert!(refused(CpuOptions { kv_bytes: 1 << 60, ..OPTIONS }).contains("--kv-cache-bytes"));

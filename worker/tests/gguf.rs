@@ -22,6 +22,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     context_tokens: None,
     isa: None,
     quantize: None,
+    kv_dtype: None,
     tensor_parallel: 1,
 };
 

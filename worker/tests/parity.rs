@@ -27,6 +27,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
         context_tokens: None,
         isa: Some(isa),
         quantize: None,
+        kv_dtype: None,
         tensor_parallel: 1,
     };
     // The directory goes away here; what is mapped stays.

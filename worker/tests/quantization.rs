@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype};
-use inflight_kernels::cpu::Isa;
+use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_worker::runtime::{Batch, Runtime, SampleRow, SlotSetup};
@@ -16,7 +16,7 @@ use tokenizers::Tokenizer;
 /// Stories by the grammar that the demo model was trained with (`worker/demo/train/corpus/stories.py`).
 const TEXT: &str = include_str!("data/stories.txt");
 
-fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>) -> CpuRuntime {
+fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Option<KvDtype>) -> CpuRuntime {
     let options = CpuOptions {
         threads: Some(2),
         kv_bytes: 64 << 20,
@@ -27,6 +27,7 @@ fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>) -> CpuRuntim
         context_tokens: None,
         isa: Some(isa),
         quantize,
+        kv_dtype,
         tensor_parallel: 1,
     };
     CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
@@ -73,15 +74,23 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
         TEXT.split("***").map(str::trim).filter(|story| !story.is_empty()).map(encode).collect();
     assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
     for isa in Isa::available() {
-        let plain = perplexity(&mut load(&model, isa, None), &stories);
-        for (quantization, most) in
-            [("int8", 1.0), ("int8:64", 1.0), ("int8:128", 1.0), ("int8:192", 1.0), ("int4", 4.0)]
-        {
-            let quantized = Some(quantization.parse().unwrap());
-            let rounded = perplexity(&mut load(&model, isa, quantized), &stories);
+        let plain = perplexity(&mut load(&model, isa, None, None), &stories);
+        let bytes = Some(KvDtype::Int8);
+        for (quantization, kv, most) in [
+            (Some("int8"), None, 1.0),
+            (Some("int8:64"), None, 1.0),
+            (Some("int8:128"), None, 1.0),
+            (Some("int8:192"), None, 1.0),
+            (Some("int4"), None, 4.0),
+            (None, bytes, 1.0),
+            (Some("int8"), bytes, 1.0),
+        ] {
+            let quantized = quantization.map(|name| name.parse().unwrap());
+            let rounded = perplexity(&mut load(&model, isa, quantized, kv), &stories);
             let worse = (rounded / plain - 1.0) * 100.0;
-            println!("{} {quantization}: {rounded:.4} against {plain:.4}, {worse:+.2} %", isa.name());
-            assert!(worse.abs() <= most, "{} {quantization}: perplexity {worse:+.2} %", isa.name());
+            let what = format!("{} {}, keys and values {kv:?}", isa.name(), quantization.unwrap_or("bf16"));
+            println!("{what}: {rounded:.4} against {plain:.4}, {worse:+.2} %");
+            assert!(worse.abs() <= most, "{what}: perplexity {worse:+.2} %");
         }
     }
 }
@@ -91,16 +100,10 @@ fn a_group_that_does_not_divide_a_row_is_filled_up_and_kinds_have_fingerprints_o
     let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let mut fingerprints = Vec::new();
-    for quantize in [
-        None,
-        Some("int8"),
-        Some("int8:64"),
-        Some("int4"),
-        Some("int8:40"),
-        Some("int4:136"),
-        Some("int8:256"),
-    ] {
-        let mut runtime = load(&model, Isa::detect(), quantize.map(|name| name.parse().unwrap()));
+    let groups = ["int8", "int8:64", "int4", "int8:40", "int4:136", "int8:256"];
+    let weights = groups.map(|name| (Some(name.parse().unwrap()), None));
+    for (quantize, kv) in [(None, None), (None, Some(KvDtype::Int8))].into_iter().chain(weights) {
+        let mut runtime = load(&model, Isa::detect(), quantize, kv);
         fingerprints.push(runtime.capabilities().fingerprint.clone());
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),

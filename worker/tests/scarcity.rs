@@ -122,7 +122,7 @@ fn runtime(
     };
     // Where there are fewer key heads than ranks, several hold the same one.
     let copies = ranks.div_ceil(model.config().kv_heads) as u64;
-    let block = 8 * kv_bytes_per_token(model.config(), stored) as u64 * copies;
+    let block = 8 * kv_bytes_per_token(model.config(), stored.into()) as u64 * copies;
     let options = CpuOptions {
         threads: Some(threads),
         kv_bytes: blocks * block,
@@ -133,6 +133,7 @@ fn runtime(
         context_tokens: None,
         isa: Some(isa),
         quantize: None,
+        kv_dtype: None,
         tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()

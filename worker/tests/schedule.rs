@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use inflight_contract::SamplingSpec;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
-use inflight_kernels::cpu::Isa;
+use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
@@ -73,10 +73,17 @@ fn checkpoint(arch: Arch, dtype: Dtype) -> TempDir {
     folder
 }
 
+/// How weights, keys and values are stored, where not as in the checkpoint.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stored {
+    weights: Option<Quantization>,
+    kv: Option<KvDtype>,
+}
+
 fn load(
     path: PathBuf,
     isa: Isa,
-    quantize: Option<Quantization>,
+    stored: Stored,
     threads: usize,
     ranks: usize,
     block_tokens: u32,
@@ -91,7 +98,8 @@ fn load(
         batch_tokens: 2048,
         context_tokens: None,
         isa: Some(isa),
-        quantize,
+        quantize: stored.weights,
+        kv_dtype: stored.kv,
         tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
@@ -292,38 +300,25 @@ fn workload(ranks: &'static [usize]) -> impl Strategy<Value = Workload> {
         })
 }
 
-fn check(
-    isa: Isa,
-    dtype: Dtype,
-    quantize: Option<Quantization>,
-    ranks: &'static [usize],
-    archs: &[Arch],
-    cases: u32,
-) {
+fn check(isa: Isa, dtype: Dtype, stored: Stored, ranks: &'static [usize], archs: &[Arch], cases: u32) {
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 64, ..Config::default() };
     let archs = prop::sample::select(archs.to_vec());
     let mut runner = TestRunner::new(config);
     let outcome =
-        runner.run(&(archs, workload(ranks)), |(arch, workload)| one(isa, dtype, quantize, arch, &workload));
+        runner.run(&(archs, workload(ranks)), |(arch, workload)| one(isa, dtype, stored, arch, &workload));
     if let Err(failure) = outcome {
-        panic!("{} {dtype} {quantize:?}: {failure}", isa.name());
+        panic!("{} {dtype} {stored:?}: {failure}", isa.name());
     }
 }
 
-fn one(
-    isa: Isa,
-    dtype: Dtype,
-    quantize: Option<Quantization>,
-    arch: Arch,
-    workload: &Workload,
-) -> Result<(), TestCaseError> {
+fn one(isa: Isa, dtype: Dtype, stored: Stored, arch: Arch, workload: &Workload) -> Result<(), TestCaseError> {
     let folder = checkpoint(arch, dtype);
     let ranks = workload.ranks;
-    let mut single = load(folder.path().to_path_buf(), isa, quantize, 1, ranks, 16);
+    let mut single = load(folder.path().to_path_buf(), isa, stored, 1, ranks, 16);
     let expected: Vec<Vec<Step>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
     let mut runtime =
-        load(folder.path().to_path_buf(), isa, quantize, workload.threads, ranks, workload.block_tokens);
+        load(folder.path().to_path_buf(), isa, stored, workload.threads, ranks, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
@@ -343,10 +338,14 @@ fn on(name: &str, cases: u32) {
         return;
     };
     for dtype in Dtype::all() {
-        check(isa, *dtype, None, &[1], Arch::all(), cases);
+        check(isa, *dtype, Stored::default(), &[1], Arch::all(), cases);
     }
-    for quantize in [Quantization::INT8, Quantization::INT4] {
-        check(isa, Dtype::Bf16, Some(quantize), &[1], Arch::all(), cases);
+    for weights in [Quantization::INT8, Quantization::INT4] {
+        check(isa, Dtype::Bf16, Stored { weights: Some(weights), kv: None }, &[1], Arch::all(), cases);
+    }
+    for weights in [None, Some(Quantization::INT8)] {
+        let stored = Stored { weights, kv: Some(KvDtype::Int8) };
+        check(isa, Dtype::Bf16, stored, &[1], Arch::all(), cases);
     }
 }
 
@@ -377,10 +376,11 @@ fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
     let archs = [Arch::Llama2, Arch::Llama31, Arch::Llama32, Arch::Mistral, Arch::Qwen2, Arch::Qwen3];
     for isa in [Isa::detect(), Isa::PORTABLE] {
         for dtype in Dtype::all() {
-            check(isa, *dtype, None, &[2, 2, 4], &archs, 2);
+            check(isa, *dtype, Stored::default(), &[2, 2, 4], &archs, 2);
         }
-        for quantize in ["int8:8", "int4:8"] {
-            check(isa, Dtype::Bf16, Some(quantize.parse().unwrap()), &[2], &archs, 2);
+        for (weights, kv) in [("int8:8", None), ("int4:8", None), ("int8:8", Some(KvDtype::Int8))] {
+            let stored = Stored { weights: Some(weights.parse().unwrap()), kv };
+            check(isa, Dtype::Bf16, stored, &[2], &archs, 2);
         }
     }
 }

@@ -34,6 +34,7 @@ fn load(
         context_tokens: None,
         isa: Some(isa),
         quantize,
+        kv_dtype: None,
         tensor_parallel: ranks,
     };
     let mut runtime = CpuRuntime::load(model, &options, &|_, _| {}).unwrap();
@@ -211,6 +212,7 @@ fn pools_and_progress_are_those_of_the_whole_model() {
             context_tokens: None,
             isa: None,
             quantize: None,
+            kv_dtype: None,
             tensor_parallel: ranks,
         };
         let most = std::sync::Mutex::new((0, 0));

@@ -126,12 +126,15 @@ pub fn attention(
         };
         #[cfg(target_arch = "x86_64")]
         if isa.0 == super::isa::Path::Avx512Bf16 {
-            // SAFETY: this `Isa` has BF16.
             match layout.dtype {
                 KvDtype::Plain(Dtype::Bf16) => {
+                    // SAFETY: this `Isa` has BF16.
                     return unsafe { simd::run_avx512_bf16(native::Native::<Bf16>::new(job)) };
                 }
-                KvDtype::Int8 => return unsafe { simd::run_avx512_bf16(native::Native::<Int8>::new(job)) },
+                KvDtype::Int8 => {
+                    // SAFETY: as above.
+                    return unsafe { simd::run_avx512_bf16(native::Native::<Int8>::new(job)) };
+                }
                 KvDtype::Plain(Dtype::F32 | Dtype::F16) => {}
             }
         }

@@ -68,6 +68,7 @@ impl Driver {
             context_tokens: None,
             isa: None,
             quantize: None,
+            kv_dtype: None,
             tensor_parallel: 1,
         };
         let runtime = CpuRuntime::load(&model.dir, &options, &|_, _| {})?;

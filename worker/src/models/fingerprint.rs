@@ -1,7 +1,7 @@
 use std::fmt::Write;
 
+use inflight_kernels::VERSION;
 use inflight_kernels::cpu::Isa;
-use inflight_kernels::{Dtype, VERSION};
 use sha2::{Digest, Sha256};
 
 use super::ModelDir;
@@ -21,19 +21,19 @@ const SAMPLES: usize = 14;
 /// stretches of 4 KiB evenly between. Any retraining or requantisation shows there, and start-up stays fast.
 ///
 /// `formats` names how the weights are held.
-pub fn fingerprint(model: &ModelDir, kv_dtype: Dtype, formats: &str, isa: Isa) -> String {
+pub fn fingerprint(model: &ModelDir, kv_dtype: &str, formats: &str, isa: Isa) -> String {
     fingerprint_of(model, kv_dtype, &format!("{formats} {}", isa.name()))
 }
 
 /// The same for whatever computes: `arithmetic` names all of it that decides a bit, beside the kernels' version.
-pub fn fingerprint_of(model: &ModelDir, kv_dtype: Dtype, arithmetic: &str) -> String {
+pub fn fingerprint_of(model: &ModelDir, kv_dtype: &str, arithmetic: &str) -> String {
     let mut hash = Sha256::new();
     let mut field = |bytes: &[u8]| {
         hash.update((bytes.len() as u64).to_le_bytes());
         hash.update(bytes);
     };
     field(format!("{:?}", model.config).as_bytes());
-    field(kv_dtype.name().as_bytes());
+    field(kv_dtype.as_bytes());
     field(arithmetic.as_bytes());
     field(&VERSION.to_le_bytes());
     // Cosines, sines and powers of the rotary tables come from this crate.

@@ -14,8 +14,7 @@ mod sampler;
 mod slots;
 mod weights;
 
-use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Isa, KvCopier, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
+use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -58,6 +57,8 @@ pub struct CpuOptions {
     pub isa: Option<Isa>,
     /// What weights are rounded to; they stay as they are if not given.
     pub quantize: Option<Quantization>,
+    /// What keys and values are stored as; what suits the weights if not given.
+    pub kv_dtype: Option<KvDtype>,
     /// Ranks that share the model, each with its part of the threads; 1: it is not divided.
     pub tensor_parallel: usize,
 }
@@ -137,16 +138,16 @@ pub enum Error {
 }
 
 /// Bytes that the keys and values of one token take, all layers together.
-pub fn kv_bytes_per_token(config: &ModelConfig, dtype: Dtype) -> usize {
+pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
     kv_layout(config, dtype, 1).block_bytes()
 }
 
-fn kv_layout(config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayout {
+fn kv_layout(config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
     let ModelConfig { layers, kv_heads, head_dim, .. } = *config;
     KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
 }
 
-fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: Dtype, block_tokens: usize) -> KvLayout {
+fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
     KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
 }
 
@@ -198,7 +199,7 @@ impl CpuRuntime {
         let tensors = weights::find(model)?;
         let world = ends.len();
         let shards = sharding::shards(config, world, &|ranks| tensors.grain(options.quantize, ranks))?;
-        let kv_dtype = tensors.kv_dtype();
+        let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
         let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
         let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();
         let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
@@ -244,7 +245,7 @@ impl CpuRuntime {
             // The order of sums over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));
         }
-        let fingerprint = models::fingerprint(model, kv_dtype, &formats, isa);
+        let fingerprint = models::fingerprint(model, kv_dtype.name(), &formats, isa);
         let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &teams, progress)
             .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
         let capabilities = Capabilities {

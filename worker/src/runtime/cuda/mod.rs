@@ -183,7 +183,7 @@ impl CudaRuntime {
                 KvStore::Fp8 => " kv e4m3",
             }
         );
-        let fingerprint = models::fingerprint_of(model, tensors.half().dtype(), &arithmetic);
+        let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic);
         let name = found.name.clone();
         let job = Job {
             found,

@@ -211,6 +211,7 @@ fn on_cpu(model: &ModelDir, block_tokens: u32) -> CpuRuntime {
         context_tokens: Some(CONTEXT),
         isa: None,
         quantize: None,
+        kv_dtype: None,
         tensor_parallel: 1,
     };
     CpuRuntime::load(model, &options, &|_, _| {}).unwrap()

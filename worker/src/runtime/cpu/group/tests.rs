@@ -74,6 +74,7 @@ fn load(culprit: usize, at: usize, panics: bool) -> CpuRuntime {
         context_tokens: None,
         isa: None,
         quantize: None,
+        kv_dtype: None,
         tensor_parallel: 2,
     };
     let faulty = |end: Box<dyn Collective>| -> Box<dyn Collective> {
