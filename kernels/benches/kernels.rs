@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use criterion::{Criterion, criterion_group, criterion_main};
 use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{
-    Activations, Isa, KvLayout, KvPlace, KvPool, PackedMatrix, Pool, QkvShape, Ragged, RopeScaling,
+    Activations, Isa, KvDtype, KvLayout, KvPlace, KvPool, PackedMatrix, Pool, QkvShape, Ragged, RopeScaling,
     RopeTable, Rows, Start, Truncation, WeightFormat, Workspace, argmax, attention, finish_qkv, gemm,
     inverse_frequencies, rms_norm, sample, swiglu,
 };
@@ -85,7 +85,7 @@ fn products(c: &mut Criterion) {
     for format in [
         WeightFormat::F32,
         WeightFormat::Bf16,
-        WeightFormat::Int8 { group: 64 },
+        WeightFormat::Int8 { group: 128 },
         WeightFormat::Int4 { group: 32 },
     ] {
         let kind = match format {
@@ -123,20 +123,19 @@ fn products(c: &mut Criterion) {
 
 fn attentions(c: &mut Criterion) {
     let bench = Bench::new();
-    let layout = KvLayout {
-        dtype: Dtype::Bf16.into(),
-        layers: 1,
-        kv_heads: SHAPE.kv_heads,
-        head_dim: SHAPE.head_dim,
-        block_tokens: BLOCK_TOKENS,
-    };
+    let (bf16, bytes) = (Dtype::Bf16.into(), KvDtype::Int8);
     // Sequences, tokens of each before the step, tokens in it.
-    for (what, sequences, before, count) in [
-        ("prefill 512", 1, 0, 512),
-        ("chunk 64 at 4000", 1, 4000, 64),
-        ("chunk 16 at 4000", 1, 4000, 16),
-        ("decode 16 at 4000", 16, 4000, 1),
+    for (what, dtype, sequences, before, count) in [
+        ("prefill 512", bf16, 1, 0, 512),
+        ("chunk 64 at 4000", bf16, 1, 4000, 64),
+        ("chunk 16 at 4000", bf16, 1, 4000, 16),
+        ("decode 16 at 4000", bf16, 16, 4000, 1),
+        ("prefill 512, int8", bytes, 1, 0, 512),
+        ("chunk 64 at 4000, int8", bytes, 1, 4000, 64),
+        ("decode 16 at 4000, int8", bytes, 16, 4000, 1),
     ] {
+        let (kv_heads, head_dim) = (SHAPE.kv_heads, SHAPE.head_dim);
+        let layout = KvLayout { dtype, layers: 1, kv_heads, head_dim, block_tokens: BLOCK_TOKENS };
         let tokens: usize = before + count;
         let table = tokens.div_ceil(BLOCK_TOKENS);
         let blocks: Vec<u32> = (0..(sequences * table) as u32).collect();
@@ -163,7 +162,7 @@ fn attentions(c: &mut Criterion) {
         ragged.set(&starts, &positions, &tables, &blocks, BLOCK_TOKENS, blocks.len());
         let seen: usize = (before + 1..=tokens).sum();
         let work = match count {
-            1 => Work::Bytes((sequences * tokens * 2 * SHAPE.kv_heads * SHAPE.head_dim * 2) as f64),
+            1 => Work::Bytes((sequences * tokens) as f64 * layout.block_bytes() as f64 / BLOCK_TOKENS as f64),
             _ => Work::Operations(Arithmetic::Bf16, 4.0 * (seen * SHAPE.heads * SHAPE.head_dim) as f64),
         };
         bench.run(c, &format!("attention {what}"), work, || {
