@@ -3,6 +3,7 @@
 use inflight_kernels::cuda::KvStore;
 
 use crate::models::ModelConfig;
+use crate::runtime::sharding::Shard;
 
 /// Buckets of rows for which decoding is captured as a graph.
 const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
@@ -42,11 +43,23 @@ pub(super) struct Shapes {
     pub(super) head_dim: u64,
     /// Numbers from one row of logits to the next.
     pub(super) logits: u64,
+    /// Where ranks share the head: numbers of a row of all their logits before they are brought together.
+    pub(super) gathered: u64,
+}
+
+/// Numbers from one row to the next of a rank's logits, the largest rank's having so many: every part then begins where a
+/// product may write.
+pub(super) fn gathered_stride(vocabulary: usize) -> usize {
+    vocabulary.next_multiple_of(64)
 }
 
 impl Shapes {
-    pub(super) fn of(config: &ModelConfig) -> Self {
+    /// Of what one of the ranks computes; `shards`: all of them, if they are a group.
+    pub(super) fn of(config: &ModelConfig, shards: Option<&[Shard]>) -> Self {
+        let widest = |shards: &[Shard]| shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
+        let gathered = |shards: &[Shard]| (shards.len() * gathered_stride(widest(shards))) as u64;
         Self {
+            gathered: shards.map_or(0, gathered),
             hidden: config.hidden_size as u64,
             inner: config.intermediate_size as u64,
             layers: config.layers as u64,
@@ -78,7 +91,7 @@ impl Shapes {
         let row = self.hidden * 4
             + 2 * (2 * self.hidden + self.qkv() + self.heads * self.head_dim + 3 * self.inner);
         let partial = self.partial_bytes();
-        let sampling = samples * (self.logits * 4 + self.hidden * 2 + 512);
+        let sampling = samples * ((self.logits + self.gathered) * 4 + self.hidden * 2 + 512);
         rows * row + sampling + partial.0 + partial.1 + context * self.head_dim * 4 + WORKSPACE_BYTES
     }
 }
@@ -135,6 +148,7 @@ mod tests {
         kv_heads: 8,
         head_dim: 128,
         logits: 128_256,
+        gathered: 0,
     };
 
     #[test]
