@@ -240,6 +240,11 @@ class Suite:
                 self.row("tensor-parallel", "two GPUs", "not run: there is one", word="open")
                 return
             path = self.model("qwen3-0.6b")
+            task = {"determinism": {"length": 700, "companions": [1, 3, 17, 64], "chunks": [7, 256, 700]}}
+            result = self.job("tensor-parallel", path, task, 200, slots=64, batch_tokens=1024, context_tokens=1024,
+                              deterministic=True, gpus=[0, 1])
+            self.check("tensor-parallel", "bits over batch sizes and chunks, two GPUs", not result["different"],
+                       f"{result['ways']} ways, {len(result['different'])} differ")
             cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64)] + [dict(sequences=1, context=0, tokens=1024)]
             for gpus in [[0], [0, 1]]:
                 result = self.job("tensor-parallel", path, {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 240,
