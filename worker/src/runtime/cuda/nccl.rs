@@ -14,7 +14,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -156,6 +156,19 @@ pub(super) struct Group {
     library: Library,
     links: Vec<Link>,
     failure: OnceLock<GroupFailed>,
+    meeting: Mutex<Meeting>,
+    met: Condvar,
+}
+
+/// Where ranks wait for each other on the host.
+#[derive(Default)]
+struct Meeting {
+    /// How often all have met.
+    round: u64,
+    /// What those brought who came to this round.
+    brought: Vec<u32>,
+    /// The least of what the last round brought.
+    least: u32,
 }
 
 /// A rank's communicator.
@@ -192,11 +205,9 @@ impl Group {
             busy: Mutex::new(()),
             aborting: Mutex::new(None),
         };
-        Ok(Arc::new(Self {
-            library,
-            links: handles.into_iter().map(link).collect(),
-            failure: OnceLock::new(),
-        }))
+        let links = handles.into_iter().map(link).collect();
+        let (meeting, met) = Default::default();
+        Ok(Arc::new(Self { library, links, failure: OnceLock::new(), meeting, met }))
     }
 
     /// The end of a rank, for the thread that owns its GPU; `stream` is the one that it computes on.
@@ -215,6 +226,9 @@ impl Group {
             return; // later ones are mostly consequences of the first
         }
         tracing::error!(rank, reason, "the tensor-parallel group failed");
+        // Whoever is about to wait holds the lock from its last look until it does.
+        drop(lock(&self.meeting));
+        self.met.notify_all();
         for (index, link) in self.links.iter().enumerate() {
             let group = Arc::clone(self);
             let work = move || group.abort(index);
@@ -223,6 +237,32 @@ impl Group {
                 Err(error) => tracing::error!(rank = index, %error, "no thread to abort a communicator on"),
             }
         }
+    }
+
+    /// Waits on the host until every rank has come, and returns the least of what they bring.
+    ///
+    /// # Errors
+    /// The group failed.
+    pub(super) fn meet(&self, brings: u32) -> Result<u32, GroupFailed> {
+        let mut meeting = lock(&self.meeting);
+        if let Some(failure) = self.failure.get() {
+            return Err(failure.clone());
+        }
+        let round = meeting.round;
+        meeting.brought.push(brings);
+        if meeting.brought.len() == self.links.len() {
+            meeting.least = meeting.brought.drain(..).min().unwrap_or(brings);
+            meeting.round += 1;
+            self.met.notify_all();
+        }
+        while meeting.round == round {
+            if let Some(failure) = self.failure.get() {
+                return Err(failure.clone());
+            }
+            meeting = self.met.wait(meeting).unwrap_or_else(PoisonError::into_inner);
+        }
+        // The next round ends only once this rank has come to it.
+        Ok(meeting.least)
     }
 
     /// Ends a rank's communicator, whatever runs on it. Returns once its graphs are gone.
@@ -241,7 +281,8 @@ impl Group {
         let handle = link.communicator.swap(null_mut(), Ordering::AcqRel);
         drop(turn);
         if !handle.is_null() {
-            // SAFETY: whoever takes the handle ends it, once; nobody begins a call with it any more.
+            // SAFETY: whoever takes the handle ends it, once; nobody begins a call with it any more, and to end one that
+            // is under way is what this is for.
             unsafe { (self.library.abort)(handle) };
         }
     }

@@ -81,8 +81,6 @@ pub(super) struct Loaded {
 pub(super) enum Loading {
     /// Bytes copied so far, and in all.
     Progress(u64, u64),
-    /// So many blocks of the KV pool fit; it waits to hear how many all ranks have room for.
-    Sized(u32),
     Done(Result<Box<Loaded>, LoadError>),
 }
 
@@ -124,6 +122,12 @@ impl Job {
         }
     }
 
+    /// Waits until every rank has come so far, and returns the least of what they bring.
+    fn meet(&self, brings: u32) -> Result<u32, LoadError> {
+        let met = self.group.as_ref().map_or(Ok(brings), |group| group.meet(brings));
+        met.map_err(|failure| LoadError::Device(failure.to_string()))
+    }
+
     /// The failure of another rank, if there is one.
     fn failure(&self) -> Option<runtime::Error> {
         let failure = self.group.as_ref().and_then(|group| group.failure());
@@ -132,8 +136,8 @@ impl Job {
 }
 
 impl Owner {
-    /// Starts the thread, which loads the model and tells `news` how far it is. `agreed` brings the number of blocks.
-    pub(super) fn start(job: Job, news: News, agreed: Receiver<u32>) -> Result<Self, LoadError> {
+    /// Starts the thread, which loads the model and tells `news` how far it is.
+    pub(super) fn start(job: Job, news: News) -> Result<Self, LoadError> {
         let (commands, inbox) = sync_channel(COMMANDS_MAX);
         let (outbox, flights) = sync_channel(DEPTH as usize);
         let queued = metrics::gauge!(DEVICE_COMMANDS);
@@ -141,7 +145,7 @@ impl Owner {
         let taken = queued.clone();
         let name = if job.division.world() == 1 { "gpu".to_owned() } else { format!("gpu-{}", job.rank()) };
         let work = move || {
-            run(&job, &news, &agreed, inbox.iter().inspect(|_| taken.decrement(1.0)), &outbox);
+            run(&job, &news, inbox.iter().inspect(|_| taken.decrement(1.0)), &outbox);
         };
         let thread = std::thread::Builder::new().name(name).spawn(work)?;
         Ok(Self { commands: Some(commands), queued, flights, thread: Some(thread) })
@@ -180,29 +184,25 @@ pub(super) fn gone() -> runtime::Error {
 }
 
 /// The thread's whole life.
-fn run(
-    job: &Job,
-    news: &News,
-    agreed: &Receiver<u32>,
-    inbox: impl Iterator<Item = Command>,
-    outbox: &SyncSender<Flight>,
-) {
+fn run(job: &Job, news: &News, inbox: impl Iterator<Item = Command>, outbox: &SyncSender<Flight>) {
     // Dropped last: a communicator ends after the graphs that were captured with it.
     let end = job.group.as_ref().map(|group| Rc::new(group.end(job.rank())));
     // Nobody listens if the worker has given up.
     let done = |outcome| news.send((job.rank(), Loading::Done(outcome))).is_ok();
     let panicked = "the thread that owns the GPU panicked; the log above says where";
-    let loading = AssertUnwindSafe(|| Machine::load(job, news, agreed, end.clone()));
+    let loading = AssertUnwindSafe(|| Machine::load(job, news, end.clone()));
     let (mut machine, loaded) = match catch_unwind(loading) {
         Ok(Ok(loaded)) => loaded,
         Ok(Err(error)) => {
-            job.fail(&error.to_string());
+            // In this order, so that the cause is heard before what it leads to.
+            let reason = error.to_string();
             done(Err(error));
+            job.fail(&reason);
             return;
         }
         Err(_) => {
-            job.fail(panicked);
             done(Err(LoadError::Device(panicked.to_owned())));
+            job.fail(panicked);
             return;
         }
     };
@@ -275,12 +275,7 @@ struct Machine {
 }
 
 impl Machine {
-    fn load(
-        job: &Job,
-        news: &News,
-        agreed: &Receiver<u32>,
-        end: Option<Rc<End>>,
-    ) -> Result<(Self, Loaded), LoadError> {
+    fn load(job: &Job, news: &News, end: Option<Rc<End>>) -> Result<(Self, Loaded), LoadError> {
         let Job { found, config, division, tensors, options, context_tokens, fingerprint, .. } = job;
         let (rank, shard) = (job.rank(), division.shard());
         let device_error = |error: DeviceError| LoadError::of(error, found);
@@ -313,6 +308,7 @@ impl Machine {
         };
         let weights = tensors.upload(&driver, shard, &report).map_err(device_error)?;
         if let Some(peers) = driver.peers() {
+            job.meet(0)?;
             // Connections are made with the first call and take memory: before it is divided.
             let first = driver.alloc(division.world() * 512).map_err(device_error)?;
             driver.zero(&first).map_err(device_error)?;
@@ -332,9 +328,7 @@ impl Machine {
             PoolSize::Blocks(blocks) => blocks,
             PoolSize::Missing(missing) => return Err(short(missing)),
         };
-        let given_up = || LoadError::Device("loading was given up".to_owned());
-        news.send((rank, Loading::Sized(blocks))).map_err(|_| given_up())?;
-        let blocks = agreed.recv().map_err(|_| given_up())?;
+        let blocks = job.meet(blocks)?;
         // Each rank's host pool has its part of every block.
         let host_bytes = options.host_bytes / division.world() as u64;
         let capabilities = Capabilities {
@@ -376,6 +370,8 @@ impl Machine {
         let places = Arc::new(places.map_err(device_error)?);
         let mut machine =
             Self { compute, graphs: Vec::new(), metadata, places, packed: Vec::new(), samples: 0, driver };
+        // Allocating may wait for every device of the process, and a rank for the others: not at the same time.
+        job.meet(0)?;
         if options.graphs {
             machine.capture(options.slots).map_err(device_error)?;
         }

@@ -2,7 +2,7 @@
 //! the same order and runs the same steps, so each knows the same tokens; the first one's are reported.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use super::Error;
@@ -59,24 +59,20 @@ impl Ranks {
         let group = jobs.first().and_then(|job| job.group.clone());
         let (news, loading) = channel();
         let mut owners = Vec::new();
-        let mut answers: Vec<SyncSender<u32>> = Vec::new();
         for job in jobs {
-            let (answer, agreed) = sync_channel(1);
-            answers.push(answer);
-            match Owner::start(job, news.clone(), agreed) {
+            match Owner::start(job, news.clone()) {
                 Ok(owner) => owners.push(owner),
                 Err(error) => {
-                    // The others wait for it, or for an answer.
+                    // The others wait for it.
                     if let Some(group) = &group {
                         group.fail(owners.len(), &error.to_string());
                     }
-                    drop(answers);
                     return Err(error);
                 }
             }
         }
         drop(news);
-        let loaded = loaded(&loading, answers, progress);
+        let loaded = loaded(&loading, owners.len(), progress);
         let places = |loaded: &[Loaded]| loaded.iter().map(|loaded| Arc::clone(&loaded.places)).collect();
         loaded.map(|loaded| {
             let ranks = Self { owners, places: places(&loaded), group, spare: Vec::new() };
@@ -109,8 +105,7 @@ impl Ranks {
         let mut first = None;
         let mut outcomes = Vec::with_capacity(self.owners.len());
         for owner in &self.owners {
-            // A rank hands its flight over whatever becomes of the others: a group that fails holds nobody up.
-            let Flight { outcome, place, wanted, batch } = owner.flights.recv().map_err(|_| gone())?;
+            let Flight { outcome, place, wanted, batch } = self.flight(owner)?;
             outcomes.push(outcome);
             first.get_or_insert((place, wanted));
             if self.spare.len() < 2 {
@@ -124,6 +119,21 @@ impl Ranks {
             None => self.places[0][place].done.wait().map_err(device)?,
         }
         Ok(Done { place, wanted })
+    }
+
+    /// A rank's next flight. It hands it over whatever becomes of the others, once what holds it up has been ended.
+    fn flight(&self, owner: &Owner) -> Result<Flight, runtime::Error> {
+        let Some(group) = &self.group else { return owner.flights.recv().map_err(|_| gone()) };
+        loop {
+            match owner.flights.recv_timeout(CHECK_INTERVAL) {
+                Ok(flight) => return Ok(flight),
+                Err(RecvTimeoutError::Timeout) => {
+                    probe(&self.places, 0, group);
+                    group.check();
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(failure(group)),
+            }
+        }
     }
 
     /// What the first rank shares of a step.
@@ -157,31 +167,19 @@ fn judge(
     }
 }
 
-/// Hears of every rank's loading, and has them agree.
+/// Hears of every rank's loading.
 fn loaded(
     loading: &Receiver<(usize, Loading)>,
-    answers: Vec<SyncSender<u32>>,
+    world: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Vec<Loaded>, Error> {
-    let world = answers.len();
     let mut told = Progress { ranks: vec![(0, 0); world] };
-    let mut sizes: Vec<Option<u32>> = vec![None; world];
     let mut loaded: Vec<Option<Loaded>> = (0..world).map(|_| None).collect();
     for (rank, news) in loading {
         match news {
             Loading::Progress(done, total) => {
                 let (done, total) = told.after(rank, done, total);
                 progress(done, total);
-            }
-            Loading::Sized(blocks) => {
-                sizes[rank] = Some(blocks);
-                if let Some(least) = sizes.iter().copied().collect::<Option<Vec<u32>>>() {
-                    let least = least.into_iter().min().unwrap_or(0);
-                    // One that is gone has told why, or will.
-                    for answer in &answers {
-                        let _ = answer.send(least);
-                    }
-                }
             }
             Loading::Done(Ok(done)) => {
                 loaded[rank] = Some(*done);
@@ -199,14 +197,7 @@ fn loaded(
 fn wait(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> Result<(), runtime::Error> {
     let (mut asked, mut spins) = (Instant::now(), 0u32);
     loop {
-        let mut done = true;
-        // All of them every time: an error of the last would keep the first waiting for ever.
-        for (rank, places) in places.iter().enumerate() {
-            match places[place].done.is_done() {
-                Ok(is_done) => done &= is_done,
-                Err(error) => group.fail(rank, &error.to_string()),
-            }
-        }
+        let done = probe(places, place, group);
         if asked.elapsed() > CHECK_INTERVAL {
             group.check();
             asked = Instant::now();
@@ -225,6 +216,19 @@ fn wait(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> Result<
     }
 }
 
+/// Whether a step that uses this place has run on every rank. Any error of any device is found, and fails the group.
+fn probe(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> bool {
+    let mut done = true;
+    // All of them every time: an error of the last would keep the first waiting for ever.
+    for (rank, places) in places.iter().enumerate() {
+        match places[place].done.is_done() {
+            Ok(is_done) => done &= is_done,
+            Err(error) => group.fail(rank, &error.to_string()),
+        }
+    }
+    done
+}
+
 fn failure(group: &Group) -> runtime::Error {
     group.failure().map_or_else(gone, |failure| runtime::Error::Device(failure.to_string()))
 }
@@ -235,24 +239,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_ranks_have_the_blocks_of_the_one_with_the_least_room_and_one_that_can_not_load_ends_all() {
+    fn loading_is_told_for_all_ranks_together_and_ends_with_the_first_that_can_not() {
         let (news, loading) = channel();
-        let (answers, agreed): (Vec<_>, Vec<_>) = (0..3).map(|_| sync_channel(1)).unzip();
-        for (rank, blocks) in [(1, 70), (0, 90), (2, 80)] {
+        for rank in [1, 0, 2] {
             news.send((rank, Loading::Progress(rank as u64, 10))).unwrap();
-            news.send((rank, Loading::Sized(blocks))).unwrap();
         }
-        let error = Error::Device("the card is on fire".to_owned());
-        news.send((2, Loading::Done(Err(error)))).unwrap();
+        for words in ["the card is on fire", "rank 2 failed"] {
+            news.send((2, Loading::Done(Err(Error::Device(words.to_owned()))))).unwrap();
+        }
         let told = std::sync::Mutex::new(Vec::new());
         let progress = |done, total| told.lock().unwrap().push((done, total));
         // The senders of the other ranks are alive: nobody waits for them.
-        let refused = loaded(&loading, answers, &progress).err().unwrap().to_string();
+        let refused = loaded(&loading, 3, &progress).err().unwrap().to_string();
         assert!(refused.contains("on fire"), "{refused}");
-        for agreed in agreed {
-            assert_eq!(agreed.recv(), Ok(70));
-            assert!(agreed.recv().is_err(), "a rank would wait for ever");
-        }
         assert_eq!(*told.lock().unwrap(), [(1, 30), (1, 30), (3, 30)]);
     }
 

@@ -249,3 +249,30 @@ fn gpus_that_nccl_refuses_and_a_library_that_is_not_there_are_named() {
         Err(missing) => assert!(missing.to_string().contains("libnccl.so.2"), "{missing}"),
     }
 }
+
+#[test]
+fn ranks_meet_time_after_time_and_learn_the_least_until_one_fails() {
+    let group = fake_group(3);
+    let rounds = 50u32;
+    let brings = |rank: u32, round: u32| (rank * 7 + round * 5) % 11 + round;
+    let outcomes: Vec<Result<u32, GroupFailed>> = std::thread::scope(|scope| {
+        let meets = |rank: u32| {
+            let group = &group;
+            scope.spawn(move || {
+                for round in 0..rounds {
+                    let least = (0..3).map(|rank| brings(rank, round)).min().unwrap();
+                    assert_eq!(group.meet(brings(rank, round)), Ok(least), "rank {rank}, round {round}");
+                }
+                if rank == 1 {
+                    group.fail(1, "it has no memory left");
+                }
+                group.meet(0)
+            })
+        };
+        let threads: Vec<_> = (0..3).map(meets).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for outcome in outcomes {
+        assert_eq!(outcome, Err(GroupFailed { rank: 1, reason: "it has no memory left".to_owned() }));
+    }
+}
