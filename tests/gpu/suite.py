@@ -213,8 +213,9 @@ class Suite:
                 path = self.model(name)
                 vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
                 tokens = [generator.randrange(vocabulary) for _ in range(632)]
-                for mode in [{}, {"graphs": False}, {"deterministic": True}, {"fp8_kv_cache": True}]:
-                    label = f"{name} {' '.join(mode) or 'fast'}"
+                for way, mode in [("fast", {}), ("without graphs", {"graphs": False}), ("deterministic", {"deterministic": True}),
+                                  ("fp8_kv_cache", {"fp8_kv_cache": True})]:
+                    label = f"{name} {way}"
                     try:
                         alone, greedy = logits(name, path, "alone", **mode)
                         lone, same = logits(name, path, "lone", lone_communicator=True, **mode)
@@ -237,7 +238,7 @@ class Suite:
                     bound = PARITY_FP8 if "fp8_kv_cache" in mode else PARITY
                     self.check("tensor-parallel", f"{label}, two GPUs against one", apart <= bound, f"{apart:.1e} of max|ref|")
             if torch.cuda.device_count() < 2:
-                self.row("tensor-parallel", "two GPUs", "not run: there is one", word="open")
+                self.row("tensor-parallel", "two GPUs", "not run: there are not two", word="open")
                 return
             path = self.model("qwen3-0.6b")
             task = {"determinism": {"length": 700, "companions": [1, 3, 17, 64], "chunks": [7, 256, 700]}}

@@ -47,26 +47,34 @@ pub(super) struct Shapes {
     pub(super) gathered: u64,
 }
 
-/// Numbers from one row to the next of a rank's logits, the largest rank's having so many: every part then begins where a
-/// product may write.
-pub(super) fn gathered_stride(vocabulary: usize) -> usize {
-    vocabulary.next_multiple_of(64)
+/// Numbers from one row of logits to the next.
+fn logits_stride(vocabulary: usize) -> usize {
+    vocabulary.next_multiple_of(8)
+}
+
+/// Numbers of a row of all ranks' logits, each rank's part as long as the largest.
+fn gathered_stride(shards: &[Shard]) -> usize {
+    let widest = shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
+    match shards.len() {
+        // The product of a group of one is that of none, in all that an algorithm may be chosen by.
+        1 => logits_stride(widest),
+        // Every part begins where a product may write.
+        ranks => ranks * widest.next_multiple_of(64),
+    }
 }
 
 impl Shapes {
     /// Of what one of the ranks computes; `shards`: all of them, if they are a group.
     pub(super) fn of(config: &ModelConfig, shards: Option<&[Shard]>) -> Self {
-        let widest = |shards: &[Shard]| shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
-        let gathered = |shards: &[Shard]| (shards.len() * gathered_stride(widest(shards))) as u64;
         Self {
-            gathered: shards.map_or(0, gathered),
+            gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
             hidden: config.hidden_size as u64,
             inner: config.intermediate_size as u64,
             layers: config.layers as u64,
             heads: config.heads as u64,
             kv_heads: config.kv_heads as u64,
             head_dim: config.head_dim as u64,
-            logits: (config.vocab_size as u64).next_multiple_of(8),
+            logits: logits_stride(config.vocab_size) as u64,
         }
     }
 
