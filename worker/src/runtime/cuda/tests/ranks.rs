@@ -264,3 +264,35 @@ fn what_can_not_be_divided_among_gpus_is_refused_with_what_can() {
     let refused = super::super::supports(&demo, 2).unwrap_err().to_string();
     assert!(refused.contains("head_dim"), "{refused}");
 }
+
+#[test]
+fn gpus_given_twice_none_at_all_and_sums_that_depend_on_the_batch_are_refused() {
+    use super::super::{CudaOptions, CudaRuntime};
+    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let refused = |gpus: &[usize], deterministic| {
+        let options = CudaOptions {
+            gpus: gpus.to_vec(),
+            lone_communicator: false,
+            utilization: 0.9,
+            kv_bytes: None,
+            host_bytes: 0,
+            block_tokens: 16,
+            slots: SLOTS,
+            batch_tokens: 256,
+            context_tokens: None,
+            kv_store: KvStore::Half,
+            deterministic,
+            graphs: true,
+        };
+        CudaRuntime::load(&model, &options, &|_, _| {}).err().unwrap().to_string()
+    };
+    for (gpus, deterministic, clues) in [
+        (&[][..], false, ["tensor_parallel is 0", "from 1 to 64"]),
+        (&[3, 1, 3], false, ["gpu is GPU 3 twice", "different GPUs"]),
+        (&[0, 1, 2], true, ["deterministic is on, with 3 ranks", "2 ranks at most"]),
+    ] {
+        for clue in clues {
+            assert!(refused(gpus, deterministic).contains(clue), "{}", refused(gpus, deterministic));
+        }
+    }
+}
