@@ -120,13 +120,11 @@ impl Plan {
             let message = format!("--model {}: there is no such directory or file", model.display());
             return Err(Failure::new(Exit::Failure, message));
         }
-        // A model that is divided is not divided among GPUs. And a driver is asked only where it matters.
-        let device = match args.engine.device {
-            Device::Auto if args.engine.tensor_parallel > 1 => Device::Cpu,
-            device => device,
-        };
+        // A driver is asked only where it matters.
+        let device = args.engine.device;
         let usable = if device == Device::Auto { inflight_worker::usable_gpus() } else { Vec::new() };
-        let gpus = gpus::assign(device, args.workers.map(|workers| workers as usize), &usable);
+        let number = args.workers.map(|workers| workers as usize);
+        let gpus = gpus::assign(device, number, &usable, args.engine.tensor_parallel);
         let workers = gpus.len();
         let base = match (args.metrics_port, args.port) {
             (Some(port), _) => u32::from(port),
@@ -168,8 +166,9 @@ impl Plan {
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
             let part = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
             let part = divided.then(|| format!("--gpu-memory-utilization={part}").into());
-            let gpu = gpus[worker].filter(|_| args.engine.device == Device::Auto);
-            part.into_iter().chain(gpu.map(|gpu| format!("--gpu={gpu}").into())).collect()
+            let list = gpus[worker].iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+            let named = (device == Device::Auto && !list.is_empty()).then(|| format!("--gpu={list}").into());
+            part.into_iter().chain(named).collect()
         });
         let gpu_flags = gpu_flags.collect();
         let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);

@@ -37,7 +37,7 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto (a GPU if there is one that can run the model, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
+    /// Where to compute: auto (GPUs if there are any that can run the model, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
     /// computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
@@ -52,7 +52,7 @@ pub struct EngineArgs {
     /// on GPUs
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
     pub kv_cache_dtype: KvCacheDtype,
-    /// Ranks to divide the model among, each with a shard of weights and KV cache and its part of the threads; on CPUs
+    /// Ranks to divide the model among, each with a shard of weights and KV cache, and a GPU or its part of the threads
     #[arg(long, value_name = "N", default_value_t = Options::default().tensor_parallel, env = "INFLIGHT_WORKER_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,
     /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
@@ -119,9 +119,10 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
-    /// Which GPU `--device auto` takes, by its number among those visible
-    #[arg(long, value_name = "N", default_value_t = Options::default().gpu, env = "INFLIGHT_WORKER_GPU")]
-    pub gpu: u32,
+    /// Which GPUs to take, one for each rank, by their numbers among those visible [default: the one that --device names, or
+    /// the first, and those after it]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', env = "INFLIGHT_WORKER_GPU")]
+    pub gpu: Vec<u32>,
     /// Record everything that reaches the scheduler to this file, for `inflight replay`
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
     pub record: Option<PathBuf>,
@@ -150,7 +151,7 @@ impl Args {
             },
             model_name: engine.model_name.clone(),
             device: engine.device,
-            gpu: self.gpu,
+            gpus: self.gpu.clone(),
             threads: engine.threads,
             quantize: engine.quantize,
             kv_cache_dtype: engine.kv_cache_dtype,

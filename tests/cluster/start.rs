@@ -82,8 +82,10 @@ async fn a_bad_configuration_is_refused_by_file_line_and_key() -> Result<()> {
     check(&block, 2, &["block_tokens is 3"])?;
     let simulated = run(program(), &["worker", "--device=sim:flat", "--tensor-parallel=2"], "").await?;
     check(&simulated, 2, &["tensor_parallel is 2", "1 on a simulated device"])?;
-    let gpus = run(program(), &["worker", "--device=cuda", "--tensor-parallel=2"], "").await?;
-    check(&gpus, 2, &["tensor_parallel is 2", "not supported yet", "--device cpu"])?;
+    let gpus = ["worker", "--device=cuda", "--tensor-parallel=2", "--gpu=0,0"];
+    check(&run(program(), &gpus, "").await?, 2, &["gpu is 0,0", "different GPUs"])?;
+    let gpus = ["worker", "--device=cuda", "--tensor-parallel=2", "--gpu=1"];
+    check(&run(program(), &gpus, "").await?, 2, &["gpu is 1", "as many GPUs as there are ranks"])?;
     let threads = ["worker", "--device=cpu", "--threads=1", "--tensor-parallel=2"];
     check(&run(program(), &threads, "").await?, 2, &["threads is 1", "at least tensor_parallel"])?;
     let listen = ["--listen=127.0.0.1:0", "--metrics-listen=off"];

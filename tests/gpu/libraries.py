@@ -1,4 +1,4 @@
-"""Prints the folders that have cuBLASLt of CUDA 13: those of Python packages first, then a toolkit's; joined by colons."""
+"""Prints the folders that have cuBLASLt of CUDA 13 and NCCL: those of Python packages first, then a toolkit's; joined by colons."""
 
 import glob
 import importlib.util
@@ -26,8 +26,9 @@ def main():
     # The driver's own folder, where a container mounts it and the loader does not know of it.
     drivers = [folder for folder in ["/usr/local/nvidia/lib64", "/usr/local/nvidia/lib"]
                if glob.glob(os.path.join(folder, "libcuda.so*"))]
-    found = [folder for folder in folders() if glob.glob(os.path.join(folder, "libcublasLt.so.13*"))]
-    print(":".join(dict.fromkeys([*found[:1], *drivers])))
+    places = list(folders())
+    having = lambda library: [folder for folder in places if glob.glob(os.path.join(folder, library))][:1]
+    print(":".join(dict.fromkeys([*having("libcublasLt.so.13*"), *having("libnccl.so.2"), *drivers])))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ FLOORS = {
     "qwen3-1.7b": {1: 0.83, 8: 1.02, 64: 2.55, 256: 8.11, "prefill": 3.81},
 }
 # In order: what everything else rests on first, what takes long and says least last.
-PHASES = ["machine", "kernels", "parity", "binary", "determinism", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
+PHASES = ["machine", "kernels", "parity", "binary", "determinism", "tensor-parallel", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
           "fp8-steps"]
 # Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
 PARITY, PARITY_FP8 = 2e-2, 1e-1
@@ -194,6 +194,65 @@ class Suite:
                 self.row("determinism", "bits over batch sizes and chunks, fast mode (for comparison)", detail)
             results.append(result)
             self.json["phases"]["determinism"] = results
+
+    def tensor_parallel(self):
+        """A communicator of one rank changes no bit, in captured graphs too; two GPUs agree with one, if there are two."""
+        import numpy
+        torch = self.torch()
+        vocabulary, scratch = None, tempfile.TemporaryDirectory()
+        generator = random.Random(5)
+
+        def logits(name, path, label, **options):
+            out = Path(scratch.name) / label
+            task = {"logits": {"tokens": tokens, "prefill": 600, "chunk": 256, "out": str(out)}}
+            result = self.job("tensor-parallel", path, task, 240, slots=4, batch_tokens=1024, utilization=0.3, **options)
+            return numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary), result["greedy"]
+
+        with scratch:
+            for name in ["tiny-llama", "tiny-qwen3"]:
+                path = self.model(name)
+                vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+                tokens = [generator.randrange(vocabulary) for _ in range(632)]
+                for way, mode in [("fast", {}), ("without graphs", {"graphs": False}), ("deterministic", {"deterministic": True}),
+                                  ("fp8_kv_cache", {"fp8_kv_cache": True})]:
+                    label = f"{name} {way}"
+                    try:
+                        alone, greedy = logits(name, path, "alone", **mode)
+                        lone, same = logits(name, path, "lone", lone_communicator=True, **mode)
+                    except RuntimeError as error:
+                        self.check("tensor-parallel", f"{label}, one rank", False, str(error)[:300])
+                        continue
+                    # Bits, so that NaN is as good as itself.
+                    equal = alone.tobytes() == lone.tobytes() and greedy == same and bool(numpy.isfinite(alone).all())
+                    self.check("tensor-parallel", f"{label}, one rank through NCCL", equal,
+                               f"{alone.shape[0]} rows of logits, bits {'equal' if equal else 'DIFFER'}")
+                    if torch.cuda.device_count() < 2:
+                        continue
+                    try:
+                        two, _ = logits(name, path, "two", gpus=[0, 1], **mode)
+                    except RuntimeError as error:
+                        self.check("tensor-parallel", f"{label}, two GPUs", False, str(error)[:300])
+                        continue
+                    scale = numpy.abs(alone).max()
+                    apart = float(numpy.abs(two - alone).max() / scale)
+                    bound = PARITY_FP8 if "fp8_kv_cache" in mode else PARITY
+                    self.check("tensor-parallel", f"{label}, two GPUs against one", apart <= bound, f"{apart:.1e} of max|ref|")
+            if torch.cuda.device_count() < 2:
+                self.row("tensor-parallel", "two GPUs", "not run: there are not two", word="open")
+                return
+            path = self.model("qwen3-0.6b")
+            task = {"determinism": {"length": 700, "companions": [1, 3, 17, 64], "chunks": [7, 256, 700]}}
+            result = self.job("tensor-parallel", path, task, 200, slots=64, batch_tokens=1024, context_tokens=1024,
+                              deterministic=True, gpus=[0, 1])
+            self.check("tensor-parallel", "bits over batch sizes and chunks, two GPUs", not result["different"],
+                       f"{result['ways']} ways, {len(result['different'])} differ")
+            cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64)] + [dict(sequences=1, context=0, tokens=1024)]
+            for gpus in [[0], [0, 1]]:
+                result = self.job("tensor-parallel", path, {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 240,
+                                  slots=64, batch_tokens=4096, context_tokens=4096, gpus=gpus)
+                self.json["phases"].setdefault("tensor-parallel", {})[f"{len(gpus)} GPUs"] = result
+                took = ", ".join(f"{row['device_ms']:.2f}" for row in result)
+                self.row("tensor-parallel", f"qwen3-0.6b on {len(gpus)} GPUs: batch 1, 8, 64, prefill of 1,024", f"{took} ms")
 
     def swap(self):
         import models

@@ -15,12 +15,12 @@ use crate::runtime::sim::{SpecError, read_profile};
 /// What runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
-    /// The best device that is there and can run the model: a GPU ([`Options::gpu`]), else the CPU.
+    /// The best device that is there and can run the model: GPUs ([`Options::gpus`]), else the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
-    /// An NVIDIA GPU, by its number among those visible.
+    /// An NVIDIA GPU, by its number among those visible; where several share the model, the first of them.
     Cuda(u32),
     /// None: answers come as slowly as these costs say, and mean nothing.
     Sim(DeviceProfile),
@@ -111,19 +111,20 @@ pub struct Options {
     pub model_name: Option<String>,
     /// What runs it.
     pub device: Device,
-    /// The GPU that [`Device::Auto`] takes, by its number among those visible.
-    pub gpu: u32,
+    /// The GPUs to take, one for each rank, by their numbers among those visible; by default they follow the one that
+    /// [`Options::device`] names, or the first.
+    pub gpus: Vec<u32>,
     /// Threads of the CPU runtime; by default as many as the process may use.
     pub threads: Option<usize>,
     /// What weights are rounded to when they are loaded; by default they stay as they are.
     pub quantize: Option<Quantization>,
     /// What keys and values are stored as.
     pub kv_cache_dtype: KvCacheDtype,
-    /// Ranks that share the model, each with a shard of it and its part of the threads; on CPUs only.
+    /// Ranks that share the model, each with a shard of it, and a GPU or its part of the threads.
     pub tensor_parallel: usize,
     /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
-    /// The part of a GPU's memory to use for weights, buffers and KV pool.
+    /// The part of each GPU's memory to use for weights, buffers and KV pool.
     pub gpu_memory_utilization: f32,
     /// On a GPU, the bits of an answer do not depend on what else runs, at a price; on CPUs they never do.
     pub deterministic: bool,
@@ -168,7 +169,7 @@ impl Default for Options {
             model: ModelSource::Embedded,
             model_name: None,
             device: Device::Auto,
-            gpu: 0,
+            gpus: Vec::new(),
             threads: None,
             quantize: None,
             kv_cache_dtype: KvCacheDtype::Auto,
@@ -247,17 +248,45 @@ impl Options {
         check(stores, "kv_cache_dtype", &self.kv_cache_dtype, range)?;
         let ranks = self.tensor_parallel;
         check((1..=RANKS_MAX).contains(&ranks), "tensor_parallel", &ranks, "from 1 to 64")?;
-        let range = match self.device {
-            Device::Sim(_) => "1 on a simulated device, whose costs are those of the whole",
-            _ => "1 on GPUs: dividing a model among several is not supported yet; --device cpu can",
-        };
-        let divides = matches!(self.device, Device::Cpu | Device::Auto);
-        check(ranks == 1 || divides, "tensor_parallel", &ranks, range)?;
+        let divides = ranks == 1 || !matches!(self.device, Device::Sim(_));
+        let range = "1 on a simulated device, whose costs are those of the whole";
+        check(divides, "tensor_parallel", &ranks, range)?;
         let threads = self.threads.unwrap_or(ranks);
-        check(threads >= ranks, "threads", &threads, "at least tensor_parallel: each rank needs one")?;
+        let enough = threads >= ranks || matches!(self.device, Device::Cuda(_));
+        check(enough, "threads", &threads, "at least tensor_parallel: each rank needs one")?;
+        let gpus = self.gpus.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let given = !self.gpus.is_empty();
+        let range = "as many GPUs as there are ranks, which tensor_parallel says";
+        check(!given || self.gpus.len() == ranks, "gpu", &gpus, range)?;
+        let twice = self.gpus.iter().enumerate().any(|(i, gpu)| self.gpus[..i].contains(gpu));
+        check(!twice, "gpu", &gpus, "different GPUs, one for each rank")?;
+        let first = match self.device {
+            Device::Cuda(first) if first > 0 && given => self.gpus[0] == first,
+            _ => true,
+        };
+        check(
+            first,
+            "gpu",
+            &gpus,
+            "a list that begins with the GPU that device names; or give --device cuda",
+        )?;
         let heartbeat =
             self.heartbeat >= Duration::from_millis(10) && self.heartbeat <= Duration::from_secs(60);
         check(heartbeat, "heartbeat", &format!("{:?}", self.heartbeat), "from 10 ms to 60 s")
+    }
+}
+
+impl Options {
+    /// The GPUs that the ranks take, by rank, where they take any.
+    pub fn gpus_of_ranks(&self) -> Vec<u32> {
+        let first = match self.device {
+            Device::Cuda(first) => first,
+            Device::Auto | Device::Cpu | Device::Sim(_) => 0,
+        };
+        match self.gpus.is_empty() {
+            true => (first..=u32::MAX).take(self.tensor_parallel).collect(),
+            false => self.gpus.clone(),
+        }
     }
 }
 
@@ -292,12 +321,10 @@ mod tests {
             let error = named(Options { tensor_parallel, ..Options::default() });
             assert!(error.contains("tensor_parallel") && error.contains("from 1 to 64"), "{error}");
         }
-        for (device, clue) in [("sim:flat", "simulated"), ("cuda:1", "not supported yet")] {
-            let device = device.parse().unwrap();
-            let divided = Options { device, tensor_parallel: 2, ..Options::default() };
-            assert!(named(divided.clone()).contains(clue), "{}", named(divided));
-            assert_eq!(Options { device, ..Options::default() }.validate(), Ok(()));
-        }
+        let device = "sim:flat".parse().unwrap();
+        let divided = Options { device, tensor_parallel: 2, ..Options::default() };
+        assert!(named(divided.clone()).contains("simulated"), "{}", named(divided));
+        assert_eq!(Options { device, ..Options::default() }.validate(), Ok(()));
         let divided = Options { device: Device::Cpu, tensor_parallel: 4, ..Options::default() };
         assert_eq!(divided.validate(), Ok(()));
         assert!(named(Options { threads: Some(3), ..divided }).contains("threads is 3"));
@@ -313,6 +340,40 @@ mod tests {
             Ok(()),
             "no host pool is fine"
         );
+    }
+
+    #[test]
+    fn each_rank_has_a_gpu_and_lists_that_give_none_or_one_twice_are_refused() {
+        let options = |device: &str, gpus: &[u32], tensor_parallel| Options {
+            device: device.parse().unwrap(),
+            gpus: gpus.to_vec(),
+            tensor_parallel,
+            ..Options::default()
+        };
+        for (device, gpus, ranks, expected) in [
+            ("cuda", &[][..], 1, &[0][..]),
+            ("cuda:3", &[], 1, &[3]),
+            ("cuda:2", &[], 3, &[2, 3, 4]),
+            ("cuda", &[5, 1], 2, &[5, 1]),
+            ("cuda:5", &[5, 1], 2, &[5, 1]),
+            ("auto", &[], 2, &[0, 1]),
+            ("auto", &[4], 1, &[4]),
+        ] {
+            let options = options(device, gpus, ranks);
+            assert_eq!(options.validate(), Ok(()), "{device} {gpus:?}");
+            assert_eq!(options.gpus_of_ranks(), expected, "{device} {gpus:?}");
+        }
+        for (device, gpus, ranks, clues) in [
+            ("cuda", &[0, 1][..], 1, ["gpu is 0,1", "as many GPUs as there are ranks"]),
+            ("auto", &[3], 2, ["gpu is 3;", "as many GPUs as there are ranks"]),
+            ("cuda", &[1, 0, 1], 3, ["gpu is 1,0,1", "different GPUs"]),
+            ("cuda:2", &[1, 2], 2, ["gpu is 1,2", "begins with the GPU that device names"]),
+        ] {
+            let refused = options(device, gpus, ranks).validate().unwrap_err().to_string();
+            for clue in clues {
+                assert!(refused.contains(clue), "{clue}: {refused}");
+            }
+        }
     }
 
     #[test]

@@ -369,17 +369,13 @@ fn runtime(
     }
     match options.device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(ordinal) => return Ok((load_cuda(model, options, ordinal, progress)?, None)),
+        Device::Cuda(_) => return Ok((load_cuda(model, options, progress)?, None)),
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => return Err(Error::NoCuda),
         #[cfg(feature = "cuda")]
-        Device::Auto if options.tensor_parallel > 1 => {
-            tracing::info!("computing on the CPU: a model is not divided among GPUs yet");
-        }
-        #[cfg(feature = "cuda")]
-        Device::Auto => match cuda::available(options.gpu as usize) {
-            Ok(_) => match cuda::supports(model) {
-                Ok(()) => return Ok((load_cuda(model, options, options.gpu, progress)?, None)),
+        Device::Auto => match cuda::available(&ordinals(options)) {
+            Ok(()) => match cuda::supports(model, options.tensor_parallel) {
+                Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
                 Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
             },
             Err(reason) => tracing::info!(%reason, "computing on the CPU"),
@@ -421,20 +417,21 @@ fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
 /// The GPUs that a worker can use, by their numbers among those visible; none in a build without the feature `cuda`.
 pub fn usable_gpus() -> Vec<u32> {
     #[cfg(feature = "cuda")]
-    return (0..cuda::count()).filter(|gpu| cuda::available(*gpu as usize).is_ok()).collect();
+    return (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect();
     #[cfg(not(feature = "cuda"))]
     Vec::new()
 }
 
 #[cfg(feature = "cuda")]
-fn load_cuda(
-    model: &ModelDir,
-    options: &Options,
-    ordinal: u32,
-    progress: Progress<'_>,
-) -> Result<Box<dyn Runtime>, Error> {
+fn ordinals(options: &Options) -> Vec<usize> {
+    options.gpus_of_ranks().into_iter().map(|gpu| gpu as usize).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Result<Box<dyn Runtime>, Error> {
     let cuda = CudaOptions {
-        ordinal: ordinal as usize,
+        gpus: ordinals(options),
+        lone_communicator: false,
         utilization: options.gpu_memory_utilization,
         kv_bytes: None,
         host_bytes: options.host_cache_bytes,

@@ -8,23 +8,27 @@ use inflight_worker::{Device, Options, Worker};
 
 #[test]
 fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
-    match available(0) {
+    match available(&[0]) {
         Err(Unavailable::NoDriver) => {}
         other => {
             eprintln!("skipped: this machine has a driver ({other:?})");
             return;
         }
     }
-    let load = |device| Worker::load(&Options { device, ..Options::default() }, &|_, _| {});
-    let refused = load(Device::Cuda(0)).err().unwrap().to_string();
-    assert!(refused.contains("no NVIDIA driver") && refused.contains("--device cpu"), "{refused}");
-    assert!(load(Device::Auto).is_ok());
+    let load = |device, tensor_parallel| {
+        Worker::load(&Options { device, tensor_parallel, ..Options::default() }, &|_, _| {})
+    };
+    for ranks in [1, 2] {
+        let refused = load(Device::Cuda(0), ranks).err().unwrap().to_string();
+        assert!(refused.contains("no NVIDIA driver") && refused.contains("--device cpu"), "{refused}");
+        assert!(load(Device::Auto, ranks).is_ok());
+    }
 }
 
 #[test]
 fn a_gpu_that_is_not_there_is_refused_by_its_number() {
-    if let Ok(name) = available(0) {
-        let refused = available(4096).unwrap_err().to_string();
-        assert!(refused.contains("4096"), "{name}: {refused}");
+    if available(&[0]).is_ok() {
+        let refused = available(&[0, 4096]).unwrap_err().to_string();
+        assert!(refused.contains("4096"), "{refused}");
     }
 }

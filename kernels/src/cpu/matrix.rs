@@ -32,8 +32,8 @@ pub struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Where a row lies in the file.
-    fn row(&self, row: usize) -> usize {
+    /// Where a row lies in the file: its index there.
+    pub fn row(&self, row: usize) -> usize {
         self.interleaved.map_or(row, |head| {
             let (first, within) = (row / head * head, row % head);
             first + within % (head / 2) * 2 + within / (head / 2)

@@ -29,8 +29,12 @@ pub type Outcome<T> = Result<T, Box<dyn Error>>;
 #[serde(deny_unknown_fields)]
 struct Job {
     model: PathBuf,
+    /// One for each rank.
+    #[serde(default = "gpus")]
+    gpus: Vec<usize>,
+    /// A single GPU has a communicator, too.
     #[serde(default)]
-    gpu: usize,
+    lone_communicator: bool,
     #[serde(default = "utilization")]
     utilization: f32,
     #[serde(default)]
@@ -59,6 +63,9 @@ enum Task {
     Serve(serve::Serve),
 }
 
+fn gpus() -> Vec<usize> {
+    vec![0]
+}
 fn utilization() -> f32 {
     0.9
 }
@@ -81,7 +88,8 @@ fn run(argument: &str) -> Outcome<Value> {
     };
     let model = ModelDir::open(&ModelSource::Directory(job.model.clone()))?;
     let options = CudaOptions {
-        ordinal: job.gpu,
+        gpus: job.gpus,
+        lone_communicator: job.lone_communicator,
         utilization: job.utilization,
         kv_bytes: None,
         host_bytes: job.host_bytes,

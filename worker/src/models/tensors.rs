@@ -94,6 +94,22 @@ impl Tensor {
         columns
     }
 
+    /// Some of the columns of a row of a matrix [rows, columns], as the file stores them: whole blocks. Rows are counted as
+    /// [`Rows::interleaved`] brings them apart.
+    ///
+    /// # Panics
+    /// If there are no such columns.
+    pub fn columns_of_row(&self, row: usize, columns: Range<usize>) -> &[u8] {
+        let bytes = self.encoding.bytes(self.shape[1]);
+        let at = self.rows().row(row) * bytes;
+        &self.bytes()[at..at + bytes][self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end)]
+    }
+
+    /// Whether its rows lie in their order.
+    pub fn in_order(&self) -> bool {
+        self.interleaved.is_none()
+    }
+
     /// Widens row `row` of a matrix.
     ///
     /// # Panics

@@ -167,6 +167,16 @@ fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> 
 }
 
 impl Shard {
+    /// The configuration of a model that is what this rank computes between two sums.
+    pub fn config(&self, whole: &ModelConfig) -> ModelConfig {
+        ModelConfig {
+            heads: self.heads.len(),
+            kv_heads: self.kv_heads.len(),
+            intermediate_size: self.intermediate.len(),
+            ..whole.clone()
+        }
+    }
+
     /// This rank's part of a matrix.
     pub fn cut(&self, matrix: Matrix) -> Cut {
         let numbers = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;

@@ -153,3 +153,23 @@ prometheus.io/port: {{ index . 2 | quote }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
+
+{{/* What a worker's pod asks for: with GPUs, one for each rank that shares the model. */}}
+{{- define "inflight.workerResources" -}}
+{{- $resources := deepCopy .Values.worker.resources -}}
+{{- if eq .Values.worker.device "cuda" -}}
+{{- $gpus := int (default 1 .Values.worker.tensorParallel) -}}
+{{- $limits := default dict $resources.limits -}}
+{{- $given := default $gpus (get $limits "nvidia.com/gpu") -}}
+{{- if ne (int $given) $gpus -}}
+{{- fail (printf "worker.resources.limits has %v nvidia.com/gpu, and worker.tensorParallel takes %d" $given $gpus) -}}
+{{- end -}}
+{{- $_ := set $resources "limits" (merge (dict "nvidia.com/gpu" $gpus) $limits) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* Whether a worker's ranks are several GPUs. */}}
+{{- define "inflight.severalGpus" -}}
+{{- if and (eq .Values.worker.device "cuda") (gt (int (default 1 .Values.worker.tensorParallel)) 1) -}}true{{- end -}}
+{{- end -}}

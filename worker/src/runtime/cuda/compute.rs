@@ -4,6 +4,7 @@ use inflight_kernels::cuda::{
     HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
 
+use super::division::Division;
 use super::forward::{Forward, ForwardSize, windows};
 use super::gpu::Gpu;
 use super::metadata::{Packer, PackerShape, StepShape};
@@ -39,11 +40,11 @@ pub(super) struct Modes {
     pub(super) buckets: bool,
 }
 
-/// Checks that kernels exist for a model's shapes.
+/// Checks that kernels exist for the shapes of a model, or of what each of `ranks` ranks computes of it.
 ///
 /// # Errors
 /// [`models::Error::Unsupported`], naming the field and what is supported.
-pub(super) fn check_model(config: &ModelConfig) -> Result<(), models::Error> {
+pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), models::Error> {
     let unsupported = |field: &str, found: String, supported: String| {
         Err(models::Error::Unsupported {
             file: "config.json".to_owned(),
@@ -64,17 +65,22 @@ pub(super) fn check_model(config: &ModelConfig) -> Result<(), models::Error> {
         [("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)]
     {
         if !width.is_multiple_of(8) {
-            return unsupported(field, width.to_string(), "multiples of 8, on CUDA".to_owned());
+            let found = match ranks {
+                1 => width.to_string(),
+                _ => format!("{width} on each of {ranks} ranks"),
+            };
+            return unsupported(field, found, "multiples of 8, on CUDA".to_owned());
         }
     }
     Ok(())
 }
 
 impl<G: Gpu> Compute<G> {
-    /// Sets up buffers and the KV pool. The model was checked.
+    /// Sets up buffers and the KV pool for a rank's part of a model, whose configuration is that of the whole. It was checked.
     pub(super) fn new(
         gpu: &G,
-        config: &ModelConfig,
+        whole: &ModelConfig,
+        division: Division,
         half: Half,
         weights: Weights<G::Memory>,
         capabilities: Capabilities,
@@ -90,13 +96,14 @@ impl<G: Gpu> Compute<G> {
             blocks: capabilities.blocks,
             store,
         };
-        let forward = Forward::new(gpu, config, half, weights, &size).map_err(device)?;
+        let config = division.shard().config(whole);
+        let forward = Forward::new(gpu, whole, division, half, weights, &size).map_err(device)?;
         let slots = Slots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)
             .map_err(device)?;
         let packer_shape = PackerShape {
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
-            windows: windows(config).0,
+            windows: windows(&config).0,
             plan: PlanShape {
                 group: (config.heads / config.kv_heads) as u32,
                 kv_heads: config.kv_heads as u32,

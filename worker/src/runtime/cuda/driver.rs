@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
@@ -11,118 +12,13 @@ use inflight_kernels::cuda::{
     Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
 };
 
-use super::gpu::{Gpu, Matmul, Memory};
+use super::found::Found;
+use super::gpu::{Columns, Gpu, Matmul, Memory, Peers};
+use super::nccl::End;
 use super::products::Products;
 
-/// The driver that this build's kernels need: CUDA 13.0, which is release 580.
-const DRIVER_MIN: i32 = 13_000;
-/// Oldest architecture: Ampere.
-const COMPUTE_MIN: (i32, i32) = (8, 0);
 /// Bytes of each of the two pinned buffers that uploads go through.
 const STAGING_BYTES: usize = 16 << 20;
-
-/// Why there is no GPU to use.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Unavailable {
-    /// No libcuda.so.
-    #[error("there is no NVIDIA driver (libcuda.so is not found)")]
-    NoDriver,
-    /// The driver is older than the kernels.
-    #[error("the NVIDIA driver supports CUDA {found}; CUDA 13.0, which is driver 580 or later, is needed")]
-    OldDriver {
-        /// What it supports.
-        found: String,
-    },
-    /// The driver is there, but no such device.
-    #[error("there is no GPU {ordinal}: the driver sees {count}")]
-    NoDevice {
-        /// Which was asked for.
-        ordinal: usize,
-        /// How many there are.
-        count: i32,
-    },
-    /// A GPU without the instructions that kernels need.
-    #[error("GPU {ordinal}, {name}, has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed")]
-    OldDevice {
-        /// Which.
-        ordinal: usize,
-        /// Its name.
-        name: String,
-        /// Compute capability.
-        major: i32,
-        /// Compute capability.
-        minor: i32,
-    },
-    /// The driver refused.
-    #[error("the NVIDIA driver refuses GPU {ordinal}: {reason}")]
-    Refused {
-        /// Which.
-        ordinal: usize,
-        /// What it says.
-        reason: String,
-    },
-}
-
-/// What is known of a GPU before it is used.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Found {
-    pub(super) ordinal: usize,
-    pub(super) name: String,
-    pub(super) compute: (i32, i32),
-    pub(super) profile: Profile,
-}
-
-/// How many GPUs the driver sees; 0 without one, or where it refuses to say.
-pub(super) fn count() -> u32 {
-    // SAFETY: only loads the library. Everything else of the driver panics without it.
-    if !unsafe { sys::is_culib_present() } {
-        return 0;
-    }
-    let count = result::init().and_then(|()| result::device::get_count());
-    count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
-}
-
-/// Asks whether a GPU can be used.
-///
-/// # Errors
-/// [`Unavailable`], saying why not.
-pub(super) fn find(ordinal: usize) -> Result<Found, Unavailable> {
-    // SAFETY: only loads the library. Everything else of the driver panics without it.
-    if !unsafe { sys::is_culib_present() } {
-        return Err(Unavailable::NoDriver);
-    }
-    let refused = |error: DriverError| Unavailable::Refused { ordinal, reason: explain(error) };
-    let mut version = 0;
-    // SAFETY: writes one number.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(refused)?;
-    if version < DRIVER_MIN {
-        let found = format!("{}.{}", version / 1000, version % 1000 / 10);
-        return Err(Unavailable::OldDriver { found });
-    }
-    result::init().map_err(refused)?;
-    let count = result::device::get_count().map_err(refused)?;
-    if i32::try_from(ordinal).map_or(true, |ordinal| ordinal >= count) {
-        return Err(Unavailable::NoDevice { ordinal, count });
-    }
-    let device = result::device::get(ordinal as i32).map_err(refused)?;
-    use sys::CUdevice_attribute as Attribute;
-    // SAFETY: the device exists.
-    let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(refused);
-    let name = result::device::get_name(device).map_err(refused)?;
-    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    if (major, minor) < COMPUTE_MIN {
-        return Err(Unavailable::OldDevice { ordinal, name, major, minor });
-    }
-    let profile = Profile {
-        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
-        multiprocessor_shared_bytes: attribute(
-            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
-        )? as u32,
-    };
-    Ok(Found { ordinal, name, compute: (major, minor), profile })
-}
 
 /// What the driver calls an error. To be called only where there is a driver.
 pub(super) fn explain(error: DriverError) -> String {
@@ -360,6 +256,8 @@ pub(super) struct Driver {
     products: Option<Products>,
     staging: [(PinnedMemory, Event); 2],
     next_staging: std::cell::Cell<usize>,
+    /// The others that share the model.
+    peers: Option<Rc<End>>,
     /// Graphs belong to the thread that captured them.
     not_send: PhantomData<*const ()>,
 }
@@ -368,8 +266,12 @@ pub(super) struct Driver {
 const TILED: [&str; 2] = ["attention_", "gemm_"];
 impl Driver {
     /// Takes a GPU and loads the kernels. `deterministic` products are our own; else the vendor's library makes them,
-    /// where it is found.
-    pub(super) fn open(found: &Found, deterministic: bool) -> Result<Self, DeviceError> {
+    /// where it is found. `peers` are those that share the model with it.
+    pub(super) fn open(
+        found: &Found,
+        deterministic: bool,
+        peers: Option<Rc<End>>,
+    ) -> Result<Self, DeviceError> {
         let context = CudaContext::new(found.ordinal).map_err(failed("taking the GPU"))?;
         // SAFETY: every stream is ordered by events of our own; tracking breaks the capture of graphs.
         unsafe { context.disable_event_tracking() };
@@ -423,6 +325,9 @@ impl Driver {
             functions.insert(name, function);
         }
         let stream = Stream::new(&context)?;
+        if let Some(peers) = &peers {
+            peers.enqueue_on(stream.stream.cast());
+        }
         let staging = || -> Result<(PinnedMemory, Event), DeviceError> {
             Ok((PinnedMemory::new(&context, STAGING_BYTES)?, Event::new(&context)?))
         };
@@ -445,6 +350,7 @@ impl Driver {
             products,
             staging,
             next_staging: std::cell::Cell::new(0),
+            peers,
             not_send: PhantomData,
             context,
         })
@@ -569,5 +475,34 @@ impl Gpu for Driver {
             }
             super::own_product(self, half, matmul)
         }
+    }
+
+    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: columns.from,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: columns.from_stride,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: columns.to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: columns.to_stride,
+            WidthInBytes: columns.width,
+            Height: columns.rows,
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream.stream) }
+            .result()
+            .map_err(failed("copying columns"))
+    }
+
+    fn peers(&self) -> Option<&dyn Peers> {
+        self.peers.as_deref().map(|end| end as &dyn Peers)
     }
 }

@@ -7,7 +7,8 @@ use inflight_kernels::cuda::{
     finish_qkv, norm, sample, swiglu,
 };
 
-use super::gpu::{Gpu, Matmul, Memory, bytes_of};
+use super::division::Division;
+use super::gpu::{Columns, Gpu, Matmul, Memory, bytes_of};
 use super::metadata::StepShape;
 use super::sizing::{PARTIALS, Shapes};
 use super::weights::{Linear, Weights};
@@ -15,7 +16,9 @@ use crate::models::ModelConfig;
 
 /// Everything that a step works on, at addresses that never change, so that graphs may be captured.
 pub(super) struct Forward<G: Gpu> {
+    /// Of what this rank computes.
     config: ModelConfig,
+    division: Division,
     shapes: Shapes,
     half: Half,
     store: KvStore,
@@ -34,6 +37,8 @@ pub(super) struct Forward<G: Gpu> {
     gated: G::Memory,
     picked: G::Memory,
     logits: G::Memory,
+    /// [ranks, samples, stride]: the logits of each, before they are brought together.
+    gathered: Option<G::Memory>,
     results: G::Memory,
     sampled: G::Memory,
     partial_sums: G::Memory,
@@ -69,14 +74,16 @@ pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
 }
 
 impl<G: Gpu> Forward<G> {
+    /// Of a rank's part of a model, whose configuration is that of the whole.
     pub(super) fn new(
         gpu: &G,
-        config: &ModelConfig,
+        whole: &ModelConfig,
+        division: Division,
         half: Half,
         weights: Weights<G::Memory>,
         size: &ForwardSize,
     ) -> Result<Self, DeviceError> {
-        let shapes = Shapes::of(config);
+        let (config, shapes) = (division.shard().config(whole), division.shapes(whole));
         let (rows, samples) = (size.rows as usize, size.samples as usize);
         let zeroed = |bytes: u64| {
             let memory = gpu.alloc(bytes as usize)?;
@@ -85,7 +92,7 @@ impl<G: Gpu> Forward<G> {
         };
         let halves = |count: usize, width: u64| zeroed(count as u64 * width * 2);
         let partial = shapes.partial_bytes();
-        let angles = angles(config, size.context);
+        let angles = angles(&config, size.context);
         let angles_at = gpu.alloc(angles.len() * 4)?;
         gpu.upload(&angles_at, 0, bytes_of(&angles))?;
         Ok(Self {
@@ -93,7 +100,7 @@ impl<G: Gpu> Forward<G> {
             half,
             store: size.store,
             block_tokens: size.block_tokens,
-            plan_of: windows(config).1,
+            plan_of: windows(&config).1,
             weights,
             // Zeros, so that blocks never used cannot spoil a sum.
             kv: zeroed(u64::from(size.blocks) * shapes.block_bytes(size.block_tokens, size.store))?,
@@ -107,12 +114,17 @@ impl<G: Gpu> Forward<G> {
             gated: halves(rows, shapes.inner)?,
             picked: halves(samples, shapes.hidden)?,
             logits: zeroed(samples as u64 * shapes.logits * 4)?,
+            gathered: match shapes.gathered {
+                0 => None,
+                numbers => Some(zeroed(samples as u64 * numbers * 4)?),
+            },
             results: gpu.alloc(samples * size_of::<SamplingResult>())?,
             sampled: zeroed(samples as u64 * 4)?,
             partial_sums: gpu.alloc(partial.0 as usize)?,
             partial_tops: gpu.alloc(partial.1 as usize)?,
             counters: zeroed(u64::from(PARTIALS) * shapes.kv_heads * 4)?,
-            config: config.clone(),
+            config,
+            division,
         })
     }
 
@@ -154,6 +166,60 @@ impl<G: Gpu> Forward<G> {
         };
         // SAFETY: x and y have room for the largest batch, the matrix is [n, k].
         unsafe { gpu.matmul(self.half, &matmul) }
+    }
+
+    /// What goes from a product that was cut along its inputs to the hidden state: the sum of what all ranks have of it.
+    fn sum_delta(&self, gpu: &G, rows: u32) -> Result<(), DeviceError> {
+        let Some(peers) = gpu.peers() else { return Ok(()) };
+        let numbers = rows as usize * self.config.hidden_size;
+        // SAFETY: there is room for the largest batch.
+        unsafe { peers.all_reduce(self.half, self.delta.address(), numbers) }
+    }
+
+    /// The logits of so many samples, on every rank those of the whole vocabulary.
+    fn head(&self, gpu: &G, samples: u32) -> Result<(), DeviceError> {
+        let shapes = &self.shapes;
+        let product = |y: u64, n: usize, stride: usize| Matmul {
+            x: self.picked.address(),
+            weight: self.weights.head(),
+            bias: None,
+            y,
+            m: samples,
+            n: n as u32,
+            k: shapes.hidden as u32,
+            stride: stride as u32,
+            wide: true,
+        };
+        let (Some(peers), Some(gathered), Some(shards)) =
+            (gpu.peers(), &self.gathered, self.division.group())
+        else {
+            let matmul = product(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
+            // SAFETY: there is room for as many samples as there are slots.
+            return unsafe { gpu.matmul(self.half, &matmul) };
+        };
+        let stride = shapes.gathered as usize / shards.len();
+        let part = samples as usize * stride * 4;
+        let part_of = |rank: usize| gathered.address() + (rank * part) as u64;
+        let own = self.division.shard();
+        let matmul = product(part_of(own.rank), own.vocabulary.len(), stride);
+        // SAFETY: as above, for each of the ranks.
+        unsafe {
+            gpu.matmul(self.half, &matmul)?;
+            peers.all_gather(gathered.address(), part)?;
+        }
+        for shard in shards {
+            let columns = Columns {
+                from: part_of(shard.rank),
+                from_stride: stride * 4,
+                to: self.logits.address() + shard.vocabulary.start as u64 * 4,
+                to_stride: shapes.logits as usize * 4,
+                width: shard.vocabulary.len() * 4,
+                rows: samples as usize,
+            };
+            // SAFETY: as above; a rank's columns are within the vocabulary.
+            unsafe { gpu.copy_columns(&columns) }?;
+        }
+        Ok(())
     }
 
     fn norm(
@@ -258,6 +324,7 @@ impl<G: Gpu> Forward<G> {
             unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
             let queries = shapes.heads * shapes.head_dim;
             self.linear(gpu, &layer.output, &self.attended, &self.delta, rows, shapes.hidden, queries)?;
+            self.sum_delta(gpu, rows)?;
             self.norm(gpu, &layer.mlp_norm, rows, true, None)?;
             self.linear(
                 gpu,
@@ -277,25 +344,14 @@ impl<G: Gpu> Forward<G> {
             // SAFETY: buffers have room for the largest batch.
             unsafe { swiglu(gpu, half, &p) }?;
             self.linear(gpu, &layer.down, &self.gated, &self.delta, rows, shapes.hidden, shapes.inner)?;
+            self.sum_delta(gpu, rows)?;
         }
         if step.samples == 0 {
             return Ok(());
         }
         // Only sampled rows go through the head.
         self.norm(gpu, &self.weights.norm, step.samples, true, Some(at(layout.pick)))?;
-        let matmul = Matmul {
-            x: self.picked.address(),
-            weight: self.weights.head.as_ref().unwrap_or(&self.weights.embedding).address(),
-            bias: None,
-            y: self.logits.address(),
-            m: step.samples,
-            n: self.config.vocab_size as u32,
-            k: shapes.hidden as u32,
-            stride: shapes.logits as u32,
-            wide: true,
-        };
-        // SAFETY: there is room for as many samples as there are slots.
-        unsafe { gpu.matmul(half, &matmul) }?;
+        self.head(gpu, step.samples)?;
         let p = SamplingParams {
             logits: self.logits.address(),
             rows: at(layout.sampling),
@@ -304,7 +360,7 @@ impl<G: Gpu> Forward<G> {
             vocabulary: self.config.vocab_size as u32,
             stride: shapes.logits as u32,
         };
-        // SAFETY: as above; histories and adjustments are those of attached slots.
+        // SAFETY: there is room for as many samples as there are slots; histories and adjustments are those of attached ones.
         unsafe { sample(gpu, step.samples, &p) }
     }
 }

@@ -29,6 +29,34 @@ pub(super) struct Bias {
     pub(super) half: u64,
 }
 
+/// Some columns of a matrix that come to be some columns of another one; all but `rows` in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Columns {
+    pub(super) from: u64,
+    /// From one row to the next.
+    pub(super) from_stride: usize,
+    pub(super) to: u64,
+    pub(super) to_stride: usize,
+    pub(super) width: usize,
+    pub(super) rows: usize,
+}
+
+/// A device's end of a group of those that share a model. All ranks ask for the same in the same order; it is done in the
+/// order of each device's work, and can be captured.
+pub(super) trait Peers {
+    /// Replaces the numbers at `at` on every rank by their sum over all ranks.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn all_reduce(&self, half: Half, at: u64, numbers: usize) -> Result<(), DeviceError>;
+
+    /// What lies at `at` is [ranks, `bytes`]: each rank has written its own part, and gets those of the others.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn all_gather(&self, at: u64, bytes: usize) -> Result<(), DeviceError>;
+}
+
 /// A device with memory of its own, which does what it is told in order.
 pub(super) trait Gpu: Device {
     type Memory: Memory;
@@ -47,6 +75,15 @@ pub(super) trait Gpu: Device {
     /// # Safety
     /// As [`Device::launch`].
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError>;
+
+    /// Copies columns.
+    ///
+    /// # Safety
+    /// As [`Device::launch`]; the two matrices do not overlap.
+    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError>;
+
+    /// The others that share the model; `None`: it has the whole of it.
+    fn peers(&self) -> Option<&dyn Peers>;
 }
 
 /// The bytes of plain numbers.

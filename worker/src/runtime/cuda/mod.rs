@@ -1,51 +1,68 @@
-//! Runs the model on an NVIDIA GPU.
+//! Runs the model on an NVIDIA GPU, or on a tensor-parallel group of them.
 //!
-//! One thread owns the GPU ([`owner`]) and enqueues steps; the engine's thread waits for their results. A step is one
+//! One thread owns a GPU ([`owner`]) and enqueues steps; the engine's thread waits for their results ([`ranks`]). A step is one
 //! copy of packed metadata ([`metadata`]), the forward pass ([`forward`]) — decoding as a captured graph of the next
 //! larger bucket — and one copy of results; tokens that the next step needs stay on the device. Products are made by
 //! cuBLASLt ([`products`]), or in the deterministic mode by our own kernel, whose bits do not depend on the batch.
 //! Swapped blocks are moved by the copy engines ([`swap`]).
 //!
-//! Everything but driver, products and swap is written against [`gpu::Gpu`], and tested on the kernels' harness.
+//! In a group each GPU has a shard of the weights and of every block, and runs the same steps on the same metadata. Twice a
+//! layer, and for the logits, they tell each other what they have ([`gpu::Peers`]), through NCCL ([`nccl`]) on the stream
+//! that computes; then each samples for itself from the same logits, so each knows the same tokens and nobody's host is asked.
+//!
+//! Everything but driver, products, NCCL and swap is written against [`gpu::Gpu`], and tested on the kernels' harness.
 
 mod compute;
+mod division;
 mod driver;
 mod forward;
+mod found;
 mod gpu;
 mod metadata;
+mod nccl;
 mod owner;
 mod products;
+mod ranks;
 mod sizing;
 mod slots;
 mod swap;
+mod swaps;
 #[cfg(test)]
 mod tests;
 mod weights;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use inflight_kernels::cuda::KvStore;
 use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, SamplingResult, gemm};
 use inflight_worker_core::Transfer;
 
+use super::sharding::{self, Indivisible, RANKS_MAX};
 use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use crate::models::{self, ModelDir};
 use compute::check_model;
-pub use driver::Unavailable;
+use division::Division;
+pub use found::Unavailable;
 use gpu::Matmul;
-use owner::{Command, DEPTH, Flight, Job, Loaded, Owner, Place, gone};
+use owner::{Command, DEPTH, Job, gone};
+use ranks::{Done, Ranks};
 use swap::Swap;
+use swaps::Swaps;
 
 /// How a [`CudaRuntime`] is sized.
 #[derive(Debug, Clone)]
 pub struct CudaOptions {
-    /// Which GPU.
-    pub ordinal: usize,
-    /// The part of its memory to use, in (0, 1]: weights, buffers, and the KV pool in what is left.
+    /// Which GPUs: a single one, or those of a tensor-parallel group by rank, all different and of one kind.
+    pub gpus: Vec<usize>,
+    /// A single GPU gets a communicator, too, and asks it as ranks of a group do: it changes no bit, and shows that
+    /// it can be asked.
+    pub lone_communicator: bool,
+    /// The part of each one's memory to use, in (0, 1]: weights, buffers, and the KV pool in what is left.
     pub utilization: f32,
-    /// Most bytes of the KV pool, if it is to be smaller than that.
+    /// Most bytes of each one's KV pool, if it is to be smaller than that.
     pub kv_bytes: Option<u64>,
-    /// Most bytes of the host pool behind it, for swapped sequences; 0: none.
+    /// Most bytes of the host pool behind them, for swapped sequences; 0: none.
     pub host_bytes: u64,
     /// Tokens in a KV block; a power of two.
     pub block_tokens: u32,
@@ -72,6 +89,9 @@ pub enum Error {
     /// There is no GPU to use.
     #[error("cannot compute on CUDA: {0}; --device cpu computes on the host")]
     Unavailable(#[from] Unavailable),
+    /// The model can't be divided among so many GPUs.
+    #[error(transparent)]
+    Indivisible(#[from] Indivisible),
     /// An option is out of its range.
     #[error("{name} is {value}; it must be {range}")]
     Option {
@@ -109,7 +129,7 @@ pub enum Error {
 }
 
 impl Error {
-    fn of(error: DeviceError, found: &driver::Found) -> Self {
+    fn of(error: DeviceError, found: &found::Found) -> Self {
         match error {
             DeviceError::Memory { bytes } => Self::Device(format!(
                 "{} has no {} MiB left; another process may have taken them: lower --gpu-memory-utilization",
@@ -127,39 +147,53 @@ fn mebibytes(bytes: u64) -> u64 {
 
 /// How many GPUs the driver sees; 0 without one.
 pub fn count() -> u32 {
-    driver::count()
+    found::count()
 }
 
-/// The name of a GPU that can be used.
+/// Whether these GPUs can be used: all are there, and where there are several, they are of one kind and NCCL is there.
 ///
 /// # Errors
 /// [`Unavailable`], saying why not.
-pub fn available(ordinal: usize) -> Result<String, Unavailable> {
-    driver::find(ordinal).map(|found| found.name)
+pub fn available(gpus: &[usize]) -> Result<(), Unavailable> {
+    found::find_all(gpus)?;
+    if gpus.len() > 1 {
+        nccl::release()?;
+    }
+    Ok(())
 }
 
-/// Whether kernels exist for a model's shapes.
+/// Whether a model can be divided among so many GPUs, and kernels exist for what each computes of it.
 ///
 /// # Errors
-/// [`models::Error::Unsupported`] naming the field at fault.
-pub fn supports(model: &ModelDir) -> Result<(), models::Error> {
-    check_model(model.config())
+/// [`Error::Indivisible`], or [`Error::Model`] naming the field at fault.
+pub fn supports(model: &ModelDir, ranks: usize) -> Result<(), Error> {
+    divide(model, &weights::find(model)?, ranks).map(drop)
 }
 
-/// A model on a GPU.
+/// A model's shards, each of a shape that kernels exist for.
+fn divide(model: &ModelDir, tensors: &weights::Found, ranks: usize) -> Result<Vec<sharding::Shard>, Error> {
+    let config = model.config();
+    // Before it is divided: what does not fit as a whole fits in no part.
+    check_model(config, 1)?;
+    let shards = sharding::shards(config, ranks, &|_| tensors.grain())?;
+    for shard in &shards {
+        check_model(&shard.config(config), ranks)?;
+    }
+    Ok(shards)
+}
+
+/// A model on a GPU, or on a tensor-parallel group of them.
 pub struct CudaRuntime {
     capabilities: Capabilities,
-    // Dropped before the thread that holds the pool it copies from.
-    swap: Option<Swap>,
-    owner: Owner,
-    places: std::sync::Arc<Vec<Place>>,
+    // Dropped before the threads that hold the pools it copies from.
+    swaps: Option<Swaps<Swap>>,
+    ranks: Ranks,
     in_flight: u32,
-    spare: Vec<Batch>,
 }
 
 impl CudaRuntime {
-    /// Loads a model: checks its tensors, copies them to the GPU, sets up the KV pool in what is left, captures graphs.
-    /// `progress` hears the bytes copied so far and in all.
+    /// Loads a model: checks its tensors, copies them to the GPUs, each its shard, sets up the KV pool in what is left,
+    /// captures graphs. `progress` hears the bytes copied so far and in all.
     ///
     /// # Errors
     /// [`Error`], for most reasons before anything large is copied.
@@ -170,52 +204,66 @@ impl CudaRuntime {
     ) -> Result<Self, Error> {
         let config = model.config();
         let context_tokens = check(options, config)?;
-        let found = driver::find(options.ordinal)?;
-        check_model(config)?;
-        let tensors = weights::find(model)?;
-        let arithmetic = format!(
+        let found = found::find_all(&options.gpus)?;
+        let tensors = Arc::new(weights::find(model)?);
+        let shards = divide(model, &tensors, options.gpus.len())?;
+        let world = shards.len();
+        let grouped = world > 1 || options.lone_communicator;
+        let group = if grouped { Some(nccl::Group::open(&options.gpus)?) } else { None };
+        let mut arithmetic = format!(
             "cuda sm_{}{} {}{}",
-            found.compute.0,
-            found.compute.1,
+            found[0].compute.0,
+            found[0].compute.1,
             if options.deterministic { "deterministic".to_owned() } else { products::library() },
             match options.kv_store {
                 KvStore::Half => "",
                 KvStore::Fp8 => " kv e4m3",
             }
         );
+        if world > 1 {
+            // The order of sums over ranks.
+            arithmetic.push_str(&format!(" tensor-parallel {world} {}", nccl::release()?));
+        }
         let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic);
-        let name = found.name.clone();
-        let job = Job {
+        let name = found[0].name.clone();
+        let jobs = found.into_iter().zip(Division::of(shards, grouped)).map(|(found, division)| Job {
             found,
+            division,
             config: config.clone(),
-            tensors,
+            tensors: Arc::clone(&tensors),
             options: options.clone(),
             context_tokens,
-            fingerprint,
-        };
-        let (owner, loaded) = Owner::start(job, progress)?;
-        let Loaded { capabilities, places, context, pool, products, weight_bytes, graphs } = *loaded;
-        let swap = match capabilities.host_blocks {
+            fingerprint: fingerprint.clone(),
+            group: group.clone(),
+        });
+        let (ranks, loaded) = Ranks::start(jobs.collect(), progress)?;
+        let capabilities = loaded[0].capabilities.clone();
+        let swaps = match capabilities.host_blocks {
             0 => None,
             host_blocks => {
-                context.bind_to_thread().map_err(|error| Error::Device(driver::explain(error)))?;
-                let swap = Swap::new(&context, pool.0, pool.1, capabilities.blocks, host_blocks);
-                Some(swap.map_err(|error| Error::Device(error.to_string()))?)
+                let swap = |rank: &owner::Loaded| {
+                    let (context, pool) = (&rank.context, rank.pool);
+                    context.bind_to_thread().map_err(|error| Error::Device(driver::explain(error)))?;
+                    let swap = Swap::new(context, pool.0, pool.1, capabilities.blocks, host_blocks);
+                    swap.map_err(|error| Error::Device(error.to_string()))
+                };
+                Some(Swaps::new(loaded.iter().map(swap).collect::<Result<_, _>>()?))
             }
         };
         tracing::info!(
             model = model.name(),
             gpu = name,
-            products,
-            weight_bytes,
+            ranks = world,
+            products = loaded[0].products,
+            weight_bytes = loaded.iter().map(|rank| rank.weight_bytes).sum::<u64>(),
             blocks = capabilities.blocks,
-            block_bytes = pool.1,
+            block_bytes = loaded.iter().map(|rank| rank.pool.1).sum::<usize>(),
             host_blocks = capabilities.host_blocks,
-            graphs,
+            graphs = loaded[0].graphs,
             deterministic = options.deterministic,
             "model is on the GPU"
         );
-        Ok(Self { capabilities, swap, owner, places, in_flight: 0, spare: Vec::new() })
+        Ok(Self { capabilities, swaps, ranks, in_flight: 0 })
     }
 
     /// The logits of the last step's sample rows; [samples, vocab_size]. For tests: it waits for the GPU.
@@ -224,7 +272,7 @@ impl CudaRuntime {
     /// [`super::Error::Device`].
     pub fn logits(&mut self) -> Result<Vec<f32>, super::Error> {
         let (reply, answer) = std::sync::mpsc::sync_channel(1);
-        self.owner.send(Command::Logits(reply))?;
+        self.ranks.ask(Command::Logits(reply))?;
         answer.recv().map_err(|_| gone())?
     }
 }
@@ -237,6 +285,18 @@ fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Err
         }
         Err(Error::Option { name, value: value.to_string(), range: format!("from {low} to {high}") })
     };
+    within("tensor_parallel", options.gpus.len() as u64, 1, RANKS_MAX as u64)?;
+    let twice = options.gpus.iter().enumerate().find(|(i, gpu)| options.gpus[..*i].contains(gpu));
+    if let Some((_, gpu)) = twice {
+        let (value, range) = (format!("GPU {gpu} twice"), "different GPUs, one a rank".to_owned());
+        return Err(Error::Option { name: "gpu", value, range });
+    }
+    if options.deterministic && options.gpus.len() > 2 {
+        let value = format!("on, with {} ranks", options.gpus.len());
+        // Two numbers have one sum in any order; NCCL adds more of them in an order that depends on their place in the batch.
+        let range = "off, or on with 2 ranks at most: NCCL's sums over more depend on the batch".to_owned();
+        return Err(Error::Option { name: "deterministic", value, range });
+    }
     within("slots", options.slots.into(), 1, 4096)?;
     within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
     within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
@@ -292,7 +352,7 @@ impl Runtime for CudaRuntime {
         // Only penalties need to know what came before; their number counts always.
         let history = setup.sampling.needs_history();
         let prompt = if history { setup.prompt.to_vec() } else { Vec::new() };
-        self.owner.send(Command::Attach {
+        self.ranks.send(Command::Attach {
             slot,
             sampling: setup.sampling.clone(),
             choice: setup.choice,
@@ -304,7 +364,7 @@ impl Runtime for CudaRuntime {
 
     fn detach(&mut self, slot: Slot) {
         // If the thread is gone, so is the slot; the next step says so.
-        let _ = self.owner.send(Command::Detach(slot));
+        let _ = self.ranks.send(Command::Detach(slot));
     }
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), super::Error> {
@@ -312,8 +372,7 @@ impl Runtime for CudaRuntime {
         if self.in_flight == DEPTH {
             return Err(super::Error::Malformed("as many steps are launched as there may be".to_owned()));
         }
-        let launched = std::mem::replace(batch, self.spare.pop().unwrap_or_default());
-        self.owner.send(Command::Step(launched))?;
+        self.ranks.launch(batch)?;
         self.in_flight += 1;
         Ok(())
     }
@@ -322,37 +381,34 @@ impl Runtime for CudaRuntime {
         if self.in_flight == 0 {
             return Err(super::Error::Malformed("no step was launched".to_owned()));
         }
-        let Flight { outcome, place, wanted, batch } = self.owner.flights.recv().map_err(|_| gone())?;
         self.in_flight -= 1;
-        self.spare.push(batch);
         sampled.clear();
-        outcome?;
-        let Place { results, begin, done, .. } = &self.places[place];
-        done.wait().map_err(slots::device)?;
+        let Done { place, wanted } = self.ranks.complete()?;
+        let place = self.ranks.place(place);
         // SAFETY: the copy to it is done, and the next one to this place comes with a launch after this.
-        let bytes = unsafe { results.as_slice() };
+        let bytes = unsafe { place.results.as_slice() };
         for (chunk, wanted) in bytes.chunks_exact(size_of::<SamplingResult>()).zip(wanted) {
             // SAFETY: a plain struct of numbers, whole in the chunk.
             let result = unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
             sampled.push(compute::sampled(&result, wanted));
         }
-        Ok(Duration::from_secs_f64(f64::from(done.since(begin).max(0.0)) / 1e3))
+        Ok(Duration::from_secs_f64(f64::from(place.done.since(&place.begin).max(0.0)) / 1e3))
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), super::Error> {
-        match &mut self.swap {
-            Some(swap) => swap.start(transfer),
+        match &mut self.swaps {
+            Some(swaps) => swaps.start(transfer),
             None => Err(super::Error::Malformed("there is no host pool to transfer to".to_owned())),
         }
     }
 
     fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
-        if let Some(swap) = &mut self.swap {
-            swap.finished(finished);
+        if let Some(swaps) = &mut self.swaps {
+            swaps.finished(finished);
         }
     }
 
     fn wait_for_transfer(&mut self) -> Result<(), super::Error> {
-        self.swap.as_mut().map_or(Ok(()), Swap::wait)
+        self.swaps.as_mut().map_or(Ok(()), Swaps::wait)
     }
 }

@@ -1,8 +1,10 @@
-//! The thread that owns the GPU: it loads the model, and enqueues steps in the order of commands. It never waits for a
-//! step; whoever wants its result does.
+//! The thread that owns a GPU: it loads the model, or its shard of one, and enqueues steps in the order of commands. It never
+//! waits for a step; whoever wants its result does.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use inflight_contract::SamplingParams;
@@ -10,11 +12,14 @@ use inflight_kernels::cuda::{DeviceError, SamplingResult};
 use metrics::Gauge;
 
 use super::compute::{Compute, Modes};
-use super::driver::{Driver, Event, Found, Graph, PinnedMemory};
+use super::division::Division;
+use super::driver::{Driver, Event, Graph, PinnedMemory};
 use super::forward::windows;
+use super::found::Found;
 use super::gpu::{Gpu, Memory};
 use super::metadata::{Layout, Room, StepShape, bucket_layout};
-use super::sizing::{Budget, PARTIALS, PoolSize, Shapes, buckets, largest_bucket, pool_blocks};
+use super::nccl::{End, Group};
+use super::sizing::{Budget, PARTIALS, PoolSize, buckets, largest_bucket, pool_blocks};
 use super::slots::device;
 use super::{CudaOptions, Error as LoadError, weights};
 use crate::metrics::DEVICE_COMMANDS;
@@ -26,6 +31,7 @@ pub(super) const DEPTH: u32 = 2;
 /// Commands that may wait for the thread: those of two steps, of which each attaches and detaches every slot at most.
 const COMMANDS_MAX: usize = 1 << 14;
 
+#[derive(Clone)]
 pub(super) enum Command {
     Attach {
         slot: Slot,
@@ -71,10 +77,15 @@ pub(super) struct Loaded {
     pub(super) graphs: usize,
 }
 
-enum Loading {
+/// How far a rank's loading is.
+pub(super) enum Loading {
+    /// Bytes copied so far, and in all.
     Progress(u64, u64),
     Done(Result<Box<Loaded>, LoadError>),
 }
+
+/// Hears how far loading is, by rank.
+pub(super) type News = Sender<(usize, Loading)>;
 
 /// The thread, from outside.
 pub(super) struct Owner {
@@ -88,37 +99,56 @@ pub(super) struct Owner {
 /// All that loading needs.
 pub(super) struct Job {
     pub(super) found: Found,
+    /// Of the whole model.
     pub(super) config: ModelConfig,
-    pub(super) tensors: weights::Found,
+    pub(super) division: Division,
+    pub(super) tensors: Arc<weights::Found>,
     pub(super) options: CudaOptions,
     pub(super) context_tokens: u32,
     pub(super) fingerprint: String,
+    /// By which ranks tell each other; none where the model is not divided.
+    pub(super) group: Option<Arc<Group>>,
+}
+
+impl Job {
+    fn rank(&self) -> usize {
+        self.division.shard().rank
+    }
+
+    /// Others wait for what this rank owes them: they must know.
+    fn fail(&self, reason: &str) {
+        if let Some(group) = &self.group {
+            group.fail(self.rank(), reason);
+        }
+    }
+
+    /// Waits until every rank has come so far, and returns the least of what they bring.
+    fn meet(&self, brings: u32) -> Result<u32, LoadError> {
+        let met = self.group.as_ref().map_or(Ok(brings), |group| group.meet(brings));
+        met.map_err(|failure| LoadError::Device(failure.to_string()))
+    }
+
+    /// The failure of another rank, if there is one.
+    fn failure(&self) -> Option<runtime::Error> {
+        let failure = self.group.as_ref().and_then(|group| group.failure());
+        failure.map(|failure| runtime::Error::Device(failure.to_string()))
+    }
 }
 
 impl Owner {
-    /// Starts the thread and waits until the model is loaded. `progress` hears the bytes copied so far and in all.
-    pub(super) fn start(
-        job: Job,
-        progress: &(dyn Fn(u64, u64) + Sync),
-    ) -> Result<(Self, Box<Loaded>), LoadError> {
+    /// Starts the thread, which loads the model and tells `news` how far it is.
+    pub(super) fn start(job: Job, news: News) -> Result<Self, LoadError> {
         let (commands, inbox) = sync_channel(COMMANDS_MAX);
         let (outbox, flights) = sync_channel(DEPTH as usize);
-        let (news, loading) = channel();
         let queued = metrics::gauge!(DEVICE_COMMANDS);
         queued.set(0.0);
         let taken = queued.clone();
-        let work = move || run(&job, &news, inbox.iter().inspect(|_| taken.decrement(1.0)), &outbox);
-        let thread = std::thread::Builder::new().name("gpu".to_owned()).spawn(work)?;
-        let mut owner = Self { commands: Some(commands), queued, flights, thread: Some(thread) };
-        for news in loading {
-            match news {
-                Loading::Progress(done, total) => progress(done, total),
-                Loading::Done(Ok(loaded)) => return Ok((owner, loaded)),
-                Loading::Done(Err(error)) => return Err(error),
-            }
-        }
-        owner.stop();
-        Err(LoadError::Device("the thread that owns the GPU ended while it loaded the model".to_owned()))
+        let name = if job.division.world() == 1 { "gpu".to_owned() } else { format!("gpu-{}", job.rank()) };
+        let work = move || {
+            run(&job, &news, inbox.iter().inspect(|_| taken.decrement(1.0)), &outbox);
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(work)?;
+        Ok(Self { commands: Some(commands), queued, flights, thread: Some(thread) })
     }
 
     pub(super) fn send(&self, command: Command) -> Result<(), runtime::Error> {
@@ -127,8 +157,13 @@ impl Owner {
         commands.send(command).map_err(|_| gone())
     }
 
-    fn stop(&mut self) {
+    /// Lets the thread end once it has done what it was told.
+    pub(super) fn close(&mut self) {
         self.commands = None;
+    }
+
+    fn stop(&mut self) {
+        self.close();
         if let Some(thread) = self.thread.take() {
             // It may wait to hand over a flight.
             while self.flights.recv().is_ok() {}
@@ -149,18 +184,45 @@ pub(super) fn gone() -> runtime::Error {
 }
 
 /// The thread's whole life.
-fn run(job: &Job, news: &Sender<Loading>, inbox: impl Iterator<Item = Command>, outbox: &SyncSender<Flight>) {
-    let (mut machine, loaded) = match Machine::load(job, news) {
-        Ok(loaded) => loaded,
-        Err(error) => {
-            // Nobody listens if the worker has given up.
-            let _ = news.send(Loading::Done(Err(error)));
+fn run(job: &Job, news: &News, inbox: impl Iterator<Item = Command>, outbox: &SyncSender<Flight>) {
+    // Dropped last: a communicator ends after the graphs that were captured with it.
+    let end = job.group.as_ref().map(|group| Rc::new(group.end(job.rank())));
+    // Nobody listens if the worker has given up.
+    let done = |outcome| news.send((job.rank(), Loading::Done(outcome))).is_ok();
+    let panicked = "the thread that owns the GPU panicked; the log above says where";
+    let loading = AssertUnwindSafe(|| Machine::load(job, news, end.clone()));
+    let (mut machine, loaded) = match catch_unwind(loading) {
+        Ok(Ok(loaded)) => loaded,
+        Ok(Err(error)) => {
+            // In this order, so that the cause is heard before what it leads to.
+            let reason = error.to_string();
+            done(Err(error));
+            job.fail(&reason);
+            return;
+        }
+        Err(_) => {
+            done(Err(LoadError::Device(panicked.to_owned())));
+            job.fail(panicked);
             return;
         }
     };
-    if news.send(Loading::Done(Ok(Box::new(loaded)))).is_err() {
+    if !done(Ok(Box::new(loaded))) {
         return;
     }
+    let serving = AssertUnwindSafe(|| serve(job, &mut machine, inbox, outbox));
+    if catch_unwind(serving).is_err() {
+        // Told before the machine is taken apart, which waits for what others owe it.
+        job.fail(panicked);
+    }
+}
+
+/// Does what it is told until nobody is left to tell it anything.
+fn serve(
+    job: &Job,
+    machine: &mut Machine,
+    inbox: impl Iterator<Item = Command>,
+    outbox: &SyncSender<Flight>,
+) {
     let mut place = 0;
     for command in inbox {
         match command {
@@ -173,14 +235,21 @@ fn run(job: &Job, news: &Sender<Loading>, inbox: impl Iterator<Item = Command>, 
                     eos_token_ids: &eos_token_ids,
                 };
                 if let Err(error) = machine.compute.attach(&machine.driver, slot, &setup) {
-                    // The slot stays free, so the step that samples from it fails and says so.
+                    // The slot stays free, so the step that samples from it fails and says so. Other ranks would run it.
                     tracing::error!(slot, %error, "cannot attach a sequence");
+                    job.fail(&error.to_string());
                 }
             }
             Command::Detach(slot) => machine.compute.detach(slot),
             Command::Step(batch) => {
                 let mut wanted = Vec::new();
-                let outcome = machine.step(&batch, place, &mut wanted);
+                let outcome = match job.failure() {
+                    Some(failure) => Err(failure),
+                    None => machine.step(&batch, place, &mut wanted),
+                };
+                if let Err(error @ runtime::Error::Device(_)) = &outcome {
+                    job.fail(&error.to_string());
+                }
                 if outbox.send(Flight { outcome, place, wanted, batch }).is_err() {
                     return; // the runtime is gone
                 }
@@ -206,11 +275,13 @@ struct Machine {
 }
 
 impl Machine {
-    fn load(job: &Job, news: &Sender<Loading>) -> Result<(Self, Loaded), LoadError> {
-        let Job { found, config, tensors, options, context_tokens, fingerprint } = job;
+    fn load(job: &Job, news: &News, end: Option<Rc<End>>) -> Result<(Self, Loaded), LoadError> {
+        let Job { found, config, division, tensors, options, context_tokens, fingerprint, .. } = job;
+        let (rank, shard) = (job.rank(), division.shard());
         let device_error = |error: DeviceError| LoadError::of(error, found);
-        let driver = Driver::open(found, options.deterministic).map_err(device_error)?;
-        let (half, shapes) = (tensors.half(), Shapes::of(config));
+        let driver = Driver::open(found, options.deterministic, end).map_err(device_error)?;
+        let (half, shapes) = (tensors.half(), division.shapes(config));
+        let weight_bytes = tensors.bytes(shard);
         let samples = options.slots.max(largest_bucket(options.slots));
         let rows = options.batch_tokens.max(samples);
         let buffers = shapes.buffer_bytes(rows.into(), samples.into(), u64::from(*context_tokens));
@@ -224,30 +295,48 @@ impl Machine {
             name: found.name.clone(),
             missing: super::mebibytes(missing),
             total: super::mebibytes(total),
-            weights: super::mebibytes(tensors.bytes()),
+            weights: super::mebibytes(weight_bytes),
             buffers: super::mebibytes(buffers),
         };
         // Known before minutes of loading.
-        if let PoolSize::Missing(missing) = room(tensors.bytes()) {
+        if let PoolSize::Missing(missing) = room(weight_bytes) {
             return Err(short(missing));
         }
         let report = |done, total| {
             // Nobody listens if the worker has given up.
-            let _ = news.send(Loading::Progress(done, total));
+            let _ = news.send((rank, Loading::Progress(done, total)));
         };
-        let weights = tensors.upload(&driver, &report).map_err(device_error)?;
+        let weights = tensors.upload(&driver, shard, &report).map_err(device_error)?;
+        if let Some(peers) = driver.peers() {
+            job.meet(0)?;
+            // Connections are made with the first call and take memory: before it is divided.
+            let first = driver.alloc(division.world() * 512).map_err(device_error)?;
+            driver.zero(&first).map_err(device_error)?;
+            // SAFETY: there is room for all ranks' parts.
+            let called = unsafe {
+                peers
+                    .all_reduce(half, first.address(), 256)
+                    .and_then(|()| peers.all_gather(first.address(), 512))
+            };
+            called.map_err(device_error)?;
+            // Before its memory is freed.
+            driver.stream.wait().map_err(device_error)?;
+        }
         driver.stream.wait().map_err(device_error)?;
         let (left, _) = driver.memory().map_err(device_error)?;
         let blocks = match room(free.saturating_sub(left)) {
             PoolSize::Blocks(blocks) => blocks,
             PoolSize::Missing(missing) => return Err(short(missing)),
         };
+        let blocks = job.meet(blocks)?;
+        // Each rank's host pool has its part of every block.
+        let host_bytes = options.host_bytes / division.world() as u64;
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens: *context_tokens,
             block_tokens: options.block_tokens,
             blocks,
-            host_blocks: u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX),
+            host_blocks: u32::try_from(host_bytes / block_bytes).unwrap_or(u32::MAX),
             slots: options.slots,
             batch_tokens: options.batch_tokens,
             depth: DEPTH,
@@ -255,8 +344,9 @@ impl Machine {
         };
         let modes =
             Modes { store: options.kv_store, deterministic: options.deterministic, buckets: options.graphs };
-        let compute = Compute::new(&driver, config, half, weights, capabilities.clone(), modes)
-            .map_err(|error| LoadError::Device(error.to_string()))?;
+        let compute =
+            Compute::new(&driver, config, division.clone(), half, weights, capabilities.clone(), modes)
+                .map_err(|error| LoadError::Device(error.to_string()))?;
         let entries =
             options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
         let room = Room {
@@ -280,6 +370,8 @@ impl Machine {
         let places = Arc::new(places.map_err(device_error)?);
         let mut machine =
             Self { compute, graphs: Vec::new(), metadata, places, packed: Vec::new(), samples: 0, driver };
+        // Allocating may wait for every device of the process, and a rank for the others: not at the same time.
+        job.meet(0)?;
         if options.graphs {
             machine.capture(options.slots).map_err(device_error)?;
         }
@@ -289,7 +381,7 @@ impl Machine {
             context: Arc::clone(&machine.driver.context),
             pool: (machine.compute.forward.kv().address(), block_bytes as usize),
             products: machine.driver.products(),
-            weight_bytes: tensors.bytes(),
+            weight_bytes,
             graphs: machine.graphs.len(),
         };
         Ok((machine, loaded))

@@ -3,6 +3,7 @@
 use inflight_kernels::cuda::KvStore;
 
 use crate::models::ModelConfig;
+use crate::runtime::sharding::Shard;
 
 /// Buckets of rows for which decoding is captured as a graph.
 const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
@@ -42,18 +43,38 @@ pub(super) struct Shapes {
     pub(super) head_dim: u64,
     /// Numbers from one row of logits to the next.
     pub(super) logits: u64,
+    /// Where ranks share the head: numbers of a row of all their logits before they are brought together.
+    pub(super) gathered: u64,
+}
+
+/// Numbers from one row of logits to the next.
+fn logits_stride(vocabulary: usize) -> usize {
+    vocabulary.next_multiple_of(8)
+}
+
+/// Numbers of a row of all ranks' logits, each rank's part as long as the largest.
+fn gathered_stride(shards: &[Shard]) -> usize {
+    let widest = shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
+    match shards.len() {
+        // The product of a group of one is that of none, in all that an algorithm may be chosen by.
+        1 => logits_stride(widest),
+        // Every part begins where a product may write.
+        ranks => ranks * widest.next_multiple_of(64),
+    }
 }
 
 impl Shapes {
-    pub(super) fn of(config: &ModelConfig) -> Self {
+    /// Of what one of the ranks computes; `shards`: all of them, if they are a group.
+    pub(super) fn of(config: &ModelConfig, shards: Option<&[Shard]>) -> Self {
         Self {
+            gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
             hidden: config.hidden_size as u64,
             inner: config.intermediate_size as u64,
             layers: config.layers as u64,
             heads: config.heads as u64,
             kv_heads: config.kv_heads as u64,
             head_dim: config.head_dim as u64,
-            logits: (config.vocab_size as u64).next_multiple_of(8),
+            logits: logits_stride(config.vocab_size) as u64,
         }
     }
 
@@ -78,7 +99,7 @@ impl Shapes {
         let row = self.hidden * 4
             + 2 * (2 * self.hidden + self.qkv() + self.heads * self.head_dim + 3 * self.inner);
         let partial = self.partial_bytes();
-        let sampling = samples * (self.logits * 4 + self.hidden * 2 + 512);
+        let sampling = samples * ((self.logits + self.gathered) * 4 + self.hidden * 2 + 512);
         rows * row + sampling + partial.0 + partial.1 + context * self.head_dim * 4 + WORKSPACE_BYTES
     }
 }
@@ -135,6 +156,7 @@ mod tests {
         kv_heads: 8,
         head_dim: 128,
         logits: 128_256,
+        gathered: 0,
     };
 
     #[test]

@@ -11,6 +11,7 @@ use inflight_worker_core::{Direction, Transfer, TransferId};
 
 use super::driver::{Event, PinnedMemory, Stream, failed};
 use super::slots::device;
+use super::swaps::CopyEngine;
 use crate::runtime::{Error, TransferDone};
 
 /// Transfers that may be under way in one direction. Each belongs to a sequence that was running.
@@ -77,9 +78,11 @@ impl Swap {
             spare: Vec::new(),
         })
     }
+}
 
-    /// Starts a transfer. Until it is reported, nobody else touches its blocks.
-    pub(super) fn start(&mut self, transfer: &Transfer) -> Result<(), Error> {
+impl CopyEngine for Swap {
+    /// Until it is reported, nobody else touches its blocks.
+    fn start(&mut self, transfer: &Transfer) -> Result<(), Error> {
         let malformed = |what: &str| Err(Error::Malformed(what.to_owned()));
         if self.host_blocks == 0 {
             return malformed("there is no host pool to transfer to");
@@ -124,8 +127,7 @@ impl Swap {
         Ok(())
     }
 
-    /// Appends what has finished.
-    pub(super) fn finished(&mut self, finished: &mut Vec<TransferDone>) {
+    fn finished(&mut self, finished: &mut Vec<TransferDone>) {
         for way in [&mut self.out, &mut self.back] {
             while let Some(oldest) = way.under_way.front() {
                 let succeeded = match oldest.done.is_done() {
@@ -143,11 +145,7 @@ impl Swap {
         }
     }
 
-    /// Returns when some transfer has finished; at once if none is under way.
-    ///
-    /// # Errors
-    /// [`Error::Device`]: a device that has failed finishes nothing any more.
-    pub(super) fn wait(&mut self) -> Result<(), Error> {
+    fn wait(&mut self) -> Result<(), Error> {
         match (self.out.under_way.front(), self.back.under_way.front()) {
             (None, None) => Ok(()),
             (Some(oldest), None) | (None, Some(oldest)) => oldest.done.wait().map_err(device),

@@ -11,12 +11,15 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::compute::{Compute, Modes, check_model, sampled};
-use super::gpu::{Gpu, Matmul, Memory, bytes_of};
-use super::own_product;
+use super::division::Division;
+use super::gpu::{Columns, Gpu, Matmul, Memory, Peers, bytes_of};
 use super::weights::find;
+use super::{divide, own_product};
 use crate::models::{ModelDir, ModelSource};
 use crate::runtime::cpu::{CpuOptions, CpuRuntime};
 use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
+
+mod ranks;
 
 impl Memory for HostMemory {
     fn address(&self) -> u64 {
@@ -50,14 +53,36 @@ impl Gpu for Harness {
         // SAFETY: passed on to the caller.
         unsafe { own_product(self, half, matmul) }
     }
+
+    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
+        let Columns { from, from_stride, to, to_stride, width, rows } = *columns;
+        assert!(width <= from_stride && width <= to_stride, "rows overlap");
+        for row in 0..rows {
+            // SAFETY: passed on to the caller.
+            unsafe {
+                let from = (from as *const u8).add(row * from_stride);
+                std::ptr::copy_nonoverlapping(from, (to as *mut u8).add(row * to_stride), width);
+            }
+        }
+        Ok(())
+    }
+
+    fn peers(&self) -> Option<&dyn Peers> {
+        None
+    }
 }
 
 /// A model in miniature whose heads are as wide as the kernels want them.
 fn model(arch: Arch, dtype: Dtype, seed: u32) -> ModelDir {
+    model_of(arch, dtype, seed, 6, false)
+}
+
+/// The same with so many heads, and a head that is the embedding or its own.
+fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> ModelDir {
     let folder: TempDir = Checkpoint::new(arch, dtype).write_temp().unwrap();
     let path = folder.path().join("config.json");
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    let (hidden, inner, heads, kv_heads, head_dim) = (48usize, 64usize, 6usize, 2usize, 64usize);
+    let (hidden, inner, kv_heads, head_dim) = (48usize, 64usize, 2usize, 64usize);
     for (field, value) in [
         ("hidden_size", hidden),
         ("intermediate_size", inner),
@@ -70,6 +95,7 @@ fn model(arch: Arch, dtype: Dtype, seed: u32) -> ModelDir {
         config[field] = json!(value);
     }
     config.as_object_mut().unwrap().remove("layer_types");
+    config["tie_word_embeddings"] = json!(tied);
     std::fs::write(&path, config.to_string()).unwrap();
     let vocabulary = config["vocab_size"].as_u64().unwrap() as usize;
     let mut tensors: Vec<(String, Vec<usize>)> = vec![
@@ -133,9 +159,9 @@ const BLOCKS: u32 = 200;
 const SLOTS: u32 = 4;
 
 /// What runs steps on the harness as [`super::owner`] does on a GPU.
-struct OnHarness {
-    harness: Harness,
-    compute: Compute<Harness>,
+struct OnHarness<G: Gpu<Memory = HostMemory> = Harness> {
+    harness: G,
+    compute: Compute<G>,
     metadata: HostMemory,
     packed: Vec<u8>,
 }
@@ -152,10 +178,18 @@ impl OnHarness {
         deterministic: bool,
         buckets: bool,
     ) -> Self {
-        let harness = Harness::new();
+        let shards = divide(model, &find(model).unwrap(), 1).unwrap();
+        let division = Division::of(shards, false).next().unwrap();
+        let modes = Modes { store, deterministic, buckets };
+        OnHarness::over(Harness::new(), division, model, block_tokens, modes)
+    }
+}
+
+impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
+    /// A rank's part of a model.
+    fn over(harness: G, division: Division, model: &ModelDir, block_tokens: u32, modes: Modes) -> Self {
         let found = find(model).unwrap();
-        check_model(model.config()).unwrap();
-        let weights = found.upload(&harness, &|_, _| {}).unwrap();
+        let weights = found.upload(&harness, division.shard(), &|_, _| {}).unwrap();
         let capabilities = Capabilities {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
@@ -168,9 +202,9 @@ impl OnHarness {
             fingerprint: String::new(),
         };
         let half = found.half();
-        let modes = Modes { store, deterministic, buckets };
-        let compute = Compute::new(&harness, model.config(), half, weights, capabilities, modes).unwrap();
-        let metadata = Harness::alloc(&harness, 1 << 20);
+        let compute =
+            Compute::new(&harness, model.config(), division, half, weights, capabilities, modes).unwrap();
+        let metadata = harness.alloc(1 << 20).unwrap();
         Self { harness, compute, metadata, packed: Vec::new() }
     }
 
@@ -186,9 +220,13 @@ impl OnHarness {
     }
 
     fn step(&mut self, batch: &Batch) -> (Vec<Sampled>, Vec<f32>) {
+        self.try_step(batch).unwrap()
+    }
+
+    fn try_step(&mut self, batch: &Batch) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
         let step = self.compute.prepare(batch, &mut self.packed).unwrap();
-        Gpu::upload(&self.harness, &self.metadata, 0, &self.packed).unwrap();
-        self.compute.forward.run(&self.harness, &step, self.metadata.address()).unwrap();
+        self.harness.upload(&self.metadata, 0, &self.packed)?;
+        self.compute.forward.run(&self.harness, &step, Memory::address(&self.metadata))?;
         let mut wanted = Vec::new();
         self.compute.wanted(&mut wanted);
         let results = self.compute.forward.results().read::<SamplingResult>(batch.samples.len());
@@ -196,7 +234,7 @@ impl OnHarness {
         let (logits, stride) = self.compute.forward.logits();
         let all = logits.read::<f32>(batch.samples.len() * stride);
         let vocabulary = self.compute.capabilities.vocab_size as usize;
-        (tokens, all.chunks(stride).flat_map(|row| row[..vocabulary].to_vec()).collect())
+        Ok((tokens, all.chunks(stride).flat_map(|row| row[..vocabulary].to_vec()).collect()))
     }
 }
 
@@ -464,6 +502,6 @@ fn sampling_parameters_reach_the_kernel_and_history_stays_on_the_device() {
 fn a_model_that_kernels_do_not_fit_is_refused_with_what_would_do() {
     let folder = Checkpoint::new(Arch::Llama2, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
-    let refused = check_model(model.config()).unwrap_err().to_string();
+    let refused = check_model(model.config(), 1).unwrap_err().to_string();
     assert!(refused.contains("head_dim") && refused.contains("64, 96, 128, 256"), "{refused}");
 }
