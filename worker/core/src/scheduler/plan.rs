@@ -7,6 +7,9 @@ use crate::mutant::Mutant;
 use crate::sequence::State;
 use crate::{Chunk, Iteration, Time};
 
+/// Sequences that decode to each that waits for its first token, where a tight target is to leave both as much time.
+const PREFILL_WORTH: u32 = 8;
+
 /// What a plan has decided so far.
 #[derive(Debug, Default)]
 pub(super) struct Draft {
@@ -151,7 +154,10 @@ impl Scheduler {
             .copied()
             .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
         let kept = first.map(|(index, _)| {
-            let len = self.prefill_len(index, draft).max(self.least_prefill(index, draft));
+            let len = self.prefill_len(index, draft);
+            let sequence = self.peek(index);
+            let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+            let len = len.max(self.least_chunk(&draft.work, start, most, prefilling.len() as u32));
             let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
             (index, reserved)
@@ -176,14 +182,17 @@ impl Scheduler {
         self.chunk_within_target(&draft.work, sequence.computed_tokens, most)
     }
 
-    /// What the first prefill gets whatever the target says: tokens for a quarter of the time that the step takes
-    /// without it, and at least one. So a target that decodes alone exceed slows prefills down, but does not stop them,
-    /// and what they exceed it by is bounded in time rather than in tokens, which are dear at the end of a long prompt.
-    fn least_prefill(&self, index: u32, draft: &Draft) -> u32 {
-        let sequence = self.peek(index);
-        let most = sequence.uncomputed().min(draft.budget);
-        let target = self.cost.step(&draft.work).mul_f64(1.25);
-        self.cost.chunk_within(&draft.work, sequence.computed_tokens, most, target).max(1).min(most)
+    /// What the first of some prefills gets whatever the target says, and at least one token: tokens for a quarter of the
+    /// time that the step takes without it. Where the target leaves prompts less time than decodes take, it is the more
+    /// the more of them wait for each sequence that decodes, up to twice that time: else a target that decodes alone come
+    /// near to, as those of a large model do, would keep the device half empty while prompts wait. The bound is one of
+    /// time rather than of tokens, which are dear at the end of a long prompt.
+    pub(super) fn least_chunk(&self, decodes: &StepWork, start: u32, most: u32, prefills: u32) -> u32 {
+        let alone = self.cost.step(decodes);
+        let tight = self.limits.step_target.is_some_and(|target| target < 2 * alone);
+        let crowd = f64::from(PREFILL_WORTH * prefills) / f64::from(decodes.sequences.max(1));
+        let share = if tight { crowd.clamp(0.25, 2.0) } else { 0.25 };
+        self.cost.chunk_within(decodes, start, most, alone.mul_f64(1.0 + share)).max(1).min(most)
     }
 
     pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {
