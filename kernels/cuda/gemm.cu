@@ -6,8 +6,9 @@
 
 constexpr uint32_t GEMM_THREADS = 128;
 constexpr uint32_t GEMM_STEP = 64; // of k, in shared memory at once
-// Of the pipeline; tiles of many rows are as large as fits smaller GPUs.
-constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 64 ? 4 : 3; }
+// Of the pipeline. Few rows read weights at the speed of memory, from as few blocks as there are columns for, so each
+// keeps many loads under way; tiles of many rows are as large as fits smaller GPUs.
+constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 16 ? 8 : rows <= 64 ? 4 : 3; }
 
 template <typename T> DEVICE void store_pair(T *to, float low, float high, bool both) {
     if (both && (uintptr_t)to % 4 == 0) {
