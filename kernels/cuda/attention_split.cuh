@@ -205,10 +205,13 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     uint32_t tile = larger(item.split * SPLIT, seen) / KEYS;
     uint32_t tile_end = (end + KEYS - 1) / KEYS;
 
-    load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
     for (uint32_t s = 0; s + 1 < p.stages; s++) {
         if (tile + s < tile_end) {
             load((tile + s) * KEYS, end, stages + s * STAGE);
+        }
+        // Behind the first keys, which take longer to come.
+        if (s == 0) {
+            load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
         }
         cp_async_commit();
     }
