@@ -3,10 +3,17 @@
 #include "attention_rows.cuh"
 #include "attention_split.cuh"
 
+// The block's unit of work in a round. Units are sorted, longest first, so every other round goes backwards: who had the
+// longest of one round has the shortest of the next.
+DEVICE uint32_t unit_of(uint32_t round) {
+    return round * blocks() + (round % 2 == 0 ? block_index() : blocks() - 1 - block_index());
+}
+
 // Decoding alone: less shared memory and fewer registers, so more blocks a multiprocessor.
 template <typename T, uint32_t D, bool FP8> DEVICE void attention_decode(const AttentionParams &p) {
     uint32_t units = *p.item_count * p.kv_heads;
-    for (uint32_t unit = block_index(); unit < units; unit += blocks()) {
+    for (uint32_t round = 0; unit_of(round) < units; round++) {
+        uint32_t unit = unit_of(round);
         AttentionItem item = p.items[unit / p.kv_heads];
         attend_split<T, D, FP8>(p, item, unit % p.kv_heads);
     }
@@ -14,7 +21,8 @@ template <typename T, uint32_t D, bool FP8> DEVICE void attention_decode(const A
 
 // A batch of prefill chunks and decodes, in one launch.
 template <typename T, uint32_t D, bool FP8> DEVICE void attention_mixed(const AttentionParams &p) {
-    for (uint32_t unit = block_index(); unit < *p.item_count * p.kv_heads; unit += blocks()) {
+    for (uint32_t round = 0; unit_of(round) < *p.item_count * p.kv_heads; round++) {
+        uint32_t unit = unit_of(round);
         AttentionItem item = p.items[unit / p.kv_heads];
         if (item.whole) {
             attend_rows<T, D, FP8>(p, item, unit);

@@ -10,26 +10,24 @@
 constexpr uint32_t ATTENTION_THREADS = 128;
 constexpr uint32_t ATTENTION_WARPS = ATTENTION_THREADS / WARP;
 
-// The keys and values of one key head, as blocks in a table.
-template <typename T, uint32_t D> struct Keys {
-    const T *pool;         // keys of the layer and head in block 0
-    uint64_t block_numbers;
-    uint64_t values_after; // numbers from keys to values
-    const uint32_t *table;
-    uint32_t shift;
+// The keys and values of one key head, as blocks in a table. All in bytes.
+struct Keys {
+    const uint8_t *pool; // keys of the layer and head in block 0
+    uint64_t block_bytes;
+    uint32_t values_after; // from keys to values
+    const uint32_t *tables;
+    uint32_t table, shift;
 };
 
-template <typename T, uint32_t D>
-DEVICE Keys<T, D> keys_of(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
-    uint64_t head = ((uint64_t)kv_head << p.block_shift) * D;
-    uint64_t values_after = ((uint64_t)p.kv_heads << p.block_shift) * D;
-    return Keys<T, D>{(const T *)p.kv + p.layer_offset + head, p.block_numbers, values_after, p.tables + item.table,
-                      p.block_shift};
+template <uint32_t D> DEVICE Keys keys_of(const AttentionParams &p, uint32_t table, uint32_t kv_head) {
+    const uint8_t *layer = (const uint8_t *)p.kv + p.layer_offset * 2;
+    return Keys{layer + (kv_head << p.block_shift) * D * 2, p.block_numbers * 2, (p.kv_heads << p.block_shift) * D * 2,
+                p.tables, table, p.block_shift};
 }
 
 // Starts to load the keys and values of positions first..first + COUNT; zeros from END on.
-template <typename T, uint32_t D, uint32_t COUNT>
-DEVICE void load_tile(const Keys<T, D> &keys, uint32_t first, uint32_t end, uint8_t *key_tile, uint8_t *value_tile) {
+template <uint32_t D, uint32_t COUNT>
+DEVICE void load_tile(const Keys &keys, uint32_t first, uint32_t end, uint8_t *key_tile, uint8_t *value_tile) {
     using Shape = Tile<D>;
     constexpr uint32_t CHUNKS = COUNT * Shape::CHUNKS;
     static_assert(CHUNKS % ATTENTION_THREADS == 0, "every thread loads as many chunks");
@@ -39,14 +37,13 @@ DEVICE void load_tile(const Keys<T, D> &keys, uint32_t first, uint32_t end, uint
         uint32_t row = at / Shape::CHUNKS, chunk = at % Shape::CHUNKS;
         uint32_t position = first + row;
         bool valid = position < end;
-        const T *from = keys.pool;
-        if (valid) {
-            uint32_t block = keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift];
-            uint32_t offset = position & ((1u << keys.shift) - 1);
-            from += (uint64_t)block * keys.block_numbers + (uint64_t)offset * D + chunk * 8;
-        }
+        // What is not loaded has an address in block 0: one rule for all is less arithmetic than two.
+        uint32_t entry = keys.table + (MUTANT(BlockEdge, position + 1, position) >> keys.shift);
+        uint32_t block = valid ? keys.tables[entry] : 0;
+        uint32_t offset = position & ((1u << keys.shift) - 1);
+        const uint8_t *from = keys.pool + ((uint64_t)block * keys.block_bytes + (offset * D * 2 + chunk * 16));
         cp_async16(Shape::at(key_tile, row, chunk), from, valid);
-        cp_async16(Shape::at(value_tile, row, chunk), from + (valid ? keys.values_after : 0), valid);
+        cp_async16(Shape::at(value_tile, row, chunk), from + keys.values_after, valid);
     }
 }
 
@@ -61,9 +58,9 @@ template <uint32_t D> struct SmallKeys {
 };
 
 template <uint32_t D>
-DEVICE SmallKeys<D> small_keys_of(const AttentionParams &p, const AttentionItem &item, uint32_t kv_head) {
+DEVICE SmallKeys<D> small_keys_of(const AttentionParams &p, uint32_t table, uint32_t kv_head) {
     return SmallKeys<D>{(const uint8_t *)p.kv + p.layer_offset, p.block_numbers, kv_head, p.kv_heads,
-                        p.tables + item.table, p.block_shift};
+                        p.tables + table, p.block_shift};
 }
 
 constexpr uint32_t small_bytes(uint32_t head_dim, uint32_t keys) { return 2 * keys * (head_dim + 4); }
@@ -134,15 +131,21 @@ DEVICE void load_queries(const AttentionParams &p, const AttentionItem &item, ui
     }
 }
 
-// Where lane's part of a 16 x 16 operand begins in a tile: A row-major, B as rows of its columns, B as rows.
-template <uint32_t D> DEVICE void load_a(uint32_t (&r)[4], uint8_t *tile, uint32_t row, uint32_t k) {
-    load_matrices(r, Tile<D>::at(tile, row + lane() % 16, k / 8 + lane() / 16));
+// Where a lane's row of a 16 x 16 operand lies in a tile: A row-major or B as rows, and B as rows of its columns. With the
+// chunks of Tile::further that is one operation for each step through a row; what is added to it is a multiple of eight rows.
+template <uint32_t D> DEVICE uint32_t part_of_a(uint32_t row) {
+    return Tile<D>::offset(row + lane() % 16, lane() / 16);
 }
-template <uint32_t D> DEVICE void load_b(uint32_t (&r)[4], uint8_t *tile, uint32_t column, uint32_t k) {
-    load_matrices(r, Tile<D>::at(tile, column + lane() % 8 + lane() / 16 * 8, k / 8 + lane() / 8 % 2));
+template <uint32_t D> DEVICE uint32_t part_of_b(uint32_t column) {
+    return Tile<D>::offset(column + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
 }
-template <uint32_t D> DEVICE void load_b_rows(uint32_t (&r)[4], uint8_t *tile, uint32_t k, uint32_t column) {
-    load_matrices_transposed(r, Tile<D>::at(tile, k + lane() % 16, column / 8 + lane() / 16));
+// The operand ROWS rows below PART and K numbers to the right of it.
+template <uint32_t D> DEVICE void load_part(uint32_t (&r)[4], uint8_t *tile, uint32_t part, uint32_t rows, uint32_t k) {
+    load_matrices(r, tile + Tile<D>::bytes(rows) + Tile<D>::further(part, k / 8));
+}
+template <uint32_t D>
+DEVICE void load_part_transposed(uint32_t (&r)[4], uint8_t *tile, uint32_t part, uint32_t rows, uint32_t k) {
+    load_matrices_transposed(r, tile + Tile<D>::bytes(rows) + Tile<D>::further(part, k / 8));
 }
 
 // What this lane's rows, g and g + 8 of an operand, see of the keys: positions from LOW to before HIGH.
@@ -195,24 +198,27 @@ template <uint32_t D> struct Softmax {
     }
 };
 
-// Takes scores[N * 8 keys from FIRST on] into the softmax and leaves weights in their place. MASKED: some may be out
-// of sight.
-template <uint32_t D, uint32_t N>
-DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale, bool masked, const Sight &sight,
-                   uint32_t first) {
-    float tops[2] = {state.top[0], state.top[1]};
+// Scores of keys from FIRST on that are out of sight become minus infinity.
+template <uint32_t N> DEVICE void hide(float (&scores)[N][4], const Sight &sight, uint32_t first) {
     UNROLL
     for (uint32_t n = 0; n < N; n++) {
         UNROLL
         for (uint32_t i = 0; i < 4; i++) {
-            float score = multiply_exact(scores[n][i], scale);
-            if (masked) {
-                uint32_t key = first + n * 8 + 2 * (lane() % 4) + i % 2;
-                bool seen = key >= sight.low[i / 2] && key < sight.high[i / 2];
-                score = seen ? score : -INFINITE;
-            }
-            scores[n][i] = score;
-            tops[i / 2] = fmaxf(tops[i / 2], score);
+            uint32_t key = first + n * 8 + 2 * (lane() % 4) + i % 2;
+            bool seen = key >= sight.low[i / 2] && key < sight.high[i / 2];
+            scores[n][i] = seen ? scores[n][i] : -INFINITE;
+        }
+    }
+}
+
+// Takes scores of N * 8 keys, not yet scaled, into the softmax and leaves weights in their place.
+template <uint32_t D, uint32_t N> DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale) {
+    float tops[2] = {-INFINITE, -INFINITE};
+    UNROLL
+    for (uint32_t n = 0; n < N; n++) {
+        UNROLL
+        for (uint32_t i = 0; i < 4; i++) {
+            tops[i / 2] = fmaxf(tops[i / 2], scores[n][i]);
         }
     }
     float decay[2];
@@ -220,6 +226,7 @@ DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale, bool m
     for (uint32_t i = 0; i < 2; i++) {
         tops[i] = fmaxf(tops[i], shuffle_xor(tops[i], 1));
         tops[i] = fmaxf(tops[i], shuffle_xor(tops[i], 2));
+        tops[i] = fmaxf(state.top[i], multiply_exact(tops[i], scale));
         // Where nothing was seen yet, any finite reference gives weights of 0.
         float reference = tops[i] == -INFINITE ? 0.0f : tops[i];
         decay[i] = exp2_approximate(state.top[i] - reference);
@@ -231,7 +238,7 @@ DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale, bool m
     for (uint32_t n = 0; n < N; n++) {
         UNROLL
         for (uint32_t i = 0; i < 4; i++) {
-            scores[n][i] = exp2_approximate(scores[n][i] - tops[i / 2]);
+            scores[n][i] = exp2_approximate(fma_exact(scores[n][i], scale, -tops[i / 2]));
             state.sum[i / 2] += scores[n][i];
         }
     }
@@ -244,22 +251,12 @@ DEVICE void soften(Softmax<D> &state, float (&scores)[N][4], float scale, bool m
     }
 }
 
-// out += weights * values, for 16 keys whose weights are those of the two n-tiles from N on.
-template <typename T, uint32_t D, uint32_t N>
-DEVICE void weigh(Softmax<D> &state, const float (&weights)[N][4], uint32_t n, uint8_t *values, uint32_t first) {
-    uint32_t a[4] = {
-        pack_small<T>(weights[n][0], weights[n][1]),
-        pack_small<T>(weights[n][2], weights[n][3]),
-        pack_small<T>(weights[n + 1][0], weights[n + 1][1]),
-        pack_small<T>(weights[n + 1][2], weights[n + 1][3]),
-    };
-    UNROLL
-    for (uint32_t j = 0; j < D / 16; j++) {
-        uint32_t b[4];
-        load_b_rows<D>(b, values, first, j * 16);
-        mma<T>(state.out[2 * j], a, b[0], b[1]);
-        mma<T>(state.out[2 * j + 1], a, b[2], b[3]);
-    }
+// Weights of 16 keys, those of two n-tiles, as an operand.
+template <typename T, uint32_t N> DEVICE void pack_weights(uint32_t (&a)[4], const float (&weights)[N][4], uint32_t n) {
+    a[0] = pack_small<T>(weights[n][0], weights[n][1]);
+    a[1] = pack_small<T>(weights[n][2], weights[n][3]);
+    a[2] = pack_small<T>(weights[n + 1][0], weights[n + 1][1]);
+    a[3] = pack_small<T>(weights[n + 1][2], weights[n + 1][3]);
 }
 
 // The sum of a row over the four lanes that share it.

@@ -22,6 +22,8 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     uint8_t *stages = queries + Shape::bytes(ROWS);
     uint8_t *wide = stages + 2 * STAGE;
     uint32_t *highs = (uint32_t *)(wide + (FP8 ? Shape::bytes(2 * KEYS) : 0));
+    // Whose keys are loaded: the key head and the beginning of the block table.
+    uint32_t *source = highs + ROWS;
 
     uint32_t end = item.position + item.tokens;
     uint32_t seen = p.window && item.position + 1 > p.window ? item.position + 1 - p.window : 0;
@@ -29,18 +31,20 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
     uint32_t tile = seen / KEYS;
 
     load_queries<T, D, ROWS>(p, item, kv_head, queries);
-    // The head is computed anew each time.
-    auto load = [&](uint32_t of, uint32_t tile) {
+    auto load = [&](uint32_t kv_head, uint32_t table, uint32_t tile) {
         uint8_t *stage = stages + tile % 2 * STAGE;
         if constexpr (FP8) {
-            load_small<D, KEYS>(small_keys_of<D>(p, item, of % p.kv_heads), tile * KEYS, end, stage);
+            load_small<D, KEYS>(small_keys_of<D>(p, table, kv_head), tile * KEYS, end, stage);
         } else {
-            Keys<T, D> keys = keys_of<T, D>(p, item, of % p.kv_heads);
-            load_tile<T, D, KEYS>(keys, tile * KEYS, end, stage, stage + STAGE / 2);
+            load_tile<D, KEYS>(keys_of<D>(p, table, kv_head), tile * KEYS, end, stage, stage + STAGE / 2);
         }
     };
-    load(unit, tile);
+    load(kv_head, item.table, tile);
     cp_async_commit();
+    if (thread_index() == 0) {
+        source[0] = kv_head;
+        source[1] = item.table;
+    }
 
     uint32_t first_row = warp() * 16 * TILES;
     write_highs(p, item, ROWS, highs);
@@ -55,16 +59,20 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
         }
         barrier();
         if ((tile + 1) * KEYS < end) {
-            load(not_kept(unit), tile + 1);
+            load(source[0], source[1], tile + 1);
         }
         cp_async_commit();
-        uint8_t *key_tile = stages + tile % 2 * STAGE;
+        uint8_t *tiles = stages;
+        uint32_t keys_at = tile % 2 * STAGE;
         if constexpr (FP8) {
-            widen_small<T, D, KEYS>(key_tile, wide, tile * KEYS, end);
-            key_tile = wide;
+            widen_small<T, D, KEYS>(stages + keys_at, wide, tile * KEYS, end);
+            tiles = wide;
+            keys_at = 0;
             barrier();
         }
-        uint8_t *value_tile = key_tile + Shape::bytes(KEYS);
+        uint32_t query_part = not_kept(part_of_a<D>(first_row));
+        uint32_t key_part = not_kept(keys_at + part_of_b<D>(0));
+        uint32_t value_part = not_kept(keys_at + part_of_a<D>(0));
         float scores[TILES][KEYS / 8][4];
         UNROLL
         for (uint32_t m = 0; m < TILES; m++) {
@@ -81,12 +89,12 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
             uint32_t a[TILES][4];
             UNROLL
             for (uint32_t m = 0; m < TILES; m++) {
-                load_a<D>(a[m], queries, first_row + 16 * m, k);
+                load_part<D>(a[m], queries, query_part, 16 * m, k);
             }
             UNROLL
             for (uint32_t n = 0; n < KEYS / 8; n += 2) {
                 uint32_t b[4];
-                load_b<D>(b, key_tile, n * 8, k);
+                load_part<D>(b, tiles, key_part, n * 8, k);
                 UNROLL
                 for (uint32_t m = 0; m < TILES; m++) {
                     mma<T>(scores[m][n], a[m], b[0], b[1]);
@@ -97,28 +105,27 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
         // Some key of the tile is out of some row's sight: ahead of the first row, or too far behind the last one.
         bool ahead = (tile + 1) * KEYS + item.tokens > end + 1;
         bool masked = ahead || (p.window && tile * KEYS + p.window < end);
+        if (masked) {
+            UNROLL
+            for (uint32_t m = 0; m < TILES; m++) {
+                hide<KEYS / 8>(scores[m], sight_of(highs, first_row + 16 * m, p.window), tile * KEYS);
+            }
+        }
         UNROLL
         for (uint32_t m = 0; m < TILES; m++) {
-            Sight sight = {};
-            if (masked) {
-                sight = sight_of(highs, first_row + 16 * m, p.window);
-            }
-            soften<D, KEYS / 8>(state[m], scores[m], p.scale, masked, sight, tile * KEYS);
+            soften<D, KEYS / 8>(state[m], scores[m], p.scale);
         }
         UNROLL
         for (uint32_t n = 0; n < KEYS / 8; n += 2) {
             uint32_t a[TILES][4];
             UNROLL
             for (uint32_t m = 0; m < TILES; m++) {
-                a[m][0] = pack_small<T>(scores[m][n][0], scores[m][n][1]);
-                a[m][1] = pack_small<T>(scores[m][n][2], scores[m][n][3]);
-                a[m][2] = pack_small<T>(scores[m][n + 1][0], scores[m][n + 1][1]);
-                a[m][3] = pack_small<T>(scores[m][n + 1][2], scores[m][n + 1][3]);
+                pack_weights<T, KEYS / 8>(a[m], scores[m], n);
             }
             UNROLL
             for (uint32_t j = 0; j < D / 16; j++) {
                 uint32_t b[4];
-                load_b_rows<D>(b, value_tile, n * 8, j * 16);
+                load_part_transposed<D>(b, tiles, value_part, KEYS + n * 8, j * 16);
                 UNROLL
                 for (uint32_t m = 0; m < TILES; m++) {
                     mma<T>(state[m].out[2 * j], a[m], b[0], b[1]);

@@ -17,6 +17,9 @@ constexpr uint32_t split_keys(uint32_t head_dim) { return head_dim <= 128 ? 64 :
 
 // Shared memory: queries, stages of (keys, values), those of a stage in 16 bits if they are stored in 8, the block's sums, tops and sums of the warps, what rows see.
 
+// Numbers from one row of the block's sums to the next: rows the eight rows that a warp adds at once fall into different banks.
+constexpr uint32_t sums_stride(uint32_t head_dim) { return head_dim + 8; }
+
 // A thread's share of a merged row: row thread / 8, columns 4 * (thread % 8) + 32 * j.
 template <uint32_t D> struct Merged {
     static_assert(D % 32 == 0, "eight threads of four columns share a row");
@@ -70,8 +73,8 @@ DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, ui
 
 // Merges what the warps have of a split: afterwards each thread has its share of the block's result.
 template <uint32_t D>
-DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, float *sums, float *warp_tops, float *warp_sums,
-                        Merged<D> &merged) {
+DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, uint32_t rows, float *sums, float *warp_tops,
+                        float *warp_sums, Merged<D> &merged) {
     uint32_t g = lane() / 4, t = lane() % 4;
     UNROLL
     for (uint32_t i = 0; i < 2; i++) {
@@ -94,14 +97,18 @@ DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, float *sums, 
     for (uint32_t w = 0; w < compute_warps; w++) {
         if (warp() == w) {
             UNROLL
-            for (uint32_t j = 0; j < D / 8; j++) {
+            for (uint32_t i = 0; i < 2; i++) {
+                // Of rows that are not there, nothing is read.
+                if (g + 8 * i >= rows) {
+                    continue;
+                }
+                Float2 *at = (Float2 *)(sums + (g + 8 * i) * sums_stride(D) + 2 * t);
                 UNROLL
-                for (uint32_t i = 0; i < 2; i++) {
-                    float *at = sums + (g + 8 * i) * D + j * 8 + 2 * t;
+                for (uint32_t j = 0; j < D / 8; j++) {
                     float low = multiply_exact(state.out[j][2 * i], scales[i]);
                     float high = multiply_exact(state.out[j][2 * i + 1], scales[i]);
-                    at[0] = w == 0 ? low : at[0] + low;
-                    at[1] = w == 0 ? high : at[1] + high;
+                    Float2 before = w == 0 ? Float2{0.0f, 0.0f} : at[4 * j];
+                    at[4 * j] = w == 0 ? Float2{low, high} : Float2{before.x + low, before.y + high};
                 }
             }
         }
@@ -120,7 +127,8 @@ DEVICE void merge_warps(Softmax<D> &state, uint32_t compute_warps, float *sums, 
     }
     UNROLL
     for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
-        merged.out[j] = *(const Float4 *)(sums + row * D + 4 * (thread_index() % 8) + 32 * j);
+        const float *from = sums + row * sums_stride(D) + 4 * (thread_index() % 8) + 32 * j;
+        merged.out[j] = row < rows ? *(const Float4 *)from : Float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
     barrier();
 }
@@ -178,7 +186,7 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     uint8_t *stages = queries + Shape::bytes(SPLIT_ROWS);
     uint8_t *wide = stages + p.stages * STAGE;
     float *sums = (float *)(wide + (FP8 ? Shape::bytes(2 * KEYS) : 0));
-    float *warp_tops = sums + SPLIT_ROWS * D;
+    float *warp_tops = sums + SPLIT_ROWS * sums_stride(D);
     float *warp_sums = warp_tops + ATTENTION_WARPS * SPLIT_ROWS;
     uint32_t *highs = (uint32_t *)(warp_sums + ATTENTION_WARPS * SPLIT_ROWS);
     uint32_t *last = highs + SPLIT_ROWS;
@@ -186,9 +194,9 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     uint32_t rows = item.tokens * (p.heads / p.kv_heads);
     auto load = [&](uint32_t first, uint32_t end, uint8_t *stage) {
         if constexpr (FP8) {
-            load_small<D, KEYS>(small_keys_of<D>(p, item, kv_head), first, end, stage);
+            load_small<D, KEYS>(small_keys_of<D>(p, item.table, kv_head), first, end, stage);
         } else {
-            load_tile<T, D, KEYS>(keys_of<T, D>(p, item, kv_head), first, end, stage, stage + STAGE / 2);
+            load_tile<D, KEYS>(keys_of<D>(p, item.table, kv_head), first, end, stage, stage + STAGE / 2);
         }
     };
     // Positions that some row sees, and tiles at absolute multiples that hold them.
@@ -197,10 +205,13 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
     uint32_t tile = larger(item.split * SPLIT, seen) / KEYS;
     uint32_t tile_end = (end + KEYS - 1) / KEYS;
 
-    load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
     for (uint32_t s = 0; s + 1 < p.stages; s++) {
         if (tile + s < tile_end) {
             load((tile + s) * KEYS, end, stages + s * STAGE);
+        }
+        // Behind the first keys, which take longer to come.
+        if (s == 0) {
+            load_queries<T, D, SPLIT_ROWS>(p, item, kv_head, queries);
         }
         cp_async_commit();
     }
@@ -216,37 +227,49 @@ DEVICE void attend_split(const AttentionParams &p, const AttentionItem &item, ui
         }
         barrier();
         // Into the slot that all warps have left behind.
-        uint32_t ahead = tile + p.stages - 1, free = (slot + p.stages - 1) % p.stages;
+        uint32_t ahead = tile + p.stages - 1, free = slot == 0 ? p.stages - 1 : slot - 1;
         if (ahead < tile_end) {
             load(ahead * KEYS, end, stages + free * STAGE);
         }
         cp_async_commit();
-        uint8_t *key_tile = stages + slot * STAGE;
+        uint8_t *tiles = stages;
+        uint32_t keys_at = slot * STAGE;
         if constexpr (FP8) {
-            widen_small<T, D, KEYS>(key_tile, wide, tile * KEYS, end);
-            key_tile = wide;
+            widen_small<T, D, KEYS>(stages + keys_at, wide, tile * KEYS, end);
+            tiles = wide;
+            keys_at = 0;
             barrier();
         }
-        uint8_t *value_tile = key_tile + Shape::bytes(KEYS);
         slot = slot + 1 == p.stages ? 0 : slot + 1;
         if (warp() < COMPUTE_WARPS) {
             uint32_t first = warp() * 16;
+            uint32_t query_part = not_kept(part_of_a<D>(0));
+            uint32_t key_part = not_kept(keys_at + part_of_b<D>(first));
+            uint32_t value_part = not_kept(keys_at + part_of_a<D>(first));
             float scores[2][4] = {};
             UNROLL
             for (uint32_t k = 0; k < D; k += 16) {
                 uint32_t a[4], b[4];
-                load_a<D>(a, queries, 0, k);
-                load_b<D>(b, key_tile, first, k);
+                load_part<D>(a, queries, query_part, 0, k);
+                load_part<D>(b, tiles, key_part, 0, k);
                 mma<T>(scores[0], a, b[0], b[1]);
                 mma<T>(scores[1], a, b[2], b[3]);
             }
-            Sight sight = sight_of(highs, 0, p.window);
-            soften<D, 2>(state, scores, p.scale, true, sight, tile * KEYS + first);
-            weigh<T, D, 2>(state, scores, 0, value_tile, first);
+            hide<2>(scores, sight_of(highs, 0, p.window), tile * KEYS + first);
+            soften<D, 2>(state, scores, p.scale);
+            uint32_t a[4];
+            pack_weights<T, 2>(a, scores, 0);
+            UNROLL
+            for (uint32_t j = 0; j < D / 16; j++) {
+                uint32_t b[4];
+                load_part_transposed<D>(b, tiles, value_part, KEYS, j * 16);
+                mma<T>(state.out[2 * j], a, b[0], b[1]);
+                mma<T>(state.out[2 * j + 1], a, b[2], b[3]);
+            }
         }
         if ((tile + 1) % TILES_PER_SPLIT == 0 || tile + 1 == tile_end) {
             Merged<D> merged;
-            merge_warps<D>(state, COMPUTE_WARPS, sums, warp_tops, warp_sums, merged);
+            merge_warps<D>(state, COMPUTE_WARPS, rows, sums, warp_tops, warp_sums, merged);
             state.clear();
             if (item.pieces == 1) {
                 fold<D>(all, merged.top, merged.sum, merged.out);

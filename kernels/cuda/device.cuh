@@ -20,6 +20,12 @@ struct alignas(16) Vec16 {
 struct alignas(16) Float4 {
     float x, y, z, w;
 };
+struct alignas(8) Float2 {
+    float x, y;
+};
+struct alignas(8) Vec8 {
+    uint32_t word[2];
+};
 
 constexpr uint32_t WARP = 32;
 
@@ -169,8 +175,15 @@ template <> __device__ __forceinline__ uint32_t pack_small<F16>(float low, float
 
 // In shared or global memory; they return what was there.
 DEVICE uint32_t atomic_add(uint32_t *at, uint32_t value) { return atomicAdd(at, value); }
-DEVICE uint64_t atomic_add(uint64_t *at, uint64_t value) {
-    return atomicAdd((unsigned long long *)at, (unsigned long long)value);
+// The sum is whole once all who add have met at a barrier. Shared memory adds 32 bits by itself, but 64 only in a loop that
+// begins anew whenever another thread was faster; carries are exact, so two additions make the same sum.
+DEVICE void atomic_add_wide(uint64_t *at, uint64_t value) {
+    uint32_t *half = (uint32_t *)at;
+    uint32_t low = (uint32_t)value, high = (uint32_t)(value >> 32);
+    high += atomicAdd(half, low) > ~low ? 1 : 0;
+    if (high > 0) {
+        atomicAdd(half + 1, high);
+    }
 }
 DEVICE uint32_t atomic_or(uint32_t *at, uint32_t value) { return atomicOr(at, value); }
 DEVICE uint32_t atomic_min(uint32_t *at, uint32_t value) { return atomicMin(at, value); }
@@ -268,8 +281,23 @@ template <uint32_t COLUMNS> struct Tile {
 #ifdef __CUDACC__
     __device__ __forceinline__
 #endif
-        static uint8_t *at(uint8_t *tile, uint32_t row, uint32_t chunk) {
+        static uint32_t offset(uint32_t row, uint32_t chunk) {
         uint32_t place = SWIZZLED ? chunk ^ (row % 8) : chunk;
-        return tile + row * ROW_BYTES + place * 16;
+        return row * ROW_BYTES + place * 16;
+    }
+
+    // The offset CHUNKS further to the right, an even number, from that of a row's first or second chunk.
+#ifdef __CUDACC__
+    __device__ __forceinline__
+#endif
+        static uint32_t further(uint32_t offset, uint32_t chunks) {
+        return SWIZZLED ? offset ^ chunks * 16 : offset + chunks * 16;
+    }
+
+#ifdef __CUDACC__
+    __device__ __forceinline__
+#endif
+        static uint8_t *at(uint8_t *tile, uint32_t row, uint32_t chunk) {
+        return tile + offset(row, chunk);
     }
 };

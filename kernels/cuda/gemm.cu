@@ -6,8 +6,9 @@
 
 constexpr uint32_t GEMM_THREADS = 128;
 constexpr uint32_t GEMM_STEP = 64; // of k, in shared memory at once
-// Of the pipeline; tiles of many rows are as large as fits smaller GPUs.
-constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 64 ? 4 : 3; }
+// Of the pipeline. Few rows read weights at the speed of memory, from as few blocks as there are columns for, so each
+// keeps many loads under way; tiles of many rows are as large as fits smaller GPUs.
+constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 16 ? 8 : rows <= 64 ? 4 : 3; }
 
 template <typename T> DEVICE void store_pair(T *to, float low, float high, bool both) {
     if (both && (uintptr_t)to % 4 == 0) {
@@ -33,25 +34,29 @@ DEVICE void gemm(const GemmParams &p) {
     static_assert(ROWS / WARP_ROWS * (COLUMNS / WARP_COLUMNS) == GEMM_THREADS / WARP, "four warps fill a tile");
     using Shape = Tile<GEMM_STEP>;
     constexpr uint32_t STAGE = Shape::bytes(ROWS + COLUMNS);
-    constexpr uint32_t CHUNKS = (ROWS + COLUMNS) * Shape::CHUNKS;
     constexpr uint32_t STAGES = gemm_stages(ROWS);
     constexpr uint32_t M = WARP_ROWS / 16, N = WARP_COLUMNS / 8;
     uint8_t *stages = shared_memory();
     uint32_t row = block_row() * ROWS, column = block_index() * COLUMNS;
     uint32_t steps = (p.k + GEMM_STEP - 1) / GEMM_STEP;
 
+    // A thread loads the same chunk of every LINES-th row, so that a step further is the same distance for all of them.
+    constexpr uint32_t LINES = GEMM_THREADS / Shape::CHUNKS;
+    static_assert(ROWS % LINES == 0 && COLUMNS % LINES == 0, "a turn loads either of x or of the weight");
+    uint32_t own_line = thread_index() / Shape::CHUNKS, own_chunk = thread_index() % Shape::CHUNKS;
+    const T *x_from = (const T *)p.x + (uint64_t)(row + own_line) * p.k + own_chunk * 8;
+    const T *weight_from = (const T *)p.weight + (uint64_t)(column + own_line) * p.k + own_chunk * 8;
     auto load = [&](uint32_t step, uint8_t *stage) {
-        for (uint32_t at = thread_index(); at < CHUNKS; at += GEMM_THREADS) {
-            uint32_t line = at / Shape::CHUNKS, chunk = at % Shape::CHUNKS;
-            uint32_t k = step * GEMM_STEP + chunk * 8;
+        uint32_t k = step * GEMM_STEP;
+        bool inside = k + own_chunk * 8 < p.k;
+        UNROLL
+        for (uint32_t line = 0; line < ROWS + COLUMNS; line += LINES) {
             bool left = line < ROWS;
-            uint32_t from = left ? row + line : column + line - ROWS;
-            bool valid = from < (left ? p.m : p.n) && k < p.k;
-            const T *source = (const T *)(left ? p.x : p.weight);
-            if (valid) {
-                source += (uint64_t)from * p.k + k;
-            }
-            cp_async16(Shape::at(stage, line, chunk), source, valid);
+            uint32_t below = left ? line : line - ROWS;
+            bool valid = inside && (left ? row : column) + below + own_line < (left ? p.m : p.n);
+            // What is not loaded has an address that is allocated, as checkers of memory want.
+            const T *from = valid ? (left ? x_from : weight_from) + (uint64_t)below * p.k + k : (const T *)p.x;
+            cp_async16(Shape::at(stage, line + own_line, own_chunk), from, valid);
         }
     };
     UNROLL
@@ -64,6 +69,8 @@ DEVICE void gemm(const GemmParams &p) {
     float sums[M][N][4] = {};
     uint32_t warp_row = warp() % (ROWS / WARP_ROWS) * WARP_ROWS;
     uint32_t warp_column = warp() / (ROWS / WARP_ROWS) * WARP_COLUMNS;
+    uint32_t x_part = Shape::offset(warp_row + lane() % 16, lane() / 16);
+    uint32_t weight_part = Shape::offset(ROWS + warp_column + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
     for (uint32_t step = 0; step < steps; step++) {
         if (MUTANT(MissingWait, false, true)) {
             cp_async_wait<STAGES - 2>();
@@ -74,19 +81,18 @@ DEVICE void gemm(const GemmParams &p) {
             load(ahead, stages + ahead % STAGES * STAGE);
         }
         cp_async_commit();
-        uint8_t *x = stages + step % STAGES * STAGE, *w = x + Shape::bytes(ROWS);
+        uint8_t *stage = stages + step % STAGES * STAGE;
         UNROLL
         for (uint32_t k = 0; k < GEMM_STEP; k += 16) {
             uint32_t a[M][4];
             UNROLL
             for (uint32_t i = 0; i < M; i++) {
-                load_matrices(a[i], Shape::at(x, warp_row + 16 * i + lane() % 16, k / 8 + lane() / 16));
+                load_matrices(a[i], stage + Shape::bytes(16 * i) + Shape::further(x_part, k / 8));
             }
             UNROLL
             for (uint32_t j = 0; j < N; j += 2) {
                 uint32_t b[4];
-                uint32_t line = warp_column + 8 * j + lane() % 8 + lane() / 16 * 8;
-                load_matrices(b, Shape::at(w, line, k / 8 + lane() / 8 % 2));
+                load_matrices(b, stage + Shape::bytes(8 * j) + Shape::further(weight_part, k / 8));
                 UNROLL
                 for (uint32_t i = 0; i < M; i++) {
                     mma<T>(sums[i][j], a[i], b[0], b[1]);

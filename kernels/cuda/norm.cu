@@ -4,31 +4,52 @@
 
 constexpr uint32_t NORM_THREADS = 256;
 
+// Four numbers at a time, and as many of these that are loaded before the first is used: the time of a short batch is
+// that of waiting for memory.
+constexpr uint32_t NORM_AHEAD = 4;
+
+template <typename T> DEVICE void add(Float4 &x, const Vec8 &four) {
+    x.x += to_float(T{(uint16_t)four.word[0]});
+    x.y += to_float(T{(uint16_t)(four.word[0] >> 16)});
+    x.z += to_float(T{(uint16_t)four.word[1]});
+    x.w += to_float(T{(uint16_t)(four.word[1] >> 16)});
+}
+
 // One block a row, whatever its width, so that the order of the sum depends on the width alone. The row is read twice,
 // the second time from a cache. width is a multiple of 8.
 template <typename T> DEVICE void norm(const NormParams &p) {
     uint32_t at = block_index();
     uint32_t row = p.pick ? p.pick[at] : at;
     uint64_t start = (uint64_t)row * p.width;
-    float *residual = p.residual + start;
-    const uint32_t *delta = p.delta ? (const uint32_t *)p.delta + start / 2 : nullptr;
+    Float4 *residual = (Float4 *)(p.residual + start);
+    const Vec8 *delta = p.delta ? (const Vec8 *)((const uint16_t *)p.delta + start) : nullptr;
+    uint32_t fours = p.width / 4;
     float sum = 0.0f;
-    for (uint32_t i = thread_index() * 4; i < p.width; i += NORM_THREADS * 4) {
-        Float4 x = *(const Float4 *)(residual + i);
-        if (delta) {
-            uint32_t low = delta[i / 2], high = delta[i / 2 + 1];
-            x.x += to_float(T{(uint16_t)low});
-            x.y += to_float(T{(uint16_t)(low >> 16)});
-            x.z += to_float(T{(uint16_t)high});
-            x.w += to_float(T{(uint16_t)(high >> 16)});
-            if (!p.pick) {
-                *(Float4 *)(residual + i) = x;
+    for (uint32_t first = thread_index(); first < fours; first += NORM_THREADS * NORM_AHEAD) {
+        Float4 x[NORM_AHEAD];
+        Vec8 more[NORM_AHEAD];
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = first + j * NORM_THREADS;
+            x[j] = i < fours ? residual[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+            more[j] = delta && i < fours ? delta[i] : Vec8{{0, 0}};
+        }
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = first + j * NORM_THREADS;
+            if (i < fours) {
+                if (delta) {
+                    add<T>(x[j], more[j]);
+                    if (!p.pick) {
+                        residual[i] = x[j];
+                    }
+                }
+                sum = fma_exact(x[j].x, x[j].x, sum);
+                sum = fma_exact(x[j].y, x[j].y, sum);
+                sum = fma_exact(x[j].z, x[j].z, sum);
+                sum = fma_exact(x[j].w, x[j].w, sum);
             }
         }
-        sum = fma_exact(x.x, x.x, sum);
-        sum = fma_exact(x.y, x.y, sum);
-        sum = fma_exact(x.z, x.z, sum);
-        sum = fma_exact(x.w, x.w, sum);
     }
     sum = warp_sum(sum);
     float *sums = (float *)shared_memory();
@@ -42,19 +63,28 @@ template <typename T> DEVICE void norm(const NormParams &p) {
         total += sums[i];
     }
     float scale = root_inverse(total / (float)p.width + p.eps);
-    uint32_t *out = (uint32_t *)p.out + (uint64_t)at * p.width / 2;
-    for (uint32_t i = thread_index() * 4; i < p.width; i += NORM_THREADS * 4) {
-        Float4 x = *(const Float4 *)(residual + i);
-        if (delta && p.pick) {
-            uint32_t low = delta[i / 2], high = delta[i / 2 + 1];
-            x.x += to_float(T{(uint16_t)low});
-            x.y += to_float(T{(uint16_t)(low >> 16)});
-            x.z += to_float(T{(uint16_t)high});
-            x.w += to_float(T{(uint16_t)(high >> 16)});
+    Vec8 *out = (Vec8 *)((uint16_t *)p.out + (uint64_t)at * p.width);
+    for (uint32_t first = thread_index(); first < fours; first += NORM_THREADS * NORM_AHEAD) {
+        Float4 x[NORM_AHEAD], w[NORM_AHEAD];
+        Vec8 more[NORM_AHEAD];
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = first + j * NORM_THREADS;
+            x[j] = i < fours ? residual[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+            w[j] = i < fours ? ((const Float4 *)p.weight)[i] : Float4{0.0f, 0.0f, 0.0f, 0.0f};
+            more[j] = delta && p.pick && i < fours ? delta[i] : Vec8{{0, 0}};
         }
-        Float4 w = *(const Float4 *)(p.weight + i);
-        out[i / 2] = pack<T>(x.x * scale * w.x, x.y * scale * w.y);
-        out[i / 2 + 1] = pack<T>(x.z * scale * w.z, x.w * scale * w.w);
+        UNROLL
+        for (uint32_t j = 0; j < NORM_AHEAD; j++) {
+            uint32_t i = first + j * NORM_THREADS;
+            if (i < fours) {
+                if (delta && p.pick) {
+                    add<T>(x[j], more[j]);
+                }
+                out[i] = Vec8{{pack<T>(x[j].x * scale * w[j].x, x[j].y * scale * w[j].y),
+                               pack<T>(x[j].z * scale * w[j].z, x[j].w * scale * w[j].w)}};
+            }
+        }
     }
 }
 

@@ -26,9 +26,10 @@ struct SamplingShared {
 // NaN is never chosen.
 DEVICE float clean(float x) { return x == x ? x : -INFINITE; }
 
-// Calls EACH(id, logit) for every token, NaN cleaned away: eight in flight, so that loads overlap.
-template <typename Each> DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
-    constexpr uint32_t AHEAD = 2;
+// Calls EACH(id, logit) for every token, NaN cleaned away, in the order of ids within a thread: AHEAD times four in flight,
+// so that loads overlap.
+template <uint32_t AHEAD = 2, typename Each>
+DEVICE void each_logit(const float *logits, uint32_t vocabulary, Each each) {
     uint32_t fours = (vocabulary + 3) / 4;
     for (uint32_t first = thread_index(); first < fours; first += SAMPLING_THREADS * AHEAD) {
         Float4 four[AHEAD];
@@ -122,12 +123,15 @@ DEVICE uint64_t block_max(SamplingShared &shared, uint64_t value) {
 
 // The best token: its order above, the complement of its id below.
 DEVICE uint64_t best_of(SamplingShared &shared, const float *logits, uint32_t vocabulary) {
-    uint64_t best = 0;
-    each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
-        uint64_t key = (uint64_t)order_of(logit) << 32 | (uint32_t)~i;
-        best = key > best ? key : best;
+    // A thread goes by ascending ids, so the first of equals stays. It has its first token if none is above minus infinity.
+    float best = -INFINITE;
+    uint32_t id = 4 * thread_index();
+    bool some = id < vocabulary;
+    each_logit<4>(logits, vocabulary, [&](uint32_t i, float logit) {
+        id = logit > best ? i : id;
+        best = fmaxf(logit, best);
     });
-    return block_max(shared, best);
+    return block_max(shared, some ? (uint64_t)order_of(best) << 32 | (uint32_t)~id : 0);
 }
 
 // Where in the bins, from the first on, their running sum reaches TARGET.
@@ -190,7 +194,7 @@ DEVICE Crossing radix_round(SamplingShared &shared, const float *logits, uint32_
         uint64_t measure;
         if (each(i, logit, key, measure) && (shift + bits == 32 || key >> (shift + bits) == prefix)) {
             uint32_t digit = key >> shift & ((1u << bits) - 1);
-            atomic_add(&shared.bins[(1u << bits) - 1 - digit], measure);
+            atomic_add_wide(&shared.bins[(1u << bits) - 1 - digit], measure);
         }
     });
     barrier();
@@ -238,7 +242,7 @@ SUBROUTINE Cut cut_at(SamplingShared &shared, const float *logits, uint32_t voca
     each_logit(logits, vocabulary, [&](uint32_t i, float logit) {
         uint64_t amount = measure_of(measure, logit);
         if (amount > 0 && keeps(inside, order_of(logit), i)) {
-            atomic_add(&shared.bins[distance_bin(logit, best)], amount);
+            atomic_add_wide(&shared.bins[distance_bin(logit, best)], amount);
         }
     });
     barrier();

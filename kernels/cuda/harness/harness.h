@@ -195,6 +195,7 @@ template <typename V> DEVICE V atomic_add(V *at, V value) {
     *at += value;
     return before;
 }
+DEVICE void atomic_add_wide(uint64_t *at, uint64_t value) { *at += value; }
 DEVICE uint32_t atomic_or(uint32_t *at, uint32_t value) {
     uint32_t before = *at;
     *at |= value;

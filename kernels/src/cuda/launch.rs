@@ -119,14 +119,14 @@ fn split_bytes(head_dim: u32, store: KvStore, stages: u32) -> u32 {
     let keys = if head_dim <= 128 { 64 } else { 32 };
     let queries = ATTENTION_SPLIT_ROWS * row_bytes(head_dim);
     let tiles = queries + stage_bytes(head_dim, store, keys, stages);
-    tiles + ATTENTION_SPLIT_ROWS * head_dim * 4 + MERGE_BYTES
+    tiles + ATTENTION_SPLIT_ROWS * (head_dim + 8) * 4 + MERGE_BYTES
 }
 
 /// Shared memory of an item of many rows.
 fn whole_bytes(head_dim: u32, store: KvStore) -> u32 {
     let keys = if head_dim <= 64 { 64 } else { 32 };
     let queries = whole_rows(head_dim) * row_bytes(head_dim);
-    queries + stage_bytes(head_dim, store, keys, 2) + whole_rows(head_dim) * 4
+    queries + stage_bytes(head_dim, store, keys, 2) + whole_rows(head_dim) * 4 + 8
 }
 
 /// Registers of a multiprocessor, in blocks of attention: what the compiler's figures allow.
@@ -242,7 +242,7 @@ pub unsafe fn gemm<D: Device>(device: &D, half: Half, wide: bool, p: &GemmParams
 /// The kernel for so many rows, its tile and the stages of its pipeline.
 fn gemm_kernel(half: Half, wide: bool, m: u32) -> (&'static str, u32, u32, u32) {
     let (rows, columns, stages) = match m {
-        0..=16 => (16, 64, 4),
+        0..=16 => (16, 64, 8),
         17..=64 => (64, 64, 4),
         _ => (128, 128, 3),
     };
