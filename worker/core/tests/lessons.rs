@@ -22,6 +22,7 @@
 //! | filling memory to the brim, and preempting all the time | [`admission_leaves_room_for_the_growth_of_what_runs`] |
 //! | nothing starts any more, and nothing says why | `bounded_wait`; `properties` (each plan that starts nobody names the reason) |
 //! | decoding slows down for long after a preemption | [`after_a_preemption_the_others_decode_in_every_step`] |
+//! | a latency target that decodes alone exceed leaves prompts nothing, and the device half empty | [`prompts_get_on_beside_decodes_that_exceed_the_target`] |
 //! | one full context ends every generation | [`who_reaches_its_length_ends_alone`] |
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -40,15 +41,21 @@ struct Bench {
     scheduler: Scheduler,
     clock: u64,
     ended: Vec<Ended>,
+    /// What a step takes.
+    took: fn(&Iteration) -> Duration,
 }
 
 impl Bench {
     /// Copies cost next to nothing: whoever gives way is swapped, if there is a host pool.
     fn new(limits: Limits, policy: PolicyKind) -> Self {
         let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-6, ..CostPrior::default() };
+        Self::on(limits, policy, prior, |_| Duration::from_micros(100))
+    }
+
+    fn on(limits: Limits, policy: PolicyKind, prior: CostPrior, took: fn(&Iteration) -> Duration) -> Self {
         let tenants = TenantService::new(TokenCost::default(), 10);
         let scheduler = Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants).unwrap();
-        Self { scheduler, clock: 0, ended: Vec::new() }
+        Self { scheduler, clock: 0, ended: Vec::new(), took }
     }
 
     fn submit(&mut self, known: u32, max: u32) -> SequenceId {
@@ -81,7 +88,7 @@ impl Bench {
             return;
         }
         let verdicts = vec![Verdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
-        let outcome = Outcome { verdicts: &verdicts, took: Duration::from_micros(100) };
+        let outcome = Outcome { verdicts: &verdicts, took: (self.took)(plan) };
         self.scheduler.commit(plan.number, outcome).unwrap();
         self.ended.extend(self.scheduler.drain_ended());
         self.scheduler.drain_freed_slots().for_each(drop);
@@ -431,4 +438,38 @@ fn who_reaches_its_length_ends_alone() {
     assert_eq!(bench.ended, [Ended { id: full, reason: FinishReason::Length }]);
     let plan = bench.step();
     assert!(others.iter().all(|id| decodes(&plan, *id)));
+}
+
+#[test]
+fn prompts_get_on_beside_decodes_that_exceed_the_target() {
+    // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of arithmetic a token.
+    let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
+    let took = |plan: &Iteration| Duration::from_micros(50_000 + 2_500 * u64::from(plan.tokens()));
+    for (target, most) in [(50, 3.0), (1_000, f64::INFINITY)] {
+        let limits = Limits {
+            sequence_tokens: 256,
+            step_target: Some(Duration::from_millis(target)),
+            ..limits(4096, 16, 512)
+        };
+        let mut bench = Bench::on(limits, PolicyKind::Fair, prior, took);
+        (0..16).for_each(|_| drop(bench.submit(118, 62)));
+        let (mut steps, mut decoding, mut ended) = (0, 0, 0);
+        while ended < 200 {
+            let plan = bench.step();
+            for _ in std::mem::take(&mut bench.ended) {
+                ended += 1;
+                bench.submit(118, 62);
+            }
+            if ended < 40 {
+                continue;
+            }
+            steps += 1;
+            decoding += plan.decodes;
+            let alone = Duration::from_micros(50_000 + 2_500 * u64::from(plan.decodes));
+            let longer = took(&plan).as_secs_f64() / alone.as_secs_f64();
+            assert!(plan.decodes == 0 || longer < 1.02 * most, "{longer} times what the decodes take");
+        }
+        let decoding = f64::from(decoding) / f64::from(steps);
+        assert!(decoding > 12.0, "of 16 streams only {decoding:.1} decode under a target of {target} ms");
+    }
 }
