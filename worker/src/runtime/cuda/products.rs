@@ -120,7 +120,7 @@ impl Products {
         set_columns(plan.y, p.m.into())?;
         plan.set_bias(p)?;
         // SAFETY: descriptors are alive; the rest is passed on to the caller.
-        unsafe {
+        let made = unsafe {
             result::matmul(
                 self.handle,
                 plan.descriptor,
@@ -139,9 +139,22 @@ impl Products {
                 self.workspace.bytes(),
                 stream.cast(),
             )
-            .map_err(failed("a product"))?;
+        };
+        match made {
+            Ok(()) => Ok(true),
+            // An algorithm is chosen for the most rows of a class; it says so before anything runs.
+            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => {
+                let rows = p.m;
+                tracing::warn!(
+                    ?key,
+                    rows,
+                    "cublaslt's algorithm does not take these rows; our own kernel does"
+                );
+                plans.insert(key, None);
+                Ok(false)
+            }
+            Err(error) => Err(failed("a product")(error)),
         }
-        Ok(true)
     }
 
     /// Row-major matrices are column-major ones transposed: y^T[n, m] = weight[n, k] * x^T[k, m].
