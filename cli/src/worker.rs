@@ -44,7 +44,7 @@ pub struct EngineArgs {
     /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_THREADS")]
     pub threads: Option<usize>,
-    /// Round weights to integers as they are loaded: int8 or int4, `:GROUP` for how many share a scale [default: as
+    /// On CPUs, round weights to integers as they are loaded: int8 or int4, `:GROUP` for how many share a scale [default: as
     /// the model has them]
     #[arg(long, visible_alias = "quantization", value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
@@ -119,8 +119,8 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
-    /// Which GPUs to take, one for each rank, by their numbers among those visible [default: the one that --device names, or
-    /// the first, and those after it]
+    /// Which GPUs to take, one for each rank, by their numbers among those visible; wins over `--device cuda:0` [default: the
+    /// one that --device names, or the first, and those after it]
     #[arg(long, value_name = "N,...", value_delimiter = ',', env = "INFLIGHT_WORKER_GPU")]
     pub gpu: Vec<u32>,
     /// Record everything that reaches the scheduler to this file, for `inflight replay`

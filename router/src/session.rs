@@ -399,6 +399,7 @@ mod tests {
         assert_eq!(backoff.after(Some(millis(1001))), millis(100));
         assert_eq!(Backoff::new(millis(20)).after(None), millis(20), "the bound holds from the first");
     }
+
     #[test]
     fn a_worker_of_a_newer_protocol_or_that_says_too_little_of_itself_is_refused_with_what_is_wrong() {
         let limits = v1::WorkerLimits {

@@ -214,7 +214,7 @@ pub enum OptionsError {
 impl Options {
     /// What the KV cache's dtype must be on CPUs, and on GPUs.
     pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
-    pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs";
+    pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs (--device cpu)";
 
     /// Checks every option that does not depend on the model.
     ///

@@ -429,6 +429,11 @@ fn ordinals(options: &Options) -> Vec<usize> {
 
 #[cfg(feature = "cuda")]
 fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Result<Box<dyn Runtime>, Error> {
+    if let Some(quantize) = options.quantize {
+        let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
+        let (name, value) = ("quantize", quantize.to_string());
+        return Err(OptionsError::OutOfRange { name, value, range }.into());
+    }
     let cuda = CudaOptions {
         gpus: ordinals(options),
         lone_communicator: false,

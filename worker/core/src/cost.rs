@@ -155,6 +155,13 @@ impl CostModel {
         seconds(token * f64::from(tokens) + key * keys(start, tokens) as f64)
     }
 
+    /// The most tokens, up to `most`, of a prefill at position `start` by which a step with `work` takes longer by at most
+    /// `share` of its time.
+    pub fn chunk_worth(&self, work: &StepWork, start: u32, most: u32, share: f64) -> u32 {
+        // What is compared has its tail on both sides.
+        self.chunk_within(work, start, most, self.step(work).mul_f64(self.excess * (1.0 + share)))
+    }
+
     /// The most tokens, up to `most`, of a prefill at position `start` that may join a step with `work` so that
     /// the step keeps within `target`, nine times in ten.
     pub fn chunk_within(&self, work: &StepWork, start: u32, most: u32, target: Duration) -> u32 {

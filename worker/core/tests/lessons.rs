@@ -444,7 +444,11 @@ fn who_reaches_its_length_ends_alone() {
 fn prompts_get_on_beside_decodes_that_exceed_the_target() {
     // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of arithmetic a token.
     let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
-    let took = |plan: &Iteration| Duration::from_micros(50_000 + 2_500 * u64::from(plan.tokens()));
+    // Some steps take longer than predicted, as on real machines; what is kept for those must not come off the prompts' share.
+    let took = |plan: &Iteration| {
+        let late = if plan.number.is_multiple_of(5) { 14 } else { 10 };
+        Duration::from_micros((5_000 + 250 * u64::from(plan.tokens())) * late)
+    };
     for (target, most) in [(50, 3.0), (1_000, f64::INFINITY)] {
         let limits = Limits {
             sequence_tokens: 256,
@@ -467,7 +471,8 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
             decoding += plan.decodes;
             let alone = Duration::from_micros(50_000 + 2_500 * u64::from(plan.decodes));
             let longer = took(&plan).as_secs_f64() / alone.as_secs_f64();
-            assert!(plan.decodes == 0 || longer < 1.02 * most, "{longer} times what the decodes take");
+            // The tail, and what the model still errs.
+            assert!(plan.decodes == 0 || longer < 1.6 * most, "{longer} times what the decodes take");
         }
         let decoding = f64::from(decoding) / f64::from(steps);
         assert!(decoding > 12.0, "of 16 streams only {decoding:.1} decode under a target of {target} ms");

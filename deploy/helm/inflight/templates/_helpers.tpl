@@ -157,9 +157,9 @@ prometheus.io/port: {{ index . 2 | quote }}
 {{/* What a worker's pod asks for: with GPUs, one for each rank that shares the model. */}}
 {{- define "inflight.workerResources" -}}
 {{- $resources := deepCopy .Values.worker.resources -}}
-{{- if eq .Values.worker.device "cuda" -}}
-{{- $gpus := int (default 1 .Values.worker.tensorParallel) -}}
 {{- $limits := default dict $resources.limits -}}
+{{- if or (eq .Values.worker.device "cuda") (and (eq .Values.worker.device "auto") (hasKey $limits "nvidia.com/gpu")) -}}
+{{- $gpus := int (default 1 .Values.worker.tensorParallel) -}}
 {{- $given := default $gpus (get $limits "nvidia.com/gpu") -}}
 {{- if ne (int $given) $gpus -}}
 {{- fail (printf "worker.resources.limits has %v nvidia.com/gpu, and worker.tensorParallel takes %d" $given $gpus) -}}
@@ -171,5 +171,5 @@ prometheus.io/port: {{ index . 2 | quote }}
 
 {{/* Whether a worker's ranks are several GPUs. */}}
 {{- define "inflight.severalGpus" -}}
-{{- if and (eq .Values.worker.device "cuda") (gt (int (default 1 .Values.worker.tensorParallel)) 1) -}}true{{- end -}}
+{{- if and (ne .Values.worker.device "cpu") (gt (int (default 1 .Values.worker.tensorParallel)) 1) -}}true{{- end -}}
 {{- end -}}

@@ -6,6 +6,7 @@ mod check;
 mod commit;
 mod error;
 mod load;
+mod outlook;
 mod plan;
 mod preempt;
 mod resumption;
@@ -412,56 +413,6 @@ impl Scheduler {
     /// Iterations planned and not yet committed.
     pub fn in_flight(&self) -> usize {
         self.flights.len()
-    }
-
-    /// Predicted time until the first token of a new prompt with this many tokens to compute, were it submitted
-    /// now: everything ahead of it is computed first, in chunks beside the decodes that run.
-    pub fn predict_first_token(&self, tokens: u32) -> Duration {
-        let mut work = StepWork::default();
-        let (mut ahead, mut prompts) = (u64::from(tokens), 1);
-        for sequence in self.sequences.iter().flatten() {
-            match sequence.state {
-                State::Decoding { .. } => work.add(sequence.computed_tokens, 1),
-                State::Leaving { .. } => {}
-                _ => {
-                    ahead += u64::from(sequence.uncomputed());
-                    prompts += 1;
-                }
-            }
-        }
-        let chunk = self.chunk_beside(&work, prompts);
-        let steps = u32::try_from(ahead.div_ceil(u64::from(chunk))).unwrap_or(u32::MAX);
-        let last = chunk.min(u32::try_from(ahead).unwrap_or(u32::MAX));
-        work.add(0, last);
-        self.cost.step(&work).saturating_mul(steps)
-    }
-
-    /// Tokens of a prompt that a step with these decodes takes, one of so many prompts that wait.
-    fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
-        let most = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
-        self.chunk_within_target(decodes, 0, most).max(self.least_chunk(decodes, 0, most, prompts))
-    }
-
-    /// What a prompt that comes now has ahead of it.
-    pub fn prefill_outlook(&self) -> PrefillOutlook {
-        let mut work = StepWork::default();
-        let (mut ahead, mut prompts) = (Duration::ZERO, 1);
-        for sequence in self.sequences.iter().flatten() {
-            match sequence.state {
-                State::Decoding { .. } => work.add(sequence.computed_tokens, 1),
-                State::Leaving { .. } => {}
-                _ => {
-                    ahead += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed());
-                    prompts += 1;
-                }
-            }
-        }
-        let decode_step = if work.sequences > 0 { self.cost.step(&work) } else { Duration::ZERO };
-        let chunk = self.chunk_beside(&work, prompts);
-        work.add(0, chunk);
-        let (step, alone) = (self.cost.step(&work).as_secs_f64(), self.cost.prefill(0, chunk).as_secs_f64());
-        let stretch = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
-        PrefillOutlook { ahead, stretch, decode_step }
     }
 
     /// Ends what is past its deadline.

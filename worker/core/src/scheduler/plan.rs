@@ -187,12 +187,18 @@ impl Scheduler {
     /// the more of them wait for each sequence that decodes, up to twice that time: else a target that decodes alone come
     /// near to, as those of a large model do, would keep the device half empty while prompts wait. The bound is one of
     /// time rather than of tokens, which are dear at the end of a long prompt.
-    pub(super) fn least_chunk(&self, decodes: &StepWork, start: u32, most: u32, prefills: u32) -> u32 {
+    fn least_chunk(&self, decodes: &StepWork, start: u32, most: u32, prefills: u32) -> u32 {
         let alone = self.cost.step(decodes);
         let tight = self.limits.step_target.is_some_and(|target| target < 2 * alone);
         let crowd = f64::from(PREFILL_WORTH * prefills) / f64::from(decodes.sequences.max(1));
         let share = if tight { crowd.clamp(0.25, 2.0) } else { 0.25 };
-        self.cost.chunk_within(decodes, start, most, alone.mul_f64(1.0 + share)).max(1).min(most)
+        self.cost.chunk_worth(decodes, start, most, share).max(1).min(most)
+    }
+
+    /// Tokens of a prompt that a step with these decodes takes, one of so many prompts that wait.
+    pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
+        let most = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
+        self.chunk_within_target(decodes, 0, most).max(self.least_chunk(decodes, 0, most, prompts))
     }
 
     pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {

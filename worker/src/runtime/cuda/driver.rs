@@ -264,6 +264,7 @@ pub(super) struct Driver {
 
 /// Kernels that work on tiles in shared memory.
 const TILED: [&str; 2] = ["attention_", "gemm_"];
+
 impl Driver {
     /// Takes a GPU and loads the kernels. `deterministic` products are our own; else the vendor's library makes them,
     /// where it is found. `peers` are those that share the model with it.

@@ -9,6 +9,7 @@ use super::driver::explain;
 const DRIVER_MIN: i32 = 13_000;
 /// Oldest architecture: Ampere.
 const COMPUTE_MIN: (i32, i32) = (8, 0);
+
 /// Why there is no GPU to use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unavailable {

@@ -102,7 +102,9 @@ impl Library {
             let mut version = 0;
             get_version(&mut version);
             if version < VERSION_MIN {
-                let (major, minor) = (version / 10_000, version / 100 % 100);
+                // Until 2.8 the major release counted thousands.
+                let unit = if version < 10_000 { 1_000 } else { 10_000 };
+                let (major, minor) = (version / unit, version % unit / 100);
                 return Err(unavailable(format!("release {major}.{minor} is installed")));
             }
             Ok(Self {

@@ -227,6 +227,10 @@ fn serve(
     for command in inbox {
         match command {
             Command::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
+                // It may allocate, which may wait for every device: not before all ranks have enqueued what came before.
+                if sampling.needs_history() && job.meet(0).is_err() {
+                    continue; // the group has failed, and the next step says so
+                }
                 let setup = runtime::SlotSetup {
                     sampling,
                     choice,
