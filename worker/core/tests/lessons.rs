@@ -456,7 +456,9 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
             ..limits(4096, 16, 512)
         };
         let mut bench = Bench::on(limits, PolicyKind::Fair, prior, took);
-        (0..16).for_each(|_| drop(bench.submit(118, 62)));
+        for _ in 0..16 {
+            bench.submit(118, 62);
+        }
         let (mut steps, mut decoding, mut ended) = (0, 0, 0);
         while ended < 200 {
             let plan = bench.step();
