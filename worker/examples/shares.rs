@@ -28,6 +28,10 @@ const BLOCK_TOKENS: usize = 16;
 const CONTEXT: usize = 1024;
 const STREAMS: usize = 32;
 const LIMIT_TIME: Duration = Duration::from_millis(120);
+/// Where sequences stand that decode.
+const DECODED: usize = 128;
+/// How often steps and the memory's limit are measured in turns.
+const TURNS: usize = 7;
 /// Least time for one figure of a round.
 const LEAST: Duration = Duration::from_millis(400);
 
@@ -136,15 +140,13 @@ fn measure(
     let kind = if weights == "bf16" { Arithmetic::Bf16 } else { Arithmetic::Int8 };
     let mut rounds: Vec<Round> = Vec::new();
     for round in 0..options.rounds {
-        let read = memory.read(pool, isa, LIMIT_TIME);
         let peak = arithmetic(pool, isa, kind, LIMIT_TIME);
-        let alone = driver.decode(1, 128)?;
-        let read_after = memory.read(pool, isa, LIMIT_TIME);
+        let (alone, read) = driver.decode_beside(&|| memory.read(pool, isa, LIMIT_TIME / 4))?;
         let prefill = driver.prefill()?;
-        let crowd = driver.decode(16, 128)?;
+        let crowd = driver.decode(16, LEAST)?;
         let all = driver.mixed(round as u32)?;
         let peak_after = arithmetic(pool, isa, kind, LIMIT_TIME);
-        let (read, peak) = (read.max(read_after), peak.max(peak_after));
+        let peak = peak.max(peak_after);
         rounds.push(Round::from([
             ("read", read / 1e9),
             ("peak", peak / 1e9),
@@ -243,27 +245,41 @@ impl<'a> Driver<'a> {
         2.0 * (self.config.hidden_size * self.config.vocab_size) as f64
     }
 
-    /// Steps of one token for each of `streams` sequences at `position`.
-    fn decode(&mut self, streams: usize, position: usize) -> Outcome<Rates> {
+    /// Steps of one token for one sequence in turns with what `read` measures: medians over turns, as what the memory
+    /// gives may change within a second.
+    fn decode_beside(&mut self, read: &dyn Fn() -> f64) -> Outcome<(Rates, f64)> {
+        let mut turns = Vec::new();
+        let mut before = read();
+        for _ in 0..TURNS {
+            let rates = self.decode(1, LEAST / 4)?;
+            let after = read();
+            turns.push((rates, before.max(after)));
+            before = after;
+        }
+        turns.sort_by(|a, b| (a.0.bytes / a.1).total_cmp(&(b.0.bytes / b.1)));
+        Ok(turns[TURNS / 2])
+    }
+
+    /// Steps of one token for each of `streams` sequences, at least five.
+    fn decode(&mut self, streams: usize, least: Duration) -> Outcome<Rates> {
         for slot in 0..streams {
             self.attach(slot)?;
             self.batch.clear();
-            self.push(slot, 0, position, false);
+            self.push(slot, 0, DECODED, false);
             self.runtime.execute(&mut self.batch, &mut self.sampled)?;
         }
         let per_token = kv_bytes_per_token(self.config, self.kv) as f64;
-        let (begun, mut best) = (Instant::now(), f64::INFINITY);
+        let begun = Instant::now();
         let mut times = Vec::new();
-        while begun.elapsed() < LEAST || times.len() < 5 {
+        while begun.elapsed() < least || times.len() < 5 {
             self.batch.clear();
-            (0..streams).for_each(|slot| self.push(slot, position, 1, true));
+            (0..streams).for_each(|slot| self.push(slot, DECODED, 1, true));
             let took = self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64();
             times.push(took);
-            best = best.min(took);
         }
         times.sort_by(f64::total_cmp);
         let took = times[times.len() / 2];
-        let bytes = self.weight_bytes + per_token * (streams * position) as f64;
+        let bytes = self.weight_bytes + per_token * (streams * DECODED) as f64;
         Ok(Rates { tokens: streams as f64 / took, bytes: bytes / took, operations: 0.0 })
     }
 

@@ -5,6 +5,7 @@
 //! when a chain is advanced, never its order: a chain parked in `y` between cache blocks loses nothing, as it is an
 //! f32 either way. Hence the same bits for any number of rows.
 
+use std::hint::black_box;
 use std::ops::Range;
 
 use super::isa::Path;
@@ -38,10 +39,10 @@ const WHOLE_TILES: usize = 4;
 
 /// Least bytes of weights, times passes over them, that are worth a second thread.
 const SHARED_BYTES: usize = 64 << 10;
-/// Least bytes of weights, times passes over them, that are worth a unit of their own.
-const UNIT_BYTES: usize = 256 << 10;
-/// Units for each thread, with few rows and with many: enough to take over the share of one that is late, and with few
-/// rows long enough to read memory in one go.
+/// Least bytes of weights, times passes over them, that are worth a unit of their own, with few rows and with many: with few
+/// rows, memory is read in long goes, of which each takes its time to begin.
+const UNIT_BYTES: (usize, usize) = (1 << 20, 256 << 10);
+/// Units for each thread, with few rows and with many: enough to take over the share of one that is late.
 const UNITS_PER_THREAD: (usize, usize) = (4, 16);
 
 /// What a product's sums start from.
@@ -107,9 +108,12 @@ fn multiply(
     // It is not worth while to hand out less than some microseconds of work.
     let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
-    let most = if tiles.count() <= WHOLE_TILES { UNITS_PER_THREAD.0 } else { UNITS_PER_THREAD.1 };
+    let (most, unit_bytes) = match tiles.count() {
+        ..=WHOLE_TILES => (UNITS_PER_THREAD.0, UNIT_BYTES.0),
+        _ => (UNITS_PER_THREAD.1, UNIT_BYTES.1),
+    };
     let least = if work < SHARED_BYTES { 1 } else { threads };
-    let units = (work / UNIT_BYTES).clamp(least, threads * most).min(panels);
+    let units = (work / unit_bytes).clamp(least, threads * most).min(panels);
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;
@@ -336,7 +340,8 @@ impl Multiply<'_> {
     unsafe fn abreast<S: Simd, F: Format<S>>(&self, row: usize, rows: usize) {
         let Range { start, end } = self.panels;
         let abreast = 4 / rows;
-        let long = (end - start) / abreast;
+        // Opaque, as the compiler would otherwise divide anew for every vector that is read.
+        let long = black_box((end - start) / abreast);
         let steps = self.w.steps;
         // SAFETY: rows and panels are within the matrices.
         unsafe {

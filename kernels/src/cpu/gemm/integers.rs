@@ -69,6 +69,8 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
             }
             for _ in 0..steps {
                 let mut parts = [[[S::splat_int(0); 2]; P]; M];
+                // Sixteen times what upper halves come to: with few rows it pays to shift sums instead of weights.
+                let mut uppers = [[[S::splat_int(0); 2]; P]; M];
                 for m in 0..M {
                     parts[m] = [[S::splat_int(x.add(m).read() as i32); 2]; P];
                 }
@@ -84,7 +86,18 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                     for p in 0..P {
                         let from = at.add(p * gap * job.w.panel_bytes);
                         let (w0, w1) = (S::load_int(from), S::load_int(from.add(vector)));
-                        if FOUR {
+                        if FOUR && P > 1 {
+                            let (low0, low1) = (S::lower_halves(w0), S::lower_halves(w1));
+                            let (high0, high1) = (S::upper_halves(w0), S::upper_halves(w1));
+                            for m in 0..M {
+                                let x0 = S::splat_int(x.add(m).read() as i32);
+                                let x1 = S::splat_int(x.add(M + m).read() as i32);
+                                parts[m][p][0] = B::dot(parts[m][p][0], low0, x0);
+                                parts[m][p][1] = B::dot(parts[m][p][1], low1, x0);
+                                uppers[m][p][0] = B::dot(uppers[m][p][0], high0, x1);
+                                uppers[m][p][1] = B::dot(uppers[m][p][1], high1, x1);
+                            }
+                        } else if FOUR {
                             let ((low0, high0), (low1, high1)) = (S::nibbles(w0), S::nibbles(w1));
                             for m in 0..M {
                                 let x0 = S::splat_int(x.add(m).read() as i32);
@@ -109,7 +122,11 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                     for m in 0..M {
                         let scale = S::splat(f32::from_bits(scales.add(m).read()));
                         for v in 0..2 {
-                            let part = S::mul(S::int_to_f32(parts[m][p][v]), scale);
+                            let mut part = parts[m][p][v];
+                            if FOUR && P > 1 {
+                                part = S::add_sixteenth(part, uppers[m][p][v]);
+                            }
+                            let part = S::mul(S::int_to_f32(part), scale);
                             sums[m][p][v] = S::fma(part, factors[v], sums[m][p][v]);
                         }
                     }

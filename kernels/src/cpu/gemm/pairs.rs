@@ -41,16 +41,15 @@ unsafe fn tile(rows: &[f32], k: usize, height: usize, to: *mut u32, count: usize
         // SAFETY: `present` masks the numbers beyond the row; stores are whole where a vector fits into the tile, and of
         // `height` words elsewhere.
         unsafe {
+            let row = |i: usize| rows.as_ptr().wrapping_add(i * k + at);
+            if height == 1 {
+                let lanes = ((1u32 << numbers.div_ceil(2)) - 1) as __mmask16;
+                _mm512_mask_storeu_epi32(to.add(at / 2).cast(), lanes, pairs(row(0), present));
+                continue;
+            }
             let mut words = [_mm512_setzero_si512(); 16];
-            for i in 0..height {
-                let from = rows.as_ptr().wrapping_add(i * k + at);
-                let (low, high) = if numbers == NUMBERS {
-                    (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16)))
-                } else {
-                    let high = _mm512_maskz_loadu_ps((present >> 16) as __mmask16, from.wrapping_add(16));
-                    (_mm512_maskz_loadu_ps(present as __mmask16, from), high)
-                };
-                words[i] = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            for (i, words) in words.iter_mut().enumerate().take(height) {
+                *words = pairs(row(i), present);
             }
             let steps = transpose(words);
             for (s, step) in steps.iter().enumerate().take(numbers.div_ceil(2)) {
@@ -66,12 +65,30 @@ unsafe fn tile(rows: &[f32], k: usize, height: usize, to: *mut u32, count: usize
     }
 }
 
+/// [`NUMBERS`] numbers, those `present`, as pairs.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16; what is present can be read.
+#[inline(always)]
+unsafe fn pairs(from: *const f32, present: u32) -> __m512i {
+    // SAFETY: the mask keeps to what is present.
+    unsafe {
+        let (low, high) = if present == u32::MAX {
+            (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16)))
+        } else {
+            let high = _mm512_maskz_loadu_ps((present >> 16) as __mmask16, from.wrapping_add(16));
+            (_mm512_maskz_loadu_ps(present as __mmask16, from), high)
+        };
+        std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+    }
+}
+
 /// Rows become columns.
 ///
 /// # Safety
 /// The machine has AVX-512.
 #[inline(always)]
-pub(super) unsafe fn transpose(mut r: [__m512i; 16]) -> [__m512i; 16] {
+unsafe fn transpose(mut r: [__m512i; 16]) -> [__m512i; 16] {
     let mut t = r;
     // SAFETY: passed on to the caller.
     unsafe {

@@ -231,6 +231,44 @@ proptest! {
     }
 }
 
+/// The words of x[rows, k] for a product with integers, on one path.
+#[cfg(target_arch = "x86_64")]
+fn packed_bytes(path: Path, x: &[f32], k: usize, group: usize, four: bool) -> Option<Vec<u32>> {
+    let isa = Isa::available().into_iter().find(|isa| isa.0 == path)?;
+    let pool = Pool::new(2).unwrap();
+    let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
+    let zeros = vec![0; k * 2];
+    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &zeros, rows: 1, interleaved: None }];
+    let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
+    let rows = x.len() / k;
+    let mut scratch = Activations::default();
+    let (words, row_words) = scratch.set(&pool, &w, x, Tiles::new(rows, tile_rows(&w)));
+    // SAFETY: that many words were just packed, and `scratch` holds them.
+    Some(unsafe { std::slice::from_raw_parts(words, rows * row_words) }.to_vec())
+}
+
+#[cfg(target_arch = "x86_64")]
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn activations_become_the_same_bytes_by_vectors_as_one_by_one(
+        k in 1usize..300, rows in 1usize..20, group in 1usize..=32, four in any::<bool>(), seed in any::<u32>(),
+        odd in prop::collection::vec(
+            (any::<prop::sample::Index>(), prop::sample::select(vec![
+                f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e-31, -1e-38, -0.0,
+            ])), 0..6),
+    ) {
+        let mut x = values(seed, rows * k, 3.0);
+        odd.iter().for_each(|(at, value)| *at.get_mut(&mut x) = *value);
+        let pack = |path| packed_bytes(path, &x, k, group * 8, four);
+        // Nothing to compare on machines without either.
+        if let (Some(one), Some(all)) = (pack(Path::Avx512), pack(Path::Avx512Bf16)) {
+            prop_assert!(one == all);
+        }
+    }
+}
+
 #[test]
 fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
     check_integers(70, 1500, 530, 64, false, 2, 517, 9);

@@ -180,6 +180,24 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn lower_halves(v: __m256i) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_and_si256(v, _mm256_set1_epi8(15)) }
+    }
+
+    #[inline(always)]
+    unsafe fn upper_halves(v: __m256i) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_and_si256(v, _mm256_set1_epi8(0xf0_u8 as i8)) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_sixteenth(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_add_epi32(a, _mm256_srai_epi32::<4>(b)) }
+    }
+
+    #[inline(always)]
     unsafe fn dot_bytes(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
         // SAFETY: see the impl.
         unsafe {

@@ -182,6 +182,24 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn lower_halves(v: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_and_si512(v, _mm512_set1_epi8(15)) }
+    }
+
+    #[inline(always)]
+    unsafe fn upper_halves(v: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_and_si512(v, _mm512_set1_epi8(0xf0_u8 as i8)) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_sixteenth(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_add_epi32(a, _mm512_srai_epi32::<4>(b)) }
+    }
+
+    #[inline(always)]
     unsafe fn dot_bytes(sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe {

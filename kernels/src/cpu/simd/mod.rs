@@ -71,6 +71,12 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_int(from: *const u8) -> Self::I;
     /// The lower and the upper half of each byte, each in a byte of its own.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
+    /// The lower half of each byte.
+    unsafe fn lower_halves(v: Self::I) -> Self::I;
+    /// The upper half of each byte, where it is: sixteen times its number.
+    unsafe fn upper_halves(v: Self::I) -> Self::I;
+    /// `a + b / 16`, where 16 divides b.
+    unsafe fn add_sixteenth(a: Self::I, b: Self::I) -> Self::I;
     /// Adds to each lane the products of its four pairs of bytes, those of `w` unsigned, those of `x` signed. Exact, so
     /// every instruction set gives the same.
     unsafe fn dot_bytes(sum: Self::I, w: Self::I, x: Self::I) -> Self::I;

@@ -168,6 +168,21 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn lower_halves(v: [i32; N]) -> [i32; N] {
+        v.map(|four| four & 0x0f0f_0f0f)
+    }
+
+    #[inline(always)]
+    unsafe fn upper_halves(v: [i32; N]) -> [i32; N] {
+        v.map(|four| four & 0xf0f0_f0f0_u32 as i32)
+    }
+
+    #[inline(always)]
+    unsafe fn add_sixteenth(a: [i32; N], b: [i32; N]) -> [i32; N] {
+        std::array::from_fn(|i| a[i] + (b[i] >> 4))
+    }
+
+    #[inline(always)]
     unsafe fn dot_bytes(sum: [i32; N], w: [i32; N], x: [i32; N]) -> [i32; N] {
         let mut out = sum;
         for i in 0..N {
