@@ -10,9 +10,8 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use super::super::kv::{Bf16, Int8, Number, TILE};
-use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp};
+use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp, largest_of};
 use super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
-use crate::dtype::bf16_bits;
 
 /// Positions of a span.
 const SPAN: usize = 64;
@@ -161,11 +160,7 @@ impl Attend<'_> {
             for i in 0..count {
                 let (row, head) = of(i);
                 let query = self.qkv.add(row * self.shape.width() + head * head_dim);
-                for d in 0..half {
-                    let (a, b) = (query.add(2 * d).read(), query.add(2 * d + 1).read());
-                    let pair = u32::from(bf16_bits(a)) | u32::from(bf16_bits(b)) << 16;
-                    packed.add(i * half + d).write(pair);
-                }
+                pack(query, head_dim, packed.add(i * half));
                 let high = self.positions[row] as usize + 1;
                 let low = self.window.map_or(0, |window| high.saturating_sub(window as usize));
                 states.add(i).write(State { best: f32::NEG_INFINITY, low, high, total: [0.0; 16] });
@@ -206,12 +201,7 @@ impl Attend<'_> {
                 let (row, head) = of(i);
                 let out = self.out.add((row * self.shape.heads + head) * head_dim);
                 let scale = 1.0 / Avx512::sum(Avx512::load((*states.add(i)).total.as_ptr()));
-                for d in 0..head_dim {
-                    // See `Block::sums`: each 128 bits of a vector hold four components of eight.
-                    let (part, within) = (d / 32 * 32, d % 32);
-                    let lane = within / 8 * 4 + within % 4 + within % 8 / 4 * 16;
-                    out.add(d).write(sums.add(i * width + part + lane).read() * scale);
-                }
+                unpack(sums.add(i * width), head_dim, scale, out);
             }
         }
     }
@@ -255,16 +245,30 @@ impl Attend<'_> {
                     (None, None) => {}
                 }
             }
+            let mut seen = [(0, 0); Q];
+            let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
+            let mut best = [f32::NEG_INFINITY; QUERIES];
+            for i in 0..Q {
+                let from = states[i].low.saturating_sub(base).min(SPAN);
+                let to = states[i].high.saturating_sub(base).min(SPAN);
+                seen[i] = (from, to.max(from));
+                largest[i] = largest_seen(&scores[i], seen[i]);
+                best[i] = states[i].best;
+            }
+            // What earlier sums are multiplied by, for all queries at once.
+            let before = _mm256_loadu_ps(best.as_ptr());
+            let now = _mm256_max_ps(largest_of(largest), before);
+            let decays = exp::<Avx512>(_mm512_zextps256_ps512(_mm256_sub_ps(before, now)));
+            _mm256_storeu_ps(best.as_mut_ptr(), now);
+            let mut factors = [0.0f32; QUERIES];
+            _mm256_storeu_ps(factors.as_mut_ptr(), _mm512_castps512_ps256(decays));
             let mut weights = [[0u16; SPAN]; Q];
             let mut decay = [_mm512_set1_ps(1.0); Q];
-            let mut seen = [(0, 0); Q];
             for i in 0..Q {
-                let state = &mut states[i];
-                let from = state.low.saturating_sub(base).min(SPAN);
-                let to = state.high.saturating_sub(base).min(SPAN);
-                if from < to {
-                    seen[i] = (from, to);
-                    decay[i] = soften(&scores[i], (from, to), tiles, state, &mut weights[i]);
+                if seen[i].0 < seen[i].1 {
+                    decay[i] = _mm512_set1_ps(factors[i]);
+                    states[i].best = best[i];
+                    soften(&scores[i], seen[i], tiles, decay[i], &mut states[i], &mut weights[i]);
                 }
             }
             for d in (0..width).step_by(32) {
@@ -299,6 +303,45 @@ impl Attend<'_> {
                     _mm512_storeu_ps(at, sum[i][0]);
                     _mm512_storeu_ps(at.add(16), sum[i][1]);
                 }
+            }
+        }
+    }
+}
+
+/// Rounds `count` numbers, an even count, to pairs of bf16.
+#[inline(always)]
+unsafe fn pack(from: *const f32, count: usize, to: *mut u32) {
+    // SAFETY: masks keep to what there is.
+    unsafe {
+        for at in (0..count).step_by(32) {
+            let present = (u64::MAX >> (64 - (count - at).min(32))) as u32;
+            let low = _mm512_maskz_loadu_ps(present as __mmask16, from.wrapping_add(at));
+            let high = _mm512_maskz_loadu_ps((present >> 16) as __mmask16, from.wrapping_add(at + 16));
+            let pairs = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let lanes = (u32::MAX >> (32 - (count - at).min(32) / 2)) as __mmask16;
+            _mm512_mask_storeu_epi32(to.wrapping_add(at / 2).cast(), lanes, pairs);
+        }
+    }
+}
+
+/// Brings `count` sums into their order, see [`Block::sums`], times `scale`.
+#[inline(always)]
+unsafe fn unpack(sums: *const f32, count: usize, scale: f32, to: *mut f32) {
+    // SAFETY: sums are whole vectors by twos; masks keep to what is asked for.
+    unsafe {
+        let scale = _mm512_set1_ps(scale);
+        // Each 128 bits of a vector hold four components of eight.
+        let first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        for at in (0..count).step_by(32) {
+            let (low, high) = (_mm512_loadu_ps(sums.add(at)), _mm512_loadu_ps(sums.add(at + 16)));
+            let present = (u64::MAX >> (64 - (count - at).min(32))) as u32;
+            let halves = [
+                (_mm512_permutex2var_ps(low, first, high), present as __mmask16, at),
+                (_mm512_permutex2var_ps(low, second, high), (present >> 16) as __mmask16, at + 16),
+            ];
+            for (half, mask, at) in halves {
+                _mm512_mask_storeu_ps(to.wrapping_add(at), mask, _mm512_mul_ps(half, scale));
             }
         }
     }
@@ -363,45 +406,64 @@ unsafe fn score<const Q: usize, const T: usize>(
     }
 }
 
+/// Lanes of which the largest is the best score of what is `seen`; scores that are no numbers do not count.
+#[inline(always)]
+unsafe fn largest_seen(scores: &[f32; SPAN], seen: Seen) -> __m512 {
+    // SAFETY: vectors are within the array.
+    unsafe {
+        let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
+        let visible = visible(seen);
+        let mut largest = hidden;
+        for t in 0..SPAN_TILES {
+            let part = _mm512_mask_loadu_ps(
+                hidden,
+                (visible >> (t * TILE)) as __mmask16,
+                scores.as_ptr().add(t * TILE),
+            );
+            largest = Avx512::max(part, largest);
+        }
+        largest
+    }
+}
+
+/// A bit for each position of a span that is seen.
+#[inline(always)]
+fn visible(seen: Seen) -> u64 {
+    let upto = |end: usize| if end == SPAN { u64::MAX } else { (1 << end) - 1 };
+    upto(seen.1) & !upto(seen.0)
+}
+
 /// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
-/// best score so far, and returns by what earlier sums must be multiplied.
+/// best score so far, and adds them up.
 #[inline(always)]
 unsafe fn soften(
     scores: &[f32; SPAN],
     seen: Seen,
     tiles: &[Option<Tile<Bf16>>; SPAN_TILES],
+    decay: __m512,
     state: &mut State,
     weights: &mut [u16; SPAN],
-) -> __m512 {
+) {
     // SAFETY: vectors are within the arrays.
     unsafe {
         let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
-        let visible = (u64::MAX >> (64 - (seen.1 - seen.0))) << seen.0;
-        let mut parts = [hidden; SPAN_TILES];
-        let mut largest = hidden;
+        let best = _mm512_set1_ps(state.best);
+        let visible = visible(seen);
+        let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
         for t in 0..SPAN_TILES {
             // What is hidden may be anything, NaN included: it is replaced, not combined.
             let mask = (visible >> (t * TILE)) as __mmask16;
-            parts[t] = _mm512_mask_loadu_ps(hidden, mask, scores.as_ptr().add(t * TILE));
-            largest = Avx512::max(parts[t], largest);
-        }
-        let now = state.best.max(Avx512::largest(largest));
-        let decay = exp::<Avx512>(_mm512_set1_ps(state.best - now));
-        state.best = now;
-        let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
-        for t in 0..SPAN_TILES {
-            let mut weight = exp::<Avx512>(_mm512_sub_ps(parts[t], _mm512_set1_ps(now)));
+            let part = _mm512_mask_loadu_ps(hidden, mask, scores.as_ptr().add(t * TILE));
+            let mut weight = exp::<Avx512>(_mm512_sub_ps(part, best));
             total = _mm512_add_ps(total, weight);
             let scales = tiles[t].as_ref().map_or(std::ptr::null(), |tile| tile.value_scales);
             if !scales.is_null() {
-                let mask = (visible >> (t * TILE)) as __mmask16;
                 weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, scales));
             }
             let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
             _mm256_storeu_si256(weights.as_mut_ptr().add(t * TILE).cast(), rounded);
         }
         _mm512_storeu_ps(state.total.as_mut_ptr(), total);
-        decay
     }
 }
 

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::super::matrix::GROUP_STEP;
-use super::super::simd::{Avx512, Kernel, Simd};
+use super::super::simd::{Avx512, Kernel, Simd, largest_of};
 use super::activations::Pack;
 
 /// Numbers whose bytes fill a vector.
@@ -147,7 +147,7 @@ unsafe fn quantize(part: Part, height: usize, group: usize, offset: i32, to: *mu
                 *most = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *most);
             }
         }
-        let (scales, inverses) = scales(largest(most));
+        let (scales, inverses) = scales(largest_of(most));
         _mm256_mask_storeu_ps(to.add(height).cast(), all, scales);
         let ones = _mm512_set1_epi8(1);
         let mut sum = _mm512_setzero_si512();
@@ -192,32 +192,6 @@ unsafe fn quantize(part: Part, height: usize, group: usize, offset: i32, to: *mu
         let odd = _mm512_permutexvar_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(height as i32)), sum);
         let sum = _mm512_mullo_epi32(_mm512_add_epi32(sum, odd), _mm512_set1_epi32(-offset));
         _mm256_mask_storeu_epi32(to.cast(), all, _mm512_castsi512_si256(sum));
-    }
-}
-
-/// The largest lane of each vector.
-///
-/// # Safety
-/// The machine has AVX-512.
-#[inline(always)]
-unsafe fn largest([a, b, c, d, e, f, g, h]: [__m512; ROWS]) -> __m256 {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let (a, b) = (largest_of_four(a, b, c, d), largest_of_four(e, f, g, h));
-        _mm256_max_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
-    }
-}
-
-/// Twice four lanes of which the larger are the largest of each vector.
-#[inline(always)]
-unsafe fn largest_of_four(a: __m512, b: __m512, c: __m512, d: __m512) -> __m256 {
-    // SAFETY: passed on to the caller.
-    unsafe {
-        let a = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-        let b = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-        let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
-        let all = _mm512_max_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-        _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps::<1>(all))
     }
 }
 

@@ -112,11 +112,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn exp2(v: __m256) -> __m256 {
+    unsafe fn times_exp2(a: __m256, v: __m256) -> __m256 {
         // SAFETY: see the impl.
         unsafe {
             let biased = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
-            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+            _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
         }
     }
 

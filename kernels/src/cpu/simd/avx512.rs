@@ -112,12 +112,9 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn exp2(v: __m512) -> __m512 {
+    unsafe fn times_exp2(a: __m512, v: __m512) -> __m512 {
         // SAFETY: see the impl.
-        unsafe {
-            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
-        }
+        unsafe { _mm512_scalef_ps(a, v) }
     }
 
     #[inline(always)]
@@ -245,4 +242,30 @@ pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
 pub(crate) unsafe fn dot_int8(acc: __m512i, x: __m512i, w: __m512i) -> __m512i {
     // SAFETY: the caller has the instruction set.
     unsafe { _mm512_dpbusd_epi32(acc, x, w) }
+}
+
+/// The largest lane of each vector.
+///
+/// # Safety
+/// The machine has AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn largest_of([a, b, c, d, e, f, g, h]: [__m512; 8]) -> __m256 {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let (a, b) = (largest_of_four(a, b, c, d), largest_of_four(e, f, g, h));
+        _mm256_max_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+    }
+}
+
+/// Twice four lanes of which the larger are the largest of each vector.
+#[inline(always)]
+unsafe fn largest_of_four(a: __m512, b: __m512, c: __m512, d: __m512) -> __m256 {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let a = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        let b = _mm512_castps_pd(_mm512_max_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+        let all = _mm512_max_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        _mm256_max_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps::<1>(all))
+    }
 }

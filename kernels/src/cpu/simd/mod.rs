@@ -11,7 +11,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, dot_bf16, dot_int8};
+pub(crate) use avx512::{Avx512, dot_bf16, dot_int8, largest_of};
 pub(crate) use portable::Portable;
 
 /// Most lanes of any instruction set.
@@ -55,8 +55,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// To the nearest integer, ties to even; for |v| < 2^22.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// 2 to the power of an integer in [-126, 127].
-    unsafe fn exp2(v: Self::V) -> Self::V;
+    /// `a` times 2 to the power of an integer in [-126, 127], where that is a normal number.
+    unsafe fn times_exp2(a: Self::V, v: Self::V) -> Self::V;
     /// `a < b ? x : y`, lane by lane.
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// The sum of all lanes, in an order that is part of the instruction set's arithmetic.
@@ -169,7 +169,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
         let p = S::fma(p, r, S::splat(1.666_666_5e-1));
         let p = S::fma(p, r, S::splat(0.5));
         let p = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));
-        S::if_less(x, S::splat(EXP_MIN), S::splat(0.0), S::mul(p, S::exp2(n)))
+        S::if_less(x, S::splat(EXP_MIN), S::splat(0.0), S::times_exp2(p, n))
     }
 }
 
