@@ -362,6 +362,11 @@ impl Driver {
         if self.products.is_some() { "cublaslt" } else { "own" }
     }
 
+    /// The vendor's library, if it makes products.
+    pub(super) fn library(&self) -> Option<&Products> {
+        self.products.as_ref()
+    }
+
     /// Bytes of memory: free, and in all.
     pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
         let (free, total) = result::mem_get_info().map_err(failed("asking for free memory"))?;

@@ -12,6 +12,7 @@
 //!
 //! Everything but driver, products, NCCL and swap is written against [`gpu::Gpu`], and tested on the kernels' harness.
 
+mod catalog;
 mod compute;
 mod division;
 mod driver;
@@ -29,6 +30,8 @@ mod swap;
 mod swaps;
 #[cfg(test)]
 mod tests;
+mod trials;
+mod tuning;
 mod weights;
 
 use std::sync::Arc;
@@ -49,6 +52,7 @@ use owner::{Command, DEPTH, Job, gone};
 use ranks::{Done, Ranks};
 use swap::Swap;
 use swaps::Swaps;
+pub use trials::Tuned;
 
 /// How a [`CudaRuntime`] is sized.
 #[derive(Debug, Clone)]
@@ -78,6 +82,8 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Decoding runs as captured graphs.
     pub graphs: bool,
+    /// The ways to make each product are timed at load, and the fastest is taken.
+    pub autotune: bool,
 }
 
 /// Why a runtime can't be built.
@@ -104,21 +110,22 @@ pub enum Error {
     },
     /// It does not fit the GPU.
     #[error(
-        "the model does not fit {name}: {missing} MiB are missing of {total} (weights take {weights} MiB, buffers \
-         {buffers}); lower --max-batch-tokens, --max-sequences or --max-context-tokens, raise \
-         --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
+        "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
+         {parts}); lower {levers}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
     )]
     Memory {
         /// The GPU.
         name: String,
         /// MiB missing for a single KV block.
         missing: u64,
+        /// MiB that may be used.
+        allowed: u64,
         /// MiB of the GPU.
         total: u64,
-        /// MiB of the weights.
-        weights: u64,
-        /// MiB of the buffers.
-        buffers: u64,
+        /// What takes how many MiB, the largest first.
+        parts: String,
+        /// What to lower, that with the largest effect first.
+        levers: String,
     },
     /// The device refused or failed.
     #[error("the GPU failed while loading: {0}")]
@@ -189,6 +196,7 @@ pub struct CudaRuntime {
     swaps: Option<Swaps<Swap>>,
     ranks: Ranks,
     in_flight: u32,
+    tuned: Vec<Tuned>,
 }
 
 impl CudaRuntime {
@@ -214,7 +222,12 @@ impl CudaRuntime {
             "cuda sm_{}{} {}{}",
             found[0].compute.0,
             found[0].compute.1,
-            if options.deterministic { "deterministic".to_owned() } else { products::library() },
+            match (options.deterministic, options.autotune) {
+                (true, _) => "deterministic".to_owned(),
+                // Which algorithms it comes to differs from start to start, as rounding does from batch to batch.
+                (false, true) => format!("{} autotuned", products::library()),
+                (false, false) => products::library(),
+            },
             match options.kv_store {
                 KvStore::Half => "",
                 KvStore::Fp8 => " kv e4m3",
@@ -236,7 +249,7 @@ impl CudaRuntime {
             fingerprint: fingerprint.clone(),
             group: group.clone(),
         });
-        let (ranks, loaded) = Ranks::start(jobs.collect(), progress)?;
+        let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
         let capabilities = loaded[0].capabilities.clone();
         let swaps = match capabilities.host_blocks {
             0 => None,
@@ -263,7 +276,13 @@ impl CudaRuntime {
             deterministic = options.deterministic,
             "model is on the GPU"
         );
-        Ok(Self { capabilities, swaps, ranks, in_flight: 0 })
+        let tuned = std::mem::take(&mut loaded[0].tuned);
+        Ok(Self { capabilities, swaps, ranks, in_flight: 0, tuned })
+    }
+
+    /// What was chosen to make products by on the first GPU, and how long each takes; empty where nothing was timed.
+    pub fn tuned(&self) -> &[Tuned] {
+        &self.tuned
     }
 
     /// The logits of the last step's sample rows; [samples, vocab_size]. For tests: it waits for the GPU.

@@ -19,6 +19,7 @@ use crate::models::{ModelDir, ModelSource};
 use crate::runtime::cpu::{CpuOptions, CpuRuntime};
 use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
 
+mod memory;
 mod ranks;
 
 impl Memory for HostMemory {
