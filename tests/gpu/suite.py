@@ -112,7 +112,7 @@ class Suite:
         # A whole runtime with copies both ways beside decoding, on a small model.
         task = {"swap": {"blocks": 8, "transfers": 2, "sequences": 4, "context": 128, "steps": 4}}
         job = json.dumps({"model": str(self.model("tiny-qwen3")), "task": task, "slots": 4, "batch_tokens": 256,
-                          "context_tokens": 512, "utilization": 0.2, "host_bytes": 64 << 20})
+                          "context_tokens": 512, "utilization": 0.2, "host_bytes": 64 << 20, "autotune": False})
         code, output, seconds = self.recorder.command(
             "sanitizer-swap", [checker, "--tool", "memcheck", "--error-exitcode", "9", str(self.bundle / "measure"), job], 240)
         self.sanitized("memcheck of swapping beside decoding", code, output, seconds)
@@ -205,7 +205,9 @@ class Suite:
         def logits(name, path, label, **options):
             out = Path(scratch.name) / label
             task = {"logits": {"tokens": tokens, "prefill": 600, "chunk": 256, "out": str(out)}}
-            result = self.job("tensor-parallel", path, task, 240, slots=4, batch_tokens=1024, utilization=0.3, **options)
+            # Another start may choose other algorithms, whose bits differ.
+            result = self.job("tensor-parallel", path, task, 240, slots=4, batch_tokens=1024, utilization=0.3, autotune=False,
+                              **options)
             return numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary), result["greedy"]
 
         with scratch:
@@ -315,6 +317,8 @@ class Suite:
                 self.check(phase, name, False, str(error)[:300])
                 continue
             self.json["phases"].setdefault("steps", {})[f"{name}{mode}"] = result
+            if option is None:
+                self.products(name)
             by = {tuple(r["case"]): r.get("device_ms") for r in result}
             for batch in (1, 8, 64, 256):
                 took, floor = by.get((batch, 1024, 1)), FLOORS[name][batch]
@@ -343,6 +347,24 @@ class Suite:
                 rate = models.attention_flops(name, 8192, 16384) / (late - early) / 1e9
                 self.row(phase, f"{name}{mode} prefill attention", f"{rate:.0f} TFLOP/s",
                          "" if option else "300", None if option else rate >= 300)
+
+    def products(self, name):
+        """The library's first algorithms against those that the last job's load chose, by rows; the head is one of them."""
+        tuned = self.recorder.loaded["products"]
+        self.json["phases"].setdefault("products", {})[name] = {"seconds": self.recorder.loaded["load_seconds"], "tuned": tuned}
+        if not tuned:
+            self.row("steps", f"{name} products", "none was timed", word="open")
+        for rows in sorted({entry["shape"][0] for entry in tuned}):
+            here = [entry for entry in tuned if entry["shape"][0] == rows and entry["first_us"] is not None]
+            if not here:
+                continue
+            first, chosen = sum(entry["first_us"] for entry in here), sum(entry["us"] for entry in here)
+            replaced = [f"{n}x{k} {'own' if entry['by'] == 'own' else entry['way']}" for entry in here if entry["way"]
+                        for _, n, k in [entry["shape"]]]
+            work = 2e-6 * sum(m * n * k for m, n, k in (entry["shape"] for entry in here))
+            self.row("steps", f"{name} products of {rows} rows, one of each of {len(here)}",
+                     f"first {first:.1f} us, chosen {chosen:.1f} us, {100 * (first / chosen - 1):+.1f} %, {work / chosen:.1f} TFLOP/s"
+                     + (f"; replaced: {', '.join(replaced)}" if replaced else ""))
 
     def lengths(self, count):
         """A heavy-tailed mix like chat traffic: prompts and outputs log-normal, cut off."""

@@ -1,6 +1,7 @@
 //! A GPU through the CUDA driver: memory, streams, kernels, graphs. Thin, and the only place beside `products.rs` and
 //! `swap.rs` that calls it.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
@@ -16,9 +17,10 @@ use super::found::Found;
 use super::gpu::{Columns, Gpu, Matmul, Memory, Peers};
 use super::nccl::End;
 use super::products::Products;
+use super::staging::{Fence, Ring};
 
-/// Bytes of each of the two pinned buffers that uploads go through.
-const STAGING_BYTES: usize = 16 << 20;
+/// Bytes of pinned memory that uploads go through.
+const STAGING_BYTES: usize = 32 << 20;
 
 /// What the driver calls an error. To be called only where there is a driver.
 pub(super) fn explain(error: DriverError) -> String {
@@ -172,6 +174,16 @@ impl Event {
     }
 }
 
+impl Fence for Event {
+    fn is_passed(&self) -> Result<bool, DeviceError> {
+        self.is_done()
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        Self::wait(self)
+    }
+}
+
 impl Drop for Event {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
@@ -254,8 +266,9 @@ pub(super) struct Driver {
     functions: HashMap<&'static str, sys::CUfunction>,
     modules: Vec<sys::CUmodule>,
     products: Option<Products>,
-    staging: [(PinnedMemory, Event); 2],
-    next_staging: std::cell::Cell<usize>,
+    staging: PinnedMemory,
+    /// Which parts of it no copy reads any more.
+    ring: RefCell<Ring<Event>>,
     /// The others that share the model.
     peers: Option<Rc<End>>,
     /// Graphs belong to the thread that captured them.
@@ -329,13 +342,7 @@ impl Driver {
         if let Some(peers) = &peers {
             peers.enqueue_on(stream.stream.cast());
         }
-        let staging = || -> Result<(PinnedMemory, Event), DeviceError> {
-            Ok((PinnedMemory::new(&context, STAGING_BYTES)?, Event::new(&context)?))
-        };
-        let staging = [staging()?, staging()?];
-        for (_, event) in &staging {
-            event.record(&stream)?;
-        }
+        let staging = PinnedMemory::new(&context, STAGING_BYTES)?;
         let products = match deterministic {
             true => None,
             false => {
@@ -350,7 +357,7 @@ impl Driver {
             modules,
             products,
             staging,
-            next_staging: std::cell::Cell::new(0),
+            ring: RefCell::new(Ring::new(STAGING_BYTES)),
             peers,
             not_send: PhantomData,
             context,
@@ -455,18 +462,19 @@ impl Gpu for Driver {
     }
 
     fn upload(&self, to: &DeviceMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
-        for (i, piece) in from.chunks(STAGING_BYTES).enumerate() {
-            let which = self.next_staging.get();
-            self.next_staging.set(1 - which);
-            let (staging, used) = &self.staging[which];
-            used.wait()?;
-            // SAFETY: the last copy from it has run, and the ranges are within the allocations.
+        let mut ring = self.ring.borrow_mut();
+        let mut at = to.address + byte as u64;
+        for piece in from.chunks(ring.piece_max()) {
+            let room = ring.take(piece.len())?;
+            let fence = ring.spare().map_or_else(|| Event::new(&self.context), Ok)?;
+            // SAFETY: no copy reads from the room, which is held until this one has; the ranges are within the allocations.
             unsafe {
-                staging.as_slice()[..piece.len()].copy_from_slice(piece);
-                let at = to.address + (byte + i * STAGING_BYTES) as u64;
-                self.stream.copy_in(at, staging.as_ptr(), piece.len())?;
+                self.staging.as_slice()[room.clone()].copy_from_slice(piece);
+                self.stream.copy_in(at, self.staging.as_ptr().add(room.start), piece.len())?;
             }
-            used.record(&self.stream)?;
+            fence.record(&self.stream)?;
+            ring.hold(room, fence);
+            at += piece.len() as u64;
         }
         Ok(())
     }

@@ -26,6 +26,7 @@ mod products;
 mod ranks;
 mod sizing;
 mod slots;
+mod staging;
 mod swap;
 mod swaps;
 #[cfg(test)]

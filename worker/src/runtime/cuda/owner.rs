@@ -47,7 +47,7 @@ pub(super) enum Command {
         eos_token_ids: Vec<u32>,
     },
     Detach(Slot),
-    Step(Batch),
+    Step(Arc<Batch>),
     /// The logits of the last step.
     Logits(SyncSender<Result<Vec<f32>, runtime::Error>>),
 }
@@ -59,12 +59,12 @@ pub(super) struct Flight {
     pub(super) place: usize,
     /// For each sample: whether log probabilities are wanted.
     pub(super) wanted: Vec<bool>,
-    pub(super) batch: Batch,
+    /// Handed back, so that its buffers are filled again once no rank has it.
+    pub(super) batch: Arc<Batch>,
 }
 
 /// What a step in flight shares with who waits for it.
 pub(super) struct Place {
-    metadata: PinnedMemory,
     pub(super) results: PinnedMemory,
     pub(super) begin: Event,
     pub(super) done: Event,
@@ -233,10 +233,6 @@ fn serve(
     for command in inbox {
         match command {
             Command::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
-                // It may allocate, which may wait for every device: not before all ranks have enqueued what came before.
-                if sampling.needs_history() && job.meet(0).is_err() {
-                    continue; // the group has failed, and the next step says so
-                }
                 let setup = runtime::SlotSetup {
                     sampling,
                     choice,
@@ -416,7 +412,6 @@ impl Machine {
         let metadata = driver.alloc(metadata_bytes).map_err(device_error)?;
         let place = || -> Result<Place, DeviceError> {
             Ok(Place {
-                metadata: PinnedMemory::new(&driver.context, metadata_bytes)?,
                 results: PinnedMemory::new(&driver.context, samples as usize * size_of::<SamplingResult>())?,
                 begin: Event::new(&driver.context)?,
                 done: Event::new(&driver.context)?,
@@ -443,7 +438,6 @@ impl Machine {
             pool_mib = super::mebibytes(pool),
             others_mib = table(&parts),
             driver_took_mib = super::mebibytes(beyond),
-            pinned_mib = super::mebibytes(metadata_bytes as u64 * (u64::from(DEPTH) + 1)),
             "memory of the GPU is divided, and none is allocated from here on"
         );
         if beyond > RESERVE_BYTES {
@@ -503,22 +497,19 @@ impl Machine {
     fn step(&mut self, batch: &Batch, place: usize, wanted: &mut Vec<bool>) -> Result<(), runtime::Error> {
         let step = self.compute.prepare(batch, &mut self.packed)?;
         self.compute.wanted(wanted);
-        let Place { metadata, results, begin, done } = &self.places[place];
-        if step.bytes > metadata.bytes() {
+        let Place { results, begin, done } = &self.places[place];
+        if step.bytes > self.metadata.bytes() {
             return Err(runtime::Error::Malformed(format!(
                 "it needs {} bytes of metadata; there is room for {}",
                 step.bytes,
-                metadata.bytes()
+                self.metadata.bytes()
             )));
         }
         let stream = &self.driver.stream;
-        // SAFETY: the place's last step was completed before this one was launched.
-        unsafe { metadata.as_slice()[..step.bytes].copy_from_slice(&self.packed) };
         let at = self.metadata.address();
         let enqueue = || {
             begin.record(stream)?;
-            // SAFETY: within both allocations; the place is not used again before this step was completed.
-            unsafe { stream.copy_in(at, metadata.as_ptr(), step.bytes) }?;
+            self.driver.upload(&self.metadata, 0, &self.packed)?;
             let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
             match graph {
                 Some((_, graph)) => self.driver.replay(graph)?,
@@ -526,7 +517,8 @@ impl Machine {
             }
             let bytes = batch.samples.len() * size_of::<SamplingResult>();
             if bytes > 0 {
-                // SAFETY: within both allocations; it is read after `done`.
+                // SAFETY: within both allocations; it is read after `done`, and what the place's last step left there was
+                // read before this one was launched, for no more steps are in flight than there are other places.
                 unsafe {
                     stream.copy_out(results.as_ptr(), self.compute.forward.results().address(), bytes)
                 }?;
