@@ -359,7 +359,7 @@ class Suite:
             if not here:
                 continue
             first, chosen = sum(entry["first_us"] for entry in here), sum(entry["us"] for entry in here)
-            replaced = [f"{n}x{k} {'own' if entry['by'] == 'own' else entry['way']}" for entry in here if entry["way"]
+            replaced = [f"{n}x{k} {entry['by'] if entry['own'] else entry['way']}" for entry in here if entry["way"]
                         for _, n, k in [entry["shape"]]]
             work = 2e-6 * sum(m * n * k for m, n, k in (entry["shape"] for entry in here))
             self.row("steps", f"{name} products of {rows} rows, one of each of {len(here)}",

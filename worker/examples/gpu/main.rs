@@ -125,6 +125,7 @@ fn product(tuned: &Tuned) -> Value {
         "ways": tuned.ways,
         "way": tuned.way,
         "by": tuned.by,
+        "own": tuned.own,
         "us": tuned.seconds * 1e6,
         "first_us": tuned.first_seconds.map(|seconds| seconds * 1e6),
     })

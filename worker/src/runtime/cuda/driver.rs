@@ -13,10 +13,11 @@ use inflight_kernels::cuda::{
     Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
 };
 
+use super::OwnProduct;
 use super::found::Found;
 use super::gpu::{Columns, Gpu, Matmul, Memory, Peers};
 use super::nccl::End;
-use super::products::Products;
+use super::products::{Products, Way};
 use super::staging::{Fence, Ring};
 
 /// Bytes of pinned memory that uploads go through.
@@ -369,6 +370,28 @@ impl Driver {
         if self.products.is_some() { "cublaslt" } else { "own" }
     }
 
+    /// A product in one of the ways that the library named; false, and nothing done, if it can't be made so.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(super) unsafe fn matmul_by(
+        &self,
+        way: Way,
+        half: Half,
+        matmul: &Matmul,
+    ) -> Result<bool, DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match (way, &self.products) {
+                (Way::Own(own), _) => own.make(self, half, matmul).map(|()| true),
+                (Way::Library(algorithm), Some(products)) => {
+                    products.run_by(algorithm, half, matmul, self.stream.stream)
+                }
+                (Way::Library(_), None) => Ok(false),
+            }
+        }
+    }
+
     /// The vendor's library, if it makes products.
     pub(super) fn library(&self) -> Option<&Products> {
         self.products.as_ref()
@@ -482,12 +505,11 @@ impl Gpu for Driver {
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
         unsafe {
-            if let Some(products) = &self.products
-                && products.run(half, matmul, self.stream.stream)?
-            {
-                return Ok(());
-            }
-            super::own_product(self, half, matmul)
+            let own = match &self.products {
+                Some(products) => products.run(half, matmul, self.stream.stream)?,
+                None => Some(OwnProduct::Tiled),
+            };
+            own.map_or(Ok(()), |own| own.make(self, half, matmul))
         }
     }
 

@@ -340,23 +340,48 @@ fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Err
     Ok(context_tokens)
 }
 
-/// A product by our own kernel.
-///
-/// # Safety
-/// As [`Device::launch`].
-unsafe fn own_product<D: Device>(device: &D, half: Half, p: &Matmul) -> Result<(), DeviceError> {
-    let params = GemmParams {
-        x: p.x,
-        weight: p.weight,
-        bias: p.bias.map_or(0, |bias| bias.wide),
-        out: p.y,
-        m: p.m,
-        n: p.n,
-        k: p.k,
-        stride: p.stride,
-    };
-    // SAFETY: passed on to the caller.
-    unsafe { gemm(device, half, p.wide, &params) }
+/// Our own kernels for products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OwnProduct {
+    /// Takes any product; its bits do not depend on the number of rows.
+    Tiled,
+}
+
+impl OwnProduct {
+    /// Those that take a product.
+    fn taking(_: &Matmul) -> impl Iterator<Item = Self> {
+        [Self::Tiled].into_iter()
+    }
+
+    /// What it is called in logs.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tiled => "tiled",
+        }
+    }
+
+    /// Makes a product that it takes.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn make<D: Device>(self, device: &D, half: Half, p: &Matmul) -> Result<(), DeviceError> {
+        let params = GemmParams {
+            x: p.x,
+            weight: p.weight,
+            bias: p.bias.map_or(0, |bias| bias.wide),
+            out: p.y,
+            m: p.m,
+            n: p.n,
+            k: p.k,
+            stride: p.stride,
+        };
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match self {
+                Self::Tiled => gemm(device, half, p.wide, &params),
+            }
+        }
+    }
 }
 
 impl Runtime for CudaRuntime {

@@ -11,6 +11,7 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use inflight_kernels::cuda::{DeviceError, Half};
 
+use super::OwnProduct;
 use super::driver::DeviceMemory;
 use super::gpu::{Matmul, Memory};
 
@@ -57,8 +58,8 @@ struct Plan {
     weight: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
     y: sys::cublasLtMatrixLayout_t,
-    /// The first is taken; if it refuses some rows of the class, the next one. None: our own kernel.
-    algorithms: Vec<Algorithm>,
+    /// The first is taken; if it refuses some rows of the class, the next one; none: our own kernel.
+    ways: Vec<Way>,
 }
 
 /// One of the library's ways to make a product.
@@ -70,8 +71,8 @@ pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
 pub(super) enum Way {
     /// By the library.
     Library(Algorithm),
-    /// By our own kernel.
-    Own,
+    /// By a kernel of our own.
+    Own(OwnProduct),
 }
 
 impl Way {
@@ -79,7 +80,7 @@ impl Way {
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Library(_) => "cublaslt",
-            Self::Own => "own",
+            Self::Own(own) => own.name(),
         }
     }
 }
@@ -120,23 +121,32 @@ impl Products {
         Ok(Some(Self { handle, workspace, plans: RefCell::default() }))
     }
 
-    /// y = x * weight^T + bias; false, and nothing done, if the library has no algorithm for it.
+    /// y = x * weight^T + bias. Nothing is done if a kernel of our own is to make it, which is named.
     ///
     /// # Safety
     /// The addresses are of this device and of matrices as large as said.
-    pub(super) unsafe fn run(&self, half: Half, p: &Matmul, stream: CUstream) -> Result<bool, DeviceError> {
+    pub(super) unsafe fn run(
+        &self,
+        half: Half,
+        p: &Matmul,
+        stream: CUstream,
+    ) -> Result<Option<OwnProduct>, DeviceError> {
         let key = PlanKey::of(half, p);
         let mut plans = self.plans.borrow_mut();
         let plan = self.planned(&mut plans, key, p)?;
         loop {
-            let Some(algorithm) = plan.algorithms.first().copied() else { return Ok(false) };
+            let algorithm = match plan.ways.first() {
+                Some(Way::Library(algorithm)) => *algorithm,
+                Some(Way::Own(own)) => return Ok(Some(*own)),
+                None => return Ok(Some(OwnProduct::Tiled)),
+            };
             // SAFETY: passed on to the caller.
             if unsafe { self.multiply(plan, algorithm, p, stream) }? {
-                return Ok(true);
+                return Ok(None);
             }
             // An algorithm is chosen for the most rows of a class; it says so before anything runs.
-            plan.algorithms.remove(0);
-            let (rows, left) = (p.m, plan.algorithms.len());
+            plan.ways.remove(0);
+            let (rows, left) = (p.m, plan.ways.len());
             tracing::warn!(
                 ?key,
                 rows,
@@ -146,7 +156,7 @@ impl Products {
         }
     }
 
-    /// Makes a product in one of the ways that [`Products::ways`] named; false, and nothing done, if it can't.
+    /// Makes a product by one of the algorithms that [`Products::ways`] named; false, and nothing done, if it can't.
     ///
     /// # Safety
     /// As [`Products::run`].
@@ -164,25 +174,19 @@ impl Products {
         unsafe { self.multiply(plan, algorithm, p, stream) }
     }
 
-    /// Ways to make a product that may be the fastest: `most` of the library's, the best guess first, and our own.
+    /// Ways to make a product that may be the fastest: `most` of the library's, the best guess first, and our own kernels.
     pub(super) fn ways(&self, half: Half, p: &Matmul, most: usize) -> Result<Vec<Way>, DeviceError> {
         let key = PlanKey::of(half, p);
         let plan = self.describe(&key, p)?;
         let algorithms = self.algorithms(&plan, most)?;
-        Ok(algorithms.into_iter().map(Way::Library).chain([Way::Own]).collect())
+        Ok(algorithms.into_iter().map(Way::Library).chain(OwnProduct::taking(p).map(Way::Own)).collect())
     }
 
     /// A product's class is made in this way from now on, and in `first` where that one refuses.
     pub(super) fn settle(&self, half: Half, p: &Matmul, way: Way, first: Way) -> Result<(), DeviceError> {
         let key = PlanKey::of(half, p);
         let mut plan = self.describe(&key, p)?;
-        plan.algorithms = [way, first]
-            .into_iter()
-            .map_while(|way| match way {
-                Way::Library(algorithm) => Some(algorithm),
-                Way::Own => None,
-            })
-            .collect();
+        plan.ways = vec![way, first];
         self.plans.borrow_mut().insert(key, plan);
         Ok(())
     }
@@ -248,8 +252,8 @@ impl Products {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let mut plan = self.describe(&key, p)?;
-                plan.algorithms = self.algorithms(&plan, 1)?;
-                if plan.algorithms.is_empty() {
+                plan.ways = self.algorithms(&plan, 1)?.into_iter().map(Way::Library).collect();
+                if plan.ways.is_empty() {
                     tracing::warn!(
                         ?key,
                         "cublaslt has no algorithm for this product; our own kernel makes it"
@@ -276,7 +280,7 @@ impl Products {
             x: result::create_matrix_layout(half, k, m, k as i64).map_err(failed(what))?,
             y: result::create_matrix_layout(out, n, m, i64::from(key.stride)).map_err(failed(what))?,
             descriptor: result::create_matmul_desc(compute, wide).map_err(failed(what))?,
-            algorithms: Vec::new(),
+            ways: Vec::new(),
         };
         let set = |attribute, value: *const c_void| {
             // SAFETY: the descriptor is alive; all these attributes have four bytes.

@@ -14,7 +14,7 @@ use super::compute::{Compute, Modes, check_model, sampled};
 use super::division::Division;
 use super::gpu::{Columns, Gpu, Matmul, Memory, Peers, bytes_of};
 use super::weights::find;
-use super::{divide, own_product};
+use super::{OwnProduct, divide};
 use crate::models::{ModelDir, ModelSource};
 use crate::runtime::cpu::{CpuOptions, CpuRuntime};
 use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
@@ -52,7 +52,7 @@ impl Gpu for Harness {
 
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
-        unsafe { own_product(self, half, matmul) }
+        unsafe { OwnProduct::Tiled.make(self, half, matmul) }
     }
 
     unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {

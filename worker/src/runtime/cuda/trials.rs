@@ -34,8 +34,10 @@ pub struct Tuned {
     pub ways: usize,
     /// Which was chosen; 0 is the library's first.
     pub way: usize,
-    /// Whose it is: `cublaslt` or `own`.
+    /// Whose it is: `cublaslt` or one of our own kernels.
     pub by: &'static str,
+    /// It is one of our own.
+    pub own: bool,
     /// Seconds that one takes, launched from a graph.
     pub seconds: f64,
     /// Seconds that the library's first takes; `None`: it can't make the product.
@@ -124,7 +126,7 @@ impl<'a> Bench<'a> {
             timed = tuned.len(),
             untimed = rounds.len() - tuned.len(),
             replaced = tuned.iter().filter(|tuned| tuned.way > 0).count(),
-            own = tuned.iter().filter(|tuned| tuned.by == "own").count(),
+            own = tuned.iter().filter(|tuned| tuned.own).count(),
             faster_percent = format!("{:.1}", 100.0 * (first / chosen.max(f64::MIN_POSITIVE) - 1.0).max(0.0)),
             seconds = format!("{:.1}", begun.elapsed().as_secs_f64()),
             "chose the fastest ways to make products"
@@ -181,15 +183,9 @@ impl OnDevice<'_> {
     /// Makes a layer's product in one way; false if that can't.
     fn run(&self, way: Way, layer: usize) -> Result<bool, DeviceError> {
         let (product, m) = self.rounds[self.round];
-        let Bench { driver, products, half, .. } = self.bench;
-        let matmul = self.bench.matmul(product, layer, m);
+        let Bench { driver, half, .. } = self.bench;
         // SAFETY: there is room for the most rows, and the weights are on the device.
-        unsafe {
-            match way {
-                Way::Own => super::own_product(*driver, *half, &matmul).map(|()| true),
-                Way::Library(algorithm) => products.run_by(algorithm, *half, &matmul, driver.stream.stream),
-            }
-        }
+        unsafe { driver.matmul_by(way, *half, &self.bench.matmul(product, layer, m)) }
     }
 
     /// Many of them as a graph, as steps launch them, so that the clock shows the device's time and not the host's.
@@ -257,6 +253,7 @@ impl Trials for OnDevice<'_> {
             ways: self.ways.len(),
             way: verdict.way,
             by: chosen.name(),
+            own: matches!(chosen, Way::Own(_)),
             seconds: verdict.seconds,
             first_seconds: verdict.first,
         });
