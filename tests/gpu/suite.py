@@ -320,6 +320,8 @@ class Suite:
             if option is None:
                 self.products(name)
             by = {tuple(r["case"]): r.get("device_ms") for r in result}
+            if option is None and name == names[0]:
+                self.untimed_steps(name, cases[:4], by)
             for batch in (1, 8, 64, 256):
                 took, floor = by.get((batch, 1024, 1)), FLOORS[name][batch]
                 if took:
@@ -347,6 +349,19 @@ class Suite:
                 rate = models.attention_flops(name, 8192, 16384) / (late - early) / 1e9
                 self.row(phase, f"{name}{mode} prefill attention", f"{rate:.0f} TFLOP/s",
                          "" if option else "300", None if option else rate >= 300)
+
+    def untimed_steps(self, name, cases, timed):
+        """What choosing products by time gains whole steps."""
+        try:
+            result = self.job("steps", self.model(name), {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 200, slots=256,
+                              batch_tokens=8192, context_tokens=32768, autotune=False)
+        except RuntimeError as error:
+            self.check("steps", f"{name} without timed products", False, str(error)[:300])
+            return
+        self.json["phases"].setdefault("steps", {})[f"{name} no autotune"] = result
+        pairs = [(row["case"][0], row["device_ms"], timed.get(tuple(row["case"]))) for row in result if "device_ms" in row]
+        self.row("steps", f"{name} decode by cuBLASLt's first algorithms",
+                 ", ".join(f"batch {b}: {first:.2f} ms ({100 * (first / chosen - 1):+.1f} %)" for b, first, chosen in pairs if chosen))
 
     def products(self, name):
         """The library's first algorithms against those that the last job's load chose, by rows; the head is one of them."""

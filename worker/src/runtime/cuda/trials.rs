@@ -137,6 +137,7 @@ impl<'a> Bench<'a> {
     /// Plans and makes every product that steps of up to `rows` rows can ask for once, of the fewest and of the most rows
     /// of each class: the library then loads no kernel any more, for which there might be no memory left.
     pub(super) fn make_all(&self, catalog: &[Product], rows: u32, samples: u32) -> Result<(), DeviceError> {
+        let (begun, mut made) = (Instant::now(), 0);
         for product in catalog {
             let (mut m, most) = (1, most(product, rows, samples));
             while m <= most {
@@ -146,10 +147,13 @@ impl<'a> Bench<'a> {
                     // SAFETY: there is room for the most rows, and the weights are on the device.
                     unsafe { self.driver.matmul(self.half, &self.matmul(product, 0, m)) }?;
                 }
-                m = last + 1;
+                (m, made) = (last + 1, made + 1);
             }
         }
-        self.driver.stream.wait()
+        self.driver.stream.wait()?;
+        let seconds = format!("{:.1}", begun.elapsed().as_secs_f64());
+        tracing::info!(products = made, seconds, "every product is planned");
+        Ok(())
     }
 }
 
