@@ -2,30 +2,13 @@
 //
 // Every output is summed over k in steps of 16, ascending, in one accumulator, whatever the tile; there is no split of k.
 // The tile shapes differ in speed alone: few rows, some, or many.
-#include "params.h"
+#include "product.cuh"
 
 constexpr uint32_t GEMM_THREADS = 128;
 constexpr uint32_t GEMM_STEP = 64; // of k, in shared memory at once
 // Of the pipeline. Few rows read weights at the speed of memory, from as few blocks as there are columns for, so each
 // keeps many loads under way; tiles of many rows are as large as fits smaller GPUs.
 constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 16 ? 8 : rows <= 64 ? 4 : 3; }
-
-template <typename T> DEVICE void store_pair(T *to, float low, float high, bool both) {
-    if (both && (uintptr_t)to % 4 == 0) {
-        *(uint32_t *)to = pack<T>(low, high);
-        return;
-    }
-    to[0] = narrow<T>(low);
-    if (both) {
-        to[1] = narrow<T>(high);
-    }
-}
-template <typename T> DEVICE void store_pair(float *to, float low, float high, bool both) {
-    to[0] = low;
-    if (both) {
-        to[1] = high;
-    }
-}
 
 // ROWS x COLUMNS outputs a block; WARP_ROWS x WARP_COLUMNS a warp. The grid's columns are tiles of n, its rows tiles of m.
 // k is a multiple of 8.

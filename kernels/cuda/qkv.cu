@@ -72,6 +72,8 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     }
     if (FP8 && !query) {
         largest = warp_max(largest);
+        // Within the range of T, so that what is made of it again needs no bounds.
+        largest = fminf(largest, T::LARGEST);
         float unit = largest > 0.0f ? divide_exact(largest, E4M3_MAX) : 1.0f;
         uint8_t *bytes = (uint8_t *)p.kv + layer;
         if (lane() == 0) {

@@ -38,7 +38,7 @@ impl Machine {
     }
 
     pub(crate) fn new() -> Self {
-        if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::new()) }
+        if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::overlapping()) }
     }
 
     pub(crate) fn alloc(&self, bytes: usize) -> Buffer {
@@ -51,6 +51,14 @@ impl Machine {
                 unsafe { result::memset_d8_sync(address, PATTERN, all) }.unwrap();
                 Buffer::Gpu { gpu: Arc::clone(gpu), address, bytes }
             }
+        }
+    }
+
+    /// Memory that holds numbers which no kernel writes to.
+    pub(crate) fn upload_constant<T: Copy>(&self, values: &[T]) -> Buffer {
+        match self {
+            Self::Harness(harness) => Buffer::Host(harness.upload_constant(values)),
+            Self::Gpu(_) => self.upload(values),
         }
     }
 
