@@ -451,6 +451,7 @@ fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Res
         },
         deterministic: options.deterministic,
         graphs: true,
+        overlap: true,
     };
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }

@@ -256,7 +256,7 @@ impl Harness {
         Self::default()
     }
 
-    /// A device where the kernel before is not complete until a kernel waits for it: until then, all memory that kernels write
+    /// A device where, for launches that may overlap, the kernel before is not complete until a kernel waits for it: until then, all memory that kernels write
     /// holds NaN, and must not be written to.
     pub fn overlapping() -> Self {
         Self { overlapping: true, ..Self::default() }
@@ -324,7 +324,7 @@ impl Device for Harness {
                 global.as_ptr(),
                 global.len(),
                 backwards,
-                u32::from(self.overlapping),
+                u32::from(self.overlapping && launch.overlaps),
             );
             (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
         };

@@ -48,8 +48,10 @@ struct Job {
     deterministic: bool,
     #[serde(default)]
     fp8_kv_cache: bool,
-    #[serde(default = "graphs")]
+    #[serde(default = "yes")]
     graphs: bool,
+    #[serde(default = "yes")]
+    overlap: bool,
     task: Task,
 }
 
@@ -75,7 +77,7 @@ fn slots() -> u32 {
 fn batch_tokens() -> u32 {
     8192
 }
-fn graphs() -> bool {
+fn yes() -> bool {
     true
 }
 
@@ -100,6 +102,7 @@ fn run(argument: &str) -> Outcome<Value> {
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
         graphs: job.graphs,
+        overlap: job.overlap,
     };
     let begun = std::time::Instant::now();
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;

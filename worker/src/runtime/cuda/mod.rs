@@ -17,6 +17,7 @@ mod division;
 mod driver;
 mod forward;
 mod found;
+mod function;
 mod gpu;
 mod metadata;
 mod nccl;
@@ -78,6 +79,8 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Decoding runs as captured graphs.
     pub graphs: bool,
+    /// Kernels begin while those before them end, where GPU and driver can do that (compute capability 9.0); it changes no bit.
+    pub overlap: bool,
 }
 
 /// Why a runtime can't be built.

@@ -505,3 +505,31 @@ fn a_model_that_kernels_do_not_fit_is_refused_with_what_would_do() {
     let refused = check_model(model.config(), 1).unwrap_err().to_string();
     assert!(refused.contains("head_dim") && refused.contains("64, 96, 128, 256"), "{refused}");
 }
+
+#[test]
+fn no_kernel_of_a_step_touches_what_another_writes_before_that_one_is_complete() {
+    if !available() {
+        return;
+    }
+    let model = model(Arch::Qwen3, Dtype::Bf16, 4);
+    for store in [KvStore::Half, KvStore::Fp8] {
+        let modes = Modes { store, deterministic: false, buckets: true };
+        let shards = divide(&model, &find(&model).unwrap(), 1).unwrap();
+        let division = Division::of(shards, false).next().unwrap();
+        let mut plain = OnHarness::storing(store, &model, 16, false, true);
+        let mut overlapping = OnHarness::over(Harness::overlapping(), division, &model, 16, modes);
+        let mut steps = Vec::new();
+        for harness in [&mut plain, &mut overlapping] {
+            let mut roster = Roster::new(&[40, 3], model.config().vocab_size as u32, 16, 4);
+            let sampling = SamplingParams::greedy();
+            (0..2).for_each(|slot| harness.attach(slot, &sampling, &[]));
+            // A prompt beside a decode, then a bucket.
+            for chunks in [[39, 2], [1, 1]] {
+                let (tokens, logits) = harness.step(&roster.batch(&chunks));
+                let bits: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
+                steps.push((tokens.iter().map(|sampled| sampled.token).collect::<Vec<_>>(), bits));
+            }
+        }
+        assert_eq!(steps[..2], steps[2..], "{store:?}");
+    }
+}
