@@ -16,6 +16,7 @@ mod product;
 mod rows;
 mod sampling;
 mod sources;
+mod timing;
 
 use std::cell::Cell;
 
