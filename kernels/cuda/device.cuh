@@ -41,8 +41,8 @@ constexpr uint32_t WARP = 32;
 #define UNROLL_BY(N) PRAGMA(unroll N)
 
 // Waits for the kernel before this one in the stream, and lets the next one begin. A launch may ask that a kernel begins
-// while the one before it ends (programmatic dependent launch, from sm_90 on); nothing that an earlier kernel writes or
-// reads may be touched before this. It returns once that kernel is complete, which had itself waited: so all before are.
+// while the one before it ends (programmatic dependent launch, from sm_90 on); nothing that an earlier kernel of
+// the step writes or reads may be touched before this. It returns once that kernel is complete, which had itself waited: so all before are.
 DEVICE void await_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n" ::: "memory");
@@ -59,7 +59,8 @@ DEVICE void await_kernel_before() {
     DEVICE void NAME##_body(const PARAMS &p)
 #define KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                                    \
     KERNEL_THAT(await_kernel_before(), NAME, PARAMS, THREADS, MIN_BLOCKS)
-// A kernel that calls await_kernel_before itself, in every thread, once it has begun to load what no kernel writes.
+// A kernel that calls await_kernel_before itself, in every thread, once it has begun to load what no kernel writes: weights,
+// or a step's metadata, which are there before its first kernel begins.
 #define EARLY_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) KERNEL_THAT((void)0, NAME, PARAMS, THREADS, MIN_BLOCKS)
 
 DEVICE uint32_t thread_index() { return threadIdx.x; }
@@ -123,6 +124,9 @@ DEVICE Vec16 load_constant(const void *from, bool valid) {
                  : "memory");
     return v;
 }
+
+// Brings a line of 128 bytes nearer, for a load to come.
+DEVICE void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
 
 // Four 8x8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8. Each lane gets the
 // numbers (lane / 4, 2 * (lane % 4)) and the next one of each matrix, or of its transpose.

@@ -109,6 +109,7 @@ DEVICE void await_kernel_before() {
         harness::await_kernel_before();
     }
 }
+DEVICE void prefetch(const void *) {}
 DEVICE Vec16 load_constant(const void *from, bool valid) {
     Vec16 v = {};
     if (valid) {

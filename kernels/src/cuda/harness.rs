@@ -276,6 +276,20 @@ impl Harness {
         memory
     }
 
+    /// No kernel writes to any of the memory that there is now.
+    pub fn freeze(&self) {
+        locked(&self.memory).iter_mut().for_each(|range| range.constant = 1);
+    }
+
+    /// No kernel writes to this memory.
+    pub fn keep(&self, memory: &HostMemory) {
+        let from = memory.address() as usize;
+        locked(&self.memory)
+            .iter_mut()
+            .filter(|range| range.from == from)
+            .for_each(|range| range.constant = 1);
+    }
+
     /// Memory that holds these numbers, which no kernel writes to.
     pub fn upload_constant<T: Copy>(&self, values: &[T]) -> HostMemory {
         let mut memory = self.hold(size_of_val(values), 1);

@@ -152,7 +152,7 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
         let (qkv_at, kv_at) = (device.upload(&qkv), device.upload(&before));
         let (q_at, k_at, angles_at) =
             (device.upload(&q_norm), device.upload(&k_norm), device.upload(&angles));
-        let (positions_at, places_at) = (device.upload(&positions), device.upload(&places));
+        let (positions_at, places_at) = (device.upload_constant(&positions), device.upload_constant(&places));
         let p = QkvParams {
             qkv: qkv_at.address(),
             q_norm: if norms { q_at.address() } else { 0 },
@@ -308,8 +308,8 @@ fn finishing_qkv_stores_the_nearest_numbers_in_eight_bits() {
         let blocks = rows.div_ceil(block_tokens);
         let (qkv, kv) = (device.upload(&qkv), device.upload(&vec![0u8; blocks * layer]));
         let angles = device.upload(&[1.0f32, 0.0].repeat(head_dim / 2));
-        let positions = device.upload(&vec![0u32; rows]);
-        let places = device.upload(&(0..rows as u32).collect::<Vec<_>>());
+        let positions = device.upload_constant(&vec![0u32; rows]);
+        let places = device.upload_constant(&(0..rows as u32).collect::<Vec<_>>());
         let p = QkvParams {
             qkv: qkv.address(),
             q_norm: 0,

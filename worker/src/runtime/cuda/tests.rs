@@ -188,8 +188,21 @@ impl OnHarness {
 impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
     /// A rank's part of a model.
     fn over(harness: G, division: Division, model: &ModelDir, block_tokens: u32, modes: Modes) -> Self {
+        Self::with(harness, division, model, block_tokens, modes, |_| {})
+    }
+
+    /// The same; `loaded` comes when there are weights, and nothing else yet.
+    fn with(
+        harness: G,
+        division: Division,
+        model: &ModelDir,
+        block_tokens: u32,
+        modes: Modes,
+        loaded: impl FnOnce(&G),
+    ) -> Self {
         let found = find(model).unwrap();
         let weights = found.upload(&harness, division.shard(), &|_, _| {}).unwrap();
+        loaded(&harness);
         let capabilities = Capabilities {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
@@ -517,7 +530,10 @@ fn no_kernel_of_a_step_touches_what_another_writes_before_that_one_is_complete()
         let shards = divide(&model, &find(&model).unwrap(), 1).unwrap();
         let division = Division::of(shards, false).next().unwrap();
         let mut plain = OnHarness::storing(store, &model, 16, false, true);
-        let mut overlapping = OnHarness::over(Harness::overlapping(), division, &model, 16, modes);
+        let mut overlapping =
+            OnHarness::with(Harness::overlapping(), division, &model, 16, modes, Harness::freeze);
+        // Copied to the device before the first kernel begins.
+        overlapping.harness.keep(&overlapping.metadata);
         let mut steps = Vec::new();
         for harness in [&mut plain, &mut overlapping] {
             let mut roster = Roster::new(&[40, 3], model.config().vocab_size as u32, 16, 4);
