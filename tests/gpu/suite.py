@@ -26,7 +26,7 @@ PHASES = ["machine", "kernels", "parity", "binary", "determinism", "tensor-paral
 # Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
 PARITY, PARITY_FP8 = 2e-2, 1e-1
 # What a checker runs of the kernels' tests: those over buffers, not the ones of single functions.
-KERNEL_TESTS = ["attention::", "product::", "rows::", "sampling::"]
+KERNEL_TESTS = ["attention::", "overlap::", "product::", "rows::", "sampling::"]
 SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
 
 

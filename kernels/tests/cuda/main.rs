@@ -12,6 +12,7 @@ mod e4m3;
 mod machine;
 mod mutants;
 mod numbers;
+mod overlap;
 mod product;
 mod rows;
 mod sampling;

@@ -8,7 +8,7 @@ use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, Launch, Prof
 use crate::machine::{Buffer, Gpu, Machine};
 
 /// A GPU that is not waited for after each launch.
-struct Queue {
+pub(crate) struct Queue {
     gpu: Arc<Gpu>,
     stream: sys::CUstream,
     /// Kernels begin while those before them end.
@@ -16,7 +16,7 @@ struct Queue {
 }
 
 impl Queue {
-    fn new(gpu: &Arc<Gpu>, overlap: bool) -> Self {
+    pub(crate) fn new(gpu: &Arc<Gpu>, overlap: bool) -> Self {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
         Self { gpu: Arc::clone(gpu), stream, overlap }
     }
