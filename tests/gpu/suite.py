@@ -22,11 +22,11 @@ FLOORS = {
 }
 # In order: what everything else rests on first, what takes long and says least last.
 PHASES = ["machine", "kernels", "parity", "binary", "determinism", "tensor-parallel", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
-          "fp8-steps"]
+          "fp8-steps", "serial-steps"]
 # Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
 PARITY, PARITY_FP8 = 2e-2, 1e-1
 # What a checker runs of the kernels' tests: those over buffers, not the ones of single functions.
-KERNEL_TESTS = ["attention::", "product::", "rows::", "sampling::"]
+KERNEL_TESTS = ["attention::", "overlap::", "product::", "rows::", "sampling::"]
 SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
 
 
@@ -96,6 +96,17 @@ class Suite:
         self.check("kernels", "every kernel against references in f64", code == 0, f"{outcome(output)} in {seconds:.0f} s")
         for line in failures(output):
             print(f"    {line}", flush=True)
+        code, output, _ = self.recorder.command(
+            "kernel-timing", [str(self.bundle / "kernel-tests"), "--ignored", "--nocapture", "timing::"], 180, {"INFLIGHT_TEST_GPU": "1"})
+        # The first one may come behind the test's name.
+        rows = [json.loads(line[line.index("{"):]) for line in output.splitlines() if '{"' in line and line.endswith("}")]
+        self.check("kernels", "products of few rows are measured", code == 0 and len(rows) > 1, f"{len(rows)} figures")
+        self.json["phases"]["products of few rows"] = rows
+        for row in rows:
+            if row.get("overlap") and row["m"] in (1, 8):
+                self.row("kernels", f"{row['m']} x {row['k']} by {row['n']}, overlapping",
+                         f"{row['us']:.1f} us, {row['gb_s']} GB/s, {100 * row['share_of_copy']:.0f} % of copy "
+                         f"(deterministic product: {row['deterministic_us']:.1f} us)")
 
     def sanitizer(self):
         places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer",
@@ -148,8 +159,10 @@ class Suite:
                 scale = numpy.abs(truth).max()
                 peer = float(numpy.abs(theirs - truth).max() / scale)
                 best = numpy.sort(truth, axis=1)
-                for chunk, mode in [(700, {}), (129, {}), (129, {"deterministic": True}), (129, {"fp8_kv_cache": True})]:
-                    label = " ".join([name, dtype, "chunks of", str(chunk), *mode])
+                deterministic, serial = {"deterministic": True}, {"deterministic": True, "overlap": False}
+                overlapping = None
+                for chunk, mode in [(700, {}), (129, {}), (129, deterministic), (129, serial), (129, {"fp8_kv_cache": True})]:
+                    label = " ".join([name, dtype, "chunks of", str(chunk), *(key if value else f"no {key}" for key, value in mode.items())])
                     bound = PARITY_FP8 if "fp8_kv_cache" in mode else PARITY
                     sure = best[:, -1] - best[:, -2] > bound * scale
                     with tempfile.TemporaryDirectory() as scratch:
@@ -170,6 +183,12 @@ class Suite:
                     self.check("parity", label, apart <= bound and same,
                                f"{apart:.1e} of max|ref| (transformers in {dtype}: {peer:.1e}); "
                                f"{int(sure.sum())} sure argmax {'equal' if same else 'DIFFER'}")
+                    if mode is deterministic:
+                        overlapping = ours
+                    elif mode is serial and overlapping is not None:
+                        # All kernels are our own then, so each overlaps with the next.
+                        equal = ours.tobytes() == overlapping.tobytes()
+                        self.check("parity", f"{name} {dtype}: kernels that overlap change no bit", equal, "equal" if equal else "DIFFER")
 
     def binary(self):
         """The binary that is shipped, with a worker on the GPU, under its own load generator."""
@@ -293,11 +312,14 @@ class Suite:
     def fp8_steps(self):
         self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"], "fp8_kv_cache")
 
+    def serial_steps(self):
+        self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "qwen3-1.7b"], "serial")
+
     def step_times(self, names, option=None):
         """Steps of some models; with an option that has its price, goals are not judged."""
         import models
         ceilings = {"copy_tb_s": 1.0, "matmul_tflops": 1.0} if self.rehearse else self.measured_ceilings()
-        phase = {"deterministic": "deterministic-steps", "fp8_kv_cache": "fp8-steps", None: "steps"}[option]
+        phase = {"deterministic": "deterministic-steps", "fp8_kv_cache": "fp8-steps", "serial": "serial-steps", None: "steps"}[option]
         mode = f" {option}" if option else ""
         cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64, 256)]
         cases += [dict(sequences=1, context=0, tokens=1024), dict(sequences=8, context=0, tokens=1024)]
@@ -312,7 +334,8 @@ class Suite:
             path = self.model(name)
             try:
                 result = self.job(phase, path, {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 300, slots=256,
-                                  batch_tokens=8192, context_tokens=32768, **({option: True} if option else {}))
+                                  batch_tokens=8192, context_tokens=32768,
+                                  **({"overlap": False} if option == "serial" else {option: True} if option else {}))
             except RuntimeError as error:
                 self.check(phase, name, False, str(error)[:300])
                 continue

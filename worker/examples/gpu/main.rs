@@ -52,6 +52,7 @@ struct Job {
     graphs: bool,
     #[serde(default = "yes")]
     autotune: bool,
+    overlap: bool,
     task: Task,
 }
 
@@ -103,6 +104,7 @@ fn run(argument: &str) -> Outcome<Value> {
         deterministic: job.deterministic,
         graphs: job.graphs,
         autotune: job.autotune,
+        overlap: job.overlap,
     };
     let begun = std::time::Instant::now();
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;

@@ -3,7 +3,8 @@
 //! One thread owns a GPU ([`owner`]) and enqueues steps; the engine's thread waits for their results ([`ranks`]). A step is one
 //! copy of packed metadata ([`metadata`]), the forward pass ([`forward`]) — decoding as a captured graph of the next
 //! larger bucket — and one copy of results; tokens that the next step needs stay on the device. Products are made by
-//! cuBLASLt ([`products`]), or in the deterministic mode by our own kernel, whose bits do not depend on the batch.
+//! cuBLASLt ([`products`]) or kernels of our own, whichever is the fastest ([`trials`]), and in the deterministic mode by one
+//! of our own, whose bits do not depend on the batch.
 //! Swapped blocks are moved by the copy engines ([`swap`]).
 //!
 //! In a group each GPU has a shard of the weights and of every block, and runs the same steps on the same metadata. Twice a
@@ -18,6 +19,7 @@ mod division;
 mod driver;
 mod forward;
 mod found;
+mod function;
 mod gpu;
 mod metadata;
 mod nccl;
@@ -39,7 +41,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use inflight_kernels::cuda::KvStore;
-use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, SamplingResult, gemm};
+use inflight_kernels::cuda::{
+    Device, DeviceError, GemmParams, Half, SamplingResult, gemm, skinny_gemm, skinny_takes,
+};
 use inflight_worker_core::Transfer;
 
 use super::sharding::{self, Indivisible, RANKS_MAX};
@@ -85,6 +89,8 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// The ways to make each product are timed at load, and the fastest is taken.
     pub autotune: bool,
+    /// Kernels begin while those before them end, where GPU and driver can do that (compute capability 9.0); it changes no bit.
+    pub overlap: bool,
 }
 
 /// Why a runtime can't be built.
@@ -343,20 +349,31 @@ fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Err
 /// Our own kernels for products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum OwnProduct {
-    /// Takes any product; its bits do not depend on the number of rows.
+    /// Takes any product; its bits do not depend on the number of rows. In the deterministic mode it makes all of them.
     Tiled,
+    /// Takes few rows, faster. Its bits are others, so the deterministic mode, in which rows may be many, has no use for it.
+    Skinny,
 }
 
 impl OwnProduct {
     /// Those that take a product.
-    fn taking(_: &Matmul) -> impl Iterator<Item = Self> {
-        [Self::Tiled].into_iter()
+    fn taking(p: &Matmul) -> impl Iterator<Item = Self> {
+        [Self::Tiled, Self::Skinny].into_iter().filter(|own| own.takes(p))
+    }
+
+    /// Whether it takes a product.
+    fn takes(self, p: &Matmul) -> bool {
+        match self {
+            Self::Tiled => true,
+            Self::Skinny => skinny_takes(p.m, p.k) && (p.x | p.weight).is_multiple_of(16),
+        }
     }
 
     /// What it is called in logs.
     fn name(self) -> &'static str {
         match self {
             Self::Tiled => "tiled",
+            Self::Skinny => "skinny",
         }
     }
 
@@ -379,6 +396,7 @@ impl OwnProduct {
         unsafe {
             match self {
                 Self::Tiled => gemm(device, half, p.wide, &params),
+                Self::Skinny => skinny_gemm(device, half, p.wide, &params),
             }
         }
     }

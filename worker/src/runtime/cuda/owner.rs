@@ -312,6 +312,7 @@ impl Machine {
         let (rank, shard) = (job.rank(), division.shard());
         let device_error = |error: DeviceError| LoadError::of(error, found);
         let driver = Driver::open(found, options.deterministic, end).map_err(device_error)?;
+        driver.overlap(options.overlap);
         let (half, shapes) = (tensors.half(), division.shapes(config));
         let weight_bytes = tensors.bytes(shard);
         let samples = options.slots.max(largest_bucket(options.slots));

@@ -135,24 +135,20 @@ impl Products {
         let mut plans = self.plans.borrow_mut();
         let plan = self.planned(&mut plans, key, p)?;
         loop {
-            let algorithm = match plan.ways.first() {
-                Some(Way::Library(algorithm)) => *algorithm,
-                Some(Way::Own(own)) => return Ok(Some(*own)),
+            let made = match plan.ways.first().copied() {
+                // SAFETY: passed on to the caller.
+                Some(Way::Library(algorithm)) => unsafe { self.multiply(plan, algorithm, p, stream) }?,
+                Some(Way::Own(own)) if own.takes(p) => return Ok(Some(own)),
+                Some(Way::Own(_)) => false,
                 None => return Ok(Some(OwnProduct::Tiled)),
             };
-            // SAFETY: passed on to the caller.
-            if unsafe { self.multiply(plan, algorithm, p, stream) }? {
+            if made {
                 return Ok(None);
             }
-            // An algorithm is chosen for the most rows of a class; it says so before anything runs.
-            plan.ways.remove(0);
+            // A way is chosen for the most rows of a class, and by other addresses; it says so before anything runs.
+            let by = plan.ways.remove(0).name();
             let (rows, left) = (p.m, plan.ways.len());
-            tracing::warn!(
-                ?key,
-                rows,
-                left,
-                "cublaslt's algorithm does not take these rows; another way does"
-            );
+            tracing::warn!(?key, rows, by, left, "a way does not take this product; another one does");
         }
     }
 

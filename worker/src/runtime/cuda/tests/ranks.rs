@@ -322,6 +322,7 @@ fn gpus_given_twice_none_at_all_and_sums_that_depend_on_the_batch_are_refused() 
             deterministic,
             graphs: true,
             autotune: true,
+            overlap: true,
         };
         CudaRuntime::load(&model, &options, &|_, _| {}).err().unwrap().to_string()
     };
