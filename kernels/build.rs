@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
-const FAMILIES: [&str; 8] = ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "swiglu"];
+const FAMILIES: [&str; 9] =
+    ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
 /// Machine code, unless `INFLIGHT_CUDA_ARCHITECTURES` has another list; PTX of the first one serves whatever is not in it.
 const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
 /// The first release that knows all of them.

@@ -64,6 +64,9 @@ pub struct EngineArgs {
     /// On a GPU: answers whose bits do not depend on what else runs, at a price in speed; on CPUs it is always so
     #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
     pub deterministic: bool,
+    /// On a GPU, products are made by the library's first algorithm, not by the one found to be the fastest at load
+    #[arg(long, env = "INFLIGHT_WORKER_NO_AUTOTUNE")]
+    pub no_autotune: bool,
     /// Host memory for the KV cache of sequences that give way, such as 1GiB; 0: they are computed again
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
     pub host_cache_bytes: Bytes,
@@ -159,6 +162,7 @@ impl Args {
             kv_cache_bytes: engine.kv_cache_bytes.0,
             gpu_memory_utilization: engine.gpu_memory_utilization,
             deterministic: engine.deterministic,
+            autotune: !engine.no_autotune,
             host_cache_bytes: engine.host_cache_bytes.0,
             policy: engine.policy,
             prefix_cache: !engine.no_prefix_cache,

@@ -11,11 +11,20 @@ DEVICE uint32_t unit_of(uint32_t round) {
 
 // Decoding alone: less shared memory and fewer registers, so more blocks a multiprocessor.
 template <typename T, uint32_t D, bool FP8> DEVICE void attention_decode(const AttentionParams &p) {
-    uint32_t units = *p.item_count * p.kv_heads;
-    for (uint32_t round = 0; unit_of(round) < units; round++) {
-        uint32_t unit = unit_of(round);
-        AttentionItem item = p.items[unit / p.kv_heads];
+    uint32_t units = *p.item_count * p.kv_heads, unit = unit_of(0);
+    // The plan is there before the step begins; the first item comes while the kernel before this one ends.
+    AttentionItem item = {};
+    if (unit < units) {
+        item = p.items[unit / p.kv_heads];
+        prefetch(p.tables + item.table + (item.split * SPLIT >> p.block_shift));
+    }
+    await_kernel_before();
+    for (uint32_t round = 1; unit < units; round++) {
         attend_split<T, D, FP8>(p, item, unit % p.kv_heads);
+        unit = unit_of(round);
+        if (unit < units) {
+            item = p.items[unit / p.kv_heads];
+        }
     }
 }
 
@@ -34,7 +43,7 @@ template <typename T, uint32_t D, bool FP8> DEVICE void attention_mixed(const At
 
 // NAME: of T. STORE: how keys and values are stored, empty for as T.
 #define ATTENTION(T, NAME, D, STORE, FP8)                                                                            \
-    KERNEL(attention_decode_##NAME##_##D##STORE, AttentionParams, ATTENTION_THREADS, 2) {                            \
+    EARLY_KERNEL(attention_decode_##NAME##_##D##STORE, AttentionParams, ATTENTION_THREADS, 2) {                            \
         attention_decode<T, D, FP8>(p);                                                                              \
     }                                                                                                                \
     KERNEL(attention_mixed_##NAME##_##D##STORE, AttentionParams, ATTENTION_THREADS, (D <= 128 ? 2 : 1)) {            \

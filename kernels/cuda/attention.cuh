@@ -50,41 +50,53 @@ DEVICE void load_tile(const Keys &keys, uint32_t first, uint32_t end, uint8_t *k
 // The same of a pool of 8-bit numbers. They come to shared memory as they are, keys before values, and the scales of both
 // behind them; a second step makes a tile of 16-bit numbers of that.
 template <uint32_t D> struct SmallKeys {
-    const uint8_t *pool; // keys of the layer in block 0
+    const uint8_t *keys; // of the layer and head in block 0
+    const uint8_t *scales; // of these keys
     uint64_t block_bytes;
-    uint32_t kv_head, kv_heads;
+    uint32_t values_after, value_scales_after; // from keys to values, and from scales to scales
     const uint32_t *table;
     uint32_t shift;
 };
 
 template <uint32_t D>
 DEVICE SmallKeys<D> small_keys_of(const AttentionParams &p, uint32_t table, uint32_t kv_head) {
-    return SmallKeys<D>{(const uint8_t *)p.kv + p.layer_offset, p.block_numbers, kv_head, p.kv_heads,
-                        p.tables + table, p.block_shift};
+    const uint8_t *layer = (const uint8_t *)p.kv + p.layer_offset;
+    uint32_t all = p.kv_heads << p.block_shift, own = kv_head << p.block_shift;
+    return SmallKeys<D>{layer + (uint64_t)own * D, layer + (uint64_t)all * 2 * D + (uint64_t)own * 4, p.block_numbers, all * D,
+                        all * 4, p.tables + table, p.block_shift};
 }
 
 constexpr uint32_t small_bytes(uint32_t head_dim, uint32_t keys) { return 2 * keys * (head_dim + 4); }
 
 template <uint32_t D, uint32_t COUNT>
 DEVICE void load_small(const SmallKeys<D> &keys, uint32_t first, uint32_t end, uint8_t *stage) {
-    constexpr uint32_t CHUNKS = D / 16, NUMBERS = 2 * COUNT * CHUNKS, SCALES = 2 * COUNT / 4;
-    static_assert(D % 16 == 0 && COUNT % 4 == 0, "rows and scales are whole chunks");
-    for (uint32_t at = thread_index(); at < NUMBERS + SCALES; at += ATTENTION_THREADS) {
-        bool scale = at >= NUMBERS;
-        // Line: of keys, then of values. Scales come for four lines at once.
-        uint32_t line = scale ? (at - NUMBERS) * 4 : at / CHUNKS;
-        uint32_t position = first + line % COUNT;
-        bool valid = position < end;
-        const uint8_t *from = keys.pool;
-        if (valid) {
-            uint32_t block = keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift];
-            uint32_t offset = position & ((1u << keys.shift) - 1);
-            uint32_t head = line < COUNT ? keys.kv_head : keys.kv_heads + keys.kv_head;
-            uint64_t place = ((uint64_t)head << keys.shift) + offset;
-            uint64_t numbers = ((uint64_t)(2 * keys.kv_heads) << keys.shift) * D;
-            from += (uint64_t)block * keys.block_bytes + (scale ? numbers + place * 4 : place * D + at % CHUNKS * 16);
+    constexpr uint32_t CHUNKS = D / 16, NUMBERS = COUNT * CHUNKS, SCALES = COUNT / 4;
+    static_assert(D % 16 == 0 && COUNT % 4 == 0 && 2 * SCALES <= ATTENTION_THREADS, "rows and scales are whole chunks");
+    // Where the position's line lies, from the first line of block 0 on, in bytes of so many a line.
+    auto place = [&](uint32_t position, bool valid, uint32_t line_bytes) {
+        uint32_t block = valid ? keys.table[MUTANT(BlockEdge, position + 1, position) >> keys.shift] : 0;
+        return (uint64_t)block * keys.block_bytes + (position & ((1u << keys.shift) - 1)) * line_bytes;
+    };
+    UNROLL
+    for (uint32_t turn = 0; turn < NUMBERS; turn += ATTENTION_THREADS) {
+        uint32_t at = turn + thread_index();
+        if (NUMBERS % ATTENTION_THREADS != 0 && at >= NUMBERS) {
+            break;
         }
-        cp_async16(stage + (scale ? 2 * COUNT * D + line * 4 : line * D + at % CHUNKS * 16), from, valid);
+        uint32_t row = at / CHUNKS, chunk = at % CHUNKS;
+        bool valid = first + row < end;
+        const uint8_t *from = keys.keys + (place(first + row, valid, D) + chunk * 16);
+        uint8_t *to = stage + row * D + chunk * 16;
+        cp_async16(to, from, valid);
+        cp_async16(to + COUNT * D, from + keys.values_after, valid);
+    }
+    // Scales come for four lines at once, by one thread for keys and another for values.
+    if (thread_index() < 2 * SCALES) {
+        bool value = thread_index() >= SCALES;
+        uint32_t row = (thread_index() - (value ? SCALES : 0)) * 4;
+        bool valid = first + row < end;
+        const uint8_t *from = keys.scales + place(first + row, valid, 4) + (value ? keys.value_scales_after : 0);
+        cp_async16(stage + 2 * COUNT * D + ((value ? COUNT : 0) + row) * 4, from, valid);
     }
 }
 
@@ -93,9 +105,12 @@ DEVICE void load_small(const SmallKeys<D> &keys, uint32_t first, uint32_t end, u
 template <typename T, uint32_t D, uint32_t COUNT>
 DEVICE void widen_small(const uint8_t *stage, uint8_t *tile, uint32_t first, uint32_t end) {
     constexpr uint32_t CHUNKS = D / 16;
+    static_assert(2 * COUNT * CHUNKS % ATTENTION_THREADS == 0, "every thread widens as many chunks");
     const float *scales = (const float *)(stage + 2 * COUNT * D);
-    for (uint32_t at = thread_index(); at < 2 * COUNT * CHUNKS; at += ATTENTION_THREADS) {
-        uint32_t line = at / CHUNKS, chunk = at % CHUNKS;
+    // More at once would be more code, and registers that attention of many rows does not have.
+    UNROLL_BY(2)
+    for (uint32_t turn = 0; turn < 2 * COUNT * CHUNKS; turn += ATTENTION_THREADS) {
+        uint32_t at = turn + thread_index(), line = at / CHUNKS, chunk = at % CHUNKS;
         float scale = first + line % COUNT < end ? scales[MUTANT(ScaleLine, line ^ 1, line)] : 0.0f;
         Vec16 small = *(const Vec16 *)(stage + line * D + chunk * 16);
         UNROLL
@@ -103,10 +118,8 @@ DEVICE void widen_small(const uint8_t *stage, uint8_t *tile, uint32_t first, uin
             Vec16 wide;
             UNROLL
             for (uint32_t i = 0; i < 4; i++) {
-                uint32_t word = small.word[2 * half + i / 2] >> 16 * (i % 2);
-                float low = multiply_exact(from_e4m3(word & 0xff), scale);
-                float high = multiply_exact(from_e4m3(word >> 8 & 0xff), scale);
-                wide.word[i] = pack<T>(low, high);
+                Float2 two = from_e4m3(small.word[2 * half + i / 2] >> 16 * (i % 2));
+                wide.word[i] = pack_small<T>(multiply_exact(two.x, scale), multiply_exact(two.y, scale));
             }
             *(Vec16 *)Tile<D>::at(tile, line, 2 * chunk + half) = wide;
         }

@@ -7,9 +7,11 @@
 
 // Storage of numbers; arithmetic is in float.
 struct Bf16 {
+    static constexpr float LARGEST = 3.3895314e38f;
     uint16_t bits;
 };
 struct F16 {
+    static constexpr float LARGEST = 65504.0f;
     uint16_t bits;
 };
 
@@ -32,14 +34,34 @@ constexpr uint32_t WARP = 32;
 #ifdef __CUDACC__
 
 #define DEVICE static __device__ __forceinline__
-// A kernel takes one parameter block by value. MIN_BLOCKS is how many should fit a multiprocessor at once.
-#define KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const __grid_constant__ PARAMS p)
 // A function too large to be copied to each place that calls it.
 #define SUBROUTINE static __device__ __noinline__
 #define UNROLL _Pragma("unroll")
 #define PRAGMA(TEXT) _Pragma(#TEXT)
 #define UNROLL_BY(N) PRAGMA(unroll N)
+
+// Waits for the kernel before this one in the stream, and lets the next one begin. A launch may ask that a kernel begins
+// while the one before it ends (programmatic dependent launch, from sm_90 on); nothing that an earlier kernel of
+// the step writes or reads may be touched before this. It returns once that kernel is complete, which had itself waited: so all before are.
+DEVICE void await_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// A kernel takes one parameter block by value. MIN_BLOCKS is how many should fit a multiprocessor at once.
+#define KERNEL_THAT(BEGINS, NAME, PARAMS, THREADS, MIN_BLOCKS)                                                       \
+    DEVICE void NAME##_body(const PARAMS &p);                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const __grid_constant__ PARAMS p) {       \
+        BEGINS;                                                                                                      \
+        NAME##_body(p);                                                                                              \
+    }                                                                                                                \
+    DEVICE void NAME##_body(const PARAMS &p)
+#define KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                                    \
+    KERNEL_THAT(await_kernel_before(), NAME, PARAMS, THREADS, MIN_BLOCKS)
+// A kernel that calls await_kernel_before itself, in every thread, once it has begun to load what no kernel writes: weights,
+// or a step's metadata, which are there before its first kernel begins.
+#define EARLY_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) KERNEL_THAT((void)0, NAME, PARAMS, THREADS, MIN_BLOCKS)
 
 DEVICE uint32_t thread_index() { return threadIdx.x; }
 DEVICE uint32_t threads() { return blockDim.x; }
@@ -90,6 +112,21 @@ DEVICE void cp_async16(void *to, const void *from, bool valid) {
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 // Waits until at most N of this thread's groups are still under way.
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
+
+// 16 bytes that no kernel writes and that are read once: past the first-level cache. Zeros where not VALID, and nothing is
+// read then. As an ordinary load: one by the way of constants (.nc) is moved behind await_kernel_before by the assembler.
+DEVICE Vec16 load_constant(const void *from, bool valid) {
+    Vec16 v;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+                 "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+                 : "=&r"(v.word[0]), "=&r"(v.word[1]), "=&r"(v.word[2]), "=&r"(v.word[3])
+                 : "l"(from), "r"((uint32_t)valid)
+                 : "memory");
+    return v;
+}
+
+// Brings a line of 128 bytes nearer, for a load to come.
+DEVICE void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from) : "memory"); }
 
 // Four 8x8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8. Each lane gets the
 // numbers (lane / 4, 2 * (lane % 4)) and the next one of each matrix, or of its transpose.
@@ -202,10 +239,24 @@ DEVICE float load_shared_by_device(const float *from) { return __ldcg(from); }
 
 constexpr float INFINITE = __builtin_huge_valf();
 
-// e4m3: a sign, four bits of exponent (bias 7), three of mantissa; the largest is 448. The same operations everywhere, for
-// not every GPU has an instruction for it.
+// e4m3: a sign, four bits of exponent (bias 7), three of mantissa; the largest is 448. From sm_89 on there are
+// instructions for it; elsewhere, and on the host, the same comes of operations on bits. The byte of NaN is never stored.
 constexpr float E4M3_MAX = 448.0f;
-// To nearest, ties to even, held at the largest.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// To nearest, ties to even, held at the largest; so is NaN, which the instruction would keep.
+DEVICE uint32_t to_e4m3(float x) {
+    float held = copysignf(fminf(fabsf(x), E4M3_MAX), x);
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(held));
+    return pair;
+}
+// The numbers of the lowest two bytes, lower one first.
+DEVICE Float2 from_e4m3(uint32_t bytes) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)bytes));
+    return Float2{to_float(F16{(uint16_t)halves}), to_float(F16{(uint16_t)(halves >> 16)})};
+}
+#else
 DEVICE uint32_t to_e4m3(float x) {
     uint32_t sign = float_to_bits(x) >> 24 & 0x80;
     float magnitude = fminf(fabsf(x), E4M3_MAX);
@@ -216,11 +267,13 @@ DEVICE uint32_t to_e4m3(float x) {
     bits += 0x7ffff + (bits >> 20 & 1);
     return sign | ((bits >> 20) - ((127 - 7) << 3));
 }
-DEVICE float from_e4m3(uint32_t byte) {
+DEVICE float one_from_e4m3(uint32_t byte) {
     // Scaling by 2^120 moves the exponent's bias and normalises subnormals, all exactly.
     float magnitude = multiply_exact(bits_to_float((byte & 0x7f) << 20), bits_to_float(0x7b800000));
     return bits_to_float(float_to_bits(magnitude) | (byte & 0x80) << 24);
 }
+DEVICE Float2 from_e4m3(uint32_t bytes) { return Float2{one_from_e4m3(bytes), one_from_e4m3(bytes >> 8)}; }
+#endif
 
 template <typename T> DEVICE T narrow(float x) { return T{(uint16_t)pack<T>(x, 0.0f)}; }
 

@@ -2,30 +2,13 @@
 //
 // Every output is summed over k in steps of 16, ascending, in one accumulator, whatever the tile; there is no split of k.
 // The tile shapes differ in speed alone: few rows, some, or many.
-#include "params.h"
+#include "product.cuh"
 
 constexpr uint32_t GEMM_THREADS = 128;
 constexpr uint32_t GEMM_STEP = 64; // of k, in shared memory at once
 // Of the pipeline. Few rows read weights at the speed of memory, from as few blocks as there are columns for, so each
 // keeps many loads under way; tiles of many rows are as large as fits smaller GPUs.
 constexpr uint32_t gemm_stages(uint32_t rows) { return rows <= 16 ? 8 : rows <= 64 ? 4 : 3; }
-
-template <typename T> DEVICE void store_pair(T *to, float low, float high, bool both) {
-    if (both && (uintptr_t)to % 4 == 0) {
-        *(uint32_t *)to = pack<T>(low, high);
-        return;
-    }
-    to[0] = narrow<T>(low);
-    if (both) {
-        to[1] = narrow<T>(high);
-    }
-}
-template <typename T> DEVICE void store_pair(float *to, float low, float high, bool both) {
-    to[0] = low;
-    if (both) {
-        to[1] = high;
-    }
-}
 
 // ROWS x COLUMNS outputs a block; WARP_ROWS x WARP_COLUMNS a warp. The grid's columns are tiles of n, its rows tiles of m.
 // k is a multiple of 8.
@@ -46,12 +29,16 @@ DEVICE void gemm(const GemmParams &p) {
     uint32_t own_line = thread_index() / Shape::CHUNKS, own_chunk = thread_index() % Shape::CHUNKS;
     const T *x_from = (const T *)p.x + (uint64_t)(row + own_line) * p.k + own_chunk * 8;
     const T *weight_from = (const T *)p.weight + (uint64_t)(column + own_line) * p.k + own_chunk * 8;
-    auto load = [&](uint32_t step, uint8_t *stage) {
+    // Of x, of the weight, or of both.
+    auto load = [&](uint32_t step, uint8_t *stage, bool of_x, bool of_weight) {
         uint32_t k = step * GEMM_STEP;
         bool inside = k + own_chunk * 8 < p.k;
         UNROLL
         for (uint32_t line = 0; line < ROWS + COLUMNS; line += LINES) {
             bool left = line < ROWS;
+            if (left ? !of_x : !of_weight) {
+                continue;
+            }
             uint32_t below = left ? line : line - ROWS;
             bool valid = inside && (left ? row : column) + below + own_line < (left ? p.m : p.n);
             // What is not loaded has an address that is allocated, as checkers of memory want.
@@ -59,10 +46,18 @@ DEVICE void gemm(const GemmParams &p) {
             cp_async16(Shape::at(stage, line + own_line, own_chunk), from, valid);
         }
     };
+    // Weights are on their way before the kernel that makes x has ended.
     UNROLL
     for (uint32_t s = 0; s + 1 < STAGES; s++) {
         if (s < steps) {
-            load(s, stages + s * STAGE);
+            load(s, stages + s * STAGE, false, true);
+        }
+    }
+    await_kernel_before();
+    UNROLL
+    for (uint32_t s = 0; s + 1 < STAGES; s++) {
+        if (s < steps) {
+            load(s, stages + s * STAGE, true, false);
         }
         cp_async_commit();
     }
@@ -78,7 +73,7 @@ DEVICE void gemm(const GemmParams &p) {
         barrier();
         uint32_t ahead = step + STAGES - 1;
         if (ahead < steps) {
-            load(ahead, stages + ahead % STAGES * STAGE);
+            load(ahead, stages + ahead % STAGES * STAGE, true, true);
         }
         cp_async_commit();
         uint8_t *stage = stages + step % STAGES * STAGE;
@@ -125,9 +120,9 @@ DEVICE void gemm(const GemmParams &p) {
 }
 
 #define GEMM(T, NAME, Out, OUT)                                                                                      \
-    KERNEL(gemm_few_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 16, 64, 16, 16>(p); }                \
-    KERNEL(gemm_some_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 64, 64, 32, 32>(p); }               \
-    KERNEL(gemm_many_##NAME##_##OUT, GemmParams, GEMM_THREADS, 1) { gemm<T, Out, 128, 128, 64, 64>(p); }
+    EARLY_KERNEL(gemm_few_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 16, 64, 16, 16>(p); }                \
+    EARLY_KERNEL(gemm_some_##NAME##_##OUT, GemmParams, GEMM_THREADS, 2) { gemm<T, Out, 64, 64, 32, 32>(p); }               \
+    EARLY_KERNEL(gemm_many_##NAME##_##OUT, GemmParams, GEMM_THREADS, 1) { gemm<T, Out, 128, 128, 64, 64>(p); }
 
 GEMM(Bf16, bf16, Bf16, half)
 GEMM(Bf16, bf16, float, f32)

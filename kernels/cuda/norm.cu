@@ -18,6 +18,10 @@ template <typename T> DEVICE void add(Float4 &x, const Vec8 &four) {
 // One block a row, whatever its width, so that the order of the sum depends on the width alone. The row is read twice,
 // the second time from a cache. width is a multiple of 8.
 template <typename T> DEVICE void norm(const NormParams &p) {
+    for (uint32_t i = 32 * thread_index(); i < p.width; i += 32 * NORM_THREADS) {
+        prefetch(p.weight + i);
+    }
+    await_kernel_before();
     uint32_t at = block_index();
     uint32_t row = p.pick ? p.pick[at] : at;
     uint64_t start = (uint64_t)row * p.width;
@@ -88,5 +92,5 @@ template <typename T> DEVICE void norm(const NormParams &p) {
     }
 }
 
-KERNEL(norm_bf16, NormParams, NORM_THREADS, 4) { norm<Bf16>(p); }
-KERNEL(norm_f16, NormParams, NORM_THREADS, 4) { norm<F16>(p); }
+EARLY_KERNEL(norm_bf16, NormParams, NORM_THREADS, 4) { norm<Bf16>(p); }
+EARLY_KERNEL(norm_f16, NormParams, NORM_THREADS, 4) { norm<F16>(p); }

@@ -10,11 +10,18 @@ constexpr uint32_t HEAD_DIM_MAX = 256;
 template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     uint32_t all = p.heads + 2 * p.kv_heads;
     uint64_t unit = (uint64_t)block_index() * (QKV_THREADS / WARP) + warp();
-    if (unit >= (uint64_t)p.rows * all) {
-        return;
-    }
     uint32_t row = (uint32_t)(unit / all), head = (uint32_t)(unit % all);
-    uint32_t place = p.places[row];
+    // Known before the step begins, and far away: on their way while the product before this kernel ends.
+    uint32_t place = unit < (uint64_t)p.rows * all ? p.places[row] : ~0u;
+    const float *angles = p.angles + (uint64_t)(place != ~0u ? p.positions[row] : 0) * p.head_dim;
+    const float *weight = head < p.heads ? p.q_norm : p.k_norm;
+    if (32 * lane() < p.head_dim) {
+        prefetch(angles + 32 * lane());
+        if (weight) {
+            prefetch(weight + 32 * lane());
+        }
+    }
+    await_kernel_before();
     if (place == ~0u) {
         return;
     }
@@ -38,12 +45,10 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
         sum = fma_exact(low[j], low[j], sum);
         sum = fma_exact(high[j], high[j], sum);
     }
-    const float *weight = query ? p.q_norm : p.k_norm;
     float scale = 1.0f;
     if (!value && weight) {
         scale = root_inverse(warp_sum(sum) / (float)p.head_dim + p.eps);
     }
-    const float *angles = p.angles + (uint64_t)p.positions[row] * p.head_dim;
     float largest = 0.0f;
     UNROLL
     for (uint32_t j = 0; j < PAIRS; j++) {
@@ -72,6 +77,8 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     }
     if (FP8 && !query) {
         largest = warp_max(largest);
+        // Within the range of T, so that what is made of it again needs no bounds.
+        largest = fminf(largest, T::LARGEST);
         float unit = largest > 0.0f ? divide_exact(largest, E4M3_MAX) : 1.0f;
         uint8_t *bytes = (uint8_t *)p.kv + layer;
         if (lane() == 0) {
@@ -90,7 +97,7 @@ template <typename T, bool FP8> DEVICE void finish_qkv(const QkvParams &p) {
     }
 }
 
-KERNEL(finish_qkv_bf16, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, false>(p); }
-KERNEL(finish_qkv_f16, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, false>(p); }
-KERNEL(finish_qkv_bf16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, true>(p); }
-KERNEL(finish_qkv_f16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, true>(p); }
+EARLY_KERNEL(finish_qkv_bf16, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, false>(p); }
+EARLY_KERNEL(finish_qkv_f16, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, false>(p); }
+EARLY_KERNEL(finish_qkv_bf16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<Bf16, true>(p); }
+EARLY_KERNEL(finish_qkv_f16_fp8, QkvParams, QKV_THREADS, 8) { finish_qkv<F16, true>(p); }

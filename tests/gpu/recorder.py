@@ -97,7 +97,8 @@ class Recorder:
     def job(self, name, model, task, timeout=600, **options):
         """Runs the measuring binary on a model; its result, or an exception with its error."""
         job = json.dumps({"model": str(model), "task": task, **options})
-        return self.answer(name, [str(self.bundle / "measure"), job], timeout)["result"]
+        self.loaded = self.answer(name, [str(self.bundle / "measure"), job], timeout)
+        return self.loaded["result"]
 
     def write(self):
         self.json["rows"] = self.rows

@@ -22,11 +22,11 @@ FLOORS = {
 }
 # In order: what everything else rests on first, what takes long and says least last.
 PHASES = ["machine", "kernels", "parity", "binary", "determinism", "tensor-parallel", "steps", "swap", "serve", "peer", "sanitizer", "deterministic-steps",
-          "fp8-steps"]
+          "fp8-steps", "serial-steps"]
 # Of teacher-forced logits: the largest difference as a part of the largest logit; with a KV cache in 16 bits, and in 8.
 PARITY, PARITY_FP8 = 2e-2, 1e-1
 # What a checker runs of the kernels' tests: those over buffers, not the ones of single functions.
-KERNEL_TESTS = ["attention::", "product::", "rows::", "sampling::"]
+KERNEL_TESTS = ["attention::", "overlap::", "product::", "rows::", "sampling::"]
 SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
 
 
@@ -96,6 +96,17 @@ class Suite:
         self.check("kernels", "every kernel against references in f64", code == 0, f"{outcome(output)} in {seconds:.0f} s")
         for line in failures(output):
             print(f"    {line}", flush=True)
+        code, output, _ = self.recorder.command(
+            "kernel-timing", [str(self.bundle / "kernel-tests"), "--ignored", "--nocapture", "timing::"], 180, {"INFLIGHT_TEST_GPU": "1"})
+        # The first one may come behind the test's name.
+        rows = [json.loads(line[line.index("{"):]) for line in output.splitlines() if '{"' in line and line.endswith("}")]
+        self.check("kernels", "products of few rows are measured", code == 0 and len(rows) > 1, f"{len(rows)} figures")
+        self.json["phases"]["products of few rows"] = rows
+        for row in rows:
+            if row.get("overlap") and row["m"] in (1, 8):
+                self.row("kernels", f"{row['m']} x {row['k']} by {row['n']}, overlapping",
+                         f"{row['us']:.1f} us, {row['gb_s']} GB/s, {100 * row['share_of_copy']:.0f} % of copy "
+                         f"(deterministic product: {row['deterministic_us']:.1f} us)")
 
     def sanitizer(self):
         places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer",
@@ -112,7 +123,7 @@ class Suite:
         # A whole runtime with copies both ways beside decoding, on a small model.
         task = {"swap": {"blocks": 8, "transfers": 2, "sequences": 4, "context": 128, "steps": 4}}
         job = json.dumps({"model": str(self.model("tiny-qwen3")), "task": task, "slots": 4, "batch_tokens": 256,
-                          "context_tokens": 512, "utilization": 0.2, "host_bytes": 64 << 20})
+                          "context_tokens": 512, "utilization": 0.2, "host_bytes": 64 << 20, "autotune": False})
         code, output, seconds = self.recorder.command(
             "sanitizer-swap", [checker, "--tool", "memcheck", "--error-exitcode", "9", str(self.bundle / "measure"), job], 240)
         self.sanitized("memcheck of swapping beside decoding", code, output, seconds)
@@ -148,8 +159,10 @@ class Suite:
                 scale = numpy.abs(truth).max()
                 peer = float(numpy.abs(theirs - truth).max() / scale)
                 best = numpy.sort(truth, axis=1)
-                for chunk, mode in [(700, {}), (129, {}), (129, {"deterministic": True}), (129, {"fp8_kv_cache": True})]:
-                    label = " ".join([name, dtype, "chunks of", str(chunk), *mode])
+                deterministic, serial = {"deterministic": True}, {"deterministic": True, "overlap": False}
+                overlapping = None
+                for chunk, mode in [(700, {}), (129, {}), (129, deterministic), (129, serial), (129, {"fp8_kv_cache": True})]:
+                    label = " ".join([name, dtype, "chunks of", str(chunk), *(key if value else f"no {key}" for key, value in mode.items())])
                     bound = PARITY_FP8 if "fp8_kv_cache" in mode else PARITY
                     sure = best[:, -1] - best[:, -2] > bound * scale
                     with tempfile.TemporaryDirectory() as scratch:
@@ -170,6 +183,12 @@ class Suite:
                     self.check("parity", label, apart <= bound and same,
                                f"{apart:.1e} of max|ref| (transformers in {dtype}: {peer:.1e}); "
                                f"{int(sure.sum())} sure argmax {'equal' if same else 'DIFFER'}")
+                    if mode is deterministic:
+                        overlapping = ours
+                    elif mode is serial and overlapping is not None:
+                        # All kernels are our own then, so each overlaps with the next.
+                        equal = ours.tobytes() == overlapping.tobytes()
+                        self.check("parity", f"{name} {dtype}: kernels that overlap change no bit", equal, "equal" if equal else "DIFFER")
 
     def binary(self):
         """The binary that is shipped, with a worker on the GPU, under its own load generator."""
@@ -205,7 +224,9 @@ class Suite:
         def logits(name, path, label, **options):
             out = Path(scratch.name) / label
             task = {"logits": {"tokens": tokens, "prefill": 600, "chunk": 256, "out": str(out)}}
-            result = self.job("tensor-parallel", path, task, 240, slots=4, batch_tokens=1024, utilization=0.3, **options)
+            # Another start may choose other algorithms, whose bits differ.
+            result = self.job("tensor-parallel", path, task, 240, slots=4, batch_tokens=1024, utilization=0.3, autotune=False,
+                              **options)
             return numpy.fromfile(out, dtype="<f4").reshape(-1, vocabulary), result["greedy"]
 
         with scratch:
@@ -291,11 +312,14 @@ class Suite:
     def fp8_steps(self):
         self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "llama-3.1-8b"], "fp8_kv_cache")
 
+    def serial_steps(self):
+        self.step_times(["qwen3-0.6b"] if self.quick else ["qwen3-0.6b", "qwen3-1.7b"], "serial")
+
     def step_times(self, names, option=None):
         """Steps of some models; with an option that has its price, goals are not judged."""
         import models
         ceilings = {"copy_tb_s": 1.0, "matmul_tflops": 1.0} if self.rehearse else self.measured_ceilings()
-        phase = {"deterministic": "deterministic-steps", "fp8_kv_cache": "fp8-steps", None: "steps"}[option]
+        phase = {"deterministic": "deterministic-steps", "fp8_kv_cache": "fp8-steps", "serial": "serial-steps", None: "steps"}[option]
         mode = f" {option}" if option else ""
         cases = [dict(sequences=b, context=1024, tokens=1) for b in (1, 8, 64, 256)]
         cases += [dict(sequences=1, context=0, tokens=1024), dict(sequences=8, context=0, tokens=1024)]
@@ -310,12 +334,17 @@ class Suite:
             path = self.model(name)
             try:
                 result = self.job(phase, path, {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 300, slots=256,
-                                  batch_tokens=8192, context_tokens=32768, **({option: True} if option else {}))
+                                  batch_tokens=8192, context_tokens=32768,
+                                  **({"overlap": False} if option == "serial" else {option: True} if option else {}))
             except RuntimeError as error:
                 self.check(phase, name, False, str(error)[:300])
                 continue
             self.json["phases"].setdefault("steps", {})[f"{name}{mode}"] = result
+            if option is None:
+                self.products(name)
             by = {tuple(r["case"]): r.get("device_ms") for r in result}
+            if option is None and name == names[0]:
+                self.untimed_steps(name, cases[:4], by)
             for batch in (1, 8, 64, 256):
                 took, floor = by.get((batch, 1024, 1)), FLOORS[name][batch]
                 if took:
@@ -343,6 +372,37 @@ class Suite:
                 rate = models.attention_flops(name, 8192, 16384) / (late - early) / 1e9
                 self.row(phase, f"{name}{mode} prefill attention", f"{rate:.0f} TFLOP/s",
                          "" if option else "300", None if option else rate >= 300)
+
+    def untimed_steps(self, name, cases, timed):
+        """What choosing products by time gains whole steps."""
+        try:
+            result = self.job("steps", self.model(name), {"steps": {"cases": cases, "repeats": 30, "seconds": 3.0}}, 200, slots=256,
+                              batch_tokens=8192, context_tokens=32768, autotune=False)
+        except RuntimeError as error:
+            self.check("steps", f"{name} without timed products", False, str(error)[:300])
+            return
+        self.json["phases"].setdefault("steps", {})[f"{name} no autotune"] = result
+        pairs = [(row["case"][0], row["device_ms"], timed.get(tuple(row["case"]))) for row in result if "device_ms" in row]
+        self.row("steps", f"{name} decode by cuBLASLt's first algorithms",
+                 ", ".join(f"batch {b}: {first:.2f} ms ({100 * (first / chosen - 1):+.1f} %)" for b, first, chosen in pairs if chosen))
+
+    def products(self, name):
+        """The library's first algorithms against those that the last job's load chose, by rows; the head is one of them."""
+        tuned = self.recorder.loaded["products"]
+        self.json["phases"].setdefault("products", {})[name] = {"seconds": self.recorder.loaded["load_seconds"], "tuned": tuned}
+        if not tuned:
+            self.row("steps", f"{name} products", "none was timed", word="open")
+        for rows in sorted({entry["shape"][0] for entry in tuned}):
+            here = [entry for entry in tuned if entry["shape"][0] == rows and entry["first_us"] is not None]
+            if not here:
+                continue
+            first, chosen = sum(entry["first_us"] for entry in here), sum(entry["us"] for entry in here)
+            replaced = [f"{n}x{k} {entry['by'] if entry['own'] else entry['way']}" for entry in here if entry["way"]
+                        for _, n, k in [entry["shape"]]]
+            work = 2e-6 * sum(m * n * k for m, n, k in (entry["shape"] for entry in here))
+            self.row("steps", f"{name} products of {rows} rows, one of each of {len(here)}",
+                     f"first {first:.1f} us, chosen {chosen:.1f} us, {100 * (first / chosen - 1):+.1f} %, {work / chosen:.1f} TFLOP/s"
+                     + (f"; replaced: {', '.join(replaced)}" if replaced else ""))
 
     def lengths(self, count):
         """A heavy-tailed mix like chat traffic: prompts and outputs log-normal, cut off."""

@@ -128,6 +128,8 @@ pub struct Options {
     pub gpu_memory_utilization: f32,
     /// On a GPU, the bits of an answer do not depend on what else runs, at a price; on CPUs they never do.
     pub deterministic: bool,
+    /// On a GPU that is not to be deterministic, the ways to make each product are timed at load, and the fastest is taken.
+    pub autotune: bool,
     /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
     pub host_cache_bytes: u64,
     /// Who goes first.
@@ -177,6 +179,7 @@ impl Default for Options {
             kv_cache_bytes: 1 << 30,
             gpu_memory_utilization: 0.9,
             deterministic: false,
+            autotune: true,
             host_cache_bytes: 256 << 20,
             policy: PolicyKind::default(),
             prefix_cache: true,

@@ -451,6 +451,8 @@ fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Res
         },
         deterministic: options.deterministic,
         graphs: true,
+        autotune: options.autotune,
+        overlap: true,
     };
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }

@@ -96,12 +96,15 @@ struct Fiber {
     const void *in = nullptr;
     void *out = nullptr;
     uint32_t argument = 0;
+    bool awaited = false;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
 };
 
+// Of global memory; CONSTANT if no kernel writes to it. src/cuda/harness.rs has the same.
 struct Range {
-    const uint8_t *from, *to;
+    uint8_t *from, *to;
+    uint64_t constant;
 };
 
 struct Machine {
@@ -112,6 +115,9 @@ struct Machine {
     const void *params = nullptr;
     std::vector<uint8_t> shared;
     std::vector<Range> global;
+    // Whether the kernel before is not complete until it is waited for, and what memory then holds while hidden.
+    bool overlapping = false, hidden = false;
+    std::vector<std::vector<uint8_t>> behind;
     char error[256] = "";
 };
 static thread_local Machine machine;
@@ -154,6 +160,57 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
     self->argument = argument;
     self->state = State::Waiting;
     yield();
+}
+
+void await_kernel_before() {
+    Fiber *self = machine.running;
+    if (self->awaited) {
+        stop("a thread waits twice for the kernel before");
+    }
+    self->awaited = true;
+    if (machine.overlapping) {
+        meet(Op::KernelBefore, nullptr, nullptr, 0);
+    }
+}
+
+// Takes from kernels what earlier kernels write, as long as these are not complete.
+static void hide() {
+    machine.behind.clear();
+    for (const Range &range : machine.global) {
+        if (!range.constant) {
+            machine.behind.emplace_back(range.from, range.to);
+            memset(range.from, 0xff, (size_t)(range.to - range.from));
+        }
+    }
+    machine.hidden = true;
+}
+
+static void show() {
+    size_t next = 0;
+    for (const Range &range : machine.global) {
+        if (!range.constant) {
+            for (const uint8_t *p = range.from; p < range.to; p++) {
+                if (*p != 0xff) {
+                    fail("memory was written to before the kernel before was complete");
+                    break;
+                }
+            }
+            memcpy(range.from, machine.behind[next].data(), machine.behind[next].size());
+            next++;
+        }
+    }
+    machine.hidden = false;
+}
+
+void check_load(const void *from) {
+    bool known = false;
+    for (const Range &range : machine.global) {
+        const uint8_t *p = (const uint8_t *)from;
+        known = known || (p >= range.from && p + 16 <= range.to);
+    }
+    if (!known || (uintptr_t)from % 16 != 0) {
+        stop("what is loaded is outside of global memory or not aligned");
+    }
 }
 
 void copy_later(void *to, const void *from, bool valid) {
@@ -270,6 +327,7 @@ static bool pass(Fiber *warp) {
     }
     switch (op) {
     case Op::Barrier:
+    case Op::KernelBefore:
         return false;
     case Op::WarpBarrier:
         break;
@@ -294,6 +352,9 @@ static bool pass(Fiber *warp) {
 
 static void enter() {
     machine.kernel->body(machine.params);
+    if (!machine.running->awaited) {
+        fail("a thread ended without waiting for the kernel before");
+    }
     machine.running->state = State::Done;
     for (;;) {
         yield();
@@ -320,6 +381,7 @@ static void prepare(Fiber &fiber) {
 #endif
     fiber.sp = sp;
     fiber.state = State::Ready;
+    fiber.awaited = false;
     fiber.open.clear();
     fiber.groups.clear();
 }
@@ -373,6 +435,18 @@ static bool run_block(uint32_t threads, bool backwards) {
             return true;
         }
         if (at_barrier == warps) {
+            for (uint32_t w = 1; w < warps; w++) {
+                if (fibers[w * WARP].op != fibers[0].op) {
+                    fail("some warps wait for the kernel before while others wait at a barrier");
+                    return false;
+                }
+            }
+            if (fibers[0].op == Op::KernelBefore) {
+                show();
+                if (machine.error[0]) {
+                    return false;
+                }
+            }
             for (uint32_t i = 0; i < threads; i++) {
                 fibers[i].state = State::Ready;
             }
@@ -392,11 +466,11 @@ using namespace harness;
 
 extern "C" {
 
-// Runs a kernel. GLOBAL is COUNT pairs of addresses that copies may read from. Returns null, or what went wrong, valid
-// until the next call of this thread.
+// Runs a kernel. GLOBAL is COUNT ranges of memory, all there is. OVERLAPPING: the kernel before is complete once it is
+// waited for. Returns null, or what went wrong, valid until the next call of this thread.
 const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_t blocks_y, uint32_t threads,
-                                    uint32_t shared_bytes, const void *params, size_t bytes, const void *const *global,
-                                    size_t count, uint32_t backwards) {
+                                    uint32_t shared_bytes, const void *params, size_t bytes, const Range *global,
+                                    size_t count, uint32_t backwards, uint32_t overlapping) {
     machine.error[0] = 0;
     const Kernel *kernel = kernels();
     while (kernel && strcmp(kernel->name, name) != 0) {
@@ -413,10 +487,8 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
     }
     machine.kernel = kernel;
     machine.params = params;
-    machine.global.clear();
-    for (size_t i = 0; i < count; i++) {
-        machine.global.push_back({(const uint8_t *)global[2 * i], (const uint8_t *)global[2 * i + 1]});
-    }
+    machine.global.assign(global, global + count);
+    machine.overlapping = overlapping != 0;
     if (machine.fibers.size() < threads) {
         machine.fibers.resize(threads);
     }
@@ -428,7 +500,14 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
         for (uint32_t x = 0; x < blocks_x; x++) {
             place.block = x;
             place.row = y;
-            if (!run_block(threads, (backwards + x + y) % 2 == 1)) {
+            if (machine.overlapping) {
+                hide();
+            }
+            bool ran = run_block(threads, (backwards + x + y) % 2 == 1);
+            if (machine.hidden) {
+                show();
+            }
+            if (!ran || machine.error[0]) {
                 return machine.error;
             }
         }
@@ -441,5 +520,7 @@ void inflight_harness_mutate(uint32_t which) { mutant = (Mutant)which; }
 
 // What the harness makes of a number, for tests against a library.
 uint32_t inflight_harness_narrow(float x, uint32_t brain) { return brain ? bf16_bits(x) : f16_bits(x); }
+uint32_t inflight_harness_to_e4m3(float x) { return to_e4m3(x); }
+float inflight_harness_from_e4m3(uint32_t byte) { return from_e4m3(byte).x; }
 float inflight_harness_widen(uint32_t bits, uint32_t brain) { return widen((uint16_t)bits, brain != 0); }
 }

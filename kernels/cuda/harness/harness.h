@@ -1,9 +1,12 @@
 // The names of device.cuh on the host: every thread of a block is a fiber, collectives of a warp are meeting points
 // where the last one to come computes for all, with the exact fragment layouts of the hardware.
 //
+// A launch may be such that the kernel before it is not complete until all threads of a block have waited for it: all
+// memory but what no kernel writes is then NaN before that, and none may have written to it.
+//
 // What it checks beyond results: shared memory and the targets of asynchronous copies hold NaN until written or waited
 // for; addresses of matrix loads and copies are aligned and within bounds; lanes of a warp meet at the same
-// collective; nobody misses a barrier. What it cannot show: bank conflicts, speed, most races.
+// collective; nobody misses a barrier; every thread waits for the kernel before its own, once. What it cannot show: bank conflicts, speed, most races.
 #pragma once
 
 #include <math.h>
@@ -14,11 +17,16 @@
 #define UNROLL
 #define UNROLL_BY(N)
 // Defines the kernel and enters it into the table of kernels by name.
-#define KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                                    \
+#define KERNEL_THAT(BEGINS, NAME, PARAMS, THREADS, MIN_BLOCKS)                                                       \
     static void NAME##_body(const PARAMS &p);                                                                        \
-    static const harness::Kernel NAME##_entry(#NAME, sizeof(PARAMS), THREADS,                                        \
-                                              [](const void *p) { NAME##_body(*(const PARAMS *)p); });               \
+    static const harness::Kernel NAME##_entry(#NAME, sizeof(PARAMS), THREADS, [](const void *p) {                    \
+        BEGINS;                                                                                                      \
+        NAME##_body(*(const PARAMS *)p);                                                                             \
+    });                                                                                                              \
     static void NAME##_body(const PARAMS &p)
+#define KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                                    \
+    KERNEL_THAT(await_kernel_before(), NAME, PARAMS, THREADS, MIN_BLOCKS)
+#define EARLY_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) KERNEL_THAT((void)0, NAME, PARAMS, THREADS, MIN_BLOCKS)
 
 namespace harness {
 
@@ -34,6 +42,7 @@ struct Kernel {
 enum class Op {
     Barrier,
     WarpBarrier,
+    KernelBefore,
     ShuffleXor,
     ShuffleUp,
     LoadMatrices,
@@ -53,6 +62,10 @@ enum class Mutant : uint32_t {
     MergeOrder,
     ScaleLine,
     DrawPosition,
+    NoKernelWait,
+    EarlyRead,
+    LastWarp,
+    LastChunk,
 };
 extern thread_local Mutant mutant;
 
@@ -66,6 +79,9 @@ extern thread_local Place place;
 
 // Stops the running fiber until its warp, or for a barrier its block, has come to the same operation.
 void meet(Op op, const void *in, void *out, uint32_t argument);
+void await_kernel_before();
+// The address may be read from: it is in global memory, and aligned.
+void check_load(const void *from);
 void copy_later(void *to, const void *from, bool valid);
 void commit();
 void wait(uint32_t groups);
@@ -87,6 +103,21 @@ DEVICE uint32_t blocks() { return harness::place.blocks; }
 DEVICE uint32_t lane() { return harness::place.thread % WARP; }
 DEVICE uint32_t warp() { return harness::place.thread / WARP; }
 DEVICE uint8_t *shared_memory() { return harness::place.shared; }
+
+DEVICE void await_kernel_before() {
+    if (MUTANT(NoKernelWait, false, true)) {
+        harness::await_kernel_before();
+    }
+}
+DEVICE void prefetch(const void *) {}
+DEVICE Vec16 load_constant(const void *from, bool valid) {
+    Vec16 v = {};
+    if (valid) {
+        harness::check_load(from);
+        memcpy(&v, from, sizeof v);
+    }
+    return v;
+}
 
 DEVICE uint32_t not_kept(uint32_t value) { return value; }
 

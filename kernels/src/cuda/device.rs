@@ -104,6 +104,9 @@ pub struct Launch<'a> {
     pub shared_bytes: u32,
     /// The parameter block.
     pub params: &'a [u8],
+    /// Whether it may begin while the kernel launched before it ends; every kernel waits for that one by itself before it
+    /// touches what others write.
+    pub overlaps: bool,
 }
 
 /// A device refused or failed.

@@ -1,5 +1,6 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::{Device, DeviceError, Half, Launch, Profile};
 
@@ -16,13 +17,16 @@ mod foreign {
             shared_bytes: u32,
             params: *const c_void,
             bytes: usize,
-            global: *const *const c_void,
+            global: *const super::Range,
             count: usize,
             backwards: u32,
+            overlapping: u32,
         ) -> *const c_char;
         pub fn inflight_harness_mutate(which: u32);
         pub fn inflight_harness_narrow(x: f32, brain: u32) -> u32;
         pub fn inflight_harness_widen(bits: u32, brain: u32) -> f32;
+        pub fn inflight_harness_to_e4m3(x: f32) -> u32;
+        pub fn inflight_harness_from_e4m3(byte: u32) -> f32;
     }
 }
 
@@ -39,8 +43,9 @@ mod foreign {
         _: u32,
         _: *const c_void,
         _: usize,
-        _: *const *const c_void,
+        _: *const super::Range,
         _: usize,
+        _: u32,
         _: u32,
     ) -> *const c_char {
         c"there was no C++ compiler to build the harness with".as_ptr()
@@ -52,10 +57,17 @@ mod foreign {
     pub unsafe fn inflight_harness_widen(_: u32, _: u32) -> f32 {
         0.0
     }
+    pub unsafe fn inflight_harness_to_e4m3(_: f32) -> u32 {
+        0
+    }
+    pub unsafe fn inflight_harness_from_e4m3(_: u32) -> f32 {
+        0.0
+    }
 }
 
 use foreign::{
-    inflight_harness_launch, inflight_harness_mutate, inflight_harness_narrow, inflight_harness_widen,
+    inflight_harness_from_e4m3, inflight_harness_launch, inflight_harness_mutate, inflight_harness_narrow,
+    inflight_harness_to_e4m3, inflight_harness_widen,
 };
 
 /// Faults that a test can put into the kernels, to see that other tests find them.
@@ -78,11 +90,19 @@ pub enum Mutant {
     ScaleLine,
     /// A token is drawn with the random number of the next position.
     DrawPosition,
+    /// A kernel does not wait for the one before it.
+    NoKernelWait,
+    /// A skinny product reads its rows before the kernel that makes them is complete.
+    EarlyRead,
+    /// Of a skinny product, what the last warp has is left out.
+    LastWarp,
+    /// Of a skinny product, the last eight numbers are left out.
+    LastChunk,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 12] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -91,6 +111,10 @@ impl Mutant {
         Self::MergeOrder,
         Self::ScaleLine,
         Self::DrawPosition,
+        Self::NoKernelWait,
+        Self::EarlyRead,
+        Self::LastWarp,
+        Self::LastChunk,
     ];
 
     /// Runs `work` with the fault in all kernels that this thread launches on a [`Harness`].
@@ -121,6 +145,18 @@ pub fn widen_on_harness(half: Half, bits: u16) -> f32 {
     unsafe { inflight_harness_widen(bits.into(), u32::from(half == Half::Bf16)) }
 }
 
+/// What the harness stores a number in 8 bits as.
+pub fn to_e4m3_on_harness(x: f32) -> u8 {
+    // SAFETY: a pure function.
+    unsafe { inflight_harness_to_e4m3(x) as u8 }
+}
+
+/// What the harness takes 8 bits for.
+pub fn from_e4m3_on_harness(byte: u8) -> f32 {
+    // SAFETY: a pure function.
+    unsafe { inflight_harness_from_e4m3(byte.into()) }
+}
+
 /// Bytes before and after each allocation that nobody may write.
 const GUARD: usize = 256;
 /// All ones: NaN in every type.
@@ -130,14 +166,33 @@ const PATTERN: u8 = 0xff;
 /// the kernels, checks what a device does not check, and is slow.
 #[derive(Default)]
 pub struct Harness {
-    memory: RefCell<Vec<(usize, usize)>>,
+    memory: Memory,
     launches: RefCell<u32>,
+    overlapping: bool,
+}
+
+/// All memory there is.
+type Memory = Arc<Mutex<Vec<Range>>>;
+
+/// Where memory lies, as the harness wants it.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Range {
+    from: usize,
+    to: usize,
+    /// 1: no kernel writes to it.
+    constant: u64,
+}
+
+fn locked(memory: &Memory) -> MutexGuard<'_, Vec<Range>> {
+    memory.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Memory of a [`Harness`], poisoned with NaN until written.
 pub struct HostMemory {
     words: Box<[u128]>,
     bytes: usize,
+    all: Memory,
 }
 
 impl HostMemory {
@@ -186,6 +241,8 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
+        let from = self.address() as usize;
+        locked(&self.all).retain(|range| range.from != from);
         assert!(std::thread::panicking() || self.is_intact(), "a kernel wrote beside a buffer");
     }
 }
@@ -199,11 +256,44 @@ impl Harness {
         Self::default()
     }
 
+    /// A device where, for launches that may overlap, the kernel before is not complete until a kernel waits for it: until then, all memory that kernels write
+    /// holds NaN, and must not be written to.
+    pub fn overlapping() -> Self {
+        Self { overlapping: true, ..Self::default() }
+    }
+
     /// Memory that its kernels may use.
     pub fn alloc(&self, bytes: usize) -> HostMemory {
+        self.hold(bytes, 0)
+    }
+
+    fn hold(&self, bytes: usize, constant: u64) -> HostMemory {
         let words = (bytes + 2 * GUARD).div_ceil(16);
-        let memory = HostMemory { words: vec![u128::MAX; words].into(), bytes };
-        self.memory.borrow_mut().push((memory.address() as usize, bytes));
+        let memory =
+            HostMemory { words: vec![u128::MAX; words].into(), bytes, all: Arc::clone(&self.memory) };
+        let from = memory.address() as usize;
+        locked(&self.memory).push(Range { from, to: from + bytes, constant });
+        memory
+    }
+
+    /// No kernel writes to any of the memory that there is now.
+    pub fn freeze(&self) {
+        locked(&self.memory).iter_mut().for_each(|range| range.constant = 1);
+    }
+
+    /// No kernel writes to this memory.
+    pub fn keep(&self, memory: &HostMemory) {
+        let from = memory.address() as usize;
+        locked(&self.memory)
+            .iter_mut()
+            .filter(|range| range.from == from)
+            .for_each(|range| range.constant = 1);
+    }
+
+    /// Memory that holds these numbers, which no kernel writes to.
+    pub fn upload_constant<T: Copy>(&self, values: &[T]) -> HostMemory {
+        let mut memory = self.hold(size_of_val(values), 1);
+        memory.write(0, values);
         memory
     }
 
@@ -226,12 +316,7 @@ impl Device for Harness {
             reason: reason.to_owned(),
         };
         let name = CString::new(launch.kernel).map_err(|_| failed("the name has a zero byte"))?;
-        let global: Vec<*const c_void> = self
-            .memory
-            .borrow()
-            .iter()
-            .flat_map(|(from, bytes)| [*from as *const c_void, (from + bytes) as *const c_void])
-            .collect();
+        let global = locked(&self.memory).clone();
         // The block is copied, for the kernel reads it with its own alignment.
         let mut params = vec![0u64; launch.params.len().div_ceil(8)];
         let backwards = self.launches.replace_with(|count| count.wrapping_add(1));
@@ -251,8 +336,9 @@ impl Device for Harness {
                 params.as_ptr().cast(),
                 launch.params.len(),
                 global.as_ptr(),
-                global.len() / 2,
+                global.len(),
                 backwards,
+                u32::from(self.overlapping && launch.overlaps),
             );
             (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
         };

@@ -28,6 +28,7 @@ pub const KERNELS: &[(&str, &str)] = &[
     ("swiglu", "swiglu"),
     ("attention", "attention"),
     ("gemm", "gemm"),
+    ("skinny_gemm", "skinny"),
     ("copy_blocks", "copy"),
     ("sample", "sampling"),
     ("count_history", "sampling"),

@@ -20,6 +20,11 @@ const MERGE_BYTES: u32 = (2 * 4 + 1) * ATTENTION_SPLIT_ROWS * 4 + 16;
 const SAMPLING_THREADS: u32 = 512;
 const SAMPLING_SHARED_BYTES: u32 = 2048 * 8 + 16 * 8 + 4 * 8 + 8 + 20 * 8;
 const COLUMNS_OF_COPY: u32 = 32;
+/// Kernels that come before all others of a step, or between steps.
+const FIRST: [&str; 3] = ["embedding", "copy_blocks", "count_history"];
+/// Most rows of [`skinny_gemm`].
+pub const SKINNY_ROWS: u32 = 8;
+const SKINNY_THREADS: u32 = 256;
 /// What every block takes of its multiprocessor's shared memory beside its own.
 const SHARED_BYTES_OF_SYSTEM: u32 = 1024;
 
@@ -39,8 +44,11 @@ fn go<D: Device, P: Plain>(
     if grid.0 == 0 || grid.1 == 0 {
         return Ok(());
     }
+    // What a step begins with follows copies of the host's, not kernels.
+    let overlaps = !FIRST.iter().any(|first| kernel.starts_with(first));
+    let params = as_bytes(params);
     // SAFETY: passed on to the caller.
-    unsafe { device.launch(&Launch { kernel, grid, threads, shared_bytes, params: as_bytes(params) }) }
+    unsafe { device.launch(&Launch { kernel, grid, threads, shared_bytes, params, overlaps }) }
 }
 
 /// Rows of the embedding; `width` is a multiple of 8.
@@ -217,6 +225,9 @@ pub fn kernel_names() -> Vec<&'static str> {
         for rows in [1, 17, 65] {
             names.extend([false, true].map(|wide| gemm_kernel(half, wide, rows).0));
         }
+        for columns in [8, 16, 32] {
+            names.extend([false, true].map(|wide| skinny_kernel(half, wide, columns)));
+        }
         for head_dim in HEAD_DIMS {
             for store in [KvStore::Half, KvStore::Fp8] {
                 names.extend([false, true].map(|mixed| attention_kernel(half, store, head_dim, mixed)));
@@ -261,6 +272,64 @@ fn gemm_kernel(half: Half, wide: bool, m: u32) -> (&'static str, u32, u32, u32) 
         (Half::F16, true, _) => "gemm_many_f16_f32",
     };
     (kernel, rows, columns, stages)
+}
+
+/// Whether [`skinny_gemm`] takes a product of `m` rows over `k`.
+pub fn skinny_takes(m: u32, k: u32) -> bool {
+    (1..=SKINNY_ROWS).contains(&m) && k > 0 && k.is_multiple_of(8) && i32::try_from(k).is_ok()
+}
+
+/// A product of few rows, which reads each weight once and has the first on their way before the kernel before it ends.
+/// Operands are those of [`gemm`], `x` and `weight` at multiples of 16 bytes, rows and `k` such that [`skinny_takes`] says
+/// so. A row's bits do not depend on the rows beside it, but are others than those of [`gemm`].
+///
+/// # Errors
+/// [`DeviceError::Failed`] for shapes that it does not take, and as [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`]; no kernel that may still run writes to the weight or the bias.
+pub unsafe fn skinny_gemm<D: Device>(
+    device: &D,
+    half: Half,
+    wide: bool,
+    p: &GemmParams,
+) -> Result<(), DeviceError> {
+    if p.m == 0 || p.n == 0 {
+        return Ok(());
+    }
+    if !skinny_takes(p.m, p.k) || !(p.x | p.weight).is_multiple_of(16) {
+        return Err(DeviceError::Failed {
+            what: format!("a skinny product of {} rows over {}", p.m, p.k),
+            reason: format!("it takes 1 to {SKINNY_ROWS} rows, multiples of 8 and aligned matrices"),
+        });
+    }
+    let columns = skinny_columns(p.n, device.profile().multiprocessors);
+    // The warps' sums, [8, rows, columns].
+    let shared = SKINNY_THREADS / 32 * SKINNY_ROWS * columns * 4;
+    go(device, skinny_kernel(half, wide, columns), (p.n.div_ceil(columns), 1), SKINNY_THREADS, shared, p)
+}
+
+/// Columns of a block: as few as give every multiprocessor its two blocks at once, else as many as there can be. Bits are
+/// the same.
+fn skinny_columns(n: u32, multiprocessors: u32) -> u32 {
+    [8, 16].into_iter().find(|columns| n.div_ceil(*columns) <= 2 * multiprocessors).unwrap_or(32)
+}
+
+fn skinny_kernel(half: Half, wide: bool, columns: u32) -> &'static str {
+    match (half, wide, columns) {
+        (Half::Bf16, false, 8) => "skinny_gemm_8_bf16_half",
+        (Half::Bf16, false, 16) => "skinny_gemm_16_bf16_half",
+        (Half::Bf16, false, _) => "skinny_gemm_32_bf16_half",
+        (Half::Bf16, true, 8) => "skinny_gemm_8_bf16_f32",
+        (Half::Bf16, true, 16) => "skinny_gemm_16_bf16_f32",
+        (Half::Bf16, true, _) => "skinny_gemm_32_bf16_f32",
+        (Half::F16, false, 8) => "skinny_gemm_8_f16_half",
+        (Half::F16, false, 16) => "skinny_gemm_16_f16_half",
+        (Half::F16, false, _) => "skinny_gemm_32_f16_half",
+        (Half::F16, true, 8) => "skinny_gemm_8_f16_f32",
+        (Half::F16, true, 16) => "skinny_gemm_16_f16_f32",
+        (Half::F16, true, _) => "skinny_gemm_32_f16_f32",
+    }
 }
 
 /// Copies of `pairs` blocks; none of them writes what another one reads or writes.

@@ -17,11 +17,15 @@ mod plan;
 
 pub use device::{Device, DeviceError, Half, KvStore, Launch, Profile};
 #[cfg(feature = "harness")]
-pub use harness::{Harness, HostMemory, Mutant, narrow_on_harness, widen_on_harness};
+pub use harness::{
+    Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness,
+    widen_on_harness,
+};
 pub use image::{Form, IMAGES, Image, KERNELS, image_of};
 pub use launch::{
-    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, attention, attention_blocks,
-    copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample, swiglu,
+    ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, attention,
+    attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,
+    skinny_gemm, skinny_takes, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,

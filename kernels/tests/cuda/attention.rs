@@ -186,7 +186,8 @@ impl Pool {
         plan.make(&sequences, &plan_shape);
         let items: Vec<u8> = plan.items().iter().flat_map(as_bytes).copied().collect();
         let (qkv, kv, tables) = (device.upload(&qkv), device.upload(&self.memory), device.upload(&tables));
-        let (items_at, count) = (device.upload(&items), device.upload(&[plan.items().len() as u32]));
+        let (items_at, count) =
+            (device.upload_constant(&items), device.upload_constant(&[plan.items().len() as u32]));
         let out = device.alloc(rows as usize * heads * head_dim * 2);
         let partial_rows = shape.partials as usize * shape.kv_heads * 16;
         let (sums, tops) = (device.alloc(partial_rows * head_dim * 4), device.alloc(partial_rows * 8));

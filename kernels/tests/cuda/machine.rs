@@ -3,9 +3,9 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
     Device, DeviceError, Form, Harness, HostMemory, IMAGES, Launch, Profile, image_of,
 };
@@ -38,7 +38,7 @@ impl Machine {
     }
 
     pub(crate) fn new() -> Self {
-        if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::new()) }
+        if on_gpu() { Self::Gpu(Gpu::first()) } else { Self::Harness(Harness::overlapping()) }
     }
 
     pub(crate) fn alloc(&self, bytes: usize) -> Buffer {
@@ -51,6 +51,14 @@ impl Machine {
                 unsafe { result::memset_d8_sync(address, PATTERN, all) }.unwrap();
                 Buffer::Gpu { gpu: Arc::clone(gpu), address, bytes }
             }
+        }
+    }
+
+    /// Memory that holds numbers which no kernel writes to.
+    pub(crate) fn upload_constant<T: Copy>(&self, values: &[T]) -> Buffer {
+        match self {
+            Self::Harness(harness) => Buffer::Host(harness.upload_constant(values)),
+            Self::Gpu(_) => self.upload(values),
         }
     }
 
@@ -111,8 +119,9 @@ fn on_gpu() -> bool {
 /// The first GPU with all kernels loaded.
 pub(crate) struct Gpu {
     context: Arc<CudaContext>,
-    functions: HashMap<&'static str, sys::CUmodule>,
-    profile: Profile,
+    modules: HashMap<&'static str, sys::CUmodule>,
+    functions: Mutex<HashMap<&'static str, sys::CUfunction>>,
+    pub(crate) profile: Profile,
 }
 
 // The driver's handles may be used from any thread that has the context.
@@ -129,7 +138,7 @@ impl Gpu {
             );
             let context = CudaContext::new(0).unwrap();
             let load = |bytes: &[u8]| unsafe { result::module::load_data(bytes.as_ptr().cast()) }.unwrap();
-            let functions = IMAGES
+            let modules = IMAGES
                 .iter()
                 .map(|image| match image.form {
                     Form::Fatbin => (image.name, load(image.bytes)),
@@ -145,8 +154,63 @@ impl Gpu {
                     Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
                 ),
             };
-            Arc::new(Gpu { context, functions, profile })
+            Arc::new(Gpu { context, modules, functions: Mutex::default(), profile })
         }))
+    }
+
+    pub(crate) fn bind(&self) {
+        self.context.bind_to_thread().unwrap();
+    }
+
+    /// Looks a kernel up once, with all the shared memory there is.
+    fn function(&self, kernel: &'static str) -> sys::CUfunction {
+        *self.functions.lock().unwrap().entry(kernel).or_insert_with(|| {
+            let module = self.modules[image_of(kernel).unwrap().name];
+            let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = self.profile.shared_bytes as i32;
+            unsafe {
+                let function = result::module::get_function(module, CString::new(kernel).unwrap()).unwrap();
+                result::function::set_function_attribute(function, attribute, bytes).unwrap();
+                function
+            }
+        })
+    }
+
+    /// Launches a kernel; to overlap, it begins while the one before it ends, if its code is such that it waits for that.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(crate) unsafe fn enqueue(
+        &self,
+        launch: &Launch<'_>,
+        stream: sys::CUstream,
+        overlap: bool,
+    ) -> Result<(), DeviceError> {
+        let function = self.function(launch.kernel);
+        let mut version = 0;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION;
+        unsafe { sys::cuFuncGetAttribute(&mut version, attribute, function) }.result().unwrap();
+        let mut params = [launch.params.as_ptr().cast_mut().cast()];
+        let mut serialization = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid.0,
+            gridDimY: launch.grid.1,
+            gridDimZ: 1,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: stream,
+            attrs: &mut serialization,
+            numAttrs: u32::from(overlap && version >= 90),
+        };
+        unsafe { sys::cuLaunchKernelEx(&config, function, params.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(|error| failed(launch, error))
     }
 }
 
@@ -163,31 +227,12 @@ impl Device for Machine {
             Self::Harness(harness) => return unsafe { harness.launch(launch) },
             Self::Gpu(gpu) => gpu,
         };
-        gpu.context.bind_to_thread().unwrap();
-        let module = gpu.functions[image_of(launch.kernel).unwrap().name];
-        let function =
-            unsafe { result::module::get_function(module, CString::new(launch.kernel).unwrap()) }.unwrap();
-        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        let mut params = [launch.params.as_ptr().cast_mut().cast()];
-        let failed = |error: cudarc::driver::DriverError| DeviceError::Failed {
-            what: launch.kernel.to_owned(),
-            reason: error.to_string(),
-        };
-        unsafe {
-            result::function::set_function_attribute(function, attribute, gpu.profile.shared_bytes as i32)
-                .map_err(failed)?;
-            let grid = (launch.grid.0, launch.grid.1, 1);
-            let stream = std::ptr::null_mut();
-            result::launch_kernel(
-                function,
-                grid,
-                (launch.threads, 1, 1),
-                launch.shared_bytes,
-                stream,
-                &mut params,
-            )
-            .map_err(failed)?;
-        }
-        result::ctx::synchronize().map_err(failed)
+        gpu.bind();
+        unsafe { gpu.enqueue(launch, std::ptr::null_mut(), false) }?;
+        result::ctx::synchronize().map_err(|error| failed(launch, error))
     }
+}
+
+fn failed(launch: &Launch<'_>, error: DriverError) -> DeviceError {
+    DeviceError::Failed { what: launch.kernel.to_owned(), reason: error.to_string() }
 }

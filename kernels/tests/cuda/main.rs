@@ -12,10 +12,12 @@ mod e4m3;
 mod machine;
 mod mutants;
 mod numbers;
+mod overlap;
 mod product;
 mod rows;
 mod sampling;
 mod sources;
+mod timing;
 
 use std::cell::Cell;
 

@@ -18,6 +18,7 @@ fn every_fault_in_a_kernel_is_found_by_the_property_it_breaks() {
         return;
     }
     let exact: fn() = attention::attention_over_a_ragged_batch_is_exact_to_rounding;
+    let skinny: fn() = product::products_of_few_rows_are_right_and_their_bits_depend_on_the_row_alone;
     for mutant in Mutant::ALL {
         let properties: &[(&str, fn())] = match mutant {
             Mutant::MissingWait => &[
@@ -31,6 +32,13 @@ fn every_fault_in_a_kernel_is_found_by_the_property_it_breaks() {
             Mutant::DrawPosition => {
                 &[("sampling", sampling::tokens_and_log_probabilities_are_those_of_the_cpu)]
             }
+            Mutant::NoKernelWait => &[
+                ("attention", exact),
+                ("product", product::products_are_right_and_a_row_has_the_same_bits_alone_and_among_many),
+                ("sampling", sampling::tokens_and_log_probabilities_are_those_of_the_cpu),
+                ("skinny product", skinny),
+            ],
+            Mutant::EarlyRead | Mutant::LastWarp | Mutant::LastChunk => &[("skinny product", skinny)],
             Mutant::ScaleLine
             | Mutant::BlockEdge
             | Mutant::WindowEdge

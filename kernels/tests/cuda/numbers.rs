@@ -1,6 +1,8 @@
-use inflight_kernels::cuda::{Half, Harness, narrow_on_harness, widen_on_harness};
+use inflight_kernels::cuda::{
+    Half, Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
+};
 
-use crate::Dice;
+use crate::{Dice, e4m3};
 
 #[test]
 fn the_harness_has_the_numbers_of_the_half_crate() {
@@ -22,5 +24,56 @@ fn the_harness_has_the_numbers_of_the_half_crate() {
                 assert_eq!(narrow_on_harness(half, x), half.narrow(x), "{half:?} {x:e}");
             }
         }
+    }
+}
+
+/// What `cvt.rn.satfinite.e4m3x2.f32` is said to yield, by the definition of e4m3: the nearest value, of two the one with an
+/// even mantissa, the largest beyond it, with the number's sign. NaN is held at the largest before it comes to that.
+pub(crate) fn nearest_e4m3(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let magnitude = f64::from(if x.is_nan() { f32::INFINITY } else { x.abs() });
+    if magnitude >= 448.0 {
+        return sign | 0x7e;
+    }
+    let above = (0..=0x7eu8).find(|byte| e4m3::value(*byte) >= magnitude).unwrap();
+    let Some(below) = above.checked_sub(1) else { return sign };
+    let (down, up) = (magnitude - e4m3::value(below), e4m3::value(above) - magnitude);
+    let nearest = match down.total_cmp(&up) {
+        std::cmp::Ordering::Less => below,
+        std::cmp::Ordering::Greater => above,
+        std::cmp::Ordering::Equal => [below, above].into_iter().find(|byte| byte % 2 == 0).unwrap(),
+    };
+    sign | nearest
+}
+
+#[test]
+fn the_harness_stores_numbers_in_eight_bits_as_the_instruction_for_it_is_documented() {
+    if !Harness::AVAILABLE {
+        return;
+    }
+    for byte in e4m3::bytes() {
+        assert_eq!(f64::from(from_e4m3_on_harness(byte)), e4m3::value(byte), "{byte:#x}");
+        assert_eq!(from_e4m3_on_harness(byte).is_sign_negative(), byte >= 0x80, "{byte:#x}");
+    }
+    let check = |x: f32| assert_eq!(to_e4m3_on_harness(x), nearest_e4m3(x), "{x:e}");
+    // Every value, every middle between two, and the numbers next to them.
+    for byte in 0..0x7eu8 {
+        let (low, high) = (e4m3::value(byte), e4m3::value(byte + 1));
+        for x in [low, (low + high) / 2.0, high] {
+            for bits in (x as f32).to_bits().saturating_sub(2)..=(x as f32).to_bits() + 2 {
+                check(f32::from_bits(bits));
+                check(-f32::from_bits(bits));
+            }
+        }
+    }
+    for x in [0.0, f32::MIN_POSITIVE, 1e-45, 464.0, 480.0, 1e9, f32::MAX, f32::INFINITY, f32::NAN] {
+        check(x);
+        check(-x);
+    }
+    let mut dice = Dice::new(11);
+    for _ in 0..300_000 {
+        check(f32::from_bits(dice.word()));
+        // Of a size that is stored, not of all sizes there are.
+        check(dice.number() * 2f32.powi(dice.below(20) as i32 - 10));
     }
 }

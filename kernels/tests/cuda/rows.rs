@@ -1,10 +1,11 @@
 use inflight_kernels::cuda::{
-    CopyParams, EmbeddingParams, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks, embedding,
+    CopyParams, EmbeddingParams, Half, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks, embedding,
     finish_qkv, norm, swiglu,
 };
 use proptest::prelude::*;
 
 use crate::machine::Machine;
+use crate::numbers::nearest_e4m3;
 use crate::{Dice, e4m3, half, on_harness, store, unit, widen};
 
 fn close(got: f64, exact: f64, relative: f64) -> bool {
@@ -151,7 +152,7 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
         let (qkv_at, kv_at) = (device.upload(&qkv), device.upload(&before));
         let (q_at, k_at, angles_at) =
             (device.upload(&q_norm), device.upload(&k_norm), device.upload(&angles));
-        let (positions_at, places_at) = (device.upload(&positions), device.upload(&places));
+        let (positions_at, places_at) = (device.upload_constant(&positions), device.upload_constant(&places));
         let p = QkvParams {
             qkv: qkv_at.address(),
             q_norm: if norms { q_at.address() } else { 0 },
@@ -278,4 +279,63 @@ fn blocks_are_copied_whole_and_others_stay() {
         prop_assert_eq!(pool.read::<u32>(blocks * words), expected);
         Ok(())
     });
+}
+
+/// On a GPU from sm_89 on it is an instruction that rounds; elsewhere, operations on bits.
+#[test]
+fn finishing_qkv_stores_the_nearest_numbers_in_eight_bits() {
+    if !Machine::available() {
+        return;
+    }
+    let (head_dim, block_tokens) = (256, 4);
+    for half in [Half::Bf16, Half::F16] {
+        // All numbers up to 448, which, as the largest of its head, makes the scale 1.
+        let numbers: Vec<u16> = (0..=u16::MAX).filter(|bits| half.widen(*bits).abs() <= 448.0).collect();
+        let top = half.narrow(448.0);
+        let values: Vec<Vec<u16>> = numbers
+            .chunks(head_dim - 1)
+            .map(|some| {
+                let mut all = some.to_vec();
+                all.resize(head_dim, top);
+                all
+            })
+            .collect();
+        let rows = values.len();
+        let qkv: Vec<u16> =
+            values.iter().flat_map(|value| [vec![top; 2 * head_dim], value.clone()].concat()).collect();
+        let device = Machine::new();
+        let layer = KvStore::Fp8.layer_bytes(1, block_tokens as u64, head_dim as u64) as usize;
+        let blocks = rows.div_ceil(block_tokens);
+        let (qkv, kv) = (device.upload(&qkv), device.upload(&vec![0u8; blocks * layer]));
+        let angles = device.upload(&[1.0f32, 0.0].repeat(head_dim / 2));
+        let positions = device.upload_constant(&vec![0u32; rows]);
+        let places = device.upload_constant(&(0..rows as u32).collect::<Vec<_>>());
+        let p = QkvParams {
+            qkv: qkv.address(),
+            q_norm: 0,
+            k_norm: 0,
+            angles: angles.address(),
+            positions: positions.address(),
+            places: places.address(),
+            kv: kv.address(),
+            block_numbers: layer as u64,
+            layer_offset: 0,
+            rows: rows as u32,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: head_dim as u32,
+            block_tokens: block_tokens as u32,
+            eps: 1e-6,
+        };
+        unsafe { finish_qkv(&device, half, KvStore::Fp8, &p) }.unwrap();
+        let pool = kv.read::<u8>(blocks * layer);
+        for (row, value) in values.iter().enumerate() {
+            // Keys before values.
+            let at = row / block_tokens * layer + (block_tokens + row % block_tokens) * head_dim;
+            for (bits, byte) in value.iter().zip(&pool[at..at + head_dim]) {
+                let x = half.widen(*bits);
+                assert_eq!(*byte, nearest_e4m3(x), "{half:?} {x:e}");
+            }
+        }
+    }
 }

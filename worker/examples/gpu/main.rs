@@ -17,7 +17,7 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore, Tuned};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -48,8 +48,11 @@ struct Job {
     deterministic: bool,
     #[serde(default)]
     fp8_kv_cache: bool,
-    #[serde(default = "graphs")]
+    #[serde(default = "yes")]
     graphs: bool,
+    #[serde(default = "yes")]
+    autotune: bool,
+    overlap: bool,
     task: Task,
 }
 
@@ -75,7 +78,7 @@ fn slots() -> u32 {
 fn batch_tokens() -> u32 {
     8192
 }
-fn graphs() -> bool {
+fn yes() -> bool {
     true
 }
 
@@ -100,10 +103,13 @@ fn run(argument: &str) -> Outcome<Value> {
         kv_store: if job.fp8_kv_cache { KvStore::Fp8 } else { KvStore::Half },
         deterministic: job.deterministic,
         graphs: job.graphs,
+        autotune: job.autotune,
+        overlap: job.overlap,
     };
     let begun = std::time::Instant::now();
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
     let loaded = begun.elapsed().as_secs_f64();
+    let products: Vec<Value> = runtime.tuned().iter().map(product).collect();
     let result = match job.task {
         Task::Logits(task) => checks::logits(&mut runtime, &task)?,
         Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
@@ -111,7 +117,20 @@ fn run(argument: &str) -> Outcome<Value> {
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
     };
-    Ok(json!({ "load_seconds": loaded, "result": result }))
+    Ok(json!({ "load_seconds": loaded, "products": products, "result": result }))
+}
+
+/// The library's first algorithm against the one that was chosen.
+fn product(tuned: &Tuned) -> Value {
+    json!({
+        "shape": [tuned.m, tuned.n, tuned.k],
+        "ways": tuned.ways,
+        "way": tuned.way,
+        "by": tuned.by,
+        "own": tuned.own,
+        "us": tuned.seconds * 1e6,
+        "first_us": tuned.first_seconds.map(|seconds| seconds * 1e6),
+    })
 }
 
 fn main() {

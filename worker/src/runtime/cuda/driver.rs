@@ -1,6 +1,7 @@
 //! A GPU through the CUDA driver: memory, streams, kernels, graphs. Thin, and the only place beside `products.rs` and
 //! `swap.rs` that calls it.
 
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
@@ -12,13 +13,16 @@ use inflight_kernels::cuda::{
     Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
 };
 
+use super::OwnProduct;
 use super::found::Found;
+use super::function::Function;
 use super::gpu::{Columns, Gpu, Matmul, Memory, Peers};
 use super::nccl::End;
-use super::products::Products;
+use super::products::{Products, Way};
+use super::staging::{Fence, Ring};
 
-/// Bytes of each of the two pinned buffers that uploads go through.
-const STAGING_BYTES: usize = 16 << 20;
+/// Bytes of pinned memory that uploads go through.
+const STAGING_BYTES: usize = 32 << 20;
 
 /// What the driver calls an error. To be called only where there is a driver.
 pub(super) fn explain(error: DriverError) -> String {
@@ -172,6 +176,16 @@ impl Event {
     }
 }
 
+impl Fence for Event {
+    fn is_passed(&self) -> Result<bool, DeviceError> {
+        self.is_done()
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        Self::wait(self)
+    }
+}
+
 impl Drop for Event {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
@@ -251,11 +265,18 @@ pub(super) struct Driver {
     pub(super) context: Arc<CudaContext>,
     pub(super) stream: Stream,
     profile: Profile,
-    functions: HashMap<&'static str, sys::CUfunction>,
+    functions: HashMap<&'static str, Function>,
     modules: Vec<sys::CUmodule>,
     products: Option<Products>,
-    staging: [(PinnedMemory, Event); 2],
-    next_staging: std::cell::Cell<usize>,
+    staging: PinnedMemory,
+    /// Which parts of it no copy reads any more.
+    ring: RefCell<Ring<Event>>,
+    /// Whether kernels may begin while those before them end.
+    overlap: Cell<bool>,
+    /// Whether what the stream was told last is a kernel that lets the next one begin.
+    after_kernel: Cell<bool>,
+    /// Whether any kernel was launched to overlap since the capture began.
+    overlapped: Cell<bool>,
     /// The others that share the model.
     peers: Option<Rc<End>>,
     /// Graphs belong to the thread that captured them.
@@ -323,19 +344,13 @@ impl Driver {
                 // Their grids count on as many blocks a multiprocessor as its shared memory holds, not its cache.
                 set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
             }
-            functions.insert(name, function);
+            functions.insert(name, Function::of(function));
         }
         let stream = Stream::new(&context)?;
         if let Some(peers) = &peers {
             peers.enqueue_on(stream.stream.cast());
         }
-        let staging = || -> Result<(PinnedMemory, Event), DeviceError> {
-            Ok((PinnedMemory::new(&context, STAGING_BYTES)?, Event::new(&context)?))
-        };
-        let staging = [staging()?, staging()?];
-        for (_, event) in &staging {
-            event.record(&stream)?;
-        }
+        let staging = PinnedMemory::new(&context, STAGING_BYTES)?;
         let products = match deterministic {
             true => None,
             false => {
@@ -350,7 +365,10 @@ impl Driver {
             modules,
             products,
             staging,
-            next_staging: std::cell::Cell::new(0),
+            ring: RefCell::new(Ring::new(STAGING_BYTES)),
+            overlap: Cell::new(false),
+            after_kernel: Cell::new(false),
+            overlapped: Cell::new(false),
             peers,
             not_send: PhantomData,
             context,
@@ -362,22 +380,82 @@ impl Driver {
         if self.products.is_some() { "cublaslt" } else { "own" }
     }
 
+    /// A product in one of the ways that the library named; false, and nothing done, if it can't be made so.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(super) unsafe fn matmul_by(
+        &self,
+        way: Way,
+        half: Half,
+        matmul: &Matmul,
+    ) -> Result<bool, DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match (way, &self.products) {
+                (Way::Own(own), _) => own.make(self, half, matmul).map(|()| true),
+                (Way::Library(algorithm), Some(products)) => {
+                    self.interrupt();
+                    products.run_by(algorithm, half, matmul, self.stream.stream)
+                }
+                (Way::Library(_), None) => Ok(false),
+            }
+        }
+    }
+
+    /// The vendor's library, if it makes products.
+    pub(super) fn library(&self) -> Option<&Products> {
+        self.products.as_ref()
+    }
+
+    /// Whether kernels may begin while those before them end, if they can.
+    pub(super) fn overlap(&self, wanted: bool) {
+        self.overlap.set(wanted && self.functions.values().all(Function::waits));
+        tracing::debug!(overlap = self.overlap.get(), wanted, "how kernels follow each other");
+    }
+
+    /// Something other than one of our kernels comes next: what follows it waits until it has ended.
+    fn interrupt(&self) {
+        self.after_kernel.set(false);
+    }
+
+    /// Kernels follow each other one by one from now on. Whether they did not before.
+    fn give_overlap_up(&self, why: &str) -> bool {
+        if self.overlap.replace(false) {
+            tracing::warn!(why, "kernels do not overlap: each begins when the one before has ended");
+            return true;
+        }
+        false
+    }
+
     /// Bytes of memory: free, and in all.
     pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
         let (free, total) = result::mem_get_info().map_err(failed("asking for free memory"))?;
         Ok((free as u64, total as u64))
     }
 
-    /// Records what `work` enqueues instead of running it.
-    pub(super) fn capture(
-        &self,
-        work: impl FnOnce() -> Result<(), DeviceError>,
-    ) -> Result<Graph, DeviceError> {
+    /// Records what `work` enqueues instead of running it; where that fails of kernels that overlap, once more without.
+    pub(super) fn capture(&self, work: impl Fn() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
+        self.overlapped.set(false);
+        self.capture_once(&work).or_else(|error| {
+            // What the library can't have captured is not due to kernels of ours.
+            if !self.overlapped.get() {
+                return Err(error);
+            }
+            self.give_overlap_up(&error.to_string());
+            self.capture_once(&work)
+        })
+    }
+
+    fn capture_once(&self, work: impl Fn() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
+        // A graph begins with nothing before it, and nothing goes on from what was only recorded.
+        self.interrupt();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive and idle in this thread.
         unsafe { result::stream::begin_capture(self.stream.stream, mode) }
             .map_err(failed("capturing a step"))?;
         let worked = work();
+        self.interrupt();
         // SAFETY: capture began above; it is ended whatever came of the work.
         let graph = unsafe { result::stream::end_capture(self.stream.stream) };
         worked?;
@@ -394,6 +472,7 @@ impl Driver {
 
     /// Runs a captured step.
     pub(super) fn replay(&self, graph: &Graph) -> Result<(), DeviceError> {
+        self.interrupt();
         // SAFETY: both are alive.
         unsafe { result::graph::launch(graph.executable, self.stream.stream) }
             .map_err(failed("launching a captured step"))
@@ -420,19 +499,23 @@ impl Device for Driver {
             let reason = "it was not looked up at load".to_owned();
             return Err(DeviceError::Failed { what: format!("launching {}", launch.kernel), reason });
         };
-        let mut params = [launch.params.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: the parameter block is what the kernel takes; the rest is passed on to the caller.
-        unsafe {
-            result::launch_kernel(
-                *function,
-                (launch.grid.0, launch.grid.1, 1),
-                (launch.threads, 1, 1),
-                launch.shared_bytes,
-                self.stream.stream,
-                &mut params,
-            )
+        // Every kernel of the chain waits, so what it waits for has waited, too: all before is complete.
+        let overlap = self.overlap.get() && launch.overlaps && function.waits() && self.after_kernel.get();
+        self.after_kernel.set(function.waits());
+        self.overlapped.set(self.overlapped.get() || overlap);
+        let stream = self.stream.stream;
+        // SAFETY: passed on to the caller; the last is one of our kernels, and no kernel touches memory before it waits
+        // but for weights.
+        let mut launched = unsafe { function.launch(launch, stream, overlap) };
+        use sys::CUresult::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED};
+        if let Err(error @ DriverError(CUDA_ERROR_NOT_SUPPORTED | CUDA_ERROR_INVALID_VALUE)) = launched
+            && overlap
+            && self.give_overlap_up(&explain(error))
+        {
+            // SAFETY: as above.
+            launched = unsafe { function.launch(launch, stream, false) };
         }
-        .map_err(|error| failed(&format!("launching {}", launch.kernel))(error))
+        launched.map_err(failed(&format!("launching {}", launch.kernel)))
     }
 }
 
@@ -444,24 +527,27 @@ impl Gpu for Driver {
     }
 
     fn zero(&self, memory: &DeviceMemory) -> Result<(), DeviceError> {
+        self.interrupt();
         // SAFETY: the whole of an allocation.
         unsafe { result::memset_d8_async(memory.address, 0, memory.bytes(), self.stream.stream) }
             .map_err(failed("clearing memory"))
     }
 
     fn upload(&self, to: &DeviceMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
-        for (i, piece) in from.chunks(STAGING_BYTES).enumerate() {
-            let which = self.next_staging.get();
-            self.next_staging.set(1 - which);
-            let (staging, used) = &self.staging[which];
-            used.wait()?;
-            // SAFETY: the last copy from it has run, and the ranges are within the allocations.
+        self.interrupt();
+        let mut ring = self.ring.borrow_mut();
+        let mut at = to.address + byte as u64;
+        for piece in from.chunks(ring.piece_max()) {
+            let room = ring.take(piece.len())?;
+            let fence = ring.spare().map_or_else(|| Event::new(&self.context), Ok)?;
+            // SAFETY: no copy reads from the room, which is held until this one has; the ranges are within the allocations.
             unsafe {
-                staging.as_slice()[..piece.len()].copy_from_slice(piece);
-                let at = to.address + (byte + i * STAGING_BYTES) as u64;
-                self.stream.copy_in(at, staging.as_ptr(), piece.len())?;
+                self.staging.as_slice()[room.clone()].copy_from_slice(piece);
+                self.stream.copy_in(at, self.staging.as_ptr().add(room.start), piece.len())?;
             }
-            used.record(&self.stream)?;
+            fence.record(&self.stream)?;
+            ring.hold(room, fence);
+            at += piece.len() as u64;
         }
         Ok(())
     }
@@ -469,12 +555,17 @@ impl Gpu for Driver {
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
         unsafe {
-            if let Some(products) = &self.products
-                && products.run(half, matmul, self.stream.stream)?
-            {
-                return Ok(());
+            let own = match &self.products {
+                Some(products) => products.run(half, matmul, self.stream.stream)?,
+                None => Some(OwnProduct::Tiled),
+            };
+            match own {
+                Some(own) => own.make(self, half, matmul),
+                None => {
+                    self.interrupt();
+                    Ok(())
+                }
             }
-            super::own_product(self, half, matmul)
         }
     }
 
@@ -497,6 +588,7 @@ impl Gpu for Driver {
             WidthInBytes: columns.width,
             Height: columns.rows,
         };
+        self.interrupt();
         // SAFETY: passed on to the caller.
         unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream.stream) }
             .result()
@@ -504,6 +596,8 @@ impl Gpu for Driver {
     }
 
     fn peers(&self) -> Option<&dyn Peers> {
+        // What they are asked for is done by kernels of their own.
+        self.interrupt();
         self.peers.as_deref().map(|end| end as &dyn Peers)
     }
 }

@@ -3,7 +3,8 @@
 //! One thread owns a GPU ([`owner`]) and enqueues steps; the engine's thread waits for their results ([`ranks`]). A step is one
 //! copy of packed metadata ([`metadata`]), the forward pass ([`forward`]) — decoding as a captured graph of the next
 //! larger bucket — and one copy of results; tokens that the next step needs stay on the device. Products are made by
-//! cuBLASLt ([`products`]), or in the deterministic mode by our own kernel, whose bits do not depend on the batch.
+//! cuBLASLt ([`products`]) or kernels of our own, whichever is the fastest ([`trials`]), and in the deterministic mode by one
+//! of our own, whose bits do not depend on the batch.
 //! Swapped blocks are moved by the copy engines ([`swap`]).
 //!
 //! In a group each GPU has a shard of the weights and of every block, and runs the same steps on the same metadata. Twice a
@@ -12,11 +13,13 @@
 //!
 //! Everything but driver, products, NCCL and swap is written against [`gpu::Gpu`], and tested on the kernels' harness.
 
+mod catalog;
 mod compute;
 mod division;
 mod driver;
 mod forward;
 mod found;
+mod function;
 mod gpu;
 mod metadata;
 mod nccl;
@@ -25,17 +28,22 @@ mod products;
 mod ranks;
 mod sizing;
 mod slots;
+mod staging;
 mod swap;
 mod swaps;
 #[cfg(test)]
 mod tests;
+mod trials;
+mod tuning;
 mod weights;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 pub use inflight_kernels::cuda::KvStore;
-use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, SamplingResult, gemm};
+use inflight_kernels::cuda::{
+    Device, DeviceError, GemmParams, Half, SamplingResult, gemm, skinny_gemm, skinny_takes,
+};
 use inflight_worker_core::Transfer;
 
 use super::sharding::{self, Indivisible, RANKS_MAX};
@@ -49,6 +57,7 @@ use owner::{Command, DEPTH, Job, gone};
 use ranks::{Done, Ranks};
 use swap::Swap;
 use swaps::Swaps;
+pub use trials::Tuned;
 
 /// How a [`CudaRuntime`] is sized.
 #[derive(Debug, Clone)]
@@ -78,6 +87,10 @@ pub struct CudaOptions {
     pub deterministic: bool,
     /// Decoding runs as captured graphs.
     pub graphs: bool,
+    /// The ways to make each product are timed at load, and the fastest is taken.
+    pub autotune: bool,
+    /// Kernels begin while those before them end, where GPU and driver can do that (compute capability 9.0); it changes no bit.
+    pub overlap: bool,
 }
 
 /// Why a runtime can't be built.
@@ -104,21 +117,22 @@ pub enum Error {
     },
     /// It does not fit the GPU.
     #[error(
-        "the model does not fit {name}: {missing} MiB are missing of {total} (weights take {weights} MiB, buffers \
-         {buffers}); lower --max-batch-tokens, --max-sequences or --max-context-tokens, raise \
-         --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
+        "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
+         {parts}); lower {levers}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
     )]
     Memory {
         /// The GPU.
         name: String,
         /// MiB missing for a single KV block.
         missing: u64,
+        /// MiB that may be used.
+        allowed: u64,
         /// MiB of the GPU.
         total: u64,
-        /// MiB of the weights.
-        weights: u64,
-        /// MiB of the buffers.
-        buffers: u64,
+        /// What takes how many MiB, the largest first.
+        parts: String,
+        /// What to lower, that with the largest effect first.
+        levers: String,
     },
     /// The device refused or failed.
     #[error("the GPU failed while loading: {0}")]
@@ -189,6 +203,7 @@ pub struct CudaRuntime {
     swaps: Option<Swaps<Swap>>,
     ranks: Ranks,
     in_flight: u32,
+    tuned: Vec<Tuned>,
 }
 
 impl CudaRuntime {
@@ -214,7 +229,12 @@ impl CudaRuntime {
             "cuda sm_{}{} {}{}",
             found[0].compute.0,
             found[0].compute.1,
-            if options.deterministic { "deterministic".to_owned() } else { products::library() },
+            match (options.deterministic, options.autotune) {
+                (true, _) => "deterministic".to_owned(),
+                // Which algorithms it comes to differs from start to start, as rounding does from batch to batch.
+                (false, true) => format!("{} autotuned", products::library()),
+                (false, false) => products::library(),
+            },
             match options.kv_store {
                 KvStore::Half => "",
                 KvStore::Fp8 => " kv e4m3",
@@ -236,7 +256,7 @@ impl CudaRuntime {
             fingerprint: fingerprint.clone(),
             group: group.clone(),
         });
-        let (ranks, loaded) = Ranks::start(jobs.collect(), progress)?;
+        let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
         let capabilities = loaded[0].capabilities.clone();
         let swaps = match capabilities.host_blocks {
             0 => None,
@@ -263,7 +283,13 @@ impl CudaRuntime {
             deterministic = options.deterministic,
             "model is on the GPU"
         );
-        Ok(Self { capabilities, swaps, ranks, in_flight: 0 })
+        let tuned = std::mem::take(&mut loaded[0].tuned);
+        Ok(Self { capabilities, swaps, ranks, in_flight: 0, tuned })
+    }
+
+    /// What was chosen to make products by on the first GPU, and how long each takes; empty where nothing was timed.
+    pub fn tuned(&self) -> &[Tuned] {
+        &self.tuned
     }
 
     /// The logits of the last step's sample rows; [samples, vocab_size]. For tests: it waits for the GPU.
@@ -320,23 +346,60 @@ fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Err
     Ok(context_tokens)
 }
 
-/// A product by our own kernel.
-///
-/// # Safety
-/// As [`Device::launch`].
-unsafe fn own_product<D: Device>(device: &D, half: Half, p: &Matmul) -> Result<(), DeviceError> {
-    let params = GemmParams {
-        x: p.x,
-        weight: p.weight,
-        bias: p.bias.map_or(0, |bias| bias.wide),
-        out: p.y,
-        m: p.m,
-        n: p.n,
-        k: p.k,
-        stride: p.stride,
-    };
-    // SAFETY: passed on to the caller.
-    unsafe { gemm(device, half, p.wide, &params) }
+/// Our own kernels for products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OwnProduct {
+    /// Takes any product; its bits do not depend on the number of rows. In the deterministic mode it makes all of them.
+    Tiled,
+    /// Takes few rows, faster. Its bits are others, so the deterministic mode, in which rows may be many, has no use for it.
+    Skinny,
+}
+
+impl OwnProduct {
+    /// Those that take a product.
+    fn taking(p: &Matmul) -> impl Iterator<Item = Self> {
+        [Self::Tiled, Self::Skinny].into_iter().filter(|own| own.takes(p))
+    }
+
+    /// Whether it takes a product.
+    fn takes(self, p: &Matmul) -> bool {
+        match self {
+            Self::Tiled => true,
+            Self::Skinny => skinny_takes(p.m, p.k) && (p.x | p.weight).is_multiple_of(16),
+        }
+    }
+
+    /// What it is called in logs.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tiled => "tiled",
+            Self::Skinny => "skinny",
+        }
+    }
+
+    /// Makes a product that it takes.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    unsafe fn make<D: Device>(self, device: &D, half: Half, p: &Matmul) -> Result<(), DeviceError> {
+        let params = GemmParams {
+            x: p.x,
+            weight: p.weight,
+            bias: p.bias.map_or(0, |bias| bias.wide),
+            out: p.y,
+            m: p.m,
+            n: p.n,
+            k: p.k,
+            stride: p.stride,
+        };
+        // SAFETY: passed on to the caller.
+        unsafe {
+            match self {
+                Self::Tiled => gemm(device, half, p.wide, &params),
+                Self::Skinny => skinny_gemm(device, half, p.wide, &params),
+            }
+        }
+    }
 }
 
 impl Runtime for CudaRuntime {

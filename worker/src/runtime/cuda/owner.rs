@@ -8,20 +8,25 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use inflight_contract::SamplingParams;
-use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, Half, SamplingResult};
 use metrics::Gauge;
 
+use super::catalog::catalog;
 use super::compute::{Compute, Modes};
 use super::division::Division;
-use super::driver::{Driver, Event, Graph, PinnedMemory};
+use super::driver::{DeviceMemory, Driver, Event, Graph, PinnedMemory};
 use super::forward::windows;
 use super::found::Found;
 use super::gpu::{Gpu, Memory};
 use super::metadata::{Layout, Room, StepShape, bucket_layout};
 use super::nccl::{End, Group};
-use super::sizing::{Budget, PARTIALS, PoolSize, buckets, largest_bucket, pool_blocks};
+use super::sizing::{
+    Budget, Extent, PARTIALS, Part, PoolSize, RESERVE_BYTES, WORKSPACE_BYTES, buckets, largest_bucket,
+    levers, pool_blocks, sum, table, taken_bytes,
+};
 use super::slots::device;
-use super::{CudaOptions, Error as LoadError, weights};
+use super::trials::{Bench, Tuned};
+use super::{CudaOptions, Error as LoadError, tuning, weights};
 use crate::metrics::DEVICE_COMMANDS;
 use crate::models::ModelConfig;
 use crate::runtime::{self, Batch, Capabilities, Slot};
@@ -42,7 +47,7 @@ pub(super) enum Command {
         eos_token_ids: Vec<u32>,
     },
     Detach(Slot),
-    Step(Batch),
+    Step(Arc<Batch>),
     /// The logits of the last step.
     Logits(SyncSender<Result<Vec<f32>, runtime::Error>>),
 }
@@ -54,12 +59,12 @@ pub(super) struct Flight {
     pub(super) place: usize,
     /// For each sample: whether log probabilities are wanted.
     pub(super) wanted: Vec<bool>,
-    pub(super) batch: Batch,
+    /// Handed back, so that its buffers are filled again once no rank has it.
+    pub(super) batch: Arc<Batch>,
 }
 
 /// What a step in flight shares with who waits for it.
 pub(super) struct Place {
-    metadata: PinnedMemory,
     pub(super) results: PinnedMemory,
     pub(super) begin: Event,
     pub(super) done: Event,
@@ -75,6 +80,7 @@ pub(super) struct Loaded {
     pub(super) products: &'static str,
     pub(super) weight_bytes: u64,
     pub(super) graphs: usize,
+    pub(super) tuned: Vec<Tuned>,
 }
 
 /// How far a rank's loading is.
@@ -227,10 +233,6 @@ fn serve(
     for command in inbox {
         match command {
             Command::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
-                // It may allocate, which may wait for every device: not before all ranks have enqueued what came before.
-                if sampling.needs_history() && job.meet(0).is_err() {
-                    continue; // the group has failed, and the next step says so
-                }
                 let setup = runtime::SlotSetup {
                     sampling,
                     choice,
@@ -266,12 +268,38 @@ fn serve(
     }
 }
 
+/// Has collectives of all sizes take their connections and buffers, which they do when they are first used: sums of up to so
+/// many numbers, and parts of up to so many bytes.
+fn connect(
+    driver: &Driver,
+    half: Half,
+    room: &DeviceMemory,
+    numbers: usize,
+    part: usize,
+) -> Result<(), DeviceError> {
+    let Some(peers) = driver.peers() else { return Ok(()) };
+    // The algorithm depends on the size.
+    let sizes = |most: usize| {
+        (4..).map(|bits| 1usize << (2 * bits)).take_while(move |size| *size < most).chain([most])
+    };
+    for numbers in sizes(numbers) {
+        // SAFETY: there is room for so many.
+        unsafe { peers.all_reduce(half, room.address(), numbers) }?;
+    }
+    for part in sizes(part) {
+        // SAFETY: there is room for all ranks' parts.
+        unsafe { peers.all_gather(room.address(), part) }?;
+    }
+    // Before the memory is freed.
+    driver.stream.wait()
+}
+
 /// The GPU with a model on it.
 struct Machine {
     // Fields are dropped in order: what lies on the device before the device.
     compute: Compute<Driver>,
     graphs: Vec<(u32, Graph)>,
-    metadata: super::driver::DeviceMemory,
+    metadata: DeviceMemory,
     places: Arc<Vec<Place>>,
     packed: Vec<u8>,
     samples: usize,
@@ -284,54 +312,85 @@ impl Machine {
         let (rank, shard) = (job.rank(), division.shard());
         let device_error = |error: DeviceError| LoadError::of(error, found);
         let driver = Driver::open(found, options.deterministic, end).map_err(device_error)?;
+        driver.overlap(options.overlap);
         let (half, shapes) = (tensors.half(), division.shapes(config));
         let weight_bytes = tensors.bytes(shard);
         let samples = options.slots.max(largest_bucket(options.slots));
         let rows = options.batch_tokens.max(samples);
-        let buffers = shapes.buffer_bytes(rows.into(), samples.into(), u64::from(*context_tokens));
+        let entries =
+            options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
+        let room = Room {
+            rows: rows as usize,
+            samples: samples as usize,
+            items: (rows + PARTIALS) as usize,
+            copies: options.slots as usize,
+            plans: windows(config).0.len(),
+        };
+        let metadata_bytes = Layout::new(&room).bytes(entries.min(1 << 24));
+        let extent = Extent {
+            rows: rows.into(),
+            samples: samples.into(),
+            slots: options.slots.into(),
+            context: (*context_tokens).into(),
+            metadata: metadata_bytes as u64,
+        };
+        let parts = shapes.parts(&extent);
         let block_bytes = shapes.block_bytes(options.block_tokens, options.kv_store);
         let (free, total) = driver.memory().map_err(device_error)?;
-        let room = |taken: u64| {
+        let size_pool = |taken: u64| {
             let budget = Budget { total, free, taken };
-            pool_blocks(budget, options.utilization, buffers, block_bytes, options.kv_bytes)
-        };
-        let short = |missing: u64| LoadError::Memory {
-            name: found.name.clone(),
-            missing: super::mebibytes(missing),
-            total: super::mebibytes(total),
-            weights: super::mebibytes(weight_bytes),
-            buffers: super::mebibytes(buffers),
+            match pool_blocks(budget, options.utilization, &parts, block_bytes, options.kv_bytes) {
+                PoolSize::Blocks(blocks) => Ok(blocks),
+                PoolSize::Missing(missing) => {
+                    let weights = Part { name: "weights", lever: "", bytes: taken };
+                    let all: Vec<Part> = parts.iter().copied().chain([weights]).collect();
+                    Err(LoadError::Memory {
+                        name: found.name.clone(),
+                        missing: super::mebibytes(missing),
+                        allowed: super::mebibytes(budget.allowed(options.utilization)),
+                        total: super::mebibytes(total),
+                        parts: table(&all),
+                        levers: levers(&parts),
+                    })
+                }
+            }
         };
         // Known before minutes of loading.
-        if let PoolSize::Missing(missing) = room(weight_bytes) {
-            return Err(short(missing));
-        }
+        size_pool(tensors.taken_bytes(shard))?;
         let report = |done, total| {
             // Nobody listens if the worker has given up.
             let _ = news.send((rank, Loading::Progress(done, total)));
         };
         let weights = tensors.upload(&driver, shard, &report).map_err(device_error)?;
-        if let Some(peers) = driver.peers() {
-            job.meet(0)?;
-            // Connections are made with the first call and take memory: before it is divided.
-            let first = driver.alloc(division.world() * 512).map_err(device_error)?;
-            driver.zero(&first).map_err(device_error)?;
-            // SAFETY: there is room for all ranks' parts.
-            let called = unsafe {
-                peers
-                    .all_reduce(half, first.address(), 256)
-                    .and_then(|()| peers.all_gather(first.address(), 512))
-            };
-            called.map_err(device_error)?;
-            // Before its memory is freed.
-            driver.stream.wait().map_err(device_error)?;
-        }
         driver.stream.wait().map_err(device_error)?;
-        let (left, _) = driver.memory().map_err(device_error)?;
-        let blocks = match room(free.saturating_sub(left)) {
-            PoolSize::Blocks(blocks) => blocks,
-            PoolSize::Missing(missing) => return Err(short(missing)),
+        // What libraries take for themselves, they take before memory is divided.
+        if driver.peers().is_some() {
+            let numbers = rows as usize * shapes.hidden as usize;
+            let gathered = samples as usize * shapes.gathered as usize * 4;
+            let room = driver.alloc((numbers * 2).max(gathered)).map_err(device_error)?;
+            driver.zero(&room).map_err(device_error)?;
+            // Allocating may wait for every device of the process, and a rank for the others: not at the same time.
+            job.meet(0)?;
+            connect(&driver, half, &room, numbers, gathered / division.world()).map_err(device_error)?;
+        }
+        let catalog = catalog(&weights, &shapes, division, config.vocab_size);
+        let tuned = match Bench::new(&driver, half, &catalog, rows, samples).map_err(device_error)? {
+            Some(bench) => {
+                let tuned = match options.autotune {
+                    true => {
+                        let agenda = tuning::agenda(buckets(options.slots), rows);
+                        bench.tune(&catalog, &agenda, samples).map_err(device_error)?
+                    }
+                    false => Vec::new(),
+                };
+                bench.make_all(&catalog, rows, samples).map_err(device_error)?;
+                tuned
+            }
+            None => Vec::new(),
         };
+        let (left, _) = driver.memory().map_err(device_error)?;
+        let taken = free.saturating_sub(left);
+        let blocks = size_pool(taken)?;
         let blocks = job.meet(blocks)?;
         // Each rank's host pool has its part of every block.
         let host_bytes = options.host_bytes / division.world() as u64;
@@ -351,20 +410,9 @@ impl Machine {
         let compute =
             Compute::new(&driver, config, division.clone(), half, weights, capabilities.clone(), modes)
                 .map_err(|error| LoadError::Device(error.to_string()))?;
-        let entries =
-            options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
-        let room = Room {
-            rows: rows as usize,
-            samples: samples as usize,
-            items: (rows + PARTIALS) as usize,
-            copies: options.slots as usize,
-            plans: windows(config).0.len(),
-        };
-        let metadata_bytes = Layout::new(&room).bytes(entries.min(1 << 24));
         let metadata = driver.alloc(metadata_bytes).map_err(device_error)?;
         let place = || -> Result<Place, DeviceError> {
             Ok(Place {
-                metadata: PinnedMemory::new(&driver.context, metadata_bytes)?,
                 results: PinnedMemory::new(&driver.context, samples as usize * size_of::<SamplingResult>())?,
                 begin: Event::new(&driver.context)?,
                 done: Event::new(&driver.context)?,
@@ -379,6 +427,28 @@ impl Machine {
         if options.graphs {
             machine.capture(options.slots).map_err(device_error)?;
         }
+        let (left, _) = machine.driver.memory().map_err(device_error)?;
+        let pool = taken_bytes(u64::from(blocks) * block_bytes);
+        // The workspace was there before memory was looked at, and the reserve is nobody's.
+        let planned = taken + sum(&parts) + pool - RESERVE_BYTES - WORKSPACE_BYTES;
+        let beyond = free.saturating_sub(left).saturating_sub(planned);
+        tracing::info!(
+            rank,
+            total_mib = super::mebibytes(total),
+            weights_mib = super::mebibytes(taken),
+            pool_mib = super::mebibytes(pool),
+            others_mib = table(&parts),
+            driver_took_mib = super::mebibytes(beyond),
+            "memory of the GPU is divided, and none is allocated from here on"
+        );
+        if beyond > RESERVE_BYTES {
+            tracing::warn!(
+                rank,
+                beyond_mib = super::mebibytes(beyond),
+                reserve_mib = super::mebibytes(RESERVE_BYTES),
+                "the GPU has less memory left than planned; lower --gpu-memory-utilization if nothing else takes it"
+            );
+        }
         let loaded = Loaded {
             capabilities,
             places: Arc::clone(&machine.places),
@@ -387,6 +457,7 @@ impl Machine {
             products: machine.driver.products(),
             weight_bytes,
             graphs: machine.graphs.len(),
+            tuned,
         };
         Ok((machine, loaded))
     }
@@ -427,22 +498,19 @@ impl Machine {
     fn step(&mut self, batch: &Batch, place: usize, wanted: &mut Vec<bool>) -> Result<(), runtime::Error> {
         let step = self.compute.prepare(batch, &mut self.packed)?;
         self.compute.wanted(wanted);
-        let Place { metadata, results, begin, done } = &self.places[place];
-        if step.bytes > metadata.bytes() {
+        let Place { results, begin, done } = &self.places[place];
+        if step.bytes > self.metadata.bytes() {
             return Err(runtime::Error::Malformed(format!(
                 "it needs {} bytes of metadata; there is room for {}",
                 step.bytes,
-                metadata.bytes()
+                self.metadata.bytes()
             )));
         }
         let stream = &self.driver.stream;
-        // SAFETY: the place's last step was completed before this one was launched.
-        unsafe { metadata.as_slice()[..step.bytes].copy_from_slice(&self.packed) };
         let at = self.metadata.address();
         let enqueue = || {
             begin.record(stream)?;
-            // SAFETY: within both allocations; the place is not used again before this step was completed.
-            unsafe { stream.copy_in(at, metadata.as_ptr(), step.bytes) }?;
+            self.driver.upload(&self.metadata, 0, &self.packed)?;
             let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
             match graph {
                 Some((_, graph)) => self.driver.replay(graph)?,
@@ -450,7 +518,8 @@ impl Machine {
             }
             let bytes = batch.samples.len() * size_of::<SamplingResult>();
             if bytes > 0 {
-                // SAFETY: within both allocations; it is read after `done`.
+                // SAFETY: within both allocations; it is read after `done`, and what the place's last step left there was
+                // read before this one was launched, for no more steps are in flight than there are other places.
                 unsafe {
                     stream.copy_out(results.as_ptr(), self.compute.forward.results().address(), bytes)
                 }?;

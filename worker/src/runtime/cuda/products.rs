@@ -1,15 +1,17 @@
 //! Products through cuBLASLt. Its descriptors and the choice of an algorithm cost more than a small product, so they
-//! are made once for each shape.
+//! are made once for each shape. The library's first algorithm is its guess; [`super::trials`] may choose another one.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
+use std::mem::MaybeUninit;
 
 use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use inflight_kernels::cuda::{DeviceError, Half};
 
+use super::OwnProduct;
 use super::driver::DeviceMemory;
 use super::gpu::{Matmul, Memory};
 
@@ -56,15 +58,38 @@ struct Plan {
     weight: sys::cublasLtMatrixLayout_t,
     x: sys::cublasLtMatrixLayout_t,
     y: sys::cublasLtMatrixLayout_t,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// The first is taken; if it refuses some rows of the class, the next one; none: our own kernel.
+    ways: Vec<Way>,
 }
 
-/// The library, with the plans made so far.
+/// One of the library's ways to make a product.
+#[derive(Clone, Copy)]
+pub(super) struct Algorithm(sys::cublasLtMatmulAlgo_t);
+
+/// A way to make a product.
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    /// By the library.
+    Library(Algorithm),
+    /// By a kernel of our own.
+    Own(OwnProduct),
+}
+
+impl Way {
+    /// Who it is, for logs.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Library(_) => "cublaslt",
+            Self::Own(own) => own.name(),
+        }
+    }
+}
+
+/// The library, with the plans made so far: at most as many as there are classes of rows, for each product of a model.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
-    /// `None`: the library has no algorithm for it.
-    plans: RefCell<HashMap<PlanKey, Option<Plan>>>,
+    plans: RefCell<HashMap<PlanKey, Plan>>,
 }
 
 /// Which library makes products, for the numerics fingerprint.
@@ -96,18 +121,83 @@ impl Products {
         Ok(Some(Self { handle, workspace, plans: RefCell::default() }))
     }
 
-    /// y = x * weight^T + bias; false, and nothing done, if the library has no algorithm for it.
+    /// y = x * weight^T + bias. Nothing is done if a kernel of our own is to make it, which is named.
     ///
     /// # Safety
     /// The addresses are of this device and of matrices as large as said.
-    pub(super) unsafe fn run(&self, half: Half, p: &Matmul, stream: CUstream) -> Result<bool, DeviceError> {
+    pub(super) unsafe fn run(
+        &self,
+        half: Half,
+        p: &Matmul,
+        stream: CUstream,
+    ) -> Result<Option<OwnProduct>, DeviceError> {
         let key = PlanKey::of(half, p);
         let mut plans = self.plans.borrow_mut();
-        let plan = match plans.entry(key) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(self.plan(&key, p)?),
-        };
-        let Some(plan) = plan else { return Ok(false) };
+        let plan = self.planned(&mut plans, key, p)?;
+        loop {
+            let made = match plan.ways.first().copied() {
+                // SAFETY: passed on to the caller.
+                Some(Way::Library(algorithm)) => unsafe { self.multiply(plan, algorithm, p, stream) }?,
+                Some(Way::Own(own)) if own.takes(p) => return Ok(Some(own)),
+                Some(Way::Own(_)) => false,
+                None => return Ok(Some(OwnProduct::Tiled)),
+            };
+            if made {
+                return Ok(None);
+            }
+            // A way is chosen for the most rows of a class, and by other addresses; it says so before anything runs.
+            let by = plan.ways.remove(0).name();
+            let (rows, left) = (p.m, plan.ways.len());
+            tracing::warn!(?key, rows, by, left, "a way does not take this product; another one does");
+        }
+    }
+
+    /// Makes a product by one of the algorithms that [`Products::ways`] named; false, and nothing done, if it can't.
+    ///
+    /// # Safety
+    /// As [`Products::run`].
+    pub(super) unsafe fn run_by(
+        &self,
+        algorithm: Algorithm,
+        half: Half,
+        p: &Matmul,
+        stream: CUstream,
+    ) -> Result<bool, DeviceError> {
+        let key = PlanKey::of(half, p);
+        let mut plans = self.plans.borrow_mut();
+        let plan = self.planned(&mut plans, key, p)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.multiply(plan, algorithm, p, stream) }
+    }
+
+    /// Ways to make a product that may be the fastest: `most` of the library's, the best guess first, and our own kernels.
+    pub(super) fn ways(&self, half: Half, p: &Matmul, most: usize) -> Result<Vec<Way>, DeviceError> {
+        let key = PlanKey::of(half, p);
+        let plan = self.describe(&key, p)?;
+        let algorithms = self.algorithms(&plan, most)?;
+        Ok(algorithms.into_iter().map(Way::Library).chain(OwnProduct::taking(p).map(Way::Own)).collect())
+    }
+
+    /// A product's class is made in this way from now on, and in `first` where that one refuses.
+    pub(super) fn settle(&self, half: Half, p: &Matmul, way: Way, first: Way) -> Result<(), DeviceError> {
+        let key = PlanKey::of(half, p);
+        let mut plan = self.describe(&key, p)?;
+        plan.ways = vec![way, first];
+        self.plans.borrow_mut().insert(key, plan);
+        Ok(())
+    }
+
+    /// False, and nothing done, if the algorithm can't.
+    ///
+    /// # Safety
+    /// As [`Products::run`].
+    unsafe fn multiply(
+        &self,
+        plan: &mut Plan,
+        Algorithm(algorithm): Algorithm,
+        p: &Matmul,
+        stream: CUstream,
+    ) -> Result<bool, DeviceError> {
         let (one, zero) = (1.0f32, 0.0f32);
         let set_columns = |layout, columns: u64| {
             let attribute = sys::cublasLtMatrixLayoutAttribute_t::CUBLASLT_MATRIX_LAYOUT_COLS;
@@ -134,7 +224,7 @@ impl Products {
                 plan.y,
                 p.y as *mut c_void,
                 plan.y,
-                &plan.algorithm,
+                &algorithm,
                 self.workspace.address() as *mut c_void,
                 self.workspace.bytes(),
                 stream.cast(),
@@ -142,23 +232,36 @@ impl Products {
         };
         match made {
             Ok(()) => Ok(true),
-            // An algorithm is chosen for the most rows of a class; it says so before anything runs.
-            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => {
-                let rows = p.m;
-                tracing::warn!(
-                    ?key,
-                    rows,
-                    "cublaslt's algorithm does not take these rows; our own kernel does"
-                );
-                plans.insert(key, None);
-                Ok(false)
-            }
+            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => Ok(false),
             Err(error) => Err(failed("a product")(error)),
         }
     }
 
+    /// The plan of a class; a new one has the algorithm that the library takes for the fastest.
+    fn planned<'a>(
+        &self,
+        plans: &'a mut HashMap<PlanKey, Plan>,
+        key: PlanKey,
+        p: &Matmul,
+    ) -> Result<&'a mut Plan, DeviceError> {
+        Ok(match plans.entry(key) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let mut plan = self.describe(&key, p)?;
+                plan.ways = self.algorithms(&plan, 1)?.into_iter().map(Way::Library).collect();
+                if plan.ways.is_empty() {
+                    tracing::warn!(
+                        ?key,
+                        "cublaslt has no algorithm for this product; our own kernel makes it"
+                    );
+                }
+                entry.insert(plan)
+            }
+        })
+    }
+
     /// Row-major matrices are column-major ones transposed: y^T[n, m] = weight[n, k] * x^T[k, m].
-    fn plan(&self, key: &PlanKey, p: &Matmul) -> Result<Option<Plan>, DeviceError> {
+    fn describe(&self, key: &PlanKey, p: &Matmul) -> Result<Plan, DeviceError> {
         let what = "planning a product";
         let half = match key.half {
             Half::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
@@ -168,13 +271,12 @@ impl Products {
         let out = if key.wide { wide } else { half };
         let (m, n, k) = (u64::from(key.rows), u64::from(key.n), u64::from(key.k));
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let mut plan = Plan {
+        let plan = Plan {
             weight: result::create_matrix_layout(half, k, n, k as i64).map_err(failed(what))?,
             x: result::create_matrix_layout(half, k, m, k as i64).map_err(failed(what))?,
             y: result::create_matrix_layout(out, n, m, i64::from(key.stride)).map_err(failed(what))?,
             descriptor: result::create_matmul_desc(compute, wide).map_err(failed(what))?,
-            // SAFETY: a plain struct of numbers, written below.
-            algorithm: unsafe { std::mem::zeroed() },
+            ways: Vec::new(),
         };
         let set = |attribute, value: *const c_void| {
             // SAFETY: the descriptor is alive; all these attributes have four bytes.
@@ -192,15 +294,24 @@ impl Products {
             // Algorithms are chosen by its alignment, too.
             plan.set_bias(p)?;
         }
+        Ok(plan)
+    }
+
+    /// `most` algorithms for a plan whose scratch fits the workspace, the best guess first; none if the library has none.
+    fn algorithms(&self, plan: &Plan, most: usize) -> Result<Vec<Algorithm>, DeviceError> {
+        let what = "asking for algorithms";
         let preference = result::create_matmul_pref().map_err(failed(what))?;
         let bytes = self.workspace.bytes();
-        // SAFETY: everything is alive; the preference is destroyed once.
-        let heuristic = unsafe {
+        let mut found: Vec<MaybeUninit<sys::cublasLtMatmulHeuristicResult_t>> =
+            (0..most).map(|_| MaybeUninit::zeroed()).collect();
+        let mut count = 0;
+        // SAFETY: everything is alive, and there is room for as many as are asked for; the preference is destroyed once.
+        let asked = unsafe {
             let attribute =
                 sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             let set = result::set_matmul_pref_attribute(preference, attribute, pointer(&bytes), 8);
-            let heuristic = set.and_then(|()| {
-                result::get_matmul_algo_heuristic(
+            let asked = set.and_then(|()| {
+                sys::cublasLtMatmulAlgoGetHeuristic(
                     self.handle,
                     plan.descriptor,
                     plan.weight,
@@ -208,22 +319,28 @@ impl Products {
                     plan.y,
                     plan.y,
                     preference,
+                    most as i32,
+                    found.as_mut_ptr().cast(),
+                    &mut count,
                 )
+                .result()
             });
             let _ = result::destroy_matmul_pref(preference);
-            heuristic
+            asked
         };
-        match heuristic {
-            Ok(heuristic) => {
-                plan.algorithm = heuristic.algo;
-                Ok(Some(plan))
-            }
-            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => {
-                tracing::warn!(?key, "cublaslt has no algorithm for this product; our own kernel makes it");
-                Ok(None)
-            }
-            Err(error) => Err(failed(what)(error)),
+        match asked {
+            Ok(()) => {}
+            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => count = 0,
+            Err(error) => return Err(failed(what)(error)),
         }
+        let found = found.iter().take(usize::try_from(count).unwrap_or(0)).filter_map(|found| {
+            // SAFETY: the library wrote so many, and zero bytes are a valid one.
+            let found = unsafe { found.assume_init_ref() };
+            let usable =
+                found.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= bytes;
+            usable.then_some(Algorithm(found.algo))
+        });
+        Ok(found.collect())
     }
 }
 

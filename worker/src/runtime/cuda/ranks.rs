@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::Error;
 use super::nccl::Group;
-use super::owner::{Command, Flight, Job, Loaded, Loading, Owner, Place, gone};
+use super::owner::{Command, DEPTH, Flight, Job, Loaded, Loading, Owner, Place, gone};
 use super::slots::device;
 use crate::runtime::{self, Batch};
 
@@ -30,7 +30,10 @@ pub(super) struct Ranks {
     /// Of each rank.
     places: Vec<Arc<Vec<Place>>>,
     group: Option<Arc<Group>>,
-    spare: Vec<Batch>,
+    /// Batches that no rank has any more.
+    spare: Vec<Arc<Batch>>,
+    /// What came of a step's launch, by rank.
+    outcomes: Vec<Result<(), runtime::Error>>,
 }
 
 /// How far the loading of all ranks is.
@@ -75,7 +78,8 @@ impl Ranks {
         let loaded = loaded(&loading, owners.len(), progress);
         let places = |loaded: &[Loaded]| loaded.iter().map(|loaded| Arc::clone(&loaded.places)).collect();
         loaded.map(|loaded| {
-            let ranks = Self { owners, places: places(&loaded), group, spare: Vec::new() };
+            let ranks =
+                Self { owners, places: places(&loaded), group, spare: Vec::new(), outcomes: Vec::new() };
             (ranks, loaded)
         })
     }
@@ -96,23 +100,27 @@ impl Ranks {
 
     /// Has every rank enqueue a step; the caller gets buffers to fill again.
     pub(super) fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
-        let launched = std::mem::replace(batch, self.spare.pop().unwrap_or_default());
-        self.send(Command::Step(launched))
+        let mut shared = self.spare.pop().unwrap_or_default();
+        match Arc::get_mut(&mut shared) {
+            Some(spare) => std::mem::swap(spare, batch),
+            None => shared = Arc::new(std::mem::take(batch)),
+        }
+        self.send(Command::Step(shared))
     }
 
     /// Waits until every rank has run the oldest step.
     pub(super) fn complete(&mut self) -> Result<Done, runtime::Error> {
-        let mut first = None;
-        let mut outcomes = Vec::with_capacity(self.owners.len());
+        let (mut first, mut last) = (None, None);
+        self.outcomes.clear();
         for owner in &self.owners {
             let Flight { outcome, place, wanted, batch } = self.flight(owner)?;
-            outcomes.push(outcome);
+            self.outcomes.push(outcome);
             first.get_or_insert((place, wanted));
-            if self.spare.len() < 2 {
-                self.spare.push(batch);
-            }
+            last = Some(batch);
         }
-        judge(outcomes, self.group.as_ref())?;
+        // The others' are dropped.
+        self.spare.extend(last.filter(|_| self.spare.len() < DEPTH as usize));
+        judge(&mut self.outcomes, self.group.as_ref())?;
         let (place, wanted) = first.ok_or_else(gone)?;
         match &self.group {
             Some(group) => wait(&self.places, place, group)?,
@@ -151,7 +159,7 @@ impl Drop for Ranks {
 
 /// What came of a step's launch on all ranks.
 fn judge(
-    mut outcomes: Vec<Result<(), runtime::Error>>,
+    outcomes: &mut Vec<Result<(), runtime::Error>>,
     group: Option<&Arc<Group>>,
 ) -> Result<(), runtime::Error> {
     let refused = outcomes.iter().filter(|outcome| outcome.is_err()).count();
@@ -163,7 +171,7 @@ fn judge(
             group.fail(rank, &reason.unwrap_or_default());
             Err(failure(group))
         }
-        _ => outcomes.into_iter().collect(),
+        _ => outcomes.drain(..).collect(),
     }
 }
 
@@ -258,13 +266,13 @@ mod tests {
     #[test]
     fn a_batch_that_all_refuse_is_malformed_and_one_that_some_refuse_is_the_end_of_the_group() {
         let malformed = || Err(runtime::Error::Malformed("it has no rows".to_owned()));
-        assert!(judge(vec![Ok(())], None).is_ok());
-        assert!(matches!(judge(vec![malformed()], None), Err(runtime::Error::Malformed(_))));
+        assert!(judge(&mut vec![Ok(())], None).is_ok());
+        assert!(matches!(judge(&mut vec![malformed()], None), Err(runtime::Error::Malformed(_))));
         let group = fake_group(3);
-        assert!(judge(vec![Ok(()), Ok(()), Ok(())], Some(&group)).is_ok());
-        let all = judge(vec![malformed(), malformed(), malformed()], Some(&group));
+        assert!(judge(&mut vec![Ok(()), Ok(()), Ok(())], Some(&group)).is_ok());
+        let all = judge(&mut vec![malformed(), malformed(), malformed()], Some(&group));
         assert!(matches!(all, Err(runtime::Error::Malformed(_))) && group.failure().is_none());
-        let some = judge(vec![Ok(()), malformed(), Ok(())], Some(&group));
+        let some = judge(&mut vec![Ok(()), malformed(), Ok(())], Some(&group));
         let Err(runtime::Error::Device(words)) = some else { panic!("{some:?}") };
         assert!(words.contains("rank 1") && words.contains("it has no rows"), "{words}");
         assert_eq!(group.failure().unwrap().rank, 1);

@@ -10,28 +10,39 @@ use crate::runtime::{Batch, Error, SampleRow, Slot, SlotSetup};
 const MASKED_MAX: usize = SamplingSpec::STOP_TOKEN_IDS_MAX + 64;
 const ADJUSTMENTS_MAX: usize = SamplingSpec::LOGIT_BIAS_MAX + MASKED_MAX;
 
+/// Bytes of the biases and masks of so many slots.
+pub(super) fn adjustment_bytes(slots: u64) -> u64 {
+    slots * ADJUSTMENTS_MAX as u64 * 8
+}
+
+/// Bytes of the histories of so many slots.
+pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
+    slots * vocabulary * 4
+}
+
 /// What sampling knows of the running sequences: the small part here, the large part on the device.
 pub(super) struct Slots<G: Gpu> {
-    slots: Vec<Option<State<G>>>,
+    slots: Vec<Option<State>>,
     vocabulary: u32,
     /// Biases and masks of every slot, [slots, ADJUSTMENTS_MAX, 2].
     adjustments: G::Memory,
     /// Where the tokens of a history lie while they are counted.
     tokens: G::Memory,
     context: usize,
-    /// Histories that no sequence uses.
-    spare: Vec<G::Memory>,
+    /// How often each token occurs in the sequence of each slot that wants to know, [slots, vocabulary].
+    histories: G::Memory,
     samples: Vec<Slot>,
 }
 
-struct State<G: Gpu> {
+struct State {
     sampling: Arc<SamplingParams>,
     choice: u32,
     /// Sampled so far, those of steps in flight included.
     generated: u32,
     biases: u32,
     masked: u32,
-    history: Option<G::Memory>,
+    /// Where it begins; 0: it has none.
+    history: u64,
 }
 
 impl<G: Gpu> Slots<G> {
@@ -39,10 +50,10 @@ impl<G: Gpu> Slots<G> {
         Ok(Self {
             slots: (0..slots).map(|_| None).collect(),
             vocabulary,
-            adjustments: gpu.alloc(slots as usize * ADJUSTMENTS_MAX * 8)?,
+            adjustments: gpu.alloc(adjustment_bytes(slots.into()) as usize)?,
             tokens: gpu.alloc(context as usize * 4)?,
             context: context as usize,
-            spare: Vec::new(),
+            histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
             samples: Vec::new(),
         })
     }
@@ -64,22 +75,20 @@ impl<G: Gpu> Slots<G> {
         list.truncate(ADJUSTMENTS_MAX * 2);
         let masked = list.len() as u32 / 2 - biases;
         if !list.is_empty() {
-            let at = slot as usize * ADJUSTMENTS_MAX * 8;
+            let at = adjustment_bytes(slot.into()) as usize;
             gpu.upload(&self.adjustments, at, bytes_of(&list)).map_err(device)?;
         }
-        let mut history = None;
+        let mut history = 0;
         if sampling.needs_history() {
-            let memory = match self.spare.pop() {
-                Some(memory) => memory,
-                None => gpu.alloc(self.vocabulary as usize * 4).map_err(device)?,
-            };
+            // A step in flight may still use it for the sequence before, and was enqueued before what follows.
+            history = self.histories.address() + history_bytes(slot.into(), self.vocabulary.into());
             // Of more than the context holds, only the end can matter to a sequence that still runs.
             let prompt = &setup.prompt[..setup.prompt.len().min(self.context)];
             let generated = &setup.generated[..setup.generated.len().min(self.context - prompt.len())];
             gpu.upload(&self.tokens, 0, bytes_of(prompt)).map_err(device)?;
             gpu.upload(&self.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device)?;
             let p = HistoryParams {
-                history: memory.address(),
+                history,
                 tokens: self.tokens.address(),
                 vocabulary: self.vocabulary,
                 prompt: prompt.len() as u32,
@@ -88,7 +97,6 @@ impl<G: Gpu> Slots<G> {
             };
             // SAFETY: the history has a number for each token of the vocabulary, the list was just written.
             unsafe { count_history(gpu, &p) }.map_err(device)?;
-            history = Some(memory);
         }
         let generated = setup.generated.len() as u32;
         *place = Some(State { sampling, choice: setup.choice, generated, biases, masked, history });
@@ -96,9 +104,8 @@ impl<G: Gpu> Slots<G> {
     }
 
     pub(super) fn detach(&mut self, slot: Slot) {
-        if let Some(state) = self.slots.get_mut(slot as usize).and_then(Option::take) {
-            // A step in flight may still use it; whoever gets it next comes after that step.
-            self.spare.extend(state.history);
+        if let Some(state) = self.slots.get_mut(slot as usize) {
+            *state = None;
         }
     }
 
@@ -126,7 +133,7 @@ impl<G: Gpu> Slots<G> {
     }
 
     fn row(&mut self, sample: &SampleRow) -> SamplingRow {
-        let at = u64::from(sample.slot) * (ADJUSTMENTS_MAX * 8) as u64;
+        let at = adjustment_bytes(sample.slot.into());
         let Some(Some(state)) = self.slots.get_mut(sample.slot as usize) else {
             return SamplingRow::default();
         };
@@ -134,7 +141,7 @@ impl<G: Gpu> Slots<G> {
         let masks = state.generated < sampling.min_tokens;
         state.generated += 1;
         SamplingRow {
-            history: state.history.as_ref().map_or(0, Memory::address),
+            history: state.history,
             adjustments: self.adjustments.address() + at,
             seed: sampling.seed,
             biases: state.biases,

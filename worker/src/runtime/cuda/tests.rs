@@ -14,11 +14,13 @@ use super::compute::{Compute, Modes, check_model, sampled};
 use super::division::Division;
 use super::gpu::{Columns, Gpu, Matmul, Memory, Peers, bytes_of};
 use super::weights::find;
-use super::{divide, own_product};
+use super::{OwnProduct, divide};
 use crate::models::{ModelDir, ModelSource};
 use crate::runtime::cpu::{CpuOptions, CpuRuntime};
 use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
 
+mod memory;
+mod products;
 mod ranks;
 
 impl Memory for HostMemory {
@@ -51,7 +53,7 @@ impl Gpu for Harness {
 
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller.
-        unsafe { own_product(self, half, matmul) }
+        unsafe { OwnProduct::Tiled.make(self, half, matmul) }
     }
 
     unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
@@ -188,8 +190,21 @@ impl OnHarness {
 impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
     /// A rank's part of a model.
     fn over(harness: G, division: Division, model: &ModelDir, block_tokens: u32, modes: Modes) -> Self {
+        Self::with(harness, division, model, block_tokens, modes, |_| {})
+    }
+
+    /// The same; `loaded` comes when there are weights, and nothing else yet.
+    fn with(
+        harness: G,
+        division: Division,
+        model: &ModelDir,
+        block_tokens: u32,
+        modes: Modes,
+        loaded: impl FnOnce(&G),
+    ) -> Self {
         let found = find(model).unwrap();
         let weights = found.upload(&harness, division.shard(), &|_, _| {}).unwrap();
+        loaded(&harness);
         let capabilities = Capabilities {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
@@ -323,53 +338,61 @@ fn steps_on_the_harness_yield_the_logits_of_the_cpu_runtime() {
         let dtype = if i % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
         let block_tokens = [16, 4, 32, 16][i];
         let model = model(arch, dtype, i as u32);
-        let vocabulary = model.config().vocab_size;
         let (half, small) = (KvStore::Half, KvStore::Fp8);
         for (deterministic, store) in [(false, half), (true, half), (false, small)] {
-            let mut cpu = on_cpu(&model, block_tokens);
-            let mut gpu = OnHarness::storing(store, &model, block_tokens, deterministic, true);
-            let mut roster = Roster::new(&[70, 1, 33], vocabulary as u32, block_tokens, 5);
-            for (slot, tokens) in roster.tokens.iter().enumerate() {
-                gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
-                let setup = SlotSetup {
-                    sampling: Arc::new(SamplingParams::greedy()),
-                    choice: slot as u32,
-                    prompt: tokens,
-                    generated: &[],
-                    eos_token_ids: &[1],
-                };
-                cpu.attach(slot as u32, &setup).unwrap();
-            }
-            // Prefills in chunks beside decodes, then decodes alone.
-            for (step, chunks) in
-                [[40, 1, 7], [30, 1, 26], [1, 1, 1], [1, 1, 1], [1, 0, 1]].iter().enumerate()
-            {
-                let mut batch = roster.batch(chunks);
-                if step == 2 {
-                    batch.copies.push(BlockCopy {
-                        from: roster.tables[0][0],
-                        to: roster.tables[0].len() as u32 * 4 - 1,
-                    });
-                }
-                let (tokens, logits) = gpu.step(&batch);
-                let slots: Vec<u32> = batch.samples.iter().map(|sample| sample.slot).collect();
-                let mut reference = Vec::new();
-                cpu.execute(&mut batch, &mut reference).unwrap();
-                let exact = cpu.logits();
-                let apart = far_apart(&logits, exact);
-                // Keys and values are off by up to 2^-4 of themselves where they have 8 bits.
-                let part = if store == half { 2e-2 } else { 1e-1 };
-                let bound = part * largest(exact);
-                assert!(apart <= bound, "{arch}, step {step}: logits are {apart} apart, more than {bound}");
-                for (i, slot) in slots.iter().enumerate() {
-                    let row = &exact[i * vocabulary..(i + 1) * vocabulary];
-                    let best = row[reference[i].token as usize];
-                    assert!(row[tokens[i].token as usize] >= best - 2.0 * bound, "{arch}, step {step}");
-                    roster.tokens[*slot as usize].push(reference[i].token);
-                }
-            }
+            let gpu = OnHarness::storing(store, &model, block_tokens, deterministic, true);
+            yields_the_logits_of_the_cpu_runtime(gpu, &model, block_tokens, store);
         }
     }
+}
+
+/// Runs steps, and the same steps on the CPU.
+fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
+    mut gpu: OnHarness<G>,
+    model: &ModelDir,
+    block_tokens: u32,
+    store: KvStore,
+) -> OnHarness<G> {
+    let (arch, vocabulary) = (model.config().architecture.name(), model.config().vocab_size);
+    let mut cpu = on_cpu(model, block_tokens);
+    let mut roster = Roster::new(&[70, 1, 33], vocabulary as u32, block_tokens, 5);
+    for (slot, tokens) in roster.tokens.iter().enumerate() {
+        gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: slot as u32,
+            prompt: tokens,
+            generated: &[],
+            eos_token_ids: &[1],
+        };
+        cpu.attach(slot as u32, &setup).unwrap();
+    }
+    // Prefills in chunks beside decodes, then decodes alone.
+    for (step, chunks) in [[40, 1, 7], [30, 1, 26], [1, 1, 1], [1, 1, 1], [1, 0, 1]].iter().enumerate() {
+        let mut batch = roster.batch(chunks);
+        if step == 2 {
+            batch
+                .copies
+                .push(BlockCopy { from: roster.tables[0][0], to: roster.tables[0].len() as u32 * 4 - 1 });
+        }
+        let (tokens, logits) = gpu.step(&batch);
+        let slots: Vec<u32> = batch.samples.iter().map(|sample| sample.slot).collect();
+        let mut reference = Vec::new();
+        cpu.execute(&mut batch, &mut reference).unwrap();
+        let exact = cpu.logits();
+        let apart = far_apart(&logits, exact);
+        // Keys and values are off by up to 2^-4 of themselves where they have 8 bits.
+        let part = if store == KvStore::Half { 2e-2 } else { 1e-1 };
+        let bound = part * largest(exact);
+        assert!(apart <= bound, "{arch}, step {step}: logits are {apart} apart, more than {bound}");
+        for (i, slot) in slots.iter().enumerate() {
+            let row = &exact[i * vocabulary..(i + 1) * vocabulary];
+            let best = row[reference[i].token as usize];
+            assert!(row[tokens[i].token as usize] >= best - 2.0 * bound, "{arch}, step {step}");
+            roster.tokens[*slot as usize].push(reference[i].token);
+        }
+    }
+    gpu
 }
 
 #[test]

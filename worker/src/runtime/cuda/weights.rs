@@ -6,6 +6,7 @@ use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, Half};
 
 use super::gpu::{Bias, Gpu, Memory, bytes_of};
+use super::sizing;
 use crate::models::{Error, ModelConfig, ModelDir, Tensor};
 use crate::runtime::decoder::DecoderLayer;
 use crate::runtime::sharding::{Cut, Grain, Matrix, Shard};
@@ -218,6 +219,18 @@ impl Found {
             (head, None) => head.numbers(),
         };
         (linears + Part::whole(&self.embedding).numbers() + head) as u64 * 2
+    }
+
+    /// Bytes that they take, for each lies by itself.
+    pub(super) fn taken_bytes(&self, shard: &Shard) -> u64 {
+        let linears = self.layers.iter().flat_map(FoundLayer::products);
+        let linears = linears.map(|linear| numbers(&linear.parts(shard)));
+        let head = match self.head(shard) {
+            (_, Some(_)) => 0,
+            (head, None) => head.numbers(),
+        };
+        let all = linears.chain([Part::whole(&self.embedding).numbers(), head]);
+        all.map(|numbers| sizing::taken_bytes(numbers as u64 * 2)).sum()
     }
 
     /// Copies a shard to the device. `progress` hears the bytes done and in all.

@@ -1,10 +1,12 @@
 //! Tensor-parallel groups on the harness: each rank is a thread with a device of its own, and what NCCL does between GPUs
 //! is done through the host's shared memory.
 
+use std::cell::RefCell;
 use std::thread;
 
 use inflight_kernels::cuda::{Device, Launch, Profile};
 
+use super::super::catalog::catalog;
 use super::*;
 use crate::runtime::collective::{Collective, GroupFailed, host_group};
 
@@ -12,6 +14,8 @@ use crate::runtime::collective::{Collective, GroupFailed, host_group};
 struct Ranked {
     device: Harness,
     end: Box<dyn Collective>,
+    /// What was asked for.
+    products: RefCell<Vec<Matmul>>,
 }
 
 fn failed(failed: GroupFailed) -> DeviceError {
@@ -64,6 +68,7 @@ impl Gpu for Ranked {
     }
 
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
+        self.products.borrow_mut().push(*matmul);
         // SAFETY: passed on to the caller.
         unsafe { self.device.matmul(half, matmul) }
     }
@@ -93,7 +98,7 @@ fn on_ranks<T: Send>(
         let threads: Vec<_> = ranks
             .map(|(division, end)| {
                 scope.spawn(move || {
-                    let device = Ranked { device: Harness::new(), end };
+                    let device = Ranked { device: Harness::new(), end, products: RefCell::default() };
                     work(OnHarness::over(device, division, model, block_tokens, modes))
                 })
             })
@@ -225,6 +230,39 @@ fn ranks_draw_the_same_tokens_and_feed_them_back_without_a_host() {
 }
 
 #[test]
+fn the_catalog_of_a_rank_has_the_products_of_its_shard() {
+    if !available() {
+        return;
+    }
+    let model = model_of(Arch::Qwen2, Dtype::Bf16, 57, 8, true);
+    let (config, found) = (model.config(), find(&model).unwrap());
+    for world in [1, 2, 4] {
+        let listed: Vec<_> = Division::of(divide(&model, &found, world).unwrap(), true)
+            .map(|division| {
+                let weights = found.upload(&Harness::new(), division.shard(), &|_, _| {}).unwrap();
+                catalog(&weights, &division.shapes(config), &division, config.vocab_size)
+            })
+            .collect();
+        let modes = Modes { store: KvStore::Half, deterministic: false, buckets: true };
+        let made = on_ranks(&model, world, 16, modes, |mut rank| {
+            let mut roster = Roster::new(&[9, 4], config.vocab_size as u32, 16, 1);
+            (0..2).for_each(|slot| rank.attach(slot, &SamplingParams::greedy(), &[]));
+            rank.step(&roster.batch(&[9, 4]));
+            (rank.harness.end.rank(), rank.harness.products.take())
+        });
+        for (rank, made) in made {
+            assert_eq!(made.len(), 4 * config.layers + 1);
+            for (i, p) in made.iter().enumerate() {
+                let product = &listed[rank][if p.wide { 4 } else { i % 4 }];
+                let shape = (product.n, product.k, product.stride, product.wide);
+                assert_eq!(shape, (p.n, p.k, p.stride, p.wide), "product {i} of rank {rank} of {world}");
+                assert_eq!(product.at(0, p.m, p.x, p.y).bias.is_some(), p.bias.is_some());
+            }
+        }
+    }
+}
+
+#[test]
 fn a_rank_that_fails_within_a_step_ends_the_step_of_every_other() {
     if !available() {
         return;
@@ -283,6 +321,8 @@ fn gpus_given_twice_none_at_all_and_sums_that_depend_on_the_batch_are_refused() 
             kv_store: KvStore::Half,
             deterministic,
             graphs: true,
+            autotune: true,
+            overlap: true,
         };
         CudaRuntime::load(&model, &options, &|_, _| {}).err().unwrap().to_string()
     };
