@@ -57,7 +57,7 @@ struct Open {
 }
 
 thread_local! {
-    /// A thread's own, so that ranks that run on different memories do not share pages.
+    /// A thread's own, so that ranks that pack their weights on different memories do not share pages.
     static OPEN: RefCell<Open> = const { RefCell::new(Open { mapping: Weak::new(), used: 0 }) };
 }
 

@@ -52,6 +52,7 @@ struct Job {
     graphs: bool,
     #[serde(default = "yes")]
     autotune: bool,
+    #[serde(default = "yes")]
     overlap: bool,
     task: Task,
 }

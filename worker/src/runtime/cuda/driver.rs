@@ -545,7 +545,11 @@ impl Gpu for Driver {
                 self.staging.as_slice()[room.clone()].copy_from_slice(piece);
                 self.stream.copy_in(at, self.staging.as_ptr().add(room.start), piece.len())?;
             }
-            fence.record(&self.stream)?;
+            if let Err(error) = fence.record(&self.stream) {
+                // Nothing holds the room, and a copy may still read from it.
+                self.stream.wait()?;
+                return Err(error);
+            }
             ring.hold(room, fence);
             at += piece.len() as u64;
         }

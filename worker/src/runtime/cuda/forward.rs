@@ -190,9 +190,7 @@ impl<G: Gpu> Forward<G> {
             stride: stride as u32,
             wide: true,
         };
-        let (Some(peers), Some(gathered), Some(shards)) =
-            (gpu.peers(), &self.gathered, self.division.group())
-        else {
+        let (Some(gathered), Some(shards)) = (&self.gathered, self.division.group()) else {
             let matmul = product(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
             // SAFETY: there is room for as many samples as there are slots.
             return unsafe { gpu.matmul(self.half, &matmul) };
@@ -205,6 +203,11 @@ impl<G: Gpu> Forward<G> {
         // SAFETY: as above, for each of the ranks.
         unsafe {
             gpu.matmul(self.half, &matmul)?;
+            // Asked for right before its use: it is then known that no kernel of ours follows one of ours.
+            let Some(peers) = gpu.peers() else {
+                let (what, reason) = ("gathering logits", "this rank has no communicator");
+                return Err(DeviceError::Failed { what: what.to_owned(), reason: reason.to_owned() });
+            };
             peers.all_gather(gathered.address(), part)?;
         }
         for shard in shards {

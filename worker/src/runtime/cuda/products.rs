@@ -178,11 +178,17 @@ impl Products {
         Ok(algorithms.into_iter().map(Way::Library).chain(OwnProduct::taking(p).map(Way::Own)).collect())
     }
 
-    /// A product's class is made in this way from now on, and in `first` where that one refuses.
-    pub(super) fn settle(&self, half: Half, p: &Matmul, way: Way, first: Way) -> Result<(), DeviceError> {
+    /// A product's class is made in this way from now on, and in `first`, if there is one, where that one refuses.
+    pub(super) fn settle(
+        &self,
+        half: Half,
+        p: &Matmul,
+        way: Way,
+        first: Option<Way>,
+    ) -> Result<(), DeviceError> {
         let key = PlanKey::of(half, p);
         let mut plan = self.describe(&key, p)?;
-        plan.ways = vec![way, first];
+        plan.ways = std::iter::once(way).chain(first).collect();
         self.plans.borrow_mut().insert(key, plan);
         Ok(())
     }
@@ -232,7 +238,12 @@ impl Products {
         };
         match made {
             Ok(()) => Ok(true),
-            Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => Ok(false),
+            // It looks at what it is given before anything runs.
+            Err(result::CublasError(
+                sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED
+                | sys::cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE
+                | sys::cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH,
+            )) => Ok(false),
             Err(error) => Err(failed("a product")(error)),
         }
     }

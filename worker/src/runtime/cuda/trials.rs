@@ -207,7 +207,16 @@ impl OnDevice<'_> {
         }
         driver.stream.wait()?;
         // Our own kernels overlap with themselves here, and in a step with the kernels of ours beside them: that comes close.
-        let launch = || (0..self.launches).try_for_each(|layer| self.run(way, layer).map(drop));
+        let launch = || {
+            (0..self.launches).try_for_each(|layer| match self.run(way, layer)? {
+                true => Ok(()),
+                // One that takes some layers only would look faster than it is.
+                false => {
+                    let (what, reason) = ("a product of another layer", "the way does not take it");
+                    Err(DeviceError::Failed { what: what.to_owned(), reason: reason.to_owned() })
+                }
+            })
+        };
         let graph = match driver.capture(launch) {
             Ok(graph) => graph,
             Err(error) => {
@@ -249,7 +258,9 @@ impl Trials for OnDevice<'_> {
     fn settle(&mut self, verdict: Verdict) -> Result<(), DeviceError> {
         let (product, m) = self.rounds[self.round];
         let Bench { products, half, .. } = self.bench;
-        let (chosen, first) = (self.ways[verdict.way], self.ways[0]);
+        let chosen = self.ways[verdict.way];
+        // What failed here is not fallen back to.
+        let first = verdict.first.filter(|_| verdict.way > 0).map(|_| self.ways[0]);
         products.settle(*half, &self.bench.matmul(product, 0, m), chosen, first)?;
         self.tuned.push(Tuned {
             m,

@@ -139,7 +139,8 @@ pub(super) fn agenda(buckets: impl Iterator<Item = u32>, rows: u32) -> Vec<u32> 
 }
 
 /// Products of one shape to launch between two looks at the clock, so that it shows about a third of a millisecond on a
-/// large GPU, and so that their weights, which the cache must not hold, are many. `layers`: how many have weights of their own.
+/// large GPU, and so that their weights, which the cache must not hold, are many; a head has only one, which a large cache may hold all the
+/// same if it is small. `layers`: how many have weights of their own.
 pub(super) fn launches(m: u32, n: u32, k: u32, layers: usize) -> usize {
     // Reading a number of the matrix takes as long as so many operations.
     const READ: f64 = 500.0;
