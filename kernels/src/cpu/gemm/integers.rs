@@ -87,7 +87,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                         let from = at.add(p * gap * job.w.panel_bytes);
                         let (w0, w1) = (S::load_int(from), S::load_int(from.add(vector)));
                         if FOUR && P > 1 {
-                            let (low0, low1) = (S::lower_halves(w0), S::lower_halves(w1));
+                            let (low0, low1) = (S::nibbles(w0).0, S::nibbles(w1).0);
                             let (high0, high1) = (S::upper_halves(w0), S::upper_halves(w1));
                             for m in 0..M {
                                 let x0 = S::splat_int(x.add(m).read() as i32);

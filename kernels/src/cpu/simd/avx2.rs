@@ -180,12 +180,6 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn lower_halves(v: __m256i) -> __m256i {
-        // SAFETY: see the impl.
-        unsafe { _mm256_and_si256(v, _mm256_set1_epi8(15)) }
-    }
-
-    #[inline(always)]
     unsafe fn upper_halves(v: __m256i) -> __m256i {
         // SAFETY: see the impl.
         unsafe { _mm256_and_si256(v, _mm256_set1_epi8(0xf0_u8 as i8)) }

@@ -179,12 +179,6 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn lower_halves(v: __m512i) -> __m512i {
-        // SAFETY: see the impl.
-        unsafe { _mm512_and_si512(v, _mm512_set1_epi8(15)) }
-    }
-
-    #[inline(always)]
     unsafe fn upper_halves(v: __m512i) -> __m512i {
         // SAFETY: see the impl.
         unsafe { _mm512_and_si512(v, _mm512_set1_epi8(0xf0_u8 as i8)) }

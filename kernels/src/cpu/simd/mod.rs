@@ -71,8 +71,6 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_int(from: *const u8) -> Self::I;
     /// The lower and the upper half of each byte, each in a byte of its own.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
-    /// The lower half of each byte.
-    unsafe fn lower_halves(v: Self::I) -> Self::I;
     /// The upper half of each byte, where it is: sixteen times its number.
     unsafe fn upper_halves(v: Self::I) -> Self::I;
     /// `a + b / 16`, where 16 divides b.

@@ -168,11 +168,6 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn lower_halves(v: [i32; N]) -> [i32; N] {
-        v.map(|four| four & 0x0f0f_0f0f)
-    }
-
-    #[inline(always)]
     unsafe fn upper_halves(v: [i32; N]) -> [i32; N] {
         v.map(|four| four & 0xf0f0_f0f0_u32 as i32)
     }

@@ -22,6 +22,7 @@ use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled,
 mod memory;
 mod products;
 mod ranks;
+mod watched;
 
 impl Memory for HostMemory {
     fn address(&self) -> u64 {
@@ -72,6 +73,11 @@ impl Gpu for Harness {
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }
+}
+
+/// All of a model, for one device.
+fn whole(model: &ModelDir) -> Division {
+    Division::of(divide(model, &find(model).unwrap(), 1).unwrap(), false).next().unwrap()
 }
 
 /// A model in miniature whose heads are as wide as the kernels want them.

@@ -1,70 +1,9 @@
 //! What is allocated, and which products are made, against what was said before anything ran.
 
-use std::cell::RefCell;
-
-use inflight_kernels::cuda::{Device, Launch, Profile};
-
 use super::super::catalog::{Product, catalog};
 use super::super::sizing::{Extent, largest_bucket, taken_bytes};
+use super::watched::Watched;
 use super::*;
-
-/// A device on the harness that notes what it is asked for.
-struct Watched {
-    device: Harness,
-    allocated: RefCell<Vec<u64>>,
-    products: RefCell<Vec<Matmul>>,
-}
-
-impl Device for Watched {
-    fn profile(&self) -> Profile {
-        self.device.profile()
-    }
-
-    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.launch(launch) }
-    }
-}
-
-impl Gpu for Watched {
-    type Memory = HostMemory;
-
-    fn alloc(&self, bytes: usize) -> Result<HostMemory, DeviceError> {
-        self.allocated.borrow_mut().push(bytes as u64);
-        Gpu::alloc(&self.device, bytes)
-    }
-
-    fn zero(&self, memory: &HostMemory) -> Result<(), DeviceError> {
-        self.device.zero(memory)
-    }
-
-    fn upload(&self, to: &HostMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
-        Gpu::upload(&self.device, to, byte, from)
-    }
-
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
-        self.products.borrow_mut().push(*matmul);
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.matmul(half, matmul) }
-    }
-
-    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.copy_columns(columns) }
-    }
-
-    fn peers(&self) -> Option<&dyn Peers> {
-        None
-    }
-}
-
-fn watched() -> Watched {
-    Watched { device: Harness::new(), allocated: RefCell::default(), products: RefCell::default() }
-}
-
-fn whole(model: &ModelDir) -> Division {
-    Division::of(divide(model, &find(model).unwrap(), 1).unwrap(), false).next().unwrap()
-}
 
 #[test]
 fn every_byte_on_the_device_is_one_that_sizing_knows_of() {
@@ -73,7 +12,7 @@ fn every_byte_on_the_device_is_one_that_sizing_knows_of() {
     let strategy = (1u32..600, 1u32..3000, 2u32..1024, 1u32..300, 0u32..6, any::<bool>());
     let cases = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
     let test = |(slots, batch_tokens, context, blocks, block_bits, fp8): (u32, u32, u32, u32, u32, bool)| {
-        let gpu = watched();
+        let gpu = Watched::new(Harness::new());
         let weights = found.upload(&gpu, division.shard(), &|_, _| {}).unwrap();
         let of_weights: u64 = gpu.allocated.take().into_iter().map(taken_bytes).sum();
         let matrices = found.taken_bytes(division.shard());
@@ -138,7 +77,7 @@ fn once_loaded_nothing_is_allocated_any_more_and_histories_of_slots_are_their_ow
     let (penalties, plain) = (spec.validate().unwrap(), SamplingParams::greedy());
     let modes = Modes { store: KvStore::Half, deterministic: true, buckets: true };
     let run = |alone: Option<usize>| {
-        let mut gpu = OnHarness::over(watched(), whole(&model), &model, 16, modes);
+        let mut gpu = OnHarness::over(Watched::new(Harness::new()), whole(&model), &model, 16, modes);
         gpu.harness.allocated.take();
         let vocabulary = model.config().vocab_size as u32;
         let mut roster = Roster::new(&[9, 30, 5, 14], vocabulary, 16, 7);
@@ -181,7 +120,7 @@ fn the_catalog_has_the_very_products_that_the_forward_pass_makes() {
         let model = model_of(arch, Dtype::Bf16, 85, 6, tied);
         let (division, config) = (whole(&model), model.config());
         let modes = Modes { store: KvStore::Half, deterministic: false, buckets: true };
-        let gpu = watched();
+        let gpu = Watched::new(Harness::new());
         let weights = find(&model).unwrap().upload(&gpu, division.shard(), &|_, _| {}).unwrap();
         let of_weights = catalog(&weights, &division.shapes(config), &division, config.vocab_size);
         let shape = |product: &Product| (product.n, product.k, product.stride, product.wide);
@@ -189,10 +128,10 @@ fn the_catalog_has_the_very_products_that_the_forward_pass_makes() {
         let mut on = OnHarness::over(gpu, division, &model, 16, modes);
         let mut roster = Roster::new(&[21, 6], config.vocab_size as u32, 16, 1);
         (0..2).for_each(|slot| on.attach(slot, &SamplingParams::greedy(), &roster.tokens[slot as usize]));
-        on.harness.products.take();
+        on.harness.take_products();
         let batch = roster.batch(&[21, 6]);
         on.step(&batch);
-        let made = on.harness.products.take();
+        let made = on.harness.take_products();
         let (layers, head) = made.split_at(made.len() - 1);
         assert_eq!((layers.len(), of_weights.len()), (4 * config.layers, 5));
         for (i, matmul) in layers.iter().chain(head).enumerate() {

@@ -1,33 +1,26 @@
 //! Tensor-parallel groups on the harness: each rank is a thread with a device of its own, and what NCCL does between GPUs
 //! is done through the host's shared memory.
 
-use std::cell::RefCell;
 use std::thread;
 
-use inflight_kernels::cuda::{Device, Launch, Profile};
-
 use super::super::catalog::catalog;
+use super::watched::Watched;
 use super::*;
 use crate::runtime::collective::{Collective, GroupFailed, host_group};
 
-/// A device on the harness with its end of a group.
-struct Ranked {
-    device: Harness,
-    end: Box<dyn Collective>,
-    /// What was asked for.
-    products: RefCell<Vec<Matmul>>,
-}
+/// What a rank tells the others by.
+pub(super) struct End(Box<dyn Collective>);
 
 fn failed(failed: GroupFailed) -> DeviceError {
     DeviceError::Failed { what: "telling the others".to_owned(), reason: failed.to_string() }
 }
 
-impl Peers for Ranked {
+impl Peers for End {
     unsafe fn all_reduce(&self, half: Half, at: u64, numbers: usize) -> Result<(), DeviceError> {
         // SAFETY: passed on to the caller; the harness does nothing meanwhile.
         let numbers = unsafe { std::slice::from_raw_parts_mut(at as *mut u16, numbers) };
         let mut wide: Vec<f32> = numbers.iter().map(|bits| half.widen(*bits)).collect();
-        self.end.all_reduce(&mut wide).map_err(failed)?;
+        self.0.all_reduce(&mut wide).map_err(failed)?;
         numbers.iter_mut().zip(wide).for_each(|(to, sum)| *to = half.narrow(sum));
         Ok(())
     }
@@ -35,52 +28,15 @@ impl Peers for Ranked {
     unsafe fn all_gather(&self, at: u64, bytes: usize) -> Result<(), DeviceError> {
         let count = bytes / 4;
         // SAFETY: as above.
-        let all = unsafe { std::slice::from_raw_parts_mut(at as *mut f32, count * self.end.world()) };
-        let own = all[self.end.rank() * count..][..count].to_vec();
-        self.end.gather(&own, 1, Some(all)).map_err(failed)
+        let all = unsafe { std::slice::from_raw_parts_mut(at as *mut f32, count * self.0.world()) };
+        let own = all[self.0.rank() * count..][..count].to_vec();
+        self.0.gather(&own, 1, Some(all)).map_err(failed)
     }
 }
 
-impl Device for Ranked {
-    fn profile(&self) -> Profile {
-        self.device.profile()
-    }
-
-    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.launch(launch) }
-    }
-}
-
-impl Gpu for Ranked {
-    type Memory = HostMemory;
-
-    fn alloc(&self, bytes: usize) -> Result<HostMemory, DeviceError> {
-        Gpu::alloc(&self.device, bytes)
-    }
-
-    fn zero(&self, memory: &HostMemory) -> Result<(), DeviceError> {
-        self.device.zero(memory)
-    }
-
-    fn upload(&self, to: &HostMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
-        Gpu::upload(&self.device, to, byte, from)
-    }
-
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
-        self.products.borrow_mut().push(*matmul);
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.matmul(half, matmul) }
-    }
-
-    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe { self.device.copy_columns(columns) }
-    }
-
-    fn peers(&self) -> Option<&dyn Peers> {
-        Some(self)
-    }
+/// A rank's end of its group.
+fn end(rank: &OnHarness<Watched>) -> &dyn Collective {
+    rank.harness.end.as_ref().unwrap().0.as_ref()
 }
 
 /// Runs `work` with each rank of a group, on a thread of its own, and returns what came of it by rank.
@@ -89,7 +45,7 @@ fn on_ranks<T: Send>(
     world: usize,
     block_tokens: u32,
     modes: Modes,
-    work: impl Fn(OnHarness<Ranked>) -> T + Sync,
+    work: impl Fn(OnHarness<Watched>) -> T + Sync,
 ) -> Vec<T> {
     let shards = divide(model, &find(model).unwrap(), world).unwrap();
     let work = &work;
@@ -98,7 +54,7 @@ fn on_ranks<T: Send>(
         let threads: Vec<_> = ranks
             .map(|(division, end)| {
                 scope.spawn(move || {
-                    let device = Ranked { device: Harness::new(), end, products: RefCell::default() };
+                    let device = Watched::new(Harness::new()).among(End(end));
                     work(OnHarness::over(device, division, model, block_tokens, modes))
                 })
             })
@@ -248,7 +204,7 @@ fn the_catalog_of_a_rank_has_the_products_of_its_shard() {
             let mut roster = Roster::new(&[9, 4], config.vocab_size as u32, 16, 1);
             (0..2).for_each(|slot| rank.attach(slot, &SamplingParams::greedy(), &[]));
             rank.step(&roster.batch(&[9, 4]));
-            (rank.harness.end.rank(), rank.harness.products.take())
+            (end(&rank).rank(), rank.harness.take_products())
         });
         for (rank, made) in made {
             assert_eq!(made.len(), 4 * config.layers + 1);
@@ -274,8 +230,8 @@ fn a_rank_that_fails_within_a_step_ends_the_step_of_every_other() {
             let mut roster = Roster::new(&[9], model.config().vocab_size as u32, 16, 1);
             rank.attach(0, &SamplingParams::greedy(), &roster.tokens[0].clone());
             rank.step(&roster.batch(&[5]));
-            if rank.harness.end.rank() == culprit {
-                rank.harness.end.fail("it fell off the bus");
+            if end(&rank).rank() == culprit {
+                end(&rank).fail("it fell off the bus");
             }
             rank.try_step(&roster.batch(&[4])).map(drop)
         });
