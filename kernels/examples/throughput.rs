@@ -12,7 +12,7 @@ use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, WeightFormat, gemm};
 use inflight_kernels::{Dtype, Encoding};
 
-const ROWS: [usize; 8] = [1, 2, 4, 8, 16, 32, 128, 512];
+const ROWS: [usize; 10] = [1, 2, 4, 8, 16, 32, 48, 64, 128, 512];
 const LEAST: Duration = Duration::from_millis(300);
 
 fn main() -> Result<(), Box<dyn Error>> {

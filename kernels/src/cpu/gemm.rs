@@ -32,10 +32,12 @@ use integers::{Integers, Widened};
 const ROW_BLOCK: usize = 256;
 /// Most bytes of a panel's cache block: it stays in the second-level cache beside a block's activations, and long
 /// enough for the cost of loading and storing a tile's sums not to show.
-const PANEL_BLOCK_BYTES: usize = 64 << 10;
-/// Up to so many tiles over a panel it is read whole: from memory for the first, from the second-level cache for
-/// the others.
-const WHOLE_TILES: usize = 4;
+const PANEL_BLOCK_BYTES: usize = 72 << 10;
+/// Up to so many tiles over a panel it is read whole, and each of them asks for its part of what is read next.
+const WHOLE_TILES: usize = 8;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// Least bytes of weights, times passes over them, that are worth a second thread.
 const SHARED_BYTES: usize = 64 << 10;
@@ -117,8 +119,9 @@ fn multiply(
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;
-        let job =
-            Multiply { w, x: x.get(), row_words, tiles, start, y: y.get(), stride: w.n, panels, writes };
+        let goes_on = !(unit + 1).is_multiple_of((units / threads).max(1));
+        let (x, y) = (x.get(), y.get());
+        let job = Multiply { w, x, row_words, tiles, start, y, stride: w.n, panels, goes_on, writes };
         #[cfg(target_arch = "x86_64")]
         if w.isa.0 == Path::Avx512Bf16 && !matches!(w.format, WeightFormat::F32 | WeightFormat::F16) {
             // SAFETY: this `Isa` has BF16 and VNNI.
@@ -176,6 +179,8 @@ struct Multiply<'a> {
     /// Numbers from one row of y to the next.
     stride: usize,
     panels: Range<usize>,
+    /// Whether this thread probably goes on with the panels that follow.
+    goes_on: bool,
     writes: Writes,
 }
 
@@ -237,8 +242,26 @@ struct Place {
     /// First step and number of steps.
     step: usize,
     steps: usize,
-    /// How many bytes ahead of what is read lies what will be read next and should be asked for; 0: nothing.
-    ahead: usize,
+    /// What will be read next and should be asked for meanwhile; none where streams are read that the processor foresees.
+    next: Next,
+}
+
+/// Weights that are read soon.
+#[derive(Clone, Copy)]
+struct Next {
+    from: *const u8,
+    bytes: usize,
+}
+
+impl Next {
+    const NONE: Self = Self { from: std::ptr::null(), bytes: 0 };
+
+    /// The `index`th of `count` parts of nearly the same size.
+    #[inline(always)]
+    fn part(self, index: usize, count: usize) -> Self {
+        let (start, end) = (self.bytes * index / count, self.bytes * (index + 1) / count);
+        Self { from: self.from.wrapping_add(start), bytes: end - start }
+    }
 }
 
 /// Some steps of one panel for all tiles of a block of rows.
@@ -288,6 +311,11 @@ impl Turns {
         let panel = job.panels.start + panel + part * (job.w.n / 2).div_ceil(panel_columns(job.w.isa));
         Turn { panel, step, steps: self.block.min(job.w.steps - step), part }
     }
+
+    /// The first turn of whoever goes on with the panels after those of this job.
+    fn beyond(&self, job: &Multiply<'_>) -> Turn {
+        Turn { panel: job.panels.end, step: 0, steps: self.block, part: 0 }
+    }
 }
 
 impl Multiply<'_> {
@@ -313,13 +341,15 @@ impl Multiply<'_> {
                         Writes::Gated => room.sums::<S>(turn.part, row, turn.panel),
                     };
                     // While one panel is multiplied, the next one is fetched.
-                    let ahead = match index + 1 < turns.count() {
-                        true => self.at(turns.get(self, index + 1)).wrapping_sub(self.at(turn)),
-                        false => 0,
+                    let next = match () {
+                        _ if index + 1 < turns.count() => self.weights(turns.get(self, index + 1)),
+                        _ if last < tiles => self.weights(turns.get(self, 0)),
+                        _ if self.goes_on => self.weights(turns.beyond(self)),
+                        _ => Next::NONE,
                     };
                     let Turn { panel, step, steps, .. } = turn;
                     let job = Multiply { y, stride, panels: panel..panel + 1, ..*self };
-                    let place = Place { row, panel, gap: 1, step, steps, ahead };
+                    let place = Place { row, panel, gap: 1, step, steps, next };
                     job.column::<S, F>(first..last, place);
                     if self.writes == Writes::Gated && turn.part == 1 && step + steps == self.w.steps {
                         room.join::<S>(self, row..end, panel);
@@ -329,9 +359,11 @@ impl Multiply<'_> {
         }
     }
 
-    /// Where the weights of a turn lie in the matrix; bytes.
-    fn at(&self, turn: Turn) -> usize {
-        turn.panel * self.w.panel_bytes + turn.step * (self.w.panel_bytes / self.w.steps)
+    /// The weights of a turn.
+    fn weights(&self, turn: Turn) -> Next {
+        let step_bytes = self.w.panel_bytes / self.w.steps;
+        let at = turn.panel * self.w.panel_bytes + turn.step * step_bytes;
+        Next { from: self.w.data.as_ptr().wrapping_add(at), bytes: turn.steps * step_bytes }
     }
 
     /// One or two rows: the chains of one panel are too few to hide the latency of an addition. Each of the panels
@@ -346,14 +378,14 @@ impl Multiply<'_> {
         // SAFETY: rows and panels are within the matrices.
         unsafe {
             for i in 0..long {
-                let place = Place { row, panel: start + i, gap: long, step: 0, steps, ahead: 0 };
+                let place = Place { row, panel: start + i, gap: long, step: 0, steps, next: Next::NONE };
                 match rows {
                     1 => F::tile::<1, 4>(self, place),
                     _ => F::tile::<2, 2>(self, place),
                 }
             }
             let panel = start + long * abreast;
-            let place = Place { row, panel, gap: 1, step: 0, steps, ahead: 0 };
+            let place = Place { row, panel, gap: 1, step: 0, steps, next: Next::NONE };
             match (rows, end - panel) {
                 (_, 0) => {}
                 (1, 3) => F::tile::<1, 3>(self, place),
@@ -369,13 +401,16 @@ impl Multiply<'_> {
     unsafe fn column<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, at: Place) {
         let Range { start: first, end } = tiles;
         for tile in first..end {
-            let ahead = if tile == first { at.ahead } else { 0 };
+            // Each tile asks for a part of what comes next, so that memory is at work all the time; of many the first ones,
+            // as asking for less than a line would cost and gain nothing.
+            let asking = (end - first).min(WHOLE_TILES);
+            let next = if tile - first < asking { at.next.part(tile - first, asking) } else { Next::NONE };
             // Sums lie far apart, and while one tile is multiplied those of the next one can come.
             if tile + 1 < end {
                 // SAFETY: passed on to the caller.
                 unsafe { self.prefetch_sums::<S>(tile + 1, at.panel) };
             }
-            let place = Place { row: self.tiles.start(tile), ahead, ..at };
+            let place = Place { row: self.tiles.start(tile), next, ..at };
             // SAFETY: passed on to the caller.
             unsafe {
                 match self.tiles.height(tile) {
@@ -403,46 +438,85 @@ impl Multiply<'_> {
         let row = self.tiles.start(tile);
         for row in row..row + self.tiles.height(tile) {
             let from = self.y.wrapping_add(row * self.stride + panel * columns).cast::<u8>().cast_const();
-            for line in (0..4 * columns).step_by(64) {
+            for line in (0..4 * columns).step_by(LINE) {
                 // SAFETY: passed on to the caller; asking never faults.
                 unsafe { S::prefetch(from.wrapping_add(line)) };
             }
         }
     }
 
+    /// What the sums of M rows and P panels, `gap` apart, are before `step`.
     #[inline(always)]
-    unsafe fn load_sums<S: Simd>(&self, row: usize, column: usize, step: usize) -> [S::V; 2] {
+    unsafe fn load_sums<S: Simd, const M: usize, const P: usize>(
+        &self,
+        place: &Place,
+    ) -> [[[S::V; 2]; P]; M] {
+        let columns = 2 * S::LANES;
         // SAFETY: whole vectors are read only where all their columns exist.
         unsafe {
-            let from = match self.start {
-                _ if step > 0 => self.y.cast_const().wrapping_add(row * self.stride + column),
-                Start::Zero => return [S::splat(0.0); 2],
-                Start::Bias(bias) => bias.as_ptr().add(column),
-                Start::Output => self.y.cast_const().wrapping_add(row * self.stride + column),
+            let mut sums = [[[S::splat(0.0); 2]; P]; M];
+            let (from, stride) = match self.start {
+                Start::Zero if place.step == 0 => return sums,
+                Start::Bias(bias) if place.step == 0 => (bias.as_ptr(), 0),
+                _ => (self.y.cast_const().wrapping_add(place.row * self.stride), self.stride),
             };
-            if column + 2 * S::LANES <= self.w.n {
-                return [S::load(from), S::load(from.add(S::LANES))];
+            for p in 0..P {
+                let column = (place.panel + p * place.gap) * columns;
+                let from = from.wrapping_add(column);
+                if column + columns <= self.w.n {
+                    for (m, sums) in sums.iter_mut().enumerate() {
+                        let from = from.wrapping_add(m * stride);
+                        sums[p] = [S::load(from), S::load(from.add(S::LANES))];
+                    }
+                } else {
+                    let (first, second) = self.lanes::<S>(column);
+                    for (m, sums) in sums.iter_mut().enumerate() {
+                        let from = from.wrapping_add(m * stride);
+                        let next = from.wrapping_add(first);
+                        sums[p] = [load_part::<S>(from, first, 0.0), load_part::<S>(next, second, 0.0)];
+                    }
+                }
             }
-            let lanes = self.w.n - column;
-            let second = lanes.saturating_sub(S::LANES);
-            [load_part::<S>(from, lanes, 0.0), load_part::<S>(from.add(lanes - second), second, 0.0)]
+            sums
         }
     }
 
     #[inline(always)]
-    unsafe fn store_sums<S: Simd>(&self, row: usize, column: usize, sums: [S::V; 2]) {
+    unsafe fn store_sums<S: Simd, const M: usize, const P: usize>(
+        &self,
+        place: &Place,
+        sums: &[[[S::V; 2]; P]; M],
+    ) {
+        let columns = 2 * S::LANES;
         // SAFETY: whole vectors are written only where all their columns exist.
         unsafe {
-            let to = self.y.wrapping_add(row * self.stride + column);
-            if column + 2 * S::LANES <= self.w.n {
-                S::store(to, sums[0]);
-                return S::store(to.add(S::LANES), sums[1]);
+            for p in 0..P {
+                let column = (place.panel + p * place.gap) * columns;
+                let to = self.y.wrapping_add(place.row * self.stride + column);
+                if column + columns <= self.w.n {
+                    for (m, sums) in sums.iter().enumerate() {
+                        let to = to.wrapping_add(m * self.stride);
+                        S::store(to, sums[p][0]);
+                        S::store(to.add(S::LANES), sums[p][1]);
+                    }
+                } else {
+                    let (first, second) = self.lanes::<S>(column);
+                    for (m, sums) in sums.iter().enumerate() {
+                        let to = to.wrapping_add(m * self.stride);
+                        store_part::<S>(to, first, sums[p][0]);
+                        store_part::<S>(to.wrapping_add(first), second, sums[p][1]);
+                    }
+                }
             }
-            let lanes = self.w.n - column;
-            let second = lanes.saturating_sub(S::LANES);
-            store_part::<S>(to, lanes, sums[0]);
-            store_part::<S>(to.add(lanes - second), second, sums[1]);
         }
+    }
+
+    /// Columns that exist of the two vectors from `column` on.
+    #[inline(always)]
+    fn lanes<S: Simd>(&self, column: usize) -> (usize, usize) {
+        let lanes = self.w.n - column;
+        let first = lanes.min(S::LANES);
+        (first, (lanes - first).min(S::LANES))
     }
 }
 

@@ -1,7 +1,7 @@
 use std::marker::PhantomData;
 
 use super::super::simd::{self, Simd};
-use super::{Format, Multiply, Place};
+use super::{Format, LINE, Multiply, Place};
 
 /// How the weights of one step are stored, and what they are multiplied with.
 ///
@@ -31,56 +31,36 @@ impl<S: Simd, F: Numbers<S>> Format<S> for Floats<F> {
 
     #[inline(always)]
     unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place) {
-        // SAFETY: passed on to the caller.
+        let Place { row, panel, gap, step, steps, next } = place;
+        let vector_bytes = F::BYTES * S::LANES;
+        // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and `store_sums`
+        // stay within `y`, of which this thread alone touches its panels' columns.
         unsafe {
-            if place.ahead == 0 {
-                advance::<S, F, M, P, false>(job, place);
-            } else {
-                advance::<S, F, M, P, true>(job, place);
-            }
-        }
-    }
-}
-
-/// Advances the chains of M rows and P panels by some steps, and asks for the next panel meanwhile if `AHEAD`.
-#[inline(always)]
-unsafe fn advance<S: Simd, F: Numbers<S>, const M: usize, const P: usize, const AHEAD: bool>(
-    job: &Multiply<'_>,
-    place: Place,
-) {
-    let Place { row, panel, gap, step, steps, ahead } = place;
-    let columns = 2 * S::LANES;
-    let vector_bytes = F::BYTES * S::LANES;
-    // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and `store_sums`
-    // stay within `y`, of which this thread alone touches its panels' columns.
-    unsafe {
-        let w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * 2 * vector_bytes);
-        let x = job.x.add(row * job.row_words + step * M * F::WORDS);
-        let mut sums = [[[S::splat(0.0); 2]; P]; M];
-        for m in 0..M {
-            for p in 0..P {
-                sums[m][p] = job.load_sums::<S>(row + m, (panel + p * gap) * columns, step);
-            }
-        }
-        for s in 0..steps {
-            for p in 0..P {
-                let at = w.add(p * gap * job.w.panel_bytes + s * 2 * vector_bytes);
-                if AHEAD {
-                    S::prefetch_far(at.wrapping_add(ahead));
-                    S::prefetch_far(at.wrapping_add(ahead + vector_bytes));
+            let w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * 2 * vector_bytes);
+            let x = job.x.add(row * job.row_words + step * M * F::WORDS);
+            // A step asks for at most two lines, as it reads at most two. Without branches: what is not needed is a line that
+            // is there or on its way.
+            let stride = next.bytes.div_ceil(steps);
+            let second = if stride > LINE { LINE } else { 0 };
+            let mut soon = if stride > 0 { next.from } else { w };
+            let mut sums = job.load_sums::<S, M, P>(&place);
+            for s in 0..steps {
+                if P == 1 {
+                    S::prefetch_far(soon);
+                    S::prefetch_far(soon.wrapping_add(second));
+                    soon = soon.wrapping_add(stride);
                 }
-                let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
-                for m in 0..M {
-                    let xs = F::activations(x.add((s * M + m) * F::WORDS));
-                    sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
-                    sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
+                for p in 0..P {
+                    let at = w.add(p * gap * job.w.panel_bytes + s * 2 * vector_bytes);
+                    let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
+                    for m in 0..M {
+                        let xs = F::activations(x.add((s * M + m) * F::WORDS));
+                        sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
+                        sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
+                    }
                 }
             }
-        }
-        for m in 0..M {
-            for p in 0..P {
-                job.store_sums::<S>(row + m, (panel + p * gap) * columns, sums[m][p]);
-            }
+            job.store_sums::<S, M, P>(&place, &sums);
         }
     }
 }

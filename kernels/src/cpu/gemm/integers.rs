@@ -3,7 +3,7 @@ use std::marker::PhantomData;
 #[cfg(target_arch = "x86_64")]
 use super::super::simd;
 use super::super::simd::Simd;
-use super::{Format, Multiply, Place};
+use super::{Format, LINE, Multiply, Place};
 
 /// How bytes are multiplied. The result is exact, hence the same for every way.
 pub(super) trait Bytes<S: Simd> {
@@ -48,7 +48,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
 
     #[inline(always)]
     unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place) {
-        let Place { row, panel, gap, step, steps, ahead } = place;
+        let Place { row, panel, gap, step, steps, next } = place;
         let columns = 2 * S::LANES;
         let vector = 4 * S::LANES;
         // SAFETY: panel, step and row are within the packed operands, see `Multiply::all`; `load_sums` and
@@ -61,12 +61,11 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
             let record = 2 * columns + vectors * 2 * vector;
             let mut w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * record);
             let mut x = job.x.add(row * job.row_words + step * M * (2 + words));
-            let mut sums = [[[S::splat(0.0); 2]; P]; M];
-            for m in 0..M {
-                for p in 0..P {
-                    sums[m][p] = job.load_sums::<S>(row + m, (panel + p * gap) * columns, step);
-                }
-            }
+            let mut sums = job.load_sums::<S, M, P>(&place);
+            // A vector of each half asks for at most two lines, as it reads two; without branches, as with floats.
+            let stride = next.bytes.div_ceil(steps * vectors);
+            let second = if stride > LINE { LINE } else { 0 };
+            let mut soon = if stride > 0 { next.from } else { w };
             for _ in 0..steps {
                 let mut parts = [[[S::splat_int(0); 2]; P]; M];
                 // Sixteen times what upper halves come to: with few rows it pays to shift sums instead of weights.
@@ -77,12 +76,12 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                 let scales = x.add(M);
                 x = x.add(2 * M);
                 let mut at = w.add(2 * columns);
-                if ahead != 0 {
-                    for line in (0..record).step_by(64) {
-                        S::prefetch_far(w.wrapping_add(ahead + line));
-                    }
-                }
                 for _ in 0..vectors {
+                    if P == 1 {
+                        S::prefetch_far(soon);
+                        S::prefetch_far(soon.wrapping_add(second));
+                        soon = soon.wrapping_add(stride);
+                    }
                     for p in 0..P {
                         let from = at.add(p * gap * job.w.panel_bytes);
                         let (w0, w1) = (S::load_int(from), S::load_int(from.add(vector)));
@@ -133,11 +132,7 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                 }
                 w = w.add(record);
             }
-            for m in 0..M {
-                for p in 0..P {
-                    job.store_sums::<S>(row + m, (panel + p * gap) * columns, sums[m][p]);
-                }
-            }
+            job.store_sums::<S, M, P>(&place, &sums);
         }
     }
 }
