@@ -108,14 +108,23 @@ pub fn attention(
     assert!(layer < layout.layers, "the layer is out of the KV pool");
     let out = Shared(out.as_mut_ptr());
     let scale = (1.0 / (shape.head_dim as f64).sqrt()) as f32;
+    let of = |index: usize| {
+        let task = *batch.tasks.get(index / shape.kv_heads)?;
+        Some((task, index % shape.kv_heads, &batch.blocks[task.table as usize..]))
+    };
     pool.each(batch.tasks.len() * shape.kv_heads, &|index| {
-        let (task, kv_head) = (batch.tasks[index / shape.kv_heads], index % shape.kv_heads);
+        let Some((task, kv_head, table)) = of(index) else { return };
+        let then = of(index + 1).map(|(task, kv_head, table)| {
+            let [first, last] = [task.first, task.end - 1].map(|row| batch.positions[row as usize] as usize);
+            Then { kv_head, table, low: lowest(first + 1, window), high: last + 1 }
+        });
         let job = Attend {
             shape,
             qkv: qkv.as_ptr(),
             task,
             kv_head,
-            table: &batch.blocks[task.table as usize..],
+            table,
+            then,
             positions: &batch.positions,
             kv: kv.as_ptr(),
             layout,
@@ -142,6 +151,12 @@ pub fn attention(
     });
 }
 
+/// The first position that is seen by a query that sees those before `high`.
+#[inline(always)]
+fn lowest(high: usize, window: Option<u32>) -> usize {
+    window.map_or(0, |window| high.saturating_sub(window as usize))
+}
+
 /// The queries of some rows of one sequence that read one key head.
 struct Attend<'a> {
     shape: QkvShape,
@@ -149,6 +164,8 @@ struct Attend<'a> {
     task: Task,
     kv_head: usize,
     table: &'a [u32],
+    /// What this thread probably does next.
+    then: Option<Then<'a>>,
     positions: &'a [u32],
     kv: *const u8,
     layout: KvLayout,
@@ -156,6 +173,15 @@ struct Attend<'a> {
     window: Option<u32>,
     scale: f32,
     out: *mut f32,
+}
+
+/// Keys and values that other queries read: of one head, from position `low` to before `high`.
+#[derive(Clone, Copy)]
+struct Then<'a> {
+    kv_head: usize,
+    table: &'a [u32],
+    low: usize,
+    high: usize,
 }
 
 impl Kernel for Attend<'_> {
@@ -266,7 +292,7 @@ impl Attend<'_> {
                 out[i] = self.out.add((row * self.shape.heads + head) * head_dim);
             }
             high[i] = self.positions[row] as usize + 1;
-            low[i] = self.window.map_or(0, |window| high[i].saturating_sub(window as usize));
+            low[i] = lowest(high[i], self.window);
         }
         let mut gathered = None;
         let mut sums = [[0.0f32; HEAD_DIM_MAX]; Q];

@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 
 use super::super::kv::{Bf16, Int8, Number, TILE};
 use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp, largest_of};
-use super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
+use super::{Attend, Gathered, HEAD_DIM_MAX, Then, Tile, lowest};
 
 /// Positions of a span.
 const SPAN: usize = 64;
@@ -162,7 +162,7 @@ impl Attend<'_> {
                 let query = self.qkv.add(row * self.shape.width() + head * head_dim);
                 pack(query, head_dim, packed.add(i * half));
                 let high = self.positions[row] as usize + 1;
-                let low = self.window.map_or(0, |window| high.saturating_sub(window as usize));
+                let low = lowest(high, self.window);
                 states.add(i).write(State { best: f32::NEG_INFINITY, low, high, total: [0.0; 16] });
                 sums.add(i * width).write_bytes(0, width);
             }
@@ -170,12 +170,14 @@ impl Attend<'_> {
             let (low, high) = ((*states).low, (*states.add(count - 1)).high);
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
                 let tiles = self.span::<N>(base, low, high, rooms);
-                self.prefetch::<Avx512, N>(base + SPAN, high);
-                self.prefetch::<Avx512, N>(base + SPAN + TILE, high);
+                // What comes next is asked for by the first queries, a line or two at each step: memory is at work all
+                // the time, and nothing waits for room to ask.
+                let mut coming = self.coming::<N>(base + SPAN, high);
                 let mut at = 0;
                 while at < count {
                     let part = Part {
                         tiles: &tiles,
+                        coming,
                         base,
                         states: states.add(at),
                         queries: packed.add(at * half),
@@ -193,9 +195,8 @@ impl Attend<'_> {
                         _ => self.part::<8>(part),
                     }
                     at += QUERIES;
+                    coming = [Coming::NONE; SPAN_TILES];
                 }
-                self.prefetch::<Avx512, N>(base + SPAN + 2 * TILE, high);
-                self.prefetch::<Avx512, N>(base + SPAN + 3 * TILE, high);
             }
             for i in 0..count {
                 let (row, head) = of(i);
@@ -227,10 +228,51 @@ impl Attend<'_> {
         tiles
     }
 
+    /// The tiles of the span at `base`, if that is before `high`, and else those that the thread reads next.
+    #[inline(always)]
+    unsafe fn coming<N: Number>(&self, base: usize, high: usize) -> [Coming; SPAN_TILES] {
+        let (kv_head, table) = (self.kv_head, self.table);
+        let (then, base) = match self.then {
+            _ if base < high => (Then { kv_head, table, low: base, high }, base),
+            Some(then) => (then, then.low / SPAN * SPAN),
+            None => return [Coming::NONE; SPAN_TILES],
+        };
+        let (layout, tokens) = (&self.layout, self.layout.block_tokens);
+        let mut coming = [Coming::NONE; SPAN_TILES];
+        for (t, coming) in coming.iter_mut().enumerate() {
+            let at = base + t * TILE;
+            if tokens < TILE || at + TILE <= then.low || at >= then.high {
+                continue;
+            }
+            let offset = at % tokens;
+            // SAFETY: asking reads nothing.
+            unsafe {
+                let head = layout.keys(then.table[at / tokens], self.layer, then.kv_head);
+                let head = self.kv.cast::<N>().wrapping_add(head);
+                // Where blocks are larger than tiles, two tiles share a line: one asks for the even rows of keys, the other for the
+                // odd ones.
+                let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
+                let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());
+                *coming = Coming {
+                    keys: keys.cast(),
+                    keys_step: 2 * tokens * size_of::<N>(),
+                    values: values.cast(),
+                    values_step: 64 * size_of::<N>(),
+                };
+                if N::SCALED {
+                    let scales = head.wrapping_add(layout.scales_after_keys()).cast::<f32>();
+                    Avx512::prefetch(scales.wrapping_add(offset).cast());
+                    Avx512::prefetch(scales.wrapping_add(tokens + offset).cast());
+                }
+            }
+        }
+        coming
+    }
+
     /// One span for Q queries.
     #[inline(always)]
     unsafe fn part<const Q: usize>(&self, part: Part<'_>) {
-        let Part { tiles, base, states, queries, sums, width } = part;
+        let Part { tiles, coming, base, states, queries, sums, width } = part;
         let half = self.shape.head_dim / 2;
         let stride = self.layout.value_stride();
         // SAFETY: vectors are within tiles, states, queries and sums of the queries given.
@@ -238,10 +280,15 @@ impl Attend<'_> {
             let states = std::slice::from_raw_parts_mut(states, Q);
             let mut scores = [[f32::NEG_INFINITY; SPAN]; Q];
             for t in (0..SPAN_TILES).step_by(2) {
+                let next = [&coming[t], &coming[t + 1]];
                 match (tiles[t], tiles[t + 1]) {
-                    (Some(a), Some(b)) => score::<Q, 2>([a, b], queries, half, self.scale, t, &mut scores),
-                    (Some(a), None) => score::<Q, 1>([a], queries, half, self.scale, t, &mut scores),
-                    (None, Some(b)) => score::<Q, 1>([b], queries, half, self.scale, t + 1, &mut scores),
+                    (Some(a), Some(b)) => {
+                        score::<Q, 2>([a, b], next, queries, half, self.scale, t, &mut scores);
+                    }
+                    (Some(a), None) => score::<Q, 1>([a], next, queries, half, self.scale, t, &mut scores),
+                    (None, Some(b)) => {
+                        score::<Q, 1>([b], next, queries, half, self.scale, t + 1, &mut scores)
+                    }
                     (None, None) => {}
                 }
             }
@@ -288,12 +335,14 @@ impl Attend<'_> {
                     let first = within(seen[0]);
                     if seen.iter().all(|seen| within(*seen) == first) {
                         let weights = std::array::from_fn(|i| weights[i].as_ptr().add(t * TILE));
-                        weigh::<Q>(values, stride, whole, first, &weights, &mut sum);
+                        let next = coming[t].values_of(d);
+                        weigh::<Q>(values, next, stride, whole, first, &weights, &mut sum);
                     } else {
                         for i in 0..Q {
                             let mut one = [sum[i]];
                             let weights = [weights[i].as_ptr().add(t * TILE)];
-                            weigh::<1>(values, stride, whole, within(seen[i]), &weights, &mut one);
+                            let next = Coming::NONE.values_of(0);
+                            weigh::<1>(values, next, stride, whole, within(seen[i]), &weights, &mut one);
                             sum[i] = one[0];
                         }
                     }
@@ -347,9 +396,39 @@ unsafe fn unpack(sums: *const f32, count: usize, scale: f32, to: *mut f32) {
     }
 }
 
+/// A tile that is read soon. Each step of the scores asks for a line of its keys, and each pair of values weighed for two lines of its
+/// values, or for the same one twice where numbers are bytes.
+#[derive(Clone, Copy)]
+struct Coming {
+    keys: *const u8,
+    /// Bytes from one step to the next; 0 where nothing comes.
+    keys_step: usize,
+    values: *const u8,
+    values_step: usize,
+}
+
+impl Coming {
+    /// A line that is there.
+    const NONE: Self = Self {
+        keys: (&raw const NOTHING).cast(),
+        keys_step: 0,
+        values: (&raw const NOTHING).cast(),
+        values_step: 0,
+    };
+
+    /// What the pairs of positions ask for that are weighed with components from `d` on.
+    #[inline(always)]
+    fn values_of(&self, d: usize) -> (*const u8, usize) {
+        (self.values.wrapping_add(d / 32 * (TILE / 2) * self.values_step), self.values_step)
+    }
+}
+
+static NOTHING: u64 = 0;
+
 /// One span, and the queries that go through it together.
 struct Part<'a> {
     tiles: &'a [Option<Tile<Bf16>>; SPAN_TILES],
+    coming: [Coming; SPAN_TILES],
     base: usize,
     states: *mut State,
     queries: *const u32,
@@ -361,6 +440,7 @@ struct Part<'a> {
 #[inline(always)]
 unsafe fn score<const Q: usize, const T: usize>(
     tiles: [Tile<Bf16>; T],
+    next: [&Coming; 2],
     queries: *const u32,
     half: usize,
     scale: f32,
@@ -376,6 +456,9 @@ unsafe fn score<const Q: usize, const T: usize>(
         );
         let mut sums = [[_mm512_setzero_ps(); T]; Q];
         for d in 0..half {
+            for next in next {
+                Avx512::prefetch(next.keys.wrapping_add(d * next.keys_step));
+            }
             let mut keys = [_mm512_setzero_si512(); T];
             for t in 0..T {
                 let at = tiles[t].keys.add(2 * d * tiles[t].key_stride).cast::<__m256i>();
@@ -471,6 +554,7 @@ unsafe fn soften(
 #[inline(always)]
 unsafe fn weigh<const Q: usize>(
     values: *const Bf16,
+    (next, next_step): (*const u8, usize),
     stride: usize,
     whole: bool,
     seen: Seen,
@@ -480,6 +564,9 @@ unsafe fn weigh<const Q: usize>(
     // SAFETY: positions are in the tile, whose rows hold 32 numbers from `values` on, or 16 where not `whole`.
     unsafe {
         for pair in seen.0 / 2..seen.1.div_ceil(2) {
+            let ask = next.wrapping_add(pair * next_step);
+            Avx512::prefetch(ask);
+            Avx512::prefetch(ask.wrapping_add(next_step / 2));
             let at = values.add(2 * pair * stride);
             let load = |from: *const Bf16| match whole {
                 true => _mm512_loadu_si512(from.cast()),
