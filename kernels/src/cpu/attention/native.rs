@@ -9,9 +9,12 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use super::super::kv::{Bf16, Int8, Number, TILE};
+use super::super::kv::{Number, TILE};
 use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp, largest_of};
-use super::{Attend, Gathered, HEAD_DIM_MAX, Then, Tile, lowest};
+use super::{Attend, HEAD_DIM_MAX, Then, lowest};
+use source::{PART, Ready, Source};
+
+mod source;
 
 /// Positions of a span.
 const SPAN: usize = 64;
@@ -34,65 +37,6 @@ impl<N: Source> Kernel for Native<'_, N> {
     unsafe fn run<S: Simd>(self) {
         // SAFETY: passed on to the caller.
         unsafe { self.0.native::<N>() }
-    }
-}
-
-/// Keys and values that are bf16 numbers, or that become such.
-///
-/// # Safety
-/// As [`Attend::tile`]; the machine has AVX-512 with BF16.
-pub(super) trait Source: Number {
-    /// The tile from position `base` on. Positions from `end` on need not exist.
-    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Self>) -> Tile<Bf16>;
-}
-
-/// Room for a tile: as it is stored, where it is put together from small blocks, and as bf16 numbers.
-pub(super) struct Room<N> {
-    gathered: Option<Box<Gathered<N>>>,
-    converted: MaybeUninit<Gathered<Bf16>>,
-}
-
-impl<N> Room<N> {
-    const EMPTY: Self = Self { gathered: None, converted: MaybeUninit::uninit() };
-}
-
-impl Source for Bf16 {
-    #[inline(always)]
-    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Bf16>) -> Tile<Bf16> {
-        // SAFETY: passed on to the caller.
-        unsafe { attend.tile::<Bf16>(base, end, &mut room.gathered) }
-    }
-}
-
-impl Source for Int8 {
-    #[inline(always)]
-    unsafe fn bf16_tile(attend: &Attend<'_>, base: usize, end: usize, room: &mut Room<Int8>) -> Tile<Bf16> {
-        let layout = &attend.layout;
-        // SAFETY: passed on to the caller; a tile's keys and values fit into the room, and bytes of positions that do not exist
-        // are numbers like any.
-        unsafe {
-            let tile = attend.tile::<Int8>(base, end, &mut room.gathered);
-            let to = room.converted.as_mut_ptr();
-            let convert = |from: *const Int8, to: *mut Bf16| {
-                let rounded = _mm512_cvtneps_pbh(Int8::load::<Avx512>(from));
-                _mm256_storeu_si256(to.cast(), std::mem::transmute::<__m256bh, __m256i>(rounded));
-            };
-            let (keys, values) =
-                ((&raw mut (*to).keys).cast::<Bf16>(), (&raw mut (*to).values).cast::<Bf16>());
-            for d in 0..layout.head_dim {
-                convert(tile.keys.add(d * tile.key_stride), keys.add(d * TILE));
-            }
-            for at in (0..layout.value_stride() * TILE).step_by(TILE) {
-                convert(tile.values.add(at), values.add(at));
-            }
-            Tile {
-                keys,
-                key_stride: TILE,
-                values,
-                key_scales: tile.key_scales,
-                value_scales: tile.value_scales,
-            }
-        }
     }
 }
 
@@ -128,7 +72,7 @@ impl Attend<'_> {
             queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
-        let mut rooms = [const { Room::<N>::EMPTY }; SPAN_TILES];
+        let mut rooms = [const { N::ROOM }; SPAN_TILES];
         for first in (0..queries).step_by(BLOCK_QUERIES) {
             // SAFETY: the queries are those of the task.
             unsafe { self.block::<N>(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
@@ -141,7 +85,7 @@ impl Attend<'_> {
         block: &mut Block,
         first: usize,
         count: usize,
-        rooms: &mut [Room<N>; SPAN_TILES],
+        rooms: &mut [N::Room; SPAN_TILES],
     ) {
         let head_dim = self.shape.head_dim;
         let half = head_dim / 2;
@@ -185,14 +129,14 @@ impl Attend<'_> {
                         width,
                     };
                     match (count - at).min(QUERIES) {
-                        1 => self.part::<1>(part),
-                        2 => self.part::<2>(part),
-                        3 => self.part::<3>(part),
-                        4 => self.part::<4>(part),
-                        5 => self.part::<5>(part),
-                        6 => self.part::<6>(part),
-                        7 => self.part::<7>(part),
-                        _ => self.part::<8>(part),
+                        1 => self.part::<N, 1>(part),
+                        2 => self.part::<N, 2>(part),
+                        3 => self.part::<N, 3>(part),
+                        4 => self.part::<N, 4>(part),
+                        5 => self.part::<N, 5>(part),
+                        6 => self.part::<N, 6>(part),
+                        7 => self.part::<N, 7>(part),
+                        _ => self.part::<N, 8>(part),
                     }
                     at += QUERIES;
                     coming = [Coming::NONE; SPAN_TILES];
@@ -214,8 +158,8 @@ impl Attend<'_> {
         base: usize,
         low: usize,
         high: usize,
-        rooms: &mut [Room<N>; SPAN_TILES],
-    ) -> [Option<Tile<Bf16>>; SPAN_TILES] {
+        rooms: &mut [N::Room; SPAN_TILES],
+    ) -> [Option<Ready>; SPAN_TILES] {
         let mut tiles = [None; SPAN_TILES];
         for (t, (tile, room)) in tiles.iter_mut().zip(rooms).enumerate() {
             let at = base + t * TILE;
@@ -223,7 +167,7 @@ impl Attend<'_> {
                 continue;
             }
             // SAFETY: the table covers positions before `high`.
-            *tile = Some(unsafe { N::bf16_tile(self, at, high, room) });
+            *tile = Some(unsafe { N::ready(self, at, high, room) });
         }
         tiles
     }
@@ -271,10 +215,9 @@ impl Attend<'_> {
 
     /// One span for Q queries.
     #[inline(always)]
-    unsafe fn part<const Q: usize>(&self, part: Part<'_>) {
+    unsafe fn part<N: Source, const Q: usize>(&self, part: Part<'_>) {
         let Part { tiles, coming, base, states, queries, sums, width } = part;
         let half = self.shape.head_dim / 2;
-        let stride = self.layout.value_stride();
         // SAFETY: vectors are within tiles, states, queries and sums of the queries given.
         unsafe {
             let states = std::slice::from_raw_parts_mut(states, Q);
@@ -283,11 +226,11 @@ impl Attend<'_> {
                 let next = [&coming[t], &coming[t + 1]];
                 match (tiles[t], tiles[t + 1]) {
                     (Some(a), Some(b)) => {
-                        score::<Q, 2>([a, b], next, queries, half, self.scale, t, &mut scores);
+                        score::<N, Q, 2>([a, b], next, queries, half, self.scale, t, &mut scores);
                     }
-                    (Some(a), None) => score::<Q, 1>([a], next, queries, half, self.scale, t, &mut scores),
+                    (Some(a), None) => score::<N, Q, 1>([a], next, queries, half, self.scale, t, &mut scores),
                     (None, Some(b)) => {
-                        score::<Q, 1>([b], next, queries, half, self.scale, t + 1, &mut scores)
+                        score::<N, Q, 1>([b], next, queries, half, self.scale, t + 1, &mut scores)
                     }
                     (None, None) => {}
                 }
@@ -318,8 +261,7 @@ impl Attend<'_> {
                     soften(&scores[i], seen[i], tiles, decay[i], &mut states[i], &mut weights[i]);
                 }
             }
-            for d in (0..width).step_by(32) {
-                let whole = d + 32 <= stride;
+            for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
                 for i in 0..Q {
                     let at = sums.add(i * width + d);
@@ -328,7 +270,6 @@ impl Attend<'_> {
                 }
                 for (t, tile) in tiles.iter().enumerate() {
                     let Some(tile) = tile else { continue };
-                    let values = tile.values.add(d);
                     let within = |seen: Seen| {
                         (seen.0.saturating_sub(t * TILE).min(TILE), seen.1.saturating_sub(t * TILE).min(TILE))
                     };
@@ -336,13 +277,13 @@ impl Attend<'_> {
                     if seen.iter().all(|seen| within(*seen) == first) {
                         let weights = std::array::from_fn(|i| weights[i].as_ptr().add(t * TILE));
                         let next = coming[t].values_of(d);
-                        weigh::<Q>(values, next, stride, whole, first, &weights, &mut sum);
+                        weigh::<N, Q>(tile, d, next, first, &weights, &mut sum);
                     } else {
                         for i in 0..Q {
                             let mut one = [sum[i]];
                             let weights = [weights[i].as_ptr().add(t * TILE)];
                             let next = Coming::NONE.values_of(0);
-                            weigh::<1>(values, next, stride, whole, within(seen[i]), &weights, &mut one);
+                            weigh::<N, 1>(tile, d, next, within(seen[i]), &weights, &mut one);
                             sum[i] = one[0];
                         }
                     }
@@ -419,7 +360,7 @@ impl Coming {
     /// What the pairs of positions ask for that are weighed with components from `d` on.
     #[inline(always)]
     fn values_of(&self, d: usize) -> (*const u8, usize) {
-        (self.values.wrapping_add(d / 32 * (TILE / 2) * self.values_step), self.values_step)
+        (self.values.wrapping_add(d / PART * (TILE / 2) * self.values_step), self.values_step)
     }
 }
 
@@ -427,7 +368,7 @@ static NOTHING: u64 = 0;
 
 /// One span, and the queries that go through it together.
 struct Part<'a> {
-    tiles: &'a [Option<Tile<Bf16>>; SPAN_TILES],
+    tiles: &'a [Option<Ready>; SPAN_TILES],
     coming: [Coming; SPAN_TILES],
     base: usize,
     states: *mut State,
@@ -438,8 +379,8 @@ struct Part<'a> {
 
 /// Scores of Q queries and T tiles, the first of them the span's `first`.
 #[inline(always)]
-unsafe fn score<const Q: usize, const T: usize>(
-    tiles: [Tile<Bf16>; T],
+unsafe fn score<N: Source, const Q: usize, const T: usize>(
+    tiles: [Ready; T],
     next: [&Coming; 2],
     queries: *const u32,
     half: usize,
@@ -449,11 +390,6 @@ unsafe fn score<const Q: usize, const T: usize>(
 ) {
     // SAFETY: components are below head_dim, which is even; vectors are within the tiles.
     unsafe {
-        // Words of two rows of 16 keys side by side become pairs.
-        let pairs = _mm512_set_epi16(
-            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
-            18, 2, 17, 1, 16, 0,
-        );
         let mut sums = [[_mm512_setzero_ps(); T]; Q];
         for d in 0..half {
             for next in next {
@@ -461,11 +397,7 @@ unsafe fn score<const Q: usize, const T: usize>(
             }
             let mut keys = [_mm512_setzero_si512(); T];
             for t in 0..T {
-                let at = tiles[t].keys.add(2 * d * tiles[t].key_stride).cast::<__m256i>();
-                let next = tiles[t].keys.add((2 * d + 1) * tiles[t].key_stride).cast::<__m256i>();
-                let low = _mm512_castsi256_si512(_mm256_loadu_si256(at));
-                let both = _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(next));
-                keys[t] = _mm512_permutexvar_epi16(pairs, both);
+                keys[t] = N::keys(&tiles[t], d);
             }
             for i in 0..Q {
                 let query = _mm512_set1_epi32(queries.add(i * half + d).read() as i32);
@@ -522,7 +454,7 @@ fn visible(seen: Seen) -> u64 {
 unsafe fn soften(
     scores: &[f32; SPAN],
     seen: Seen,
-    tiles: &[Option<Tile<Bf16>>; SPAN_TILES],
+    tiles: &[Option<Ready>; SPAN_TILES],
     decay: __m512,
     state: &mut State,
     weights: &mut [u16; SPAN],
@@ -552,30 +484,21 @@ unsafe fn soften(
 
 /// sums += weights * values for the positions of a tile that are `seen`, by pairs in their order.
 #[inline(always)]
-unsafe fn weigh<const Q: usize>(
-    values: *const Bf16,
+unsafe fn weigh<N: Source, const Q: usize>(
+    tile: &Ready,
+    d: usize,
     (next, next_step): (*const u8, usize),
-    stride: usize,
-    whole: bool,
     seen: Seen,
     weights: &[*const u16; Q],
     sums: &mut [[__m512; 2]; Q],
 ) {
-    // SAFETY: positions are in the tile, whose rows hold 32 numbers from `values` on, or 16 where not `whole`.
+    // SAFETY: components and positions are in the tile.
     unsafe {
         for pair in seen.0 / 2..seen.1.div_ceil(2) {
             let ask = next.wrapping_add(pair * next_step);
             Avx512::prefetch(ask);
             Avx512::prefetch(ask.wrapping_add(next_step / 2));
-            let at = values.add(2 * pair * stride);
-            let load = |from: *const Bf16| match whole {
-                true => _mm512_loadu_si512(from.cast()),
-                false => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
-            };
-            // What is hidden has a weight of 0, but its value may be no number.
-            let even = if 2 * pair < seen.0 { _mm512_setzero_si512() } else { load(at) };
-            let odd = if 2 * pair + 1 >= seen.1 { _mm512_setzero_si512() } else { load(at.add(stride)) };
-            let (low, high) = (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd));
+            let (low, high) = N::values(tile, d, pair, seen);
             for i in 0..Q {
                 let weight = _mm512_set1_epi32(weights[i].add(2 * pair).cast::<i32>().read_unaligned());
                 sums[i][0] = dot_bf16(sums[i][0], weight, low);

@@ -1,0 +1,410 @@
+//! Where a span's keys and values come from, as pairs of bf16: those of two components for sixteen positions, and those of
+//! two positions for sixteen components.
+
+use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
+
+use super::super::super::kv::{Bf16, Int8, Number, TILE};
+use super::super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
+use super::Seen;
+
+/// Pairs in a vector, and positions in a tile.
+const PAIRS: usize = TILE;
+/// Components that are weighed together: two vectors of pairs.
+pub(super) const PART: usize = 2 * PAIRS;
+
+/// Keys and values that are bf16 numbers, or that become such.
+///
+/// # Safety
+/// As [`Attend::tile`]; the machine has AVX-512 with BF16.
+pub(super) trait Source: Number {
+    /// Room for a tile that is not read where it lies.
+    type Room;
+    /// A room with nothing in it.
+    const ROOM: Self::Room;
+
+    /// The tile from position `base` on. Positions from `end` on need not exist.
+    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready;
+
+    /// Components `2 * step` and `2 * step + 1` of the keys.
+    unsafe fn keys(tile: &Ready, step: usize) -> __m512i;
+
+    /// [`PART`] components from `d` on of the values at positions `2 * pair` and `2 * pair + 1`, in the order of `unpacklo` and
+    /// `unpackhi`; 0 for what is not `seen`, and for components that do not exist.
+    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i);
+}
+
+/// A tile as the kernel reads it.
+#[derive(Clone, Copy)]
+pub(super) struct Ready {
+    keys: *const Bf16,
+    key_stride: usize,
+    values: *const Bf16,
+    value_stride: usize,
+    /// As in [`Tile`].
+    pub key_scales: *const f32,
+    pub value_scales: *const f32,
+}
+
+impl Source for Bf16 {
+    type Room = Option<Box<Gathered<Bf16>>>;
+    const ROOM: Self::Room = None;
+
+    #[inline(always)]
+    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready {
+        // SAFETY: passed on to the caller.
+        let tile = unsafe { attend.tile::<Bf16>(base, end, room) };
+        let Tile { keys, key_stride, values, key_scales, value_scales } = tile;
+        Ready {
+            keys,
+            key_stride,
+            values,
+            value_stride: attend.layout.value_stride(),
+            key_scales,
+            value_scales,
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn keys(tile: &Ready, step: usize) -> __m512i {
+        // SAFETY: passed on to the caller; a row of keys has one number for each position.
+        unsafe {
+            // Words of two rows of 16 keys side by side become pairs.
+            let pairs = _mm512_set_epi16(
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                3, 18, 2, 17, 1, 16, 0,
+            );
+            let first = tile.keys.add(2 * step * tile.key_stride);
+            let low = _mm512_castsi256_si512(_mm256_loadu_si256(first.cast()));
+            let high = _mm256_loadu_si256(first.add(tile.key_stride).cast());
+            _mm512_permutexvar_epi16(pairs, _mm512_inserti64x4::<1>(low, high))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+        // SAFETY: passed on to the caller; rows are whole vectors of 16.
+        unsafe {
+            let whole = d + PART <= tile.value_stride;
+            let load = |from: *const Bf16| match whole {
+                true => _mm512_loadu_si512(from.cast()),
+                false => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
+            };
+            let at = tile.values.add(2 * pair * tile.value_stride + d);
+            // What is hidden has a weight of 0, but its value may be no number.
+            let even = if 2 * pair < seen.0 { _mm512_setzero_si512() } else { load(at) };
+            let odd =
+                if 2 * pair + 1 >= seen.1 { _mm512_setzero_si512() } else { load(at.add(tile.value_stride)) };
+            (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd))
+        }
+    }
+}
+
+/// Bytes that become bf16 numbers, which all queries of a block read.
+pub(super) struct BytesRoom {
+    gathered: Option<Box<Gathered<Int8>>>,
+    pairs: MaybeUninit<Pairs>,
+}
+
+/// A tile's vectors of pairs: keys [head_dim / 2], values [head_dim / 32, pairs of positions, 2].
+#[repr(C, align(64))]
+struct Pairs {
+    // Rows of keys are taken by fours.
+    keys: [[u32; PAIRS]; HEAD_DIM_MAX / 2 + 1],
+    values: [[u32; PAIRS]; HEAD_DIM_MAX / 2],
+}
+
+impl Source for Int8 {
+    type Room = BytesRoom;
+    const ROOM: BytesRoom = BytesRoom { gathered: None, pairs: MaybeUninit::uninit() };
+
+    #[inline(always)]
+    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut BytesRoom) -> Ready {
+        let layout = &attend.layout;
+        // SAFETY: passed on to the caller; a tile's keys and values fit into the room, and bytes of positions that do not exist
+        // are numbers like any.
+        unsafe {
+            let tile = attend.tile::<Int8>(base, end, &mut room.gathered);
+            let to = room.pairs.as_mut_ptr();
+            let (keys, values) = ((&raw mut (*to).keys).cast(), (&raw mut (*to).values).cast());
+            // The answer is kept by the standard library.
+            if is_x86_feature_detected!("avx512vbmi") {
+                widen_keys_by_table(tile.keys.cast(), tile.key_stride, layout.head_dim, keys);
+                widen_values_by_table(tile.values.cast(), layout.value_stride(), values);
+            } else {
+                widen_keys(tile.keys.cast(), tile.key_stride, layout.head_dim, keys);
+                widen_values(tile.values.cast(), layout.value_stride(), values);
+            }
+            Ready {
+                keys: keys.cast(),
+                key_stride: 0,
+                values: values.cast(),
+                value_stride: 0,
+                key_scales: tile.key_scales,
+                value_scales: tile.value_scales,
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn keys(tile: &Ready, step: usize) -> __m512i {
+        // SAFETY: passed on to the caller.
+        unsafe { _mm512_load_si512(tile.keys.cast::<__m512i>().add(step)) }
+    }
+
+    #[inline(always)]
+    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let at = tile.values.cast::<__m512i>().add((d / PART * (TILE / 2) + pair) * 2);
+            let (low, high) = (_mm512_load_si512(at), _mm512_load_si512(at.add(1)));
+            let (hide_even, hide_odd) = (2 * pair < seen.0, 2 * pair + 1 >= seen.1);
+            if !(hide_even || hide_odd) {
+                return (low, high);
+            }
+            // As with bf16 numbers, so that not even the sign of a zero depends on what is hidden.
+            let even = if hide_even { 0 } else { 0xffff };
+            let shown = _mm512_set1_epi32(if hide_odd { even } else { !0xffff | even });
+            (_mm512_and_si512(low, shown), _mm512_and_si512(high, shown))
+        }
+    }
+}
+
+/// The upper or lower bytes of the bf16 numbers from 0 to 127.
+const fn table(upper: bool) -> [u8; 128] {
+    let mut bytes = [0; 128];
+    let mut i = 0;
+    while i < 128 {
+        let word = (i as f32).to_bits() >> 16;
+        bytes[i] = if upper { (word >> 8) as u8 } else { word as u8 };
+        i += 1;
+    }
+    bytes
+}
+
+/// For each byte of a vector of pairs, that of sixteen numbers and those `apart` further on, which of the lower bytes it is, or of the
+/// upper ones.
+const fn pairing(numbers: [u8; PAIRS], apart: u8) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    let mut i = 0;
+    while i < PAIRS {
+        let (even, odd) = (numbers[i], numbers[i] + apart);
+        (bytes[4 * i], bytes[4 * i + 1]) = (even, even + 64);
+        (bytes[4 * i + 2], bytes[4 * i + 3]) = (odd, odd + 64);
+        i += 1;
+    }
+    bytes
+}
+
+static UPPER: [u8; 128] = table(true);
+static LOWER: [u8; 128] = table(false);
+/// Rows of 16 keys, the first two of four and the last two.
+static KEYS: [[u8; 64]; 2] = [
+    pairing([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], 16),
+    pairing([32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47], 16),
+];
+/// Rows of 32 values, as `unpacklo` and `unpackhi` of words take them.
+static VALUES: [[u8; 64]; 2] = [
+    pairing([0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27], 32),
+    pairing([4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31], 32),
+];
+
+/// The two vectors of pairs that 64 numbers become: a number's magnitude is looked up, and its sign kept.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+unsafe fn widen_by_table(numbers: __m512i, pairings: &[[u8; 64]; 2]) -> [__m512i; 2] {
+    // SAFETY: vectors are within the tables.
+    unsafe {
+        let load = |from: &[u8]| _mm512_loadu_si512(from.as_ptr().cast());
+        let size = _mm512_abs_epi8(numbers);
+        let lower = _mm512_permutex2var_epi8(load(&LOWER), size, load(&LOWER[64..]));
+        let upper = _mm512_permutex2var_epi8(load(&UPPER), size, load(&UPPER[64..]));
+        let sign = _mm512_and_si512(numbers, _mm512_set1_epi8(i8::MIN));
+        let upper = _mm512_or_si512(upper, sign);
+        [0, 1].map(|half: usize| _mm512_permutex2var_epi8(lower, load(&pairings[half]), upper))
+    }
+}
+
+/// Keys [head_dim, stride], of which 16 positions are asked for, as vectors of pairs; `to` has room for head_dim / 2 + 1.
+///
+/// # Safety
+/// Rows can be read, `to` be written and is aligned, and the machine has AVX-512 with VBMI.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
+unsafe fn widen_keys_by_table(keys: *const u8, stride: usize, head_dim: usize, to: *mut __m512i) {
+    for d in (0..head_dim).step_by(4) {
+        // SAFETY: rows are below head_dim, which is even.
+        unsafe {
+            let row = |i: usize| _mm_loadu_si128(keys.add((d + i) * stride).cast());
+            let two = |i: usize| _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(row(i)), row(i + 1));
+            let four = match () {
+                _ if d + 4 > head_dim => _mm512_zextsi256_si512(two(0)),
+                _ if stride == PAIRS => _mm512_loadu_si512(keys.add(d * stride).cast()),
+                _ => _mm512_inserti64x4::<1>(_mm512_castsi256_si512(two(0)), two(2)),
+            };
+            let [first, second] = widen_by_table(four, &KEYS);
+            _mm512_store_si512(to.add(d / 2), first);
+            _mm512_store_si512(to.add(d / 2 + 1), second);
+        }
+    }
+}
+
+/// Values [16, stride] as vectors of pairs, see [`Pairs`].
+///
+/// # Safety
+/// As [`widen_keys_by_table`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi")]
+unsafe fn widen_values_by_table(values: *const u8, stride: usize, to: *mut __m512i) {
+    for d in (0..stride).step_by(PART) {
+        for pair in 0..TILE / 2 {
+            // SAFETY: rows are whole vectors of 16.
+            unsafe {
+                let row = |i: usize| {
+                    let from = values.add((2 * pair + i) * stride + d);
+                    match d + PART <= stride {
+                        true => _mm256_loadu_si256(from.cast()),
+                        false => _mm256_zextsi128_si256(_mm_loadu_si128(from.cast())),
+                    }
+                };
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(row(0)), row(1));
+                let [low, high] = widen_by_table(both, &VALUES);
+                let at = to.add((d / PART * (TILE / 2) + pair) * 2);
+                _mm512_store_si512(at, low);
+                _mm512_store_si512(at.add(1), high);
+            }
+        }
+    }
+}
+
+/// Pairs of bf16: numbers as small as these have nothing in the lower half of an f32.
+#[inline(always)]
+unsafe fn pairs(even: __m128i, odd: __m128i) -> __m512i {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let bits = |bytes| _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+        _mm512_or_si512(_mm512_srli_epi32::<16>(bits(even)), bits(odd))
+    }
+}
+
+/// As [`widen_keys_by_table`] with AVX-512 alone.
+#[inline(always)]
+unsafe fn widen_keys(keys: *const u8, stride: usize, head_dim: usize, to: *mut __m512i) {
+    for step in 0..head_dim / 2 {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let row = keys.add(2 * step * stride);
+            let two = pairs(_mm_loadu_si128(row.cast()), _mm_loadu_si128(row.add(stride).cast()));
+            _mm512_store_si512(to.add(step), two);
+        }
+    }
+}
+
+/// As [`widen_values_by_table`] with AVX-512 alone.
+#[inline(always)]
+unsafe fn widen_values(values: *const u8, stride: usize, to: *mut __m512i) {
+    for d in (0..stride).step_by(PART) {
+        for pair in 0..TILE / 2 {
+            // SAFETY: passed on to the caller; rows are whole vectors of 16.
+            unsafe {
+                let order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+                let row = |i: usize| {
+                    let from = values.add((2 * pair + i) * stride + d);
+                    let bytes = match d + PART <= stride {
+                        true => _mm256_loadu_si256(from.cast()),
+                        false => _mm256_zextsi128_si256(_mm_loadu_si128(from.cast())),
+                    };
+                    _mm256_permutevar8x32_epi32(bytes, order)
+                };
+                let (even, odd) = (row(0), row(1));
+                let at = to.add((d / PART * (TILE / 2) + pair) * 2);
+                let low = pairs(_mm256_castsi256_si128(even), _mm256_castsi256_si128(odd));
+                let high = pairs(_mm256_extracti128_si256::<1>(even), _mm256_extracti128_si256::<1>(odd));
+                _mm512_store_si512(at, low);
+                _mm512_store_si512(at.add(1), high);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::{Isa, Path};
+    use crate::cpu::simd::{Kernel, Simd, run_avx512_bf16};
+
+    #[repr(C, align(64))]
+    struct Words([[u32; PAIRS]; HEAD_DIM_MAX / 2 + 1]);
+
+    struct Plain<'a> {
+        keys: (&'a [u8], usize, usize, *mut __m512i),
+        values: (&'a [u8], usize, *mut __m512i),
+    }
+
+    impl Kernel for Plain<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            // SAFETY: passed on to the caller.
+            unsafe {
+                widen_keys(self.keys.0.as_ptr(), self.keys.1, self.keys.2, self.keys.3);
+                widen_values(self.values.0.as_ptr(), self.values.1, self.values.2);
+            }
+        }
+    }
+
+    #[test]
+    fn every_byte_becomes_the_bf16_number_that_it_is_by_table_or_by_arithmetic() {
+        if Isa::detect().0 != Path::Avx512Bf16 {
+            return;
+        }
+        // Numbers that a pool holds: from -127 on.
+        let bytes: Vec<u8> =
+            (0..HEAD_DIM_MAX * 32).map(|i| (i * 37 % 255) as u8 as i8).map(|x| (x.max(-127)) as u8).collect();
+        let word = |i: usize| (f32::from(bytes[i] as i8).to_bits() >> 16) as u16;
+        for (head_dim, key_stride) in [(64, 16), (62, 16), (66, 32), (HEAD_DIM_MAX, 16), (80, 32)] {
+            let stride = head_dim_stride(head_dim);
+            let rooms: [_; 4] = std::array::from_fn(|_| Box::new(Words([[0; PAIRS]; HEAD_DIM_MAX / 2 + 1])));
+            let [keys, values, other_keys, other_values] = rooms.map(Box::into_raw);
+            // SAFETY: the machine has what it takes, and the rooms are large enough.
+            unsafe {
+                let plain = Plain {
+                    keys: (&bytes, key_stride, head_dim, keys.cast()),
+                    values: (&bytes, stride, values.cast()),
+                };
+                run_avx512_bf16(plain);
+                let mut both = vec![(keys, values)];
+                if is_x86_feature_detected!("avx512vbmi") {
+                    widen_keys_by_table(bytes.as_ptr(), key_stride, head_dim, other_keys.cast());
+                    widen_values_by_table(bytes.as_ptr(), stride, other_values.cast());
+                    both.push((other_keys, other_values));
+                }
+                for (keys, values) in both {
+                    for (step, j) in (0..head_dim / 2).flat_map(|step| (0..PAIRS).map(move |j| (step, j))) {
+                        let [even, odd] = [0, 1].map(|i| u32::from(word((2 * step + i) * key_stride + j)));
+                        assert_eq!(
+                            (&(*keys).0)[step][j],
+                            odd << 16 | even,
+                            "keys {step} {j}, {head_dim} numbers"
+                        );
+                    }
+                    for (pair, d) in (0..TILE / 2).flat_map(|pair| (0..head_dim).map(move |d| (pair, d))) {
+                        let [even, odd] = [0, 1].map(|i| u32::from(word((2 * pair + i) * stride + d)));
+                        // `unpacklo` takes the first four of eight words, `unpackhi` the others.
+                        let (high, lane) = (d % 8 / 4, d % PART / 8 * 4 + d % 4);
+                        let vector = (d / PART * (TILE / 2) + pair) * 2 + high;
+                        assert_eq!(
+                            (&(*values).0)[vector][lane],
+                            odd << 16 | even,
+                            "values {pair} {d}, {head_dim} numbers"
+                        );
+                    }
+                }
+                for room in [keys, values, other_keys, other_values] {
+                    drop(Box::from_raw(room));
+                }
+            }
+        }
+    }
+
+    fn head_dim_stride(head_dim: usize) -> usize {
+        head_dim.next_multiple_of(TILE)
+    }
+}
