@@ -165,6 +165,7 @@ struct Attend<'a> {
     kv_head: usize,
     table: &'a [u32],
     /// What this thread probably does next.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only `native` asks for it"))]
     then: Option<Then<'a>>,
     positions: &'a [u32],
     kv: *const u8,
@@ -177,6 +178,7 @@ struct Attend<'a> {
 
 /// Keys and values that other queries read: of one head, from position `low` to before `high`.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only `native` asks for them"))]
 struct Then<'a> {
     kv_head: usize,
     table: &'a [u32],

@@ -28,13 +28,18 @@ use floats::{Bf16, F16, F32, Floats};
 pub use gated::gemm_swiglu;
 use integers::{Integers, Widened};
 
-/// Rows whose packed activations for one cache block stay in the second-level cache.
+/// Most rows that go over the panels together.
 const ROW_BLOCK: usize = 256;
-/// Most bytes of a panel's cache block: it stays in the second-level cache beside a block's activations, and long
-/// enough for the cost of loading and storing a tile's sums not to show.
-const PANEL_BLOCK_BYTES: usize = 72 << 10;
-/// Up to so many tiles over a panel it is read whole, and each of them asks for its part of what is read next.
-const WHOLE_TILES: usize = 8;
+/// Most bytes of their packed activations: they stay in the second-level cache while all panels pass. The fewer rows, the more
+/// often weights are read; even from memory they come faster than some dozens of rows are multiplied with them.
+const ACTIVATION_BYTES: usize = 512 << 10;
+/// Most bytes of a panel's cache block: tile after tile reads it from the caches, and it is long enough for the cost of loading
+/// and storing a tile's sums not to show.
+const PANEL_BLOCK_BYTES: usize = 384 << 10;
+/// Most tiles over a panel that ask for what is read next, each for a part.
+const ASKING_TILES: usize = 8;
+/// Up to so many tiles count as few rows.
+const FEW_TILES: usize = 4;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -111,7 +116,7 @@ fn multiply(
     let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
     let (most, unit_bytes) = match tiles.count() {
-        ..=WHOLE_TILES => (UNITS_PER_THREAD.0, UNIT_BYTES.0),
+        ..=FEW_TILES => (UNITS_PER_THREAD.0, UNIT_BYTES.0),
         _ => (UNITS_PER_THREAD.1, UNIT_BYTES.1),
     };
     let least = if work < SHARED_BYTES { 1 } else { threads };
@@ -285,19 +290,21 @@ struct Turns {
 }
 
 impl Turns {
-    fn new(job: &Multiply<'_>, tiles: usize) -> Self {
+    fn new(job: &Multiply<'_>) -> Self {
         let step_bytes = job.w.panel_bytes / job.w.steps;
-        let blocks = match tiles {
-            ..=WHOLE_TILES => 1,
-            _ => job.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)),
-        };
-        let block = job.w.steps.div_ceil(blocks);
+        let block = job.w.steps.div_ceil(job.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)));
         let blocks = job.w.steps.div_ceil(block);
         Self { panels: job.panels.len(), block, blocks, gated: job.writes == Writes::Gated }
     }
 
     fn count(&self) -> usize {
         self.panels * self.blocks * if self.gated { 2 } else { 1 }
+    }
+
+    /// Rows whose activations stay in the second-level cache from one panel to the next.
+    fn rows(&self, job: &Multiply<'_>) -> usize {
+        let words = if self.gated { job.row_words } else { job.row_words.div_ceil(self.blocks) };
+        (ACTIVATION_BYTES / (size_of::<u32>() * words)).clamp(1, ROW_BLOCK)
     }
 
     /// One cache block of all panels after the other, so that activations stay. Where gates and ups meet, all cache blocks of a
@@ -322,10 +329,12 @@ impl Multiply<'_> {
     #[inline(always)]
     unsafe fn all<S: Simd, F: Format<S>>(&self) {
         let tiles = self.tiles.count();
-        let block_tiles = (self.block_rows() / F::ROWS).max(1);
+        let turns = Turns::new(self);
+        let row_blocks = tiles.div_ceil((turns.rows(self) / F::ROWS).max(1));
         let mut room = gated::Room::new();
-        for first in (0..tiles).step_by(block_tiles) {
-            let last = tiles.min(first + block_tiles);
+        for block in 0..row_blocks {
+            // Nearly as many tiles in one block of rows as in the next.
+            let (first, last) = (tiles * block / row_blocks, tiles * (block + 1) / row_blocks);
             let (row, end) = (self.tiles.start(first), self.tiles.start(last));
             // SAFETY: tiles, panels and steps are within the matrices; a block has at most `ROW_BLOCK` rows.
             unsafe {
@@ -333,7 +342,6 @@ impl Multiply<'_> {
                     self.abreast::<S, F>(row, end - row);
                     continue;
                 }
-                let turns = Turns::new(self, last - first);
                 for index in 0..turns.count() {
                     let turn = turns.get(self, index);
                     let (y, stride) = match self.writes {
@@ -403,7 +411,7 @@ impl Multiply<'_> {
         for tile in first..end {
             // Each tile asks for a part of what comes next, so that memory is at work all the time; of many the first ones,
             // as asking for less than a line would cost and gain nothing.
-            let asking = (end - first).min(WHOLE_TILES);
+            let asking = (end - first).min(ASKING_TILES);
             let next = if tile - first < asking { at.next.part(tile - first, asking) } else { Next::NONE };
             // Sums lie far apart, and while one tile is multiplied those of the next one can come.
             if tile + 1 < end {

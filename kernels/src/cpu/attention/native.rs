@@ -72,7 +72,7 @@ impl Attend<'_> {
             queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
-        let mut rooms = [const { N::ROOM }; SPAN_TILES];
+        let mut rooms: [N::Room; SPAN_TILES] = [N::room(), N::room(), N::room(), N::room()];
         for first in (0..queries).step_by(BLOCK_QUERIES) {
             // SAFETY: the queries are those of the task.
             unsafe { self.block::<N>(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
@@ -112,11 +112,25 @@ impl Attend<'_> {
             }
             // Rows ascend, so the first query sees furthest back and the last one furthest on.
             let (low, high) = ((*states).low, (*states.add(count - 1)).high);
+            let all = (self.task.end - self.task.first) as usize * group;
+            let then = match first + count < all {
+                true => {
+                    let sees = |i: usize| self.positions[of(i).0] as usize + 1;
+                    let next = Then {
+                        kv_head: self.kv_head,
+                        table: self.table,
+                        low: lowest(sees(count), self.window),
+                        high: sees((all - first).min(count + BLOCK_QUERIES) - 1),
+                    };
+                    Some(next)
+                }
+                false => self.then,
+            };
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
                 let tiles = self.span::<N>(base, low, high, rooms);
                 // What comes next is asked for by the first queries, a line or two at each step: memory is at work all
                 // the time, and nothing waits for room to ask.
-                let mut coming = self.coming::<N>(base + SPAN, high);
+                let mut coming = self.coming::<N>(base + SPAN, high, then);
                 let mut at = 0;
                 while at < count {
                     let part = Part {
@@ -172,11 +186,16 @@ impl Attend<'_> {
         tiles
     }
 
-    /// The tiles of the span at `base`, if that is before `high`, and else those that the thread reads next.
+    /// The tiles of the span at `base`, if that is before `high`, and else the first ones of what is read `then`.
     #[inline(always)]
-    unsafe fn coming<N: Number>(&self, base: usize, high: usize) -> [Coming; SPAN_TILES] {
+    unsafe fn coming<N: Number>(
+        &self,
+        base: usize,
+        high: usize,
+        then: Option<Then<'_>>,
+    ) -> [Coming; SPAN_TILES] {
         let (kv_head, table) = (self.kv_head, self.table);
-        let (then, base) = match self.then {
+        let (then, base) = match then {
             _ if base < high => (Then { kv_head, table, low: base, high }, base),
             Some(then) => (then, then.low / SPAN * SPAN),
             None => return [Coming::NONE; SPAN_TILES],
@@ -193,8 +212,7 @@ impl Attend<'_> {
             unsafe {
                 let head = layout.keys(then.table[at / tokens], self.layer, then.kv_head);
                 let head = self.kv.cast::<N>().wrapping_add(head);
-                // Where blocks are larger than tiles, two tiles share a line: one asks for the even rows of keys, the other for the
-                // odd ones.
+                // Where blocks are larger than tiles, tiles share lines: one asks for the even rows of keys, the next for the odd ones.
                 let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
                 let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());
                 *coming = Coming {

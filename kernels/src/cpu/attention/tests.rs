@@ -164,7 +164,7 @@ fn naive(case: &Case) -> Vec<Vec<f64>> {
 }
 
 fn case() -> impl Strategy<Value = Case> {
-    let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128]);
+    let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128, 254]);
     let lengths = prop::collection::vec(prop_oneof![1usize..20, 20usize..80], 1..4);
     let window = prop_oneof![Just(None), (1u32..50).prop_map(Some)];
     (1usize..4, 1usize..6, head_dim, 0usize..4, lengths, window, any::<bool>(), any::<u32>()).prop_map(

@@ -9,9 +9,6 @@ use super::super::rows::{gated, swiglu};
 use super::super::simd::{LANES_MAX, Simd};
 use super::{Activations, Multiply, ROW_BLOCK, Start, Tiles, Writes, gemm, tile_rows};
 
-/// Words of activations that stay in the second-level cache while all panels pass: half of a megabyte.
-const ACTIVATION_WORDS: usize = 128 << 10;
-
 /// y[rows, n / 2] = silu(x G^T) * (x U^T), where W[n, k] is G[n / 2, k] above U[n / 2, k], from x[rows, k]. `between` is
 /// room for [rows, n]. The bits are those of [`gemm`] and [`swiglu`] one after the other; with many rows what lies
 /// between them does not leave the second-level cache.
@@ -42,16 +39,6 @@ pub fn gemm_swiglu(
         swiglu(pool, w.isa, between, half, y);
     } else {
         super::multiply(pool, w, x, rows, start, y.as_mut_ptr(), Writes::Gated, scratch);
-    }
-}
-
-impl Multiply<'_> {
-    /// Rows whose activations stay in the second-level cache.
-    pub(super) fn block_rows(&self) -> usize {
-        match self.writes {
-            Writes::Sums => ROW_BLOCK,
-            Writes::Gated => ROW_BLOCK.min(ACTIVATION_WORDS / self.row_words),
-        }
     }
 }
 

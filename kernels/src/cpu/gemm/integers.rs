@@ -62,7 +62,8 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
             let mut w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * record);
             let mut x = job.x.add(row * job.row_words + step * M * (2 + words));
             let mut sums = job.load_sums::<S, M, P>(&place);
-            // A vector of each half asks for at most two lines, as it reads two; without branches, as with floats.
+            // A vector of each half asks for at most two lines, as it reads two, and a group for one more, as it has factors; without
+            // branches, as with floats.
             let stride = next.bytes.div_ceil(steps * vectors);
             let second = if stride > LINE { LINE } else { 0 };
             let mut soon = if stride > 0 { next.from } else { w };
@@ -114,6 +115,9 @@ impl<S: Simd, B: Bytes<S>, const FOUR: bool> Format<S> for Integers<B, FOUR> {
                     }
                     at = at.add(2 * vector);
                     x = x.add(if FOUR { 2 * M } else { M });
+                }
+                if P == 1 {
+                    S::prefetch_far(soon.wrapping_sub(stride).wrapping_add(2 * second));
                 }
                 for p in 0..P {
                     let from = w.add(p * gap * job.w.panel_bytes).cast::<u16>();

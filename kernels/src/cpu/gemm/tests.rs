@@ -136,6 +136,9 @@ proptest! {
 fn cache_blocks_of_rows_and_of_k_leave_the_bits_alone() {
     for dtype in DTYPES {
         check(70, 1500, 530, dtype, Begin::Bias, 2, 517, 9).unwrap();
+        for begin in [Begin::Zero, Begin::Bias, Begin::Output] {
+            check(40, 14_000, 75, dtype, begin, 2, 61, 10).unwrap();
+        }
     }
 }
 
@@ -273,6 +276,8 @@ proptest! {
 fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
     check_integers(70, 1500, 530, 64, false, 2, 517, 9);
     check_integers(40, 1500, 300, 32, true, 2, 211, 10);
+    check_integers(70, 14_000, 95, 128, false, 2, 61, 11);
+    check_integers(40, 28_000, 50, 32, true, 2, 33, 12);
 }
 
 #[test]
@@ -347,4 +352,7 @@ proptest! {
 fn gates_within_a_product_of_many_rows_and_long_sums_leave_the_bits_alone() {
     check_gated(96, 2500, 530, None, 2, 11);
     check_gated(64, 2500, 300, Some(WeightFormat::Int8 { group: 64 }), 2, 12);
+    check_gated(64, 300, 600, None, 2, 13);
+    check_gated(64, 8_000, 60, None, 2, 14);
+    check_gated(64, 14_000, 60, Some(WeightFormat::Int8 { group: 64 }), 2, 15);
 }

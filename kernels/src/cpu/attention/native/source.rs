@@ -21,7 +21,7 @@ pub(super) trait Source: Number {
     /// Room for a tile that is not read where it lies.
     type Room;
     /// A room with nothing in it.
-    const ROOM: Self::Room;
+    fn room() -> Self::Room;
 
     /// The tile from position `base` on. Positions from `end` on need not exist.
     unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready;
@@ -30,7 +30,7 @@ pub(super) trait Source: Number {
     unsafe fn keys(tile: &Ready, step: usize) -> __m512i;
 
     /// [`PART`] components from `d` on of the values at positions `2 * pair` and `2 * pair + 1`, in the order of `unpacklo` and
-    /// `unpackhi`; 0 for what is not `seen`, and for components that do not exist.
+    /// `unpackhi`; 0 for what is not `seen`, and beyond the stride of values.
     unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i);
 }
 
@@ -48,7 +48,11 @@ pub(super) struct Ready {
 
 impl Source for Bf16 {
     type Room = Option<Box<Gathered<Bf16>>>;
-    const ROOM: Self::Room = None;
+
+    #[inline(always)]
+    fn room() -> Self::Room {
+        None
+    }
 
     #[inline(always)]
     unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready {
@@ -109,14 +113,20 @@ pub(super) struct BytesRoom {
 /// A tile's vectors of pairs: keys [head_dim / 2], values [head_dim / 32, pairs of positions, 2].
 #[repr(C, align(64))]
 struct Pairs {
-    // Rows of keys are taken by fours.
-    keys: [[u32; PAIRS]; HEAD_DIM_MAX / 2 + 1],
+    keys: [[u32; PAIRS]; HEAD_DIM_MAX / 2],
     values: [[u32; PAIRS]; HEAD_DIM_MAX / 2],
 }
 
+/// Rows of keys are taken by fours, so that the room for their pairs must be even.
+const _: () = assert!(HEAD_DIM_MAX.is_multiple_of(4));
+
 impl Source for Int8 {
     type Room = BytesRoom;
-    const ROOM: BytesRoom = BytesRoom { gathered: None, pairs: MaybeUninit::uninit() };
+
+    #[inline(always)]
+    fn room() -> BytesRoom {
+        BytesRoom { gathered: None, pairs: MaybeUninit::uninit() }
+    }
 
     #[inline(always)]
     unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut BytesRoom) -> Ready {
@@ -209,23 +219,29 @@ static VALUES: [[u8; 64]; 2] = [
     pairing([4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31], 32),
 ];
 
-/// The two vectors of pairs that 64 numbers become: a number's magnitude is looked up, and its sign kept.
+/// The two vectors of pairs that 64 numbers become: a number's magnitude is looked up, and its sign kept. Of -128, which only
+/// positions hold that nobody wrote, it makes another number than arithmetic does; neither is ever seen.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 unsafe fn widen_by_table(numbers: __m512i, pairings: &[[u8; 64]; 2]) -> [__m512i; 2] {
     // SAFETY: vectors are within the tables.
     unsafe {
-        let load = |from: &[u8]| _mm512_loadu_si512(from.as_ptr().cast());
+        let [low, high] = [LOWER.as_ptr().cast::<__m512i>(), UPPER.as_ptr().cast()];
         let size = _mm512_abs_epi8(numbers);
-        let lower = _mm512_permutex2var_epi8(load(&LOWER), size, load(&LOWER[64..]));
-        let upper = _mm512_permutex2var_epi8(load(&UPPER), size, load(&UPPER[64..]));
+        let lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(low), size, _mm512_loadu_si512(low.add(1)));
+        let upper = _mm512_permutex2var_epi8(_mm512_loadu_si512(high), size, _mm512_loadu_si512(high.add(1)));
         let sign = _mm512_and_si512(numbers, _mm512_set1_epi8(i8::MIN));
         let upper = _mm512_or_si512(upper, sign);
-        [0, 1].map(|half: usize| _mm512_permutex2var_epi8(lower, load(&pairings[half]), upper))
+        let [first, second] = [pairings[0].as_ptr().cast(), pairings[1].as_ptr().cast()];
+        [
+            _mm512_permutex2var_epi8(lower, _mm512_loadu_si512(first), upper),
+            _mm512_permutex2var_epi8(lower, _mm512_loadu_si512(second), upper),
+        ]
     }
 }
 
-/// Keys [head_dim, stride], of which 16 positions are asked for, as vectors of pairs; `to` has room for head_dim / 2 + 1.
+/// Keys [head_dim, stride], of which 16 positions are asked for, as vectors of pairs; `to` has room for those of
+/// as many rows as fours take.
 ///
 /// # Safety
 /// Rows can be read, `to` be written and is aligned, and the machine has AVX-512 with VBMI.
@@ -280,8 +296,9 @@ unsafe fn widen_values_by_table(values: *const u8, stride: usize, to: *mut __m51
 unsafe fn pairs(even: __m128i, odd: __m128i) -> __m512i {
     // SAFETY: passed on to the caller.
     unsafe {
-        let bits = |bytes| _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-        _mm512_or_si512(_mm512_srli_epi32::<16>(bits(even)), bits(odd))
+        let even = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(even)));
+        let odd = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(odd)));
+        _mm512_or_si512(_mm512_srli_epi32::<16>(even), odd)
     }
 }
 
@@ -332,7 +349,7 @@ mod tests {
     use crate::cpu::simd::{Kernel, Simd, run_avx512_bf16};
 
     #[repr(C, align(64))]
-    struct Words([[u32; PAIRS]; HEAD_DIM_MAX / 2 + 1]);
+    struct Words([[u32; PAIRS]; HEAD_DIM_MAX / 2]);
 
     struct Plain<'a> {
         keys: (&'a [u8], usize, usize, *mut __m512i),
@@ -356,12 +373,11 @@ mod tests {
             return;
         }
         // Numbers that a pool holds: from -127 on.
-        let bytes: Vec<u8> =
-            (0..HEAD_DIM_MAX * 32).map(|i| (i * 37 % 255) as u8 as i8).map(|x| (x.max(-127)) as u8).collect();
+        let bytes: Vec<u8> = (0..HEAD_DIM_MAX * 32).map(|i| ((i * 37) as u8 as i8).max(-127) as u8).collect();
         let word = |i: usize| (f32::from(bytes[i] as i8).to_bits() >> 16) as u16;
         for (head_dim, key_stride) in [(64, 16), (62, 16), (66, 32), (HEAD_DIM_MAX, 16), (80, 32)] {
             let stride = head_dim_stride(head_dim);
-            let rooms: [_; 4] = std::array::from_fn(|_| Box::new(Words([[0; PAIRS]; HEAD_DIM_MAX / 2 + 1])));
+            let rooms: [_; 4] = std::array::from_fn(|_| Box::new(Words([[0; PAIRS]; HEAD_DIM_MAX / 2])));
             let [keys, values, other_keys, other_values] = rooms.map(Box::into_raw);
             // SAFETY: the machine has what it takes, and the rooms are large enough.
             unsafe {
