@@ -112,20 +112,7 @@ impl Attend<'_> {
             }
             // Rows ascend, so the first query sees furthest back and the last one furthest on.
             let (low, high) = ((*states).low, (*states.add(count - 1)).high);
-            let all = (self.task.end - self.task.first) as usize * group;
-            let then = match first + count < all {
-                true => {
-                    let sees = |i: usize| self.positions[of(i).0] as usize + 1;
-                    let next = Then {
-                        kv_head: self.kv_head,
-                        table: self.table,
-                        low: lowest(sees(count), self.window),
-                        high: sees((all - first).min(count + BLOCK_QUERIES) - 1),
-                    };
-                    Some(next)
-                }
-                false => self.then,
-            };
+            let then = self.after(first + count);
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
                 let tiles = self.span::<N>(base, low, high, rooms);
                 // What comes next is asked for by the first queries, a line or two at each step: memory is at work all
@@ -163,6 +150,18 @@ impl Attend<'_> {
                 unpack(sums.add(i * width), head_dim, scale, out);
             }
         }
+    }
+
+    /// What is read after the queries before `first`: what the task's next ones see, or what comes after the task.
+    fn after(&self, first: usize) -> Option<Then<'_>> {
+        let group = self.shape.heads / self.shape.kv_heads;
+        let all = (self.task.end - self.task.first) as usize * group;
+        if first >= all {
+            return self.then;
+        }
+        let sees = |i: usize| self.positions[self.task.first as usize + i / group] as usize + 1;
+        let (low, high) = (lowest(sees(first), self.window), sees(all.min(first + BLOCK_QUERIES) - 1));
+        Some(Then { kv_head: self.kv_head, table: self.table, low, high })
     }
 
     /// The tiles of the span at `base` that hold positions from `low` to before `high`.
