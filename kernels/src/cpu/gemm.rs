@@ -30,11 +30,11 @@ use integers::{Integers, Widened};
 
 /// Most rows that go over the panels together.
 const ROW_BLOCK: usize = 256;
-/// Most bytes of their packed activations: they stay in the second-level cache while all panels pass. The fewer rows, the more
-/// often weights are read; even from memory they come faster than some dozens of rows are multiplied with them.
+/// Most bytes of their packed activations: half of a second-level cache of 1 MiB, for they are read once for each panel. The fewer
+/// rows, the more often weights are read; even from memory they come faster than some dozens of rows are multiplied with them.
 const ACTIVATION_BYTES: usize = 512 << 10;
-/// Most bytes of a panel's cache block: tile after tile reads it from the caches, and it is long enough for the cost of loading
-/// and storing a tile's sums not to show.
+/// Most bytes of a panel's cache block, which tile after tile reads. With the largest ones not all fits into the second-level cache;
+/// to load and store sums more often, for blocks that do, cost more (measured with 1 MiB of it and 32 MiB behind it).
 const PANEL_BLOCK_BYTES: usize = 384 << 10;
 /// Most tiles over a panel that ask for what is read next, each for a part.
 const ASKING_TILES: usize = 8;
@@ -301,7 +301,7 @@ impl Turns {
         self.panels * self.blocks * if self.gated { 2 } else { 1 }
     }
 
-    /// Rows whose activations stay in the second-level cache from one panel to the next.
+    /// Rows whose activations have room, see [`ACTIVATION_BYTES`].
     fn rows(&self, job: &Multiply<'_>) -> usize {
         let words = if self.gated { job.row_words } else { job.row_words.div_ceil(self.blocks) };
         (ACTIVATION_BYTES / (size_of::<u32>() * words)).clamp(1, ROW_BLOCK)
