@@ -8,6 +8,7 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use half::{bf16, f16};
 use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, WeightFormat, gemm};
 use inflight_kernels::{Dtype, Encoding};
@@ -43,12 +44,18 @@ fn main() -> Result<(), Box<dyn Error>> {
             if only.as_ref().is_some_and(|only| *only != format.to_string()) {
                 continue;
             }
-            let (dtype, size) = match format {
-                WeightFormat::F32 => (Dtype::F32, 4),
-                WeightFormat::F16 => (Dtype::F16, 2),
-                _ => (Dtype::Bf16, 2),
+            let dtype = match format {
+                WeightFormat::F32 => Dtype::F32,
+                WeightFormat::F16 => Dtype::F16,
+                _ => Dtype::Bf16,
             };
-            let bytes: Vec<u8> = (0..n * k * size).map(|i| (i * 31 % 61) as u8).collect();
+            // Numbers as weights are: what is subnormal takes some processors a hundred times as long.
+            let weight = |i: usize| ((i * 31 % 61) as f32 - 30.5) * 0.01;
+            let bytes: Vec<u8> = match dtype {
+                Dtype::F32 => (0..n * k).flat_map(|i| weight(i).to_ne_bytes()).collect(),
+                Dtype::F16 => (0..n * k).flat_map(|i| f16::from_f32(weight(i)).to_ne_bytes()).collect(),
+                Dtype::Bf16 => (0..n * k).flat_map(|i| bf16::from_f32(weight(i)).to_ne_bytes()).collect(),
+            };
             let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
             // Several matrices in turn, as the layers of a model are.
             let copies = (96 << 20) / format.packed_bytes(isa, n, k) + 1;

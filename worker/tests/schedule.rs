@@ -365,6 +365,11 @@ fn the_schedule_never_changes_the_answer_on_avx512() {
 }
 
 #[test]
+fn the_schedule_never_changes_the_answer_on_avx512_vnni() {
+    on("avx512-vnni", 20);
+}
+
+#[test]
 fn the_schedule_never_changes_the_answer_on_avx512_bf16() {
     on("avx512-bf16", 30);
 }

@@ -128,9 +128,16 @@ fn multiply(
         let (x, y) = (x.get(), y.get());
         let job = Multiply { w, x, row_words, tiles, start, y, stride: w.n, panels, goes_on, writes };
         #[cfg(target_arch = "x86_64")]
-        if w.isa.0 == Path::Avx512Bf16 && !matches!(w.format, WeightFormat::F32 | WeightFormat::F16) {
-            // SAFETY: this `Isa` has BF16 and VNNI.
-            return unsafe { simd::run_avx512_bf16(Native(job)) };
+        match w.format {
+            // SAFETY: this `Isa` has BF16.
+            WeightFormat::Bf16 if w.isa.0 == Path::Avx512Bf16 => {
+                return unsafe { simd::run_avx512_bf16(NativeBf16(job)) };
+            }
+            // SAFETY: this `Isa` has VNNI.
+            WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } if w.isa.0.has_vnni() => {
+                return unsafe { simd::run_avx512_vnni(NativeBytes(job)) };
+            }
+            _ => {}
         }
         simd::run(w.isa, job);
     });
@@ -143,7 +150,7 @@ fn tile_rows(w: &PackedMatrix) -> usize {
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => simd::Avx2::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Bf16 => simd::Avx512::TILE_ROWS,
+        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => simd::Avx512::TILE_ROWS,
     };
     if w.format.group().is_some() { rows / 2 } else { rows }
 }
@@ -205,21 +212,32 @@ impl Kernel for Multiply<'_> {
     }
 }
 
-/// With the instructions for dot products of bf16 numbers and of bytes.
+/// With the instruction for dot products of bf16 numbers.
 #[cfg(target_arch = "x86_64")]
-struct Native<'a>(Multiply<'a>);
+struct NativeBf16<'a>(Multiply<'a>);
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for Native<'_> {
+impl Kernel for NativeBf16<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.all::<simd::Avx512, Floats<floats::NativeBf16>>() }
+    }
+}
+
+/// Integers, with the instruction for dot products of bytes.
+#[cfg(target_arch = "x86_64")]
+struct NativeBytes<'a>(Multiply<'a>);
+
+#[cfg(target_arch = "x86_64")]
+impl Kernel for NativeBytes<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.0.w.format {
-                WeightFormat::F32 | WeightFormat::F16 => self.0.run::<simd::Avx512>(),
-                WeightFormat::Bf16 => self.0.all::<simd::Avx512, Floats<floats::NativeBf16>>(),
-                WeightFormat::Int8 { .. } => self.0.all::<simd::Avx512, Integers<integers::Vnni, false>>(),
                 WeightFormat::Int4 { .. } => self.0.all::<simd::Avx512, Integers<integers::Vnni, true>>(),
+                _ => self.0.all::<simd::Avx512, Integers<integers::Vnni, false>>(),
             }
         }
     }

@@ -12,7 +12,18 @@ pub(crate) enum Path {
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
+    /// Which has VNNI, too.
+    #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Path {
+    /// Whether there are dot products of bytes, see [`super::simd::run_avx512_vnni`].
+    pub(crate) fn has_vnni(self) -> bool {
+        matches!(self, Self::Avx512Vnni | Self::Avx512Bf16)
+    }
 }
 
 impl Isa {
@@ -33,10 +44,11 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
-            let bf16 =
-                avx512 && is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni");
+            let vnni = avx512 && is_x86_feature_detected!("avx512vnni");
+            let bf16 = vnni && is_x86_feature_detected!("avx512bf16");
             found.extend(avx2.then_some(Isa(Path::Avx2)));
             found.extend(avx512.then_some(Isa(Path::Avx512)));
+            found.extend(vnni.then_some(Isa(Path::Avx512Vnni)));
             found.extend(bf16.then_some(Isa(Path::Avx512Bf16)));
         }
         found
@@ -52,7 +64,7 @@ impl Isa {
         Self::available().into_iter().find(|isa| isa.name() == name)
     }
 
-    /// `portable`, `avx2`, `avx512` or `avx512-bf16`.
+    /// `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-bf16`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Path::Portable => "portable",
@@ -60,6 +72,8 @@ impl Isa {
             Path::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Path::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Vnni => "avx512-vnni",
             #[cfg(target_arch = "x86_64")]
             Path::Avx512Bf16 => "avx512-bf16",
         }

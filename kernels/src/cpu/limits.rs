@@ -80,7 +80,7 @@ pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f6
         #[cfg(target_arch = "x86_64")]
         (Arithmetic::Bf16, Path::Avx512Bf16) => 64,
         #[cfg(target_arch = "x86_64")]
-        (Arithmetic::Int8, Path::Avx512Bf16) => 128,
+        (Arithmetic::Int8, path) if path.has_vnni() => 128,
         _ => 2 * simd::lanes(isa),
     };
     best(time, || {
@@ -90,7 +90,7 @@ pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f6
             (Arithmetic::Bf16, Path::Avx512Bf16) => unsafe { simd::run_avx512_bf16(DotBf16) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            (Arithmetic::Int8, Path::Avx512Bf16) => unsafe { simd::run_avx512_bf16(DotInt8) },
+            (Arithmetic::Int8, path) if path.has_vnni() => unsafe { simd::run_avx512_vnni(DotInt8) },
             _ => simd::run(isa, Fma),
         });
         (pool.threads() * STEPS * CHAINS * per_step) as f64

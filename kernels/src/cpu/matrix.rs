@@ -217,7 +217,7 @@ pub(crate) fn panel_columns(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => 16,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Bf16 => 32,
+        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => 32,
     }
 }
 

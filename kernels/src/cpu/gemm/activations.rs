@@ -85,9 +85,9 @@ impl Activations {
                     // SAFETY: only an `Isa` with BF16 has this layout.
                     return unsafe { simd::run_avx512_bf16(Pairs(pack)) };
                 }
-                Layout::Group { group, offset } if w.isa.0 == Path::Avx512Bf16 => {
-                    // SAFETY: this `Isa` has BF16 and VNNI.
-                    return unsafe { simd::run_avx512_bf16(Bytes { pack, group, offset }) };
+                Layout::Group { group, offset } if w.isa.0.has_vnni() => {
+                    // SAFETY: this `Isa` has VNNI.
+                    return unsafe { simd::run_avx512_vnni(Bytes { pack, group, offset }) };
                 }
                 _ => {}
             }

@@ -102,7 +102,7 @@ pub(crate) fn run<K: Kernel>(isa: Isa, kernel: K) {
         Path::Avx2 => unsafe { run_avx2(kernel) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Path::Avx512 | Path::Avx512Bf16 => unsafe { run_avx512(kernel) },
+        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => unsafe { run_avx512(kernel) },
     }
 }
 
@@ -120,12 +120,23 @@ unsafe fn run_avx512<K: Kernel>(kernel: K) {
     unsafe { kernel.run::<Avx512>() }
 }
 
-/// As [`run`] for the form with dot products of bf16 numbers and of 8-bit integers.
+/// As [`run`] for the form with dot products of 8-bit integers.
 ///
 /// # Safety
-/// The machine has AVX-512 with BF16 and VNNI.
+/// The machine has AVX-512 with VNNI.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+pub(crate) unsafe fn run_avx512_vnni<K: Kernel>(kernel: K) {
+    // SAFETY: the caller and the attribute above establish the features.
+    unsafe { kernel.run::<Avx512>() }
+}
+
+/// As [`run`] for the form with dot products of bf16 numbers.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(crate) unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) {
     // SAFETY: the caller and the attribute above establish the features.
     unsafe { kernel.run::<Avx512>() }
@@ -138,8 +149,24 @@ pub(crate) fn lanes(isa: Isa) -> usize {
         #[cfg(target_arch = "x86_64")]
         Path::Avx2 => Avx2::LANES,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Bf16 => Avx512::LANES,
+        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => Avx512::LANES,
     }
+}
+
+/// The same address, of which the compiler knows nothing more.
+#[inline(always)]
+pub(crate) fn opaque<T>(at: *const T) -> *const T {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let mut same = at;
+        // SAFETY: there is no instruction.
+        unsafe {
+            std::arch::asm!("/* {0} */", inout(reg) same, options(pure, nomem, nostack, preserves_flags))
+        };
+        same
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    at
 }
 
 /// Below it e^x is not a normal number any more, and taken as 0.
