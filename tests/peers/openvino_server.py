@@ -145,8 +145,10 @@ def main():
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--cache-gib", type=int, default=2)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--kv-precision", default="bf16")
+    # On processors without bf16 the pipeline computes in f32 and takes no other keys and values.
+    native = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
+    parser.add_argument("--precision", default=native)
+    parser.add_argument("--kv-precision", default=native)
     arguments = parser.parse_args()
     Handler.engine = Engine(arguments)
     Handler.name = "openvino"
