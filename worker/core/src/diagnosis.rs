@@ -183,7 +183,7 @@ pub fn diagnose<'a>(
         let (count, sum) =
             calm.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
         let alone = sum / count.max(1);
-        let target = if target < alone * 2 { target.max(alone * 3) } else { target };
+        let target = if target < alone * 2 { target.max(alone * 4) } else { target };
         let over = share(&|step| {
             step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
         });

@@ -449,7 +449,7 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
         let late = if plan.number.is_multiple_of(5) { 14 } else { 10 };
         Duration::from_micros((5_000 + 250 * u64::from(plan.tokens())) * late)
     };
-    for (target, most) in [(50, 3.0), (1_000, f64::INFINITY)] {
+    for (target, most) in [(50, 4.0), (1_000, f64::INFINITY)] {
         let limits = Limits {
             sequence_tokens: 256,
             step_target: Some(Duration::from_millis(target)),
@@ -477,6 +477,6 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
             assert!(plan.decodes == 0 || longer < 1.6 * most, "{longer} times what the decodes take");
         }
         let decoding = f64::from(decoding) / f64::from(steps);
-        assert!(decoding > 12.0, "of 16 streams only {decoding:.1} decode under a target of {target} ms");
+        assert!(decoding > 13.5, "of 16 streams only {decoding:.1} decode under a target of {target} ms");
     }
 }

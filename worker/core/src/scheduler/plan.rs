@@ -8,7 +8,10 @@ use crate::sequence::State;
 use crate::{Chunk, Iteration, Time};
 
 /// Sequences that decode to each that waits for its first token, where a tight target is to leave both as much time.
-const PREFILL_WORTH: u32 = 8;
+const PREFILL_WORTH: u32 = 24;
+/// Most time that a tight target leaves a prompt, in times of what the decodes take. More brings first tokens little sooner, and
+/// makes the longest times between tokens that much longer.
+const PREFILL_MOST: f64 = 3.0;
 
 /// What a plan has decided so far.
 #[derive(Debug, Default)]
@@ -184,14 +187,14 @@ impl Scheduler {
 
     /// What the first of some prefills gets whatever the target says, and at least one token: tokens for a quarter of the
     /// time that the step takes without it. Where the target leaves prompts less time than decodes take, it is the more
-    /// the more of them wait for each sequence that decodes, up to twice that time: else a target that decodes alone come
+    /// the more of them wait for each sequence that decodes, up to three times that time: else a target that decodes alone come
     /// near to, as those of a large model do, would keep the device half empty while prompts wait. The bound is one of
     /// time rather than of tokens, which are dear at the end of a long prompt.
     fn least_chunk(&self, decodes: &StepWork, start: u32, most: u32, prefills: u32) -> u32 {
         let alone = self.cost.step(decodes);
         let tight = self.limits.step_target.is_some_and(|target| target < 2 * alone);
         let crowd = f64::from(PREFILL_WORTH * prefills) / f64::from(decodes.sequences.max(1));
-        let share = if tight { crowd.clamp(0.25, 2.0) } else { 0.25 };
+        let share = if tight { crowd.clamp(0.25, PREFILL_MOST) } else { 0.25 };
         self.cost.chunk_worth(decodes, start, most, share).max(1).min(most)
     }
 
