@@ -155,11 +155,10 @@ impl CostModel {
         seconds(token * f64::from(tokens) + key * keys(start, tokens) as f64)
     }
 
-    /// The most tokens, up to `most`, of a prefill at position `start` by which a step with `work` takes longer by at most
-    /// `share` of its time.
-    pub fn chunk_worth(&self, work: &StepWork, start: u32, most: u32, share: f64) -> u32 {
+    /// A target for [`CostModel::chunk_within`]: what a step with `work` takes, and `share` of it more.
+    pub fn longer(&self, work: &StepWork, share: f64) -> Duration {
         // What is compared has its tail on both sides.
-        self.chunk_within(work, start, most, self.step(work).mul_f64(self.excess * (1.0 + share)))
+        self.step(work).mul_f64(self.excess * (1.0 + share))
     }
 
     /// The most tokens, up to `most`, of a prefill at position `start` that may join a step with `work` so that

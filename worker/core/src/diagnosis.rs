@@ -178,7 +178,7 @@ pub fn diagnose<'a>(
     find(Limit::QueueTime, late, format!("the longest wait was {:.1} s", longest.as_secs_f64()));
 
     if let Some(target) = limits.step_target {
-        // Where decodes alone come near to the target, prompts beside them may take more: see `least_chunk`.
+        // Where decodes alone come near to the target, prompts beside them may take more: see `least_time`.
         let calm = steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
         let (count, sum) =
             calm.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));

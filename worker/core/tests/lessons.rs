@@ -480,3 +480,31 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
         assert!(decoding > 13.5, "of 16 streams only {decoding:.1} decode under a target of {target} ms");
     }
 }
+
+#[test]
+fn prompts_share_the_time_that_a_tight_target_leaves_them() {
+    let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
+    let took = |plan: &Iteration| Duration::from_micros(50_000 + 2_500 * u64::from(plan.tokens()));
+    let limits = Limits { step_target: Some(Duration::from_millis(50)), ..limits(4096, 16, 512) };
+    let mut bench = Bench::on(limits, PolicyKind::Fair, prior, took);
+    for _ in 0..8 {
+        bench.submit(4, 60);
+    }
+    while bench.step().decodes < 8 {}
+    let short: Vec<_> = (0..3).map(|_| bench.submit(8, 4)).collect();
+    // Three times the 70 ms of the decodes are 84 tokens.
+    let plan = bench.step();
+    assert_eq!((plan.decodes, plan.tokens()), (8, 8 + 3 * 8), "{plan:?}");
+    assert!(short.iter().all(|id| plan.chunks.iter().any(|chunk| chunk.id == *id && chunk.samples)));
+    // One beside which others find no time gets on all the same, and the others after it.
+    let long: Vec<_> = (0..3).map(|_| bench.submit(400, 4)).collect();
+    let first = bench.step();
+    let prompts = |plan: &Iteration| plan.chunks.len() as u32 - plan.decodes;
+    assert_eq!(prompts(&first), 1, "{first:?}");
+    let mut steps = 0;
+    while long.iter().any(|id| !bench.ended.iter().any(|ended| ended.id == *id)) {
+        bench.step();
+        steps += 1;
+        assert!(steps < 100, "the others starve");
+    }
+}

@@ -1,5 +1,7 @@
 //! The order of a step: decodes, prefills under way, swap-ins, admissions.
 
+use std::time::Duration;
+
 use super::Scheduler;
 use crate::cost::StepWork;
 use crate::history::Step;
@@ -20,6 +22,10 @@ pub(super) struct Draft {
     pub budget: u32,
     /// What the step computes so far.
     pub work: StepWork,
+    /// What is kept for the first prefill: its position, and tokens.
+    pub kept: Option<(u32, u32)>,
+    /// What prompts may make of the step's time whatever the target says.
+    pub least: Duration,
     /// Blocks that fences will give back, less those that stalled sequences wait for.
     pub incoming: u32,
     /// Priority of the most important sequence preempted in this step: nobody up to it is admitted.
@@ -47,6 +53,7 @@ impl Scheduler {
         if let Some((index, reserved)) = oldest {
             // What nobody else took.
             draft.budget += reserved;
+            draft.kept = None;
             let len = self.prefill_len(index, &draft).max(reserved);
             self.push_prefill(index, len, &mut draft);
         }
@@ -156,13 +163,11 @@ impl Scheduler {
             .iter()
             .copied()
             .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
+        draft.least = self.least_time(&draft.work, prefilling.len() as u32);
         let kept = first.map(|(index, _)| {
-            let len = self.prefill_len(index, draft);
-            let sequence = self.peek(index);
-            let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
-            let len = len.max(self.least_chunk(&draft.work, start, most, prefilling.len() as u32));
-            let reserved = len.min(draft.budget.div_ceil(2));
+            let reserved = self.prefill_len(index, draft).max(1).min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
+            draft.kept = Some((self.peek(index).computed_tokens, reserved));
             (index, reserved)
         });
         prefilling.retain(|(index, _)| Some(*index) != kept.map(|(first, _)| first));
@@ -175,33 +180,39 @@ impl Scheduler {
         kept
     }
 
-    /// The tokens of a prefill that budget and target allow.
+    /// The tokens of a prefill that budget and target allow, or what is left of the time that prompts get whatever the
+    /// target says.
     pub(super) fn prefill_len(&self, index: u32, draft: &Draft) -> u32 {
         let sequence = self.peek(index);
-        let most = sequence.uncomputed().min(draft.budget);
+        let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
         if self.iteration.decodes == 0 {
             return most; // nobody's inter-token latency is at stake
         }
-        self.chunk_within_target(&draft.work, sequence.computed_tokens, most)
+        let mut all = draft.work;
+        if let Some((start, len)) = draft.kept {
+            all.add(start, len);
+        }
+        let least = self.cost.chunk_within(&all, start, most, draft.least);
+        self.chunk_within_target(&draft.work, start, most).max(least)
     }
 
-    /// What the first of some prefills gets whatever the target says, and at least one token: tokens for a quarter of the
-    /// time that the step takes without it. Where the target leaves prompts less time than decodes take, it is the more
-    /// the more of them wait for each sequence that decodes, up to three times that time: else a target that decodes alone come
-    /// near to, as those of a large model do, would keep the device half empty while prompts wait. The bound is one of
-    /// time rather than of tokens, which are dear at the end of a long prompt.
-    fn least_chunk(&self, decodes: &StepWork, start: u32, most: u32, prefills: u32) -> u32 {
-        let alone = self.cost.step(decodes);
-        let tight = self.limits.step_target.is_some_and(|target| target < 2 * alone);
-        let crowd = f64::from(PREFILL_WORTH * prefills) / f64::from(decodes.sequences.max(1));
+    /// How long prompts may make a step with these decodes whatever the target says: by a quarter of what it takes without
+    /// them. Where the target leaves prompts less time than decodes take, it is the more the more of them wait for each
+    /// sequence that decodes, up to three times as long: else a target that decodes alone come near to, as those of a large
+    /// model do, would keep the device half empty while prompts wait. The bound is one of time rather than of tokens,
+    /// which are dear at the end of a long prompt.
+    fn least_time(&self, decodes: &StepWork, prompts: u32) -> Duration {
+        let tight = self.limits.step_target.is_some_and(|target| target < 2 * self.cost.step(decodes));
+        let crowd = f64::from(PREFILL_WORTH * prompts.max(1)) / f64::from(decodes.sequences.max(1));
         let share = if tight { crowd.clamp(0.25, PREFILL_MOST) } else { 0.25 };
-        self.cost.chunk_worth(decodes, start, most, share).max(1).min(most)
+        self.cost.longer(decodes, share)
     }
 
-    /// Tokens of a prompt that a step with these decodes takes, one of so many prompts that wait.
+    /// Tokens of a prompt that a step with these decodes takes, one of so many prompts that wait; at least one.
     pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
         let most = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
-        self.chunk_within_target(decodes, 0, most).max(self.least_chunk(decodes, 0, most, prompts))
+        let least = self.cost.chunk_within(decodes, 0, most, self.least_time(decodes, prompts));
+        self.chunk_within_target(decodes, 0, most).max(least).max(1)
     }
 
     pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {
