@@ -129,12 +129,12 @@ fn multiply(
         let job = Multiply { w, x, row_words, tiles, start, y, stride: w.n, panels, goes_on, writes };
         #[cfg(target_arch = "x86_64")]
         match w.format {
-            // SAFETY: this `Isa` has BF16.
             WeightFormat::Bf16 if w.isa.0 == Path::Avx512Bf16 => {
+                // SAFETY: this `Isa` has BF16.
                 return unsafe { simd::run_avx512_bf16(NativeBf16(job)) };
             }
-            // SAFETY: this `Isa` has VNNI.
             WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } if w.isa.0.has_vnni() => {
+                // SAFETY: this `Isa` has VNNI.
                 return unsafe { simd::run_avx512_vnni(NativeBytes(job)) };
             }
             _ => {}

@@ -1,4 +1,4 @@
-//! Kernels for CPUs, in up to four forms chosen at run time by [`Isa`].
+//! Kernels for CPUs, in up to five forms chosen at run time by [`Isa`].
 
 mod attention;
 mod buffer;

@@ -496,15 +496,39 @@ fn prompts_share_the_time_that_a_tight_target_leaves_them() {
     let plan = bench.step();
     assert_eq!((plan.decodes, plan.tokens()), (8, 8 + 3 * 8), "{plan:?}");
     assert!(short.iter().all(|id| plan.chunks.iter().any(|chunk| chunk.id == *id && chunk.samples)));
-    // One beside which others find no time gets on all the same, and the others after it.
-    let long: Vec<_> = (0..3).map(|_| bench.submit(400, 4)).collect();
-    let first = bench.step();
-    let prompts = |plan: &Iteration| plan.chunks.len() as u32 - plan.decodes;
-    assert_eq!(prompts(&first), 1, "{first:?}");
-    let mut steps = 0;
-    while long.iter().any(|id| !bench.ended.iter().any(|ended| ended.id == *id)) {
-        bench.step();
+    // The first of those that take several steps has all of that time, and the next one what it leaves.
+    let long: Vec<_> = (0..3).map(|_| bench.submit(400, 40)).collect();
+    let (mut steps, mut shared) = (0, 0);
+    while long.iter().any(|id| bench.ended.iter().all(|ended| ended.id != *id)) {
+        let plan = bench.step();
+        let alone = 50_000 + 2_500 * u64::from(plan.decodes);
+        assert!(plan.decodes == 0 || took(&plan) <= Duration::from_micros(4 * alone), "{plan:?}");
+        let prompts = plan.chunks.len() as u32 - plan.decodes;
+        if plan.decodes >= 8 && plan.tokens() >= plan.decodes + 80 {
+            shared += u32::from(prompts == 2);
+        }
         steps += 1;
-        assert!(steps < 100, "the others starve");
+        assert!(steps < 200, "a prompt starves");
+    }
+    assert!(shared > 0, "what the first prompts left, nobody took");
+}
+
+#[test]
+fn prompts_under_way_do_not_fill_a_tight_target_on_top_of_what_the_first_has() {
+    let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
+    let took = |plan: &Iteration| Duration::from_micros(50_000 + 2_500 * u64::from(plan.tokens()));
+    let limits = Limits { step_target: Some(Duration::from_millis(130)), ..limits(4096, 16, 512) };
+    let mut bench = Bench::on(limits, PolicyKind::Fair, prior, took);
+    for _ in 0..8 {
+        bench.submit(4, 60);
+    }
+    while bench.step().decodes < 8 {}
+    (0..4).for_each(|_| {
+        bench.submit(400, 4);
+    });
+    for _ in 0..20 {
+        let plan = bench.step();
+        let alone = 50_000 + 2_500 * u64::from(plan.decodes);
+        assert!(took(&plan) <= Duration::from_micros(4 * alone), "{plan:?}");
     }
 }

@@ -59,7 +59,7 @@ impl<S: Simd, F: Numbers<S>> Format<S> for Floats<F> {
                         sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
                     }
                 }
-                // Counted up: computed anew from the step, addresses take a tenth of the instructions.
+                // Counted up: computed anew from the step, addresses take one of fifteen instructions.
                 w = opaque(w.add(2 * vector_bytes));
                 x = opaque(x.add(M * F::WORDS));
             }

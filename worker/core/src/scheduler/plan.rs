@@ -11,7 +11,7 @@ use crate::{Chunk, Iteration, Time};
 
 /// Sequences that decode to each that waits for its first token, where a tight target is to leave both as much time.
 const PREFILL_WORTH: u32 = 24;
-/// Most time that a tight target leaves a prompt, in times of what the decodes take. More brings first tokens little sooner, and
+/// Most time that a tight target leaves prompts, in times of what the decodes take. More brings first tokens little sooner, and
 /// makes the longest times between tokens that much longer.
 const PREFILL_MOST: f64 = 3.0;
 
@@ -24,8 +24,11 @@ pub(super) struct Draft {
     pub work: StepWork,
     /// What is kept for the first prefill: its position, and tokens.
     pub kept: Option<(u32, u32)>,
-    /// What prompts may make of the step's time whatever the target says.
-    pub least: Duration,
+    /// How long the step may take with prompts in it; none: as long as it does.
+    pub target: Option<Duration>,
+    /// Whether that is more than the limits say, see [`Scheduler::is_tight`]. Then it bounds all prompts together; else the first may
+    /// take as much again as the others.
+    pub tight: bool,
     /// Blocks that fences will give back, less those that stalled sequences wait for.
     pub incoming: u32,
     /// Priority of the most important sequence preempted in this step: nobody up to it is admitted.
@@ -163,9 +166,16 @@ impl Scheduler {
             .iter()
             .copied()
             .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
-        draft.least = self.least_time(&draft.work, prefilling.len() as u32);
+        let least = self.least_time(&draft.work, prefilling.len() as u32);
+        draft.tight = self.is_tight(&draft.work);
+        draft.target =
+            self.limits.step_target.map(|target| if draft.tight { target.max(least) } else { target });
         let kept = first.map(|(index, _)| {
-            let reserved = self.prefill_len(index, draft).max(1).min(draft.budget.div_ceil(2));
+            let len = self.prefill_len(index, draft);
+            let sequence = self.peek(index);
+            let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+            let len = len.max(self.cost.chunk_within(&draft.work, start, most, least)).max(1);
+            let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
             draft.kept = Some((self.peek(index).computed_tokens, reserved));
             (index, reserved)
@@ -180,31 +190,34 @@ impl Scheduler {
         kept
     }
 
-    /// The tokens of a prefill that budget and target allow, or what is left of the time that prompts get whatever the
-    /// target says.
+    /// The tokens of a prefill that budget and target allow.
     pub(super) fn prefill_len(&self, index: u32, draft: &Draft) -> u32 {
         let sequence = self.peek(index);
         let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
-        if self.iteration.decodes == 0 {
-            return most; // nobody's inter-token latency is at stake
+        let target = match draft.target {
+            Some(target) if self.iteration.decodes > 0 => target,
+            _ => return most, // nobody's inter-token latency is at stake
+        };
+        let mut work = draft.work;
+        if let (true, Some((start, len))) = (draft.tight, draft.kept) {
+            work.add(start, len);
         }
-        let mut all = draft.work;
-        if let Some((start, len)) = draft.kept {
-            all.add(start, len);
-        }
-        let least = self.cost.chunk_within(&all, start, most, draft.least);
-        self.chunk_within_target(&draft.work, start, most).max(least)
+        self.cost.chunk_within(&work, start, most, target)
     }
 
-    /// How long prompts may make a step with these decodes whatever the target says: by a quarter of what it takes without
-    /// them. Where the target leaves prompts less time than decodes take, it is the more the more of them wait for each
-    /// sequence that decodes, up to three times as long: else a target that decodes alone come near to, as those of a large
-    /// model do, would keep the device half empty while prompts wait. The bound is one of time rather than of tokens,
+    /// Whether the target leaves prompts less time than decodes take.
+    fn is_tight(&self, decodes: &StepWork) -> bool {
+        self.limits.step_target.is_some_and(|target| target < 2 * self.cost.step(decodes))
+    }
+
+    /// How long a step with these decodes may take for the sake of the first prompt, whatever the target says: a quarter more
+    /// than without it. Where the target is tight, it is the more the more prompts wait for each sequence that decodes, up to
+    /// three times what decodes take, and for all prompts together: else a target that decodes alone come near to, as those of
+    /// a large model do, would keep the device half empty while prompts wait. The bound is one of time rather than of tokens,
     /// which are dear at the end of a long prompt.
     fn least_time(&self, decodes: &StepWork, prompts: u32) -> Duration {
-        let tight = self.limits.step_target.is_some_and(|target| target < 2 * self.cost.step(decodes));
         let crowd = f64::from(PREFILL_WORTH * prompts.max(1)) / f64::from(decodes.sequences.max(1));
-        let share = if tight { crowd.clamp(0.25, PREFILL_MOST) } else { 0.25 };
+        let share = if self.is_tight(decodes) { crowd.clamp(0.25, PREFILL_MOST) } else { 0.25 };
         self.cost.longer(decodes, share)
     }
 
