@@ -155,6 +155,10 @@ pub(crate) fn lanes(isa: Isa) -> usize {
 
 /// The same address, of which the compiler knows nothing more.
 #[inline(always)]
+#[allow(
+    clippy::pointers_in_nomem_asm_block,
+    reason = "there is no instruction that could read what is there"
+)]
 pub(crate) fn opaque<T>(at: *const T) -> *const T {
     #[cfg(target_arch = "x86_64")]
     {
