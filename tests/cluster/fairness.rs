@@ -123,9 +123,25 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
     let now = || tokens.each_ref().map(|tokens| tokens.load(Ordering::Relaxed));
     tokio::time::sleep(Duration::from_secs(3)).await;
     let before = now();
-    tokio::time::sleep(Duration::from_secs(SECONDS)).await;
-    let after = now();
+    let mut fair = Ok(());
+    // What a busy machine does to a window averages out in a longer one; what a queue does to a tenant does not.
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(SECONDS)).await;
+        fair = check(&before, &now());
+        if fair.is_ok() {
+            break;
+        }
+    }
     stop.store(true, Ordering::Relaxed);
+    fair?;
+    while let Some(asked) = asking.join_next().await {
+        asked??;
+    }
+    Ok(())
+}
+
+/// Whether every tenant got what its weight is worth between two counts of tokens.
+fn check(before: &[u64; TENANTS.len()], after: &[u64; TENANTS.len()]) -> Result<()> {
     let share = |tenant: usize| (after[tenant] - before[tenant]) as f64 / f64::from(TENANTS[tenant].2);
     let shares: [f64; TENANTS.len()] = std::array::from_fn(share);
     println!(
@@ -135,15 +151,10 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
     );
     for (tenant, (name, ..)) in TENANTS.into_iter().enumerate().skip(1) {
         let ratio = shares[tenant] / shares[0];
-        // Those who are refused have to ask again, and on a busy machine do so late: that is theirs to lose.
-        let least = if name == "flood" { 0.9 } else { 0.95 };
         ensure!(
-            (least..=1.05).contains(&ratio),
+            (0.95..=1.05).contains(&ratio),
             "{name} gets {ratio:.3} of what its weight is worth; {shares:?}"
         );
-    }
-    while let Some(asked) = asking.join_next().await {
-        asked??;
     }
     Ok(())
 }
