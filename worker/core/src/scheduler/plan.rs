@@ -11,8 +11,8 @@ use crate::{Chunk, Iteration, Time};
 
 /// Sequences that decode to each that waits for its first token, where a tight target is to leave both as much time.
 const PREFILL_WORTH: u32 = 24;
-/// Most time that a tight target leaves prompts, in times of what the decodes take. More brings first tokens little sooner, and
-/// makes the longest times between tokens that much longer.
+/// Most time that a tight target leaves prompts, in times of what the decodes take: the more it is, the sooner first
+/// tokens come, and the longer are the longest times between tokens.
 const PREFILL_MOST: f64 = 3.0;
 
 /// What a plan has decided so far.
@@ -26,8 +26,8 @@ pub(super) struct Draft {
     pub kept: Option<(u32, u32)>,
     /// How long the step may take with prompts in it; none: as long as it does.
     pub target: Option<Duration>,
-    /// Whether that is more than the limits say, see [`Scheduler::is_tight`]. Then it bounds all prompts together; else the first may
-    /// take as much again as the others.
+    /// Whether the limits' target is tight, see [`Scheduler::is_tight`]. Then `target` bounds all prompts together; else the first
+    /// may take as much again as the others.
     pub tight: bool,
     /// Blocks that fences will give back, less those that stalled sequences wait for.
     pub incoming: u32,
@@ -177,7 +177,7 @@ impl Scheduler {
             let len = len.max(self.cost.chunk_within(&draft.work, start, most, least)).max(1);
             let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
-            draft.kept = Some((self.peek(index).computed_tokens, reserved));
+            draft.kept = Some((start, reserved));
             (index, reserved)
         });
         prefilling.retain(|(index, _)| Some(*index) != kept.map(|(first, _)| first));
@@ -225,14 +225,11 @@ impl Scheduler {
     pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
         let most = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
         let least = self.cost.chunk_within(decodes, 0, most, self.least_time(decodes, prompts));
-        self.chunk_within_target(decodes, 0, most).max(least).max(1)
-    }
-
-    pub(super) fn chunk_within_target(&self, work: &StepWork, start: u32, most: u32) -> u32 {
-        match self.limits.step_target {
-            Some(target) if work.tokens > 0 => self.cost.chunk_within(work, start, most, target),
+        let within = match self.limits.step_target {
+            Some(target) if decodes.tokens > 0 => self.cost.chunk_within(decodes, 0, most, target),
             _ => most,
-        }
+        };
+        within.max(least).max(1)
     }
 
     pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut Draft) {
