@@ -6,12 +6,13 @@
 //! f32 either way. Hence the same bits for any number of rows.
 
 use std::hint::black_box;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::isa::Path;
 use super::matrix::{PackedMatrix, Shared, WeightFormat, panel_columns};
 use super::pool::Pool;
-use super::simd::{self, Kernel, Simd, load_part, store_part};
+use super::simd::{self, Kernel, Part, Simd, load_part, store_part};
 
 mod activations;
 #[cfg(target_arch = "x86_64")]
@@ -26,7 +27,9 @@ pub use activations::Activations;
 pub(super) use activations::scale;
 use floats::{Bf16, F16, F32, Floats};
 pub use gated::gemm_swiglu;
-use integers::{Integers, Widened};
+#[cfg(target_arch = "x86_64")]
+use integers::Vnni;
+use integers::{Halves, Integers, Nibbles};
 
 /// Most rows that go over the panels together.
 const ROW_BLOCK: usize = 256;
@@ -145,14 +148,16 @@ fn multiply(
 
 /// Rows of the tallest tile.
 fn tile_rows(w: &PackedMatrix) -> usize {
-    let rows = match w.isa.0 {
-        Path::Portable => simd::Portable::TILE_ROWS,
+    let (floats, integers) = match w.isa.0 {
+        Path::Portable => (simd::Portable::TILE_ROWS, simd::Portable::INTEGER_ROWS),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => simd::Avx2::TILE_ROWS,
+        Path::Avx2 => (simd::Avx2::TILE_ROWS, simd::Avx2::INTEGER_ROWS),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => simd::Avx512::TILE_ROWS,
+        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => {
+            (simd::Avx512::TILE_ROWS, simd::Avx512::INTEGER_ROWS)
+        }
     };
-    if w.format.group().is_some() { rows / 2 } else { rows }
+    if w.format.group().is_some() { integers } else { floats }
 }
 
 /// Rows cut into tiles of nearly the same height, as many as the tallest tile needs.
@@ -205,8 +210,8 @@ impl Kernel for Multiply<'_> {
                 WeightFormat::F32 => self.all::<S, Floats<F32>>(),
                 WeightFormat::Bf16 => self.all::<S, Floats<Bf16>>(),
                 WeightFormat::F16 => self.all::<S, Floats<F16>>(),
-                WeightFormat::Int8 { .. } => self.all::<S, Integers<Widened, false>>(),
-                WeightFormat::Int4 { .. } => self.all::<S, Integers<Widened, true>>(),
+                WeightFormat::Int8 { .. } => self.all::<S, Integers<Halves>>(),
+                WeightFormat::Int4 { .. } => self.all::<S, Integers<Nibbles>>(),
             }
         }
     }
@@ -236,8 +241,8 @@ impl Kernel for NativeBytes<'_> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.0.w.format {
-                WeightFormat::Int4 { .. } => self.0.all::<simd::Avx512, Integers<integers::Vnni, true>>(),
-                _ => self.0.all::<simd::Avx512, Integers<integers::Vnni, false>>(),
+                WeightFormat::Int4 { .. } => self.0.all::<simd::Avx512, Integers<Vnni<true>>>(),
+                _ => self.0.all::<simd::Avx512, Integers<Vnni<false>>>(),
             }
         }
     }
@@ -253,6 +258,21 @@ trait Format<S: Simd> {
 
     /// Advances the chains of M rows and P panels by some steps.
     unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place);
+}
+
+/// The work of [`Format::tile`].
+struct Tile<'a, F, const M: usize, const P: usize> {
+    job: &'a Multiply<'a>,
+    place: Place,
+    format: PhantomData<F>,
+}
+
+impl<S: Simd, F: Format<S>, const M: usize, const P: usize> Part<S> for Tile<'_, F, M, P> {
+    #[inline(always)]
+    unsafe fn run(self) {
+        // SAFETY: passed on to the caller.
+        unsafe { F::tile::<M, P>(self.job, self.place) }
+    }
 }
 
 /// Where a tile lies.
@@ -406,18 +426,18 @@ impl Multiply<'_> {
             for i in 0..long {
                 let place = Place { row, panel: start + i, gap: long, step: 0, steps, next: Next::NONE };
                 match rows {
-                    1 => F::tile::<1, 4>(self, place),
-                    _ => F::tile::<2, 2>(self, place),
+                    1 => self.tile::<S, F, 1, 4>(place),
+                    _ => self.tile::<S, F, 2, 2>(place),
                 }
             }
             let panel = start + long * abreast;
             let place = Place { row, panel, gap: 1, step: 0, steps, next: Next::NONE };
             match (rows, end - panel) {
                 (_, 0) => {}
-                (1, 3) => F::tile::<1, 3>(self, place),
-                (1, 2) => F::tile::<1, 2>(self, place),
-                (1, _) => F::tile::<1, 1>(self, place),
-                (_, _) => F::tile::<2, 1>(self, place),
+                (1, 3) => self.tile::<S, F, 1, 3>(place),
+                (1, 2) => self.tile::<S, F, 1, 2>(place),
+                (1, _) => self.tile::<S, F, 1, 1>(place),
+                (_, _) => self.tile::<S, F, 2, 1>(place),
             }
         }
     }
@@ -440,22 +460,28 @@ impl Multiply<'_> {
             // SAFETY: passed on to the caller.
             unsafe {
                 match self.tiles.height(tile) {
-                    1 => F::tile::<1, 1>(self, place),
-                    2 if F::ROWS >= 2 => F::tile::<2, 1>(self, place),
-                    3 if F::ROWS >= 3 => F::tile::<3, 1>(self, place),
-                    4 if F::ROWS >= 4 => F::tile::<4, 1>(self, place),
-                    5 if F::ROWS >= 5 => F::tile::<5, 1>(self, place),
-                    6 if F::ROWS >= 6 => F::tile::<6, 1>(self, place),
-                    7 if F::ROWS >= 7 => F::tile::<7, 1>(self, place),
-                    8 if F::ROWS >= 8 => F::tile::<8, 1>(self, place),
-                    9 if F::ROWS >= 9 => F::tile::<9, 1>(self, place),
-                    10 if F::ROWS >= 10 => F::tile::<10, 1>(self, place),
-                    11 if F::ROWS >= 11 => F::tile::<11, 1>(self, place),
-                    12 if F::ROWS >= 12 => F::tile::<12, 1>(self, place),
+                    1 => self.tile::<S, F, 1, 1>(place),
+                    2 if F::ROWS >= 2 => self.tile::<S, F, 2, 1>(place),
+                    3 if F::ROWS >= 3 => self.tile::<S, F, 3, 1>(place),
+                    4 if F::ROWS >= 4 => self.tile::<S, F, 4, 1>(place),
+                    5 if F::ROWS >= 5 => self.tile::<S, F, 5, 1>(place),
+                    6 if F::ROWS >= 6 => self.tile::<S, F, 6, 1>(place),
+                    7 if F::ROWS >= 7 => self.tile::<S, F, 7, 1>(place),
+                    8 if F::ROWS >= 8 => self.tile::<S, F, 8, 1>(place),
+                    9 if F::ROWS >= 9 => self.tile::<S, F, 9, 1>(place),
+                    10 if F::ROWS >= 10 => self.tile::<S, F, 10, 1>(place),
+                    11 if F::ROWS >= 11 => self.tile::<S, F, 11, 1>(place),
+                    12 if F::ROWS >= 12 => self.tile::<S, F, 12, 1>(place),
                     _ => unreachable!("tiles are at most as tall as the tallest"),
                 }
             }
         }
+    }
+
+    #[inline(always)]
+    unsafe fn tile<S: Simd, F: Format<S>, const M: usize, const P: usize>(&self, place: Place) {
+        // SAFETY: passed on to the caller.
+        unsafe { S::run_part(Tile::<F, M, P> { job: self, place, format: PhantomData }) }
     }
 
     #[inline(always)]

@@ -30,7 +30,7 @@ pub enum Arithmetic {
     F32,
     /// Pairs of bf16 numbers, added in f32; [`Arithmetic::F32`] where the instruction set lacks it.
     Bf16,
-    /// Fours of 8-bit integers, added in 32 bits; [`Arithmetic::F32`] where the instruction set lacks it.
+    /// Fours of 8-bit integers, added in 32 bits; by way of 16 bits where the instruction set lacks it.
     Int8,
 }
 
@@ -81,6 +81,7 @@ pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f6
         (Arithmetic::Bf16, Path::Avx512Bf16) => 64,
         #[cfg(target_arch = "x86_64")]
         (Arithmetic::Int8, path) if path.has_vnni() => 128,
+        (Arithmetic::Int8, _) => 4 * simd::lanes(isa),
         _ => 2 * simd::lanes(isa),
     };
     best(time, || {
@@ -91,6 +92,7 @@ pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f6
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             (Arithmetic::Int8, path) if path.has_vnni() => unsafe { simd::run_avx512_vnni(DotInt8) },
+            (Arithmetic::Int8, _) => simd::run(isa, DotHalves),
             _ => simd::run(isa, Fma),
         });
         (pool.threads() * STEPS * CHAINS * per_step) as f64
@@ -152,6 +154,28 @@ impl Kernel for Fma {
             }
             let total = sums.into_iter().reduce(|a, b| S::add(a, b));
             black_box(total.map_or(0.0, |total| S::sum(total)));
+        }
+    }
+}
+
+struct DotHalves;
+
+impl Kernel for DotHalves {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: no memory is touched.
+        unsafe {
+            let mut sums = [S::splat_int(0); CHAINS];
+            let factor = S::splat_int(black_box(0x0001_0001));
+            for _ in 0..STEPS {
+                for sum in &mut sums {
+                    // Of the sum itself, as the same product would be computed only once.
+                    *sum = S::dot_halves(*sum, *sum, factor);
+                }
+            }
+            for sum in sums {
+                black_box(S::sum(S::int_to_f32(sum)));
+            }
         }
     }
 }

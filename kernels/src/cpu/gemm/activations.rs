@@ -2,10 +2,11 @@ use std::ops::Range;
 
 use super::super::matrix::{GROUP_MAX, PackedMatrix, Shared, WeightFormat};
 use super::super::pool::Pool;
-use super::super::simd::{self, Kernel, Simd};
+use super::super::simd::{self, Kernel, Simd, load_part};
 use super::Tiles;
 #[cfg(target_arch = "x86_64")]
 use super::{bytes::Bytes, pairs::Pairs};
+use crate::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::isa::Path;
 use crate::dtype::{bf16_bits, bf16_value};
@@ -36,6 +37,8 @@ pub(super) enum Layout {
     Packed,
     /// A group of signed bytes, four in a word. `offset` is what weights were raised by to be unsigned.
     Group { group: usize, offset: i32 },
+    /// The same in 16 bits each: of four the first and the third in a word, then the second and the fourth.
+    Halves { group: usize, offset: i32 },
 }
 
 impl Layout {
@@ -45,7 +48,9 @@ impl Layout {
             #[cfg(target_arch = "x86_64")]
             (WeightFormat::Bf16, Path::Avx512Bf16) => Self::Packed,
             (WeightFormat::Bf16, _) => Self::Pair,
-            (WeightFormat::Int8 { group }, _) => Self::Group { group, offset: 128 },
+            #[cfg(target_arch = "x86_64")]
+            (WeightFormat::Int8 { group }, path) if path.has_vnni() => Self::Group { group, offset: 128 },
+            (WeightFormat::Int8 { group }, _) => Self::Halves { group, offset: 128 },
             (WeightFormat::Int4 { group }, _) => Self::Group { group, offset: 8 },
         }
     }
@@ -56,6 +61,7 @@ impl Layout {
             Self::Single | Self::Packed => 1,
             Self::Pair => 2,
             Self::Group { group, .. } => 2 + group / 4,
+            Self::Halves { group, .. } => 2 + group / 2,
         }
     }
 }
@@ -78,23 +84,27 @@ impl Activations {
         // Below some size handing out the work costs more than doing it.
         let grain = if tiles.rows * w.k < SMALL { tiles.count() } else { 1 };
         pool.split(tiles.count(), grain, &|range| {
-            let pack = Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() };
-            #[cfg(target_arch = "x86_64")]
-            match layout {
-                Layout::Packed => {
-                    // SAFETY: only an `Isa` with BF16 has this layout.
-                    return unsafe { simd::run_avx512_bf16(Pairs(pack)) };
-                }
-                Layout::Group { group, offset } if w.isa.0.has_vnni() => {
-                    // SAFETY: this `Isa` has VNNI.
-                    return unsafe { simd::run_avx512_vnni(Bytes { pack, group, offset }) };
-                }
-                _ => {}
-            }
-            simd::run(w.isa, pack);
+            pack(w.isa, Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() });
         });
         (self.words.as_ptr(), row_words)
     }
+}
+
+/// Runs `pack` in the best form that `isa` has for its layout.
+fn pack(isa: Isa, pack: Pack<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    match pack.layout {
+        Layout::Packed => {
+            // SAFETY: only an `Isa` with BF16 has this layout.
+            return unsafe { simd::run_avx512_bf16(Pairs(pack)) };
+        }
+        Layout::Group { group, offset } if isa.0.has_vnni() => {
+            // SAFETY: this `Isa` has VNNI.
+            return unsafe { simd::run_avx512_vnni(Bytes { pack, group, offset }) };
+        }
+        _ => {}
+    }
+    simd::run(isa, pack);
 }
 
 /// Brings the rows of some tiles into tile order.
@@ -120,9 +130,17 @@ impl Kernel for Pack<'_> {
             let tile = unsafe { std::slice::from_raw_parts_mut(self.words.add(from), count) };
             for i in 0..height {
                 let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
-                match self.layout {
-                    Layout::Group { group, offset } => quantize(row, group, offset, tile, i, height),
-                    layout => spread(row, layout, tile, i, height),
+                // SAFETY: passed on to the caller.
+                unsafe {
+                    match self.layout {
+                        Layout::Group { group, offset } => {
+                            quantize::<S, 1>(row, group, offset, tile, i, height);
+                        }
+                        Layout::Halves { group, offset } => {
+                            quantize::<S, 2>(row, group, offset, tile, i, height);
+                        }
+                        layout => spread(row, layout, tile, i, height),
+                    }
                 }
             }
         }
@@ -136,8 +154,8 @@ fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize
     let mut words = [0u32; PACK_CHUNK];
     for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
         let (steps, step) = match layout {
-            // The last two have ways of their own.
-            Layout::Single | Layout::Packed | Layout::Group { .. } => {
+            // The last three have ways of their own.
+            Layout::Single | Layout::Packed | Layout::Group { .. } | Layout::Halves { .. } => {
                 for (word, x) in words.iter_mut().zip(numbers) {
                     *word = x.to_bits();
                 }
@@ -166,19 +184,22 @@ fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize
     }
 }
 
-/// Quantises a row, the `i`th of `height`, by groups into its tile.
+/// Quantises a row, the `i`th of `height`, by groups into its tile; with `WORDS` words for four numbers.
+///
+/// # Safety
+/// The machine has `S`'s instruction set.
 #[inline(always)]
-fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, height: usize) {
-    for (numbers, step) in row.chunks(group).zip(tile.chunks_exact_mut((2 + group / 4) * height)) {
-        // Four maxima at a time would do; sixteen fill the widest vectors.
-        let mut most = [0.0f32; 16];
-        for part in numbers.chunks(16) {
-            for (most, x) in most.iter_mut().zip(part) {
-                let size = x.abs();
-                *most = if size > *most { size } else { *most };
-            }
-        }
-        let largest = most.into_iter().fold(0.0f32, f32::max);
+unsafe fn quantize<S: Simd, const WORDS: usize>(
+    row: &[f32],
+    group: usize,
+    offset: i32,
+    tile: &mut [u32],
+    i: usize,
+    height: usize,
+) {
+    for (numbers, step) in row.chunks(group).zip(tile.chunks_exact_mut((2 + group / 4 * WORDS) * height)) {
+        // SAFETY: passed on to the caller.
+        let largest = unsafe { largest::<S>(numbers) };
         let (scale, inverse) = scale(largest);
         // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
         let mut quants = [0u8; GROUP_MAX];
@@ -187,15 +208,48 @@ fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, 
             *quant = (x * inverse + 12_582_912.0).to_bits() as u8;
             sum += i32::from(*quant as i8);
         }
-        for (word, four) in quants[..numbers.len().next_multiple_of(4)].chunks_exact(4).enumerate() {
-            step[(2 + word) * height + i] = u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-        }
-        for word in numbers.len().div_ceil(4)..group / 4 {
-            step[(2 + word) * height + i] = 0;
+        // Beyond the row they are 0.
+        let fours = step[2 * height..].chunks_exact_mut(WORDS * height);
+        for (to, quants) in fours.zip(quants.chunks_exact(4)) {
+            let four = u32::from_le_bytes([quants[0], quants[1], quants[2], quants[3]]);
+            if WORDS == 1 {
+                to[i] = four;
+            } else {
+                to[2 * i] = halves(four);
+                to[2 * i + 1] = halves(four >> 8);
+            }
         }
         step[i] = (-offset * sum) as u32;
         step[height + i] = scale.to_bits();
     }
+}
+
+/// The largest magnitude; what is not a number counts as 0.
+///
+/// # Safety
+/// The machine has `S`'s instruction set.
+#[inline(always)]
+unsafe fn largest<S: Simd>(numbers: &[f32]) -> f32 {
+    // SAFETY: passed on to the caller; vectors are loaded where they are whole.
+    unsafe {
+        let zero = S::splat(0.0);
+        let mut most = zero;
+        let mut vectors = numbers.chunks_exact(S::LANES);
+        for vector in &mut vectors {
+            let x = S::load(vector.as_ptr());
+            // The second operand is what a comparison with NaN gives.
+            most = S::max(S::max(x, S::sub(zero, x)), most);
+        }
+        let rest = vectors.remainder();
+        let x = load_part::<S>(rest.as_ptr(), rest.len(), 0.0);
+        S::largest(S::max(S::max(x, S::sub(zero, x)), most))
+    }
+}
+
+/// The first and the third of four signed bytes in 16 bits each.
+#[inline(always)]
+fn halves(four: u32) -> u32 {
+    u32::from(four as i8 as u16) | u32::from((four >> 16) as i8 as u16) << 16
 }
 
 /// What one step of bytes that share a scale is worth if the largest of their numbers is this, and the inverse.
@@ -203,4 +257,36 @@ fn quantize(row: &[f32], group: usize, offset: i32, tile: &mut [u32], i: usize, 
 pub(in crate::cpu) fn scale(largest: f32) -> (f32, f32) {
     // What is not finite has no scale; the products of such rows mean nothing anyway.
     if largest > 1e-30 && largest < f32::INFINITY { (largest / 127.0, 127.0 / largest) } else { (0.0, 0.0) }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::cpu::Isa;
+
+    /// Every way that this machine has to pack groups gives the words that plain Rust gives.
+    pub(in crate::cpu::gemm) fn check_group(
+        x: &[f32],
+        k: usize,
+        group: usize,
+        offset: i32,
+        tiles: Tiles,
+    ) -> Result<(), TestCaseError> {
+        for layout in [Layout::Group { group, offset }, Layout::Halves { group, offset }] {
+            let row_words = k.div_ceil(group) * layout.words();
+            let words = |isa| {
+                let mut words = vec![0xdead_beef; tiles.rows * row_words];
+                let range = 0..tiles.count();
+                pack(isa, Pack { x, k, row_words, layout, tiles, range, words: words.as_mut_ptr() });
+                words
+            };
+            let plain = words(Isa::PORTABLE);
+            for isa in Isa::available() {
+                prop_assert!(words(isa) == plain, "{}", isa.name());
+            }
+        }
+        Ok(())
+    }
 }

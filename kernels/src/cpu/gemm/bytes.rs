@@ -10,7 +10,7 @@ use super::activations::Pack;
 const PART: usize = 64;
 /// Most rows of a tile.
 const ROWS: usize = 8;
-const _: () = assert!(Avx512::TILE_ROWS / 2 <= ROWS && GROUP_STEP.is_multiple_of(8));
+const _: () = assert!(Avx512::INTEGER_ROWS <= ROWS && GROUP_STEP.is_multiple_of(8));
 
 /// Where the words of a tile's rows come from, given two vectors with four words of rows 0 to 3 and of rows 4 to 7:
 /// for each height the first two words of all rows, then the other two.

@@ -13,13 +13,15 @@ pub(super) trait Numbers<S: Simd> {
     const BYTES: usize;
     /// Words of one row's activations in one step.
     const WORDS: usize;
-    /// Weights of one step for a vector of columns.
+    /// Products that a step adds to a sum, one after the other; at most two.
+    const PARTS: usize = 1;
+    /// Weights of one part of a step for a vector of columns.
     type W: Copy;
-    /// Activations of one step for one row, in all lanes.
+    /// Activations of one part of a step for one row, in all lanes.
     type X: Copy;
 
-    unsafe fn weights(from: *const u8) -> Self::W;
-    unsafe fn activations(from: *const u32) -> Self::X;
+    unsafe fn weights(from: *const u8, part: usize) -> Self::W;
+    unsafe fn activations(from: *const u32, part: usize) -> Self::X;
     unsafe fn add_product(sum: S::V, x: Self::X, w: Self::W) -> S::V;
 }
 
@@ -51,12 +53,32 @@ impl<S: Simd, F: Numbers<S>> Format<S> for Floats<F> {
                     soon = soon.wrapping_add(stride);
                 }
                 for p in 0..P {
-                    let at = w.add(p * gap * job.w.panel_bytes);
-                    let (w0, w1) = (F::weights(at), F::weights(at.add(vector_bytes)));
+                    let mut at = w.add(p * gap * job.w.panel_bytes);
+                    // Sums, both parts of the weights and one row's activations, and something to take parts out with.
+                    if F::PARTS > 1 && 2 * M * P + 7 > S::REGISTERS {
+                        for part in 0..F::PARTS {
+                            // Opaque, as the whole would otherwise be kept from part to part.
+                            at = opaque(at);
+                            let (w0, w1) = (F::weights(at, part), F::weights(at.add(vector_bytes), part));
+                            for m in 0..M {
+                                let xs = F::activations(x.add(m * F::WORDS), part);
+                                sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
+                                sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
+                            }
+                        }
+                        continue;
+                    }
+                    // A part that there is not is the first one.
+                    let (first, second) = (at, at.add(vector_bytes));
+                    let last = F::PARTS - 1;
+                    let w0 = [F::weights(first, 0), F::weights(first, last)];
+                    let w1 = [F::weights(second, 0), F::weights(second, last)];
                     for m in 0..M {
-                        let xs = F::activations(x.add(m * F::WORDS));
-                        sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0);
-                        sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1);
+                        for part in 0..F::PARTS {
+                            let xs = F::activations(x.add(m * F::WORDS), part);
+                            sums[m][p][0] = F::add_product(sums[m][p][0], xs, w0[part]);
+                            sums[m][p][1] = F::add_product(sums[m][p][1], xs, w1[part]);
+                        }
                     }
                 }
                 // Counted up: computed anew from the step, addresses take one of fifteen instructions.
@@ -78,13 +100,13 @@ impl<S: Simd> Numbers<S> for F32 {
     type X = S::V;
 
     #[inline(always)]
-    unsafe fn weights(from: *const u8) -> S::V {
+    unsafe fn weights(from: *const u8, _part: usize) -> S::V {
         // SAFETY: passed on to the caller.
         unsafe { S::load(from.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn activations(from: *const u32) -> S::V {
+    unsafe fn activations(from: *const u32, _part: usize) -> S::V {
         // SAFETY: passed on to the caller.
         unsafe { S::splat(from.cast::<f32>().read()) }
     }
@@ -106,13 +128,13 @@ impl<S: Simd> Numbers<S> for F16 {
     type X = S::V;
 
     #[inline(always)]
-    unsafe fn weights(from: *const u8) -> S::V {
+    unsafe fn weights(from: *const u8, _part: usize) -> S::V {
         // SAFETY: passed on to the caller.
         unsafe { S::load_f16(from.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn activations(from: *const u32) -> S::V {
+    unsafe fn activations(from: *const u32, _part: usize) -> S::V {
         // SAFETY: passed on to the caller.
         unsafe { S::splat(from.cast::<f32>().read()) }
     }
@@ -130,25 +152,29 @@ pub(super) struct Bf16;
 impl<S: Simd> Numbers<S> for Bf16 {
     const BYTES: usize = 4;
     const WORDS: usize = 2;
-    type W = (S::V, S::V);
-    type X = (S::V, S::V);
+    const PARTS: usize = 2;
+    type W = S::V;
+    type X = S::V;
 
     #[inline(always)]
-    unsafe fn weights(from: *const u8) -> (S::V, S::V) {
+    unsafe fn weights(from: *const u8, part: usize) -> S::V {
         // SAFETY: passed on to the caller.
-        unsafe { S::load_bf16_pairs(from.cast()) }
+        unsafe {
+            let (first, second) = S::load_bf16_pairs(from.cast());
+            if part == 0 { first } else { second }
+        }
     }
 
     #[inline(always)]
-    unsafe fn activations(from: *const u32) -> (S::V, S::V) {
+    unsafe fn activations(from: *const u32, part: usize) -> S::V {
         // SAFETY: passed on to the caller.
-        unsafe { (S::splat(from.cast::<f32>().read()), S::splat(from.cast::<f32>().add(1).read())) }
+        unsafe { S::splat(from.cast::<f32>().add(part).read()) }
     }
 
     #[inline(always)]
-    unsafe fn add_product(sum: S::V, x: (S::V, S::V), w: (S::V, S::V)) -> S::V {
+    unsafe fn add_product(sum: S::V, x: S::V, w: S::V) -> S::V {
         // SAFETY: passed on to the caller.
-        unsafe { S::fma(x.1, w.1, S::fma(x.0, w.0, sum)) }
+        unsafe { S::fma(x, w, sum) }
     }
 }
 
@@ -164,13 +190,13 @@ impl Numbers<simd::Avx512> for NativeBf16 {
     type X = std::arch::x86_64::__m512i;
 
     #[inline(always)]
-    unsafe fn weights(from: *const u8) -> Self::W {
+    unsafe fn weights(from: *const u8, _part: usize) -> Self::W {
         // SAFETY: passed on to the caller.
         unsafe { std::arch::x86_64::_mm512_loadu_si512(from.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn activations(from: *const u32) -> Self::X {
+    unsafe fn activations(from: *const u32, _part: usize) -> Self::X {
         // SAFETY: passed on to the caller.
         unsafe { std::arch::x86_64::_mm512_set1_epi32(from.read() as i32) }
     }

@@ -234,29 +234,14 @@ proptest! {
     }
 }
 
-/// The words of x[rows, k] for a product with integers, on one path.
-#[cfg(target_arch = "x86_64")]
-fn packed_bytes(path: Path, x: &[f32], k: usize, group: usize, four: bool) -> Option<Vec<u32>> {
-    let isa = Isa::available().into_iter().find(|isa| isa.0 == path)?;
-    let pool = Pool::new(2).unwrap();
-    let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
-    let zeros = vec![0; k * 2];
-    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &zeros, rows: 1, interleaved: None }];
-    let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
-    let rows = x.len() / k;
-    let mut scratch = Activations::default();
-    let (words, row_words) = scratch.set(&pool, &w, x, Tiles::new(rows, tile_rows(&w)));
-    // SAFETY: that many words were just packed, and `scratch` holds them.
-    Some(unsafe { std::slice::from_raw_parts(words, rows * row_words) }.to_vec())
-}
-
 #[cfg(target_arch = "x86_64")]
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn activations_become_the_same_bytes_by_vectors_as_one_by_one(
-        k in 1usize..300, rows in 1usize..20, group in 1usize..=32, four in any::<bool>(), seed in any::<u32>(),
+        k in 1usize..300, rows in 1usize..20, group in 1usize..=32, offset in prop::sample::select(vec![8, 128]),
+        tallest in 1usize..=8, seed in any::<u32>(),
         odd in prop::collection::vec(
             (any::<prop::sample::Index>(), prop::sample::select(vec![
                 f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, 1e-31, -1e-38, -0.0,
@@ -264,11 +249,7 @@ proptest! {
     ) {
         let mut x = values(seed, rows * k, 3.0);
         odd.iter().for_each(|(at, value)| *at.get_mut(&mut x) = *value);
-        let pack = |path| packed_bytes(path, &x, k, group * 8, four);
-        // Nothing to compare on machines without either.
-        if let (Some(one), Some(all)) = (pack(Path::Avx512), pack(Path::Avx512Vnni)) {
-            prop_assert!(one == all);
-        }
+        activations::tests::check_group(&x, k, group * 8, offset, Tiles::new(rows, tallest))?;
     }
 }
 
@@ -278,6 +259,31 @@ fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
     check_integers(40, 1500, 300, 32, true, 2, 211, 10);
     check_integers(70, 14_000, 95, 128, false, 2, 61, 11);
     check_integers(40, 28_000, 50, 32, true, 2, 33, 12);
+}
+
+#[test]
+fn the_largest_integers_of_either_sign_do_not_overflow_what_adds_them() {
+    let pool = Pool::new(1).unwrap();
+    let (n, k) = (20, 256 + 8);
+    for signs in [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]] {
+        let (bytes, weights) = stored(Dtype::Bf16, &vec![signs[0] * 0.875; n * k]);
+        let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
+        let exact = weights[..k].iter().sum::<f32>() * signs[1] * 2.0;
+        for group in [8, 24, 32, 40, 64, 256] {
+            for format in [WeightFormat::Int8 { group }, WeightFormat::Int4 { group }] {
+                for isa in Isa::available() {
+                    let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
+                    for rows in [1, 2, 7] {
+                        let x = vec![signs[1] * 2.0; rows * k];
+                        let mut y = vec![0.0; rows * n];
+                        gemm(&pool, &w, &x, rows, Start::Zero, &mut y, &mut Activations::default());
+                        let near = |y: &f32| (y - exact).abs() <= 1e-2 * exact.abs();
+                        assert!(y.iter().all(near), "{} {format}: {y:?}, not {exact}", isa.name());
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

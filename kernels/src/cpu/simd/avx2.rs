@@ -1,6 +1,6 @@
 use std::arch::x86_64::*;
 
-use super::Simd;
+use super::{Part, Simd};
 
 /// Eight lanes of AVX2 with FMA and F16C.
 #[derive(Clone, Copy)]
@@ -11,8 +11,23 @@ impl Simd for Avx2 {
     type V = __m256;
     type I = __m256i;
     const LANES: usize = 8;
-    const TILE_ROWS: usize = 4;
+    const REGISTERS: usize = 16;
+    const TILE_ROWS: usize = 6;
+    const INTEGER_ROWS: usize = 4;
     const QUERIES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn run_part<P: Part<Self>>(part: P) {
+        // Among the registers of all that surrounds it, one of many loops gets too few.
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[inline(never)]
+        unsafe fn apart<P: Part<Avx2>>(part: P) {
+            // SAFETY: passed on to the caller.
+            unsafe { part.run() }
+        }
+        // SAFETY: see the impl.
+        unsafe { apart(part) }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
@@ -180,29 +195,27 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn upper_halves(v: __m256i) -> __m256i {
+    unsafe fn halves(v: __m256i) -> (__m256i, __m256i) {
         // SAFETY: see the impl.
-        unsafe { _mm256_and_si256(v, _mm256_set1_epi8(0xf0_u8 as i8)) }
+        unsafe { (_mm256_and_si256(v, _mm256_set1_epi16(255)), _mm256_srli_epi16::<8>(v)) }
     }
 
     #[inline(always)]
-    unsafe fn add_sixteenth(a: __m256i, b: __m256i) -> __m256i {
+    unsafe fn dot_halves(sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
         // SAFETY: see the impl.
-        unsafe { _mm256_add_epi32(a, _mm256_srai_epi32::<4>(b)) }
+        unsafe { _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)) }
     }
 
     #[inline(always)]
-    unsafe fn dot_bytes(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+    unsafe fn dot_bytes(sums: __m256i, w: __m256i, x: __m256i) -> __m256i {
         // SAFETY: see the impl.
-        unsafe {
-            // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: no product of theirs overflows.
-            let even = _mm256_madd_epi16(
-                _mm256_and_si256(w, _mm256_set1_epi16(255)),
-                _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)),
-            );
-            let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(w), _mm256_srai_epi16::<8>(x));
-            _mm256_add_epi32(sum, _mm256_add_epi32(even, odd))
-        }
+        unsafe { _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, x)) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_halves(a: __m256i, b: __m256i) -> __m256i {
+        // SAFETY: see the impl.
+        unsafe { _mm256_add_epi32(a, _mm256_madd_epi16(b, _mm256_set1_epi16(1))) }
     }
 
     #[inline(always)]

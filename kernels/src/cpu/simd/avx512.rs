@@ -1,6 +1,6 @@
 use std::arch::x86_64::*;
 
-use super::Simd;
+use super::{Part, Simd};
 
 /// Sixteen lanes of AVX-512 (F, BW, DQ, VL).
 #[derive(Clone, Copy)]
@@ -11,8 +11,16 @@ impl Simd for Avx512 {
     type V = __m512;
     type I = __m512i;
     const LANES: usize = 16;
+    const REGISTERS: usize = 32;
     const TILE_ROWS: usize = 12;
+    const INTEGER_ROWS: usize = 6;
     const QUERIES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn run_part<P: Part<Self>>(part: P) {
+        // SAFETY: passed on to the caller.
+        unsafe { part.run() }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
@@ -179,29 +187,27 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn upper_halves(v: __m512i) -> __m512i {
+    unsafe fn halves(v: __m512i) -> (__m512i, __m512i) {
         // SAFETY: see the impl.
-        unsafe { _mm512_and_si512(v, _mm512_set1_epi8(0xf0_u8 as i8)) }
+        unsafe { (_mm512_and_si512(v, _mm512_set1_epi16(255)), _mm512_srli_epi16::<8>(v)) }
     }
 
     #[inline(always)]
-    unsafe fn add_sixteenth(a: __m512i, b: __m512i) -> __m512i {
+    unsafe fn dot_halves(sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: see the impl.
-        unsafe { _mm512_add_epi32(a, _mm512_srai_epi32::<4>(b)) }
+        unsafe { _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)) }
     }
 
     #[inline(always)]
-    unsafe fn dot_bytes(sum: __m512i, w: __m512i, x: __m512i) -> __m512i {
+    unsafe fn dot_bytes(sums: __m512i, w: __m512i, x: __m512i) -> __m512i {
         // SAFETY: see the impl.
-        unsafe {
-            // Bytes 0 and 2, then 1 and 3, as 16-bit numbers: no product of theirs overflows.
-            let even = _mm512_madd_epi16(
-                _mm512_and_si512(w, _mm512_set1_epi16(255)),
-                _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)),
-            );
-            let odd = _mm512_madd_epi16(_mm512_srli_epi16::<8>(w), _mm512_srai_epi16::<8>(x));
-            _mm512_add_epi32(sum, _mm512_add_epi32(even, odd))
-        }
+        unsafe { _mm512_add_epi16(sums, _mm512_maddubs_epi16(w, x)) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_halves(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see the impl.
+        unsafe { _mm512_add_epi32(a, _mm512_madd_epi16(b, _mm512_set1_epi16(1))) }
     }
 
     #[inline(always)]
@@ -236,6 +242,26 @@ pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
 pub(crate) unsafe fn dot_int8(acc: __m512i, x: __m512i, w: __m512i) -> __m512i {
     // SAFETY: the caller has the instruction set.
     unsafe { _mm512_dpbusd_epi32(acc, x, w) }
+}
+
+/// The upper half of each byte, where it is: sixteen times its number.
+///
+/// # Safety
+/// The machine has AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn upper_halves(v: __m512i) -> __m512i {
+    // SAFETY: the caller has the instruction set.
+    unsafe { _mm512_and_si512(v, _mm512_set1_epi8(0xf0_u8 as i8)) }
+}
+
+/// `a + b / 16`, where 16 divides b.
+///
+/// # Safety
+/// The machine has AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn add_sixteenth(a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: the caller has the instruction set.
+    unsafe { _mm512_add_epi32(a, _mm512_srai_epi32::<4>(b)) }
 }
 
 /// The largest lane of each vector.

@@ -11,7 +11,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, dot_bf16, dot_int8, largest_of};
+pub(crate) use avx512::{Avx512, add_sixteenth, dot_bf16, dot_int8, largest_of, upper_halves};
 pub(crate) use portable::Portable;
 
 /// Most lanes of any instruction set.
@@ -29,11 +29,17 @@ pub(crate) trait Simd: Copy + 'static {
     type I: Copy;
     /// Lanes of a vector; a power of two up to [`LANES_MAX`].
     const LANES: usize;
+    /// Vectors that the processor has room for.
+    const REGISTERS: usize;
     /// Rows of the tallest GEMM tile; with two vectors per row its sums fit the registers.
     const TILE_ROWS: usize;
+    /// The same with integers, of which each row has the sums of a group, too.
+    const INTEGER_ROWS: usize;
     /// Queries that attention treats at once.
     const QUERIES: usize;
 
+    /// Runs a part of a kernel, as a function of its own where the compiler uses registers better so.
+    unsafe fn run_part<P: Part<Self>>(part: P);
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(from: *const f32) -> Self::V;
     unsafe fn store(to: *mut f32, v: Self::V);
@@ -71,24 +77,36 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_int(from: *const u8) -> Self::I;
     /// The lower and the upper half of each byte, each in a byte of its own.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
-    /// The upper half of each byte, where it is: sixteen times its number.
-    unsafe fn upper_halves(v: Self::I) -> Self::I;
-    /// `a + b / 16`, where 16 divides b.
-    unsafe fn add_sixteenth(a: Self::I, b: Self::I) -> Self::I;
-    /// Adds to each lane the products of its four pairs of bytes, those of `w` unsigned, those of `x` signed. Exact, so
-    /// every instruction set gives the same.
-    unsafe fn dot_bytes(sum: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// Of the four unsigned bytes of each lane, numbers of 16 bits: the first and the third, then the second and the fourth.
+    unsafe fn halves(v: Self::I) -> (Self::I, Self::I);
+    /// Adds to each lane the products of its two pairs of signed 16-bit numbers.
+    unsafe fn dot_halves(sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
+    /// Adds to the two 16-bit sums of each lane the products of two of its pairs of bytes each, those of `w` unsigned, those
+    /// of `x` signed. No sum, nor any two products, may exceed 16 bits.
+    unsafe fn dot_bytes(sums: Self::I, w: Self::I, x: Self::I) -> Self::I;
+    /// Adds to each lane of `a` the two signed 16-bit numbers of `b`.
+    unsafe fn add_halves(a: Self::I, b: Self::I) -> Self::I;
     /// Each integer, which is below 2^24 in magnitude, as f32.
     unsafe fn int_to_f32(v: Self::I) -> Self::V;
 }
 
 /// A kernel that can be compiled for any instruction set.
 pub(crate) trait Kernel {
-    /// The body. Implementations are `#[inline(always)]`, so that they take on the features of their caller.
+    /// The body. Implementations are `#[inline(always)]`, so that they take on the features of their caller. Closures that use
+    /// vectors, such as those given to `map`, need not be inlined, and are then compiled without these features.
     ///
     /// # Safety
     /// The machine has `S`'s instruction set.
     unsafe fn run<S: Simd>(self);
+}
+
+/// A part of a kernel for one instruction set.
+pub(crate) trait Part<S: Simd> {
+    /// The body; see [`Kernel::run`].
+    ///
+    /// # Safety
+    /// The machine has `S`'s instruction set.
+    unsafe fn run(self);
 }
 
 /// Runs a kernel in the form that `isa` names.

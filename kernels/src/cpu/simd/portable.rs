@@ -1,4 +1,4 @@
-use super::Simd;
+use super::{Part, Simd};
 use crate::dtype::{bf16_value, f16_value};
 
 /// Eight lanes of plain Rust, which compilers turn into whatever vectors the target has.
@@ -20,8 +20,16 @@ impl Simd for Portable {
     type V = [f32; N];
     type I = [i32; N];
     const LANES: usize = N;
+    const REGISTERS: usize = 16;
     const TILE_ROWS: usize = 2;
+    const INTEGER_ROWS: usize = 1;
     const QUERIES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn run_part<P: Part<Self>>(part: P) {
+        // SAFETY: passed on to the caller.
+        unsafe { part.run() }
+    }
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> [f32; N] {
@@ -168,25 +176,32 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn upper_halves(v: [i32; N]) -> [i32; N] {
-        v.map(|four| four & 0xf0f0_f0f0_u32 as i32)
+    unsafe fn halves(v: [i32; N]) -> ([i32; N], [i32; N]) {
+        (v.map(|four| four & 0x00ff_00ff), v.map(|four| four >> 8 & 0x00ff_00ff))
     }
 
     #[inline(always)]
-    unsafe fn add_sixteenth(a: [i32; N], b: [i32; N]) -> [i32; N] {
-        std::array::from_fn(|i| a[i] + (b[i] >> 4))
+    unsafe fn dot_halves(sum: [i32; N], a: [i32; N], b: [i32; N]) -> [i32; N] {
+        std::array::from_fn(|i| {
+            let [low, high] = [0, 16].map(|by| ((a[i] >> by) as i16, (b[i] >> by) as i16));
+            sum[i] + i32::from(low.0) * i32::from(low.1) + i32::from(high.0) * i32::from(high.1)
+        })
     }
 
     #[inline(always)]
-    unsafe fn dot_bytes(sum: [i32; N], w: [i32; N], x: [i32; N]) -> [i32; N] {
-        let mut out = sum;
-        for i in 0..N {
-            let (w, x) = (w[i].to_ne_bytes(), x[i].to_ne_bytes());
-            for j in 0..4 {
-                out[i] += i32::from(w[j]) * i32::from(x[j] as i8);
-            }
-        }
-        out
+    unsafe fn dot_bytes(sums: [i32; N], w: [i32; N], x: [i32; N]) -> [i32; N] {
+        std::array::from_fn(|i| {
+            let (w, x) = (w[i].to_le_bytes(), x[i].to_le_bytes());
+            let product = |j: usize| i16::from(w[j]) * i16::from(x[j] as i8);
+            let [low, high] = [sums[i] as i16, (sums[i] >> 16) as i16];
+            let (low, high) = (low + product(0) + product(1), high + product(2) + product(3));
+            i32::from(low) & 0xffff | i32::from(high) << 16
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn add_halves(a: [i32; N], b: [i32; N]) -> [i32; N] {
+        std::array::from_fn(|i| a[i] + i32::from(b[i] as i16) + (b[i] >> 16))
     }
 
     #[inline(always)]
