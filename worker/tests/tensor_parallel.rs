@@ -181,9 +181,10 @@ fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
         for (dtype, quantize, most) in [
             (Dtype::Bf16, None, 1e-2),
             (Dtype::F16, None, 2e-3),
-            // Groups as they are in the whole, so only activations between two integers can go another way.
-            (Dtype::F32, Some("int8:8"), 1e-2),
-            (Dtype::F32, Some("int4:8"), 1e-2),
+            // Groups as they are in the whole, so only activations between two integers can go another way: each by 1/127 of the
+            // largest of its group, and how many do depends on the instruction set. What is divided wrongly is off by 1.
+            (Dtype::F32, Some("int8:8"), 2e-2),
+            (Dtype::F32, Some("int4:8"), 2e-2),
         ] {
             let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
             let model = open(&folder);
