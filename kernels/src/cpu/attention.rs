@@ -10,11 +10,12 @@ use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPool, Number, TILE};
 use super::matrix::Shared;
 use super::pool::Pool;
 use super::rope::QkvShape;
-use super::simd::{self, Kernel, Simd, exp};
+use super::simd::{self, Kernel, Simd};
 use crate::dtype::Dtype;
 
 #[cfg(target_arch = "x86_64")]
 mod native;
+mod walk;
 
 /// Most numbers of a head.
 pub const HEAD_DIM_MAX: usize = 256;
@@ -192,10 +193,10 @@ impl Kernel for Attend<'_> {
         // SAFETY: passed on to the caller.
         unsafe {
             match self.layout.dtype {
-                KvDtype::Plain(Dtype::F32) => self.tiles::<S, f32>(),
-                KvDtype::Plain(Dtype::Bf16) => self.tiles::<S, Bf16>(),
-                KvDtype::Plain(Dtype::F16) => self.tiles::<S, F16>(),
-                KvDtype::Int8 => self.tiles::<S, Int8>(),
+                KvDtype::Plain(Dtype::F32) => self.walk::<S, f32>(),
+                KvDtype::Plain(Dtype::Bf16) => self.walk::<S, Bf16>(),
+                KvDtype::Plain(Dtype::F16) => self.walk::<S, F16>(),
+                KvDtype::Int8 => self.walk::<S, Int8>(),
             }
         }
     }
@@ -242,112 +243,7 @@ impl<N: Number> Gathered<N> {
     }
 }
 
-const INDEX: [f32; TILE] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
-
 impl Attend<'_> {
-    #[inline(always)]
-    unsafe fn tiles<S: Simd, N: Number>(&self) {
-        // SAFETY: passed on to the caller; the scores of a tile fill that many vectors.
-        unsafe { if S::LANES == TILE { self.all::<S, N, 1>() } else { self.all::<S, N, 2>() } }
-    }
-
-    #[inline(always)]
-    unsafe fn all<S: Simd, N: Number, const T: usize>(&self) {
-        let group = self.shape.heads / self.shape.kv_heads;
-        let queries = (self.task.end - self.task.first) as usize * group;
-        let mut first = 0;
-        while first < queries {
-            let count = S::QUERIES.min(queries - first);
-            // SAFETY: the queries are those of the task.
-            unsafe {
-                match count {
-                    1 => self.queries::<S, N, T, 1>(first),
-                    2 => self.queries::<S, N, T, 2>(first),
-                    3 if S::QUERIES >= 3 => self.queries::<S, N, T, 3>(first),
-                    4 if S::QUERIES >= 4 => self.queries::<S, N, T, 4>(first),
-                    5 if S::QUERIES >= 5 => self.queries::<S, N, T, 5>(first),
-                    6 if S::QUERIES >= 6 => self.queries::<S, N, T, 6>(first),
-                    7 if S::QUERIES >= 7 => self.queries::<S, N, T, 7>(first),
-                    8 if S::QUERIES >= 8 => self.queries::<S, N, T, 8>(first),
-                    _ => unreachable!("up to 8 queries are treated at once"),
-                }
-            }
-            first += count;
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn queries<S: Simd, N: Number, const T: usize, const Q: usize>(&self, first: usize) {
-        let head_dim = self.shape.head_dim;
-        let group = self.shape.heads / self.shape.kv_heads;
-        let stride = self.layout.value_stride();
-        let mut query = [std::ptr::null(); Q];
-        let mut out = [std::ptr::null_mut(); Q];
-        // Each query sees positions from `low` to before `high`.
-        let (mut low, mut high) = ([0usize; Q], [0usize; Q]);
-        for i in 0..Q {
-            let row = self.task.first as usize + (first + i) / group;
-            let head = self.kv_head * group + (first + i) % group;
-            // SAFETY: row and head are within qkv and out.
-            unsafe {
-                query[i] = self.qkv.add(row * self.shape.width() + head * head_dim);
-                out[i] = self.out.add((row * self.shape.heads + head) * head_dim);
-            }
-            high[i] = self.positions[row] as usize + 1;
-            low[i] = lowest(high[i], self.window);
-        }
-        let mut gathered = None;
-        let mut sums = [[0.0f32; HEAD_DIM_MAX]; Q];
-        // SAFETY: vectors are within the tile's keys and values, and within local arrays.
-        unsafe {
-            let mut best = [f32::NEG_INFINITY; Q];
-            let mut total = [[S::splat(0.0); T]; Q];
-            // Rows ascend, so the first query sees furthest back and the last one furthest on.
-            for base in (low[0] / TILE * TILE..high[Q - 1]).step_by(TILE) {
-                let tile = self.tile::<N>(base, high[Q - 1], &mut gathered);
-                self.prefetch::<S, N>(base + PREFETCH_TILES * TILE, high[Q - 1]);
-                let scores = self.scores::<S, N, T, Q>(&query, tile);
-                let mut weights = [[0.0f32; TILE]; Q];
-                let mut decay = [S::splat(1.0); Q];
-                let (mut from, mut to) = ([0usize; Q], [0usize; Q]);
-                let mut whole = true;
-                for i in 0..Q {
-                    from[i] = low[i].saturating_sub(base).min(TILE);
-                    to[i] = high[i].saturating_sub(base).min(TILE);
-                    whole &= (from[i], to[i]) == (0, TILE);
-                    if from[i] < to[i] {
-                        let seen = (from[i], to[i]);
-                        decay[i] =
-                            soften::<S, T>(scores[i], seen, &mut best[i], &mut total[i], &mut weights[i]);
-                        if N::SCALED {
-                            for j in from[i]..to[i] {
-                                weights[i][j] *= tile.value_scales.add(j).read();
-                            }
-                        }
-                    }
-                }
-                if whole {
-                    weigh::<S, N, Q>(tile.values, stride, (0, TILE), &weights, &decay, &mut sums);
-                } else {
-                    for i in 0..Q {
-                        if from[i] < to[i] {
-                            let (weights, sums) = (&weights[i..][..1], &mut sums[i..][..1]);
-                            let one = (from[i], to[i]);
-                            weigh_one::<S, N>(tile.values, stride, one, weights, decay[i], sums);
-                        }
-                    }
-                }
-            }
-            for i in 0..Q {
-                let all = S::sum(if T == 1 { total[i][0] } else { S::add(total[i][0], total[i][T - 1]) });
-                let scale = 1.0 / all;
-                for d in 0..head_dim {
-                    out[i].add(d).write(sums[i][d] * scale);
-                }
-            }
-        }
-    }
-
     /// The tile from position `base` on. Positions from `end` on need not exist.
     #[inline(always)]
     unsafe fn tile<N: Number>(
@@ -432,120 +328,6 @@ impl Attend<'_> {
             }
         }
     }
-
-    /// q k^T / sqrt(head_dim) for each query and the 16 keys of a tile. Even and odd components are summed apart.
-    #[inline(always)]
-    unsafe fn scores<S: Simd, N: Number, const T: usize, const Q: usize>(
-        &self,
-        query: &[*const f32; Q],
-        tile: Tile<N>,
-    ) -> [[S::V; T]; Q] {
-        // SAFETY: components are below head_dim, which is even; vectors are within the tile.
-        unsafe {
-            let mut even = [[S::splat(0.0); T]; Q];
-            let mut odd = [[S::splat(0.0); T]; Q];
-            for d in (0..self.shape.head_dim).step_by(2) {
-                for t in 0..T {
-                    let at = tile.keys.add(d * tile.key_stride + t * S::LANES);
-                    let (k0, k1) = (N::load::<S>(at), N::load::<S>(at.add(tile.key_stride)));
-                    for i in 0..Q {
-                        even[i][t] = S::fma(S::splat(query[i].add(d).read()), k0, even[i][t]);
-                        odd[i][t] = S::fma(S::splat(query[i].add(d + 1).read()), k1, odd[i][t]);
-                    }
-                }
-            }
-            for i in 0..Q {
-                for t in 0..T {
-                    even[i][t] = S::mul(S::add(even[i][t], odd[i][t]), S::splat(self.scale));
-                    if N::SCALED {
-                        even[i][t] = S::mul(even[i][t], S::load(tile.key_scales.add(t * S::LANES)));
-                    }
-                }
-            }
-            even
-        }
-    }
-}
-
-/// One step of the online softmax for one query: turns the scores of the positions from `seen.0` to before `seen.1`
-/// into weights relative to the best score so far, and returns by what earlier sums must be multiplied.
-#[inline(always)]
-unsafe fn soften<S: Simd, const T: usize>(
-    mut scores: [S::V; T],
-    seen: (usize, usize),
-    best: &mut f32,
-    total: &mut [S::V; T],
-    weights: &mut [f32; TILE],
-) -> S::V {
-    // SAFETY: vectors are within the arrays.
-    unsafe {
-        let hidden = S::splat(f32::NEG_INFINITY);
-        if seen != (0, TILE) {
-            let (from, to) = (S::splat(seen.0 as f32), S::splat(seen.1 as f32));
-            for t in 0..T {
-                // What is hidden may be anything, NaN included: it is replaced, not combined.
-                let index = S::load(INDEX.as_ptr().add(t * S::LANES));
-                let before = S::if_less(index, from, hidden, scores[t]);
-                scores[t] = S::if_less(index, to, before, hidden);
-            }
-        }
-        let mut largest = S::largest(scores[0]);
-        for t in 1..T {
-            largest = largest.max(S::largest(scores[t]));
-        }
-        let now = best.max(largest);
-        let decay = exp::<S>(S::splat(*best - now));
-        *best = now;
-        for t in 0..T {
-            let weight = exp::<S>(S::sub(scores[t], S::splat(now)));
-            total[t] = S::fma(total[t], decay, weight);
-            S::store(weights.as_mut_ptr().add(t * S::LANES), weight);
-        }
-        decay
-    }
-}
-
-/// sums = sums * decay + weights * values for some positions of a tile, in their order.
-#[inline(always)]
-unsafe fn weigh<S: Simd, N: Number, const Q: usize>(
-    values: *const N,
-    stride: usize,
-    seen: (usize, usize),
-    weights: &[[f32; TILE]],
-    decay: &[S::V; Q],
-    sums: &mut [[f32; HEAD_DIM_MAX]],
-) {
-    for d in (0..stride).step_by(S::LANES) {
-        // SAFETY: `stride` is a multiple of the lanes and at most HEAD_DIM_MAX; positions are in the tile.
-        unsafe {
-            let mut sum = [S::splat(0.0); Q];
-            for i in 0..Q {
-                sum[i] = S::mul(S::load(sums[i].as_ptr().add(d)), decay[i]);
-            }
-            for j in seen.0..seen.1 {
-                let value = N::load::<S>(values.add(j * stride + d));
-                for i in 0..Q {
-                    sum[i] = S::fma(S::splat(weights[i][j]), value, sum[i]);
-                }
-            }
-            for i in 0..Q {
-                S::store(sums[i].as_mut_ptr().add(d), sum[i]);
-            }
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn weigh_one<S: Simd, N: Number>(
-    values: *const N,
-    stride: usize,
-    seen: (usize, usize),
-    weights: &[[f32; TILE]],
-    decay: S::V,
-    sums: &mut [[f32; HEAD_DIM_MAX]],
-) {
-    // SAFETY: passed on to the caller.
-    unsafe { weigh::<S, N, 1>(values, stride, seen, weights, &[decay], sums) }
 }
 
 #[cfg(test)]

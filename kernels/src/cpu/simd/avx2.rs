@@ -14,7 +14,7 @@ impl Simd for Avx2 {
     const REGISTERS: usize = 16;
     const TILE_ROWS: usize = 6;
     const INTEGER_ROWS: usize = 4;
-    const QUERIES: usize = 2;
+    const QUERIES: usize = 3;
 
     #[inline(always)]
     unsafe fn run_part<P: Part<Self>>(part: P) {
