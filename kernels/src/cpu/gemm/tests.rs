@@ -234,7 +234,6 @@ proptest! {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
