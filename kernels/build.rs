@@ -40,7 +40,7 @@ fn images() {
     let mut text = String::from("/// All families.\npub static IMAGES: &[Image] = &[\n");
     for (family, file) in FAMILIES.iter().zip(files) {
         text += &format!(
-            "    Image {{ name: {family:?}, form: Form::{form}, bytes: include_bytes!({:?}) }},\n",
+            "    Image {{ name: {family:?}, form: Form::{form}, bytes: &Aligned(*include_bytes!({:?})).0 }},\n",
             file.display().to_string()
         );
     }

@@ -151,7 +151,7 @@ DEVICE void attend_rows(const AttentionParams &p, const AttentionItem &item, uin
                 uint32_t *to = (uint32_t *)p.out + line * (D / 2) + lane() % 4;
                 UNROLL
                 for (uint32_t j = 0; j < D / 8; j++) {
-                    to[4 * j] = pack_small<T>(state[m].out[j][2 * i] * scale, state[m].out[j][2 * i + 1] * scale);
+                    to[4 * j] = pack<T>(state[m].out[j][2 * i] * scale, state[m].out[j][2 * i + 1] * scale);
                 }
             }
         }

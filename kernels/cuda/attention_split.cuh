@@ -66,8 +66,8 @@ DEVICE void write_merged(const AttentionParams &p, const AttentionItem &item, ui
     uint32_t *to = (uint32_t *)p.out + line * (D / 2) + thread_index() % 8 * 2;
     UNROLL
     for (uint32_t j = 0; j < Merged<D>::PARTS; j++) {
-        to[16 * j] = pack_small<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
-        to[16 * j + 1] = pack_small<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
+        to[16 * j] = pack<T>(multiply_exact(all.out[j].x, scale), multiply_exact(all.out[j].y, scale));
+        to[16 * j + 1] = pack<T>(multiply_exact(all.out[j].z, scale), multiply_exact(all.out[j].w, scale));
     }
 }
 

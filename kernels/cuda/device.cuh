@@ -192,12 +192,12 @@ template <> __device__ __forceinline__ uint32_t pack<Bf16>(float low, float high
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
+// Values beyond the range of f16 are held at its end: an infinite key would make every score NaN. What is NaN stays so, which
+// the least and the greatest of two do not keep.
+DEVICE float held(float x) { return x == x ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
 template <> __device__ __forceinline__ uint32_t pack<F16>(float low, float high) {
-    // Values beyond the range are held at its end: an infinite key would make every score NaN.
-    low = fminf(fmaxf(low, -65504.0f), 65504.0f);
-    high = fminf(fmaxf(high, -65504.0f), 65504.0f);
     uint32_t word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(held(high)), "f"(held(low)));
     return word;
 }
 

@@ -49,18 +49,22 @@ class Recorder:
 
     def command(self, name, command, timeout, environment=None):
         """Runs a program, whose output goes to the log; (exit status, output, seconds). 124: it ran past its time, 127: it
-        could not be started."""
+        could not be started. What the end of the whole run cuts off is skipped, and not failed."""
         env = {**os.environ, "RUST_BACKTRACE": "1", **(environment or {})}
-        limit = max(5, min(timeout, self.left()))
+        left = self.left()
+        if left < 5:
+            raise Skipped("no time left")
+        limit = min(timeout, left)
         begun = time.monotonic()
         with open(self.log, "ab") as log:
             log.write(f"\n===== {name}: {' '.join(map(str, command))} (at most {limit:.0f} s)\n".encode())
             log.flush()
             start = log.tell()
             try:
-                # A group of its own: checkers start the program as a child, which must end with them.
+                # A group of its own: checkers start the program as a child, which must end with them. Not a session: what
+                # ends this command from outside should end them, too.
                 process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                           start_new_session=True)
+                                           process_group=0)
             except OSError as error:
                 log.write(f"{error}\n".encode())
                 return 127, str(error), 0.0
@@ -78,6 +82,8 @@ class Recorder:
             output = log.read().decode(errors="replace")
         with open(self.log, "ab") as log:
             log.write(f"===== {name}: exit status {code} after {seconds:.1f} s\n".encode())
+        if code == 124 and limit < timeout:
+            raise Skipped(f"{name} was cut off after {limit:.0f} s: no time left")
         if code == 124:
             output += f"\nran past {limit:.0f} s"
         return code, output, seconds

@@ -519,7 +519,7 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
 void inflight_harness_mutate(uint32_t which) { mutant = (Mutant)which; }
 
 // What the harness makes of a number, for tests against a library.
-uint32_t inflight_harness_narrow(float x, uint32_t brain) { return brain ? bf16_bits(x) : f16_bits(x); }
+uint32_t inflight_harness_narrow(float x, uint32_t brain) { return brain ? bf16_bits(x) : f16_bits(held(x)); }
 uint32_t inflight_harness_to_e4m3(float x) { return to_e4m3(x); }
 float inflight_harness_from_e4m3(uint32_t byte) { return from_e4m3(byte).x; }
 float inflight_harness_widen(uint32_t bits, uint32_t brain) { return widen((uint16_t)bits, brain != 0); }

@@ -200,7 +200,10 @@ DEVICE uint16_t f16_bits(float x) {
     if (x != x) {
         return 0x7fff;
     }
-    float magnitude = fminf(fabsf(x), 65504.0f);
+    float magnitude = fabsf(x);
+    if (magnitude >= 65520.0f) {
+        return sign | 0x7c00;
+    }
     // Rounded at the place of the last bit that is kept, which for subnormals is 2^-24.
     int exponent;
     frexpf(magnitude, &exponent);
@@ -209,16 +212,23 @@ DEVICE uint16_t f16_bits(float x) {
     if (rounded < ldexpf(1.0f, -14)) {
         return sign | (uint16_t)ldexpf(rounded, 24);
     }
-    uint32_t bits = float_to_bits(fminf(rounded, 65504.0f));
+    uint32_t bits = float_to_bits(rounded);
     return sign | (uint16_t)(((bits >> 23) - 112) << 10 | (bits >> 13 & 0x3ff));
 }
 template <typename T> DEVICE uint32_t pack(float low, float high);
 template <> inline uint32_t pack<Bf16>(float low, float high) {
     return (uint32_t)bf16_bits(high) << 16 | bf16_bits(low);
 }
-template <> inline uint32_t pack<F16>(float low, float high) { return (uint32_t)f16_bits(high) << 16 | f16_bits(low); }
+DEVICE float held(float x) { return x == x ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; }
+template <> inline uint32_t pack<F16>(float low, float high) {
+    return (uint32_t)f16_bits(held(high)) << 16 | f16_bits(held(low));
+}
 
-template <typename T> DEVICE uint32_t pack_small(float low, float high) { return pack<T>(low, high); }
+template <typename T> DEVICE uint32_t pack_small(float low, float high);
+template <> inline uint32_t pack_small<Bf16>(float low, float high) { return pack<Bf16>(low, high); }
+template <> inline uint32_t pack_small<F16>(float low, float high) {
+    return (uint32_t)f16_bits(high) << 16 | f16_bits(low);
+}
 
 // Fibers do not run at once, so plain operations are atomic.
 template <typename V> DEVICE V atomic_add(V *at, V value) {

@@ -18,6 +18,10 @@ pub struct Image {
     pub bytes: &'static [u8],
 }
 
+/// Machine code begins where a compiler for CUDA would place it, not just anywhere.
+#[repr(C, align(64))]
+struct Aligned<const N: usize>([u8; N]);
+
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
 /// Which family a kernel is of, by the beginning of its name.

@@ -93,9 +93,14 @@ impl PinnedMemory {
         // Portable, and not write-combined: the host reads it, too.
         // SAFETY: the context is bound to this thread.
         let at = unsafe { result::malloc_host(bytes.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) }
-            .map_err(|_| DeviceError::Failed {
+            .map_err(|error| DeviceError::Failed {
                 what: format!("pinning {bytes} bytes of host memory"),
-                reason: "the system has not as much; lower --host-cache-bytes".to_owned(),
+                reason: match error.0 {
+                    sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => {
+                        "the system has not as much; lower --host-cache-bytes".to_owned()
+                    }
+                    _ => explain(error),
+                },
             })?
             .cast();
         Ok(Self { context: Arc::clone(context), at, bytes })
@@ -458,16 +463,18 @@ impl Driver {
         self.interrupt();
         // SAFETY: capture began above; it is ended whatever came of the work.
         let graph = unsafe { result::stream::end_capture(self.stream.stream) };
-        worked?;
-        let graph = graph.map_err(failed("capturing a step"))?;
-        // SAFETY: the graph is alive; it is destroyed once, after it was instantiated.
-        let executable = unsafe {
-            let executable = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
-            let _ = result::graph::destroy(graph);
-            executable
+        let executable = worked.and_then(|()| {
+            let graph = *graph.as_ref().map_err(|error| failed("capturing a step")(*error))?;
+            // SAFETY: the graph is alive.
+            unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
+                .map_err(failed("instantiating a captured step"))
+        });
+        if let Ok(graph) = graph {
+            // A communicator can't end while something that was captured is left of it.
+            // SAFETY: it is destroyed once, after it was instantiated or could not be.
+            let _ = unsafe { result::graph::destroy(graph) };
         }
-        .map_err(failed("instantiating a captured step"))?;
-        Ok(Graph { executable })
+        Ok(Graph { executable: executable? })
     }
 
     /// Runs a captured step.
@@ -600,8 +607,9 @@ impl Gpu for Driver {
     }
 
     fn peers(&self) -> Option<&dyn Peers> {
+        let end = self.peers.as_deref()?;
         // What they are asked for is done by kernels of their own.
         self.interrupt();
-        self.peers.as_deref().map(|end| end as &dyn Peers)
+        Some(end)
     }
 }

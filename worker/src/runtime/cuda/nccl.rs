@@ -12,6 +12,7 @@
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
@@ -72,8 +73,6 @@ struct Library {
     error_string: unsafe extern "C" fn(error: c_int) -> *const c_char,
     last_error: Option<unsafe extern "C" fn(communicator: Handle) -> *const c_char>,
     version: c_int,
-    /// Holds the functions.
-    _library: Option<libloading::Library>,
 }
 
 impl Library {
@@ -89,7 +88,8 @@ impl Library {
             let loaded = unsafe { libloading::Library::new(*name) };
             loaded.map_err(|error| refused.push(words(&error))).ok()
         });
-        let library = library.ok_or_else(|| unavailable(refused.join("; ")))?;
+        // It stays loaded: threads that called it, and its own, have destructors in it that run when they end.
+        let library = ManuallyDrop::new(library.ok_or_else(|| unavailable(refused.join("; ")))?);
         // SAFETY: the functions have these types in every release of NCCL 2.
         unsafe {
             let missing = |error: libloading::Error| unavailable(words(&error));
@@ -117,7 +117,6 @@ impl Library {
                 error_string: function!("ncclGetErrorString"),
                 last_error: library.get("ncclGetLastError\0").map(|function| *function).ok(),
                 version,
-                _library: Some(library),
             })
         }
     }

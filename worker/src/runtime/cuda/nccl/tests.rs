@@ -114,7 +114,6 @@ fn library() -> Library {
         error_string,
         last_error: Some(last_error),
         version: 23_007,
-        _library: None,
     }
 }
 
