@@ -122,6 +122,25 @@ fn swiglu_is_the_gated_activation() {
 }
 
 #[test]
+fn what_is_too_large_for_f16_is_held_at_its_end_and_what_is_no_number_stays_none() {
+    on_harness(1, Just(()), |()| {
+        let device = Machine::new();
+        // Gates of 512 are open: what comes out is `up`, 512 times.
+        let ups = [512.0, -512.0, 127.0, 128.0, f32::NAN, -128.0, f32::INFINITY, 0.0];
+        let gate_up: Vec<u16> = [512.0; 8].into_iter().chain(ups).map(|x| Half::F16.narrow(x)).collect();
+        let (gate_up_at, out) = (device.upload(&gate_up), device.alloc(8 * 2));
+        let p = SwigluParams { gate_up: gate_up_at.address(), out: out.address(), rows: 1, width: 8 };
+        unsafe { swiglu(&device, Half::F16, &p) }.unwrap();
+        let got = widen(Half::F16, &out, 8);
+        let held = [65504.0, -65504.0, 65024.0, 65504.0, f32::NAN, -65504.0, 65504.0, 0.0];
+        for (got, held) in got.into_iter().zip(held) {
+            prop_assert!(got == held || got.is_nan() && held.is_nan(), "{got}, not {held}");
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
     let sizes = (1usize..6, 1usize..4, 1usize..5, 0usize..5, 0u32..6);
     let shape = (any::<u32>(), half(), store(), sizes, any::<bool>());
