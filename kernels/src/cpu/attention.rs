@@ -108,7 +108,7 @@ pub fn attention(
     assert!(batch.blocks.iter().all(|block| (*block as usize) < kv.blocks()), "a block is out of the pool");
     assert!(layer < layout.layers, "the layer is out of the KV pool");
     let out = Shared(out.as_mut_ptr());
-    let scale = (1.0 / (shape.head_dim as f64).sqrt()) as f32;
+    let scale = (std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32;
     let of = |index: usize| {
         let task = *batch.tasks.get(index / shape.kv_heads)?;
         Some((task, index % shape.kv_heads, &batch.blocks[task.table as usize..]))
@@ -173,6 +173,7 @@ struct Attend<'a> {
     layout: KvLayout,
     layer: usize,
     window: Option<u32>,
+    /// What products of queries and keys are multiplied with: weights are powers of 2, which cost less than those of e.
     scale: f32,
     out: *mut f32,
 }

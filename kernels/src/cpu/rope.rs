@@ -203,10 +203,10 @@ impl Kernel for Finish<'_> {
                     }
                 }
                 let (low, high) = x.split_at_mut(head_dim / 2);
-                for i in 0..head_dim / 2 {
-                    let ((a, b), (cos, sin)) = ((low[i], high[i]), angles[i]);
-                    low[i] = a * cos - b * sin;
-                    high[i] = b * cos + a * sin;
+                for ((low, high), (cos, sin)) in low.iter_mut().zip(high).zip(angles) {
+                    let (a, b) = (*low, *high);
+                    *low = a * cos - b * sin;
+                    *high = b * cos + a * sin;
                 }
             }
             let keys = &rotated[heads * head_dim..];
@@ -246,13 +246,13 @@ impl Finish<'_> {
                     scales.add(layout.block_tokens + offset).write(worth);
                     of_values = inverse;
                 }
-                for i in 0..head_dim {
-                    let (key, value) = match N::SCALED {
-                        true => (keys[i] * of_keys, values[i] * of_values),
-                        false => (keys[i], values[i]),
-                    };
+                for (i, key) in keys.iter().enumerate() {
+                    let key = if N::SCALED { key * of_keys } else { *key };
                     k.add(i * layout.block_tokens + offset).write(N::round(key));
-                    v.add(i).write(N::round(value));
+                }
+                // Apart, as these lie side by side.
+                for (i, value) in values.iter().enumerate() {
+                    v.add(i).write(N::round(if N::SCALED { value * of_values } else { *value }));
                 }
             }
         }

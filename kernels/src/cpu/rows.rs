@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::isa::Isa;
 use super::matrix::Shared;
 use super::pool::Pool;
-use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
+use super::simd::{self, Kernel, Simd, load_part, store_part};
 
 /// Numbers below which a second thread does not pay.
 const SMALL: usize = 1 << 14;
@@ -136,8 +136,8 @@ impl Kernel for SwiGlu<'_> {
 pub(crate) unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
     // SAFETY: passed on to the caller.
     unsafe {
-        let minus = S::sub(S::splat(0.0), gate);
-        let silu = S::div(gate, S::add(S::splat(1.0), exp::<S>(minus)));
+        let minus = S::min(S::splat(127.0), S::mul(gate, S::splat(-std::f32::consts::LOG2_E)));
+        let silu = S::div(gate, S::add(S::splat(1.0), S::exp2(minus)));
         S::mul(silu, up)
     }
 }

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use super::super::kv::{Number, TILE};
-use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, exp, largest_of};
+use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, largest_of};
 use super::{Attend, HEAD_DIM_MAX, Then, lowest};
 use source::{PART, Ready, Source};
 
@@ -53,7 +53,7 @@ struct State {
 /// Room for the queries of a block.
 struct Block {
     states: [MaybeUninit<State>; BLOCK_QUERIES],
-    /// Pairs of bf16; [queries, head_dim / 2].
+    /// Pairs of bf16; for each [`QUERIES`] queries, or what is left of them, [head_dim / 2, queries].
     queries: [MaybeUninit<u32>; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
     /// Per 32 components those of `unpacklo`, then those of `unpackhi`; [queries, width].
     sums: [MaybeUninit<f32>; BLOCK_QUERIES * HEAD_DIM_MAX],
@@ -94,6 +94,7 @@ impl Attend<'_> {
         let states = block.states.as_mut_ptr().cast::<State>();
         let packed = block.queries.as_mut_ptr().cast::<u32>();
         let sums = block.sums.as_mut_ptr().cast::<f32>();
+        let mut pairs = [MaybeUninit::<u32>::uninit(); HEAD_DIM_MAX / 2];
         let of = |i: usize| {
             let row = self.task.first as usize + (first + i) / group;
             (row, self.kv_head * group + (first + i) % group)
@@ -104,7 +105,12 @@ impl Attend<'_> {
             for i in 0..count {
                 let (row, head) = of(i);
                 let query = self.qkv.add(row * self.shape.width() + head * head_dim);
-                pack(query, head_dim, packed.add(i * half));
+                pack(query, head_dim, pairs.as_mut_ptr().cast());
+                let part = i / QUERIES * QUERIES;
+                let abreast = QUERIES.min(count - part);
+                for d in 0..half {
+                    packed.add(part * half + d * abreast + i - part).write(pairs[d].assume_init());
+                }
                 let high = self.positions[row] as usize + 1;
                 let low = lowest(high, self.window);
                 states.add(i).write(State { best: f32::NEG_INFINITY, low, high, total: [0.0; 16] });
@@ -233,51 +239,79 @@ impl Attend<'_> {
     /// One span for Q queries.
     #[inline(always)]
     unsafe fn part<N: Source, const Q: usize>(&self, part: Part<'_>) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            // Rows ascend, so what the first query and the last one see, all see.
+            let (low, high) = ((*part.states.add(Q - 1)).low, (*part.states).high);
+            if low <= part.base && part.base + SPAN <= high {
+                self.part_of::<N, Q, true>(part);
+            } else {
+                self.part_of::<N, Q, false>(part);
+            }
+        }
+    }
+
+    /// The same; `ALL` where every query sees the whole span, as nearly always.
+    #[inline(always)]
+    unsafe fn part_of<N: Source, const Q: usize, const ALL: bool>(&self, part: Part<'_>) {
         let Part { tiles, coming, base, states, queries, sums, width } = part;
         let half = self.shape.head_dim / 2;
-        // SAFETY: vectors are within tiles, states, queries and sums of the queries given.
+        let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
+        let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
+        // SAFETY: vectors are within tiles, states, queries and sums of the queries given; scores are read of tiles that are there, or
+        // were filled before, and weights where a query sees something, for which all of them are written.
         unsafe {
             let states = std::slice::from_raw_parts_mut(states, Q);
-            let mut scores = [[f32::NEG_INFINITY; SPAN]; Q];
+            let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
+            if !ALL {
+                for at in (0..Q * SPAN).step_by(16) {
+                    _mm512_storeu_ps(scores.add(at), _mm512_set1_ps(f32::NEG_INFINITY));
+                }
+            }
             for t in (0..SPAN_TILES).step_by(2) {
                 let next = [&coming[t], &coming[t + 1]];
                 match (tiles[t], tiles[t + 1]) {
                     (Some(a), Some(b)) => {
-                        score::<N, Q, 2>([a, b], next, queries, half, self.scale, t, &mut scores);
+                        score::<N, Q, 2>([a, b], next, queries, half, self.scale, scores.add(t * TILE));
                     }
-                    (Some(a), None) => score::<N, Q, 1>([a], next, queries, half, self.scale, t, &mut scores),
+                    (Some(a), None) => {
+                        score::<N, Q, 1>([a], next, queries, half, self.scale, scores.add(t * TILE));
+                    }
                     (None, Some(b)) => {
-                        score::<N, Q, 1>([b], next, queries, half, self.scale, t + 1, &mut scores)
+                        score::<N, Q, 1>([b], next, queries, half, self.scale, scores.add((t + 1) * TILE));
                     }
                     (None, None) => {}
                 }
             }
-            let mut seen = [(0, 0); Q];
+            let mut seen = [(0, SPAN); Q];
             let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
             let mut best = [f32::NEG_INFINITY; QUERIES];
             for i in 0..Q {
-                let from = states[i].low.saturating_sub(base).min(SPAN);
-                let to = states[i].high.saturating_sub(base).min(SPAN);
-                seen[i] = (from, to.max(from));
-                largest[i] = largest_seen(&scores[i], seen[i]);
+                if !ALL {
+                    let from = states[i].low.saturating_sub(base).min(SPAN);
+                    let to = states[i].high.saturating_sub(base).min(SPAN);
+                    seen[i] = (from, to.max(from));
+                }
+                largest[i] = largest_seen::<ALL>(scores.add(i * SPAN), seen[i]);
                 best[i] = states[i].best;
             }
             // What earlier sums are multiplied by, for all queries at once.
             let before = _mm256_loadu_ps(best.as_ptr());
             let now = _mm256_max_ps(largest_of(largest), before);
-            let decays = exp::<Avx512>(_mm512_zextps256_ps512(_mm256_sub_ps(before, now)));
+            let decays = Avx512::exp2(_mm512_zextps256_ps512(_mm256_sub_ps(before, now)));
             _mm256_storeu_ps(best.as_mut_ptr(), now);
             let mut factors = [0.0f32; QUERIES];
             _mm256_storeu_ps(factors.as_mut_ptr(), _mm512_castps512_ps256(decays));
-            let mut weights = [[0u16; SPAN]; Q];
             let mut decay = [_mm512_set1_ps(1.0); Q];
             for i in 0..Q {
-                if seen[i].0 < seen[i].1 {
+                if ALL || seen[i].0 < seen[i].1 {
                     decay[i] = _mm512_set1_ps(factors[i]);
                     states[i].best = best[i];
-                    soften(&scores[i], seen[i], tiles, decay[i], &mut states[i], &mut weights[i]);
+                    let (scores, weights) = (scores.add(i * SPAN), weights.add(i * SPAN));
+                    soften::<ALL>(scores, seen[i], tiles, decay[i], &mut states[i], weights);
                 }
             }
+            let shared = if ALL { [Common::ALL; SPAN_TILES] } else { shared(&seen) };
             for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
                 for i in 0..Q {
@@ -287,21 +321,22 @@ impl Attend<'_> {
                 }
                 for (t, tile) in tiles.iter().enumerate() {
                     let Some(tile) = tile else { continue };
-                    let within = |seen: Seen| {
-                        (seen.0.saturating_sub(t * TILE).min(TILE), seen.1.saturating_sub(t * TILE).min(TILE))
-                    };
-                    let first = within(seen[0]);
-                    if seen.iter().all(|seen| within(*seen) == first) {
-                        let weights = std::array::from_fn(|i| weights[i].as_ptr().add(t * TILE));
-                        let next = coming[t].values_of(d);
-                        weigh::<N, Q>(tile, d, next, first, &weights, &mut sum);
-                    } else {
+                    let weights = weights.add(t * TILE);
+                    // What all see is weighed for all at once, and what only some see before and after it.
+                    if !ALL && shared[t].before {
                         for i in 0..Q {
-                            let mut one = [sum[i]];
-                            let weights = [weights[i].as_ptr().add(t * TILE)];
-                            let next = Coming::NONE.values_of(0);
-                            weigh::<N, 1>(tile, d, next, within(seen[i]), &weights, &mut one);
-                            sum[i] = one[0];
+                            let (from, to) = within(seen[i], t);
+                            let seen = (from, to.min(shared[t].pairs.0 * 2));
+                            weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
+                        }
+                    }
+                    let pairs = if ALL { (0, TILE / 2) } else { shared[t].pairs };
+                    weigh::<N, Q>(tile, d, coming[t].values_of(d), pairs, weights, &mut sum);
+                    if !ALL && shared[t].after {
+                        for i in 0..Q {
+                            let (from, to) = within(seen[i], t);
+                            let seen = (from.max(shared[t].pairs.1 * 2), to);
+                            weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
                         }
                     }
                 }
@@ -313,6 +348,48 @@ impl Attend<'_> {
             }
         }
     }
+}
+
+/// The part of what is `seen` of a span that is in its tile `t`.
+#[inline(always)]
+fn within(seen: Seen, t: usize) -> Seen {
+    let upto = |end: usize| end.saturating_sub(t * TILE).min(TILE);
+    (upto(seen.0), upto(seen.1))
+}
+
+/// What of a tile all queries see.
+#[derive(Clone, Copy)]
+struct Common {
+    /// Pairs of positions, from and to.
+    pairs: (usize, usize),
+    /// Whether some see something before these, or after them.
+    before: bool,
+    after: bool,
+}
+
+impl Common {
+    const ALL: Self = Self { pairs: (0, TILE / 2), before: false, after: false };
+}
+
+/// What all queries see of each tile of a span.
+#[inline(always)]
+fn shared<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
+    let mut shared = [Common::ALL; SPAN_TILES];
+    for (t, shared) in shared.iter_mut().enumerate() {
+        let (mut all, mut any) = ((0, TILE), (TILE, 0));
+        for seen in seen {
+            let seen = within(*seen, t);
+            all = (all.0.max(seen.0), all.1.min(seen.1));
+            if seen.0 < seen.1 {
+                any = (any.0.min(seen.0), any.1.max(seen.1));
+            }
+        }
+        let (from, to) = (all.0.div_ceil(2), all.1 / 2);
+        // Where they share nothing, everything is before the end.
+        let pairs = if from < to { (from, to) } else { (TILE / 2, TILE / 2) };
+        *shared = Common { pairs, before: any.0 < 2 * pairs.0, after: 2 * pairs.1 < any.1 };
+    }
+    shared
 }
 
 /// Rounds `count` numbers, an even count, to pairs of bf16.
@@ -394,7 +471,7 @@ struct Part<'a> {
     width: usize,
 }
 
-/// Scores of Q queries and T tiles, the first of them the span's `first`.
+/// Scores of Q queries, `SPAN` apart, and T tiles.
 #[inline(always)]
 unsafe fn score<N: Source, const Q: usize, const T: usize>(
     tiles: [Ready; T],
@@ -402,8 +479,7 @@ unsafe fn score<N: Source, const Q: usize, const T: usize>(
     queries: *const u32,
     half: usize,
     scale: f32,
-    first: usize,
-    scores: &mut [[f32; SPAN]; Q],
+    scores: *mut f32,
 ) {
     // SAFETY: components are below head_dim, which is even; vectors are within the tiles.
     unsafe {
@@ -417,7 +493,7 @@ unsafe fn score<N: Source, const Q: usize, const T: usize>(
                 keys[t] = N::keys(&tiles[t], d);
             }
             for i in 0..Q {
-                let query = _mm512_set1_epi32(queries.add(i * half + d).read() as i32);
+                let query = _mm512_set1_epi32(queries.add(d * Q + i).read() as i32);
                 for t in 0..T {
                     sums[i][t] = dot_bf16(sums[i][t], query, keys[t]);
                 }
@@ -432,27 +508,35 @@ unsafe fn score<N: Source, const Q: usize, const T: usize>(
         for i in 0..Q {
             for t in 0..T {
                 let scaled = _mm512_mul_ps(sums[i][t], scales[t]);
-                _mm512_storeu_ps(scores[i].as_mut_ptr().add((first + t) * TILE), scaled);
+                _mm512_storeu_ps(scores.add(i * SPAN + t * TILE), scaled);
             }
         }
     }
 }
 
+/// The scores of a tile that are seen, and -inf for the others: what is hidden may be anything, NaN included.
+#[inline(always)]
+unsafe fn scores_seen<const ALL: bool>(scores: *const f32, t: usize, visible: u64) -> __m512 {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let scores = scores.add(t * TILE);
+        if ALL {
+            return _mm512_loadu_ps(scores);
+        }
+        let mask = (visible >> (t * TILE)) as __mmask16;
+        _mm512_mask_loadu_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, scores)
+    }
+}
+
 /// Lanes of which the largest is the best score of what is `seen`; scores that are no numbers do not count.
 #[inline(always)]
-unsafe fn largest_seen(scores: &[f32; SPAN], seen: Seen) -> __m512 {
-    // SAFETY: vectors are within the array.
+unsafe fn largest_seen<const ALL: bool>(scores: *const f32, seen: Seen) -> __m512 {
+    // SAFETY: vectors are within a query's scores.
     unsafe {
-        let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
         let visible = visible(seen);
-        let mut largest = hidden;
+        let mut largest = _mm512_set1_ps(f32::NEG_INFINITY);
         for t in 0..SPAN_TILES {
-            let part = _mm512_mask_loadu_ps(
-                hidden,
-                (visible >> (t * TILE)) as __mmask16,
-                scores.as_ptr().add(t * TILE),
-            );
-            largest = Avx512::max(part, largest);
+            largest = Avx512::max(scores_seen::<ALL>(scores, t, visible), largest);
         }
         largest
     }
@@ -468,59 +552,82 @@ fn visible(seen: Seen) -> u64 {
 /// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
 /// best score so far, and adds them up.
 #[inline(always)]
-unsafe fn soften(
-    scores: &[f32; SPAN],
+unsafe fn soften<const ALL: bool>(
+    scores: *const f32,
     seen: Seen,
     tiles: &[Option<Ready>; SPAN_TILES],
     decay: __m512,
     state: &mut State,
-    weights: &mut [u16; SPAN],
+    weights: *mut u16,
 ) {
-    // SAFETY: vectors are within the arrays.
+    // SAFETY: vectors are within a query's scores and weights.
     unsafe {
-        let hidden = _mm512_set1_ps(f32::NEG_INFINITY);
         let best = _mm512_set1_ps(state.best);
         let visible = visible(seen);
         let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
         for t in 0..SPAN_TILES {
-            // What is hidden may be anything, NaN included: it is replaced, not combined.
-            let mask = (visible >> (t * TILE)) as __mmask16;
-            let part = _mm512_mask_loadu_ps(hidden, mask, scores.as_ptr().add(t * TILE));
-            let mut weight = exp::<Avx512>(_mm512_sub_ps(part, best));
+            let part = scores_seen::<ALL>(scores, t, visible);
+            let mut weight = Avx512::exp2(_mm512_sub_ps(part, best));
             total = _mm512_add_ps(total, weight);
             let scales = tiles[t].as_ref().map_or(std::ptr::null(), |tile| tile.value_scales);
             if !scales.is_null() {
+                let mask = (visible >> (t * TILE)) as __mmask16;
                 weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, scales));
             }
             let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
-            _mm256_storeu_si256(weights.as_mut_ptr().add(t * TILE).cast(), rounded);
+            _mm256_storeu_si256(weights.add(t * TILE).cast(), rounded);
         }
         _mm512_storeu_ps(state.total.as_mut_ptr(), total);
     }
 }
 
-/// sums += weights * values for the positions of a tile that are `seen`, by pairs in their order.
+/// sums += weights * values for some pairs of positions of a tile, which all of Q queries see, in their order; the weights of queries
+/// are `SPAN` apart.
 #[inline(always)]
 unsafe fn weigh<N: Source, const Q: usize>(
     tile: &Ready,
     d: usize,
     (next, next_step): (*const u8, usize),
-    seen: Seen,
-    weights: &[*const u16; Q],
+    pairs: (usize, usize),
+    weights: *const u16,
     sums: &mut [[__m512; 2]; Q],
 ) {
     // SAFETY: components and positions are in the tile.
     unsafe {
-        for pair in seen.0 / 2..seen.1.div_ceil(2) {
+        for pair in pairs.0..pairs.1 {
             let ask = next.wrapping_add(pair * next_step);
             Avx512::prefetch(ask);
             Avx512::prefetch(ask.wrapping_add(next_step / 2));
-            let (low, high) = N::values(tile, d, pair, seen);
+            let (low, high) = N::values(tile, d, pair);
             for i in 0..Q {
-                let weight = _mm512_set1_epi32(weights[i].add(2 * pair).cast::<i32>().read_unaligned());
+                let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
+                let weight = _mm512_set1_epi32(weight);
                 sums[i][0] = dot_bf16(sums[i][0], weight, low);
                 sums[i][1] = dot_bf16(sums[i][1], weight, high);
             }
+        }
+    }
+}
+
+/// The same for one query and the positions `seen`, if any.
+#[inline(always)]
+unsafe fn weigh_one<N: Source>(
+    tile: &Ready,
+    d: usize,
+    seen: Seen,
+    weights: *const u16,
+    sum: &mut [__m512; 2],
+) {
+    if seen.0 >= seen.1 {
+        return;
+    }
+    // SAFETY: components and positions are in the tile.
+    unsafe {
+        for pair in seen.0 / 2..seen.1.div_ceil(2) {
+            let (low, high) = N::values_seen(tile, d, pair, seen);
+            let weight = _mm512_set1_epi32(weights.add(2 * pair).cast::<i32>().read_unaligned());
+            sum[0] = dot_bf16(sum[0], weight, low);
+            sum[1] = dot_bf16(sum[1], weight, high);
         }
     }
 }

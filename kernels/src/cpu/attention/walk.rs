@@ -6,7 +6,7 @@
 use std::mem::MaybeUninit;
 
 use super::super::kv::{Number, TILE};
-use super::super::simd::{Part, Simd, exp};
+use super::super::simd::{Part, Simd};
 use super::{Attend, HEAD_DIM_MAX, PREFETCH_TILES, Tile, lowest};
 
 /// Queries that walk over the keys together.
@@ -231,16 +231,36 @@ impl Attend<'_> {
             if whole {
                 return weigh::<S, N, T, Q>(tile.values, stride, (0, TILE), &weights, &decay, sums);
             }
-            for i in 0..Q {
-                if seen[i].0 < seen[i].1 {
-                    let (weights, sums) = ([weights[i]], sums.add(i * stride));
-                    weigh::<S, N, T, 1>(tile.values, stride, seen[i], &weights, &[decay[i]], sums);
+            // What all see is weighed for all at once, and what only some see before and after it.
+            let mut all = (0, TILE);
+            for seen in seen {
+                all = (all.0.max(seen.0), all.1.min(seen.1));
+            }
+            if all.0 >= all.1 {
+                all = (TILE, TILE);
+            }
+            for phase in 0..3 {
+                if phase == 1 {
+                    if all.0 < all.1 {
+                        weigh::<S, N, T, Q>(tile.values, stride, all, &weights, &decay, sums);
+                        decay = [S::splat(1.0); Q];
+                    }
+                    continue;
+                }
+                for i in 0..Q {
+                    let (from, to) = seen[i];
+                    let part = if phase == 0 { (from, to.min(all.0)) } else { (from.max(all.1), to) };
+                    if part.0 < part.1 {
+                        let (weights, sums) = ([weights[i]], sums.add(i * stride));
+                        weigh::<S, N, T, 1>(tile.values, stride, part, &weights, &[decay[i]], sums);
+                        decay[i] = S::splat(1.0);
+                    }
                 }
             }
         }
     }
 
-    /// q k^T / sqrt(head_dim) for each query and the 16 keys of a tile. Even and odd components are summed apart.
+    /// q k^T times the scale for each query and the 16 keys of a tile. Even and odd components are summed apart.
     #[inline(always)]
     unsafe fn scores<S: Simd, N: Number, const T: usize, const Q: usize>(
         &self,
@@ -323,12 +343,12 @@ unsafe fn soften<S: Simd, const T: usize>(
             largest = largest.max(S::largest(scores[t]));
         }
         let now = best.max(largest);
-        // Most tiles bring nothing better: then e^0, which is 1 exactly, need not be computed.
+        // Most tiles bring nothing better: then 2^0, which is 1 exactly, need not be computed.
         let same = now == *best && now.is_finite();
-        let decay = if same { S::splat(1.0) } else { exp::<S>(S::splat(*best - now)) };
+        let decay = if same { S::splat(1.0) } else { S::exp2(S::splat(*best - now)) };
         *best = now;
         for t in 0..T {
-            let weight = exp::<S>(S::sub(scores[t], S::splat(now)));
+            let weight = S::exp2(S::sub(scores[t], S::splat(now)));
             total[t] = S::fma(total[t], decay, weight);
             S::store(weights.as_mut_ptr().add(t * S::LANES), weight);
         }

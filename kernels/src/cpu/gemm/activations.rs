@@ -128,18 +128,33 @@ impl Kernel for Pack<'_> {
             let (from, count) = (first * self.row_words, height * self.row_words);
             // SAFETY: each tile is a range of its own within `words`, which holds `row_words` for every row.
             let tile = unsafe { std::slice::from_raw_parts_mut(self.words.add(from), count) };
-            for i in 0..height {
-                let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
-                // SAFETY: passed on to the caller.
-                unsafe {
-                    match self.layout {
-                        Layout::Group { group, offset } => {
-                            quantize::<S, 1>(row, group, offset, tile, i, height);
+            // Rows take turns, so that the part of the tile that they write stays in the first-level cache.
+            let chunk = match self.layout {
+                Layout::Group { group, .. } | Layout::Halves { group, .. } => group,
+                _ => PACK_CHUNK,
+            };
+            for at in (0..self.k).step_by(chunk) {
+                let step = match self.layout {
+                    Layout::Single => at,
+                    Layout::Pair | Layout::Packed => at / 2,
+                    Layout::Group { .. } | Layout::Halves { .. } => at / chunk,
+                };
+                let tile = &mut tile[step * self.layout.words() * height..];
+                for i in 0..height {
+                    let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
+                    let numbers = &row[at..self.k.min(at + chunk)];
+                    // SAFETY: passed on to the caller.
+                    unsafe {
+                        match self.layout {
+                            Layout::Group { group, offset } => {
+                                quantize::<S, 1>(numbers, group, offset, tile, i, height);
+                            }
+                            Layout::Halves { group, offset } => {
+                                quantize::<S, 2>(numbers, group, offset, tile, i, height);
+                            }
+                            Layout::Pair => spread_pairs(numbers, tile, i, height),
+                            Layout::Single | Layout::Packed => spread(numbers, tile, i, height),
                         }
-                        Layout::Halves { group, offset } => {
-                            quantize::<S, 2>(row, group, offset, tile, i, height);
-                        }
-                        layout => spread(row, layout, tile, i, height),
                     }
                 }
             }
@@ -147,81 +162,66 @@ impl Kernel for Pack<'_> {
     }
 }
 
-/// Puts a row of plain numbers, the `i`th of `height`, into its tile.
+/// Puts numbers of a row, the `i`th of `height`, into its tile, which begins with the first of them.
 #[inline(always)]
-fn spread(row: &[f32], layout: Layout, tile: &mut [u32], i: usize, height: usize) {
-    // Numbers are brought into shape side by side, which vectorises, and then spread.
-    let mut words = [0u32; PACK_CHUNK];
-    for (chunk, numbers) in row.chunks(PACK_CHUNK).enumerate() {
-        let (steps, step) = match layout {
-            // The last three have ways of their own.
-            Layout::Single | Layout::Packed | Layout::Group { .. } | Layout::Halves { .. } => {
-                for (word, x) in words.iter_mut().zip(numbers) {
-                    *word = x.to_bits();
-                }
-                (numbers.len(), chunk * PACK_CHUNK)
-            }
-            Layout::Pair => {
-                words[numbers.len() - 1 + numbers.len() % 2] = 0;
-                for (word, x) in words.iter_mut().zip(numbers) {
-                    *word = bf16_value(bf16_bits(*x)).to_bits();
-                }
-                (numbers.len().div_ceil(2), chunk * PACK_CHUNK / 2)
-            }
-        };
-        let per_step = layout.words();
-        let tile = &mut tile[(step * height + i) * per_step..];
-        if per_step == 1 {
-            for (s, word) in words[..steps].iter().enumerate() {
-                tile[s * height] = *word;
-            }
-        } else {
-            for (s, pair) in words[..2 * steps].chunks_exact(2).enumerate() {
-                tile[s * height * 2] = pair[0];
-                tile[s * height * 2 + 1] = pair[1];
-            }
-        }
+fn spread(numbers: &[f32], tile: &mut [u32], i: usize, height: usize) {
+    for (step, x) in tile.chunks_exact_mut(height).zip(numbers) {
+        step[i] = x.to_bits();
     }
 }
 
-/// Quantises a row, the `i`th of `height`, by groups into its tile; with `WORDS` words for four numbers.
+/// The same as bf16 numbers, by pairs; up to [`PACK_CHUNK`] numbers.
+#[inline(always)]
+fn spread_pairs(numbers: &[f32], tile: &mut [u32], i: usize, height: usize) {
+    // They are rounded side by side, which vectorises, and then spread.
+    let mut words = [0u32; PACK_CHUNK];
+    for (word, x) in words.iter_mut().zip(numbers) {
+        *word = bf16_value(bf16_bits(*x)).to_bits();
+    }
+    let (pairs, _) = words.as_chunks::<2>();
+    for (step, pair) in tile.chunks_exact_mut(2 * height).zip(&pairs[..numbers.len().div_ceil(2)]) {
+        step[2 * i..2 * i + 2].copy_from_slice(pair);
+    }
+}
+
+/// Quantises a group of a row, the `i`th of `height`, into its tile, which begins with the group's step; with `WORDS` words for four
+/// numbers.
 ///
 /// # Safety
 /// The machine has `S`'s instruction set.
 #[inline(always)]
 unsafe fn quantize<S: Simd, const WORDS: usize>(
-    row: &[f32],
+    numbers: &[f32],
     group: usize,
     offset: i32,
     tile: &mut [u32],
     i: usize,
     height: usize,
 ) {
-    for (numbers, step) in row.chunks(group).zip(tile.chunks_exact_mut((2 + group / 4 * WORDS) * height)) {
-        // SAFETY: passed on to the caller.
-        let largest = unsafe { largest::<S>(numbers) };
-        let (scale, inverse) = scale(largest);
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
-        let mut quants = [0u8; GROUP_MAX];
-        let mut sum = 0i32;
-        for (quant, x) in quants.iter_mut().zip(numbers) {
-            *quant = (x * inverse + 12_582_912.0).to_bits() as u8;
-            sum += i32::from(*quant as i8);
-        }
-        // Beyond the row they are 0.
-        let fours = step[2 * height..].chunks_exact_mut(WORDS * height);
-        for (to, quants) in fours.zip(quants.chunks_exact(4)) {
-            let four = u32::from_le_bytes([quants[0], quants[1], quants[2], quants[3]]);
-            if WORDS == 1 {
-                to[i] = four;
-            } else {
-                to[2 * i] = halves(four);
-                to[2 * i + 1] = halves(four >> 8);
-            }
-        }
-        step[i] = (-offset * sum) as u32;
-        step[height + i] = scale.to_bits();
+    let step = &mut tile[..(2 + group / 4 * WORDS) * height];
+    // SAFETY: passed on to the caller.
+    let largest = unsafe { largest::<S>(numbers) };
+    let (scale, inverse) = scale(largest);
+    // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+    let mut quants = [0u8; GROUP_MAX];
+    let mut sum = 0i32;
+    for (quant, x) in quants.iter_mut().zip(numbers) {
+        *quant = (x * inverse + 12_582_912.0).to_bits() as u8;
+        sum += i32::from(*quant as i8);
     }
+    // Beyond the row they are 0.
+    let fours = step[2 * height..].chunks_exact_mut(WORDS * height);
+    for (to, quants) in fours.zip(quants.chunks_exact(4)) {
+        let four = u32::from_le_bytes([quants[0], quants[1], quants[2], quants[3]]);
+        if WORDS == 1 {
+            to[i] = four;
+        } else {
+            to[2 * i] = halves(four);
+            to[2 * i + 1] = halves(four >> 8);
+        }
+    }
+    step[i] = (-offset * sum) as u32;
+    step[height + i] = scale.to_bits();
 }
 
 /// The largest magnitude; what is not a number counts as 0.

@@ -215,6 +215,23 @@ impl Simd for Avx512 {
         // SAFETY: see the impl.
         unsafe { _mm512_cvtepi32_ps(v) }
     }
+
+    #[inline(always)]
+    unsafe fn exp2(x: __m512) -> __m512 {
+        // SAFETY: see the impl.
+        unsafe {
+            // What is above the next lower integer, which `scalef` takes by itself.
+            let r = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            // Minimax polynomial of 2^r on [0, 1] that is 1 at 0.
+            let p = _mm512_set1_ps(1.867_142e-3);
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017_005e-3));
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.579_993e-2));
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.401_644_4e-1));
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931_513e-1));
+            let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+            _mm512_scalef_ps(p, x)
+        }
+    }
 }
 
 /// Adds to each f32 lane the products of its pair of bf16 numbers: `acc + x.0 * w.0 + x.1 * w.1` in the order and

@@ -61,7 +61,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// To the nearest integer, ties to even; for |v| < 2^22.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// `a` times 2 to the power of an integer in [-126, 127], where that is a normal number.
+    /// `a` times 2 to the power of an integer in [-126, 127], where that is a normal number; 0 or a number below 2^-126 for -127.
     unsafe fn times_exp2(a: Self::V, v: Self::V) -> Self::V;
     /// `a < b ? x : y`, lane by lane.
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
@@ -88,6 +88,26 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn add_halves(a: Self::I, b: Self::I) -> Self::I;
     /// Each integer, which is below 2^24 in magnitude, as f32.
     unsafe fn int_to_f32(v: Self::I) -> Self::V;
+
+    /// 2^x for x up to 127, within 3 units in the last place; 2^0 is 1 exactly. Below -126 it may be taken as 0, and 2^-inf is 0.
+    #[inline(always)]
+    unsafe fn exp2(x: Self::V) -> Self::V {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            // Two to the power of -127 is made as 0.
+            let clamped = Self::max(Self::splat(-127.0), x);
+            let n = Self::round(clamped);
+            let r = Self::sub(clamped, n);
+            // Minimax polynomial of 2^r on [-0.5, 0.5] that is 1 at 0 and has the right slope there.
+            let p = Self::splat(1.330_061_7e-3);
+            let p = Self::fma(p, r, Self::splat(9.669_694e-3));
+            let p = Self::fma(p, r, Self::splat(5.550_558_5e-2));
+            let p = Self::fma(p, r, Self::splat(2.402_228_3e-1));
+            let p = Self::fma(p, r, Self::splat(std::f32::consts::LN_2));
+            let p = Self::fma(p, r, Self::splat(1.0));
+            Self::times_exp2(p, n)
+        }
+    }
 }
 
 /// A kernel that can be compiled for any instruction set.
@@ -289,6 +309,49 @@ mod tests {
             run(isa, ExpAll(&from, &mut ends));
             assert_eq!(ends[..5], [0.0, 0.0, 0.0, 1.0, 1.0], "{}", isa.name());
             assert!(ends[5] > 2e38 && ends[6] == ends[5] && ends[5].is_finite(), "{}", isa.name());
+        }
+    }
+
+    struct Exp2All<'a>(&'a [f32], &'a mut [f32]);
+
+    impl Kernel for Exp2All<'_> {
+        #[inline(always)]
+        unsafe fn run<S: Simd>(self) {
+            for (x, y) in self.0.chunks(S::LANES).zip(self.1.chunks_mut(S::LANES)) {
+                // SAFETY: both chunks hold as many numbers as are loaded and stored.
+                unsafe {
+                    store_part::<S>(
+                        y.as_mut_ptr(),
+                        y.len(),
+                        S::exp2(load_part::<S>(x.as_ptr(), x.len(), 0.0)),
+                    )
+                };
+            }
+        }
+    }
+
+    #[test]
+    fn exp2_is_within_three_units_in_the_last_place_on_every_path() {
+        let mut xs: Vec<f32> = (-1_259_990..=1_270_000).map(|i| i as f32 * 1e-4).collect();
+        xs.extend((0..100_000).map(|i| (i as f32 - 50_000.0) * 1e-9));
+        for isa in Isa::available() {
+            let mut ys = vec![0.0; xs.len()];
+            run(isa, Exp2All(&xs, &mut ys));
+            for (x, y) in xs.iter().zip(&ys) {
+                let exact = libm::exp2(f64::from(*x));
+                let nearest = exact as f32;
+                let ulp = f64::from(f32::from_bits(nearest.to_bits() + 1)) - f64::from(nearest);
+                assert!(
+                    (f64::from(*y) - exact).abs() <= 3.0 * ulp,
+                    "{}: 2^{x} = {y}, not {exact}",
+                    isa.name()
+                );
+            }
+            let mut ends = [f32::NEG_INFINITY, -1e30, -151.0, 0.0, -0.0, f32::NAN];
+            let from = ends;
+            run(isa, Exp2All(&from, &mut ends));
+            assert_eq!(ends[..5], [0.0, 0.0, 0.0, 1.0, 1.0], "{}", isa.name());
+            assert!(ends[5].is_nan(), "{}", isa.name());
         }
     }
 }

@@ -30,8 +30,11 @@ pub(super) trait Source: Number {
     unsafe fn keys(tile: &Ready, step: usize) -> __m512i;
 
     /// [`PART`] components from `d` on of the values at positions `2 * pair` and `2 * pair + 1`, in the order of `unpacklo` and
-    /// `unpackhi`; 0 for what is not `seen`, and beyond the stride of values.
-    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i);
+    /// `unpackhi`; 0 beyond the stride of values.
+    unsafe fn values(tile: &Ready, d: usize, pair: usize) -> (__m512i, __m512i);
+
+    /// The same with 0 for what is not `seen`: its weight is 0, but its value may be no number.
+    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i);
 }
 
 /// A tile as the kernel reads it.
@@ -86,19 +89,21 @@ impl Source for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+    unsafe fn values(tile: &Ready, d: usize, pair: usize) -> (__m512i, __m512i) {
+        // SAFETY: passed on to the caller.
+        unsafe { Self::values_seen(tile, d, pair, (0, TILE)) }
+    }
+
+    #[inline(always)]
+    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
         // SAFETY: passed on to the caller; rows are whole vectors of 16.
         unsafe {
-            let whole = d + PART <= tile.value_stride;
-            let load = |from: *const Bf16| match whole {
-                true => _mm512_loadu_si512(from.cast()),
-                false => _mm512_zextsi256_si512(_mm256_loadu_si256(from.cast())),
-            };
-            let at = tile.values.add(2 * pair * tile.value_stride + d);
-            // What is hidden has a weight of 0, but its value may be no number.
-            let even = if 2 * pair < seen.0 { _mm512_setzero_si512() } else { load(at) };
-            let odd =
-                if 2 * pair + 1 >= seen.1 { _mm512_setzero_si512() } else { load(at.add(tile.value_stride)) };
+            let present: __mmask32 = if d + PART <= tile.value_stride { u32::MAX } else { 0xffff };
+            let at = tile.values.add(2 * pair * tile.value_stride + d).cast::<i16>();
+            let even = if 2 * pair < seen.0 { 0 } else { present };
+            let odd = if 2 * pair + 1 >= seen.1 { 0 } else { present };
+            let even = _mm512_maskz_loadu_epi16(even, at);
+            let odd = _mm512_maskz_loadu_epi16(odd, at.add(tile.value_stride));
             (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd))
         }
     }
@@ -163,11 +168,19 @@ impl Source for Int8 {
     }
 
     #[inline(always)]
-    unsafe fn values(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+    unsafe fn values(tile: &Ready, d: usize, pair: usize) -> (__m512i, __m512i) {
         // SAFETY: passed on to the caller.
         unsafe {
             let at = tile.values.cast::<__m512i>().add((d / PART * (TILE / 2) + pair) * 2);
-            let (low, high) = (_mm512_load_si512(at), _mm512_load_si512(at.add(1)));
+            (_mm512_load_si512(at), _mm512_load_si512(at.add(1)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            let (low, high) = Self::values(tile, d, pair);
             let (hide_even, hide_odd) = (2 * pair < seen.0, 2 * pair + 1 >= seen.1);
             if !(hide_even || hide_odd) {
                 return (low, high);
