@@ -49,7 +49,7 @@ impl Ragged {
     /// `blocks[block_starts[s]..block_starts[s + 1]]`. Keeps its buffers.
     ///
     /// # Panics
-    /// If a table does not cover the positions of its rows, or a block is not below `pool_blocks`.
+    /// If a table does not cover the positions of its rows, positions of a sequence do not ascend, or a block is not below `pool_blocks`.
     pub fn set(
         &mut self,
         starts: &[u32],
@@ -68,6 +68,7 @@ impl Ragged {
             let rows = &positions[starts[s] as usize..starts[s + 1] as usize];
             let covered = table as usize * block_tokens;
             assert!(rows.iter().all(|position| (*position as usize) < covered), "a block table is too short");
+            assert!(rows.is_sorted(), "positions do not ascend");
             for first in (starts[s]..starts[s + 1]).step_by(TASK_ROWS as usize) {
                 let end = (first + TASK_ROWS).min(starts[s + 1]);
                 self.tasks.push(Task { first, end, table: block_starts[s] });
@@ -173,7 +174,8 @@ struct Attend<'a> {
     layout: KvLayout,
     layer: usize,
     window: Option<u32>,
-    /// What products of queries and keys are multiplied with: weights are powers of 2, which cost less than those of e.
+    /// What products of queries and keys are multiplied with: log2(e) / sqrt(head_dim), as weights are powers of 2, which cost less than
+    /// those of e.
     scale: f32,
     out: *mut f32,
 }

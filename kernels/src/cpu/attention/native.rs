@@ -59,7 +59,7 @@ struct Block {
     sums: [MaybeUninit<f32>; BLOCK_QUERIES * HEAD_DIM_MAX],
 }
 
-/// The visible part of a tile, from and to.
+/// The visible part of a span or of a tile, from and to.
 type Seen = (usize, usize);
 
 impl Attend<'_> {
@@ -311,7 +311,7 @@ impl Attend<'_> {
                     soften::<ALL>(scores, seen[i], tiles, decay[i], &mut states[i], weights);
                 }
             }
-            let shared = if ALL { [Common::ALL; SPAN_TILES] } else { shared(&seen) };
+            let common = if ALL { [Common::ALL; SPAN_TILES] } else { common(&seen) };
             for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
                 for i in 0..Q {
@@ -323,19 +323,19 @@ impl Attend<'_> {
                     let Some(tile) = tile else { continue };
                     let weights = weights.add(t * TILE);
                     // What all see is weighed for all at once, and what only some see before and after it.
-                    if !ALL && shared[t].before {
+                    if !ALL && common[t].before {
                         for i in 0..Q {
                             let (from, to) = within(seen[i], t);
-                            let seen = (from, to.min(shared[t].pairs.0 * 2));
+                            let seen = (from, to.min(common[t].pairs.0 * 2));
                             weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
                         }
                     }
-                    let pairs = if ALL { (0, TILE / 2) } else { shared[t].pairs };
+                    let pairs = if ALL { (0, TILE / 2) } else { common[t].pairs };
                     weigh::<N, Q>(tile, d, coming[t].values_of(d), pairs, weights, &mut sum);
-                    if !ALL && shared[t].after {
+                    if !ALL && common[t].after {
                         for i in 0..Q {
                             let (from, to) = within(seen[i], t);
-                            let seen = (from.max(shared[t].pairs.1 * 2), to);
+                            let seen = (from.max(common[t].pairs.1 * 2), to);
                             weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
                         }
                     }
@@ -373,9 +373,9 @@ impl Common {
 
 /// What all queries see of each tile of a span.
 #[inline(always)]
-fn shared<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
-    let mut shared = [Common::ALL; SPAN_TILES];
-    for (t, shared) in shared.iter_mut().enumerate() {
+fn common<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
+    let mut common = [Common::ALL; SPAN_TILES];
+    for (t, common) in common.iter_mut().enumerate() {
         let (mut all, mut any) = ((0, TILE), (TILE, 0));
         for seen in seen {
             let seen = within(*seen, t);
@@ -387,9 +387,9 @@ fn shared<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
         let (from, to) = (all.0.div_ceil(2), all.1 / 2);
         // Where they share nothing, everything is before the end.
         let pairs = if from < to { (from, to) } else { (TILE / 2, TILE / 2) };
-        *shared = Common { pairs, before: any.0 < 2 * pairs.0, after: 2 * pairs.1 < any.1 };
+        *common = Common { pairs, before: any.0 < 2 * pairs.0, after: 2 * pairs.1 < any.1 };
     }
-    shared
+    common
 }
 
 /// Rounds `count` numbers, an even count, to pairs of bf16.

@@ -163,6 +163,15 @@ fn naive(case: &Case) -> Vec<Vec<f64>> {
     out
 }
 
+/// A key near the middle of two numbers may be rounded either way by f32 and f64. Over bytes, queries and weights may be in bf16.
+fn tolerance(dtype: KvDtype) -> f64 {
+    match dtype {
+        KvDtype::Plain(Dtype::F32) => 2e-5,
+        KvDtype::Plain(Dtype::F16) => 4e-3,
+        KvDtype::Plain(Dtype::Bf16) | KvDtype::Int8 => 3e-2,
+    }
+}
+
 fn case() -> impl Strategy<Value = Case> {
     let head_dim = prop::sample::select(vec![2usize, 6, 16, 24, 32, 64, 112, 128, 254]);
     let lengths = prop::collection::vec(prop_oneof![1usize..20, 20usize..80], 1..4);
@@ -192,17 +201,54 @@ proptest! {
             let alone = run(isa, &case, one);
             let many = Chunks { rows, block_tokens: 1 << block, threads, together: true, seed };
             let together = run(isa, &case, many);
-            // A key near the middle of two numbers may be rounded either way by f32 and f64. Over bytes, queries and weights
-            // may be in bf16.
-            let tolerance = match case.dtype {
-                KvDtype::Plain(Dtype::F32) => 2e-5,
-                KvDtype::Plain(Dtype::F16) => 4e-3,
-                KvDtype::Plain(Dtype::Bf16) | KvDtype::Int8 => 3e-2,
-            };
+            let tolerance = tolerance(case.dtype);
             for s in 0..case.lengths.len() {
                 for i in 0..expected[s].len() {
                     let error = (f64::from(alone[s][i]) - expected[s][i]).abs();
                     prop_assert!(error < tolerance, "{} sequence {s} at {i}: off by {error:e}", isa.name());
+                    let same = alone[s][i].to_bits() == together[s][i].to_bits();
+                    prop_assert!(same, "{} sequence {s} at {i}: other bits", isa.name());
+                }
+            }
+        }
+    }
+}
+
+/// Sequences and windows of several spans, and as many heads over one as models have.
+fn long_case() -> impl Strategy<Value = Case> {
+    let head_dim = prop::sample::select(vec![16usize, 34, 64, 80]);
+    let group = prop::sample::select(vec![1usize, 3, 7, 8, 14]);
+    let lengths = prop::collection::vec(65usize..260, 1..3);
+    let window = prop_oneof![Just(None), (1u32..200).prop_map(Some)];
+    (1usize..3, group, head_dim, 0usize..4, lengths, window, any::<u32>()).prop_map(
+        |(kv_heads, group, head_dim, dtype, lengths, window, seed)| Case {
+            shape: QkvShape { heads: kv_heads * group, kv_heads, head_dim },
+            dtype: [Dtype::F32.into(), Dtype::Bf16.into(), Dtype::F16.into(), KvDtype::Int8][dtype],
+            lengths,
+            window,
+            normed: true,
+            seed,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// What is right is what plain Rust gives one by one, which the test above compares with f64.
+    #[test]
+    fn long_sequences_have_the_same_bits_in_any_chunks_and_agree_with_plain_rust(
+        case in long_case(), rows in 2usize..150, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
+    ) {
+        let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };
+        let plain = run(Isa::PORTABLE, &case, one);
+        for isa in Isa::available() {
+            let alone = run(isa, &case, one);
+            let together = run(isa, &case, Chunks { rows, block_tokens: 1 << block, threads, together: true, seed });
+            for s in 0..case.lengths.len() {
+                for i in 0..plain[s].len() {
+                    let error = f64::from((alone[s][i] - plain[s][i]).abs());
+                    prop_assert!(error < tolerance(case.dtype), "{} sequence {s} at {i}: off by {error:e}", isa.name());
                     let same = alone[s][i].to_bits() == together[s][i].to_bits();
                     prop_assert!(same, "{} sequence {s} at {i}: other bits", isa.name());
                 }

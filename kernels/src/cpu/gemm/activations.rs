@@ -136,7 +136,8 @@ impl Kernel for Pack<'_> {
             for at in (0..self.k).step_by(chunk) {
                 let step = match self.layout {
                     Layout::Single => at,
-                    Layout::Pair | Layout::Packed => at / 2,
+                    Layout::Pair => at / 2,
+                    Layout::Packed => unreachable!("pairs have a way of their own"),
                     Layout::Group { .. } | Layout::Halves { .. } => at / chunk,
                 };
                 let tile = &mut tile[step * self.layout.words() * height..];

@@ -89,7 +89,8 @@ pub(crate) trait Simd: Copy + 'static {
     /// Each integer, which is below 2^24 in magnitude, as f32.
     unsafe fn int_to_f32(v: Self::I) -> Self::V;
 
-    /// 2^x for x up to 127, within 3 units in the last place; 2^0 is 1 exactly. Below -126 it may be taken as 0, and 2^-inf is 0.
+    /// 2^x for x up to 127, within 3 units in the last place; 2^0 is 1 exactly. Below -126 it may be taken as 0, and 2^-inf is 0. Of
+    /// larger x it makes any number.
     #[inline(always)]
     unsafe fn exp2(x: Self::V) -> Self::V {
         // SAFETY: passed on to the caller.

@@ -127,7 +127,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn times_exp2(a: [f32; N], v: [f32; N]) -> [f32; N] {
-        std::array::from_fn(|i| a[i] * f32::from_bits(((v[i] as i32 + 127) << 23) as u32))
+        std::array::from_fn(|i| a[i] * f32::from_bits(((v[i] as i32).wrapping_add(127) << 23) as u32))
     }
 
     #[inline(always)]
