@@ -251,7 +251,7 @@ impl Attend<'_> {
         }
     }
 
-    /// The same; `ALL` where every query sees the whole span, as nearly always.
+    /// The same; `ALL` where every query sees the whole span, as mostly.
     #[inline(always)]
     unsafe fn part_of<N: Source, const Q: usize, const ALL: bool>(&self, part: Part<'_>) {
         let Part { tiles, coming, base, states, queries, sums, width } = part;

@@ -136,8 +136,7 @@ impl Kernel for Pack<'_> {
             for at in (0..self.k).step_by(chunk) {
                 let step = match self.layout {
                     Layout::Single => at,
-                    Layout::Pair => at / 2,
-                    Layout::Packed => unreachable!("pairs have a way of their own"),
+                    Layout::Pair | Layout::Packed => at / 2,
                     Layout::Group { .. } | Layout::Halves { .. } => at / chunk,
                 };
                 let tile = &mut tile[step * self.layout.words() * height..];
@@ -154,7 +153,8 @@ impl Kernel for Pack<'_> {
                                 quantize::<S, 2>(numbers, group, offset, tile, i, height);
                             }
                             Layout::Pair => spread_pairs(numbers, tile, i, height),
-                            Layout::Single | Layout::Packed => spread(numbers, tile, i, height),
+                            Layout::Single => spread(numbers, tile, i, height),
+                            Layout::Packed => unreachable!("pairs in a word have a way of their own"),
                         }
                     }
                 }
