@@ -138,13 +138,21 @@ pub fn attention(
         #[cfg(target_arch = "x86_64")]
         if isa.0 == super::isa::Path::Avx512Bf16 {
             match layout.dtype {
-                KvDtype::Plain(Dtype::Bf16) => {
+                KvDtype::Plain(Dtype::Bf16) if job.queries() <= native::FEW_QUERIES => {
                     // SAFETY: this `Isa` has BF16.
-                    return unsafe { simd::run_avx512_bf16(native::Native::<Bf16>::new(job)) };
+                    return unsafe { simd::run_avx512_bf16(native::Native::<native::InPlace>::new(job)) };
+                }
+                KvDtype::Plain(Dtype::Bf16) => {
+                    // SAFETY: as above.
+                    return unsafe {
+                        simd::run_avx512_bf16(native::Native::<native::Paired<Bf16>>::new(job))
+                    };
                 }
                 KvDtype::Int8 => {
                     // SAFETY: as above.
-                    return unsafe { simd::run_avx512_bf16(native::Native::<Int8>::new(job)) };
+                    return unsafe {
+                        simd::run_avx512_bf16(native::Native::<native::Paired<Int8>>::new(job))
+                    };
                 }
                 KvDtype::Plain(Dtype::F32 | Dtype::F16) => {}
             }
@@ -247,6 +255,12 @@ impl<N: Number> Gathered<N> {
 }
 
 impl Attend<'_> {
+    /// Queries of the task.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only `native` asks for it"))]
+    fn queries(&self) -> usize {
+        (self.task.end - self.task.first) as usize * (self.shape.heads / self.shape.kv_heads)
+    }
+
     /// The tile from position `base` on. Positions from `end` on need not exist.
     #[inline(always)]
     unsafe fn tile<N: Number>(

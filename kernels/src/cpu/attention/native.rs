@@ -10,10 +10,15 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 use super::super::kv::{Number, TILE};
-use super::super::simd::{Avx512, Kernel, Simd, dot_bf16, largest_of};
-use super::{Attend, HEAD_DIM_MAX, Then, lowest};
+use super::super::simd::{
+    Avx512, Kernel, Simd, bf16_pairs, dot_bf16, dot_bf16_where, largest_of, opaque, transpose,
+};
+use super::{Attend, Gathered, HEAD_DIM_MAX, lowest};
+use coming::Coming;
+pub(super) use source::{InPlace, Paired};
 use source::{PART, Ready, Source};
 
+mod coming;
 mod source;
 
 /// Positions of a span.
@@ -23,6 +28,8 @@ const SPAN_TILES: usize = SPAN / TILE;
 const BLOCK_QUERIES: usize = 64;
 /// Queries whose sums are in registers at once.
 const QUERIES: usize = 8;
+/// Up to so many queries read [`InPlace`]: to bring keys and values into order before costs what it saves some three times eight.
+pub(super) const FEW_QUERIES: usize = 2 * QUERIES;
 
 pub(super) struct Native<'a, N>(Attend<'a>, PhantomData<N>);
 
@@ -40,23 +47,25 @@ impl<N: Source> Kernel for Native<'_, N> {
     }
 }
 
-/// What a query has seen so far.
-#[derive(Clone, Copy)]
-struct State {
-    best: f32,
-    /// Positions it sees: from `low` to before `high`.
-    low: usize,
-    high: usize,
-    total: [f32; 16],
-}
-
 /// Room for the queries of a block.
 struct Block {
-    states: [MaybeUninit<State>; BLOCK_QUERIES],
+    /// The best score so far, and lanes that add up to the sum of the weights.
+    bests: [MaybeUninit<f32>; BLOCK_QUERIES],
+    totals: [MaybeUninit<__m512>; BLOCK_QUERIES],
+    /// Positions that they see: from these to before those.
+    lows: [MaybeUninit<usize>; BLOCK_QUERIES],
+    highs: [MaybeUninit<usize>; BLOCK_QUERIES],
     /// Pairs of bf16; for each [`QUERIES`] queries, or what is left of them, [head_dim / 2, queries].
     queries: [MaybeUninit<u32>; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
     /// Per 32 components those of `unpacklo`, then those of `unpackhi`; [queries, width].
     sums: [MaybeUninit<f32>; BLOCK_QUERIES * HEAD_DIM_MAX],
+}
+
+/// Room for the tiles of a span that are not read where they lie.
+struct Rooms<N: Source> {
+    gathered: [Option<Box<Gathered<N::Stored>>>; SPAN_TILES],
+    /// Left as it is until it is written: to fill it would cost more than what few queries need.
+    rooms: MaybeUninit<[N::Room; SPAN_TILES]>,
 }
 
 /// The visible part of a span or of a tile, from and to.
@@ -65,14 +74,16 @@ type Seen = (usize, usize);
 impl Attend<'_> {
     #[inline(always)]
     unsafe fn native<N: Source>(&self) {
-        let group = self.shape.heads / self.shape.kv_heads;
-        let queries = (self.task.end - self.task.first) as usize * group;
+        let queries = self.queries();
         let mut block = Block {
-            states: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
+            bests: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
+            totals: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
+            lows: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
+            highs: [const { MaybeUninit::uninit() }; BLOCK_QUERIES],
             queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
-        let mut rooms: [N::Room; SPAN_TILES] = [N::room(), N::room(), N::room(), N::room()];
+        let mut rooms = Rooms::<N> { gathered: [const { None }; SPAN_TILES], rooms: MaybeUninit::uninit() };
         for first in (0..queries).step_by(BLOCK_QUERIES) {
             // SAFETY: the queries are those of the task.
             unsafe { self.block::<N>(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
@@ -80,21 +91,17 @@ impl Attend<'_> {
     }
 
     #[inline(always)]
-    unsafe fn block<N: Source>(
-        &self,
-        block: &mut Block,
-        first: usize,
-        count: usize,
-        rooms: &mut [N::Room; SPAN_TILES],
-    ) {
+    unsafe fn block<N: Source>(&self, block: &mut Block, first: usize, count: usize, rooms: &mut Rooms<N>) {
         let head_dim = self.shape.head_dim;
         let half = head_dim / 2;
         let group = self.shape.heads / self.shape.kv_heads;
         let width = head_dim.next_multiple_of(32);
-        let states = block.states.as_mut_ptr().cast::<State>();
+        let bests = block.bests.as_mut_ptr().cast::<f32>();
+        let totals = block.totals.as_mut_ptr().cast::<__m512>();
+        let lows = block.lows.as_mut_ptr().cast::<usize>();
+        let highs = block.highs.as_mut_ptr().cast::<usize>();
         let packed = block.queries.as_mut_ptr().cast::<u32>();
         let sums = block.sums.as_mut_ptr().cast::<f32>();
-        let mut pairs = [MaybeUninit::<u32>::uninit(); HEAD_DIM_MAX / 2];
         let of = |i: usize| {
             let row = self.task.first as usize + (first + i) / group;
             (row, self.kv_head * group + (first + i) % group)
@@ -102,35 +109,43 @@ impl Attend<'_> {
         // SAFETY: rows and heads are within qkv and out; a block has room for its queries; tables cover positions
         // before `high`.
         unsafe {
-            for i in 0..count {
-                let (row, head) = of(i);
-                let query = self.qkv.add(row * self.shape.width() + head * head_dim);
-                pack(query, head_dim, pairs.as_mut_ptr().cast());
-                let part = i / QUERIES * QUERIES;
-                let abreast = QUERIES.min(count - part);
-                for d in 0..half {
-                    packed.add(part * half + d * abreast + i - part).write(pairs[d].assume_init());
+            for at in (0..count).step_by(QUERIES) {
+                let abreast = QUERIES.min(count - at);
+                let mut queries = [self.qkv; QUERIES];
+                for (i, query) in queries.iter_mut().enumerate().take(abreast) {
+                    let (row, head) = of(at + i);
+                    *query = self.qkv.add(row * self.shape.width() + head * head_dim);
+                    let high = self.positions[row] as usize + 1;
+                    lows.add(at + i).write(lowest(high, self.window));
+                    highs.add(at + i).write(high);
+                    totals.add(at + i).write(_mm512_setzero_ps());
                 }
-                let high = self.positions[row] as usize + 1;
-                let low = lowest(high, self.window);
-                states.add(i).write(State { best: f32::NEG_INFINITY, low, high, total: [0.0; 16] });
-                sums.add(i * width).write_bytes(0, width);
+                // Of all that there is room for, as they are read together.
+                _mm256_storeu_ps(bests.add(at), _mm256_set1_ps(f32::NEG_INFINITY));
+                pack(&queries, abreast, head_dim, packed.add(at * half));
+            }
+            for at in (0..count * width).step_by(16) {
+                _mm512_storeu_ps(sums.add(at), _mm512_setzero_ps());
             }
             // Rows ascend, so the first query sees furthest back and the last one furthest on.
-            let (low, high) = ((*states).low, (*states.add(count - 1)).high);
+            let (low, high) = (lows.read(), highs.add(count - 1).read());
             let then = self.after(first + count);
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
                 let tiles = self.span::<N>(base, low, high, rooms);
                 // What comes next is asked for by the first queries, a line or two at each step: memory is at work all
                 // the time, and nothing waits for room to ask.
-                let mut coming = self.coming::<N>(base + SPAN, high, then);
+                let coming = self.coming::<N::Stored>(base + SPAN, high, then);
                 let mut at = 0;
                 while at < count {
                     let part = Part {
                         tiles: &tiles,
-                        coming,
+                        coming: if at == 0 { coming } else { [Coming::NONE; SPAN_TILES] },
+                        asks: at == 0,
                         base,
-                        states: states.add(at),
+                        bests: bests.add(at),
+                        totals: totals.add(at),
+                        lows: lows.add(at),
+                        highs: highs.add(at),
                         queries: packed.add(at * half),
                         sums: sums.add(at * width),
                         width,
@@ -146,28 +161,15 @@ impl Attend<'_> {
                         _ => self.part::<N, 8>(part),
                     }
                     at += QUERIES;
-                    coming = [Coming::NONE; SPAN_TILES];
                 }
             }
             for i in 0..count {
                 let (row, head) = of(i);
                 let out = self.out.add((row * self.shape.heads + head) * head_dim);
-                let scale = 1.0 / Avx512::sum(Avx512::load((*states.add(i)).total.as_ptr()));
+                let scale = 1.0 / Avx512::sum(totals.add(i).read());
                 unpack(sums.add(i * width), head_dim, scale, out);
             }
         }
-    }
-
-    /// What is read after the queries before `first`: what the task's next ones see, or what comes after the task.
-    fn after(&self, first: usize) -> Option<Then<'_>> {
-        let group = self.shape.heads / self.shape.kv_heads;
-        let all = (self.task.end - self.task.first) as usize * group;
-        if first >= all {
-            return self.then;
-        }
-        let sees = |i: usize| self.positions[self.task.first as usize + i / group] as usize + 1;
-        let (low, high) = (lowest(sees(first), self.window), sees(all.min(first + BLOCK_QUERIES) - 1));
-        Some(Then { kv_head: self.kv_head, table: self.table, low, high })
     }
 
     /// The tiles of the span at `base` that hold positions from `low` to before `high`.
@@ -177,63 +179,22 @@ impl Attend<'_> {
         base: usize,
         low: usize,
         high: usize,
-        rooms: &mut [N::Room; SPAN_TILES],
+        rooms: &mut Rooms<N>,
     ) -> [Option<Ready>; SPAN_TILES] {
         let mut tiles = [None; SPAN_TILES];
-        for (t, (tile, room)) in tiles.iter_mut().zip(rooms).enumerate() {
+        let Rooms { gathered, rooms } = rooms;
+        for (t, (tile, gathered)) in tiles.iter_mut().zip(gathered).enumerate() {
             let at = base + t * TILE;
             if at + TILE <= low || at >= high {
                 continue;
             }
-            // SAFETY: the table covers positions before `high`.
-            *tile = Some(unsafe { N::ready(self, at, high, room) });
+            // SAFETY: the table covers positions before `high`; each tile of a span has a room.
+            *tile = Some(unsafe {
+                let stored = self.tile::<N::Stored>(at, high, gathered);
+                N::ready(&stored, &self.layout, rooms.as_mut_ptr().cast::<N::Room>().add(t))
+            });
         }
         tiles
-    }
-
-    /// The tiles of the span at `base`, if that is before `high`, and else the first ones of what is read `then`.
-    #[inline(always)]
-    unsafe fn coming<N: Number>(
-        &self,
-        base: usize,
-        high: usize,
-        then: Option<Then<'_>>,
-    ) -> [Coming; SPAN_TILES] {
-        let (kv_head, table) = (self.kv_head, self.table);
-        let (then, base) = match then {
-            _ if base < high => (Then { kv_head, table, low: base, high }, base),
-            Some(then) => (then, then.low / SPAN * SPAN),
-            None => return [Coming::NONE; SPAN_TILES],
-        };
-        let (layout, tokens) = (&self.layout, self.layout.block_tokens);
-        let mut coming = [Coming::NONE; SPAN_TILES];
-        for (t, coming) in coming.iter_mut().enumerate() {
-            let at = base + t * TILE;
-            if tokens < TILE || at + TILE <= then.low || at >= then.high {
-                continue;
-            }
-            let offset = at % tokens;
-            // SAFETY: asking reads nothing.
-            unsafe {
-                let head = layout.keys(then.table[at / tokens], self.layer, then.kv_head);
-                let head = self.kv.cast::<N>().wrapping_add(head);
-                // Where blocks are larger than tiles, tiles share lines: one asks for the even rows of keys, the next for the odd ones.
-                let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
-                let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());
-                *coming = Coming {
-                    keys: keys.cast(),
-                    keys_step: 2 * tokens * size_of::<N>(),
-                    values: values.cast(),
-                    values_step: 64 * size_of::<N>(),
-                };
-                if N::SCALED {
-                    let scales = head.wrapping_add(layout.scales_after_keys()).cast::<f32>();
-                    Avx512::prefetch(scales.wrapping_add(offset).cast());
-                    Avx512::prefetch(scales.wrapping_add(tokens + offset).cast());
-                }
-            }
-        }
-        coming
     }
 
     /// One span for Q queries.
@@ -242,76 +203,88 @@ impl Attend<'_> {
         // SAFETY: passed on to the caller.
         unsafe {
             // Rows ascend, so what the first query and the last one see, all see.
-            let (low, high) = ((*part.states.add(Q - 1)).low, (*part.states).high);
-            if low <= part.base && part.base + SPAN <= high {
-                self.part_of::<N, Q, true>(part);
-            } else {
-                self.part_of::<N, Q, false>(part);
+            let (low, high) = (part.lows.add(Q - 1).read(), part.highs.read());
+            match low <= part.base && part.base + SPAN <= high {
+                true if Q == QUERIES && !part.asks => self.part_of::<N, Q, true, false>(part),
+                true => self.part_of::<N, Q, true, true>(part),
+                false => self.part_of::<N, Q, false, true>(part),
             }
         }
     }
 
-    /// The same; `ALL` where every query sees the whole span, as mostly.
+    /// The same; `ALL` where every query sees the whole span, and without `ASKS` where nothing is asked for, as mostly.
     #[inline(always)]
-    unsafe fn part_of<N: Source, const Q: usize, const ALL: bool>(&self, part: Part<'_>) {
-        let Part { tiles, coming, base, states, queries, sums, width } = part;
+    unsafe fn part_of<N: Source, const Q: usize, const ALL: bool, const ASKS: bool>(&self, part: Part<'_>) {
+        let Part { tiles, coming, base, bests, totals, lows, highs, queries, sums, width, .. } = part;
         let half = self.shape.head_dim / 2;
         let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
         let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
-        // SAFETY: vectors are within tiles, states, queries and sums of the queries given; scores are read of tiles that are there, or
-        // were filled before, and weights where a query sees something, for which all of them are written.
+        // SAFETY: vectors are within tiles, bests, totals, queries and sums of the queries given; scores are read of positions that are seen,
+        // whose tiles are there, and weights where a query sees something, for which all of them are written.
         unsafe {
-            let states = std::slice::from_raw_parts_mut(states, Q);
             let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
-            if !ALL {
-                for at in (0..Q * SPAN).step_by(16) {
-                    _mm512_storeu_ps(scores.add(at), _mm512_set1_ps(f32::NEG_INFINITY));
-                }
-            }
             for t in (0..SPAN_TILES).step_by(2) {
                 let next = [&coming[t], &coming[t + 1]];
                 match (tiles[t], tiles[t + 1]) {
                     (Some(a), Some(b)) => {
-                        score::<N, Q, 2>([a, b], next, queries, half, self.scale, scores.add(t * TILE));
+                        score::<N, Q, 2, ASKS>([a, b], next, queries, half, self.scale, scores.add(t * TILE));
                     }
                     (Some(a), None) => {
-                        score::<N, Q, 1>([a], next, queries, half, self.scale, scores.add(t * TILE));
+                        score::<N, Q, 1, ASKS>([a], next, queries, half, self.scale, scores.add(t * TILE));
                     }
                     (None, Some(b)) => {
-                        score::<N, Q, 1>([b], next, queries, half, self.scale, scores.add((t + 1) * TILE));
+                        score::<N, Q, 1, ASKS>(
+                            [b],
+                            next,
+                            queries,
+                            half,
+                            self.scale,
+                            scores.add((t + 1) * TILE),
+                        );
                     }
                     (None, None) => {}
                 }
             }
             let mut seen = [(0, SPAN); Q];
             let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
-            let mut best = [f32::NEG_INFINITY; QUERIES];
             for i in 0..Q {
                 if !ALL {
-                    let from = states[i].low.saturating_sub(base).min(SPAN);
-                    let to = states[i].high.saturating_sub(base).min(SPAN);
+                    let from = lows.add(i).read().saturating_sub(base).min(SPAN);
+                    let to = highs.add(i).read().saturating_sub(base).min(SPAN);
                     seen[i] = (from, to.max(from));
                 }
                 largest[i] = largest_seen::<ALL>(scores.add(i * SPAN), seen[i]);
-                best[i] = states[i].best;
             }
             // What earlier sums are multiplied by, for all queries at once.
-            let before = _mm256_loadu_ps(best.as_ptr());
+            let before = _mm256_loadu_ps(bests);
             let now = _mm256_max_ps(largest_of(largest), before);
             let decays = Avx512::exp2(_mm512_zextps256_ps512(_mm256_sub_ps(before, now)));
-            _mm256_storeu_ps(best.as_mut_ptr(), now);
+            // That of a query that sees nothing stays as it is.
+            _mm256_storeu_ps(bests, now);
             let mut factors = [0.0f32; QUERIES];
             _mm256_storeu_ps(factors.as_mut_ptr(), _mm512_castps512_ps256(decays));
             let mut decay = [_mm512_set1_ps(1.0); Q];
             for i in 0..Q {
+                let weights = weights.add(i * SPAN);
                 if ALL || seen[i].0 < seen[i].1 {
                     decay[i] = _mm512_set1_ps(factors[i]);
-                    states[i].best = best[i];
-                    let (scores, weights) = (scores.add(i * SPAN), weights.add(i * SPAN));
-                    soften::<ALL>(scores, seen[i], tiles, decay[i], &mut states[i], weights);
+                    let best = bests.add(i).read();
+                    let total = totals.add(i);
+                    let before = _mm512_mul_ps(total.read(), decay[i]);
+                    total.write(soften::<N, ALL>(
+                        scores.add(i * SPAN),
+                        seen[i],
+                        tiles,
+                        best,
+                        before,
+                        weights,
+                    ));
+                } else {
+                    weights.write_bytes(0, SPAN);
                 }
             }
             let common = if ALL { [Common::ALL; SPAN_TILES] } else { common(&seen) };
+            let visible = if ALL { [u64::MAX; Q] } else { seen.map(visible) };
             for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
                 for i in 0..Q {
@@ -321,23 +294,17 @@ impl Attend<'_> {
                 }
                 for (t, tile) in tiles.iter().enumerate() {
                     let Some(tile) = tile else { continue };
-                    let weights = weights.add(t * TILE);
-                    // What all see is weighed for all at once, and what only some see before and after it.
-                    if !ALL && common[t].before {
-                        for i in 0..Q {
-                            let (from, to) = within(seen[i], t);
-                            let seen = (from, to.min(common[t].pairs.0 * 2));
-                            weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
-                        }
+                    // Opaque, and another address for other components: they would otherwise be kept in all lanes, in memory.
+                    let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
+                    let Common { pairs, any } = common[t];
+                    if !ALL {
+                        let visible = visible.map(|visible| visible >> (t * TILE));
+                        weigh_seen::<N, Q>(tile, d, (any.0, pairs.0.min(any.1)), weights, &visible, &mut sum);
                     }
-                    let pairs = if ALL { (0, TILE / 2) } else { common[t].pairs };
-                    weigh::<N, Q>(tile, d, coming[t].values_of(d), pairs, weights, &mut sum);
-                    if !ALL && common[t].after {
-                        for i in 0..Q {
-                            let (from, to) = within(seen[i], t);
-                            let seen = (from.max(common[t].pairs.1 * 2), to);
-                            weigh_one::<N>(tile, d, seen, weights.add(i * SPAN), &mut sum[i]);
-                        }
+                    weigh::<N, Q, ASKS>(tile, d, coming[t].values_of(d), pairs, weights, &mut sum);
+                    if !ALL {
+                        let visible = visible.map(|visible| visible >> (t * TILE));
+                        weigh_seen::<N, Q>(tile, d, (pairs.1, any.1), weights, &visible, &mut sum);
                     }
                 }
                 for i in 0..Q {
@@ -357,53 +324,55 @@ fn within(seen: Seen, t: usize) -> Seen {
     (upto(seen.0), upto(seen.1))
 }
 
-/// What of a tile all queries see.
+/// Pairs of a tile's positions, from and to.
 #[derive(Clone, Copy)]
 struct Common {
-    /// Pairs of positions, from and to.
+    /// What all queries see.
     pairs: (usize, usize),
-    /// Whether some see something before these, or after them.
-    before: bool,
-    after: bool,
+    /// What some see, around these.
+    any: (usize, usize),
 }
 
 impl Common {
-    const ALL: Self = Self { pairs: (0, TILE / 2), before: false, after: false };
+    const ALL: Self = Self { pairs: (0, TILE / 2), any: (0, TILE / 2) };
 }
 
-/// What all queries see of each tile of a span.
+/// What all queries see of each tile of a span; what they see ascends.
 #[inline(always)]
 fn common<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
+    let (first, last) = (seen[0], seen[Q - 1]);
     let mut common = [Common::ALL; SPAN_TILES];
     for (t, common) in common.iter_mut().enumerate() {
-        let (mut all, mut any) = ((0, TILE), (TILE, 0));
-        for seen in seen {
-            let seen = within(*seen, t);
-            all = (all.0.max(seen.0), all.1.min(seen.1));
-            if seen.0 < seen.1 {
-                any = (any.0.min(seen.0), any.1.max(seen.1));
-            }
-        }
+        let (all, any) = (within((last.0, first.1), t), within((first.0, last.1), t));
         let (from, to) = (all.0.div_ceil(2), all.1 / 2);
         // Where they share nothing, everything is before the end.
         let pairs = if from < to { (from, to) } else { (TILE / 2, TILE / 2) };
-        *common = Common { pairs, before: any.0 < 2 * pairs.0, after: 2 * pairs.1 < any.1 };
+        *common = Common { pairs, any: (any.0 / 2, any.1.div_ceil(2)) };
     }
     common
 }
 
-/// Rounds `count` numbers, an even count, to pairs of bf16.
+/// Rounds `abreast` queries of `head_dim` numbers, which is even, to pairs of bf16; `to` is [head_dim / 2, abreast].
 #[inline(always)]
-unsafe fn pack(from: *const f32, count: usize, to: *mut u32) {
-    // SAFETY: masks keep to what there is.
+unsafe fn pack(queries: &[*const f32; QUERIES], abreast: usize, head_dim: usize, to: *mut u32) {
+    // SAFETY: masks keep to the numbers that there are, and to the queries.
     unsafe {
-        for at in (0..count).step_by(32) {
-            let present = (u64::MAX >> (64 - (count - at).min(32))) as u32;
-            let low = _mm512_maskz_loadu_ps(present as __mmask16, from.wrapping_add(at));
-            let high = _mm512_maskz_loadu_ps((present >> 16) as __mmask16, from.wrapping_add(at + 16));
-            let pairs = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            let lanes = (u32::MAX >> (32 - (count - at).min(32) / 2)) as __mmask16;
-            _mm512_mask_storeu_epi32(to.wrapping_add(at / 2).cast(), lanes, pairs);
+        let lanes = ((1u32 << abreast) - 1) as __mmask8;
+        for at in (0..head_dim).step_by(32) {
+            let numbers = (head_dim - at).min(32);
+            let mut rows = [_mm512_setzero_si512(); 16];
+            for i in 0..QUERIES {
+                if i < abreast {
+                    rows[i] = bf16_pairs(queries[i].wrapping_add(at), numbers);
+                }
+            }
+            let columns = transpose(rows);
+            for (d, column) in columns.iter().enumerate() {
+                if d < numbers / 2 {
+                    let to = to.wrapping_add((at / 2 + d) * abreast);
+                    _mm256_mask_storeu_epi32(to.cast(), lanes, _mm512_castsi512_si256(*column));
+                }
+            }
         }
     }
 }
@@ -419,53 +388,32 @@ unsafe fn unpack(sums: *const f32, count: usize, scale: f32, to: *mut f32) {
         let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
         for at in (0..count).step_by(32) {
             let (low, high) = (_mm512_loadu_ps(sums.add(at)), _mm512_loadu_ps(sums.add(at + 16)));
-            let present = (u64::MAX >> (64 - (count - at).min(32))) as u32;
-            let halves = [
-                (_mm512_permutex2var_ps(low, first, high), present as __mmask16, at),
-                (_mm512_permutex2var_ps(low, second, high), (present >> 16) as __mmask16, at + 16),
-            ];
-            for (half, mask, at) in halves {
-                _mm512_mask_storeu_ps(to.wrapping_add(at), mask, _mm512_mul_ps(half, scale));
+            let (first, second) =
+                (_mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, second, high));
+            let (first, second) = (_mm512_mul_ps(first, scale), _mm512_mul_ps(second, scale));
+            if at + 32 <= count {
+                _mm512_storeu_ps(to.add(at), first);
+                _mm512_storeu_ps(to.add(at + 16), second);
+            } else {
+                let present = u32::MAX >> (32 - (count - at));
+                _mm512_mask_storeu_ps(to.add(at), present as __mmask16, first);
+                _mm512_mask_storeu_ps(to.wrapping_add(at + 16), (present >> 16) as __mmask16, second);
             }
         }
     }
 }
 
-/// A tile that is read soon. Each step of the scores asks for a line of its keys, and each pair of values weighed for two lines of its
-/// values, or for the same one twice where numbers are bytes.
-#[derive(Clone, Copy)]
-struct Coming {
-    keys: *const u8,
-    /// Bytes from one step to the next; 0 where nothing comes.
-    keys_step: usize,
-    values: *const u8,
-    values_step: usize,
-}
-
-impl Coming {
-    /// A line that is there.
-    const NONE: Self = Self {
-        keys: (&raw const NOTHING).cast(),
-        keys_step: 0,
-        values: (&raw const NOTHING).cast(),
-        values_step: 0,
-    };
-
-    /// What the pairs of positions ask for that are weighed with components from `d` on.
-    #[inline(always)]
-    fn values_of(&self, d: usize) -> (*const u8, usize) {
-        (self.values.wrapping_add(d / PART * (TILE / 2) * self.values_step), self.values_step)
-    }
-}
-
-static NOTHING: u64 = 0;
-
 /// One span, and the queries that go through it together.
 struct Part<'a> {
     tiles: &'a [Option<Ready>; SPAN_TILES],
     coming: [Coming; SPAN_TILES],
+    /// Whether something may come.
+    asks: bool,
     base: usize,
-    states: *mut State,
+    bests: *mut f32,
+    totals: *mut __m512,
+    lows: *const usize,
+    highs: *const usize,
     queries: *const u32,
     sums: *mut f32,
     width: usize,
@@ -473,7 +421,7 @@ struct Part<'a> {
 
 /// Scores of Q queries, `SPAN` apart, and T tiles.
 #[inline(always)]
-unsafe fn score<N: Source, const Q: usize, const T: usize>(
+unsafe fn score<N: Source, const Q: usize, const T: usize, const ASKS: bool>(
     tiles: [Ready; T],
     next: [&Coming; 2],
     queries: *const u32,
@@ -485,7 +433,7 @@ unsafe fn score<N: Source, const Q: usize, const T: usize>(
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); T]; Q];
         for d in 0..half {
-            for next in next {
+            for next in next.into_iter().filter(|_| ASKS) {
                 Avx512::prefetch(next.keys.wrapping_add(d * next.keys_step));
             }
             let mut keys = [_mm512_setzero_si512(); T];
@@ -501,7 +449,7 @@ unsafe fn score<N: Source, const Q: usize, const T: usize>(
         }
         let mut scales = [_mm512_set1_ps(scale); T];
         for t in 0..T {
-            if !tiles[t].key_scales.is_null() {
+            if N::Stored::SCALED {
                 scales[t] = _mm512_mul_ps(scales[t], _mm512_loadu_ps(tiles[t].key_scales));
             }
         }
@@ -550,41 +498,39 @@ fn visible(seen: Seen) -> u64 {
 }
 
 /// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
-/// best score so far, and adds them up.
+/// best score so far; lanes that add up to `total` and the sum of the weights.
 #[inline(always)]
-unsafe fn soften<const ALL: bool>(
+unsafe fn soften<N: Source, const ALL: bool>(
     scores: *const f32,
     seen: Seen,
     tiles: &[Option<Ready>; SPAN_TILES],
-    decay: __m512,
-    state: &mut State,
+    best: f32,
+    mut total: __m512,
     weights: *mut u16,
-) {
+) -> __m512 {
     // SAFETY: vectors are within a query's scores and weights.
     unsafe {
-        let best = _mm512_set1_ps(state.best);
+        let best = _mm512_set1_ps(best);
         let visible = visible(seen);
-        let mut total = _mm512_mul_ps(_mm512_loadu_ps(state.total.as_ptr()), decay);
         for t in 0..SPAN_TILES {
             let part = scores_seen::<ALL>(scores, t, visible);
             let mut weight = Avx512::exp2(_mm512_sub_ps(part, best));
             total = _mm512_add_ps(total, weight);
-            let scales = tiles[t].as_ref().map_or(std::ptr::null(), |tile| tile.value_scales);
-            if !scales.is_null() {
+            if let Some(tile) = tiles[t].as_ref().filter(|_| N::Stored::SCALED) {
                 let mask = (visible >> (t * TILE)) as __mmask16;
-                weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, scales));
+                weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, tile.value_scales));
             }
             let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
             _mm256_storeu_si256(weights.add(t * TILE).cast(), rounded);
         }
-        _mm512_storeu_ps(state.total.as_mut_ptr(), total);
+        total
     }
 }
 
 /// sums += weights * values for some pairs of positions of a tile, which all of Q queries see, in their order; the weights of queries
 /// are `SPAN` apart.
 #[inline(always)]
-unsafe fn weigh<N: Source, const Q: usize>(
+unsafe fn weigh<N: Source, const Q: usize, const ASKS: bool>(
     tile: &Ready,
     d: usize,
     (next, next_step): (*const u8, usize),
@@ -595,9 +541,11 @@ unsafe fn weigh<N: Source, const Q: usize>(
     // SAFETY: components and positions are in the tile.
     unsafe {
         for pair in pairs.0..pairs.1 {
-            let ask = next.wrapping_add(pair * next_step);
-            Avx512::prefetch(ask);
-            Avx512::prefetch(ask.wrapping_add(next_step / 2));
+            if ASKS {
+                let ask = next.wrapping_add(pair * next_step);
+                Avx512::prefetch(ask);
+                Avx512::prefetch(ask.wrapping_add(next_step / 2));
+            }
             let (low, high) = N::values(tile, d, pair);
             for i in 0..Q {
                 let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
@@ -609,25 +557,32 @@ unsafe fn weigh<N: Source, const Q: usize>(
     }
 }
 
-/// The same for one query and the positions `seen`, if any.
+/// The same for pairs, if any, of which each query sees what is `visible` to it, a bit for each position.
 #[inline(always)]
-unsafe fn weigh_one<N: Source>(
+unsafe fn weigh_seen<N: Source, const Q: usize>(
     tile: &Ready,
     d: usize,
-    seen: Seen,
+    pairs: (usize, usize),
     weights: *const u16,
-    sum: &mut [__m512; 2],
+    visible: &[u64; Q],
+    sums: &mut [[__m512; 2]; Q],
 ) {
-    if seen.0 >= seen.1 {
-        return;
-    }
     // SAFETY: components and positions are in the tile.
     unsafe {
-        for pair in seen.0 / 2..seen.1.div_ceil(2) {
-            let (low, high) = N::values_seen(tile, d, pair, seen);
-            let weight = _mm512_set1_epi32(weights.add(2 * pair).cast::<i32>().read_unaligned());
-            sum[0] = dot_bf16(sum[0], weight, low);
-            sum[1] = dot_bf16(sum[1], weight, high);
+        for pair in pairs.0..pairs.1 {
+            let (low, high) = N::values(tile, d, pair);
+            for i in 0..Q {
+                let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
+                let weight = _mm512_set1_epi32(weight);
+                // The weight of what is hidden is 0, but its value may be no number. And where all is hidden nothing is added, not even 0,
+                // as the sign of a zero must not depend on what others see.
+                let sees = (visible[i] >> (2 * pair)) as u32 & 3;
+                let shown = sees * 0x5555_5555;
+                let some = ((sees != 0) as __mmask16).wrapping_neg();
+                let (low, high) = (_mm512_maskz_mov_epi16(shown, low), _mm512_maskz_mov_epi16(shown, high));
+                sums[i][0] = dot_bf16_where(some, sums[i][0], weight, low);
+                sums[i][1] = dot_bf16_where(some, sums[i][1], weight, high);
+            }
         }
     }
 }

@@ -251,6 +251,78 @@ pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
     }
 }
 
+/// The same in the lanes of `mask`; the others stay as they are.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16.
+#[inline(always)]
+pub(crate) unsafe fn dot_bf16_where(mask: __mmask16, acc: __m512, x: __m512i, w: __m512i) -> __m512 {
+    // SAFETY: the caller has the instruction set; the types differ in name only.
+    unsafe {
+        _mm512_mask_dpbf16_ps(
+            acc,
+            mask,
+            std::mem::transmute::<__m512i, __m512bh>(x),
+            std::mem::transmute::<__m512i, __m512bh>(w),
+        )
+    }
+}
+
+/// Up to 32 numbers from `from` on, rounded to pairs of bf16, and 0 beyond them.
+///
+/// # Safety
+/// The machine has AVX-512 with BF16; the numbers can be read.
+#[inline(always)]
+pub(crate) unsafe fn bf16_pairs(from: *const f32, numbers: usize) -> __m512i {
+    // SAFETY: masks keep to what is there.
+    unsafe {
+        let (low, high) = if numbers >= 32 {
+            (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(16)))
+        } else {
+            let present = (1u32 << numbers) - 1;
+            let high = _mm512_maskz_loadu_ps((present >> 16) as __mmask16, from.wrapping_add(16));
+            (_mm512_maskz_loadu_ps(present as __mmask16, from), high)
+        };
+        std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
+    }
+}
+
+/// Sixteen rows of 32-bit lanes become columns.
+///
+/// # Safety
+/// The machine has AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn transpose(mut r: [__m512i; 16]) -> [__m512i; 16] {
+    let mut t = r;
+    // SAFETY: passed on to the caller.
+    unsafe {
+        for i in 0..8 {
+            t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        for i in (0..16).step_by(4) {
+            r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+            r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+            r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+            r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+        }
+        // Now 128 bits of r[4 * i + c] hold, in lane l, rows 4 * i to 4 * i + 3 of column 4 * l + c.
+        for c in 0..4 {
+            t[c] = _mm512_shuffle_i32x4::<0x88>(r[c], r[4 + c]);
+            t[4 + c] = _mm512_shuffle_i32x4::<0xdd>(r[c], r[4 + c]);
+            t[8 + c] = _mm512_shuffle_i32x4::<0x88>(r[8 + c], r[12 + c]);
+            t[12 + c] = _mm512_shuffle_i32x4::<0xdd>(r[8 + c], r[12 + c]);
+        }
+        for c in 0..4 {
+            r[c] = _mm512_shuffle_i32x4::<0x88>(t[c], t[8 + c]);
+            r[8 + c] = _mm512_shuffle_i32x4::<0xdd>(t[c], t[8 + c]);
+            r[4 + c] = _mm512_shuffle_i32x4::<0x88>(t[4 + c], t[12 + c]);
+            r[12 + c] = _mm512_shuffle_i32x4::<0xdd>(t[4 + c], t[12 + c]);
+        }
+    }
+    r
+}
+
 /// Adds to each 32-bit lane the products of its four pairs of bytes, those of `x` unsigned, those of `w` signed. Exact.
 ///
 /// # Safety

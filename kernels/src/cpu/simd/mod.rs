@@ -11,7 +11,10 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, add_sixteenth, dot_bf16, dot_int8, largest_of, upper_halves};
+pub(crate) use avx512::{
+    Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, largest_of, transpose,
+    upper_halves,
+};
 pub(crate) use portable::Portable;
 
 /// Most lanes of any instruction set.

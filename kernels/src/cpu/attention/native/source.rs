@@ -2,29 +2,28 @@
 //! two positions for sixteen components.
 
 use std::arch::x86_64::*;
-use std::mem::MaybeUninit;
+use std::marker::PhantomData;
 
-use super::super::super::kv::{Bf16, Int8, Number, TILE};
-use super::super::{Attend, Gathered, HEAD_DIM_MAX, Tile};
-use super::Seen;
+use super::super::super::kv::{Bf16, Int8, KvLayout, Number, TILE};
+use super::super::{HEAD_DIM_MAX, Tile};
 
 /// Pairs in a vector, and positions in a tile.
 const PAIRS: usize = TILE;
 /// Components that are weighed together: two vectors of pairs.
 pub(super) const PART: usize = 2 * PAIRS;
 
-/// Keys and values that are bf16 numbers, or that become such.
+/// Keys and values as a block of queries reads them.
 ///
 /// # Safety
-/// As [`Attend::tile`]; the machine has AVX-512 with BF16.
-pub(super) trait Source: Number {
-    /// Room for a tile that is not read where it lies.
+/// Tiles can be read and rooms be written; the machine has AVX-512 with BF16.
+pub(in super::super) trait Source {
+    /// What the pool holds.
+    type Stored: Number;
+    /// Room for a tile that is not read as it is.
     type Room;
-    /// A room with nothing in it.
-    fn room() -> Self::Room;
 
-    /// The tile from position `base` on. Positions from `end` on need not exist.
-    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready;
+    /// A tile as it is read from now on; `room` need not be initialised.
+    unsafe fn ready(tile: &Tile<Self::Stored>, layout: &KvLayout, room: *mut Self::Room) -> Ready;
 
     /// Components `2 * step` and `2 * step + 1` of the keys.
     unsafe fn keys(tile: &Ready, step: usize) -> __m512i;
@@ -32,14 +31,11 @@ pub(super) trait Source: Number {
     /// [`PART`] components from `d` on of the values at positions `2 * pair` and `2 * pair + 1`, in the order of `unpacklo` and
     /// `unpackhi`; 0 beyond the stride of values.
     unsafe fn values(tile: &Ready, d: usize, pair: usize) -> (__m512i, __m512i);
-
-    /// The same with 0 for what is not `seen`: its weight is 0, but its value may be no number.
-    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i);
 }
 
 /// A tile as the kernel reads it.
 #[derive(Clone, Copy)]
-pub(super) struct Ready {
+pub(in super::super) struct Ready {
     keys: *const Bf16,
     key_stride: usize,
     values: *const Bf16,
@@ -49,75 +45,73 @@ pub(super) struct Ready {
     pub value_scales: *const f32,
 }
 
-impl Source for Bf16 {
-    type Room = Option<Box<Gathered<Bf16>>>;
+/// bf16 numbers where they lie, which become pairs whenever they are read: for few queries.
+pub(in super::super) struct InPlace;
+
+impl Source for InPlace {
+    type Stored = Bf16;
+    type Room = ();
 
     #[inline(always)]
-    fn room() -> Self::Room {
-        None
-    }
-
-    #[inline(always)]
-    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut Self::Room) -> Ready {
-        // SAFETY: passed on to the caller.
-        let tile = unsafe { attend.tile::<Bf16>(base, end, room) };
-        let Tile { keys, key_stride, values, key_scales, value_scales } = tile;
-        Ready {
-            keys,
-            key_stride,
-            values,
-            value_stride: attend.layout.value_stride(),
-            key_scales,
-            value_scales,
-        }
+    unsafe fn ready(tile: &Tile<Bf16>, layout: &KvLayout, _room: *mut ()) -> Ready {
+        let Tile { keys, key_stride, values, key_scales, value_scales } = *tile;
+        Ready { keys, key_stride, values, value_stride: layout.value_stride(), key_scales, value_scales }
     }
 
     #[inline(always)]
     unsafe fn keys(tile: &Ready, step: usize) -> __m512i {
-        // SAFETY: passed on to the caller; a row of keys has one number for each position.
-        unsafe {
-            // Words of two rows of 16 keys side by side become pairs.
-            let pairs = _mm512_set_epi16(
-                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-                3, 18, 2, 17, 1, 16, 0,
-            );
-            let first = tile.keys.add(2 * step * tile.key_stride);
-            let low = _mm512_castsi256_si512(_mm256_loadu_si256(first.cast()));
-            let high = _mm256_loadu_si256(first.add(tile.key_stride).cast());
-            _mm512_permutexvar_epi16(pairs, _mm512_inserti64x4::<1>(low, high))
-        }
+        // SAFETY: passed on to the caller.
+        unsafe { pair_keys(tile.keys.add(2 * step * tile.key_stride), tile.key_stride) }
     }
 
     #[inline(always)]
     unsafe fn values(tile: &Ready, d: usize, pair: usize) -> (__m512i, __m512i) {
         // SAFETY: passed on to the caller.
-        unsafe { Self::values_seen(tile, d, pair, (0, TILE)) }
-    }
-
-    #[inline(always)]
-    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
-        // SAFETY: passed on to the caller; rows are whole vectors of 16.
-        unsafe {
-            let present: __mmask32 = if d + PART <= tile.value_stride { u32::MAX } else { 0xffff };
-            let at = tile.values.add(2 * pair * tile.value_stride + d).cast::<i16>();
-            let even = if 2 * pair < seen.0 { 0 } else { present };
-            let odd = if 2 * pair + 1 >= seen.1 { 0 } else { present };
-            let even = _mm512_maskz_loadu_epi16(even, at);
-            let odd = _mm512_maskz_loadu_epi16(odd, at.add(tile.value_stride));
-            (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd))
-        }
+        unsafe { pair_values(tile.values, tile.value_stride, d, pair) }
     }
 }
 
-/// Bytes that become bf16 numbers, which all queries of a block read.
-pub(super) struct BytesRoom {
-    gathered: Option<Box<Gathered<Int8>>>,
-    pairs: MaybeUninit<Pairs>,
+/// Two rows of 16 keys, `stride` apart, as pairs.
+///
+/// # Safety
+/// Rows can be read, and the machine has AVX-512.
+#[inline(always)]
+unsafe fn pair_keys(from: *const Bf16, stride: usize) -> __m512i {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        // Words of two rows side by side become pairs.
+        let pairs = _mm512_set_epi16(
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
+            18, 2, 17, 1, 16, 0,
+        );
+        let low = _mm512_castsi256_si512(_mm256_loadu_si256(from.cast()));
+        let high = _mm256_loadu_si256(from.add(stride).cast());
+        _mm512_permutexvar_epi16(pairs, _mm512_inserti64x4::<1>(low, high))
+    }
 }
+
+/// [`Source::values`] of rows of bf16 numbers, `stride` apart.
+///
+/// # Safety
+/// Rows are whole vectors of 16 that can be read, and the machine has AVX-512.
+#[inline(always)]
+unsafe fn pair_values(values: *const Bf16, stride: usize, d: usize, pair: usize) -> (__m512i, __m512i) {
+    // SAFETY: passed on to the caller; the mask keeps to the row.
+    unsafe {
+        let present: __mmask32 = if d + PART <= stride { u32::MAX } else { 0xffff };
+        let at = values.add(2 * pair * stride + d).cast::<i16>();
+        let even = _mm512_maskz_loadu_epi16(present, at);
+        let odd = _mm512_maskz_loadu_epi16(present, at.add(stride));
+        (_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd))
+    }
+}
+
+/// Numbers that become pairs once, which all queries of a block read.
+pub(in super::super) struct Paired<N>(PhantomData<N>);
 
 /// A tile's vectors of pairs: keys [head_dim / 2], values [head_dim / 32, pairs of positions, 2].
 #[repr(C, align(64))]
-struct Pairs {
+pub(in super::super) struct Pairs {
     keys: [[u32; PAIRS]; HEAD_DIM_MAX / 2],
     values: [[u32; PAIRS]; HEAD_DIM_MAX / 2],
 }
@@ -125,31 +119,16 @@ struct Pairs {
 /// Rows of keys are taken by fours, so that the room for their pairs must be even.
 const _: () = assert!(HEAD_DIM_MAX.is_multiple_of(4));
 
-impl Source for Int8 {
-    type Room = BytesRoom;
+impl<N: ToPairs> Source for Paired<N> {
+    type Stored = N;
+    type Room = Pairs;
 
     #[inline(always)]
-    fn room() -> BytesRoom {
-        BytesRoom { gathered: None, pairs: MaybeUninit::uninit() }
-    }
-
-    #[inline(always)]
-    unsafe fn ready(attend: &Attend<'_>, base: usize, end: usize, room: &mut BytesRoom) -> Ready {
-        let layout = &attend.layout;
-        // SAFETY: passed on to the caller; a tile's keys and values fit into the room, and bytes of positions that do not exist
-        // are numbers like any.
+    unsafe fn ready(tile: &Tile<N>, layout: &KvLayout, room: *mut Pairs) -> Ready {
+        // SAFETY: passed on to the caller; a tile's keys and values fit into the room.
         unsafe {
-            let tile = attend.tile::<Int8>(base, end, &mut room.gathered);
-            let to = room.pairs.as_mut_ptr();
-            let (keys, values) = ((&raw mut (*to).keys).cast(), (&raw mut (*to).values).cast());
-            // The answer is kept by the standard library.
-            if is_x86_feature_detected!("avx512vbmi") {
-                widen_keys_by_table(tile.keys.cast(), tile.key_stride, layout.head_dim, keys);
-                widen_values_by_table(tile.values.cast(), layout.value_stride(), values);
-            } else {
-                widen_keys(tile.keys.cast(), tile.key_stride, layout.head_dim, keys);
-                widen_values(tile.values.cast(), layout.value_stride(), values);
-            }
+            let (keys, values) = ((&raw mut (*room).keys).cast(), (&raw mut (*room).values).cast());
+            N::to_pairs(tile, layout.head_dim, layout.value_stride(), keys, values);
             Ready {
                 keys: keys.cast(),
                 key_stride: 0,
@@ -175,20 +154,69 @@ impl Source for Int8 {
             (_mm512_load_si512(at), _mm512_load_si512(at.add(1)))
         }
     }
+}
 
+/// Numbers that are bf16 numbers, or become such.
+pub(in super::super) trait ToPairs: Number {
+    /// Turns a tile into [`Pairs`]. What positions hold that do not exist are numbers like any.
+    ///
+    /// # Safety
+    /// The tile can be read, `keys` and `values` are aligned and have room, and the machine has AVX-512.
+    unsafe fn to_pairs(
+        tile: &Tile<Self>,
+        head_dim: usize,
+        value_stride: usize,
+        keys: *mut __m512i,
+        values: *mut __m512i,
+    );
+}
+
+impl ToPairs for Bf16 {
     #[inline(always)]
-    unsafe fn values_seen(tile: &Ready, d: usize, pair: usize, seen: Seen) -> (__m512i, __m512i) {
+    unsafe fn to_pairs(
+        tile: &Tile<Self>,
+        head_dim: usize,
+        value_stride: usize,
+        keys: *mut __m512i,
+        values: *mut __m512i,
+    ) {
         // SAFETY: passed on to the caller.
         unsafe {
-            let (low, high) = Self::values(tile, d, pair);
-            let (hide_even, hide_odd) = (2 * pair < seen.0, 2 * pair + 1 >= seen.1);
-            if !(hide_even || hide_odd) {
-                return (low, high);
+            for step in 0..head_dim / 2 {
+                let pairs = pair_keys(tile.keys.add(2 * step * tile.key_stride), tile.key_stride);
+                _mm512_store_si512(keys.add(step), pairs);
             }
-            // As with bf16 numbers, so that not even the sign of a zero depends on what is hidden.
-            let even = if hide_even { 0 } else { 0xffff };
-            let shown = _mm512_set1_epi32(if hide_odd { even } else { !0xffff | even });
-            (_mm512_and_si512(low, shown), _mm512_and_si512(high, shown))
+            for d in (0..value_stride).step_by(PART) {
+                for pair in 0..TILE / 2 {
+                    let (low, high) = pair_values(tile.values, value_stride, d, pair);
+                    let at = values.add((d / PART * (TILE / 2) + pair) * 2);
+                    _mm512_store_si512(at, low);
+                    _mm512_store_si512(at.add(1), high);
+                }
+            }
+        }
+    }
+}
+
+impl ToPairs for Int8 {
+    #[inline(always)]
+    unsafe fn to_pairs(
+        tile: &Tile<Self>,
+        head_dim: usize,
+        value_stride: usize,
+        keys: *mut __m512i,
+        values: *mut __m512i,
+    ) {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            // The answer is kept by the standard library.
+            if is_x86_feature_detected!("avx512vbmi") {
+                widen_keys_by_table(tile.keys.cast(), tile.key_stride, head_dim, keys);
+                widen_values_by_table(tile.values.cast(), value_stride, values);
+            } else {
+                widen_keys(tile.keys.cast(), tile.key_stride, head_dim, keys);
+                widen_values(tile.values.cast(), value_stride, values);
+            }
         }
     }
 }
