@@ -1,4 +1,19 @@
+use std::fmt;
 use std::path::{Path, PathBuf};
+
+/// A number of bytes as people read it.
+pub(super) struct Readable(pub(super) u64);
+
+impl fmt::Display for Readable {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.0 as f64;
+        match self.0 {
+            0x4000_0000.. => write!(out, "{:.2} GiB", bytes / f64::from(1 << 30)),
+            0x10_0000.. => write!(out, "{:.1} MiB", bytes / f64::from(1 << 20)),
+            _ => write!(out, "{} bytes", self.0),
+        }
+    }
+}
 
 /// Bytes of memory that this process may use in all, and those that are free right now: the machine's or, if less,
 /// its control group's. `None` where the system does not say.

@@ -29,7 +29,7 @@ use crate::models::{self, ModelConfig, ModelDir};
 use copies::Copies;
 use forward::Forward;
 use group::{Group, Rank};
-use memory::memory;
+use memory::{Readable, memory};
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
 use sampler::Sampler;
@@ -84,8 +84,9 @@ pub enum Error {
     Indivisible(#[from] Indivisible),
     /// The KV pool can't hold a single block.
     #[error(
-        "the KV pool of {kv_bytes} bytes can't hold one block of {block_tokens} tokens, which takes {block_bytes} \
-         bytes with this model; give at least that much"
+        "the KV pool of {} can't hold one block of {block_tokens} tokens, which takes {block_bytes} bytes with this model; \
+         give at least that much",
+        Readable(*kv_bytes)
     )]
     KvTooSmall {
         /// Bytes given.
@@ -97,8 +98,10 @@ pub enum Error {
     },
     /// There is no such amount of memory.
     #[error(
-        "this machine can't give {kv_bytes} bytes to the KV pool and {host_bytes} to the host pool behind it; lower \
-         --kv-cache-bytes or --host-cache-bytes"
+        "this machine can't give {} to the KV pool and {} to the host pool behind it; lower --kv-cache-bytes or \
+         --host-cache-bytes",
+        Readable(*kv_bytes),
+        Readable(*host_bytes)
     )]
     Memory {
         /// Bytes asked for the KV pool.
@@ -108,8 +111,9 @@ pub enum Error {
     },
     /// The weights do not fit beside what runs already.
     #[error(
-        "the packed weights take {needed} bytes, and {available} are available; free some memory, or store them smaller \
-         with --quantize"
+        "the packed weights take {}, and {} are available; free some memory, or store them smaller with --quantize",
+        Readable(*needed),
+        Readable(*available)
     )]
     WeightMemory {
         /// Bytes of the packed weights.
@@ -119,8 +123,12 @@ pub enum Error {
     },
     /// Weights and pools together exceed what the process may ever use.
     #[error(
-        "the packed weights take {weight_bytes} bytes, the KV pool {kv_bytes} and the host pool behind it {host_bytes}, \
-         but this process may use {total} in all; lower --kv-cache-bytes or --host-cache-bytes"
+        "the packed weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
+         lower --kv-cache-bytes or --host-cache-bytes",
+        Readable(*weight_bytes),
+        Readable(*kv_bytes),
+        Readable(*host_bytes),
+        Readable(*total)
     )]
     TotalMemory {
         /// Bytes of the packed weights.
