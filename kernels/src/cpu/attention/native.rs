@@ -15,10 +15,12 @@ use super::super::simd::{
 };
 use super::{Attend, Gathered, HEAD_DIM_MAX, lowest};
 use coming::Coming;
+use seen::{Pairs, Seen, bits, pairs};
 pub(super) use source::{InPlace, Paired};
 use source::{PART, Ready, Source};
 
 mod coming;
+mod seen;
 mod source;
 
 /// Positions of a span.
@@ -26,9 +28,11 @@ const SPAN: usize = 64;
 const SPAN_TILES: usize = SPAN / TILE;
 /// Queries that walk over the keys together.
 const BLOCK_QUERIES: usize = 64;
+const _: () = assert!(BLOCK_QUERIES.is_multiple_of(QUERIES));
 /// Queries whose sums are in registers at once.
 const QUERIES: usize = 8;
-/// Up to so many queries read [`InPlace`]: to bring keys and values into order before costs what it saves some three times eight.
+/// Up to so many queries of a task read [`InPlace`]: to make the pairs of a tile once costs about what that saves three times
+/// [`QUERIES`].
 pub(super) const FEW_QUERIES: usize = 2 * QUERIES;
 
 pub(super) struct Native<'a, N>(Attend<'a>, PhantomData<N>);
@@ -68,9 +72,6 @@ struct Rooms<N: Source> {
     rooms: MaybeUninit<[N::Room; SPAN_TILES]>,
 }
 
-/// The visible part of a span or of a tile, from and to.
-type Seen = (usize, usize);
-
 impl Attend<'_> {
     #[inline(always)]
     unsafe fn native<N: Source>(&self) {
@@ -84,9 +85,11 @@ impl Attend<'_> {
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
         let mut rooms = Rooms::<N> { gathered: [const { None }; SPAN_TILES], rooms: MaybeUninit::uninit() };
-        for first in (0..queries).step_by(BLOCK_QUERIES) {
+        // Blocks of nearly the same size: a small one would bring keys and values into order for few.
+        let most = queries.div_ceil(queries.div_ceil(BLOCK_QUERIES)).next_multiple_of(QUERIES);
+        for first in (0..queries).step_by(most) {
             // SAFETY: the queries are those of the task.
-            unsafe { self.block::<N>(&mut block, first, BLOCK_QUERIES.min(queries - first), &mut rooms) };
+            unsafe { self.block::<N>(&mut block, first, most.min(queries - first), &mut rooms) };
         }
     }
 
@@ -183,6 +186,7 @@ impl Attend<'_> {
     ) -> [Option<Ready>; SPAN_TILES] {
         let mut tiles = [None; SPAN_TILES];
         let Rooms { gathered, rooms } = rooms;
+        let rooms = rooms.as_mut_ptr().cast::<N::Room>();
         for (t, (tile, gathered)) in tiles.iter_mut().zip(gathered).enumerate() {
             let at = base + t * TILE;
             if at + TILE <= low || at >= high {
@@ -191,7 +195,7 @@ impl Attend<'_> {
             // SAFETY: the table covers positions before `high`; each tile of a span has a room.
             *tile = Some(unsafe {
                 let stored = self.tile::<N::Stored>(at, high, gathered);
-                N::ready(&stored, &self.layout, rooms.as_mut_ptr().cast::<N::Room>().add(t))
+                N::ready(&stored, &self.layout, rooms.add(t))
             });
         }
         tiles
@@ -212,15 +216,15 @@ impl Attend<'_> {
         }
     }
 
-    /// The same; `ALL` where every query sees the whole span, and without `ASKS` where nothing is asked for, as mostly.
+    /// The same; `ALL` if every query sees the whole span, as mostly. Without `ASKS` nothing is asked for.
     #[inline(always)]
     unsafe fn part_of<N: Source, const Q: usize, const ALL: bool, const ASKS: bool>(&self, part: Part<'_>) {
         let Part { tiles, coming, base, bests, totals, lows, highs, queries, sums, width, .. } = part;
         let half = self.shape.head_dim / 2;
         let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
         let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
-        // SAFETY: vectors are within tiles, bests, totals, queries and sums of the queries given; scores are read of positions that are seen,
-        // whose tiles are there, and weights where a query sees something, for which all of them are written.
+        // SAFETY: vectors are within tiles, bests, totals, queries and sums of the queries given; scores are read of positions that
+        // are seen, whose tiles are there; weights are all written, with 0 where a query sees nothing.
         unsafe {
             let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
             for t in (0..SPAN_TILES).step_by(2) {
@@ -283,8 +287,8 @@ impl Attend<'_> {
                     weights.write_bytes(0, SPAN);
                 }
             }
-            let common = if ALL { [Common::ALL; SPAN_TILES] } else { common(&seen) };
-            let visible = if ALL { [u64::MAX; Q] } else { seen.map(visible) };
+            let pairs = if ALL { [Pairs::ALL; SPAN_TILES] } else { pairs(&seen) };
+            let visible = if ALL { [u64::MAX; Q] } else { seen.map(bits) };
             for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
                 for i in 0..Q {
@@ -296,15 +300,14 @@ impl Attend<'_> {
                     let Some(tile) = tile else { continue };
                     // Opaque, and another address for other components: they would otherwise be kept in all lanes, in memory.
                     let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
-                    let Common { pairs, any } = common[t];
+                    let Pairs { before, all, behind } = pairs[t];
+                    let visible = visible.map(|span| span >> (t * TILE));
                     if !ALL {
-                        let visible = visible.map(|visible| visible >> (t * TILE));
-                        weigh_seen::<N, Q>(tile, d, (any.0, pairs.0.min(any.1)), weights, &visible, &mut sum);
+                        weigh_seen::<N, Q>(tile, d, before, weights, &visible, &mut sum);
                     }
-                    weigh::<N, Q, ASKS>(tile, d, coming[t].values_of(d), pairs, weights, &mut sum);
+                    weigh::<N, Q, ASKS>(tile, d, coming[t].values_of(d), all, weights, &mut sum);
                     if !ALL {
-                        let visible = visible.map(|visible| visible >> (t * TILE));
-                        weigh_seen::<N, Q>(tile, d, (pairs.1, any.1), weights, &visible, &mut sum);
+                        weigh_seen::<N, Q>(tile, d, behind, weights, &visible, &mut sum);
                     }
                 }
                 for i in 0..Q {
@@ -315,41 +318,6 @@ impl Attend<'_> {
             }
         }
     }
-}
-
-/// The part of what is `seen` of a span that is in its tile `t`.
-#[inline(always)]
-fn within(seen: Seen, t: usize) -> Seen {
-    let upto = |end: usize| end.saturating_sub(t * TILE).min(TILE);
-    (upto(seen.0), upto(seen.1))
-}
-
-/// Pairs of a tile's positions, from and to.
-#[derive(Clone, Copy)]
-struct Common {
-    /// What all queries see.
-    pairs: (usize, usize),
-    /// What some see, around these.
-    any: (usize, usize),
-}
-
-impl Common {
-    const ALL: Self = Self { pairs: (0, TILE / 2), any: (0, TILE / 2) };
-}
-
-/// What all queries see of each tile of a span; what they see ascends.
-#[inline(always)]
-fn common<const Q: usize>(seen: &[Seen; Q]) -> [Common; SPAN_TILES] {
-    let (first, last) = (seen[0], seen[Q - 1]);
-    let mut common = [Common::ALL; SPAN_TILES];
-    for (t, common) in common.iter_mut().enumerate() {
-        let (all, any) = (within((last.0, first.1), t), within((first.0, last.1), t));
-        let (from, to) = (all.0.div_ceil(2), all.1 / 2);
-        // Where they share nothing, everything is before the end.
-        let pairs = if from < to { (from, to) } else { (TILE / 2, TILE / 2) };
-        *common = Common { pairs, any: (any.0 / 2, any.1.div_ceil(2)) };
-    }
-    common
 }
 
 /// Rounds `abreast` queries of `head_dim` numbers, which is even, to pairs of bf16; `to` is [head_dim / 2, abreast].
@@ -434,7 +402,7 @@ unsafe fn score<N: Source, const Q: usize, const T: usize, const ASKS: bool>(
         let mut sums = [[_mm512_setzero_ps(); T]; Q];
         for d in 0..half {
             for next in next.into_iter().filter(|_| ASKS) {
-                Avx512::prefetch(next.keys.wrapping_add(d * next.keys_step));
+                Avx512::prefetch(next.keys_of(d));
             }
             let mut keys = [_mm512_setzero_si512(); T];
             for t in 0..T {
@@ -481,20 +449,13 @@ unsafe fn scores_seen<const ALL: bool>(scores: *const f32, t: usize, visible: u6
 unsafe fn largest_seen<const ALL: bool>(scores: *const f32, seen: Seen) -> __m512 {
     // SAFETY: vectors are within a query's scores.
     unsafe {
-        let visible = visible(seen);
+        let visible = bits(seen);
         let mut largest = _mm512_set1_ps(f32::NEG_INFINITY);
         for t in 0..SPAN_TILES {
             largest = Avx512::max(scores_seen::<ALL>(scores, t, visible), largest);
         }
         largest
     }
-}
-
-/// A bit for each position of a span that is seen.
-#[inline(always)]
-fn visible(seen: Seen) -> u64 {
-    let upto = |end: usize| if end == SPAN { u64::MAX } else { (1 << end) - 1 };
-    upto(seen.1) & !upto(seen.0)
 }
 
 /// One step of the online softmax: turns the scores of what is `seen` into weights, rounded to bf16, relative to the
@@ -511,7 +472,7 @@ unsafe fn soften<N: Source, const ALL: bool>(
     // SAFETY: vectors are within a query's scores and weights.
     unsafe {
         let best = _mm512_set1_ps(best);
-        let visible = visible(seen);
+        let visible = bits(seen);
         for t in 0..SPAN_TILES {
             let part = scores_seen::<ALL>(scores, t, visible);
             let mut weight = Avx512::exp2(_mm512_sub_ps(part, best));
@@ -557,7 +518,8 @@ unsafe fn weigh<N: Source, const Q: usize, const ASKS: bool>(
     }
 }
 
-/// The same for pairs, if any, of which each query sees what is `visible` to it, a bit for each position.
+/// The same for pairs, if any, of which each query sees what is `visible` to it: a bit for each position, the lowest one for the tile's
+/// first.
 #[inline(always)]
 unsafe fn weigh_seen<N: Source, const Q: usize>(
     tile: &Ready,

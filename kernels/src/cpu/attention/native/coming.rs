@@ -10,9 +10,9 @@ use super::{BLOCK_QUERIES, SPAN, SPAN_TILES};
 /// values, or for the same one twice where numbers are bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Coming {
-    pub keys: *const u8,
+    keys: *const u8,
     /// Bytes from one step to the next; 0 where nothing comes.
-    pub keys_step: usize,
+    keys_step: usize,
     values: *const u8,
     values_step: usize,
 }
@@ -25,6 +25,12 @@ impl Coming {
         values: (&raw const NOTHING).cast(),
         values_step: 0,
     };
+
+    /// What a step of the scores asks for.
+    #[inline(always)]
+    pub fn keys_of(&self, step: usize) -> *const u8 {
+        self.keys.wrapping_add(step * self.keys_step)
+    }
 
     /// What the pairs of positions ask for that are weighed with components from `d` on.
     #[inline(always)]

@@ -22,7 +22,8 @@ pub(in super::super) trait Source {
     /// Room for a tile that is not read as it is.
     type Room;
 
-    /// A tile as it is read from now on; `room` need not be initialised.
+    /// A tile as it is read from now on: from where it lies or from `room`, which need not be initialised. Neither may change until it
+    /// was read for the last time.
     unsafe fn ready(tile: &Tile<Self::Stored>, layout: &KvLayout, room: *mut Self::Room) -> Ready;
 
     /// Components `2 * step` and `2 * step + 1` of the keys.
@@ -93,7 +94,7 @@ unsafe fn pair_keys(from: *const Bf16, stride: usize) -> __m512i {
 /// [`Source::values`] of rows of bf16 numbers, `stride` apart.
 ///
 /// # Safety
-/// Rows are whole vectors of 16 that can be read, and the machine has AVX-512.
+/// Rows are whole vectors of 16 that can be read, `d` is below their length, and the machine has AVX-512.
 #[inline(always)]
 unsafe fn pair_values(values: *const Bf16, stride: usize, d: usize, pair: usize) -> (__m512i, __m512i) {
     // SAFETY: passed on to the caller; the mask keeps to the row.
@@ -158,10 +159,11 @@ impl<N: ToPairs> Source for Paired<N> {
 
 /// Numbers that are bf16 numbers, or become such.
 pub(in super::super) trait ToPairs: Number {
-    /// Turns a tile into [`Pairs`]. What positions hold that do not exist are numbers like any.
+    /// Turns a tile into [`Pairs`]. Positions that do not exist may hold anything: nobody sees them.
     ///
     /// # Safety
-    /// The tile can be read, `keys` and `values` are aligned and have room, and the machine has AVX-512.
+    /// The tile can be read, `keys` and `values` are aligned and have room, that of keys for an even number of vectors, and the machine
+    /// has AVX-512.
     unsafe fn to_pairs(
         tile: &Tile<Self>,
         head_dim: usize,
