@@ -15,7 +15,7 @@ use super::super::simd::{
 };
 use super::{Attend, Gathered, HEAD_DIM_MAX, lowest};
 use coming::Coming;
-use seen::{Pairs, Seen, bits, pairs};
+use seen::{Ranges, Seen, bits, ranges};
 pub(super) use source::{InPlace, Paired};
 use source::{PART, Ready, Source};
 
@@ -287,7 +287,7 @@ impl Attend<'_> {
                     weights.write_bytes(0, SPAN);
                 }
             }
-            let pairs = if ALL { [Pairs::ALL; SPAN_TILES] } else { pairs(&seen) };
+            let ranges = if ALL { [Ranges::ALL; SPAN_TILES] } else { ranges(&seen) };
             let visible = if ALL { [u64::MAX; Q] } else { seen.map(bits) };
             for d in (0..width).step_by(PART) {
                 let mut sum = [[_mm512_setzero_ps(); 2]; Q];
@@ -300,7 +300,7 @@ impl Attend<'_> {
                     let Some(tile) = tile else { continue };
                     // Opaque, and another address for other components: they would otherwise be kept in all lanes, in memory.
                     let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
-                    let Pairs { before, all, behind } = pairs[t];
+                    let Ranges { before, all, behind } = ranges[t];
                     let visible = visible.map(|span| span >> (t * TILE));
                     if !ALL {
                         weigh_seen::<N, Q>(tile, d, before, weights, &visible, &mut sum);
