@@ -8,16 +8,21 @@ const WORKERS: usize = 2;
 /// The GPUs of each worker, none where it computes on something else. `usable` are the GPUs that there are, by their numbers;
 /// a worker takes one for each of its `ranks`, and what is left over goes to nobody.
 ///
-/// With the device `auto` workers are spread over them, as evenly as can be, and their number is by default that of the
-/// groups; with a GPU that was named, all workers share that one and those after it.
+/// With the devices `auto` and `cuda` workers are spread over them, as evenly as can be, and their number is by default that of
+/// the groups; with a GPU that was named, all workers share that one and those after it.
 pub fn assign(device: Device, workers: Option<usize>, usable: &[u32], ranks: usize) -> Vec<Vec<u32>> {
     let ranks = ranks.max(1);
     let groups: Vec<Vec<u32>> = match device {
-        Device::Auto => usable.chunks_exact(ranks).map(<[u32]>::to_vec).collect(),
-        Device::Cuda(first) => vec![(first..=u32::MAX).take(ranks).collect()],
+        Device::Auto | Device::Cuda(None) => usable.chunks_exact(ranks).map(<[u32]>::to_vec).collect(),
+        Device::Cuda(Some(first)) => vec![(first..=u32::MAX).take(ranks).collect()],
         Device::Cpu | Device::Sim(_) => Vec::new(),
     };
-    let default = if groups.is_empty() { WORKERS } else { groups.len() };
+    let default = match (groups.is_empty(), device) {
+        (false, _) => groups.len(),
+        // It will say what is wrong, once.
+        (true, Device::Cuda(_)) => 1,
+        (true, _) => WORKERS,
+    };
     let workers = workers.unwrap_or(default);
     // Divided by none only where there are none, and then nobody gets one.
     (0..workers).map(|worker| groups.get(worker % groups.len().max(1)).cloned().unwrap_or_default()).collect()
@@ -40,11 +45,13 @@ mod tests {
         assert_eq!(assign(Device::Auto, None, &[0], 1), [[0]]);
         assert_eq!(assign(Device::Auto, None, &[0, 2, 3], 1), [[0], [2], [3]]);
         assert_eq!(assign(Device::Cpu, None, &[0, 1], 1), [none, none]);
-        assert_eq!(assign(Device::Cuda(1), None, &[0, 1], 1), [[1]]);
+        assert_eq!(assign(Device::Cuda(Some(1)), None, &[0, 1], 1), [[1]]);
+        assert_eq!(assign(Device::Cuda(None), None, &[0, 1], 1), [[0], [1]]);
+        assert_eq!(assign(Device::Cuda(None), None, &[], 1), [none]);
         assert_eq!(assign(Device::Auto, None, &[0, 2, 3, 4, 7], 2), [[0, 2], [3, 4]]);
         assert_eq!(assign(Device::Auto, Some(3), &[0, 1, 2, 3], 2), [[0, 1], [2, 3], [0, 1]]);
         assert_eq!(assign(Device::Auto, None, &[0], 2), [none, none]);
-        assert_eq!(assign(Device::Cuda(2), Some(2), &[], 4), [[2, 3, 4, 5]; 2]);
+        assert_eq!(assign(Device::Cuda(Some(2)), Some(2), &[], 4), [[2, 3, 4, 5]; 2]);
     }
 
     #[test]
@@ -73,7 +80,7 @@ mod tests {
                 }
             }
         }
-        let named = assign(Device::Cuda(3), Some(4), &[0, 1], 1);
+        let named = assign(Device::Cuda(Some(3)), Some(4), &[0, 1], 1);
         assert_eq!(named, [[3]; 4]);
         assert!((share(&named, 2) - 0.25).abs() < 1e-6);
     }

@@ -122,7 +122,8 @@ impl Plan {
         }
         // A driver is asked only where it matters.
         let device = args.engine.device;
-        let usable = if device == Device::Auto { inflight_worker::usable_gpus() } else { Vec::new() };
+        let spread = matches!(device, Device::Auto | Device::Cuda(None));
+        let usable = if spread { inflight_worker::usable_gpus() } else { Vec::new() };
         let number = args.workers.map(|workers| workers as usize);
         let gpus = gpus::assign(device, number, &usable, args.engine.tensor_parallel);
         let workers = gpus.len();
@@ -167,7 +168,7 @@ impl Plan {
             let part = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
             let part = divided.then(|| format!("--gpu-memory-utilization={part}").into());
             let list = gpus[worker].iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-            let named = (device == Device::Auto && !list.is_empty()).then(|| format!("--gpu={list}").into());
+            let named = (spread && !list.is_empty()).then(|| format!("--gpu={list}").into());
             part.into_iter().chain(named).collect()
         });
         let gpu_flags = gpu_flags.collect();

@@ -37,7 +37,7 @@ pub struct EngineArgs {
     /// Name under which clients ask for the model [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto (GPUs if there are any that can run the model, else the CPU), cpu, cuda or cuda:N, or sim:PROFILE, which
+    /// Where to compute: auto (GPUs if there are any that can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or sim:PROFILE, which
     /// computes nothing but takes the time that hardware would
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
@@ -122,8 +122,8 @@ pub struct Args {
     /// Most routers connected at once
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
-    /// Which GPUs to take, one for each rank, by their numbers among those visible; wins over `--device cuda:0` [default: the
-    /// one that --device names, or the first, and those after it]
+    /// Which GPUs to take, one for each rank, by their numbers among those visible [default: the one that --device names, or
+    /// the first, and those after it]
     #[arg(long, value_name = "N,...", value_delimiter = ',', env = "INFLIGHT_WORKER_GPU")]
     pub gpu: Vec<u32>,
     /// Record everything that reaches the scheduler to this file, for `inflight replay`

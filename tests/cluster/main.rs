@@ -4,6 +4,7 @@ mod bench;
 mod chaos;
 mod clients;
 mod fairness;
+mod gpu;
 mod input;
 mod life;
 mod models;

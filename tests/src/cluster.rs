@@ -1,3 +1,4 @@
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
@@ -60,6 +61,14 @@ impl Cluster {
     /// # Errors
     /// It does not become ready; the error has what it wrote.
     pub async fn start(program: &Path, flags: &[&str]) -> Result<Self> {
+        Self::start_in(program, flags, &[]).await
+    }
+
+    /// The same, with these variables in its environment.
+    ///
+    /// # Errors
+    /// As [`Cluster::start`].
+    pub async fn start_in(program: &Path, flags: &[&str], environment: &[(&str, OsString)]) -> Result<Self> {
         let alone = alone().await;
         let mark = Mark::new();
         let (name, value) = mark.variable();
@@ -70,6 +79,7 @@ impl Cluster {
             .args(threads)
             .args(flags)
             .env(name, value)
+            .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -1,3 +1,4 @@
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::Stdio;
 
@@ -26,11 +27,25 @@ pub struct Finished {
 /// # Errors
 /// It cannot be started or takes longer than [`DEADLINE`].
 pub async fn run(program: &Path, arguments: &[&str], input: &str) -> Result<Finished> {
+    run_in(program, arguments, input, &[]).await
+}
+
+/// The same, with these variables in its environment.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_in(
+    program: &Path,
+    arguments: &[&str],
+    input: &str,
+    environment: &[(&str, OsString)],
+) -> Result<Finished> {
     let mark = Mark::new();
     let (name, value) = mark.variable();
     let mut child = Command::new(program)
         .args(arguments)
         .env(name, value)
+        .envs(environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -4,6 +4,7 @@ mod cluster;
 mod collector;
 mod command;
 mod fleet;
+mod gpu;
 mod process;
 mod raw;
 mod scrape;
@@ -12,8 +13,9 @@ mod wait;
 
 pub use cluster::{Cluster, Member, alone};
 pub use collector::{Collector, SeenSpan};
-pub use command::{Finished, run};
+pub use command::{Finished, run, run_in};
 pub use fleet::Role;
+pub use gpu::SimulatedGpu;
 pub use process::{Mark, is_alive, kill};
 pub use raw::send_raw;
 pub use scrape::{Samples, scrape};

@@ -20,8 +20,8 @@ pub enum Device {
     Auto,
     /// CPU cores.
     Cpu,
-    /// An NVIDIA GPU, by its number among those visible; where several share the model, the first of them.
-    Cuda(u32),
+    /// An NVIDIA GPU, by its number among those visible, or any; where several share the model, the first of them.
+    Cuda(Option<u32>),
     /// None: answers come as slowly as these costs say, and mean nothing.
     Sim(DeviceProfile),
 }
@@ -86,11 +86,12 @@ impl FromStr for Device {
         match name {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
+            "cuda" => Ok(Self::Cuda(None)),
             other => match (other.strip_prefix("sim:"), other.strip_prefix("cuda:")) {
                 (Some(profile), _) => Ok(Self::Sim(read_profile(profile)?)),
                 (_, Some(ordinal)) => {
-                    ordinal.parse().map(Self::Cuda).map_err(|_| UnknownDevice::Name(other.to_owned()))
+                    let unknown = |_| UnknownDevice::Name(other.to_owned());
+                    ordinal.parse().map(|ordinal| Self::Cuda(Some(ordinal))).map_err(unknown)
                 }
                 _ => Err(UnknownDevice::Name(other.to_owned())),
             },
@@ -264,7 +265,7 @@ impl Options {
         let twice = self.gpus.iter().enumerate().any(|(i, gpu)| self.gpus[..i].contains(gpu));
         check(!twice, "gpu", &gpus, "different GPUs, one for each rank")?;
         let first = match self.device {
-            Device::Cuda(first) if first > 0 && given => self.gpus[0] == first,
+            Device::Cuda(Some(first)) if given => self.gpus[0] == first,
             _ => true,
         };
         check(
@@ -283,8 +284,8 @@ impl Options {
     /// The GPUs that the ranks take, by rank, where they take any.
     pub fn gpus_of_ranks(&self) -> Vec<u32> {
         let first = match self.device {
-            Device::Cuda(first) => first,
-            Device::Auto | Device::Cpu | Device::Sim(_) => 0,
+            Device::Cuda(Some(first)) => first,
+            Device::Cuda(None) | Device::Auto | Device::Cpu | Device::Sim(_) => 0,
         };
         match self.gpus.is_empty() {
             true => (first..=u32::MAX).take(self.tensor_parallel).collect(),
@@ -381,10 +382,12 @@ mod tests {
 
     #[test]
     fn devices_are_read_as_they_are_written_and_others_are_refused() {
-        for (name, device) in [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(3))] {
+        for (name, device) in
+            [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(Some(3)))]
+        {
             assert_eq!(name.parse::<Device>().unwrap(), device);
         }
-        assert_eq!("cuda".parse::<Device>().unwrap(), Device::Cuda(0));
+        assert_eq!("cuda".parse::<Device>().unwrap(), Device::Cuda(None));
         for name in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA"] {
             let refused = name.parse::<Device>().unwrap_err().to_string();
             assert!(refused.contains("cuda:N"), "{refused}");

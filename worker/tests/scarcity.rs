@@ -2,8 +2,8 @@
 //! sequences are preempted, swapped and computed again all the time, at random moments besides; prompts that share
 //! prefixes; choices that fork; cancels and deadlines in the middle; tenants of different weight; every policy, with and
 //! without a target for the steps. Whatever happens, each choice gets the tokens and the log probabilities, bit for bit,
-//! that it gets alone with all the room there is and no prefix cache, on every dtype and every instruction set, also where
-//! ranks share the model.
+//! that it gets alone with all the room there is and no prefix cache, on every dtype and every instruction set, and on
+//! GPUs that are simulated, also where ranks share the model.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
@@ -14,13 +14,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir};
 use inflight_kernels::cpu::Isa;
+use inflight_tests::SimulatedGpu;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{Command, Engine, Finish, Request, RequestKey, Resumed, SessionId, Settings};
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::Runtime;
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker_core::{CostPrior, Load, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -105,7 +107,64 @@ fn request(ask: &Ask, handle: u64, vocab: u32) -> Request {
     }
 }
 
-fn runtime(
+/// What computes.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    Cpu(Dtype, Isa),
+    Gpu,
+}
+
+/// What is the same wherever it computes.
+const BLOCK_TOKENS: u32 = 8;
+const SLOTS: u32 = 6;
+const BATCH_TOKENS: u32 = 40;
+
+impl Place {
+    fn runtime(
+        self,
+        folder: &TempDir,
+        (threads, ranks): (usize, usize),
+        overlap: bool,
+        blocks: u64,
+        host_blocks: u64,
+    ) -> Box<dyn Runtime> {
+        match self {
+            Self::Cpu(dtype, isa) => {
+                let runtime = on_cpu(folder, dtype, isa, threads, ranks, blocks, host_blocks);
+                if overlap { Box::new(runtime.overlapped().unwrap()) } else { Box::new(runtime) }
+            }
+            Self::Gpu => Box::new(on_gpu(folder, ranks, overlap, blocks, host_blocks)),
+        }
+    }
+}
+
+/// On the first GPUs, in the deterministic mode.
+fn on_gpu(folder: &TempDir, ranks: usize, overlap: bool, blocks: u64, host_blocks: u64) -> CudaRuntime {
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+    let config = model.config();
+    let line = 2 * config.layers * config.kv_heads * config.head_dim * 2;
+    let block = u64::from(BLOCK_TOKENS) * line as u64;
+    let options = CudaOptions {
+        gpus: (0..ranks).collect(),
+        lone_communicator: false,
+        utilization: 0.9,
+        // Of each rank.
+        kv_bytes: Some(blocks * block / ranks as u64),
+        host_bytes: host_blocks * block,
+        block_tokens: BLOCK_TOKENS,
+        slots: SLOTS,
+        batch_tokens: BATCH_TOKENS,
+        context_tokens: Some(256),
+        kv_store: KvStore::Half,
+        deterministic: true,
+        graphs: true,
+        autotune: false,
+        overlap,
+    };
+    CudaRuntime::load(&model, &options, &|_, _| {}).unwrap()
+}
+
+fn on_cpu(
     folder: &TempDir,
     dtype: Dtype,
     isa: Isa,
@@ -122,14 +181,14 @@ fn runtime(
     };
     // Where there are fewer key heads than ranks, several hold the same one.
     let copies = ranks.div_ceil(model.config().kv_heads) as u64;
-    let block = 8 * kv_bytes_per_token(model.config(), stored.into()) as u64 * copies;
+    let block = u64::from(BLOCK_TOKENS) * kv_bytes_per_token(model.config(), stored.into()) as u64 * copies;
     let options = CpuOptions {
         threads: Some(threads),
         kv_bytes: blocks * block,
         host_bytes: host_blocks * block,
-        block_tokens: 8,
-        slots: 6,
-        batch_tokens: 40,
+        block_tokens: BLOCK_TOKENS,
+        slots: SLOTS,
+        batch_tokens: BATCH_TOKENS,
         context_tokens: None,
         isa: Some(isa),
         quantize: None,
@@ -234,9 +293,9 @@ struct Workload {
     overlap: bool,
 }
 
-fn workload() -> impl Strategy<Value = Workload> {
+fn workload(asks: std::ops::Range<usize>) -> impl Strategy<Value = Workload> {
     use PolicyKind::{Fair, Fcfs, Priority, Static};
-    let asks = prop::collection::vec(ask(), 4..12);
+    let asks = prop::collection::vec(ask(), asks);
     let policy = prop_oneof![2 => Just(Fair), 2 => Just(Priority), 1 => Just(Fcfs), 1 => Just(Static)];
     let target = prop::option::of(1u64..3000);
     let ranks = prop_oneof![3 => Just(1usize), 1 => Just(2)];
@@ -255,17 +314,11 @@ fn workload() -> impl Strategy<Value = Workload> {
     )
 }
 
-fn check(
-    workload: &Workload,
-    folder: &TempDir,
-    dtype: Dtype,
-    isa: Isa,
-    seen: &mut Seen,
-) -> Result<(), TestCaseError> {
+fn check(workload: &Workload, folder: &TempDir, place: Place, seen: &mut Seen) -> Result<(), TestCaseError> {
     let settings = Settings { prefix_cache: false, ..Settings::default() };
     let ranks = workload.ranks;
-    let roomy = runtime(folder, dtype, isa, 1, ranks, 64, 0);
-    let mut engine = Engine::new(Box::new(roomy), &[], settings).unwrap();
+    let roomy = place.runtime(folder, (1, ranks), false, 64, 0);
+    let mut engine = Engine::new(roomy, &[], settings).unwrap();
     let mut alone = BTreeMap::new();
     for (handle, ask) in workload.asks.iter().enumerate() {
         let undisturbed =
@@ -279,9 +332,7 @@ fn check(
     let (policy, step_target) = (workload.policy, workload.step_target);
     let settings = Settings { policy, prior, step_target, ..Settings::default() };
     let (blocks, host_blocks) = (workload.blocks, workload.host_blocks);
-    let scarce = runtime(folder, dtype, isa, workload.threads, ranks, blocks, host_blocks);
-    let scarce: Box<dyn Runtime> =
-        if workload.overlap { Box::new(scarce.overlapped().unwrap()) } else { Box::new(scarce) };
+    let scarce = place.runtime(folder, (workload.threads, ranks), workload.overlap, blocks, host_blocks);
     let mut engine = Engine::new(scarce, &[], settings).unwrap();
     let before = seen.swapped_in;
     let together = run(&mut engine, &workload.asks, seen);
@@ -290,7 +341,7 @@ fn check(
         let output = &together[key];
         seen.cut += u64::from(output.cut);
         let same = if output.cut { steps.starts_with(&output.steps) } else { *steps == output.steps };
-        prop_assert!(same, "{:?} {:?}: {:?} got {:?} and alone {:?}", dtype, isa, key, output, steps);
+        prop_assert!(same, "{:?}: {:?} got {:?} and alone {:?}", place, key, output, steps);
     }
     Ok(())
 }
@@ -323,8 +374,8 @@ fn scarcity_never_changes_the_answer() {
                     rng_seed: RngSeed::Fixed(seed << 8 | (d << 4 | i) as u64),
                     ..Config::default()
                 };
-                let outcome = TestRunner::new(config).run(&workload(), |workload| {
-                    check(&workload, &folder, dtype, isa, &mut seen.borrow_mut())
+                let outcome = TestRunner::new(config).run(&workload(4..12), |workload| {
+                    check(&workload, &folder, Place::Cpu(dtype, isa), &mut seen.borrow_mut())
                 });
                 if let Err(error) = outcome {
                     panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {arch:?}: {error}", seed + 1);
@@ -339,4 +390,62 @@ fn scarcity_never_changes_the_answer() {
     assert!(seen.cached > 100 && seen.host_cached > 10, "{seen:?}");
     assert!(seen.forced > 10 && seen.overlapped > 100 && seen.cut > 10, "{seen:?}");
     assert!(seen.group_swapped_in > 0, "{seen:?}");
+}
+
+/// Less work, of which more is made to give way.
+fn on_gpus(ranks: usize) -> impl Strategy<Value = Workload> {
+    workload(2..5).prop_map(move |mut workload| {
+        for (i, ask) in workload.asks.iter_mut().enumerate() {
+            ask.max_tokens = ask.max_tokens.div_ceil(2);
+            ask.preempt_after = ask.preempt_after.or(Some(4 + 3 * i));
+        }
+        let host_blocks = workload.host_blocks.max(8);
+        Workload { ranks, host_blocks, cheap_copies: true, ..workload }
+    })
+}
+
+/// The process that has a GPU.
+const WITH_GPU: &str = "INFLIGHT_TEST_WITH_GPU";
+
+#[test]
+fn scarcity_never_changes_the_answer_of_a_gpu() {
+    if !SimulatedGpu::AVAILABLE {
+        eprintln!("skipped: there was no C++ compiler to build the kernels with");
+        return;
+    }
+    if std::env::var_os(WITH_GPU).is_none() {
+        // A library is looked for where the environment says when the process begins.
+        let gpu = SimulatedGpu::new("gpus=2,memory=1024,ptx=90").unwrap();
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "scarcity_never_changes_the_answer_of_a_gpu", "--nocapture"])
+            .envs(gpu.environment())
+            .env(WITH_GPU, "1")
+            .status()
+            .unwrap();
+        assert!(status.success(), "{status}");
+        return;
+    }
+    let folder = TempDir::new("inflight-mini").unwrap();
+    Shape::Mini.write(folder.path()).unwrap();
+    let seen = RefCell::new(Seen::default());
+    for (seed, ranks) in seeds().flat_map(|seed| [(seed, 1), (seed, 2)]) {
+        let config = Config {
+            cases: 2,
+            // Each case takes seconds.
+            max_shrink_iters: 8,
+            failure_persistence: None,
+            rng_seed: RngSeed::Fixed(seed << 8 | 0xf0 | ranks),
+            ..Config::default()
+        };
+        let outcome = TestRunner::new(config).run(&on_gpus(ranks as usize), |workload| {
+            check(&workload, &folder, Place::Gpu, &mut seen.borrow_mut())
+        });
+        if let Err(error) = outcome {
+            panic!("seed {seed} (INFLIGHT_SEEDS={seed}..{}), {ranks} ranks: {error}", seed + 1);
+        }
+    }
+    let seen = seen.into_inner();
+    println!("seeds {:?}: {seen:?}", seeds());
+    assert!(seen.swapped > 0 && seen.group_swapped_in > 0 && seen.forced > 0, "{seen:?}");
+    assert!(seen.cached > 0 && seen.overlapped > 100, "{seen:?}");
 }

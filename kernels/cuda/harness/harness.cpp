@@ -19,8 +19,16 @@ Kernel::Kernel(const char *name, size_t bytes, uint32_t threads, void (*body)(co
     kernels() = this;
 }
 
-thread_local Place place;
-thread_local Mutant mutant = Mutant::None;
+__thread Place place;
+__thread Mutant mutant = Mutant::None;
+
+static const Kernel *find(const char *name) {
+    const Kernel *kernel = kernels();
+    while (kernel && strcmp(kernel->name, name) != 0) {
+        kernel = kernel->next;
+    }
+    return kernel;
+}
 
 // Switches stacks: what the calling convention lets a function keep is saved on the stack that is left.
 extern "C" void inflight_harness_switch(void **save, void *load);
@@ -120,24 +128,25 @@ struct Machine {
     std::vector<std::vector<uint8_t>> behind;
     char error[256] = "";
 };
-static thread_local Machine machine;
+// Of this thread, from its first launch on. A pointer, for what has a constructor is looked at anew wherever it is named.
+static __thread Machine *machine = nullptr;
 
 static void fail(const char *what) {
-    if (!machine.error[0]) {
-        snprintf(machine.error, sizeof machine.error, "%s: %s (block %u, %u; thread %u)", machine.kernel->name, what,
+    if (!machine->error[0]) {
+        snprintf(machine->error, sizeof machine->error, "%s: %s (block %u, %u; thread %u)", machine->kernel->name, what,
                  place.block, place.row, place.thread);
     }
 }
 
 static void yield() {
-    Fiber *self = machine.running;
-    inflight_harness_switch(&self->sp, machine.scheduler);
+    Fiber *self = machine->running;
+    inflight_harness_switch(&self->sp, machine->scheduler);
 }
 
 // A fiber that found an error never goes on: the scheduler gives up.
 [[noreturn]] static void stop(const char *what) {
     fail(what);
-    machine.running->state = State::Waiting;
+    machine->running->state = State::Waiting;
     for (;;) {
         yield();
     }
@@ -149,7 +158,7 @@ static bool in_shared(const void *at, size_t bytes) {
 }
 
 void meet(Op op, const void *in, void *out, uint32_t argument) {
-    Fiber *self = machine.running;
+    Fiber *self = machine->running;
     if ((op == Op::LoadMatrices || op == Op::LoadMatricesTransposed) &&
         (!in_shared(in, 16) || (uintptr_t)in % 16 != 0)) {
         stop("a matrix row is outside of shared memory or not aligned");
@@ -163,31 +172,31 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
 }
 
 void await_kernel_before() {
-    Fiber *self = machine.running;
+    Fiber *self = machine->running;
     if (self->awaited) {
         stop("a thread waits twice for the kernel before");
     }
     self->awaited = true;
-    if (machine.overlapping) {
+    if (machine->overlapping) {
         meet(Op::KernelBefore, nullptr, nullptr, 0);
     }
 }
 
 // Takes from kernels what earlier kernels write, as long as these are not complete.
 static void hide() {
-    machine.behind.clear();
-    for (const Range &range : machine.global) {
+    machine->behind.clear();
+    for (const Range &range : machine->global) {
         if (!range.constant) {
-            machine.behind.emplace_back(range.from, range.to);
+            machine->behind.emplace_back(range.from, range.to);
             memset(range.from, 0xff, (size_t)(range.to - range.from));
         }
     }
-    machine.hidden = true;
+    machine->hidden = true;
 }
 
 static void show() {
     size_t next = 0;
-    for (const Range &range : machine.global) {
+    for (const Range &range : machine->global) {
         if (!range.constant) {
             for (const uint8_t *p = range.from; p < range.to; p++) {
                 if (*p != 0xff) {
@@ -195,16 +204,16 @@ static void show() {
                     break;
                 }
             }
-            memcpy(range.from, machine.behind[next].data(), machine.behind[next].size());
+            memcpy(range.from, machine->behind[next].data(), machine->behind[next].size());
             next++;
         }
     }
-    machine.hidden = false;
+    machine->hidden = false;
 }
 
 void check_load(const void *from) {
     bool known = false;
-    for (const Range &range : machine.global) {
+    for (const Range &range : machine->global) {
         const uint8_t *p = (const uint8_t *)from;
         known = known || (p >= range.from && p + 16 <= range.to);
     }
@@ -219,7 +228,7 @@ void copy_later(void *to, const void *from, bool valid) {
     }
     if (valid) {
         bool known = false;
-        for (const Range &range : machine.global) {
+        for (const Range &range : machine->global) {
             const uint8_t *p = (const uint8_t *)from;
             known = known || (p >= range.from && p + 16 <= range.to);
         }
@@ -228,17 +237,17 @@ void copy_later(void *to, const void *from, bool valid) {
         }
     }
     memset(to, 0xff, 16);
-    machine.running->open.push_back({(uint8_t *)to, (const uint8_t *)from, valid});
+    machine->running->open.push_back({(uint8_t *)to, (const uint8_t *)from, valid});
 }
 
 void commit() {
-    Fiber *self = machine.running;
+    Fiber *self = machine->running;
     self->groups.push_back(std::move(self->open));
     self->open.clear();
 }
 
 void wait(uint32_t groups) {
-    Fiber *self = machine.running;
+    Fiber *self = machine->running;
     while (self->groups.size() > groups) {
         for (const Copy &copy : self->groups.front()) {
             if (copy.valid) {
@@ -256,7 +265,8 @@ static float widen(uint16_t bits, bool brain) { return brain ? to_float(Bf16{bit
 // c += a * b for a whole warp. The hardware's order of summation within 16 products is not documented; here
 // it ascends, in double, rounded once.
 static void multiply(Fiber *warp, bool brain) {
-    static thread_local float a[16][16], b[16][8];
+    float a[16][16], b[16][8];
+    double sums[16][8];
     for (uint32_t l = 0; l < WARP; l++) {
         const MmaInput *in = (const MmaInput *)warp[l].in;
         uint32_t g = l / 4, t = l % 4;
@@ -271,25 +281,28 @@ static void multiply(Fiber *warp, bool brain) {
                 b[2 * t + half + r * 8][g] = widen((uint16_t)(in->b[r] >> 16 * half), brain);
             }
         }
+        for (uint32_t i = 0; i < 4; i++) {
+            sums[g + i / 2 * 8][2 * t + i % 2] = in->c[i];
+        }
+    }
+    for (uint32_t row = 0; row < 16; row++) {
+        for (uint32_t k = 0; k < 16; k++) {
+            // Columns side by side: a sum alone waits for itself.
+            for (uint32_t column = 0; column < 8; column++) {
+                sums[row][column] += (double)a[row][k] * b[k][column];
+            }
+        }
     }
     for (uint32_t l = 0; l < WARP; l++) {
-        const MmaInput *in = (const MmaInput *)warp[l].in;
         float *out = (float *)warp[l].out;
-        float c[4];
         for (uint32_t i = 0; i < 4; i++) {
-            uint32_t row = l / 4 + i / 2 * 8, column = 2 * (l % 4) + i % 2;
-            double sum = in->c[i];
-            for (uint32_t k = 0; k < 16; k++) {
-                sum += (double)a[row][k] * b[k][column];
-            }
-            c[i] = (float)sum;
+            out[i] = (float)sums[l / 4 + i / 2 * 8][2 * (l % 4) + i % 2];
         }
-        memcpy(out, c, sizeof c);
     }
 }
 
 static void load(Fiber *warp, bool transposed) {
-    static thread_local uint16_t rows[4][8][8];
+    uint16_t rows[4][8][8];
     for (uint32_t l = 0; l < WARP; l++) {
         memcpy(rows[l / 8][l % 8], warp[l].in, 16);
     }
@@ -351,11 +364,11 @@ static bool pass(Fiber *warp) {
 }
 
 static void enter() {
-    machine.kernel->body(machine.params);
-    if (!machine.running->awaited) {
+    machine->kernel->body(machine->params);
+    if (!machine->running->awaited) {
         fail("a thread ended without waiting for the kernel before");
     }
-    machine.running->state = State::Done;
+    machine->running->state = State::Done;
     for (;;) {
         yield();
     }
@@ -388,9 +401,9 @@ static void prepare(Fiber &fiber) {
 
 // Runs one block to its end. BACKWARDS turns the order of warps round, in which nothing may depend.
 static bool run_block(uint32_t threads, bool backwards) {
-    Fiber *fibers = machine.fibers.data();
+    Fiber *fibers = machine->fibers.data();
     uint32_t warps = threads / WARP;
-    memset(machine.shared.data(), 0xff, machine.shared.size());
+    memset(machine->shared.data(), 0xff, machine->shared.size());
     for (uint32_t i = 0; i < threads; i++) {
         prepare(fibers[i]);
     }
@@ -403,10 +416,10 @@ static bool run_block(uint32_t threads, bool backwards) {
                 uint32_t ended = 0;
                 for (uint32_t l = 0; l < WARP; l++) {
                     if (warp[l].state == State::Ready) {
-                        machine.running = &warp[l];
+                        machine->running = &warp[l];
                         place.thread = (uint32_t)(warp - fibers) + l;
-                        inflight_harness_switch(&machine.scheduler, warp[l].sp);
-                        if (machine.error[0]) {
+                        inflight_harness_switch(&machine->scheduler, warp[l].sp);
+                        if (machine->error[0]) {
                             return false;
                         }
                         moved = true;
@@ -427,7 +440,7 @@ static bool run_block(uint32_t threads, bool backwards) {
                 }
                 moved = true;
             }
-            if (machine.error[0]) {
+            if (machine->error[0]) {
                 return false;
             }
         }
@@ -443,7 +456,7 @@ static bool run_block(uint32_t threads, bool backwards) {
             }
             if (fibers[0].op == Op::KernelBefore) {
                 show();
-                if (machine.error[0]) {
+                if (machine->error[0]) {
                     return false;
                 }
             }
@@ -471,48 +484,53 @@ extern "C" {
 const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_t blocks_y, uint32_t threads,
                                     uint32_t shared_bytes, const void *params, size_t bytes, const Range *global,
                                     size_t count, uint32_t backwards, uint32_t overlapping) {
-    machine.error[0] = 0;
-    const Kernel *kernel = kernels();
-    while (kernel && strcmp(kernel->name, name) != 0) {
-        kernel = kernel->next;
-    }
+    static thread_local Machine of_thread;
+    machine = &of_thread;
+    machine->error[0] = 0;
+    const Kernel *kernel = find(name);
     if (!kernel) {
-        snprintf(machine.error, sizeof machine.error, "no kernel is called %s", name);
-        return machine.error;
+        snprintf(machine->error, sizeof machine->error, "no kernel is called %s", name);
+        return machine->error;
     }
     if (kernel->bytes != bytes || threads % WARP != 0 || threads == 0 || threads > kernel->threads) {
-        snprintf(machine.error, sizeof machine.error, "%s: %zu bytes of parameters, not %zu; or %u threads of %u", name,
+        snprintf(machine->error, sizeof machine->error, "%s: %zu bytes of parameters, not %zu; or %u threads of %u", name,
                  bytes, kernel->bytes, threads, kernel->threads);
-        return machine.error;
+        return machine->error;
     }
-    machine.kernel = kernel;
-    machine.params = params;
-    machine.global.assign(global, global + count);
-    machine.overlapping = overlapping != 0;
-    if (machine.fibers.size() < threads) {
-        machine.fibers.resize(threads);
+    machine->kernel = kernel;
+    machine->params = params;
+    machine->global.assign(global, global + count);
+    machine->overlapping = overlapping != 0;
+    if (machine->fibers.size() < threads) {
+        machine->fibers.resize(threads);
     }
     // As large as it was asked for, at an address that is aligned as on the device.
-    machine.shared.assign(shared_bytes + 128, 0xff);
-    uint8_t *start = (uint8_t *)(((uintptr_t)machine.shared.data() + 127) / 128 * 128);
+    machine->shared.assign(shared_bytes + 128, 0xff);
+    uint8_t *start = (uint8_t *)(((uintptr_t)machine->shared.data() + 127) / 128 * 128);
     place = Place{0, threads, 0, 0, blocks_x, start, shared_bytes};
     for (uint32_t y = 0; y < blocks_y; y++) {
         for (uint32_t x = 0; x < blocks_x; x++) {
             place.block = x;
             place.row = y;
-            if (machine.overlapping) {
+            if (machine->overlapping) {
                 hide();
             }
             bool ran = run_block(threads, (backwards + x + y) % 2 == 1);
-            if (machine.hidden) {
+            if (machine->hidden) {
                 show();
             }
-            if (!ran || machine.error[0]) {
-                return machine.error;
+            if (!ran || machine->error[0]) {
+                return machine->error;
             }
         }
     }
     return nullptr;
+}
+
+// Bytes of a kernel's parameters; 0: there is no such kernel.
+size_t inflight_harness_parameter_bytes(const char *name) {
+    const Kernel *kernel = find(name);
+    return kernel ? kernel->bytes : 0;
 }
 
 // Puts a fault into the kernels that this thread runs; 0 takes it out.

@@ -67,7 +67,7 @@ enum class Mutant : uint32_t {
     LastWarp,
     LastChunk,
 };
-extern thread_local Mutant mutant;
+extern __thread Mutant mutant;
 
 // Where the running fiber is.
 struct Place {
@@ -75,7 +75,7 @@ struct Place {
     uint8_t *shared;
     uint32_t shared_bytes;
 };
-extern thread_local Place place;
+extern __thread Place place;
 
 // Stops the running fiber until its warp, or for a barrier its block, has come to the same operation.
 void meet(Op op, const void *in, void *out, uint32_t argument);

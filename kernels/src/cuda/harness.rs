@@ -22,6 +22,7 @@ mod foreign {
             backwards: u32,
             overlapping: u32,
         ) -> *const c_char;
+        pub fn inflight_harness_parameter_bytes(name: *const c_char) -> usize;
         pub fn inflight_harness_mutate(which: u32);
         pub fn inflight_harness_narrow(x: f32, brain: u32) -> u32;
         pub fn inflight_harness_widen(bits: u32, brain: u32) -> f32;
@@ -50,6 +51,9 @@ mod foreign {
     ) -> *const c_char {
         c"there was no C++ compiler to build the harness with".as_ptr()
     }
+    pub unsafe fn inflight_harness_parameter_bytes(_: *const c_char) -> usize {
+        0
+    }
     pub unsafe fn inflight_harness_mutate(_: u32) {}
     pub unsafe fn inflight_harness_narrow(_: f32, _: u32) -> u32 {
         0
@@ -67,7 +71,7 @@ mod foreign {
 
 use foreign::{
     inflight_harness_from_e4m3, inflight_harness_launch, inflight_harness_mutate, inflight_harness_narrow,
-    inflight_harness_to_e4m3, inflight_harness_widen,
+    inflight_harness_parameter_bytes, inflight_harness_to_e4m3, inflight_harness_widen,
 };
 
 /// Faults that a test can put into the kernels, to see that other tests find them.
@@ -188,17 +192,22 @@ fn locked(memory: &Memory) -> MutexGuard<'_, Vec<Range>> {
     memory.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What addresses of allocations are multiples of, as a device's are.
+const ALIGNMENT: usize = 256;
+
 /// Memory of a [`Harness`], poisoned with NaN until written.
 pub struct HostMemory {
     words: Box<[u128]>,
+    /// Bytes of `words` before it.
+    before: usize,
     bytes: usize,
     all: Memory,
 }
 
 impl HostMemory {
-    /// Where it begins; a multiple of 16.
+    /// Where it begins; a multiple of 256.
     pub fn address(&self) -> u64 {
-        self.words.as_ptr() as u64 + GUARD as u64
+        (self.words.as_ptr() as usize + self.before) as u64
     }
 
     /// Bytes of it.
@@ -224,7 +233,7 @@ impl HostMemory {
         assert!(byte + size_of_val(values) <= self.bytes, "more is written than there is room for");
         // SAFETY: within the allocation.
         unsafe {
-            let to = self.words.as_mut_ptr().cast::<u8>().add(GUARD + byte);
+            let to = self.words.as_mut_ptr().cast::<u8>().add(self.before + byte);
             std::ptr::copy_nonoverlapping(values.as_ptr().cast::<u8>(), to, size_of_val(values));
         }
     }
@@ -235,7 +244,7 @@ impl HostMemory {
         let all = unsafe {
             std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), size_of_val(&*self.words))
         };
-        all[..GUARD].iter().chain(&all[GUARD + self.bytes..]).all(|byte| *byte == PATTERN)
+        all[..self.before].iter().chain(&all[self.before + self.bytes..]).all(|byte| *byte == PATTERN)
     }
 }
 
@@ -262,15 +271,23 @@ impl Harness {
         Self { overlapping: true, ..Self::default() }
     }
 
+    /// Bytes of a kernel's parameter block; `None`: there is no such kernel.
+    pub fn parameter_bytes(kernel: &str) -> Option<usize> {
+        let name = CString::new(kernel).ok()?;
+        // SAFETY: a text that ends with a zero byte.
+        let bytes = unsafe { inflight_harness_parameter_bytes(name.as_ptr()) };
+        (bytes > 0).then_some(bytes)
+    }
+
     /// Memory that its kernels may use.
     pub fn alloc(&self, bytes: usize) -> HostMemory {
         self.hold(bytes, 0)
     }
 
     fn hold(&self, bytes: usize, constant: u64) -> HostMemory {
-        let words = (bytes + 2 * GUARD).div_ceil(16);
-        let memory =
-            HostMemory { words: vec![u128::MAX; words].into(), bytes, all: Arc::clone(&self.memory) };
+        let words: Box<[u128]> = vec![u128::MAX; (bytes + 2 * GUARD + ALIGNMENT).div_ceil(16)].into();
+        let before = (words.as_ptr() as usize + GUARD).next_multiple_of(ALIGNMENT) - words.as_ptr() as usize;
+        let memory = HostMemory { words, before, bytes, all: Arc::clone(&self.memory) };
         let from = memory.address() as usize;
         locked(&self.memory).push(Range { from, to: from + bytes, constant });
         memory

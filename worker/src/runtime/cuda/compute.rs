@@ -1,7 +1,7 @@
 //! One step from batch to sampled tokens, on any [`Gpu`].
 
 use inflight_kernels::cuda::{
-    HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+    DeviceError, HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
 
 use super::division::Division;
@@ -9,7 +9,7 @@ use super::forward::{Forward, ForwardSize, windows};
 use super::gpu::Gpu;
 use super::metadata::{Packer, PackerShape, StepShape};
 use super::sizing::{PARTIALS, bucket};
-use super::slots::{Slots, device};
+use super::slots::Slots;
 use super::weights::Weights;
 use crate::models::{self, ModelConfig};
 use crate::runtime::{Batch, Capabilities, Error, PositionLogprobs, Sampled, Slot, SlotSetup, TokenLogprob};
@@ -85,7 +85,7 @@ impl<G: Gpu> Compute<G> {
         weights: Weights<G::Memory>,
         capabilities: Capabilities,
         modes: Modes,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, DeviceError> {
         let Modes { store, deterministic, buckets } = modes;
         let size = ForwardSize {
             // Graphs run whole buckets.
@@ -97,9 +97,9 @@ impl<G: Gpu> Compute<G> {
             store,
         };
         let config = division.shard().config(whole);
-        let forward = Forward::new(gpu, whole, division, half, weights, &size).map_err(device)?;
-        let slots = Slots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)
-            .map_err(device)?;
+        let forward = Forward::new(gpu, whole, division, half, weights, &size)?;
+        let slots =
+            Slots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
         let packer_shape = PackerShape {
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,

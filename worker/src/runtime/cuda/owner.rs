@@ -409,7 +409,7 @@ impl Machine {
             Modes { store: options.kv_store, deterministic: options.deterministic, buckets: options.graphs };
         let compute =
             Compute::new(&driver, config, division.clone(), half, weights, capabilities.clone(), modes)
-                .map_err(|error| LoadError::Device(error.to_string()))?;
+                .map_err(device_error)?;
         let metadata = driver.alloc(metadata_bytes).map_err(device_error)?;
         let place = || -> Result<Place, DeviceError> {
             Ok(Place {
