@@ -15,7 +15,7 @@ const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
 const NVCC_MIN: (u32, u32) = (12, 8);
 
 fn main() {
-    println!("cargo::rustc-check-cfg=cfg(harness)");
+    println!("cargo::rustc-check-cfg=cfg(harness, harness_checked)");
     for watched in ["cuda", "build.rs"] {
         println!("cargo::rerun-if-changed={watched}");
     }
@@ -103,25 +103,48 @@ fn fatbins(nvcc: &Path, sources: &Path, out: &Path) -> Vec<PathBuf> {
     targets
 }
 
-/// Compiles the kernels and the harness as one library, unless there is no compiler for it.
+/// Compiles the kernels and the harness, unless there is no compiler for it.
 #[cfg(feature = "harness")]
 fn harness() {
-    let mut build = cc::Build::new();
-    build.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
-    // Kernels mean what they say: a product and a sum are one operation only where they are called so.
-    build.flag("-ffp-contract=off").flag("-Wno-unknown-pragmas");
-    build.file("cuda/harness/harness.cpp");
-    for family in FAMILIES {
-        let text = format!("#include \"{}/cuda/{family}.cu\"\n", env!("CARGO_MANIFEST_DIR"));
-        let file =
-            PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{family}.cpp"));
-        fs::write(&file, text).expect("OUT_DIR can be written");
-        build.file(file);
-    }
-    // Kernels enter themselves into a table, so nothing refers to their objects.
-    build.link_lib_modifier("+whole-archive");
-    match build.try_compile("inflight_harness") {
-        Ok(()) => println!("cargo::rustc-cfg=harness"),
+    let machine = ["harness", "checks"].map(|file| PathBuf::from(format!("cuda/harness/{file}.cpp")));
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let sources = FAMILIES.iter().map(|family| format!("cuda/{family}.cu"));
+    let sources = sources.chain(["cuda/harness/faulty.cu".to_owned()]);
+    let kernels: Vec<PathBuf> = sources
+        .map(|source| {
+            let text = format!("#include \"{}/{source}\"\n", env!("CARGO_MANIFEST_DIR"));
+            let file = out.join(source.replace(['/', '.'], "_")).with_extension("cpp");
+            fs::write(&file, text).expect("OUT_DIR can be written");
+            file
+        })
+        .collect();
+    let compile = |name: &str, files: &[PathBuf], checked: bool, instrumented: bool| {
+        let mut build = cc::Build::new();
+        build.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
+        // Kernels mean what they say: a product and a sum are one operation only where they are called so.
+        build.flag("-ffp-contract=off").flag("-Wno-unknown-pragmas");
+        if checked {
+            build.define("HARNESS_CHECKED", None);
+        }
+        if instrumented {
+            // Loads and stores become calls, which the harness answers; the sanitizer's own library is not linked.
+            build.flag("-fsanitize=thread");
+        }
+        // Kernels enter themselves into a table, so nothing refers to their objects.
+        build.files(files).link_lib_modifier("+whole-archive").try_compile(name)
+    };
+    let build = |checked| {
+        compile("inflight_harness", &machine, checked, false)?;
+        compile("inflight_harness_kernels", &kernels, checked, checked)
+    };
+    // A compiler without that sanitizer still builds what is not looked at so closely.
+    match build(true).map(|()| true).or_else(|_| build(false).map(|()| false)) {
+        Ok(checked) => {
+            println!("cargo::rustc-cfg=harness");
+            if checked {
+                println!("cargo::rustc-cfg=harness_checked");
+            }
+        }
         Err(error) => println!("cargo::warning=the CUDA kernels are not tested on this machine: {error}"),
     }
 }

@@ -1,4 +1,5 @@
 #include "../device.cuh"
+#include "checks.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -105,14 +106,9 @@ struct Fiber {
     void *out = nullptr;
     uint32_t argument = 0;
     bool awaited = false;
+    uint32_t barriers = 0;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
-};
-
-// Of global memory; CONSTANT if no kernel writes to it. src/cuda/harness.rs has the same.
-struct Range {
-    uint8_t *from, *to;
-    uint64_t constant;
 };
 
 struct Machine {
@@ -144,7 +140,7 @@ static void yield() {
 }
 
 // A fiber that found an error never goes on: the scheduler gives up.
-[[noreturn]] static void stop(const char *what) {
+[[noreturn]] void stop(const char *what) {
     fail(what);
     machine->running->state = State::Waiting;
     for (;;) {
@@ -163,6 +159,9 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
         (!in_shared(in, 16) || (uintptr_t)in % 16 != 0)) {
         stop("a matrix row is outside of shared memory or not aligned");
     }
+    if (op == Op::LoadMatrices || op == Op::LoadMatricesTransposed) {
+        checks_shared(in, 16, Touch::Read);
+    }
     self->op = op;
     self->in = in;
     self->out = out;
@@ -170,6 +169,16 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
     self->state = State::Waiting;
     yield();
 }
+
+bool misses_barrier() { return machine->running->barriers++ == 1; }
+
+void begin_atomic(const void *at, size_t bytes) {
+    if (in_shared(at, bytes)) {
+        checks_shared(at, bytes, Touch::Atomic);
+    }
+    checks_pause(true);
+}
+void end_atomic() { checks_pause(false); }
 
 void await_kernel_before() {
     Fiber *self = machine->running;
@@ -236,6 +245,7 @@ void copy_later(void *to, const void *from, bool valid) {
             stop("a copy's source is outside of global memory or not aligned");
         }
     }
+    checks_shared(to, 16, Touch::Write);
     memset(to, 0xff, 16);
     machine->running->open.push_back({(uint8_t *)to, (const uint8_t *)from, valid});
 }
@@ -250,6 +260,7 @@ void wait(uint32_t groups) {
     Fiber *self = machine->running;
     while (self->groups.size() > groups) {
         for (const Copy &copy : self->groups.front()) {
+            checks_shared(copy.to, 16, Touch::Write);
             if (copy.valid) {
                 memcpy(copy.to, copy.from, 16);
             } else {
@@ -343,6 +354,7 @@ static bool pass(Fiber *warp) {
     case Op::KernelBefore:
         return false;
     case Op::WarpBarrier:
+        checks_warp_barrier((uint32_t)(warp - machine->fibers.data()) / WARP);
         break;
     case Op::ShuffleXor:
     case Op::ShuffleUp:
@@ -395,6 +407,7 @@ static void prepare(Fiber &fiber) {
     fiber.sp = sp;
     fiber.state = State::Ready;
     fiber.awaited = false;
+    fiber.barriers = 0;
     fiber.open.clear();
     fiber.groups.clear();
 }
@@ -404,6 +417,7 @@ static bool run_block(uint32_t threads, bool backwards) {
     Fiber *fibers = machine->fibers.data();
     uint32_t warps = threads / WARP;
     memset(machine->shared.data(), 0xff, machine->shared.size());
+    checks_barrier();
     for (uint32_t i = 0; i < threads; i++) {
         prepare(fibers[i]);
     }
@@ -418,6 +432,7 @@ static bool run_block(uint32_t threads, bool backwards) {
                     if (warp[l].state == State::Ready) {
                         machine->running = &warp[l];
                         place.thread = (uint32_t)(warp - fibers) + l;
+                        checks_stack(warp[l].stack.get(), STACK_BYTES);
                         inflight_harness_switch(&machine->scheduler, warp[l].sp);
                         if (machine->error[0]) {
                             return false;
@@ -460,6 +475,7 @@ static bool run_block(uint32_t threads, bool backwards) {
                     return false;
                 }
             }
+            checks_barrier();
             for (uint32_t i = 0; i < threads; i++) {
                 fibers[i].state = State::Ready;
             }
@@ -507,6 +523,7 @@ const char *inflight_harness_launch(const char *name, uint32_t blocks_x, uint32_
     // As large as it was asked for, at an address that is aligned as on the device.
     machine->shared.assign(shared_bytes + 128, 0xff);
     uint8_t *start = (uint8_t *)(((uintptr_t)machine->shared.data() + 127) / 128 * 128);
+    checks_launch(params, bytes, machine->global.data(), machine->global.size(), shared_bytes);
     place = Place{0, threads, 0, 0, blocks_x, start, shared_bytes};
     for (uint32_t y = 0; y < blocks_y; y++) {
         for (uint32_t x = 0; x < blocks_x; x++) {

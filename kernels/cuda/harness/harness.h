@@ -6,7 +6,8 @@
 //
 // What it checks beyond results: shared memory and the targets of asynchronous copies hold NaN until written or waited
 // for; addresses of matrix loads and copies are aligned and within bounds; lanes of a warp meet at the same
-// collective; nobody misses a barrier; every thread waits for the kernel before its own, once. What it cannot show: bank conflicts, speed, most races.
+// collective; nobody misses a barrier; every thread waits for the kernel before its own, once; and of every load and store what checks.h says.
+// What it cannot show: bank conflicts, speed, races in global memory.
 #pragma once
 
 #include <math.h>
@@ -66,6 +67,7 @@ enum class Mutant : uint32_t {
     EarlyRead,
     LastWarp,
     LastChunk,
+    MissedBarrier,
 };
 extern __thread Mutant mutant;
 
@@ -85,6 +87,15 @@ void check_load(const void *from);
 void copy_later(void *to, const void *from, bool valid);
 void commit();
 void wait(uint32_t groups);
+// Whether the second barrier of the running fiber is this one.
+bool misses_barrier();
+// Around an operation on memory that nothing of other threads comes between.
+void begin_atomic(const void *at, size_t bytes);
+void end_atomic();
+struct Atomic {
+    Atomic(const void *at, size_t bytes) { begin_atomic(at, bytes); }
+    ~Atomic() { end_atomic(); }
+};
 
 struct MmaInput {
     float c[4];
@@ -121,7 +132,11 @@ DEVICE Vec16 load_constant(const void *from, bool valid) {
 
 DEVICE uint32_t not_kept(uint32_t value) { return value; }
 
-DEVICE void barrier() { harness::meet(harness::Op::Barrier, nullptr, nullptr, 0); }
+DEVICE void barrier() {
+    if (MUTANT(MissedBarrier, !harness::misses_barrier(), true)) {
+        harness::meet(harness::Op::Barrier, nullptr, nullptr, 0);
+    }
+}
 DEVICE void warp_barrier() { harness::meet(harness::Op::WarpBarrier, nullptr, nullptr, 0); }
 
 template <typename V> DEVICE V shuffle(harness::Op op, V value, uint32_t argument) {
@@ -232,17 +247,23 @@ template <> inline uint32_t pack_small<F16>(float low, float high) {
 
 // Fibers do not run at once, so plain operations are atomic.
 template <typename V> DEVICE V atomic_add(V *at, V value) {
+    harness::Atomic atomic(at, sizeof *at);
     V before = *at;
     *at += value;
     return before;
 }
-DEVICE void atomic_add_wide(uint64_t *at, uint64_t value) { *at += value; }
+DEVICE void atomic_add_wide(uint64_t *at, uint64_t value) {
+    harness::Atomic atomic(at, sizeof *at);
+    *at += value;
+}
 DEVICE uint32_t atomic_or(uint32_t *at, uint32_t value) {
+    harness::Atomic atomic(at, sizeof *at);
     uint32_t before = *at;
     *at |= value;
     return before;
 }
 DEVICE uint32_t atomic_min(uint32_t *at, uint32_t value) {
+    harness::Atomic atomic(at, sizeof *at);
     uint32_t before = *at;
     *at = value < before ? value : before;
     return before;

@@ -102,11 +102,13 @@ pub enum Mutant {
     LastWarp,
     /// Of a skinny product, the last eight numbers are left out.
     LastChunk,
+    /// All threads go past the second barrier of a block; found where loads and stores are looked at.
+    MissedBarrier,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::MissingWait,
         Self::BlockEdge,
         Self::WindowEdge,
@@ -119,6 +121,7 @@ impl Mutant {
         Self::EarlyRead,
         Self::LastWarp,
         Self::LastChunk,
+        Self::MissedBarrier,
     ];
 
     /// Runs `work` with the fault in all kernels that this thread launches on a [`Harness`].
@@ -259,6 +262,9 @@ impl Drop for HostMemory {
 impl Harness {
     /// Whether it was built: where there is no C++ compiler, every launch fails.
     pub const AVAILABLE: bool = cfg!(harness);
+
+    /// Whether every load and store of the kernels is looked at: the compiler could instrument them.
+    pub const CHECKED: bool = cfg!(harness_checked);
 
     /// A device without memory so far.
     pub fn new() -> Self {

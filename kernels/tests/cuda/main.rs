@@ -9,6 +9,7 @@
 
 mod attention;
 mod e4m3;
+mod faults;
 mod machine;
 mod mutants;
 mod numbers;

@@ -531,6 +531,7 @@ calls! {
         valid(grid.0 > 0 && (1..=65_535).contains(&grid.1) && config.gridDimZ == 1)?;
         valid(config.blockDimY == 1 && config.blockDimZ == 1 && (1..=1024).contains(&config.blockDimX))?;
         valid(config.sharedMemBytes <= function.shared_bytes.load(Ordering::Relaxed))?;
+        let overlaps = config.numAttrs > 0;
         for i in 0..config.numAttrs as usize {
             // SAFETY: there are so many.
             let id = unsafe { (*config.attrs.add(i)).id };
@@ -549,7 +550,7 @@ calls! {
         let work = move |device: &Device| {
             device.launch(&Launch { kernel, grid, threads, shared_bytes, params: &parameters, overlaps: false })
         };
-        stream.enqueue(Work::new(work)).map(drop)
+        stream.enqueue_kernel(Work::new(work), overlaps).map(drop)
     }
 
     fn cuGetErrorName(error: CUresult, text: *mut *const c_char) {

@@ -43,6 +43,8 @@ struct State {
 struct Capture {
     thread: ThreadId,
     work: Vec<Work>,
+    /// Whether what was captured last is a kernel.
+    after_kernel: bool,
     broken: bool,
 }
 
@@ -99,6 +101,15 @@ impl Stream {
 
     /// Enqueues, or captures; the number of the work if it will run.
     pub(crate) fn enqueue(&self, work: Work) -> Outcome<u64> {
+        self.add(work, false, false)
+    }
+
+    /// The same for a kernel; in a capture, one that may begin while what is before it ends must come behind a kernel.
+    pub(crate) fn enqueue_kernel(&self, work: Work, overlaps: bool) -> Outcome<u64> {
+        self.add(work, true, overlaps)
+    }
+
+    fn add(&self, work: Work, kernel: bool, overlaps: bool) -> Outcome<u64> {
         let mut state = locked(&self.state);
         if let Some(capture) = &mut state.capture {
             if capture.thread != std::thread::current().id() {
@@ -112,6 +123,10 @@ impl Stream {
                 // It would become an edge of the graph, which nothing here asks for.
                 return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
             }
+            if overlaps && !capture.after_kernel {
+                return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+            }
+            capture.after_kernel = kernel;
             capture.work.push(work);
             return Ok(0);
         }
@@ -155,7 +170,7 @@ impl Stream {
             return Err(CUresult::CUDA_ERROR_ILLEGAL_STATE);
         }
         let thread = std::thread::current().id();
-        state.capture = Some(Capture { thread, work: Vec::new(), broken: false });
+        state.capture = Some(Capture { thread, work: Vec::new(), after_kernel: false, broken: false });
         Ok(())
     }
 
