@@ -35,6 +35,30 @@ impl SimulatedGpu {
         Ok(Self { folder, settings: settings.to_owned() })
     }
 
+    /// Runs the test of this name of the running program once more, in a process that has such GPUs: libraries are looked for where
+    /// the environment said when a process began. True in that process, which is to go on.
+    ///
+    /// # Errors
+    /// The test failed there, or as [`SimulatedGpu::new`].
+    pub fn within(settings: &str, test: &str) -> Result<bool> {
+        const INSIDE: &str = "INFLIGHT_TEST_INSIDE_SIMULATION";
+        if std::env::var_os(INSIDE).is_some() {
+            return Ok(true);
+        }
+        if !Self::AVAILABLE {
+            eprintln!("skipped: there was no C++ compiler to build the kernels with");
+            return Ok(false);
+        }
+        let gpu = Self::new(settings)?;
+        let status = std::process::Command::new(std::env::current_exe()?)
+            .args(["--exact", test, "--nocapture"])
+            .envs(gpu.environment())
+            .env(INSIDE, "1")
+            .status()?;
+        ensure!(status.success(), "{test} failed with {status} on GPUs that are {settings}");
+        Ok(false)
+    }
+
     /// What a process needs to find it.
     pub fn environment(&self) -> Vec<(&'static str, OsString)> {
         let mut path = OsString::from(self.folder.path());

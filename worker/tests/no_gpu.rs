@@ -19,7 +19,7 @@ fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
         Worker::load(&Options { device, tensor_parallel, ..Options::default() }, &|_, _| {})
     };
     for ranks in [1, 2] {
-        let refused = load(Device::Cuda(0), ranks).err().unwrap().to_string();
+        let refused = load(Device::Cuda(None), ranks).err().unwrap().to_string();
         assert!(refused.contains("no NVIDIA driver") && refused.contains("--device cpu"), "{refused}");
         assert!(load(Device::Auto, ranks).is_ok());
     }

@@ -235,7 +235,8 @@ macro_rules! calls {
         /// As the library's documentation says.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> Status {
-            let outcome: Made = (|| $body)();
+            let call = || -> Made { $body };
+            let outcome = call();
             outcome.err().unwrap_or(Status::CUBLAS_STATUS_SUCCESS)
         }
     )*};
@@ -344,7 +345,7 @@ calls! {
         count: *mut c_int,
     ) {
         HANDLES.get(handle).ok_or(Status::CUBLAS_STATUS_NOT_INITIALIZED)?;
-        let scratch = *locked(&PREFERENCES.get(preference).ok_or(INVALID)?.as_ref());
+        let scratch = *locked(PREFERENCES.get(preference).ok_or(INVALID)?.as_ref());
         layout(c)?;
         let product = Product::of(description(how)?, layout(a)?, layout(b)?, layout(d)?)?;
         let ways = Way::ALL.into_iter().filter(|way| way.scratch_bytes() <= scratch && way.takes(&product));

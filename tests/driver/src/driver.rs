@@ -150,7 +150,8 @@ macro_rules! calls {
         /// As the driver's documentation says.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
-            let outcome: Outcome = (|| $body)();
+            let call = || -> Outcome { $body };
+            let outcome = call();
             outcome.err().unwrap_or(CUresult::CUDA_SUCCESS)
         }
     )*};

@@ -1,0 +1,123 @@
+//! The runtime for GPUs with its own calls of driver, cuBLASLt and NCCL, on GPUs that are simulated, against the runtime for CPUs.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::sync::Arc;
+
+use inflight_contract::SamplingSpec;
+use inflight_fixtures::{Shape, TempDir};
+use inflight_tests::SimulatedGpu;
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
+use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
+use inflight_worker::runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
+
+const BLOCK_TOKENS: u32 = 16;
+const SLOTS: u32 = 3;
+const BATCH_TOKENS: u32 = 48;
+const PROMPT: usize = 70;
+const STEPS: usize = 4;
+
+/// What the runtime says of the last positions of [`SLOTS`] texts, whose tokens are all given: prompts in chunks, side by side,
+/// then token by token.
+fn told(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
+    let spec = SamplingSpec { temperature: 0.0, logprobs: Some(12), ..SamplingSpec::default() };
+    let sampling = Arc::new(spec.validate().unwrap());
+    let text = |slot: u32| -> Vec<u32> {
+        (0..(PROMPT + STEPS) as u32).map(|i| (i * i * 7 + i * 13 + slot * 101) % 512).collect()
+    };
+    let blocks = ((PROMPT + STEPS) as u32).div_ceil(BLOCK_TOKENS);
+    for slot in 0..SLOTS {
+        let sampling = Arc::clone(&sampling);
+        let setup = SlotSetup { sampling, choice: 0, prompt: &[], generated: &[], eos_token_ids: &[] };
+        runtime.attach(slot, &setup).unwrap();
+    }
+    let (mut batch, mut sampled, mut told) = (Batch::default(), Vec::new(), Vec::new());
+    let mut at = 0;
+    while at < PROMPT + STEPS {
+        let count = PROMPT.saturating_sub(at).clamp(1, BATCH_TOKENS as usize / SLOTS as usize);
+        batch.clear();
+        for slot in 0..SLOTS {
+            let table: Vec<u32> = (slot * blocks..(slot + 1) * blocks).rev().collect();
+            batch.push_sequence(&text(slot)[at..at + count], at as u32, &table);
+            if at + count >= PROMPT {
+                batch.sample_last_row(slot);
+            }
+        }
+        at += count;
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        told.extend(sampled.drain(..).map(|sampled| *sampled.logprobs.unwrap()));
+    }
+    assert_eq!(told.len(), SLOTS as usize * (STEPS + 1));
+    told
+}
+
+#[test]
+fn a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_model() {
+    let test = "a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_model";
+    if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90", test).unwrap() {
+        return;
+    }
+    let folder = TempDir::new("inflight-mini").unwrap();
+    Shape::Mini.write(folder.path()).unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+    let cpu = CpuOptions {
+        threads: Some(1),
+        kv_bytes: 8 << 20,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS,
+        slots: SLOTS,
+        batch_tokens: BATCH_TOKENS,
+        context_tokens: Some(256),
+        isa: None,
+        quantize: None,
+        kv_dtype: None,
+        tensor_parallel: 1,
+    };
+    let expected = told(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
+    let fast = CudaOptions {
+        gpus: vec![0],
+        lone_communicator: false,
+        utilization: 0.9,
+        kv_bytes: None,
+        host_bytes: 0,
+        block_tokens: BLOCK_TOKENS,
+        slots: SLOTS,
+        batch_tokens: BATCH_TOKENS,
+        context_tokens: Some(256),
+        kv_store: KvStore::Half,
+        deterministic: false,
+        graphs: true,
+        autotune: false,
+        overlap: true,
+    };
+    // Activations are rounded to 16 bits on both.
+    for (what, options, bound) in [
+        ("cuBLASLt's first algorithms", fast.clone(), 0.1),
+        ("what was found to be the fastest", CudaOptions { autotune: true, ..fast.clone() }, 0.1),
+        ("no graphs, no overlap", CudaOptions { graphs: false, overlap: false, ..fast.clone() }, 0.1),
+        ("our own products", CudaOptions { deterministic: true, ..fast.clone() }, 0.1),
+        ("keys and values in 8 bits", CudaOptions { kv_store: KvStore::Fp8, ..fast.clone() }, 0.4),
+        ("a communicator of one", CudaOptions { lone_communicator: true, ..fast.clone() }, 0.1),
+        ("two GPUs", CudaOptions { gpus: vec![0, 1], ..fast.clone() }, 0.1),
+    ] {
+        let mut gpu = CudaRuntime::load(&model, &options, &|_, _| {}).unwrap();
+        assert_eq!(gpu.tuned().is_empty(), !options.autotune, "{what}");
+        for (position, (expected, got)) in expected.iter().zip(told(&mut gpu)).enumerate() {
+            let mut compared = 0;
+            for ours in &got.top {
+                let Some(theirs) = expected.top.iter().find(|theirs| theirs.token == ours.token) else {
+                    continue;
+                };
+                let apart = (ours.logprob - theirs.logprob).abs();
+                assert!(apart <= bound, "{what}, position {position}: {ours:?} and on the CPU {theirs:?}");
+                compared += 1;
+            }
+            // The least probable of the list may be others.
+            assert!(compared >= 9, "{what}, position {position}: {got:?} and on the CPU {expected:?}");
+            let spread = expected.top[0].logprob - expected.top[11].logprob;
+            assert!(spread > 0.5, "all tokens are as probable as each other: {expected:?}");
+        }
+    }
+}
