@@ -16,7 +16,7 @@ pub struct SimulatedGpu {
 }
 
 impl SimulatedGpu {
-    /// Whether kernels can run on it: they need a C++ compiler to be built.
+    /// Whether it has kernels: they need a C++ compiler to be built.
     pub const AVAILABLE: bool = inflight_simulated_driver::AVAILABLE;
 
     /// With these settings; see [`inflight_simulated_driver::settings`].
@@ -41,8 +41,10 @@ impl SimulatedGpu {
     /// # Errors
     /// The test failed there, or as [`SimulatedGpu::new`].
     pub fn within(settings: &str, test: &str) -> Result<bool> {
+        // The name of a file that says that the test was there.
         const INSIDE: &str = "INFLIGHT_TEST_INSIDE_SIMULATION";
-        if std::env::var_os(INSIDE).is_some() {
+        if let Some(file) = std::env::var_os(INSIDE) {
+            std::fs::write(file, test)?;
             return Ok(true);
         }
         if !Self::AVAILABLE {
@@ -50,12 +52,14 @@ impl SimulatedGpu {
             return Ok(false);
         }
         let gpu = Self::new(settings)?;
+        let begun = gpu.folder.path().join("begun");
         let status = std::process::Command::new(std::env::current_exe()?)
             .args(["--exact", test, "--nocapture"])
             .envs(gpu.environment())
-            .env(INSIDE, "1")
+            .env(INSIDE, &begun)
             .status()?;
         ensure!(status.success(), "{test} failed with {status} on GPUs that are {settings}");
+        ensure!(begun.exists(), "there is no test {test}");
         Ok(false)
     }
 

@@ -20,7 +20,7 @@ pub enum Device {
     Auto,
     /// CPU cores.
     Cpu,
-    /// An NVIDIA GPU, by its number among those visible, or any; where several share the model, the first of them.
+    /// An NVIDIA GPU, by its number among those visible, or the first; where several share the model, the first of them.
     Cuda(Option<u32>),
     /// None: answers come as slowly as these costs say, and mean nothing.
     Sim(DeviceProfile),

@@ -378,7 +378,9 @@ fn runtime(
                 Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
                 Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
             },
-            Err(reason) => tracing::info!(%reason, "computing on the CPU"),
+            Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
+            // Who names GPUs wants these.
+            Err(reason) => return Err(cuda::Error::from(reason).into()),
         },
         #[cfg(not(feature = "cuda"))]
         Device::Auto => {}

@@ -433,5 +433,5 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
     let seen = seen.into_inner();
     println!("seeds {:?}: {seen:?}", seeds());
     assert!(seen.swapped > 0 && seen.group_swapped_in > 0 && seen.forced > 0, "{seen:?}");
-    assert!(seen.cached > 0 && seen.overlapped > 100, "{seen:?}");
+    assert!(seen.cached > 0 && seen.overlapped > 30, "{seen:?}");
 }

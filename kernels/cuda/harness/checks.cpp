@@ -44,18 +44,23 @@ struct Cell {
     uint32_t read_epoch, read_warp_epoch;
     // Warps that have read it in the epoch; of the one that did last, lanes in its own.
     uint32_t read_warps, read_lanes;
+    // The block in which a copy to it is under way.
+    uint32_t copied;
     uint16_t writer, reader_warp;
     bool atomic;
 };
+constexpr size_t COPY_BYTES = 16;
 
 struct Checks {
     std::vector<Cell> cells;
-    uint32_t epoch = 1;
+    uint32_t epoch = 1, block = 0;
     uint32_t warp_epochs[WARP] = {};
     const uint8_t *stack = nullptr, *stack_end = nullptr;
     const uint8_t *params = nullptr, *params_end = nullptr;
     const Range *global = nullptr;
     size_t count = 0;
+    // Which of them was touched last.
+    size_t last = 0;
     bool paused = false;
 };
 static __thread Checks *checks = nullptr;
@@ -68,12 +73,17 @@ void checks_launch(const void *params, size_t bytes, const Range *global, size_t
     checks->params_end = checks->params + bytes;
     checks->global = global;
     checks->count = count;
+    checks->last = 0;
     checks->paused = false;
     if (checks->cells.size() < shared_bytes) {
         checks->cells.resize(shared_bytes);
     }
 }
 
+void checks_block() {
+    checks->block++;
+    checks->epoch++;
+}
 void checks_barrier() { checks->epoch++; }
 void checks_warp_barrier(uint32_t warp) { checks->warp_epochs[warp]++; }
 void checks_stack(const void *from, size_t bytes) {
@@ -95,12 +105,18 @@ static const char *word(Touch touch) { return touch == Touch::Read ? "reads" : "
     stop(text);
 }
 
-void checks_shared(const void *at, size_t bytes, Touch touch) {
+static void touched_shared(const void *at, size_t bytes, Touch touch) {
     const uint32_t thread = place.thread, warp = thread / WARP, lane = thread % WARP;
     const uint32_t epoch = checks->epoch, warp_epoch = checks->warp_epochs[warp];
     const size_t first = (size_t)((const uint8_t *)at - place.shared);
     for (size_t byte = first; byte < first + bytes; byte++) {
         Cell &cell = checks->cells[byte];
+        if (cell.copied == checks->block) {
+            static __thread char text[160];
+            snprintf(text, sizeof text, "a race in shared memory: it %s byte %zu, and a copy to it was not waited for",
+                     word(touch), byte);
+            stop(text);
+        }
         bool unordered = cell.writer / WARP != warp || cell.write_warp_epoch == warp_epoch;
         if (cell.write_epoch == epoch && cell.writer != thread && unordered &&
             !(touch == Touch::Atomic && cell.atomic)) {
@@ -143,19 +159,23 @@ static void touched(const void *at, size_t bytes, Touch touch, bool aligned) {
     }
     static __thread char text[160];
     bool shared = within(p, bytes, place.shared, place.shared + place.shared_bytes);
-    bool global = false;
+    const Range *global = nullptr;
     for (size_t i = 0; i < checks->count && !shared && !global; i++) {
-        global = within(p, bytes, checks->global[i].from, checks->global[i].to);
-        if (global && touch != Touch::Read && checks->global[i].constant) {
-            stop("memory is written to that no kernel writes to");
+        size_t next = (checks->last + i) % checks->count;
+        if (within(p, bytes, checks->global[next].from, checks->global[next].to)) {
+            checks->last = next;
+            global = checks->global + next;
         }
+    }
+    if (global && touch != Touch::Read && global->constant) {
+        stop("memory is written to that no kernel writes to");
     }
     if ((shared || global) && aligned && (uintptr_t)p % bytes != 0) {
         snprintf(text, sizeof text, "%zu bytes are moved at an address that is not a multiple of it", bytes);
         stop(text);
     }
     if (shared) {
-        checks_shared(at, bytes, touch);
+        touched_shared(at, bytes, touch);
         return;
     }
     bool own = within(p, bytes, checks->params, checks->params_end) || within(p, bytes, &place, &place + 1) ||
@@ -163,6 +183,21 @@ static void touched(const void *at, size_t bytes, Touch touch, bool aligned) {
     if (!global && (!own || touch != Touch::Read)) {
         snprintf(text, sizeof text, "it %s %zu bytes outside of shared and global memory", word(touch), bytes);
         stop(text);
+    }
+}
+
+void checks_touch(const void *at, size_t bytes, Touch touch) { touched(at, bytes, touch, true); }
+
+void checks_copy(const void *to, bool begins) {
+    const size_t first = (size_t)((const uint8_t *)to - place.shared);
+    if (begins) {
+        touched_shared(to, COPY_BYTES, Touch::Write);
+    }
+    for (size_t byte = first; byte < first + COPY_BYTES; byte++) {
+        checks->cells[byte].copied = begins ? checks->block : 0;
+    }
+    if (!begins) {
+        touched_shared(to, COPY_BYTES, Touch::Write);
     }
 }
 
@@ -180,6 +215,21 @@ void __tsan_vptr_update(void **, void *) {}
 void __tsan_vptr_read(void **) {}
 void __tsan_read_range(void *at, size_t bytes) { touched(at, bytes, Touch::Read, false); }
 void __tsan_write_range(void *at, size_t bytes) { touched(at, bytes, Touch::Write, false); }
+// Some compilers leave copies of structures to these.
+void *__tsan_memcpy(void *to, const void *from, size_t bytes) {
+    touched(from, bytes, Touch::Read, false);
+    touched(to, bytes, Touch::Write, false);
+    return memcpy(to, from, bytes);
+}
+void *__tsan_memmove(void *to, const void *from, size_t bytes) {
+    touched(from, bytes, Touch::Read, false);
+    touched(to, bytes, Touch::Write, false);
+    return memmove(to, from, bytes);
+}
+void *__tsan_memset(void *to, int byte, size_t bytes) {
+    touched(to, bytes, Touch::Write, false);
+    return memset(to, byte, bytes);
+}
 #define OF_SIZE(BYTES)                                                                                               \
     void __tsan_read##BYTES(void *at) { touched(at, BYTES, Touch::Read, true); }                                     \
     void __tsan_write##BYTES(void *at) { touched(at, BYTES, Touch::Write, true); }                                   \

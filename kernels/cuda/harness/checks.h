@@ -3,8 +3,9 @@
 //
 // Found are: addresses outside of shared and global memory, or not aligned to the size of what is moved; writes to
 // memory that no kernel writes to; and races in shared memory: two threads touch a byte, one of them writes, and no barrier
-// that both meet lies between. Lanes of a warp need one, too: shuffles and matrix operations do not order memory. A copy that
-// is not waited for writes from when it begins until it is waited for.
+// that both meet lies between. Lanes of a warp need one, too: shuffles and matrix operations do not order memory. What an
+// asynchronous copy writes to, nobody touches until it was waited for. Not found are reads of what else the program holds: the
+// kernels' own constants are there.
 #pragma once
 
 #include <stddef.h>
@@ -26,22 +27,28 @@ enum class Touch { Read, Write, Atomic };
 #ifdef HARNESS_CHECKED
 // A launch begins: where its parameters are, and all global memory.
 void checks_launch(const void *params, size_t bytes, const Range *global, size_t count, uint32_t shared_bytes);
-// A block begins, or has met at a barrier.
+// A block begins.
+void checks_block();
+// A block has met at a barrier.
 void checks_barrier();
 // A warp has met at a barrier of its own.
 void checks_warp_barrier(uint32_t warp);
 // A fiber is about to run on this stack.
 void checks_stack(const void *from, size_t bytes);
-// The running fiber touches shared memory other than by a load or a store.
-void checks_shared(const void *at, size_t bytes, Touch touch);
+// The running fiber touches memory other than by a load or a store.
+void checks_touch(const void *at, size_t bytes, Touch touch);
+// It begins to copy 16 bytes to shared memory, and has waited for that.
+void checks_copy(const void *to, bool begins);
 // What is between these two is looked at as a whole.
 void checks_pause(bool paused);
 #else
 inline void checks_launch(const void *, size_t, const Range *, size_t, uint32_t) {}
+inline void checks_block() {}
 inline void checks_barrier() {}
 inline void checks_warp_barrier(uint32_t) {}
 inline void checks_stack(const void *, size_t) {}
-inline void checks_shared(const void *, size_t, Touch) {}
+inline void checks_touch(const void *, size_t, Touch) {}
+inline void checks_copy(const void *, bool) {}
 inline void checks_pause(bool) {}
 #endif
 

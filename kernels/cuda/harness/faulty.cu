@@ -14,6 +14,8 @@ KERNEL(faulty_alignment, FaultyParams, 64, 1) {
     *(Vec16 *)p.memory = *(const Vec16 *)(p.memory + 1);
 }
 
+KERNEL(faulty_atomic_outside, FaultyParams, 64, 1) { atomic_add(p.memory + 16, 1u); }
+
 // Two lanes of a warp, and nothing between them.
 KERNEL(faulty_race_of_lanes, FaultyParams, 64, 1) {
     uint32_t *shared = (uint32_t *)shared_memory();
@@ -43,6 +45,25 @@ KERNEL(faulty_race_of_a_copy, FaultyParams, 64, 1) {
     cp_async_commit();
     cp_async_wait<0>();
     p.memory[thread_index() % 16] = other;
+}
+
+// What a copy writes to is read before that was waited for, by the thread that copies.
+KERNEL(faulty_early_read, FaultyParams, 64, 1) {
+    uint32_t *shared = (uint32_t *)shared_memory();
+    if (thread_index() % 4 == 0) {
+        cp_async16(shared + thread_index(), p.memory, true);
+        p.memory[0] = shared[thread_index()];
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+// Threads have waited for the kernel before, and not for each other.
+EARLY_KERNEL(faulty_kernel_wait, FaultyParams, 64, 1) {
+    uint32_t *shared = (uint32_t *)shared_memory();
+    shared[thread_index()] = thread_index();
+    await_kernel_before();
+    p.memory[thread_index() % 16] = shared[thread_index() ^ 32];
 }
 
 // What the others do wrong, done right.

@@ -160,7 +160,7 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
         stop("a matrix row is outside of shared memory or not aligned");
     }
     if (op == Op::LoadMatrices || op == Op::LoadMatricesTransposed) {
-        checks_shared(in, 16, Touch::Read);
+        checks_touch(in, 16, Touch::Read);
     }
     self->op = op;
     self->in = in;
@@ -173,9 +173,7 @@ void meet(Op op, const void *in, void *out, uint32_t argument) {
 bool misses_barrier() { return machine->running->barriers++ == 1; }
 
 void begin_atomic(const void *at, size_t bytes) {
-    if (in_shared(at, bytes)) {
-        checks_shared(at, bytes, Touch::Atomic);
-    }
+    checks_touch(at, bytes, Touch::Atomic);
     checks_pause(true);
 }
 void end_atomic() { checks_pause(false); }
@@ -245,7 +243,7 @@ void copy_later(void *to, const void *from, bool valid) {
             stop("a copy's source is outside of global memory or not aligned");
         }
     }
-    checks_shared(to, 16, Touch::Write);
+    checks_copy(to, true);
     memset(to, 0xff, 16);
     machine->running->open.push_back({(uint8_t *)to, (const uint8_t *)from, valid});
 }
@@ -260,7 +258,7 @@ void wait(uint32_t groups) {
     Fiber *self = machine->running;
     while (self->groups.size() > groups) {
         for (const Copy &copy : self->groups.front()) {
-            checks_shared(copy.to, 16, Touch::Write);
+            checks_copy(copy.to, false);
             if (copy.valid) {
                 memcpy(copy.to, copy.from, 16);
             } else {
@@ -417,7 +415,7 @@ static bool run_block(uint32_t threads, bool backwards) {
     Fiber *fibers = machine->fibers.data();
     uint32_t warps = threads / WARP;
     memset(machine->shared.data(), 0xff, machine->shared.size());
-    checks_barrier();
+    checks_block();
     for (uint32_t i = 0; i < threads; i++) {
         prepare(fibers[i]);
     }
@@ -475,7 +473,10 @@ static bool run_block(uint32_t threads, bool backwards) {
                     return false;
                 }
             }
-            checks_barrier();
+            // Waiting for another kernel, threads do not wait for each other.
+            if (fibers[0].op == Op::Barrier) {
+                checks_barrier();
+            }
             for (uint32_t i = 0; i < threads; i++) {
                 fibers[i].state = State::Ready;
             }

@@ -373,10 +373,9 @@ calls! {
     }
 
     fn cuStreamDestroy_v2(handle: CUstream) {
-        current()?;
         let stream = STREAMS.remove(handle).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
         stream.end();
-        Ok(())
+        current().map(drop)
     }
 
     fn cuStreamSynchronize(handle: CUstream) {
@@ -403,9 +402,10 @@ calls! {
     }
 
     fn cuStreamEndCapture(handle: CUstream, graph: *mut CUgraph) {
-        let stream = stream(handle)?;
+        // It ends, whatever else there is to say.
+        let captured = STREAMS.get(handle).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?.end_capture();
         CAPTURING.set(None);
-        let captured = stream.end_capture();
+        current()?;
         // SAFETY: passed on to the caller.
         unsafe { put(graph, std::ptr::null_mut()).and_then(|()| put(graph, GRAPHS.add(Arc::new(captured?)))) }
     }
@@ -527,7 +527,8 @@ calls! {
         // SAFETY: passed on to the caller.
         let config = unsafe { &*config };
         let stream = stream(config.hStream)?;
-        let function = FUNCTIONS.get(function).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
+        let function = FUNCTIONS.get(function).filter(|function| function.module.strong_count() > 0);
+        let function = function.ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
         let grid = (config.gridDimX, config.gridDimY);
         valid(grid.0 > 0 && (1..=65_535).contains(&grid.1) && config.gridDimZ == 1)?;
         valid(config.blockDimY == 1 && config.blockDimZ == 1 && (1..=1024).contains(&config.blockDimX))?;

@@ -44,8 +44,11 @@ impl Event {
     /// The stream has come to a record.
     pub(crate) fn pass(&self, record: u64) {
         let mut state = locked(&self.state);
-        state.passed = record;
-        state.at = Some(Instant::now());
+        // The last record counts, on whichever stream it is.
+        if record > state.passed {
+            state.passed = record;
+            state.at = Some(Instant::now());
+        }
         self.changed.notify_all();
     }
 

@@ -33,7 +33,7 @@ use inflight_kernels::cuda::Harness;
 
 use cudarc::driver::sys::CUresult;
 
-/// Whether it can run kernels: where there is no C++ compiler to build them with, every launch fails.
+/// Whether it has kernels: where there is no C++ compiler to build them with, none is found.
 pub const AVAILABLE: bool = Harness::AVAILABLE;
 
 /// What a call of the driver comes to.

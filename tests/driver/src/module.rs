@@ -1,8 +1,8 @@
 //! Loaded kernels.
 
 use std::ffi::{CStr, c_void};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys::CUresult;
 use inflight_kernels::cuda::{Harness, kernel_names};
@@ -23,6 +23,8 @@ pub(crate) struct Module {
 }
 
 pub(crate) struct Function {
+    /// Gone once it is unloaded.
+    pub(crate) module: Weak<Module>,
     pub(crate) name: &'static str,
     pub(crate) parameter_bytes: usize,
     pub(crate) ptx: i32,
@@ -55,7 +57,7 @@ impl Module {
         Ok(Arc::new(Self { text: Some(text), ptx: ptx.unwrap_or(target) }))
     }
 
-    pub(crate) fn function(&self, name: &CStr) -> Outcome<Arc<Function>> {
+    pub(crate) fn function(self: &Arc<Self>, name: &CStr) -> Outcome<Arc<Function>> {
         let name =
             name.to_str().ok().and_then(|name| kernel_names().into_iter().find(|known| *known == name));
         let name = name.ok_or(CUresult::CUDA_ERROR_NOT_FOUND)?;
@@ -65,7 +67,8 @@ impl Module {
         }
         let parameter_bytes = Harness::parameter_bytes(name).ok_or(CUresult::CUDA_ERROR_NOT_FOUND)?;
         let shared_bytes = AtomicU32::new(SHARED_BYTES);
-        Ok(Arc::new(Function { name, parameter_bytes, ptx: self.ptx, shared_bytes }))
+        let module = Arc::downgrade(self);
+        Ok(Arc::new(Function { module, name, parameter_bytes, ptx: self.ptx, shared_bytes }))
     }
 }
 

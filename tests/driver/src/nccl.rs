@@ -1,7 +1,6 @@
 //! The calls of NCCL, for ranks in one process.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUstream;
@@ -34,12 +33,13 @@ struct Meeting {
     round: u64,
     /// Ranks asked for different things.
     odd: bool,
+    /// Ranks whose communicators were aborted: those of the others wait on.
+    aborted: Vec<bool>,
 }
 
 struct Group {
     meeting: Mutex<Meeting>,
     met: Condvar,
-    aborted: AtomicBool,
 }
 
 struct Communicator {
@@ -56,6 +56,9 @@ impl Group {
     /// On each rank's stream: waits for the others, and the last does it for all.
     fn meet(&self, rank: usize, from: usize, to: usize, task: Task) -> Outcome {
         let mut meeting = locked(&self.meeting);
+        if meeting.aborted[rank] {
+            return Ok(());
+        }
         let round = meeting.round;
         meeting.parts[rank] = Some((from, to, task));
         if meeting.parts.iter().all(Option::is_some) {
@@ -67,7 +70,12 @@ impl Group {
             meeting.round += 1;
             self.met.notify_all();
         }
-        while meeting.round == round && !self.aborted.load(Ordering::Relaxed) {
+        while meeting.round == round {
+            if meeting.aborted[rank] {
+                // What it brought is freed before long.
+                meeting.parts[rank] = None;
+                return Ok(());
+            }
             meeting = self.met.wait(meeting).unwrap_or_else(PoisonError::into_inner);
         }
         // GPUs would wait for ever or write anything anywhere.
@@ -104,7 +112,7 @@ fn work(parts: &[(usize, usize, Task)], task: Task) {
 /// Enqueues a rank's end of a task.
 fn ask(communicator: *mut c_void, on: CUstream, from: *const c_void, to: *mut c_void, task: Task) -> c_int {
     let Some(communicator) = COMMUNICATORS.get(communicator) else { return INVALID_ARGUMENT };
-    if communicator.group.aborted.load(Ordering::Relaxed) {
+    if locked(&communicator.group.meeting).aborted[communicator.rank] {
         return INVALID_USAGE;
     }
     let Ok(stream) = stream(on) else { return UNHANDLED };
@@ -162,8 +170,8 @@ pub unsafe extern "C" fn ncclCommInitAll(
     devices: *const c_int,
 ) -> c_int {
     let Some(ranks) = usize::try_from(count).ok().filter(|ranks| *ranks > 0) else { return INVALID_ARGUMENT };
-    let meeting = Mutex::new(Meeting { parts: vec![None; ranks], ..Meeting::default() });
-    let group = Arc::new(Group { meeting, met: Condvar::new(), aborted: AtomicBool::new(false) });
+    let meeting = Meeting { parts: vec![None; ranks], aborted: vec![false; ranks], ..Meeting::default() };
+    let group = Arc::new(Group { meeting: Mutex::new(meeting), met: Condvar::new() });
     for rank in 0..ranks {
         // SAFETY: as many as said.
         let ordinal = unsafe { *devices.add(rank) };
@@ -245,12 +253,9 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(communicator: *mut c_void, error:
 /// As the library's documentation says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
-    if let Some(aborted) = COMMUNICATORS.get(communicator) {
-        // Each rank's own end of what is under way ends; all ranks are of one process here.
-        aborted.group.aborted.store(true, Ordering::Relaxed);
-        let meeting = locked(&aborted.group.meeting);
-        aborted.group.met.notify_all();
-        drop(meeting);
+    if let Some(Communicator { group, rank, .. }) = COMMUNICATORS.get(communicator).as_deref() {
+        locked(&group.meeting).aborted[*rank] = true;
+        group.met.notify_all();
     }
     end(communicator)
 }

@@ -8,13 +8,19 @@ use cudarc::driver::sys::CUresult;
 
 use crate::{Outcome, locked};
 
-static PINNED: Mutex<BTreeMap<usize, Box<[u128]>>> = Mutex::new(BTreeMap::new());
+struct Memory {
+    _words: Box<[u128]>,
+    bytes: usize,
+}
+
+/// By address.
+static PINNED: Mutex<BTreeMap<usize, Memory>> = Mutex::new(BTreeMap::new());
 
 /// Memory that holds NaN.
 pub(crate) fn alloc(bytes: usize) -> *mut c_void {
-    let mut memory = vec![u128::MAX; bytes.div_ceil(16)].into_boxed_slice();
-    let at = memory.as_mut_ptr();
-    locked(&PINNED).insert(at.addr(), memory);
+    let mut words = vec![u128::MAX; bytes.div_ceil(16)].into_boxed_slice();
+    let at = words.as_mut_ptr();
+    locked(&PINNED).insert(at.addr(), Memory { _words: words, bytes });
     at.cast()
 }
 
@@ -28,5 +34,5 @@ pub(crate) fn free(at: *mut c_void) -> Outcome {
 pub(crate) fn holds(at: usize, bytes: usize) -> bool {
     let pinned = locked(&PINNED);
     let below = pinned.range(..=at).next_back();
-    below.is_some_and(|(from, memory)| at + bytes <= from + size_of_val(&**memory))
+    below.is_some_and(|(from, memory)| at + bytes <= from + memory.bytes)
 }
