@@ -1,5 +1,4 @@
-"""Prints the folders that have cuBLASLt of CUDA 13 and NCCL: INFLIGHT_GPU_LIBRARIES if it is set, else those of Python packages first,
-then a toolkit's; joined by colons."""
+"""Prints the folders that have cuBLASLt of CUDA 13 and NCCL: those of Python packages first, then a toolkit's; joined by colons."""
 
 import glob
 import importlib.util
@@ -24,9 +23,6 @@ def folders():
 
 
 def main():
-    if named := os.environ.get("INFLIGHT_GPU_LIBRARIES"):
-        print(named)
-        return
     # The driver's own folder, where a container mounts it and the loader does not know of it.
     drivers = [folder for folder in ["/usr/local/nvidia/lib64", "/usr/local/nvidia/lib"]
                if glob.glob(os.path.join(folder, "libcuda.so*"))]

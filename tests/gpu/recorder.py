@@ -18,8 +18,8 @@ class Skipped(Exception):
 
 
 class Recorder:
-    def __init__(self, bundle: Path, out: Path, minutes: float, patience: float = 1.0):
-        self.bundle, self.out, self.patience = bundle, out, patience
+    def __init__(self, bundle: Path, out: Path, minutes: float):
+        self.bundle, self.out = bundle, out
         self.out.mkdir(parents=True, exist_ok=True)
         self.deadline = time.monotonic() + minutes * 60
         self.rows = []  # (phase, what, figure, goal, verdict)
@@ -54,7 +54,6 @@ class Recorder:
         left = self.left()
         if left < 5:
             raise Skipped("no time left")
-        timeout *= self.patience
         limit = min(timeout, left)
         begun = time.monotonic()
         with open(self.log, "ab") as log:

@@ -35,7 +35,7 @@ SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling
 
 class Suite:
     def __init__(self, arguments):
-        self.recorder = Recorder(Path(arguments.bundle), Path(arguments.out), arguments.minutes, arguments.patience)
+        self.recorder = Recorder(Path(arguments.bundle), Path(arguments.out), arguments.minutes)
         self.row, self.check, self.job = self.recorder.row, self.recorder.check, self.recorder.job
         self.json = self.recorder.json
         self.bundle = self.recorder.bundle
@@ -564,9 +564,8 @@ def main():
     parser.add_argument("--only", default=",".join(PHASES), metavar="PHASE,...", help=f"of {' '.join(PHASES)}")
     parser.add_argument("--quick", action="store_true", help="the smallest model, fewer cases")
     parser.add_argument("--minutes", type=float, default=25, help="phases that do not fit into them are left out, and said to be [default: 25]")
-    parser.add_argument("--patience", type=float, default=1, metavar="TIMES", help="every program may take so many times as long [default: 1]")
     parser.add_argument("--rehearse", action="store_true",
-                        help="goes through every step without a GPU, on tiny models; each must fail and say that there is none, unless one is simulated")
+                        help="goes through every step without a GPU, on tiny models; each must fail and say that there is none")
     arguments = parser.parse_args()
     phases = arguments.only.split(",")
     unknown = set(phases) - set(PHASES)
