@@ -17,6 +17,7 @@ use toml::{Spanned, Value};
 
 use crate::Cli;
 use crate::exit::{Exit, Failure};
+use crate::renamed;
 
 /// Name of the flag that names the file.
 const CONFIG: &str = "config";
@@ -63,6 +64,18 @@ pub enum Error {
         /// All valid keys.
         known: String,
     },
+    /// A key was renamed.
+    #[error("{}:{line}: key `{old}` was renamed to `{new}`; use the new name", path.display())]
+    RenamedKey {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// The key.
+        old: String,
+        /// What it is called now.
+        new: &'static str,
+    },
     /// A value does not fit its key.
     #[error("{}:{line}: key `{key}`: {message}", path.display())]
     Value {
@@ -83,6 +96,7 @@ pub enum Error {
 /// clap's own, or [`Error`] as a message with exit code 2.
 pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation, Failure> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+    renamed::check(&arguments, std::env::vars_os())?;
     let first = Cli::command().try_get_matches_from(&arguments).map_err(Failure::Clap)?;
     if let Some((role, matches)) = first.subcommand()
         && let Some(path) = configuration_file(matches)
@@ -152,6 +166,9 @@ fn file_flags(path: &Path, role: &Command, matches: &ArgMatches) -> Result<Vec<O
         let line = text[..key.span().start].matches('\n').count() + 1;
         let name = key.get_ref().replace('_', "-");
         let Some(argument) = options(role).find(|argument| argument.get_long() == Some(&name)) else {
+            if let Some(new) = renamed::key(role.get_name(), &name) {
+                return Err(Error::RenamedKey { path: path.to_owned(), line, old: key.into_inner(), new });
+            }
             let mut known: Vec<&str> = options(role).filter_map(Arg::get_long).collect();
             known.sort_unstable();
             return Err(Error::UnknownKey {

@@ -1,4 +1,4 @@
-//! `inflight diagnose`: what limits a worker.
+//! `inflight diagnose`: the bottlenecks of a worker.
 
 use std::io::Write as _;
 
@@ -11,10 +11,10 @@ use crate::generate::connect;
 /// Options of `inflight diagnose`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Workers to ask, such as 127.0.0.1:8652; `inflight up` prints those it started
+    /// Addresses of workers, such as 127.0.0.1:8652; `inflight up` prints those it started
     #[arg(value_name = "ADDRESS", required = true)]
     pub workers: Vec<String>,
-    /// Also show this many of the last iterations
+    /// Also print this many of the last iterations
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub iterations: u32,
 }
@@ -53,23 +53,30 @@ async fn ask(worker: &str, iterations: u32) -> Result<DiagnoseResponse, Failure>
 }
 
 fn render(worker: &str, answer: &DiagnoseResponse) -> String {
-    let DiagnoseResponse { findings, window_iterations, window_seconds, load, iterations, held: _ } = answer;
-    let Load { running, waiting, swapped, blocks_used, host_blocks_used, .. } = load.unwrap_or_default();
+    let DiagnoseResponse { findings, window_iterations, window_seconds, load, iterations, .. } = answer;
+    let Load {
+        running_sequences,
+        waiting_sequences,
+        swapped_sequences,
+        kv_blocks_used,
+        host_kv_blocks_used,
+        ..
+    } = load.unwrap_or_default();
     let mut text = format!(
-        "{worker}: {running} running, {waiting} waiting, {swapped} swapped; {blocks_used} KV blocks in use, \
-         {host_blocks_used} on the host; {window_iterations} iterations in {window_seconds:.1} s\n"
+        "{worker}: {running_sequences} running, {waiting_sequences} waiting, {swapped_sequences} swapped; {kv_blocks_used} KV \
+         blocks in use, {host_kv_blocks_used} on the host; {window_iterations} iterations in {window_seconds:.1} s\n"
     );
     if findings.is_empty() {
-        let what = if *window_iterations == 0 { "nothing has run yet" } else { "nothing stands out" };
+        let what = if *window_iterations == 0 { "no iterations yet" } else { "no bottleneck found" };
         text.push_str(&format!("  {what}\n"));
     }
     for finding in findings {
         text.push_str(&format!(
             "  {:>3.0} %  {}: {}\n         → {}\n",
-            finding.weight * 100.0,
-            finding.limit.replace('_', " "),
-            finding.figure,
-            finding.action
+            finding.window_share * 100.0,
+            finding.bottleneck.replace('_', " "),
+            finding.evidence,
+            finding.advice
         ));
     }
     for step in iterations {
@@ -79,13 +86,13 @@ fn render(worker: &str, answer: &DiagnoseResponse) -> String {
 }
 
 fn line(step: &IterationSummary) -> String {
-    let Load { running, waiting, blocks_used, .. } = step.load.unwrap_or_default();
+    let Load { running_sequences, waiting_sequences, kv_blocks_used, .. } = step.load.unwrap_or_default();
     let mut text = format!(
-        "  #{:<8} {:>8} us (predicted {:>8})  {:>4} decodes  {:>3} prefills of {:>5} tokens  {running:>4} running \
-         {waiting:>5} waiting  {blocks_used:>6} blocks",
-        step.number, step.took_us, step.predicted_us, step.decodes, step.prefills, step.prefill_tokens
+        "  #{:<8} {:>8} us (predicted {:>8})  {:>4} decodes  {:>3} prefills of {:>5} tokens  \
+         {running_sequences:>4} running {waiting_sequences:>5} waiting  {kv_blocks_used:>6} blocks",
+        step.iteration, step.duration_us, step.predicted_us, step.decodes, step.prefills, step.prefill_tokens
     );
-    for (count, what) in [(step.preempted, "preempted"), (step.stalled, "stalled")] {
+    for (count, what) in [(step.preempted_sequences, "preempted"), (step.stalled_decodes, "stalled")] {
         if count > 0 {
             text.push_str(&format!("  {count} {what}"));
         }
@@ -105,10 +112,10 @@ mod tests {
     #[test]
     fn an_answer_reads_as_figures_and_an_action() {
         let finding = Finding {
-            limit: "queue_time".to_owned(),
-            weight: 0.42,
-            figure: "the longest wait was 3.0 s".to_owned(),
-            action: "add workers".to_owned(),
+            bottleneck: "queue_time".to_owned(),
+            window_share: 0.42,
+            evidence: "the longest wait was 3.0 s".to_owned(),
+            advice: "add workers".to_owned(),
         };
         let answer =
             DiagnoseResponse { findings: vec![finding], window_iterations: 10, ..Default::default() };
@@ -117,6 +124,6 @@ mod tests {
             text.contains("42 %  queue time: the longest wait was 3.0 s\n         → add workers\n"),
             "{text}"
         );
-        assert!(render("w", &DiagnoseResponse::default()).contains("nothing has run yet"));
+        assert!(render("w", &DiagnoseResponse::default()).contains("no iterations yet"));
     }
 }

@@ -27,15 +27,15 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// What the router gets beyond the deadline to say so itself.
 const DEADLINE_SLACK: Duration = Duration::from_millis(500);
 
-const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 nobody answers at the endpoint or it \
-cannot serve now; 4 the request was refused (INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE); \
+const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 the endpoint is unreachable or \
+unavailable; 4 the request was refused (INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE); \
 5 a queue or limit is full (RESOURCE_EXHAUSTED); 6 the deadline passed; 7 not allowed; 130 interrupted.";
 
 /// Options of `inflight generate`.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct Args {
-    /// What to say to the model; `-` or nothing reads the standard input
+    /// Prompt; `-` or nothing reads standard input
     pub prompt: Option<String>,
     /// Address of a router
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
@@ -43,79 +43,83 @@ pub struct Args {
     /// Name of the model [default: the only one served]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
     pub model: Option<String>,
-    /// Print events as JSON, one object a line
+    /// Print events as JSON lines
     #[arg(long)]
     pub json: bool,
-    /// Send the prompt as plain text even if the model has a chat template
+    /// Send the prompt as plain text, without the model's chat template
     #[arg(long)]
     pub raw: bool,
     /// System message of the conversation
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub system: Option<String>,
-    /// Most tokens to generate for each choice [default: the router's]
+    /// Maximum tokens to generate for each choice [default: set by the router]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<u32>,
-    /// No ending before this many tokens [default: 0]
+    /// Minimum tokens before a stop condition takes effect [default: 0]
     #[arg(long, value_name = "N")]
     pub min_tokens: Option<u32>,
-    /// Divides the logits; 0 always takes the most probable token [default: the model's own]
+    /// Sampling temperature; 0 is greedy [default: the model's]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
-    /// Keeps the most probable tokens that add up to this [default: the model's own]
+    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the model's]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
-    /// Keeps this many most probable tokens; 0 keeps all [default: the model's own]
+    /// Keep this many most probable tokens; 0 keeps all [default: the model's]
     #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub top_k: Option<i32>,
-    /// Drops tokens less probable than this times the most probable [default: 0]
+    /// Drop tokens less probable than this fraction of the most probable one [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
-    /// Subtracted from the logit of each token already generated [default: 0]
+    /// Subtract this from the logit of each token generated so far [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub presence_penalty: Option<f32>,
-    /// Subtracted for each time a token was generated [default: 0]
+    /// Subtract this from a token's logit for each time it was generated [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub frequency_penalty: Option<f32>,
-    /// Divides positive and multiplies negative logits of tokens seen [default: 1]
+    /// Divide positive and multiply negative logits of tokens in prompt and output by this [default: 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
-    /// Added to the logit of a token id, as ID=BIAS; may be repeated
+    /// Add BIAS to the logit of token ID, as ID=BIAS; repeatable
     #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
     pub logit_bias: Vec<(u32, f32)>,
-    /// Report the log probability of each token and of this many alternatives
+    /// Report the log probability of each token and of this many top alternatives
     #[arg(long, value_name = "N")]
     pub logprobs: Option<u32>,
-    /// Independent choices to generate [default: 1]
+    /// Number of choices to generate [default: 1]
     #[arg(long, value_name = "N")]
     pub n: Option<u32>,
-    /// Key of the random draws: the same seed yields the same tokens [default: drawn by the router]
+    /// Random seed: the same request and seed yield the same tokens on workers with the same fingerprint
+    /// [default: drawn by the router]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// String that ends the text; may be repeated
+    /// Run only on workers with this numerics fingerprint (shown by --json)
+    #[arg(long, value_name = "FINGERPRINT")]
+    pub require_fingerprint: Option<String>,
+    /// Stop string; repeatable
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
-    /// Token ids that end the text, separated by commas
+    /// Stop token ids, separated by commas
     #[arg(long, value_name = "ID", value_delimiter = ',')]
     pub stop_token_ids: Vec<u32>,
-    /// Go on past the model's own end of text
+    /// Ignore the EOS token
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Return token ids too (seen with --json)
+    /// Return token ids too (shown by --json)
     #[arg(long)]
     pub return_token_ids: bool,
-    /// Whom the work is for
+    /// Tenant of the request
     #[arg(long, value_name = "NAME", env = "INFLIGHT_TENANT")]
     pub tenant: Option<String>,
-    /// The tenant's share relative to others [default: 1]
+    /// Fair-share weight of the tenant [default: 1]
     #[arg(long, value_name = "W")]
     pub weight: Option<f32>,
-    /// A higher number is more important
+    /// Priority; higher is more important
     #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     pub priority: i32,
-    /// Name of the request in logs [default: the router makes one]
+    /// Request id in logs [default: generated by the router]
     #[arg(long, value_name = "ID")]
     pub request_id: Option<String>,
-    /// Give up after this long, such as 30s [default: never]
+    /// Deadline of the request, such as 30s [default: none]
     #[arg(long, value_name = "DURATION")]
     pub timeout: Option<Span>,
     #[command(flatten)]
@@ -266,7 +270,7 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
             cause = deeper;
         }
         let message = format!(
-            "nobody answers at {url} ({cause}); start a cluster with `inflight up`, or name another with --endpoint"
+            "cannot connect to {url} ({cause}); start a cluster with `inflight up`, or set another address with --endpoint"
         );
         Failure::new(Exit::Unavailable, message)
     })
@@ -301,7 +305,8 @@ impl Interceptor for ApiKey {
 async fn input(args: &Args, prompt: String, client: &mut Client) -> Result<Input, Ended> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
     // Where it is not known which model will answer, the router says what is wrong.
-    let chat = asked_for(&models, args.model.as_deref()).map_or(args.system.is_some(), |model| model.chat);
+    let chat = asked_for(&models, args.model.as_deref())
+        .map_or(args.system.is_some(), |model| model.has_chat_template);
     let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
     match (&args.system, chat) {
         (None, false) => Ok(Input::Text(prompt)),
@@ -356,6 +361,7 @@ fn message(args: &Args, input: Input) -> GenerateRequest {
         weight: args.weight,
         priority: args.priority,
         request_id: args.request_id.clone().unwrap_or_default(),
+        require_fingerprint: args.require_fingerprint.clone().unwrap_or_default(),
     }
 }
 

@@ -10,6 +10,7 @@ mod gpus;
 mod key;
 mod metrics_endpoint;
 mod relay;
+mod renamed;
 mod replay;
 mod role;
 mod router;
@@ -42,17 +43,17 @@ enum Role {
     Up(Box<up::Args>),
     /// Generates text, streaming it to the terminal
     Generate(Box<generate::Args>),
-    /// Sends a load to servers, ours or OpenAI-compatible ones, and measures what comes of it
+    /// Generates load against routers or OpenAI-compatible servers and reports throughput and latency
     Bench(Box<bench::Args>),
-    /// Says what limits a worker, and what to do about it
+    /// Reports the bottlenecks of workers and how to relieve them
     Diagnose(diagnose::Args),
-    /// Makes an API key
+    /// Generates an API key and its digest for the tenants file
     Key(key::Args),
-    /// Makes the plans of a recorded worker again, and shows them
+    /// Replays the scheduler of a worker that ran with --record
     Replay(replay::Args),
-    /// Runs a router: takes clients' requests and hands them to workers
+    /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
     Router(Box<router::Args>),
-    /// Runs a worker: loads a model and computes
+    /// Runs a worker: loads a model and generates tokens on one device
     Worker(Box<worker::Args>),
 }
 

@@ -6,23 +6,37 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use inflight_transport::{Accept, Limits};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
+use tonic::transport::server::Connected as _;
 
 use crate::exit::Failure;
+use crate::renamed;
 
-/// Scrapes served at once; more wait in the listen backlog.
-const CONNECTIONS_MAX: usize = 16;
-/// How long a scraper may take to send its request, and to stay connected in all.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections of scrapers and probes. None ever counts as authenticated, so past the limit a new one takes the place of
+/// the oldest: whatever is connected, a probe gets in.
+const LIMITS: Limits = Limits {
+    connections_max: 256,
+    per_address_max: 256,
+    handshake_max: Duration::from_secs(5),
+    first_call_max: REQUEST_TIMEOUT,
+    unauthenticated_idle_max: Duration::from_secs(120),
+    idle_max: Duration::from_secs(120),
+};
+/// Longest time for a request to arrive, and for a connection in all.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
+/// Scrapes rendered at once; others wait. Probes do not.
+const SCRAPES_MAX: usize = 4;
 /// How often samples are folded into the histograms, so that they do not pile up between scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -68,41 +82,42 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
 }
 
 async fn serve(listener: TcpListener, handle: PrometheusHandle) {
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    loop {
-        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "metrics endpoint could not accept a connection");
-                // Out of file descriptors, most likely: give others time to close theirs.
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
-        let handle = handle.clone();
+    let scrapes = Arc::new(Semaphore::new(SCRAPES_MAX));
+    let mut connections = Accept::new("metrics", listener, None, LIMITS).incoming();
+    while let Some(Ok(connection)) = connections.next().await {
+        let (handle, scrapes, peer) = (handle.clone(), scrapes.clone(), connection.connect_info());
+        // At most as many tasks as connections.
         tokio::spawn(async move {
             let answer = service_fn(move |request| {
-                let response = respond(&request, &handle);
-                async move { Ok::<_, Infallible>(response) }
+                let (handle, scrapes, open) = (handle.clone(), scrapes.clone(), peer.call());
+                async move {
+                    let response = respond(&request, &handle, &scrapes).await;
+                    drop(open);
+                    Ok::<_, Infallible>(response)
+                }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(REQUEST_TIMEOUT)
-                .serve_connection(TokioIo::new(stream), answer);
+                .serve_connection(TokioIo::new(connection), answer);
             if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
                 tracing::debug!(%error, "metrics connection ended early");
             }
-            drop(permit);
         });
     }
 }
 
-fn respond(request: &Request<Incoming>, handle: &PrometheusHandle) -> Response<Full<Bytes>> {
+async fn respond(
+    request: &Request<Incoming>,
+    handle: &PrometheusHandle,
+    scrapes: &Semaphore,
+) -> Response<Full<Bytes>> {
     let (status, body) = match (request.method(), request.uri().path()) {
         (&Method::GET, "/metrics") => {
+            // Never closed.
+            let _permit = scrapes.acquire().await;
             sample_process();
-            (StatusCode::OK, handle.render())
+            (StatusCode::OK, handle.render() + &renamed_metrics())
         }
         (&Method::GET, "/livez") => (StatusCode::OK, "alive\n".to_owned()),
         (&Method::GET, "/readyz") => match READY.get().is_some_and(|ready| ready()) {
@@ -121,6 +136,12 @@ fn respond(request: &Request<Incoming>, handle: &PrometheusHandle) -> Response<F
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"));
     response
+}
+
+/// Comments that tell the new names of renamed metrics, for whoever looks for an old one.
+fn renamed_metrics() -> String {
+    let line = |(old, new): &(&str, &str)| format!("# {old} was renamed to {new}\n");
+    renamed::METRICS.iter().map(line).collect()
 }
 
 fn describe_process() {

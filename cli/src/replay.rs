@@ -11,10 +11,10 @@ use crate::exit::{Exit, Failure};
 /// Options of `inflight replay`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// What `inflight worker --record FILE` wrote
+    /// Recording written by `inflight worker --record FILE`
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Show every plan
+    /// Print every plan
     #[arg(long)]
     pub plans: bool,
 }

@@ -11,7 +11,7 @@ use crate::units::Span;
 /// Options of every long-running role.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// After SIGTERM or Ctrl-C, how long streams in flight may take to finish; a second signal ends at once
+    /// Time for open requests to finish after SIGTERM or Ctrl-C; a second signal ends at once
     #[arg(long, value_name = "DURATION", default_value = "2m", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
     /// Also stop when the standard input ends; set by `inflight up`

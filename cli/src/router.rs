@@ -23,7 +23,7 @@ const CLOSE_MARGIN: Duration = Duration::from_secs(1);
 /// Options of `inflight router`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Address for clients; port 0 takes a free one
+    /// Address on which to listen for clients; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]
     pub listen: SocketAddr,
     /// Workers, separated by commas: HOST:PORT, dns://NAME:PORT or kubernetes://NAMESPACE/SERVICE:PORT
@@ -37,106 +37,115 @@ pub struct Args {
         env = "INFLIGHT_ROUTER_METRICS_LISTEN"
     )]
     pub metrics_listen: ListenAt,
-    /// Name of this router in the workers' logs [default: router@ADDRESS]
+    /// Name of this router in logs of the workers [default: router@ADDRESS]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_ROUTER_ID")]
     pub router_id: Option<String>,
-    /// Where requests run: cost, prefix, power-of-two, least-loaded or round-robin
+    /// Placement policy (load balancing): cost, prefix, power-of-two, least-loaded or round-robin
     #[arg(long, value_name = "NAME", default_value_t = Options::default().placement, env = "INFLIGHT_ROUTER_PLACEMENT")]
     pub placement: PlacementKind,
-    /// Most requests that wait for a worker
+    /// Maximum requests in the queue
     #[arg(long, value_name = "N", default_value_t = Options::default().queue_requests_max, env = "INFLIGHT_ROUTER_QUEUE_REQUESTS_MAX")]
     pub queue_requests_max: usize,
-    /// Most tokens, prompts and what they may generate, that the waiting requests may come to hold
+    /// Maximum tokens in the queue, counting each request's prompt and max_tokens of all its choices
     #[arg(long, value_name = "N", default_value_t = Options::default().queue_tokens_max, env = "INFLIGHT_ROUTER_QUEUE_TOKENS_MAX")]
     pub queue_tokens_max: u64,
-    /// Largest message taken from a client
+    /// Maximum size of a request message
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().message_bytes_max as u64), env = "INFLIGHT_ROUTER_MESSAGE_BYTES_MAX")]
     pub message_bytes_max: Bytes,
-    /// Most tokens of a request that names no max_tokens
+    /// Maximum bytes of all request messages that are being received or tokenized
+    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().receive_bytes_max), env = "INFLIGHT_ROUTER_RECEIVE_BYTES_MAX")]
+    pub receive_bytes_max: Bytes,
+    /// max_tokens of requests that do not set it
     #[arg(long, value_name = "N", default_value_t = Options::default().default_max_tokens, env = "INFLIGHT_ROUTER_DEFAULT_MAX_TOKENS")]
     pub default_max_tokens: u32,
-    /// Most calls open at once, waiting and streaming together
+    /// Maximum open Generate and Tokenize calls, queued and streaming
     #[arg(long, value_name = "N", default_value_t = Options::default().streams_max, env = "INFLIGHT_ROUTER_STREAMS_MAX")]
     pub streams_max: usize,
-    /// How long to try to connect to a worker
+    /// Timeout of connecting to a worker
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connect_timeout), env = "INFLIGHT_ROUTER_CONNECT_TIMEOUT")]
     pub connect_timeout: Span,
-    /// Longest wait before the next try to reach a worker
+    /// Maximum backoff between attempts to connect to a worker
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().reconnect_backoff_max), env = "INFLIGHT_ROUTER_RECONNECT_BACKOFF_MAX")]
     pub reconnect_backoff_max: Span,
-    /// A worker that names no heartbeat interval is taken for lost after this long without a word
-    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().worker_silence_max), env = "INFLIGHT_ROUTER_WORKER_SILENCE_MAX")]
-    pub worker_silence_max: Span,
-    /// How long requests wait for a model whose last worker was lost
-    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().unserved_wait_max), env = "INFLIGHT_ROUTER_UNSERVED_WAIT_MAX")]
-    pub unserved_wait_max: Span,
-    /// What a client is told to wait when a queue is full
+    /// Session timeout for workers that announce no heartbeat interval
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().session_timeout), env = "INFLIGHT_ROUTER_SESSION_TIMEOUT")]
+    pub session_timeout: Span,
+    /// How long requests wait for a model without connected workers before they fail
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().no_worker_timeout), env = "INFLIGHT_ROUTER_NO_WORKER_TIMEOUT")]
+    pub no_worker_timeout: Span,
+    /// Retry delay that clients are told when the queue is full
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().retry_delay), env = "INFLIGHT_ROUTER_RETRY_DELAY")]
     pub retry_delay: Span,
-    /// How often an idle client connection is probed
+    /// Interval of HTTP/2 keep-alive pings to clients
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().keepalive_interval), env = "INFLIGHT_ROUTER_KEEPALIVE_INTERVAL")]
     pub keepalive_interval: Span,
-    /// How often the names of workers are looked up again
+    /// Interval of DNS lookups of workers
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().discovery_interval), env = "INFLIGHT_ROUTER_DISCOVERY_INTERVAL")]
     pub discovery_interval: Span,
-    /// Resubmissions a second after workers were lost, over all requests; the rest waits
+    /// Retry budget: requests resubmitted per second after worker failures; more wait
     #[arg(long, value_name = "N", default_value_t = Options::default().retry_rate, env = "INFLIGHT_ROUTER_RETRY_RATE")]
     pub retry_rate: u32,
-    /// Resubmissions that go at once, after a while without
+    /// Retry budget: burst of resubmissions
     #[arg(long, value_name = "N", default_value_t = Options::default().retry_burst, env = "INFLIGHT_ROUTER_RETRY_BURST")]
     pub retry_burst: u32,
-    /// How long the streams of a draining worker may go on there before they move to another
+    /// How long streams stay on a draining worker before they move to another
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().drain_grace), env = "INFLIGHT_ROUTER_DRAIN_GRACE")]
     pub drain_grace: Span,
-    /// Most tokens that one request may come to hold, prompt and all choices together
-    #[arg(long, value_name = "N", default_value_t = Options::default().journal_tokens_max, env = "INFLIGHT_ROUTER_JOURNAL_TOKENS_MAX")]
-    pub journal_tokens_max: u64,
-    /// Tokens that a client may be behind before its request pauses until it reads again
+    /// Maximum tokens of one request: prompt plus max_tokens of all its choices
+    #[arg(long, value_name = "N", default_value_t = Options::default().request_tokens_max, env = "INFLIGHT_ROUTER_REQUEST_TOKENS_MAX")]
+    pub request_tokens_max: u64,
+    /// Tokens buffered for a slow client before its request is paused until it reads again
     #[arg(long, value_name = "N", default_value_t = Options::default().client_buffer_tokens, env = "INFLIGHT_ROUTER_CLIENT_BUFFER_TOKENS")]
     pub client_buffer_tokens: usize,
-    /// How long a client may take nothing of its stream before its call is ended
+    /// How long a client may read nothing of its stream before the call is ended
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().stall_timeout), env = "INFLIGHT_ROUTER_STALL_TIMEOUT")]
     pub stall_timeout: Span,
-    /// File of tenants with their API keys and limits; without it everybody is let in. Read again when it changes
+    /// File of tenants with their API keys and limits, reloaded when it changes; without it no authentication is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
-    /// Past this time in the queue a request goes first in its tenant and counts as most important
-    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().queue_wait_max), env = "INFLIGHT_ROUTER_QUEUE_WAIT_MAX")]
-    pub queue_wait_max: Span,
-    /// Tokens of service forgiven to the tenant of a waiting request for each second
-    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aged_tokens_per_second, env = "INFLIGHT_ROUTER_AGED_TOKENS_PER_SECOND")]
-    pub aged_tokens_per_second: f64,
-    /// Tokens of service forgiven at most
-    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aged_tokens_max, env = "INFLIGHT_ROUTER_AGED_TOKENS_MAX")]
-    pub aged_tokens_max: f64,
-    /// How often a request that fits nowhere now may be overtaken by smaller ones
-    #[arg(long, value_name = "N", default_value_t = Options::default().overtakes_max, env = "INFLIGHT_ROUTER_OVERTAKES_MAX")]
-    pub overtakes_max: u32,
-    /// How long a model whose workers are gone is unavailable, before it is unknown
-    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().model_memory), env = "INFLIGHT_ROUTER_MODEL_MEMORY")]
-    pub model_memory: Span,
-    /// Most client connections at once
+    /// Queueing time after which a request goes first within its tenant, at the highest priority
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().aging_threshold), env = "INFLIGHT_ROUTER_AGING_THRESHOLD")]
+    pub aging_threshold: Span,
+    /// Ageing: service, in tokens of weight 1, forgiven per second of queueing
+    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aging_tokens_per_second, env = "INFLIGHT_ROUTER_AGING_TOKENS_PER_SECOND")]
+    pub aging_tokens_per_second: f64,
+    /// Ageing: maximum service forgiven
+    #[arg(long, value_name = "TOKENS", default_value_t = Options::default().aging_tokens_max, env = "INFLIGHT_ROUTER_AGING_TOKENS_MAX")]
+    pub aging_tokens_max: f64,
+    /// Head-of-line bypass: how many later requests may be dispatched ahead of one that fits on no worker now
+    #[arg(long, value_name = "N", default_value_t = Options::default().bypass_max, env = "INFLIGHT_ROUTER_BYPASS_MAX")]
+    pub bypass_max: u32,
+    /// How long a model whose workers are gone stays UNAVAILABLE before it is NOT_FOUND
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().model_retention), env = "INFLIGHT_ROUTER_MODEL_RETENTION")]
+    pub model_retention: Span,
+    /// Maximum client connections
     #[arg(long, value_name = "N", default_value_t = Options::default().connections.connections_max, env = "INFLIGHT_ROUTER_CONNECTIONS_MAX")]
     pub connections_max: usize,
-    /// Most calls open at once on one connection
+    /// Maximum client connections from one IP address (one /64 for IPv6)
+    #[arg(long, value_name = "N", default_value_t = Options::default().connections.per_address_max, env = "INFLIGHT_ROUTER_ADDRESS_CONNECTIONS_MAX")]
+    pub address_connections_max: usize,
+    /// Maximum open calls on one connection
     #[arg(long, value_name = "N", default_value_t = Options::default().connection_streams_max, env = "INFLIGHT_ROUTER_CONNECTION_STREAMS_MAX")]
     pub connection_streams_max: u32,
-    /// Largest list of headers taken from a client
+    /// Maximum size of a call's headers
     #[arg(long, value_name = "BYTES", default_value_t = Options::default().header_bytes_max, env = "INFLIGHT_ROUTER_HEADER_BYTES_MAX")]
     pub header_bytes_max: u32,
-    /// How long a call may take to bring its message, from its headers
+    /// Timeout of receiving a call's message, from its headers
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().message_time_max), env = "INFLIGHT_ROUTER_MESSAGE_TIMEOUT")]
     pub message_timeout: Span,
-    /// How long a TLS handshake may take
+    /// Timeout of the TLS handshake
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.handshake_max), env = "INFLIGHT_ROUTER_HANDSHAKE_TIMEOUT")]
     pub handshake_timeout: Span,
-    /// How long a connection may stay without the headers of its first call
+    /// Timeout of a connection's first call
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.first_call_max), env = "INFLIGHT_ROUTER_FIRST_CALL_TIMEOUT")]
     pub first_call_timeout: Span,
-    /// How long a connection may stay without a call
+    /// Idle timeout of connections that have shown no API key or certificate
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.unauthenticated_idle_max), env = "INFLIGHT_ROUTER_UNAUTHENTICATED_IDLE_TIMEOUT")]
+    pub unauthenticated_idle_timeout: Span,
+    /// Idle timeout of connections
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().connections.idle_max), env = "INFLIGHT_ROUTER_IDLE_TIMEOUT")]
     pub idle_timeout: Span,
-    /// Whether clients may ask for the API's description
+    /// Serve gRPC server reflection
     #[arg(long, value_name = "BOOL", default_value_t = Options::default().reflection, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_REFLECTION")]
     pub reflection: bool,
     #[command(flatten)]
@@ -145,7 +154,7 @@ pub struct Args {
     pub worker_tls: tls::WorkerClientArgs,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
-    /// TOML file whose keys are the names of these flags; flags and environment win over it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
@@ -163,37 +172,40 @@ impl Args {
             queue_requests_max: self.queue_requests_max,
             queue_tokens_max: self.queue_tokens_max,
             message_bytes_max: usize::try_from(self.message_bytes_max.0).unwrap_or(usize::MAX),
+            receive_bytes_max: self.receive_bytes_max.0,
             default_max_tokens: self.default_max_tokens,
             streams_max: self.streams_max,
             connect_timeout: self.connect_timeout.0,
             reconnect_backoff_max: self.reconnect_backoff_max.0,
-            worker_silence_max: self.worker_silence_max.0,
-            unserved_wait_max: self.unserved_wait_max.0,
+            session_timeout: self.session_timeout.0,
+            no_worker_timeout: self.no_worker_timeout.0,
             discovery_interval: self.discovery_interval.0,
             retry_rate: self.retry_rate,
             retry_burst: self.retry_burst,
             drain_grace: self.drain_grace.0,
-            journal_tokens_max: self.journal_tokens_max,
+            request_tokens_max: self.request_tokens_max,
             client_buffer_tokens: self.client_buffer_tokens,
             stall_timeout: self.stall_timeout.0,
             retry_delay: self.retry_delay.0,
-            queue_wait_max: self.queue_wait_max.0,
-            aged_tokens_per_second: self.aged_tokens_per_second,
-            aged_tokens_max: self.aged_tokens_max,
-            overtakes_max: self.overtakes_max,
+            aging_threshold: self.aging_threshold.0,
+            aging_tokens_per_second: self.aging_tokens_per_second,
+            aging_tokens_max: self.aging_tokens_max,
+            bypass_max: self.bypass_max,
             tenants_file: self.tenants_file.clone(),
             tls: self.tls.files()?,
             worker_tls: self.worker_tls.tls()?,
             connections: ConnectionLimits {
                 connections_max: self.connections_max,
+                per_address_max: self.address_connections_max,
                 handshake_max: self.handshake_timeout.0,
+                unauthenticated_idle_max: self.unauthenticated_idle_timeout.0,
                 first_call_max: self.first_call_timeout.0,
                 idle_max: self.idle_timeout.0,
             },
             header_bytes_max: self.header_bytes_max,
             message_time_max: self.message_timeout.0,
             connection_streams_max: self.connection_streams_max,
-            model_memory: self.model_memory.0,
+            model_retention: self.model_retention.0,
             keepalive_interval: self.keepalive_interval.0,
             reflection: self.reflection,
         };

@@ -22,9 +22,9 @@ use crate::units::ListenAt;
 /// How logs are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable lines.
     Text,
-    /// One JSON object a line.
+    /// JSON lines.
     Json,
 }
 
@@ -32,16 +32,16 @@ pub enum LogFormat {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Telemetry")]
 pub struct Args {
-    /// What to log, on stderr: a level, or per-module directives such as `info,inflight_router=debug`
+    /// Log filter: a level, or per-module directives such as `info,inflight_router=debug`; logs go to stderr
     #[arg(long, value_name = "FILTER", default_value = "info", env = "INFLIGHT_LOG")]
     pub log: String,
-    /// How to write logs
+    /// Log format
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text, env = "INFLIGHT_LOG_FORMAT")]
     pub log_format: LogFormat,
-    /// OTLP/gRPC collector that gets trace spans, such as http://127.0.0.1:4317 [default: none]
+    /// OTLP/gRPC endpoint to export trace spans to, such as http://127.0.0.1:4317 [default: none]
     #[arg(long, value_name = "URL", env = "INFLIGHT_OTLP_ENDPOINT")]
     pub otlp_endpoint: Option<String>,
-    /// Share of the traces started here that are recorded; a caller's own decision is followed
+    /// Sampling ratio of traces that start here; the caller's sampling decision is respected
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, env = "INFLIGHT_OTLP_SAMPLE_RATIO")]
     pub otlp_sample_ratio: f64,
 }
@@ -157,7 +157,7 @@ impl Telemetry {
         let flushed =
             tokio::task::spawn_blocking(move || provider.shutdown_with_timeout(Duration::from_secs(5))).await;
         if let Ok(Err(error)) = flushed {
-            tracing::warn!(%error, "could not export the last spans");
+            tracing::warn!(%error, "failed to export the last spans");
         }
     }
 }

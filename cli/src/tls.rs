@@ -14,16 +14,16 @@ fn usage(error: &TlsError) -> Failure {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "TLS")]
 pub struct ServerArgs {
-    /// Certificate chain in PEM; with it, connections are TLS only. Read again when it changes
+    /// Server certificate chain in PEM, reloaded when it changes; enables TLS
     #[arg(long, value_name = "FILE", env = "INFLIGHT_TLS_CERT")]
     pub tls_cert: Option<PathBuf>,
     /// Private key of --tls-cert, in PEM
     #[arg(long, value_name = "FILE", env = "INFLIGHT_TLS_KEY")]
     pub tls_key: Option<PathBuf>,
-    /// Certificates of the authorities whose clients are let in; others are refused in the handshake
+    /// CA certificates to verify client certificates with; clients without a valid one are rejected
     #[arg(long, value_name = "FILE", env = "INFLIGHT_TLS_CLIENT_CA")]
     pub tls_client_ca: Option<PathBuf>,
-    /// Also let clients in that show no certificate at all (those with API keys, say)
+    /// Accept clients without a certificate too, such as those with API keys
     #[arg(long, requires = "tls_client_ca", env = "INFLIGHT_TLS_CLIENT_OPTIONAL")]
     pub tls_client_optional: bool,
 }
@@ -51,16 +51,16 @@ impl ServerArgs {
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "TLS to workers")]
 pub struct WorkerClientArgs {
-    /// Certificates of the authorities that workers are trusted by; with it, workers are reached by TLS
+    /// CA certificates to verify workers with; enables TLS to workers
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_WORKER_TLS_CA")]
     pub worker_tls_ca: Option<PathBuf>,
-    /// Certificate chain to show to workers
+    /// Client certificate chain for workers
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_WORKER_TLS_CERT")]
     pub worker_tls_cert: Option<PathBuf>,
     /// Private key of --worker-tls-cert
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_WORKER_TLS_KEY")]
     pub worker_tls_key: Option<PathBuf>,
-    /// Name that workers' certificates must have [default: that of their address]
+    /// Server name to verify in workers' certificates [default: the worker's host]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_ROUTER_WORKER_TLS_NAME")]
     pub worker_tls_name: Option<String>,
 }
@@ -85,19 +85,19 @@ impl WorkerClientArgs {
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Connection")]
 pub struct ClientArgs {
-    /// API key to show
+    /// API key
     #[arg(long, value_name = "KEY", env = "INFLIGHT_API_KEY", hide_env_values = true)]
     pub api_key: Option<String>,
-    /// Certificates of the authorities that the server is trusted by, for https
+    /// CA certificates to verify the server with, for https
     #[arg(long, value_name = "FILE", env = "INFLIGHT_CLIENT_TLS_CA")]
     pub tls_ca: Option<PathBuf>,
-    /// Certificate chain to show
+    /// Client certificate chain
     #[arg(long, value_name = "FILE", env = "INFLIGHT_CLIENT_TLS_CERT")]
     pub tls_cert: Option<PathBuf>,
     /// Private key of --tls-cert
     #[arg(long, value_name = "FILE", env = "INFLIGHT_CLIENT_TLS_KEY")]
     pub tls_key: Option<PathBuf>,
-    /// Name that the server's certificate must have [default: that of its address]
+    /// Server name to verify in the certificate [default: the host of the endpoint]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_CLIENT_TLS_NAME")]
     pub tls_name: Option<String>,
 }

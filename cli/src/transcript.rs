@@ -27,6 +27,10 @@ impl<W: Write> Transcript for JsonLines<W> {
             Event::Started(started) => json!({
                 "event": "started", "request_id": started.request_id, "model": started.model,
                 "prompt_tokens": started.prompt_tokens, "seed": started.seed,
+                "fingerprint": started.fingerprint,
+            }),
+            Event::FingerprintChanged(changed) => json!({
+                "event": "fingerprint_changed", "fingerprint": changed.fingerprint, "tokens": changed.tokens,
             }),
             Event::Delta(delta) => {
                 let mut value = json!({ "event": "delta", "choice": delta.choice, "text": delta.text });
@@ -41,8 +45,8 @@ impl<W: Write> Transcript for JsonLines<W> {
             Event::Finished(finished) => {
                 let mut value =
                     json!({ "event": "finished", "choice": finished.choice, "reason": reason(finished) });
-                if !finished.stop.is_empty() {
-                    value["stop"] = json!(finished.stop);
+                if !finished.stop_string.is_empty() {
+                    value["stop"] = json!(finished.stop_string);
                 }
                 if let Some(id) = finished.stop_token_id {
                     value["stop_token_id"] = json!(id);
@@ -50,12 +54,13 @@ impl<W: Write> Transcript for JsonLines<W> {
                 value
             }
             Event::Completed(completed) => {
-                let usage = completed.usage.unwrap_or_default();
+                let usage = completed.usage.clone().unwrap_or_default();
                 let timings = completed.timings.unwrap_or_default();
                 json!({
                     "event": "completed",
                     "usage": {
                         "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
+                        "cached_prompt_tokens": usage.cached_prompt_tokens, "fingerprint": usage.fingerprint,
                     },
                     "timings": {
                         "queue_seconds": timings.queue_seconds,
@@ -143,7 +148,7 @@ impl<O: Write, N: Write> Text<O, N> {
     }
 
     fn complete(&mut self, completed: &GenerationCompleted) -> io::Result<()> {
-        let usage = completed.usage.unwrap_or_default();
+        let usage = completed.usage.clone().unwrap_or_default();
         let timings = completed.timings.unwrap_or_default();
         let speed = if timings.total_seconds > 0.0 {
             f64::from(usage.completion_tokens) / timings.total_seconds
@@ -183,6 +188,11 @@ impl<O: Write, N: Write> Transcript for Text<O, N> {
                 self.advance()
             }
             Some(Event::Completed(completed)) => self.complete(completed),
+            Some(Event::FingerprintChanged(changed)) => writeln!(
+                self.notes,
+                "note: the worker was lost, and another continues whose numerics differ (fingerprint {})",
+                changed.fingerprint
+            ),
             None => Ok(()),
         }
     }
@@ -222,7 +232,7 @@ mod tests {
         {
             text.show(&response).unwrap();
         }
-        let usage = Some(Usage { prompt_tokens: 3, completion_tokens: 4 });
+        let usage = Some(Usage { prompt_tokens: 3, completion_tokens: 4, ..Usage::default() });
         let completed = GenerationCompleted { usage, timings: None };
         text.show(&GenerateResponse { event: Some(Event::Completed(completed)) }).unwrap();
         assert_eq!(String::from_utf8(output).unwrap(), "── choice 0 ──\na1a2\n── choice 1 ──\nb1b2\n");

@@ -35,31 +35,31 @@ const EVENTS_MAX: usize = 64;
 /// Options of `inflight up`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// How many workers to start [default: one for each GPU; 2 where there is none]
+    /// Number of workers to start [default: one per GPU; 2 without GPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), env = "INFLIGHT_UP_WORKERS")]
     pub workers: Option<u32>,
-    /// Address on which the router listens
+    /// IP address on which the router listens
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST), env = "INFLIGHT_UP_HOST")]
     pub host: IpAddr,
-    /// The router's port; 0 takes a free one
+    /// Port of the router; 0 picks a free one
     #[arg(long, value_name = "PORT", default_value_t = 8650, env = "INFLIGHT_UP_PORT")]
     pub port: u16,
-    /// Port of the router's Prometheus endpoint, those of the workers follow; 0 takes free ones [default: the port after --port]
+    /// Port of the router's Prometheus endpoint; the workers use the ports after it; 0 picks free ones [default: --port + 1]
     #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_METRICS_PORT")]
     pub metrics_port: Option<u16>,
-    /// File of tenants with their API keys and limits; without it everybody is let in
+    /// File of tenants with their API keys and limits; without it no authentication is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
-    /// After Ctrl-C, how long streams in flight may take to finish; a second Ctrl-C ends at once
+    /// Time for open streams to finish after Ctrl-C; a second Ctrl-C ends at once
     #[arg(long, value_name = "DURATION", default_value = "30s", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
-    /// Show the children's informational logs too, not only warnings and errors
+    /// Show informational logs of the child processes too, not only warnings and errors
     #[arg(long, short)]
     pub verbose: bool,
-    /// Print events as JSON, one object a line, instead of text
+    /// Print events as JSON lines instead of text
     #[arg(long)]
     pub json: bool,
-    /// TOML file whose keys are the names of these flags; flags and environment win over it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_UP_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]

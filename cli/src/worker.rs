@@ -30,71 +30,69 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Worker")]
 pub struct EngineArgs {
-    /// Directory of a Hugging Face model (config.json, *.safetensors, tokenizer.json) or a .gguf file [default: the
-    /// embedded model]
+    /// Hugging Face model directory (config.json, *.safetensors, tokenizer.json) or a .gguf file [default: the embedded
+    /// demo model]
     #[arg(long, value_name = "PATH", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
-    /// Name under which clients ask for the model [default: the directory's name]
+    /// Served model name [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Where to compute: auto (GPUs if there are any that can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or sim:PROFILE, which
-    /// computes nothing but takes the time that hardware would
+    /// Device: auto (GPUs if they can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or sim:PROFILE (a simulated
+    /// device that takes the time of real hardware and generates meaningless tokens)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
-    /// Threads that compute [default: one for each core; `up` divides the cores among its workers]
+    /// Compute threads [default: one per core; `up` divides the cores among its workers]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_THREADS")]
     pub threads: Option<usize>,
-    /// On CPUs, round weights to integers as they are loaded: int8 or int4, `:GROUP` for how many share a scale [default: as
-    /// the model has them]
+    /// Weight quantization at load, on CPUs: int8 or int4, with `:GROUP` for the group size [default: the checkpoint's dtype]
     #[arg(long, visible_alias = "quantization", value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
-    /// What the KV cache holds: auto, numbers as the model computes them, or half as large and less exact: int8 on CPUs, fp8
-    /// on GPUs
+    /// KV cache dtype: auto (the model's), int8 (CPUs) or fp8 (GPUs); 8 bits halve its size and lose precision
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
     pub kv_cache_dtype: KvCacheDtype,
-    /// Ranks to divide the model among, each with a shard of weights and KV cache, and a GPU or its part of the threads
+    /// Tensor-parallel ranks: each holds a shard of weights and KV cache on a GPU of its own, or on its share of the threads
     #[arg(long, value_name = "N", default_value_t = Options::default().tensor_parallel, env = "INFLIGHT_WORKER_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,
-    /// Memory for the KV cache on CPUs, such as 512MiB or 4GB
+    /// KV cache memory on CPUs, such as 512MiB or 4GB
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
     pub kv_cache_bytes: Bytes,
-    /// Part of a GPU's memory to use: weights, buffers, and the KV cache in all that is left
+    /// Fraction of GPU memory to use for weights, buffers and, with the rest, the KV cache
     #[arg(long, value_name = "PART", default_value_t = Options::default().gpu_memory_utilization, env = "INFLIGHT_WORKER_GPU_MEMORY_UTILIZATION")]
     pub gpu_memory_utilization: f32,
-    /// On a GPU: answers whose bits do not depend on what else runs, at a price in speed; on CPUs it is always so
+    /// Batch-invariant results on GPUs: tokens do not depend on other requests; slower. CPUs are always batch-invariant
     #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
     pub deterministic: bool,
-    /// On a GPU, products are made by the library's first algorithm, not by the one found to be the fastest at load
+    /// Disable GEMM autotuning at load on GPUs; use cuBLASLt's first heuristic choice
     #[arg(long, env = "INFLIGHT_WORKER_NO_AUTOTUNE")]
     pub no_autotune: bool,
-    /// Host memory for the KV cache of sequences that give way, such as 1GiB; 0: they are computed again
+    /// Host memory for KV blocks of preempted (swapped) sequences, such as 1GiB; 0: always recompute
     #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
     pub host_cache_bytes: Bytes,
-    /// Who goes first: fair, fcfs, priority or static
+    /// Scheduling policy: fair, fcfs, priority or static
     #[arg(long, value_name = "POLICY", default_value_t = Options::default().policy, env = "INFLIGHT_WORKER_POLICY")]
     pub policy: PolicyKind,
-    /// Prompts that begin alike compute the beginning again, each for itself
+    /// Disable prefix caching
     #[arg(long, env = "INFLIGHT_WORKER_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
-    /// Plan the next iteration while one runs; pays where a core is left beside those that compute
+    /// Overlap scheduling of the next iteration with the running one; pays off with a spare core
     #[arg(long, env = "INFLIGHT_WORKER_OVERLAP")]
     pub overlap: bool,
-    /// How long an iteration with decodes in it should take at most; bounds the prefill beside them
+    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them, and so inter-token latency
     #[arg(long, value_name = "DURATION", default_value_t = Span(Duration::from_millis(50)), env = "INFLIGHT_WORKER_STEP_TARGET")]
     pub step_target: Span,
-    /// Tokens in a block of the KV cache
+    /// Tokens per KV block
     #[arg(long, value_name = "N", default_value_t = Options::default().block_tokens, env = "INFLIGHT_WORKER_BLOCK_TOKENS")]
     pub block_tokens: u32,
-    /// Most sequences in the running batch
+    /// Maximum running sequences
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sequences, env = "INFLIGHT_WORKER_MAX_SEQUENCES")]
     pub max_sequences: u32,
-    /// Most tokens in one forward pass, over all sequences
+    /// Token budget of an iteration, over all sequences
     #[arg(long, value_name = "N", default_value_t = Options::default().max_batch_tokens, env = "INFLIGHT_WORKER_MAX_BATCH_TOKENS")]
     pub max_batch_tokens: u32,
-    /// Most tokens in a sequence, prompt and output together [default: the model's own context]
+    /// Maximum sequence length, prompt and output together [default: the model's context length]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_MAX_CONTEXT_TOKENS")]
     pub max_context_tokens: Option<u32>,
-    /// Most sequences that wait in the worker for their first iteration
+    /// Maximum sequences waiting in the worker
     #[arg(long, value_name = "N", default_value_t = Options::default().max_waiting, env = "INFLIGHT_WORKER_MAX_WAITING")]
     pub max_waiting: u32,
 }
@@ -102,7 +100,7 @@ pub struct EngineArgs {
 /// Options of `inflight worker`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Address for routers; port 0 takes a free one
+    /// Address on which to listen for routers; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8652", env = "INFLIGHT_WORKER_LISTEN")]
     pub listen: SocketAddr,
     /// Address of the Prometheus endpoint, or `off`
@@ -113,20 +111,20 @@ pub struct Args {
         env = "INFLIGHT_WORKER_METRICS_LISTEN"
     )]
     pub metrics_listen: ListenAt,
-    /// Name of this worker, the same over restarts [default: worker@ADDRESS]
+    /// Name of this worker, stable over restarts [default: worker@ADDRESS]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_ID")]
     pub worker_id: Option<String>,
-    /// How often routers hear from an idle worker; they take it for lost after three times this long
+    /// Heartbeat interval: how often an idle worker sends an update; routers take it for lost after three intervals
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().heartbeat), env = "INFLIGHT_WORKER_HEARTBEAT")]
     pub heartbeat: Span,
-    /// Most routers connected at once
+    /// Maximum sessions with routers
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
-    /// Which GPUs to take, one for each rank, by their numbers among those visible [default: the one that --device names, or
-    /// the first, and those after it]
+    /// GPUs to use, one per tensor-parallel rank, by their index among the visible ones [default: the GPU of --device, or the
+    /// first one, and those after it]
     #[arg(long, value_name = "N,...", value_delimiter = ',', env = "INFLIGHT_WORKER_GPU")]
     pub gpu: Vec<u32>,
-    /// Record everything that reaches the scheduler to this file, for `inflight replay`
+    /// Record all inputs of the scheduler to this file, for `inflight replay`
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_RECORD")]
     pub record: Option<PathBuf>,
     #[command(flatten)]
@@ -135,7 +133,7 @@ pub struct Args {
     pub tls: tls::ServerArgs,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
-    /// TOML file whose keys are the names of these flags; flags and environment win over it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]

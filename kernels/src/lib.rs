@@ -18,4 +18,4 @@ pub use encoding::Encoding;
 pub use philox::{Draw, philox4x32};
 
 /// Version of the arithmetic. Raised by every change that may alter a bit of any result.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;

@@ -1,6 +1,36 @@
-use inflight_contract::{FinishReason, SamplingSpec};
+use inflight_contract::{CostCoefficients, FinishReason, SamplingSpec};
 
 use crate::v1;
+
+impl From<CostCoefficients> for v1::CostCoefficients {
+    fn from(cost: CostCoefficients) -> Self {
+        let CostCoefficients {
+            step_s,
+            token_s,
+            prefill_key_s,
+            decode_key_s,
+            sequence_s,
+            copy_s,
+            copy_block_s,
+        } = cost;
+        Self { step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s }
+    }
+}
+
+impl From<v1::CostCoefficients> for CostCoefficients {
+    fn from(cost: v1::CostCoefficients) -> Self {
+        let v1::CostCoefficients {
+            step_s,
+            token_s,
+            prefill_key_s,
+            decode_key_s,
+            sequence_s,
+            copy_s,
+            copy_block_s,
+        } = cost;
+        Self { step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s }
+    }
+}
 
 impl From<FinishReason> for v1::FinishReason {
     fn from(reason: FinishReason) -> Self {

@@ -51,8 +51,11 @@ mod tests {
                 token_ids: tokens.clone(),
                 finished: false,
             });
-            let submit =
-                v1::Submit { prompt: tokens.clone(), resumed: resumed.collect(), ..Default::default() };
+            let submit = v1::Submit {
+                prompt_token_ids: tokens.clone(),
+                resumed: resumed.collect(),
+                ..Default::default()
+            };
             let (size, most) = (submit.encoded_len(), submit_bytes_max(context));
             assert!(size <= most && most <= size + (1 << 20), "{size} bytes, {most} allowed");
         }

@@ -88,6 +88,9 @@ where
         }
         match self.caller(&request) {
             Ok(caller) => {
+                if let Some(peer) = request.extensions().get::<Peer>() {
+                    peer.set_authenticated();
+                }
                 request.extensions_mut().insert(caller);
                 Box::pin(self.inner.call(request))
             }

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use crate::dispatch::{Introduction, LaneId};
 use crate::metrics as names;
 use crate::placing::INDEX_BLOCKS_MAX;
-use crate::relay::{Phase, Relay};
+use crate::relay::{Call, Phase, Relay};
 use crate::violation::Violation;
 
 /// A submission that its worker has not ended.
@@ -31,7 +31,7 @@ pub(crate) struct Session {
     pub(crate) worker: usize,
     pub(crate) address: String,
     pub(crate) lane: LaneId,
-    pub(crate) fingerprint: String,
+    pub(crate) fingerprint: Arc<str>,
     pub(crate) limits: ModelLimits,
     pub(crate) block_tokens: u32,
     /// Since when it takes nothing new: its worker drains, or was taken out of the list.
@@ -84,7 +84,7 @@ impl Session {
             worker: introduction.worker,
             address: introduction.address,
             lane,
-            fingerprint: introduction.fingerprint,
+            fingerprint: introduction.fingerprint.into(),
             limits: introduction.limits,
             block_tokens: introduction.block_tokens,
             draining: None,
@@ -103,6 +103,11 @@ impl Session {
             commands: introduction.commands,
             gauges,
         }
+    }
+
+    /// Whether the worker can run a request, were nothing else there.
+    pub(crate) fn fits(&self, call: &Call) -> bool {
+        u64::from(self.limits.sequence_tokens()) >= call.sequence_tokens() && call.accepts(&self.fingerprint)
     }
 
     /// Updates that a worker may send within a second, far more than any has iterations.
@@ -136,11 +141,14 @@ impl Session {
         oversized("sequences", update.sequences.len(), most)?;
         let events = update.kv_events.as_ref().map_or(0, |events| events.events.len());
         oversized("prefix cache events", events, Self::CACHE_ENTRIES_MAX)?;
-        let snapshot = update.kv_snapshot.as_ref().map_or(0, |piece| piece.device.len() + piece.host.len());
+        let snapshot = update
+            .kv_snapshot
+            .as_ref()
+            .map_or(0, |piece| piece.device_block_hashes.len() + piece.host_block_hashes.len());
         oversized("blocks of a snapshot", snapshot, Self::CACHE_ENTRIES_MAX)?;
-        let charges = update.charges.len();
+        let charges = update.services.len();
         oversized("charges", charges, Self::COUNTERS_MAX)?;
-        let services = update.services.iter().map(|table| 1 + table.tenants.len()).sum::<usize>();
+        let services = update.service_tables.iter().map(|table| 1 + table.tenants.len()).sum::<usize>();
         oversized("counters of other incarnations", services, Self::COUNTERS_MAX)?;
         let entries = &mut self.entries;
         *entries = entries.saturating_add(events + snapshot + charges + services);
@@ -148,8 +156,8 @@ impl Session {
         let Some(grant) = update.grant else { return Ok(()) };
         for (what, granted, has) in [
             ("sequences", grant.sequences, self.has.sequences),
-            ("blocks", grant.blocks, self.has.blocks),
-            ("urgent sequences", grant.urgent, self.has.sequences),
+            ("blocks", grant.kv_blocks, self.has.blocks),
+            ("urgent sequences", grant.priority_sequences, self.has.sequences),
         ] {
             if granted > has.saturating_mul(Self::GRANT_FACTOR).min(i32::MAX as u32) {
                 return Err(Violation::Grant { what, granted, has });
@@ -182,7 +190,7 @@ impl Session {
         choices: Vec<(u32, u32)>,
         submit: v1::Submit,
     ) {
-        let submission = submit.request;
+        let submission = submit.submission_id;
         self.ledger.charge_choices(submission, relay.call.priority, prompt_blocks, choices.into_iter());
         self.flights
             .insert(submission, Flight { relay: relay.clone(), attempt, reported: false, cancelled: false });
@@ -194,7 +202,7 @@ impl Session {
     pub(crate) fn tell_backlog(&mut self, waits: bool) {
         if self.backlog != Some(waits) {
             self.backlog = Some(waits);
-            self.send(Message::Backlog(v1::Backlog { waits }));
+            self.send(Message::Backlog(v1::Backlog { has_waiting_requests: waits }));
         }
     }
 
@@ -202,7 +210,7 @@ impl Session {
     pub(crate) fn cancel(&mut self, submission: u64) {
         let Some(flight) = self.flights.get_mut(&submission) else { return };
         if !std::mem::replace(&mut flight.cancelled, true) {
-            self.send(Message::Cancel(v1::Cancel { request: submission, choice: None }));
+            self.send(Message::Cancel(v1::Cancel { submission_id: submission, choice: None }));
         }
     }
 
@@ -210,7 +218,7 @@ impl Session {
     pub(crate) fn cancel_choice(&mut self, submission: u64, choice: u32) {
         let cancelled = self.flights.get(&submission).is_none_or(|flight| flight.cancelled);
         if !cancelled && self.ledger.runs(submission, choice) {
-            self.send(Message::Cancel(v1::Cancel { request: submission, choice: Some(choice) }));
+            self.send(Message::Cancel(v1::Cancel { submission_id: submission, choice: Some(choice) }));
         }
     }
 
@@ -228,12 +236,12 @@ impl Session {
 
     /// Tells the worker what another incarnation served, for routers to come.
     pub(crate) fn teach(&self, services: v1::ServiceTable) {
-        self.send(Message::Services(services));
+        self.send(Message::ServiceTable(services));
     }
 
     /// Asks for all that the worker's prefix cache holds.
     pub(crate) fn resync(&self) {
-        self.send(Message::Resync(v1::Resync {}));
+        self.send(Message::ResyncPrefixCache(v1::ResyncPrefixCache {}));
     }
 
     /// Shows the ledger in the metrics.

@@ -163,7 +163,7 @@ where
             Err(reason) => {
                 failed("dns");
                 if !std::mem::replace(&mut failing, true) {
-                    tracing::warn!(host, reason, "cannot look up workers; keeping those known");
+                    tracing::warn!(host, reason, "worker discovery lookup failed; keeping known workers");
                 }
             }
         }

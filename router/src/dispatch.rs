@@ -108,7 +108,8 @@ struct State {
 struct Gauges {
     requests: Gauge,
     tokens: Gauge,
-    parked: Gauge,
+    retry_queue: Gauge,
+    quarantine: Gauge,
     ejected: Gauge,
 }
 
@@ -159,7 +160,8 @@ impl Dispatch {
         let gauges = Gauges {
             requests: metrics::gauge!(names::QUEUE_REQUESTS),
             tokens: metrics::gauge!(names::QUEUE_TOKENS),
-            parked: metrics::gauge!(names::PARKED_REQUESTS),
+            retry_queue: metrics::gauge!(names::RETRY_QUEUE),
+            quarantine: metrics::gauge!(names::QUARANTINE),
             ejected: metrics::gauge!(names::WORKERS_EJECTED),
         };
         let queue = Queueing::new(options);
@@ -180,7 +182,7 @@ impl Dispatch {
             suspects: VecDeque::new(),
             budget: RetryBudget::new(options.retry_rate, options.retry_burst),
             outliers: Outliers::new(OutlierLimits::default()),
-            unfit_wait: options.unserved_wait_max,
+            unfit_wait: options.no_worker_timeout,
             ticks: 0,
             epoch,
             gauges,
@@ -217,7 +219,7 @@ impl Dispatch {
         lease: Lease,
     ) -> Result<Ticket, Outcome> {
         let now = clock::now();
-        let most = self.options.journal_tokens_max;
+        let most = self.options.request_tokens_max;
         if call.tokens() > most {
             return Err(Outcome::Invalid(format!(
                 "prompt and n * max_tokens come to {} tokens, more than the {most} that the router keeps for a request; lower n or max_tokens",
@@ -231,8 +233,13 @@ impl Dispatch {
         relay.chains.get_or_init(|| Placing::chains(call, &sizes));
         let mut state = self.lock();
         if !state.lanes.contains_key(&call.lane) {
-            let waited = self.options.unserved_wait_max;
+            let waited = self.options.no_worker_timeout;
             return Err(Outcome::Unserved { model: call.model.clone(), waited });
+        }
+        if let Some(required) = &call.require_fingerprint
+            && state.fingerprints(call.lane).all(|served| served != required)
+        {
+            return Err(state.unknown_fingerprint(call.lane, required));
         }
         let since = state.since(now);
         let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
@@ -334,8 +341,7 @@ impl State {
 
     /// The soonest first token that a worker promises a new request.
     fn first_token(&self, relay: &Relay) -> Option<Duration> {
-        let fits =
-            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let fits = |session: &&Session| session.fits(&relay.call);
         let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes()).filter(fits);
         let promised =
             of_lane.map(|session| self.placing.first_token(session.worker, &relay.call, relay.chains()));
@@ -402,8 +408,7 @@ impl State {
         }
         let mut request = relay.lock();
         let lane = relay.call.lane;
-        let fits =
-            |session: &&Session| u64::from(session.limits.sequence_tokens()) >= relay.call.sequence_tokens();
+        let fits = |session: &&Session| session.fits(&relay.call);
         // Those that are kept for a suspect take others again soon.
         let in_time =
             || self.sessions.values().filter(|s| s.lane == lane && s.draining.is_none()).filter(fits);
@@ -459,7 +464,12 @@ impl State {
             // The worker that could hold it may come back.
             && now.saturating_duration_since(*request.unfit_since.get_or_insert(now)) >= self.unfit_wait
         {
-            // Limits shrank while it waited: the workers that could hold it are gone.
+            // The workers that could run it went while it waited.
+            if let Some(required) = &relay.call.require_fingerprint
+                && self.fingerprints(lane).all(|served| served != required)
+            {
+                return Verdict::Fail(self.unknown_fingerprint(lane, required));
+            }
             return Verdict::Fail(Outcome::Invalid(format!(
                 "prompt and max_tokens come to {} tokens, more than the workers now connected can hold",
                 relay.call.sequence_tokens()
@@ -476,18 +486,16 @@ impl State {
         self.next_submission += 1;
         let Some(session) = self.sessions.get_mut(&worker) else { return };
         let mut request = relay.lock();
-        if request.journal.tokens() > 0
-            && request.fingerprint.as_ref().is_some_and(|before| *before != session.fingerprint)
-        {
+        if request.run_on(&session.fingerprint) {
             metrics::counter!(names::FINGERPRINT_CHANGES).increment(1);
             tracing::warn!(
                 request_id = relay.call.request_id,
                 worker = session.address,
-                "stream goes on at a worker of another fingerprint; its tokens may differ"
+                fingerprint = &*session.fingerprint,
+                "stream continues on a worker with another fingerprint; its tokens may differ"
             );
         }
         request.phase = Phase::Running { worker, session: session.id, submission };
-        request.fingerprint = Some(session.fingerprint.clone());
         request.queue_span = None;
         if request.times.placed.is_none() {
             request.times.placed = Some(now);
@@ -503,8 +511,8 @@ impl State {
         if let Some(place) = &request.place {
             // A stream that has begun was charged for its prompt before.
             let prompt = if request.journal.tokens() > 0 { 0 } else { relay.call.prompt.len() };
-            submit.order = Some(self.queue.hand(place, submission, prompt).thousandths());
-            submit.least_waiting = self.queue.least(session.lane).map(Service::thousandths);
+            submit.virtual_start_time = Some(self.queue.hand(place, submission, prompt).thousandths());
+            submit.min_waiting_virtual_time = self.queue.least(session.lane).map(Service::thousandths);
         }
         let attempt = request.journal.attempt();
         self.placing.route(worker, submission, &relay.call, request.journal.tokens(), relay.chains());

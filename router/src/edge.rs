@@ -1,23 +1,22 @@
+//! The outermost layer of the router: arrival, deadline, and the limits within which requests are received.
+
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use http_body::{Body as HttpBody, Frame, SizeHint};
-use inflight_transport::{OpenCall, Peer};
-use tokio::time::Sleep;
+use inflight_transport::{Peer, ReceiveBudget, ReceiveLimits, hold};
 use tokio_util::task::TaskTracker;
-use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::body::Body;
-use tonic::codegen::Bytes;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
-use tonic::{Code, Status};
 use tower::{Layer, Service};
 
 use crate::admission::MANY;
 use crate::auth::is_open;
 use crate::clock;
-use crate::outcome::Outcome;
+use crate::metrics as names;
+use crate::options::Options;
+use crate::outcome::{Outcome, Overload};
 
 /// When a call arrived and by when it must be over.
 #[derive(Debug, Clone, Copy)]
@@ -38,17 +37,59 @@ impl Arrival {
     }
 }
 
-/// What every call passes first. It notes the call's arrival and deadline; answers DEADLINE_EXCEEDED when the
-/// deadline passes before the headers (nothing below looks at it); and calls a message over the limit RESOURCE_EXHAUSTED, as gRPC
-/// prescribes (the codec says OUT_OF_RANGE, which nothing else here does). A call that brings one message has a time in
-/// which to bring it whole. Calls are counted open from their headers to the last byte of their answers, so that a drain
-/// waits for them all; those to services beside the API, of which a health watch never ends, are not.
-#[derive(Debug, Clone)]
+/// Notes each call's arrival and deadline, and answers DEADLINE_EXCEEDED when the deadline passes before the headers
+/// (nothing below looks at it). Calls are counted open from their headers to the last byte of their answers, so that a
+/// drain waits for them all; those to services beside the API, of which a health watch never ends, are not.
+#[derive(Clone)]
 pub(crate) struct EdgeLayer {
     /// Calls that are open.
     pub(crate) open: TaskTracker,
-    /// How long a message may take to come, from the call's headers.
-    pub(crate) message_time_max: Duration,
+}
+
+/// Largest message to a path that is open to callers without a key: names of services.
+const OPEN_MESSAGE_BYTES_MAX: usize = 4 << 10;
+/// Most calls open at once on a connection that has shown no key.
+const UNAUTHENTICATED_CALLS_MAX: u32 = 32;
+
+/// The limits within which the messages of a path are received.
+pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
+    let open = is_open(path);
+    ReceiveLimits {
+        message_bytes_max: if open { OPEN_MESSAGE_BYTES_MAX } else { options.message_bytes_max },
+        option: (!open).then_some("--message-bytes-max"),
+        message_time_max: options.message_time_max,
+        streaming: path == MANY || path.starts_with("/grpc.reflection."),
+    }
+}
+
+/// The budget of all messages being received.
+pub(crate) fn receive_budget(options: &Options) -> ReceiveBudget {
+    let (max, retry) = (options.receive_bytes_max, options.retry_delay);
+    let spent = move || {
+        let what = format!(
+            "the router is receiving {max} bytes of requests, the limit (--receive-bytes-max); try again later"
+        );
+        Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry))).into_status()
+    };
+    ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), spent)
+}
+
+impl EdgeLayer {
+    /// Refuses a call beyond those that a connection without a key may have open.
+    fn check_calls(&self, request: &Request<Body>) -> Result<(), Outcome> {
+        let peer = request.extensions().get::<Peer>().filter(|peer| !peer.is_authenticated());
+        if !is_open(request.uri().path()) || peer.is_none_or(|peer| peer.calls() < UNAUTHENTICATED_CALLS_MAX)
+        {
+            return Ok(());
+        }
+        let what =
+            format!("{UNAUTHENTICATED_CALLS_MAX} calls are open on this connection, and none showed a key");
+        Err(Outcome::Full(Box::new(Overload::of_router(
+            what,
+            "unauthenticated_calls",
+            Duration::from_secs(1),
+        ))))
+    }
 }
 
 impl<S> Layer<S> for EdgeLayer {
@@ -60,7 +101,7 @@ impl<S> Layer<S> for EdgeLayer {
 }
 
 /// The service that [`EdgeLayer`] makes.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Edge<S> {
     inner: S,
     edge: EdgeLayer,
@@ -83,114 +124,26 @@ where
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let arrival = Arrival::of(request.headers());
         request.extensions_mut().insert(arrival);
-        let counted = !is_open(request.uri().path());
-        let open = Open {
-            _connection: request.extensions().get::<Peer>().map(Peer::call),
-            _call: counted.then(|| self.edge.open.token()),
-        };
-        let one = counted && request.uri().path() != MANY;
-        let request = match arrival.at.checked_add(self.edge.message_time_max).filter(|_| one) {
-            Some(until) => request.map(|body| Body::new(TimedBody { body, until, expiry: None })),
-            None => request,
-        };
+        if let Err(outcome) = self.edge.check_calls(&request) {
+            return Box::pin(async move { Ok(outcome.into_status().into_http()) });
+        }
+        let counted = (!is_open(request.uri().path())).then(|| self.edge.open.token());
+        // The connection is not idle while a call is open, and a drain waits for those to the API.
+        let open = (request.extensions().get::<Peer>().map(Peer::call), counted);
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
         let response = self.inner.call(request);
         Box::pin(async move {
-            let Some(expiry) = expiry else {
-                return response.await.map(rename_out_of_range).map(|response| held(response, open));
+            let response = match expiry {
+                None => response.await?,
+                Some(expiry) => tokio::select! {
+                    biased;
+                    response = response => response?,
+                    () = expiry => return Ok(Outcome::DeadlineExceeded.into_status().into_http()),
+                },
             };
-            tokio::select! {
-                biased;
-                response = response => response.map(rename_out_of_range).map(|response| held(response, open)),
-                () = expiry => Ok(Outcome::DeadlineExceeded.into_status().into_http()),
-            }
+            Ok(hold(response, open))
         })
     }
-}
-
-/// Counts a call as open, on its connection and at the router.
-struct Open {
-    _connection: Option<OpenCall>,
-    _call: Option<TaskTrackerToken>,
-}
-
-/// Counts the call as open until its last byte was written.
-fn held(response: Response<Body>, open: Open) -> Response<Body> {
-    response.map(|body| Body::new(HeldBody { body, _open: open }))
-}
-
-struct HeldBody {
-    body: Body,
-    _open: Open,
-}
-
-/// A request's body, which fails when it has not come whole in time.
-struct TimedBody {
-    body: Body,
-    until: Instant,
-    /// Made when the body is first waited for.
-    expiry: Option<Pin<Box<Sleep>>>,
-}
-
-impl HttpBody for TimedBody {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let this = self.get_mut();
-        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context) {
-            return Poll::Ready(frame);
-        }
-        let until = this.until;
-        let expiry = this.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until.into())));
-        expiry.as_mut().poll(context).map(|()| {
-            Some(Err(Status::deadline_exceeded(
-                "the call's message did not come in time; send it with the headers",
-            )))
-        })
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-impl HttpBody for HeldBody {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        Pin::new(&mut self.get_mut().body).poll_frame(context)
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-fn rename_out_of_range(mut response: Response<Body>) -> Response<Body> {
-    const OUT_OF_RANGE: &[u8] = b"11";
-    let status = response.headers_mut().get_mut(Status::GRPC_STATUS);
-    if let Some(code) = status
-        && code.as_bytes() == OUT_OF_RANGE
-    {
-        *code = HeaderValue::from(Code::ResourceExhausted as i32);
-    }
-    response
 }
 
 /// At most eight digits and a unit, as the gRPC protocol has it; anything else is no timeout.
@@ -214,6 +167,9 @@ fn parse_timeout(value: &HeaderValue) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use tonic::codegen::Bytes;
+    use tonic::{Code, Status};
+
     use super::*;
 
     #[test]
@@ -238,48 +194,25 @@ mod tests {
         });
         let mut request = Request::new(Body::empty());
         request.headers_mut().insert("grpc-timeout", HeaderValue::from_static("5m"));
-        let edge = EdgeLayer { open: TaskTracker::new(), message_time_max: Duration::from_secs(60) };
-        let response = edge.layer(never).call(request).await.unwrap();
+        let response = EdgeLayer { open: TaskTracker::new() }.layer(never).call(request).await.unwrap();
         let status = Status::from_header_map(response.headers()).unwrap();
         assert_eq!(status.code(), Code::DeadlineExceeded);
     }
 
-    /// A body of which nothing comes.
-    struct Nothing;
-
-    impl HttpBody for Nothing {
-        type Data = Bytes;
-        type Error = Status;
-
-        fn poll_frame(
-            self: Pin<&mut Self>,
-            _: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-            Poll::Pending
-        }
-    }
-
     #[tokio::test]
-    async fn a_message_that_does_not_come_ends_its_call_and_an_open_call_is_counted_until_its_answer_is_gone()
-    {
-        let reading = tower::service_fn(|request: Request<Body>| async move {
-            let mut body = request.into_body();
-            let frame = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
-            let status = frame.unwrap().unwrap_err();
-            // With an answer that goes on after the headers.
-            let response: Response<Body> = status.into_http();
-            Ok::<_, std::convert::Infallible>(response.map(|_| Body::new(Nothing)))
+    async fn an_open_call_is_counted_until_its_answer_is_gone() {
+        let answering = tower::service_fn(|_: Request<Body>| async {
+            let body = http_body_util::Full::new(Bytes::from_static(b"answer"));
+            Ok::<_, std::convert::Infallible>(Response::new(Body::new(body)))
         });
         let open = TaskTracker::new();
-        let edge = EdgeLayer { open: open.clone(), message_time_max: Duration::from_millis(5) };
-        let mut request = Request::new(Body::new(Nothing));
+        let mut request = Request::new(Body::empty());
         *request.uri_mut() = "/inflight.v1.Inference/Generate".parse().unwrap();
-        let mut edge = edge.layer(reading);
+        let mut edge = EdgeLayer { open: open.clone() }.layer(answering);
         let call = edge.call(request);
         assert_eq!(open.len(), 1);
         let response = call.await.unwrap();
-        let status = Status::from_header_map(response.headers()).unwrap();
-        assert_eq!((status.code(), open.len()), (Code::DeadlineExceeded, 1));
+        assert_eq!(open.len(), 1);
         drop(response);
         assert!(open.is_empty());
     }

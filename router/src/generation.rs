@@ -22,7 +22,7 @@ use crate::clock;
 use crate::dispatch::Ticket;
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::relay::{Call, News};
+use crate::relay::{Call, FingerprintChange, News};
 use crate::text::{Detokenizer, StopMatcher, Vocabulary};
 
 /// One choice on its way from tokens to the client's messages.
@@ -138,7 +138,12 @@ impl Generation {
                 model: call.model.clone(),
                 prompt_tokens: call.prompt.len() as u32,
                 seed: call.sampling.seed,
+                fingerprint: news.fingerprint.as_deref().unwrap_or_default().to_owned(),
             })));
+        }
+        for FingerprintChange { fingerprint, tokens } in news.changes {
+            let changed = v1::FingerprintChanged { fingerprint: fingerprint.to_string(), tokens };
+            self.ready.push_back(event(Event::FingerprintChanged(changed)));
         }
         let mut withdrawn = Vec::new();
         for (index, fresh) in news.fresh {
@@ -163,7 +168,7 @@ impl Generation {
                 self.ready.push_back(event(Event::Finished(v1::ChoiceFinished {
                     choice: index,
                     reason: v1::FinishReason::from(ending.reason).into(),
-                    stop: ending.stop,
+                    stop_string: ending.stop,
                     stop_token_id: ending.stop_token_id,
                 })));
             }
@@ -206,7 +211,10 @@ impl Generation {
             time_per_output_token_seconds: between,
             total_seconds: since(times.last_token),
         };
-        let usage = v1::Usage { prompt_tokens: call.prompt.len() as u32, completion_tokens };
+        let (cached_prompt_tokens, fingerprint) = relay.served();
+        let (prompt_tokens, fingerprint) =
+            (call.prompt.len() as u32, fingerprint.as_deref().unwrap_or_default().to_owned());
+        let usage = v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint };
         self.ready.push_back(event(Event::Completed(v1::GenerationCompleted {
             usage: Some(usage),
             timings: Some(timings),

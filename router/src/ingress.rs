@@ -1,8 +1,10 @@
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use inflight_proto::v1;
 use inflight_proto::v1::inference_server::Inference;
 use inflight_proto::v1::tokenize_request::Input;
+use inflight_transport::ReceivedBytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status};
@@ -39,6 +41,8 @@ pub(crate) struct Incoming {
     pub(crate) caller: Caller,
     /// The guard of the tenant's limits, if they were applied already.
     pub(crate) entered: Option<Entered>,
+    /// Counts the message's bytes until the request is tokenized.
+    pub(crate) received: Option<Arc<ReceivedBytes>>,
 }
 
 impl Incoming {
@@ -49,6 +53,7 @@ impl Incoming {
             context: trace::extract(request.metadata()),
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
             entered: extensions.get::<Entry>().and_then(Entry::take),
+            received: extensions.get::<Arc<ReceivedBytes>>().cloned(),
         }
     }
 }
@@ -58,7 +63,9 @@ impl Incoming {
     pub(crate) fn again(&self, admission: &Admission) -> Result<Self, Outcome> {
         let entered = admission.enter(&self.caller)?;
         let arrival = Arrival { at: clock::now(), ..self.arrival };
-        Ok(Self { arrival, context: self.context.clone(), caller: self.caller.clone(), entered })
+        let (context, caller) = (self.context.clone(), self.caller.clone());
+        // Its message counts until the next one of the call comes.
+        Ok(Self { arrival, context, caller, entered, received: None })
     }
 }
 
@@ -136,14 +143,14 @@ impl Ingress {
         *self.dispatch.ready().borrow()
     }
 
-    /// The models that a worker serves now, with the number of workers of each.
-    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
+    /// The models that a worker serves now, with the fingerprints of the workers of each.
+    pub(crate) fn models(&self) -> Vec<(Served, Vec<String>)> {
         self.dispatch.models()
     }
 
     /// The model of this name.
     pub(crate) fn resolve(&self, name: &str) -> Result<Served, Outcome> {
-        self.dispatch.resolve(name, clock::now())
+        self.dispatch.resolve(name, None, clock::now())
     }
 
     /// Checks and queues a request.
@@ -154,8 +161,9 @@ impl Ingress {
     ) -> Result<Generation, Outcome> {
         let permit = self.stream()?;
         let open = self.open.token();
-        let Incoming { arrival, context, caller, entered } = incoming;
-        let served = self.dispatch.resolve(&message.model, arrival.at)?;
+        let Incoming { arrival, context, caller, entered, received } = incoming;
+        let required = Some(message.require_fingerprint.as_str()).filter(|required| !required.is_empty());
+        let served = self.dispatch.resolve(&message.model, required, arrival.at)?;
         let span = info_span!(
             "generate",
             otel.kind = "server",
@@ -175,6 +183,7 @@ impl Ingress {
             request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
         };
         let mut call = self.on_cpu(large, prepare).instrument(span.clone()).await?;
+        drop(received);
         span.record("tenant", &call.tenant);
         span.record("request_id", &call.request_id);
         span.record("prompt_tokens", call.prompt.len());
@@ -184,7 +193,7 @@ impl Ingress {
         let charge = entered.as_ref().map(|entered| entered.take_tokens(call.tokens())).transpose()?;
         let lease = Lease::default().with(permit).with(open).with(OpenStream::new()).with(entered);
         let ticket = self.dispatch.submit(call, queue_span, lease)?;
-        let wait = self.options.unserved_wait_max;
+        let wait = self.options.no_worker_timeout;
         Ok(Generation::new(ticket, model, unserved, wait, span, charge))
     }
 
@@ -203,7 +212,7 @@ impl Ingress {
         _incoming: Incoming,
     ) -> Result<v1::TokenizeResponse, Outcome> {
         let (_permit, _open) = (self.stream()?, self.open.token());
-        let served = self.dispatch.resolve(&request.model, clock::now())?;
+        let served = self.dispatch.resolve(&request.model, None, clock::now())?;
         let large = match &request.input {
             Some(Input::Text(text)) => request::is_large_text(text),
             Some(Input::Chat(chat)) => request::is_large_chat(chat),
@@ -236,13 +245,14 @@ impl Inference for Ingress {
         &self,
         _: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let model = |(served, workers): (Served, u32)| v1::Model {
+        let model = |(served, fingerprints): (Served, Vec<String>)| v1::Model {
+            workers: fingerprints.len() as u32,
+            fingerprints: fingerprints.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
             name: served.name,
             architecture: served.architecture,
             context_tokens: served.limits.sequence_tokens(),
             vocab_size: served.limits.vocab_size,
-            workers,
-            chat: served.model.template.is_some(),
+            has_chat_template: served.model.template.is_some(),
         };
         let models = self.dispatch.models().into_iter().map(model).collect();
         Ok(Response::new(v1::ListModelsResponse { models }))

@@ -61,6 +61,8 @@ impl Kserve {
 struct Answer {
     model: String,
     seed: u64,
+    /// Its tokens come from workers with more than one fingerprint.
+    mixed: bool,
     texts: Vec<String>,
     finish: Vec<v1::FinishReason>,
     usage: v1::Usage,
@@ -79,6 +81,10 @@ impl Answer {
                 let choice = finished.choice as usize;
                 self.choice(choice);
                 self.finish[choice] = finished.reason();
+                None
+            }
+            Event::FingerprintChanged(_) => {
+                self.mixed = true;
                 None
             }
             Event::Completed(completed) => {
@@ -105,7 +111,10 @@ impl Answer {
             ("finish_reason", ParameterChoice::StringParam(reasons.join(","))),
             ("prompt_tokens", ParameterChoice::Int64Param(self.usage.prompt_tokens.into())),
             ("completion_tokens", ParameterChoice::Int64Param(self.usage.completion_tokens.into())),
+            ("cached_prompt_tokens", ParameterChoice::Int64Param(self.usage.cached_prompt_tokens.into())),
             ("seed", ParameterChoice::Uint64Param(self.seed)),
+            ("fingerprint", ParameterChoice::StringParam(self.usage.fingerprint.clone())),
+            ("fingerprint_changed", ParameterChoice::BoolParam(self.mixed)),
         ];
         response.parameters.extend(set.map(parameter));
         response

@@ -26,6 +26,7 @@ mod placing;
 mod queueing;
 mod relay;
 mod request;
+mod restart;
 mod router;
 mod session;
 mod tenants;

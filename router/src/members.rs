@@ -11,6 +11,7 @@ use crate::dial::Dial;
 use crate::discovery::{Found, Source, changed};
 use crate::dispatch::Dispatch;
 use crate::options::Options;
+use crate::restart::restart_on_panic;
 use crate::session::{Keeper, Models};
 
 /// Keeps a session with every worker that any source names, and with no other.
@@ -48,7 +49,7 @@ impl Members {
                 named.insert(index, BTreeSet::from([address.clone()]));
                 continue;
             }
-            tracing::info!(source = source.label(), "following workers");
+            tracing::info!(source = source.label(), "following worker discovery source");
             let (sender, receiver) = watch::channel::<Found>(None);
             following.spawn(source.follow(self.options.discovery_interval, sender));
             let answers = unfold(receiver, move |mut receiver| async move {
@@ -76,7 +77,7 @@ impl Members {
         self.known.retain(|address, retired| {
             let stays = wanted.contains(address);
             if !stays {
-                tracing::info!(worker = address, "worker is out of the list");
+                tracing::info!(worker = address, "worker removed by discovery");
                 retired.cancel();
             }
             stays
@@ -97,7 +98,7 @@ impl Members {
                 retired,
             };
             self.next += 1;
-            self.keepers.spawn(keeper.keep());
+            self.keepers.spawn(restart_on_panic("worker_session", move || keeper.clone().keep()));
         }
     }
 }

@@ -52,82 +52,88 @@ macro_rules! metrics_table {
 metrics_table! {
     REQUESTS = "inflight_router_requests_total", Kind::Counter, Unit::Count, ["outcome"],
         "Generate calls that ended, by outcome";
-    OVERTAKES = "inflight_router_overtakes_total", Kind::Counter, Unit::Count, [],
-        "Requests handed over before one that was first and fitted nowhere";
-    ROUTERS = "inflight_router_routers", Kind::Gauge, Unit::Count, [],
-        "Routers that workers see; limits are divided among them";
-    TENANT_REFUSED = "inflight_router_tenant_refused_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
-        "Requests refused for a limit of their tenant, by tenant of the file and limit";
-    TOKENIZE_WAITING = "inflight_router_tokenize_waiting", Kind::Gauge, Unit::Count, [],
-        "Large prompts that wait for a thread to be tokenized";
-    STREAMS = "inflight_router_streams", Kind::Gauge, Unit::Count, [],
-        "Generate calls open now";
+    RECEIVE_BYTES = "inflight_router_receive_bytes", Kind::Gauge, Unit::Bytes, [],
+        "Bytes of request messages that are being received or tokenized";
+    TASK_PANICS = "inflight_router_task_panics_total", Kind::Counter, Unit::Count, ["task"],
+        "Panics of background tasks, each followed by a restart, by task";
+    OVERTAKES = "inflight_router_queue_bypasses_total", Kind::Counter, Unit::Count, [],
+        "Requests dispatched ahead of a head-of-line request that fits on no worker";
+    ROUTERS = "inflight_router_cluster_routers", Kind::Gauge, Unit::Count, [],
+        "Routers that share the workers; cluster-wide limits are divided by it";
+    TENANT_REFUSED = "inflight_router_tenant_rejections_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
+        "Requests rejected by a limit of their tenant, by tenant and limit";
+    TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", Kind::Gauge, Unit::Count, [],
+        "Requests with large prompts that wait for a tokenizer thread";
+    STREAMS = "inflight_router_open_calls", Kind::Gauge, Unit::Count, [],
+        "Open Generate and Tokenize calls";
     QUEUE_REQUESTS = "inflight_router_queue_requests", Kind::Gauge, Unit::Count, [],
-        "Requests that wait for a worker";
+        "Requests in the queue";
     QUEUE_TOKENS = "inflight_router_queue_tokens", Kind::Gauge, Unit::Count, [],
-        "Tokens that the waiting requests may come to hold";
+        "Tokens in the queue: prompts plus max_tokens of all choices";
     QUEUE_SECONDS = "inflight_router_queue_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],
-        "Time from a request's arrival until it is first handed to a worker";
+        "Queueing time of a request, from arrival to its first dispatch";
     WORKERS_CONFIGURED = "inflight_router_workers_configured", Kind::Gauge, Unit::Count, [],
-        "Workers in the router's list";
+        "Workers named by discovery";
     WORKERS_CONNECTED = "inflight_router_workers_connected", Kind::Gauge, Unit::Count, [],
         "Workers with an open session";
     SESSIONS_LOST = "inflight_router_sessions_lost_total", Kind::Counter, Unit::Count, ["worker"],
-        "Sessions that ended while the router was running";
+        "Sessions that ended other than by a drain";
     WORKER_REQUESTS = "inflight_router_worker_requests", Kind::Gauge, Unit::Count, ["worker"],
         "Requests in flight at a worker from this router";
     WORKER_SEQUENCES = "inflight_router_worker_sequences", Kind::Gauge, Unit::Count, ["worker"],
         "Sequences in flight at a worker from this router";
     WORKER_SEQUENCES_GRANTED = "inflight_router_worker_sequences_granted", Kind::Gauge, Unit::Count, ["worker"],
-        "Sequences that a worker lets this router have in flight";
+        "Sequences that a worker grants this router";
     WORKER_BLOCKS = "inflight_router_worker_blocks", Kind::Gauge, Unit::Count, ["worker"],
-        "KV blocks charged for the admission of what is in flight at a worker from this router";
+        "KV blocks reserved at a worker by requests of this router";
     WORKER_BLOCKS_GRANTED = "inflight_router_worker_blocks_granted", Kind::Gauge, Unit::Count, ["worker"],
-        "KV blocks that a worker lets this router have in flight";
+        "KV blocks that a worker grants this router";
     RESUBMISSIONS = "inflight_router_resubmissions_total", Kind::Counter, Unit::Count, ["reason"],
-        "Requests put back into the queue: their session was lost, or their worker gave them back";
+        "Requests resubmitted after their session was lost or their worker returned them, by reason";
     FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", Kind::Counter, Unit::Count, [],
-        "Streams that went on at a worker of another numerics fingerprint, so that tokens may differ";
-    SUSPECTS = "inflight_router_suspects_total", Kind::Counter, Unit::Count, [],
-        "Requests that lost two workers in a row before a token came, and so run alone";
-    PARKED_REQUESTS = "inflight_router_parked_requests", Kind::Gauge, Unit::Count, [],
-        "Resubmissions that wait for the retry budget, and suspects that wait for a worker of their own";
+        "Streams that continued on a worker with another numerics fingerprint; their tokens may differ";
+    SUSPECTS = "inflight_router_quarantined_requests_total", Kind::Counter, Unit::Count, [],
+        "Requests quarantined after two workers in a row were lost before their first token";
+    RETRY_QUEUE = "inflight_router_retry_queue_requests", Kind::Gauge, Unit::Count, [],
+        "Resubmissions that wait for the retry budget";
+    QUARANTINE = "inflight_router_quarantine_queue_requests", Kind::Gauge, Unit::Count, [],
+        "Quarantined requests that wait for a worker of their own";
     PAUSED_STREAMS = "inflight_router_paused_streams_total", Kind::Counter, Unit::Count, [],
-        "Times that a request was taken off its worker because its client was too far behind";
+        "Requests paused because their client fell too far behind its stream";
     EJECTIONS = "inflight_router_ejections_total", Kind::Counter, Unit::Count, [],
-        "Times that a worker got nothing for a while because it kept failing";
+        "Outlier ejections: workers excluded from placement after consecutive failures";
     WORKERS_EJECTED = "inflight_router_workers_ejected", Kind::Gauge, Unit::Count, [],
-        "Workers that get nothing for a while because they keep failing";
+        "Workers that are ejected now";
     VIOLATIONS = "inflight_router_protocol_violations_total", Kind::Counter, Unit::Count, ["worker", "kind"],
-        "Sessions closed because the worker talked nonsense";
+        "Sessions closed after a protocol violation by the worker, by kind";
     DISCOVERY_FAILURES = "inflight_router_discovery_failures_total", Kind::Counter, Unit::Count, ["source"],
-        "Failed attempts to learn where the workers are";
+        "Failed lookups of workers, by discovery source";
     PREFIX_INDEX_BLOCKS = "inflight_router_prefix_index_blocks", Kind::Gauge, Unit::Count, [],
-        "Blocks of the workers' prefix caches that the router knows of";
+        "KV blocks in the prefix index, over all workers";
     PREFIX_INDEX_RESYNCS = "inflight_router_prefix_index_resyncs_total", Kind::Counter, Unit::Count, ["worker"],
-        "Times that changes of a worker's prefix cache were missing and it was asked for all of it";
-    PREFIX_INDEX_OVERFULL = "inflight_router_prefix_index_overfull_total", Kind::Counter, Unit::Count, ["worker"],
-        "News of a prefix cache not looked at, as its worker named more blocks than it has";
-    PLACED_TOKENS = "inflight_router_placed_tokens_total", Kind::Counter, Unit::Count, [],
-        "Tokens of the prompts handed to workers";
-    PLACED_CACHED_TOKENS = "inflight_router_placed_cached_tokens_total", Kind::Counter, Unit::Count, [],
-        "Of these, the ones that the router expected in the worker's prefix cache";
+        "Snapshots of a worker's prefix cache requested after missed events";
+    PREFIX_INDEX_OVERFULL = "inflight_router_prefix_index_dropped_events_total", Kind::Counter, Unit::Count, ["worker"],
+        "Prefix-cache events dropped: the worker reported more blocks than it has";
+    PLACED_TOKENS = "inflight_router_dispatched_prompt_tokens_total", Kind::Counter, Unit::Count, [],
+        "Prompt tokens of dispatched requests, resubmissions included";
+    PLACED_CACHED_TOKENS = "inflight_router_dispatched_cached_tokens_total", Kind::Counter, Unit::Count, [],
+        "Dispatched prompt tokens that the router expected in the worker's prefix cache";
     STALE_UPDATES = "inflight_router_stale_updates_total", Kind::Counter, Unit::Count, [],
-        "Sequence updates dropped because they belong to an older attempt or to no request in flight";
+        "Sequence updates dropped: they belong to an older attempt or to no request in flight";
     STALLED_STREAMS = "inflight_router_stalled_streams_total", Kind::Counter, Unit::Count, [],
-        "Times that a client fell behind its stream by more than a full buffer";
+        "Streams whose client fell more than 256 tokens behind";
     PROMPT_TOKENS = "inflight_router_prompt_tokens_total", Kind::Counter, Unit::Count, ["model"],
-        "Prompt tokens of requests handed to a worker, counted once for each request";
+        "Prompt tokens of dispatched requests, once per request";
     COMPLETION_TOKENS = "inflight_router_completion_tokens_total", Kind::Counter, Unit::Count, ["model"],
         "Tokens delivered to clients";
     UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", Kind::Counter, Unit::Count, ["model"],
-        "Tokens that workers produced past a stop string, delivered to nobody";
+        "Tokens generated past a stop string or a cancellation, delivered to no client";
     REQUEST_SECONDS = "gen_ai_server_request_duration_seconds", Kind::Histogram(DURATION_BUCKETS), Unit::Seconds,
         ["gen_ai_request_model", "gen_ai_operation_name", "error_type"],
-        "Time from a request's arrival to its last token";
+        "Request duration, from arrival to the last token";
     FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
-        "Time from a request's arrival to its first token";
+        "Time to first token, from arrival";
     PER_TOKEN_SECONDS = "gen_ai_server_time_per_output_token_seconds", Kind::Histogram(PER_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Mean time between the tokens of a request after its first";

@@ -29,6 +29,8 @@ pub struct Options {
     pub streams_max: usize,
     /// Largest message taken from a client, in bytes.
     pub message_bytes_max: usize,
+    /// Most bytes of messages that are being received, or received and not yet tokenized, over all calls.
+    pub receive_bytes_max: u64,
     /// Tokens generated where a request names no max_tokens.
     pub default_max_tokens: u32,
     /// How long a connection to a worker, its hello and each piece of its bundle may take.
@@ -36,9 +38,9 @@ pub struct Options {
     /// Longest pause between attempts to reach a worker; the first is a hundred milliseconds.
     pub reconnect_backoff_max: Duration,
     /// A worker that names no heartbeat interval is taken for lost after this long without an update.
-    pub worker_silence_max: Duration,
+    pub session_timeout: Duration,
     /// How long requests wait for a model whose last worker was lost.
-    pub unserved_wait_max: Duration,
+    pub no_worker_timeout: Duration,
     /// How often sources that are asked, such as DNS, are asked again.
     pub discovery_interval: Duration,
     /// Resubmissions a second after losses, over all requests; what is beyond waits.
@@ -48,19 +50,19 @@ pub struct Options {
     /// How long the streams of a draining worker may go on there before they move.
     pub drain_grace: Duration,
     /// Most tokens that a request may come to hold: its prompt and all that its choices may generate.
-    pub journal_tokens_max: u64,
+    pub request_tokens_max: u64,
     /// Tokens that a client may be behind before its request is taken off its worker until it reads again.
     pub client_buffer_tokens: usize,
     /// How long a client may take nothing of what is there before its call is ended.
     pub stall_timeout: Duration,
     /// Past this time in the queue a request goes first in its tenant.
-    pub queue_wait_max: Duration,
+    pub aging_threshold: Duration,
     /// Service forgiven a waiting request's tenant for each second, in tokens of weight 1.
-    pub aged_tokens_per_second: f64,
+    pub aging_tokens_per_second: f64,
     /// Service forgiven at most.
-    pub aged_tokens_max: f64,
+    pub aging_tokens_max: f64,
     /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
-    pub overtakes_max: u32,
+    pub bypass_max: u32,
     /// What a client is told to wait when a queue is full.
     pub retry_delay: Duration,
     /// The file of tenants with their keys and limits; without it everybody is let in.
@@ -78,7 +80,7 @@ pub struct Options {
     /// Most calls open at once on one connection.
     pub connection_streams_max: u32,
     /// How long a model whose last worker is gone is UNAVAILABLE before it is NOT_FOUND.
-    pub model_memory: Duration,
+    pub model_retention: Duration,
     /// How often an idle client connection is probed; one that does not answer for as long is closed and its
     /// requests are cancelled.
     pub keepalive_interval: Duration,
@@ -98,22 +100,23 @@ impl Default for Options {
             queue_tokens_max: 4 << 20,
             streams_max: 4096,
             message_bytes_max: 4 << 20,
+            receive_bytes_max: 256 << 20,
             default_max_tokens: 1024,
             connect_timeout: Duration::from_secs(5),
             reconnect_backoff_max: Duration::from_secs(5),
-            worker_silence_max: Duration::from_secs(10),
-            unserved_wait_max: Duration::from_secs(30),
+            session_timeout: Duration::from_secs(10),
+            no_worker_timeout: Duration::from_secs(30),
             discovery_interval: Duration::from_secs(5),
             retry_rate: 256,
             retry_burst: 1024,
             drain_grace: Duration::from_secs(10),
-            journal_tokens_max: 4 << 20,
+            request_tokens_max: 4 << 20,
             client_buffer_tokens: 8192,
             stall_timeout: Duration::from_secs(60),
-            queue_wait_max: Duration::from_secs(300),
-            aged_tokens_per_second: 0.0,
-            aged_tokens_max: 0.0,
-            overtakes_max: 16,
+            aging_threshold: Duration::from_secs(300),
+            aging_tokens_per_second: 0.0,
+            aging_tokens_max: 0.0,
+            bypass_max: 16,
             retry_delay: Duration::from_secs(1),
             tenants_file: None,
             tls: None,
@@ -122,7 +125,7 @@ impl Default for Options {
             header_bytes_max: 16 << 10,
             message_time_max: Duration::from_secs(30),
             connection_streams_max: 1024,
-            model_memory: Duration::from_secs(600),
+            model_retention: Duration::from_secs(600),
             keepalive_interval: Duration::from_secs(10),
             reflection: true,
         }
@@ -152,6 +155,16 @@ pub enum OptionsError {
         /// What was given.
         address: String,
     },
+    /// No message of the largest size could be received.
+    #[error(
+        "receive_bytes_max is {receive}, less than message_bytes_max = {message}; raise the first or lower the second"
+    )]
+    ReceiveBytes {
+        /// Bytes for all messages.
+        receive: u64,
+        /// Bytes of one.
+        message: usize,
+    },
     /// A bound is zero.
     #[error("{name} is 0; it must be at least 1")]
     Zero {
@@ -180,28 +193,34 @@ impl Options {
             ("queue_tokens_max", self.queue_tokens_max == 0),
             ("streams_max", self.streams_max == 0),
             ("connections", self.connections.connections_max == 0),
+            ("address_connections_max", self.connections.per_address_max == 0),
+            ("unauthenticated_idle_timeout", self.connections.unauthenticated_idle_max.is_zero()),
             ("first_call_timeout", self.connections.first_call_max.is_zero()),
             ("idle_timeout", self.connections.idle_max.is_zero()),
             ("handshake_timeout", self.connections.handshake_max.is_zero()),
             ("header_bytes_max", self.header_bytes_max == 0),
             ("connection_streams_max", self.connection_streams_max == 0),
-            ("queue_wait_max", self.queue_wait_max.is_zero()),
+            ("aging_threshold", self.aging_threshold.is_zero()),
             ("message_bytes_max", self.message_bytes_max == 0),
             ("default_max_tokens", self.default_max_tokens == 0),
             ("retry_rate", self.retry_rate == 0),
-            ("journal_tokens_max", self.journal_tokens_max == 0),
+            ("request_tokens_max", self.request_tokens_max == 0),
             ("client_buffer_tokens", self.client_buffer_tokens == 0),
             ("discovery_interval", self.discovery_interval.is_zero()),
             ("stall_timeout", self.stall_timeout.is_zero()),
             ("connect_timeout", self.connect_timeout.is_zero()),
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
-            ("worker_silence_max", self.worker_silence_max.is_zero()),
+            ("session_timeout", self.session_timeout.is_zero()),
             ("keepalive_interval", self.keepalive_interval.is_zero()),
         ];
-        match bounds.into_iter().find(|(_, zero)| *zero) {
-            Some((name, _)) => Err(OptionsError::Zero { name }),
-            None => Ok(()),
+        if let Some((name, _)) = bounds.into_iter().find(|(_, zero)| *zero) {
+            return Err(OptionsError::Zero { name });
         }
+        let (receive, message) = (self.receive_bytes_max, self.message_bytes_max);
+        if receive < message as u64 {
+            return Err(OptionsError::ReceiveBytes { receive, message });
+        }
+        Ok(())
     }
 }
 

@@ -55,6 +55,8 @@ pub(crate) enum Outcome {
     UnknownModel { asked: String, served: Vec<String> },
     /// A chat was sent to a model without a chat template.
     NoChatTemplate { model: String },
+    /// No worker has the fingerprint that the request asks for.
+    UnknownFingerprint { required: String, served: Vec<String> },
     /// Nobody is known by the key or certificate shown.
     Unauthenticated(String),
     /// The caller may not do this.
@@ -99,7 +101,7 @@ impl Outcome {
             Self::Completed => Code::Ok,
             Self::Invalid(_) => Code::InvalidArgument,
             Self::UnknownModel { .. } => Code::NotFound,
-            Self::NoChatTemplate { .. } => Code::FailedPrecondition,
+            Self::NoChatTemplate { .. } | Self::UnknownFingerprint { .. } => Code::FailedPrecondition,
             Self::Unauthenticated(_) => Code::Unauthenticated,
             Self::Denied(_) => Code::PermissionDenied,
             Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
@@ -127,6 +129,7 @@ impl Outcome {
             Self::Invalid(_) => "invalid",
             Self::UnknownModel { .. } => "unknown_model",
             Self::NoChatTemplate { .. } => "no_chat_template",
+            Self::UnknownFingerprint { .. } => "unknown_fingerprint",
             Self::Unauthenticated(_) => "unauthenticated",
             Self::Denied(_) => "denied",
             Self::Full(_) => "full",
@@ -155,11 +158,14 @@ impl Outcome {
             Self::NoChatTemplate { model } => {
                 format!("the model {model:?} has no chat template; send text or token ids")
             }
+            Self::UnknownFingerprint { required, served } => {
+                let served = if served.is_empty() { "none".to_owned() } else { served.join(", ") };
+                format!("no worker has the fingerprint {required:?}; those connected have: {served}")
+            }
             Self::Unauthenticated(reason) | Self::Denied(reason) => reason.clone(),
             Self::Full(over) | Self::Limited(over) => over.what.clone(),
             Self::Displaced { .. } => {
-                "the queue is full, and the request gave way to one that goes before it; try again later"
-                    .to_owned()
+                "evicted from the full queue by a request that goes first; try again later".to_owned()
             }
             Self::Infeasible { predicted, left } => format!(
                 "the first token would come in about {:.3} s, but the deadline is in {:.3} s; try again later or allow more time",
@@ -167,24 +173,24 @@ impl Outcome {
                 left.as_secs_f64()
             ),
             Self::NeverConnected { workers } => {
-                format!("none of the {workers} configured workers has been reached yet; try again later")
+                format!("none of the {workers} configured workers is connected yet; try again later")
             }
             Self::Unserved { model, waited } => format!(
                 "no worker serving {model:?} is connected, and none came back within {} s; try again later",
                 waited.as_secs_f64()
             ),
-            Self::Draining => "the router is being stopped; send the request again to another".to_owned(),
+            Self::Draining => "the router is draining; retry on another one".to_owned(),
             Self::AttemptsExhausted { attempts } => {
                 format!(
-                    "the request was handed to {attempts} workers and each was lost; it ran alone on the last one, so it may be the cause"
+                    "{attempts} workers in a row were lost while running the request, the last one running nothing else: it may be the cause, so do not retry it"
                 )
             }
             Self::ClientStalled { waited } => {
-                format!("the client took nothing of its stream for {} s", waited.as_secs_f64())
+                format!("the client read nothing of its stream for {} s", waited.as_secs_f64())
             }
             Self::DeadlineExceeded => "the call's deadline passed".to_owned(),
             Self::Cancelled => "the call was cancelled".to_owned(),
-            Self::WorkerError { message, .. } => format!("the worker could not go on: {message}"),
+            Self::WorkerError { message, .. } => format!("worker failed: {message}"),
         }
     }
 

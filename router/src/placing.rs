@@ -6,8 +6,7 @@ use std::time::Duration;
 use inflight_proto::v1;
 use inflight_proto::v1::kv_event::Event;
 use inflight_router_core::{
-    Ask, CacheChange, Candidate, Chain, CostCoefficients, Estimate, Fleet, IndexStep, Placer, SnapshotPiece,
-    Tier, WorkerLoad,
+    Ask, CacheChange, Candidate, Chain, Estimate, Fleet, IndexStep, Placer, SnapshotPiece, Tier, WorkerLoad,
 };
 use metrics::Gauge;
 
@@ -57,15 +56,14 @@ impl Placing {
     /// Takes in what an update says. Returns whether the worker is to be asked for a snapshot of its cache.
     pub(crate) fn news(&mut self, worker: usize, address: &str, update: &v1::Update) -> bool {
         if let Some(cost) = update.cost {
-            let v1::CostModel { step, token, key, decode_key, sequence, copy, copy_block } = cost;
-            let cost = CostCoefficients::new([step, token, key, decode_key, sequence, copy, copy_block]);
-            self.fleet.set_cost(worker, cost);
+            self.fleet.set_cost(worker, cost.into());
         }
         if let Some(load) = update.load {
             let seconds = |micros: u64| micros as f64 / 1e6;
-            let stretch = f64::from(load.prefill_stretch);
-            let load = WorkerLoad::new(seconds(load.prefill_ahead_us), stretch, seconds(load.decode_step_us));
-            self.fleet.set_load(worker, load, update.submissions_taken);
+            let stretch = f64::from(load.prefill_slowdown);
+            let load =
+                WorkerLoad::new(seconds(load.prefill_backlog_us), stretch, seconds(load.decode_iteration_us));
+            self.fleet.set_load(worker, load, update.submissions_received);
         }
         if !self.reads_prefixes() || (update.kv_snapshot.is_none() && update.kv_events.is_none()) {
             return false;
@@ -82,12 +80,20 @@ impl Placing {
             }
         };
         if let Some(piece) = &update.kv_snapshot {
-            let v1::KvSnapshot { first, device, host, next } = piece;
-            take(self.fleet.load(worker, SnapshotPiece { first: *first, device, host, next: *next }));
+            let v1::KvSnapshot { is_first, device_block_hashes, host_block_hashes, next_event } = piece;
+            take(self.fleet.load(
+                worker,
+                SnapshotPiece {
+                    first: *is_first,
+                    device: device_block_hashes,
+                    host: host_block_hashes,
+                    next: *next_event,
+                },
+            ));
         }
         if let Some(events) = &update.kv_events {
             let changes = events.events.iter().map(|event| event.event.map_or(CacheChange::Unknown, change));
-            take(self.fleet.apply(worker, events.first, changes));
+            take(self.fleet.apply(worker, events.first_event, changes));
         }
         self.indexed.set(self.fleet.indexed_blocks() as f64);
         lost
@@ -139,8 +145,10 @@ impl Placing {
     pub(crate) fn first_token(&self, worker: usize, call: &Call, chains: &[Chain]) -> Option<Duration> {
         let prompt_tokens = ask(call, 0).prompt_tokens;
         let estimate = self.fleet.estimate(worker, prompt_tokens, chains);
-        let known = estimate.cost != CostCoefficients::default();
-        known.then(|| Duration::try_from_secs_f64(estimate.first_token(prompt_tokens)).ok()).flatten()
+        self.fleet
+            .knows_cost(worker)
+            .then(|| Duration::try_from_secs_f64(estimate.first_token(prompt_tokens)).ok())
+            .flatten()
     }
 
     /// A submission has ended.

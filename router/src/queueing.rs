@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use inflight_contract::{Charged, Service, ServiceTable, TokenCost, Weight};
+use inflight_contract::{
+    Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, Weight, plausible_growth,
+};
 use inflight_proto::v1;
 use inflight_router_core::{Arrival, FairPlace, FairQueue, FairQueueOptions, Pace, QueueLimits};
 
@@ -26,11 +28,8 @@ const TENANTS_MAX: usize = 10_000;
 const NAME_BYTES_MAX: usize = 128;
 /// More routers than any worker has sessions for.
 const ROUTERS_MAX: u32 = 65_536;
-/// Far more than any worker computes: tokens as weighted, in all its time, in a second, and between two updates read
-/// without a pause between them.
-const COST_MAX: u64 = 1 << 50;
-const COST_PER_SECOND_MAX: u64 = 1 << 27;
-const COST_PER_UPDATE_MAX: u64 = 1 << 30;
+/// What is known of a worker's service by hearsay counts for this long.
+const HEARSAY_MAX: Duration = Duration::from_secs(3600);
 
 /// A worker that reports.
 struct Reporter {
@@ -71,10 +70,10 @@ impl Queueing {
         let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
         let fair = FairQueueOptions {
             limits,
-            wait_max: options.queue_wait_max,
-            aged_tokens_per_second: options.aged_tokens_per_second,
-            aged_tokens_max: options.aged_tokens_max,
-            overtakes_max: options.overtakes_max,
+            wait_max: options.aging_threshold,
+            aging_tokens_per_second: options.aging_tokens_per_second,
+            aging_tokens_max: options.aging_tokens_max,
+            bypass_max: options.bypass_max,
             ..FairQueueOptions::default()
         };
         Self {
@@ -198,7 +197,10 @@ impl Queueing {
         let known = self.lanes.entry(lane).or_default();
         known.services.open(&incarnation);
         let mut told: Vec<v1::ServiceTable> = Vec::new();
-        for (other, tenant, charged) in known.services.iter().filter(|(other, ..)| *other != incarnation) {
+        // Not what is known by hearsay, or a false report would go round for ever.
+        for (other, tenant, charged) in
+            known.services.first_hand().filter(|(other, ..)| *other != incarnation)
+        {
             let charge = to_wire(tenant, charged);
             match told.last_mut().filter(|table| table.incarnation == other) {
                 Some(table) => table.tenants.push(charge),
@@ -233,25 +235,26 @@ impl Queueing {
         let Some(reporter) = self.reporters.get_mut(&worker) else { return Ok(()) };
         let lane = reporter.lane;
         let Some(known) = self.lanes.get_mut(&lane) else { return Ok(()) };
-        let told = update.services.iter().filter(|table| table.incarnation != reporter.incarnation);
+        let told = update.service_tables.iter().filter(|table| table.incarnation != reporter.incarnation);
         let told = told.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
-        let own = update.charges.iter().map(|charge| (&reporter.incarnation, charge));
-        let named = |(incarnation, charge): &(&String, &v1::TenantCharge)| {
+        // The worker only passes on what another router said.
+        let told = told.filter(|(_, charge)| charge.service.max(charge.baseline) <= SERVICE_COUNTER_MAX);
+        let own = update.services.iter().map(|charge| (&reporter.incarnation, charge));
+        let named = |(incarnation, charge): &(&String, &v1::TenantServiceCounter)| {
             charge.tenant.len() <= NAME_BYTES_MAX && incarnation.len() <= NAME_BYTES_MAX
         };
-        if update.routers > ROUTERS_MAX {
-            return Err(Violation::Routers { routers: update.routers, most: ROUTERS_MAX });
+        if update.router_count > ROUTERS_MAX {
+            return Err(Violation::Routers { routers: update.router_count, most: ROUTERS_MAX });
         }
-        let charges = own.clone().chain(told.clone()).map(|(_, charge)| charge);
-        if let Some(charge) = charges.into_iter().find(|charge| charge.cost.max(charge.base) > COST_MAX) {
-            return Err(Violation::Charge { cost: charge.cost.max(charge.base), most: COST_MAX });
+        let largest = own.clone().map(|(_, charge)| charge.service.max(charge.baseline)).max().unwrap_or(0);
+        if largest > SERVICE_COUNTER_MAX {
+            return Err(Violation::Charge { cost: largest, most: SERVICE_COUNTER_MAX });
         }
         if let Some(heard) = reporter.heard {
-            let seconds = since.saturating_sub(heard).as_secs().saturating_add(1);
-            let most = COST_PER_SECOND_MAX.saturating_mul(seconds).saturating_add(COST_PER_UPDATE_MAX);
+            let most = plausible_growth(since.saturating_sub(heard));
             let grown = own.clone().map(|(incarnation, charge)| {
                 let known = known.services.counted(incarnation, &charge.tenant);
-                charge.cost.saturating_sub(known.max(charge.base))
+                charge.service.saturating_sub(known.max(charge.baseline))
             });
             let grown = grown.fold(0u64, u64::saturating_add);
             if grown > most {
@@ -260,20 +263,29 @@ impl Queueing {
         }
         reporter.heard = Some(since);
         for (incarnation, charge) in own.chain(told).filter(named) {
-            let charged = Charged { cost: charge.cost, base: charge.base.min(charge.cost) };
+            let charged = Charged { cost: charge.service, base: charge.baseline.min(charge.service) };
             let grown = known.services.merge(incarnation, &charge.tenant, charged);
             if grown > 0 {
                 self.queue.charge(lane, &charge.tenant, grown);
             }
         }
         // A worker that does not count routers says none: then what is known stands.
-        let routers = if update.routers == 0 { reporter.routers } else { update.routers };
+        let routers = if update.router_count == 0 { reporter.routers } else { update.router_count };
         let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
-        self.queue.begun(lane, Service::from_thousandths(update.begun_order));
+        self.queue.begun(lane, Service::from_thousandths(update.virtual_time));
         if changed {
             self.count_routers();
         }
         Ok(())
+    }
+
+    /// Forgets what was known by hearsay for long enough.
+    pub(crate) fn expire_hearsay(&mut self, since: Duration) {
+        for (lane, known) in &mut self.lanes {
+            for Expired { tenant, cost } in known.services.expire(since, HEARSAY_MAX) {
+                self.queue.discharge(*lane, &tenant, cost);
+            }
+        }
     }
 
     /// The most that any worker has: one that is partitioned from some routers sees fewer. While no worker says
@@ -282,7 +294,7 @@ impl Queueing {
         let said = self.reporters.values().map(|reporter| reporter.routers).filter(|routers| *routers > 0);
         let Some(routers) = said.max() else { return };
         if routers != self.routers.swap(routers, Ordering::Relaxed) {
-            tracing::info!(routers, "limits are divided among the routers that workers see");
+            tracing::info!(routers, "router count changed; limits are divided among routers");
             self.queue.set_routers(routers);
         }
         metrics::gauge!(names::ROUTERS).set(routers);
@@ -320,6 +332,6 @@ impl Queueing {
     }
 }
 
-fn to_wire(tenant: &str, charged: Charged) -> v1::TenantCharge {
-    v1::TenantCharge { tenant: tenant.to_owned(), cost: charged.cost, base: charged.base }
+fn to_wire(tenant: &str, charged: Charged) -> v1::TenantServiceCounter {
+    v1::TenantServiceCounter { tenant: tenant.to_owned(), service: charged.cost, baseline: charged.base }
 }

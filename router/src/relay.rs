@@ -1,4 +1,4 @@
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,8 @@ pub(crate) struct Call {
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) return_token_ids: bool,
+    /// The only fingerprint it may run on, if it asks for one.
+    pub(crate) require_fingerprint: Option<String>,
     pub(crate) chat: bool,
     pub(crate) trace: TraceContext,
 }
@@ -41,6 +43,11 @@ impl Call {
     /// Tokens that the request may come to hold.
     pub(crate) fn tokens(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.max_tokens) * u64::from(self.sampling.n)
+    }
+
+    /// Whether it may run on a worker with this fingerprint.
+    pub(crate) fn accepts(&self, fingerprint: &str) -> bool {
+        self.require_fingerprint.as_ref().is_none_or(|required| required == fingerprint)
     }
 
     /// Tokens of its longest sequence.
@@ -120,7 +127,11 @@ pub(crate) struct State {
     /// Since when no worker that serves could hold it.
     pub(crate) unfit_since: Option<Instant>,
     /// Fingerprint of the worker of the latest attempt.
-    pub(crate) fingerprint: Option<String>,
+    pub(crate) fingerprint: Option<Arc<str>>,
+    /// Changes of it that its stream has not been told of.
+    changes: Vec<FingerprintChange>,
+    /// Tokens of the prompt that a worker computed for it before its first token; `None` before that.
+    computed_prompt: Option<u32>,
     /// Covers the first wait in the queue; closed when the request is placed.
     pub(crate) queue_span: Option<tracing::Span>,
     /// Where it waited before it was handed over; `None` before that.
@@ -134,7 +145,26 @@ pub(crate) struct State {
     unread_since: Option<Instant>,
 }
 
+/// The request goes on at a worker with another fingerprint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FingerprintChange {
+    pub(crate) fingerprint: Arc<str>,
+    /// Tokens that each choice had by then.
+    pub(crate) tokens: Vec<u32>,
+}
+
 impl State {
+    /// The request is handed to a worker with this fingerprint. Returns whether its stream goes on with another than before.
+    pub(crate) fn run_on(&mut self, fingerprint: &Arc<str>) -> bool {
+        let before = self.fingerprint.replace(fingerprint.clone());
+        let changed = self.journal.tokens() > 0 && before.is_some_and(|before| before != *fingerprint);
+        if changed {
+            let tokens = self.journal.resumed().map(|choice| choice.tokens.len() as u32).collect();
+            self.changes.push(FingerprintChange { fingerprint: fingerprint.clone(), tokens });
+        }
+        changed
+    }
+
     /// How long something has waited for its stream.
     pub(crate) fn unread_for(&self, now: Instant) -> Duration {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
@@ -168,6 +198,9 @@ pub(crate) struct News {
     pub(crate) waiting: bool,
     /// It was paused, and the client reads again.
     pub(crate) paused: bool,
+    /// Fingerprint of the worker of the latest attempt.
+    pub(crate) fingerprint: Option<Arc<str>>,
+    pub(crate) changes: Vec<FingerprintChange>,
     pub(crate) fresh: Vec<(u32, Fresh<v1::PositionLogprobs>)>,
     pub(crate) failure: Option<Outcome>,
 }
@@ -190,6 +223,8 @@ impl Relay {
             alone: false,
             unfit_since: None,
             fingerprint: None,
+            changes: Vec::new(),
+            computed_prompt: None,
             queue_span: Some(queue_span),
             place: None,
             stalled: false,
@@ -226,8 +261,9 @@ impl Relay {
         now: Instant,
         readers: &mut Vec<Waker>,
     ) -> Received {
-        let finish = finish_reason(update.finish);
+        let finish = finish_reason(update.finish_reason);
         let mut state = self.lock();
+        let first = state.journal.tokens() == 0;
         let in_force =
             matches!(state.phase, Phase::Running { submission: current, .. } if current == submission);
         if !in_force {
@@ -265,6 +301,10 @@ impl Relay {
                 match appended {
                     Ok(Append::Taken) => {
                         if !update.token_ids.is_empty() {
+                            if first {
+                                // Of several choices, one computes the prompt and the others share it.
+                                state.computed_prompt = Some(update.computed_tokens);
+                            }
                             state.times.first_token.get_or_insert(now);
                             state.times.last_token = Some(now);
                             state.suspicion.token();
@@ -324,6 +364,8 @@ impl Relay {
             placed: state.times.placed.is_some(),
             waiting: matches!(state.phase, Phase::Queued(_) | Phase::Parked),
             paused: state.phase == Phase::Paused,
+            fingerprint: state.fingerprint.clone(),
+            changes: std::mem::take(&mut state.changes),
             fresh,
             failure: state.failure.clone(),
         })
@@ -331,6 +373,14 @@ impl Relay {
 
     pub(crate) fn times(&self) -> Times {
         self.lock().times
+    }
+
+    /// Tokens of the prompt that were found in a worker's prefix cache, and the fingerprint of the last worker.
+    pub(crate) fn served(&self) -> (u32, Option<Arc<str>>) {
+        let state = self.lock();
+        let prompt = self.call.prompt.len() as u32;
+        let cached = state.computed_prompt.map_or(0, |computed| prompt.saturating_sub(computed));
+        (cached, state.fingerprint.clone())
     }
 
     pub(crate) fn count_unbilled(&self, tokens: usize) {
@@ -355,10 +405,10 @@ impl Relay {
         });
         let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
         v1::Submit {
-            request: submission,
+            submission_id: submission,
             attempt: journal.attempt(),
             request_id: call.request_id.clone(),
-            prompt: call.prompt.clone(),
+            prompt_token_ids: call.prompt.clone(),
             resumed: resumed.collect(),
             sampling: Some(v1::SamplingParams::from_spec(&call.sampling)),
             stop: Some(v1::StopConditions::from_spec(&call.sampling, call.max_tokens)),
@@ -368,8 +418,8 @@ impl Relay {
             deadline_us: left.map(|left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX)),
             traceparent: call.trace.traceparent.clone(),
             tracestate: call.trace.tracestate.clone(),
-            order: None,
-            least_waiting: None,
+            virtual_start_time: None,
+            min_waiting_virtual_time: None,
         }
     }
 }
@@ -389,7 +439,6 @@ fn finish_reason(value: i32) -> Option<FinishReason> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::task::Wake;
 
@@ -422,12 +471,14 @@ mod tests {
             arrived: now,
             deadline: None,
             return_token_ids: false,
+            require_fingerprint: None,
             chat: false,
             trace: TraceContext::default(),
         };
         let relay = Relay::new(call, tracing::Span::none(), Lease::default());
         relay.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
-        let update = v1::SequenceUpdate { request: 7, attempt: 1, token_ids: vec![5], ..Default::default() };
+        let update =
+            v1::SequenceUpdate { submission_id: 7, attempt: 1, token_ids: vec![5], ..Default::default() };
         let woken = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(woken.clone());
         let context = Context::from_waker(&waker);

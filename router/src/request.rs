@@ -96,13 +96,19 @@ pub(crate) fn prepare(
         arrived,
         deadline,
         return_token_ids: request.return_token_ids,
+        require_fingerprint: Some(request.require_fingerprint).filter(|required| !required.is_empty()),
         chat,
         trace: TraceContext::default(),
     })
 }
 
 fn check_fields(request: &v1::GenerateRequest) -> Result<(), Outcome> {
-    for (name, value) in [("tenant", &request.tenant), ("request_id", &request.request_id)] {
+    let names = [
+        ("tenant", &request.tenant),
+        ("request_id", &request.request_id),
+        ("require_fingerprint", &request.require_fingerprint),
+    ];
+    for (name, value) in names {
         if value.len() > NAME_BYTES_MAX {
             return Err(Outcome::Invalid(format!(
                 "{name} has {} bytes; at most {NAME_BYTES_MAX} are allowed",
@@ -147,7 +153,20 @@ pub(crate) fn encode_text(served: &Served, text: &str) -> Result<Vec<u32>, Outco
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
+    check_size(served, text)?;
     served.model.tokenizer.encode(text).map_err(encoding)
+}
+
+/// Refuses text that cannot fit the model's context, which tokenizing would only find out after seconds.
+fn check_size(served: &Served, text: &str) -> Result<(), Outcome> {
+    let (tokens, most) = (served.model.tokenizer.min_tokens(text), served.limits.sequence_tokens());
+    if tokens <= most as usize {
+        return Ok(());
+    }
+    let bytes = text.len();
+    Err(Outcome::Invalid(format!(
+        "the prompt's {bytes} bytes of text are at least {tokens} tokens; the model takes {most} for prompt and output together"
+    )))
 }
 
 /// Token ids of a conversation.
@@ -161,6 +180,7 @@ pub(crate) fn encode_chat(served: &Served, chat: v1::Chat) -> Result<Vec<u32>, O
     let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
     let messages: Vec<Message> = chat.messages.into_iter().map(message).collect();
     let text = template.render(&messages).map_err(Outcome::invalid)?;
+    check_size(served, &text)?;
     served.model.tokenizer.encode_rendered(&text).map_err(encoding)
 }
 

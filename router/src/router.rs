@@ -9,7 +9,7 @@ use futures::{Stream, StreamExt as _};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
-use inflight_transport::{Accept, ClientTls, Http2, ServerTls, TlsError};
+use inflight_transport::{Accept, ClientTls, Http2, ReceiveLayer, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -28,12 +28,13 @@ use crate::auth::AuthLayer;
 use crate::dial::Dial;
 use crate::discovery::Source;
 use crate::dispatch::Dispatch;
-use crate::edge::EdgeLayer;
+use crate::edge::{EdgeLayer, receive_budget, receive_limits};
 use crate::ingress::Ingress;
 use crate::kserve::Kserve;
 use crate::members::Members;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
+use crate::restart::restart_on_panic;
 use crate::tenants::{Tenants, TenantsError};
 
 /// Why a router could not start, or stopped.
@@ -154,7 +155,7 @@ impl Router {
         let Self { listener, address, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
         let tls = core.tls.clone();
-        let incoming = Accept::new(listener, tls, core.options.connections).incoming();
+        let incoming = Accept::new("grpc", listener, tls, core.options.connections).incoming();
         let result =
             core.serve(incoming.map(|connection| connection.map_err(|never| match never {})), drain).await;
         tracing::info!(%address, "router has stopped");
@@ -216,19 +217,19 @@ impl Core {
 
         // Dropped, and with it aborted, when this function returns.
         let mut tasks = JoinSet::new();
-        tasks.spawn(Members::new(&options, dispatch.clone(), dial).follow(sources));
+        let (members, of_members) = (options.clone(), dispatch.clone());
+        tasks.spawn(restart_on_panic("membership", move || {
+            Members::new(&members, of_members.clone(), dial.clone()).follow(sources.clone())
+        }));
         let ticking = dispatch.clone();
-        tasks.spawn(async move {
-            let mut ticks = tokio::time::interval(Dispatch::TICK);
-            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-            loop {
-                ticks.tick().await;
-                ticking.tick();
-            }
-        });
-        tasks.spawn(report_health(reporter, dispatch.ready(), dispatch.served(), drain.clone()));
+        tasks.spawn(restart_on_panic("ticks", move || tick(ticking.clone())));
+        let (reported, draining) = (dispatch.clone(), drain.clone());
+        tasks.spawn(restart_on_panic("health", move || {
+            report_health(reporter.clone(), reported.ready(), reported.served(), draining.clone())
+        }));
         if let Some(tenants) = &tenants {
-            tasks.spawn(tenants.clone().follow());
+            let tenants = tenants.clone();
+            tasks.spawn(restart_on_panic("tenants_file", move || tenants.clone().follow()));
         }
 
         let admission = Admission::new(dispatch.clone());
@@ -247,8 +248,11 @@ impl Core {
             };
             routes = routes.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?);
         }
+        let receiving = options.clone();
+        let limits = move |path: &str| receive_limits(path, &receiving);
         let service = ServiceBuilder::new()
-            .layer(EdgeLayer { open: open.clone(), message_time_max: options.message_time_max })
+            .layer(ReceiveLayer::new(receive_budget(&options), limits))
+            .layer(EdgeLayer { open: open.clone() })
             .layer(AuthLayer { tenants })
             .layer(AdmissionLayer { admission })
             .service(routes.prepare());
@@ -260,6 +264,16 @@ impl Core {
         let serving = server.serve(incoming, service, drain.clone());
         until_drained(serving, drain, open).await;
         Ok(())
+    }
+}
+
+/// Has the dispatcher do what only time brings about.
+async fn tick(dispatch: Arc<Dispatch>) {
+    let mut ticks = tokio::time::interval(Dispatch::TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        dispatch.tick();
     }
 }
 

@@ -38,19 +38,19 @@ enum SessionError {
     Timeout { what: &'static str, limit: Duration },
     #[error("the worker refused {what}: {} ({:?})", .status.message(), .status.code())]
     Refused { what: &'static str, status: Status },
-    #[error("the worker broke the protocol: {0}")]
+    #[error("protocol violation by the worker: {0}")]
     Protocol(String),
-    #[error("the worker broke the protocol: {0}")]
+    #[error("protocol violation by the worker: {0}")]
     Nonsense(#[from] Violation),
     #[error("the worker has drained")]
     Drained,
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    #[error("the stream broke: {} ({:?})", .0.message(), .0.code())]
+    #[error("session stream failed: {} ({:?})", .0.message(), .0.code())]
     Broken(Status),
-    #[error("the worker closed the stream")]
+    #[error("session stream closed by the worker")]
     Closed,
-    #[error("no update for {} s", .0.as_secs_f64())]
+    #[error("no update within {} s", .0.as_secs_f64())]
     Silent(Duration),
 }
 
@@ -96,6 +96,7 @@ impl Models {
 
 /// Keeps one session with one worker, for as long as it is polled: connects, hands updates to the dispatcher,
 /// and after a loss connects again, with growing pauses. Ends once the worker is retired and has nothing in flight.
+#[derive(Clone)]
 pub(crate) struct Keeper {
     pub(crate) worker: usize,
     pub(crate) address: String,
@@ -160,11 +161,11 @@ impl Keeper {
                 match error {
                     // A worker that was not there yet may still be loading its model.
                     SessionError::Connect(_) if !opened => {
-                        tracing::info!(worker, reason, "worker cannot be reached; trying on");
+                        tracing::info!(worker, reason, "cannot connect to worker; retrying");
                     }
-                    _ if drained => tracing::info!(worker, "session with worker is over: it has drained"),
-                    _ if opened => tracing::warn!(worker, reason, "session with worker is lost; trying on"),
-                    _ => tracing::warn!(worker, reason, "no session with worker; trying on"),
+                    _ if drained => tracing::info!(worker, "session closed: the worker has drained"),
+                    _ if opened => tracing::warn!(worker, reason, "session lost; reconnecting"),
+                    _ => tracing::warn!(worker, reason, "cannot open session with worker; retrying"),
                 }
                 reported = Some(reason);
             }
@@ -223,7 +224,7 @@ impl Keeper {
         let hello = match first.and_then(|response| response.message) {
             Some(Response::Hello(hello)) => hello,
             Some(Response::Update(_)) => {
-                return Err(SessionError::Protocol("it sent an update before hello".to_owned()));
+                return Err(SessionError::Protocol("update before hello".to_owned()));
             }
             None => return Err(SessionError::Closed),
         };
@@ -231,7 +232,7 @@ impl Keeper {
         let fetch = fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
         let model = self.models.get(&hello.bundle_digest, fetch).await?;
         let heartbeat = match hello.heartbeat_interval_ms {
-            0 => self.options.worker_silence_max / 3,
+            0 => self.options.session_timeout / 3,
             interval => Duration::from_millis(interval.into()),
         };
         let heartbeat = heartbeat.clamp(*Self::HEARTBEAT.start(), *Self::HEARTBEAT.end());
@@ -242,7 +243,7 @@ impl Keeper {
             incarnation = hello.incarnation,
             model = hello.model,
             fingerprint = hello.fingerprint,
-            "session with worker is open"
+            "session opened"
         );
         let session = self.dispatch.open(Introduction {
             worker: self.worker,
@@ -255,7 +256,7 @@ impl Keeper {
             limits,
             block_tokens,
             has,
-            host_blocks: hello.limits.map_or(0, |limits| limits.host_blocks),
+            host_blocks: hello.limits.map_or(0, |limits| limits.host_kv_blocks),
             heartbeat,
             model,
             commands,
@@ -288,7 +289,7 @@ impl Keeper {
                     }
                 }
                 Some(Some(Response::Hello(_))) => {
-                    return Err(SessionError::Protocol("it said hello twice".to_owned()));
+                    return Err(SessionError::Protocol("hello sent twice".to_owned()));
                 }
                 // A message of a kind that a newer protocol added.
                 Some(None) => {}
@@ -340,22 +341,22 @@ fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), Session
     let wrong = |what: String| Err(SessionError::Protocol(what));
     if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
         return wrong(format!(
-            "it speaks protocol version {}, this router speaks up to {PROTOCOL_VERSION}",
+            "protocol version {} is not supported; this router supports up to {PROTOCOL_VERSION}",
             hello.protocol_version
         ));
     }
     if hello.model.is_empty() {
-        return wrong("it names no model".to_owned());
+        return wrong("hello without a model name".to_owned());
     }
-    let Some(limits) = hello.limits else { return wrong("hello has no limits".to_owned()) };
-    let v1::WorkerLimits { vocab_size, context_tokens, block_tokens, blocks, sequences, .. } = limits;
-    if [vocab_size, context_tokens, block_tokens, blocks, sequences].contains(&0) {
-        return wrong("hello has limits of zero".to_owned());
+    let Some(limits) = hello.limits else { return wrong("hello without limits".to_owned()) };
+    let v1::WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, .. } = limits;
+    if [vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences].contains(&0) {
+        return wrong("hello with limits of zero".to_owned());
     }
-    let kv_tokens = limits.blocks.saturating_mul(limits.block_tokens);
+    let kv_tokens = limits.kv_blocks.saturating_mul(limits.block_tokens);
     let model =
         ModelLimits { vocab_size: limits.vocab_size, context_tokens: limits.context_tokens, kv_tokens };
-    Ok((model, limits.block_tokens, Credits { sequences, blocks }))
+    Ok((model, limits.block_tokens, Credits { sequences: max_sequences, blocks: kv_blocks }))
 }
 
 /// Fetches a bundle; each piece must come within `limit`.
@@ -406,9 +407,9 @@ mod tests {
             vocab_size: 285,
             context_tokens: 256,
             block_tokens: 16,
-            blocks: 64,
-            sequences: 8,
-            host_blocks: 0,
+            kv_blocks: 64,
+            max_sequences: 8,
+            host_kv_blocks: 0,
         };
         let hello = v1::Hello {
             protocol_version: PROTOCOL_VERSION,
@@ -418,12 +419,12 @@ mod tests {
         };
         assert!(check_hello(&hello).is_ok());
         let newer = PROTOCOL_VERSION + 1;
-        let empty = v1::WorkerLimits { blocks: 0, ..limits };
+        let empty = v1::WorkerLimits { kv_blocks: 0, ..limits };
         for (wrong, what) in [
             (v1::Hello { protocol_version: newer, ..hello.clone() }, format!("protocol version {newer}")),
             (v1::Hello { protocol_version: 0, ..hello.clone() }, "protocol version 0".to_owned()),
-            (v1::Hello { model: String::new(), ..hello.clone() }, "names no model".to_owned()),
-            (v1::Hello { limits: None, ..hello.clone() }, "has no limits".to_owned()),
+            (v1::Hello { model: String::new(), ..hello.clone() }, "hello without a model name".to_owned()),
+            (v1::Hello { limits: None, ..hello.clone() }, "hello without limits".to_owned()),
             (v1::Hello { limits: Some(empty), ..hello.clone() }, "limits of zero".to_owned()),
         ] {
             let error = check_hello(&wrong).err().unwrap().to_string();

@@ -194,9 +194,9 @@ impl Tenants {
         let reloaded = self.reload();
         inflight_transport::metrics::reloaded("tenants", reloaded.is_ok());
         match reloaded {
-            Ok(()) => tracing::info!(tenants = self.table().tenants.len(), "tenants were reloaded"),
+            Ok(()) => tracing::info!(tenants = self.table().tenants.len(), "tenants file reloaded"),
             Err(error) => {
-                tracing::error!(%error, "the tenants' file changed and cannot be used; the old one stays");
+                tracing::error!(%error, "tenants file changed but is invalid; keeping the previous one");
             }
         }
     }

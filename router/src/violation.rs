@@ -7,28 +7,28 @@ pub(crate) enum Violation {
     #[error("request {request}: {error}")]
     Journal { request: u64, error: JournalError },
     /// A handle that is not in flight in this session: never submitted, or ended already.
-    #[error("it spoke of request {request}, choice {choice}, which is not in flight")]
+    #[error("update for unknown request {request}, choice {choice}")]
     UnknownRequest { request: u64, choice: u32 },
     /// A token that the model does not have.
-    #[error("request {request}: token {token} is outside its vocabulary of {vocab_size}")]
+    #[error("request {request}: token id {token} exceeds the vocabulary of {vocab_size}")]
     UnknownToken { request: u64, token: u32, vocab_size: u32 },
     /// More alternatives to a token than were asked for.
-    #[error("request {request}: it named {entries} alternatives to a token, more than {most}")]
+    #[error("request {request}: {entries} top logprobs, limit {most}")]
     Alternatives { request: u64, entries: usize, most: usize },
     /// Credits that no worker of its size has; a negative number looks like this too.
-    #[error("it granted {granted} {what}, but said that it has {has}")]
+    #[error("grant of {granted} {what}, but the worker has {has}")]
     Grant { what: &'static str, granted: u32, has: u32 },
     /// More in one update than all that is in flight could bring.
-    #[error("an update has {entries} {what}, more than {most}")]
+    #[error("update with {entries} {what}, limit {most}")]
     Oversized { what: &'static str, entries: usize, most: usize },
     /// More service than any worker can have given, altogether or since its update before.
-    #[error("it says that tenants were served {cost} tokens as weighted, more than {most}")]
+    #[error("service counter {cost} exceeds the limit of {most}")]
     Charge { cost: u64, most: u64 },
     /// More routers than a worker has sessions for.
-    #[error("it says that {routers} routers share it, more than {most}")]
+    #[error("router count {routers} exceeds the limit of {most}")]
     Routers { routers: u32, most: u32 },
     /// More updates than a router should have to read.
-    #[error("it sent more than {most} updates within a second")]
+    #[error("more than {most} updates in a second")]
     Flood { most: u32 },
 }
 

@@ -9,6 +9,7 @@ mod shortest_first;
 use std::time::Duration;
 
 use common::{a10g, scheduler, scheduler_with};
+use inflight_contract::CostCoefficients;
 use inflight_simulator::workload::{Lengths, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
 use inflight_worker_core::policy::{Policy, PolicyKind};
@@ -210,7 +211,10 @@ fn the_cost_model_predicts_the_simulated_device() {
         records.prediction_error()
     };
     // A device that is as linear as the model, and far from the model's prior.
-    let linear = CostPrior { step: 2e-2, token: 2e-4, key: 1e-6, sequence: 2e-4, ..CostPrior::default() };
+    let prior = CostPrior::default();
+    let cost =
+        CostCoefficients { step_s: 2e-2, token_s: 2e-4, decode_key_s: 1e-6, sequence_s: 2e-4, ..prior.cost };
+    let linear = CostPrior { cost, ..prior };
     let mut records = Records::new(&requests);
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), CostModel::new(linear));
     simulation.run(&requests, &mut records).unwrap();

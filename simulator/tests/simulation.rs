@@ -99,7 +99,7 @@ proptest! {
         requests in requests(), limits in limits(), policy in policy()
     ) {
         // Copies so cheap that swapping pays.
-        let prior = CostPrior { copy: 1e-6, copy_block: 1e-6, ..CostPrior::default() };
+        let prior = CostPrior::default().with_copies(1e-6, 1e-6);
         let run = || {
             let tenants = inflight_contract::TenantService::new(Default::default(), 100);
             let cost = CostModel::new(prior);

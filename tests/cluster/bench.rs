@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{Cluster, Fault, Finished, Script, TokenServer, run};
+use inflight_tests::{Cluster, Fault, Finished, Script, TokenServer, run, scrape};
 use serde_json::Value;
 
 use crate::program;
@@ -45,6 +45,28 @@ async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
     ensure!(refused.code == Some(4) && refused.stderr.contains("serves no model \"nobody\""), "{refused:?}");
     let long = bench(&["--endpoint", &cluster.endpoint, "--prompt-tokens=1000000"]).await?;
     ensure!(long.code == Some(2) && long.stderr.contains("--max-prompt-tokens"), "{long:?}");
+    Ok(())
+}
+
+/// A server that stays up between two commands of one seed must not find the prompts of the first in its prefix cache, or
+/// the second is measured too fast.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_run_with_the_same_seed_finds_nothing_cached_and_one_with_the_same_nonce_does() -> Result<()>
+{
+    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let metrics = cluster.workers.first().context("one was started")?.metrics;
+    let cached = async || scrape(metrics).await?.total("inflight_worker_cached_tokens_total");
+    let common = ["--endpoint", &cluster.endpoint, "--requests=8", "--seed=7", "--json=-"];
+    let lengths = ["--prompt-tokens=64", "--output-tokens=2"];
+    let mut nonces = Vec::new();
+    for concurrency in ["--concurrency=1", "--concurrency=1", "--concurrency=2"] {
+        let report = json(&bench(&[&common[..], &lengths, &[concurrency]].concat()).await?)?;
+        nonces.push(report["setting"]["nonce"].as_u64().context("no nonce in the report")?);
+        ensure!(cached().await? == 0.0, "{} tokens were cached", cached().await?);
+    }
+    let again = format!("--nonce={}", nonces[0]);
+    bench(&[&common[..], &lengths, &["--concurrency=1", &again]].concat()).await?;
+    ensure!(cached().await? > 0.0, "the same nonce sends the same prompts");
     Ok(())
 }
 
@@ -98,7 +120,7 @@ async fn what_cannot_be_measured_is_said_and_fails() -> Result<()> {
     let free = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?;
     for down in [format!("http://{free}"), format!("http://{free}/v1")] {
         let down = bench(&["--endpoint", &down]).await?;
-        ensure!(down.code == Some(3) && down.stderr.contains("nobody answers at"), "{down:?}");
+        ensure!(down.code == Some(3) && down.stderr.contains("cannot connect to"), "{down:?}");
     }
     // What goes wrong, its exit code, and what must be said: from the first request on, and after some that went well.
     let faults = [

@@ -45,8 +45,9 @@ async fn cancels(seed: u64) -> Result<()> {
     for member in &cluster.workers {
         eventually(&format!("{} is idle", member.name), || idle(member)).await?;
         let ended = scrape(member.metrics).await?;
-        let cancelled =
-            ended.series().filter(|(series, _)| series.contains("ended_total{reason=\"cancelled\"}"));
+        let cancelled = ended
+            .series()
+            .filter(|(series, _)| series.contains("finished_sequences_total{reason=\"cancelled\"}"));
         withdrawn += cancelled.map(|(_, count)| count).sum::<f64>();
     }
     ensure!(withdrawn >= 100.0, "only {withdrawn} sequences were withdrawn from workers");
@@ -54,7 +55,7 @@ async fn cancels(seed: u64) -> Result<()> {
     eventually("the router is idle", || async move {
         let samples = scrape(router).await?;
         for gauge in
-            ["inflight_router_streams", "inflight_router_queue_requests", "inflight_router_queue_tokens"]
+            ["inflight_router_open_calls", "inflight_router_queue_requests", "inflight_router_queue_tokens"]
         {
             ensure!(samples.total(gauge)? == 0.0, "{gauge} is {}", samples.total(gauge)?);
         }

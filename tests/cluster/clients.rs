@@ -1,6 +1,5 @@
 //! Clients that are not ours: Python's grpcio, with stubs and with reflection alone, and tritonclient.
 
-use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -13,9 +12,11 @@ use crate::requests::{generate, sampled};
 #[tokio::test(flavor = "multi_thread")]
 async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Result<()> {
     let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
-        // Straight to the standard error, which the test runner does not hold back.
         let needed = "tests/clients/python/requirements.txt";
-        let _ = writeln!(std::io::stderr(), "skipped: INFLIGHT_TEST_PYTHON names no Python with {needed}");
+        inflight_fixtures::skipped(
+            "Python clients",
+            &format!("INFLIGHT_TEST_PYTHON names no Python with {needed}"),
+        );
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -51,7 +52,10 @@ async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Res
 async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result<()> {
     let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
         let needed = "tests/clients/python/requirements.txt";
-        let _ = writeln!(std::io::stderr(), "skipped: INFLIGHT_TEST_PYTHON names no Python with {needed}");
+        inflight_fixtures::skipped(
+            "Python clients",
+            &format!("INFLIGHT_TEST_PYTHON names no Python with {needed}"),
+        );
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -100,7 +100,7 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
         &format!("--workers={}", addresses.join(",")),
         &format!("--tenants-file={}", file.display()),
         "--queue-requests-max=8192",
-        "--queue-wait-max=300ms",
+        "--aging-threshold=300ms",
     ]);
     let mut routers = Vec::new();
     for _ in 0..ROUTERS {

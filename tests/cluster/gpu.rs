@@ -40,7 +40,10 @@ async fn answers(cluster: &Cluster, requests: &[GenerateRequest]) -> Result<Vec<
 #[tokio::test(flavor = "multi_thread")]
 async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_they_may() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
-        eprintln!("skipped: there was no C++ compiler to build the kernels with");
+        inflight_fixtures::skipped(
+            "the simulated GPU",
+            "there was no C++ compiler to build the kernels with",
+        );
         return Ok(());
     }
     let (_folder, model) = mini()?;
@@ -62,7 +65,7 @@ async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_
         let log = cluster.log();
         ensure!(log.contains("overlap=true") == settings.contains("ptx=90"), "{settings}: {log}");
         ensure!(
-            log.contains("kernels do not overlap") == settings.contains("overlap=false"),
+            log.contains("programmatic dependent launch is off") == settings.contains("overlap=false"),
             "{settings}: {log}"
         );
     }
@@ -72,7 +75,10 @@ async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_
 #[tokio::test(flavor = "multi_thread")]
 async fn gpus_that_share_a_model_answer_alike_alone_and_in_a_crowd() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
-        eprintln!("skipped: there was no C++ compiler to build the kernels with");
+        inflight_fixtures::skipped(
+            "the simulated GPU",
+            "there was no C++ compiler to build the kernels with",
+        );
         return Ok(());
     }
     let (_folder, model) = mini()?;
@@ -111,7 +117,10 @@ fn lost_by_itself(lost: &serde_json::Value, name: &str) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
-        eprintln!("skipped: there was no C++ compiler to build the kernels with");
+        inflight_fixtures::skipped(
+            "the simulated GPU",
+            "there was no C++ compiler to build the kernels with",
+        );
         return Ok(());
     }
     let (_folder, model) = mini()?;

@@ -1,5 +1,6 @@
 //! Whole-cluster tests: `inflight up` and what stands around it, as real processes.
 
+mod attacks;
 mod bench;
 mod chaos;
 mod clients;

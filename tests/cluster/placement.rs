@@ -107,14 +107,14 @@ async fn a_router_that_comes_later_learns_what_the_workers_have_and_a_tenant_fin
     }
     let (hits, could) = (found(&workers).await? - before, 6.0 * f64::from(PROMPT - 32));
     ensure!(hits == could, "{hits} tokens of {could} are found");
-    let expected = scrape(router.metrics).await?.total("inflight_router_placed_cached_tokens_total")?;
+    let expected = scrape(router.metrics).await?.total("inflight_router_dispatched_cached_tokens_total")?;
     ensure!(expected == could, "{expected} were expected");
     for conversation in 0..6 {
         generate(&mut router.client()?, turn(conversation, 1, "b")).await?;
     }
     ensure!(found(&workers).await? - before == could, "a tenant found another's blocks");
     let samples = scrape(router.metrics).await?;
-    ensure!(samples.total("inflight_router_placed_cached_tokens_total")? == could, "or was expected to");
+    ensure!(samples.total("inflight_router_dispatched_cached_tokens_total")? == could, "or was expected to");
     ensure!(samples.total("inflight_router_prefix_index_resyncs_total").is_err(), "changes were missed");
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Requests, and what came of them.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
@@ -58,7 +58,12 @@ impl Answer {
                 self.tokens.extend(delta.token_ids);
             }
             Event::Finished(finished) => self.reasons.push(finished.reason()),
-            Event::Completed(completed) => self.usage = Some(completed.usage.context("no usage")?),
+            Event::Completed(completed) => {
+                let Usage { prompt_tokens, completion_tokens, .. } = completed.usage.context("no usage")?;
+                // What was cached and where it ran may differ from one run to the next.
+                self.usage = Some(Usage { prompt_tokens, completion_tokens, ..Usage::default() });
+            }
+            Event::FingerprintChanged(changed) => bail!("workers of one build differ: {changed:?}"),
         }
         Ok(())
     }

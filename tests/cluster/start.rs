@@ -117,7 +117,7 @@ async fn generate_says_that_nobody_answers() -> Result<()> {
     drop(listener);
     let endpoint = format!("http://{address}");
     let nobody = run(program(), &["generate", "--endpoint", &endpoint, "Hello"], "").await?;
-    check(&nobody, 3, &[&format!("nobody answers at {endpoint}"), "inflight up"])?;
+    check(&nobody, 3, &[&format!("cannot connect to {endpoint}"), "inflight up"])?;
     let nonsense = run(program(), &["generate", "--endpoint", "not a url", "Hello"], "").await?;
     check(&nonsense, 2, &["--endpoint"])?;
     let empty = run(program(), &["generate", "--endpoint", &endpoint], "").await?;

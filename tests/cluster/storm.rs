@@ -59,7 +59,7 @@ async fn storm(seed: u64) -> Result<()> {
         &format!("--workers={}", addresses.join(",")),
         "--reconnect-backoff-max=500ms",
         "--connect-timeout=2s",
-        "--unserved-wait-max=60s",
+        "--no-worker-timeout=60s",
     ]);
     let router = Role::start(program().to_owned(), "router", &router).await?;
     let client = router.client()?;
@@ -175,10 +175,11 @@ pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
         zero(
             router,
             &[
-                "inflight_router_streams",
+                "inflight_router_open_calls",
                 "inflight_router_queue_requests",
                 "inflight_router_queue_tokens",
-                "inflight_router_parked_requests",
+                "inflight_router_retry_queue_requests",
+                "inflight_router_quarantine_queue_requests",
                 "inflight_router_worker_requests",
                 "inflight_router_worker_sequences",
                 "inflight_router_worker_blocks",

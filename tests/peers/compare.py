@@ -53,11 +53,16 @@ class Peers:
             subprocess.run([str(part) for part in command(out)], check=True, stdout=sys.stderr)
         return out
 
+    def cached(self):
+        return self.arguments.prefix_cache == "on"
+
     def inflight(self):
         command = [self.arguments.inflight, "up", "--json", "--model", self.checkpoint(), "--workers", "1", "--threads", self.threads,
                    "--port", PORTS["inflight"], "--metrics-port", PORTS["inflight"] + 100, "--kv-cache-bytes", "2GiB"]
         if self.arguments.dtype != "bf16":
             command += ["--quantize", self.arguments.dtype]
+        if not self.cached():
+            command.append("--no-prefix-cache")
         return command + self.arguments.inflight_flags.split(), {}
 
     def llama(self, streams):
@@ -78,7 +83,7 @@ class Peers:
         # -np equal to the streams: with more, its slots share the batch less well.
         return [self.arguments.llama_server, "-m", weights, "--port", PORTS["llama.cpp"], "-t", self.threads, "-tb", self.threads,
                 "-C", mask, "--cpu-strict", "1", "-np", streams, "-c", streams * CONTEXT_TOKENS, "-fa", "on",
-                "--load-mode", "none", "--cache-ram", "0"], {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+                "--load-mode", "none", "--cache-ram", "1024" if self.cached() else "0"], {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
     def openvino(self):
         weight = {"bf16": "fp16", "int8": "int8", "int4": "int4"}[self.arguments.dtype]
@@ -87,7 +92,8 @@ class Peers:
             exporter, "export", "openvino", "--model", self.checkpoint(), "--task", "text-generation-with-past",
             "--weight-format", weight, out])
         return [self.arguments.openvino_python, HERE / "openvino_server.py", weights, "--port", PORTS["openvino"],
-                "--threads", self.threads, "--streams", max(self.arguments.concurrency)], {}
+                "--threads", self.threads, "--streams", max(self.arguments.concurrency),
+                "--prefix-cache", self.arguments.prefix_cache], {}
 
     def vllm(self):
         environment = {
@@ -99,7 +105,7 @@ class Peers:
         if self.arguments.vllm_preload:
             environment["LD_PRELOAD"] = self.arguments.vllm_preload
         return [self.arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.checkpoint(), "--port", PORTS["vllm"],
-                "--dtype", "bfloat16", "--no-enable-prefix-caching", "--max-model-len", CONTEXT_TOKENS,
+                "--dtype", "bfloat16", "--enable-prefix-caching" if self.cached() else "--no-enable-prefix-caching", "--max-model-len", CONTEXT_TOKENS,
                 "--max-num-seqs", max(self.arguments.concurrency)], environment
 
 
@@ -153,6 +159,7 @@ def parse():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompt-tokens", default=PROMPTS)
     parser.add_argument("--output-tokens", default=OUTPUTS)
+    parser.add_argument("--prefix-cache", choices=["off", "on"], default="off", help="of all servers, ours included")
     parser.add_argument("--cpus", default="0,1", help="cores that every server is pinned to")
     parser.add_argument("--work", type=Path, default=ROOT / "target" / "peers", help="checkpoints, logs and results")
     parser.add_argument("--inflight", default=ROOT / "target" / "release" / "inflight", help="our binary")

@@ -25,7 +25,7 @@ class Engine:
         scheduler.max_num_seqs = arguments.streams
         scheduler.max_num_batched_tokens = arguments.step_tokens
         scheduler.cache_size = arguments.cache_gib
-        scheduler.enable_prefix_caching = False
+        scheduler.enable_prefix_caching = arguments.prefix_cache == "on"
         scheduler.dynamic_split_fuse = True
         properties = {
             "INFERENCE_NUM_THREADS": arguments.threads,
@@ -145,6 +145,7 @@ def main():
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--cache-gib", type=int, default=2)
+    parser.add_argument("--prefix-cache", choices=["off", "on"], default="off")
     # On processors without bf16 the pipeline computes in f32 and takes no other keys and values.
     native = "bf16" if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f32"
     parser.add_argument("--precision", default=native)

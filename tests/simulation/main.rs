@@ -96,7 +96,7 @@ async fn router(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
         incarnation: format!("router-incarnation-{incarnation}"),
         connect_timeout: Duration::from_secs(1),
         reconnect_backoff_max: Duration::from_millis(400),
-        unserved_wait_max: END,
+        no_worker_timeout: END,
         drain_grace: Duration::from_millis(300),
         reflection: false,
         ..inflight_router::Options::default()
@@ -170,6 +170,7 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
                 assert!(before.is_none(), "call {}, choice {} ended twice", call.id, end.choice);
             }
             Said::Started(_) => {}
+            Said::FingerprintChanged(changed) => panic!("all workers are alike: {changed:?}"),
         }
         messages += 1;
         if call.leaves_after.is_some_and(|most| messages > most) {
@@ -198,11 +199,9 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
     }
     if call.leaves_after.is_none() {
         let usage = completed.unwrap_or_else(|| panic!("call {} ended without usage", call.id));
-        let whole = v1::Usage {
-            prompt_tokens: call.prompt.len() as u32,
-            completion_tokens: (0..call.n).map(|choice| undisturbed(call, choice).0.len() as u32).sum(),
-        };
-        assert_eq!(usage, whole, "call {}", call.id);
+        let completion: usize = (0..call.n).map(|choice| undisturbed(call, choice).0.len()).sum();
+        let counted = (usage.prompt_tokens as usize, usage.completion_tokens as usize);
+        assert_eq!(counted, (call.prompt.len(), completion), "call {}", call.id);
     }
     choices.iter().map(Vec::len).sum()
 }
@@ -223,8 +222,13 @@ async fn settled(shared: &Shared) {
             if let Ok(answer) = answer {
                 let answer = answer.into_inner();
                 let load = answer.load.unwrap();
-                let idle = (load.running, load.waiting, load.swapped, load.blocks_used) == (0, 0, 0, 0);
-                if idle && answer.held == Some(v1::Grant::default()) {
+                let idle = (
+                    load.running_sequences,
+                    load.waiting_sequences,
+                    load.swapped_sequences,
+                    load.kv_blocks_used,
+                ) == (0, 0, 0, 0);
+                if idle && answer.granted_in_use == Some(v1::Grant::default()) {
                     break;
                 }
             }

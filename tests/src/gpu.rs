@@ -48,7 +48,10 @@ impl SimulatedGpu {
             return Ok(true);
         }
         if !Self::AVAILABLE {
-            eprintln!("skipped: there was no C++ compiler to build the kernels with");
+            inflight_fixtures::skipped(
+                "the simulated GPU",
+                "there was no C++ compiler to build the kernels with",
+            );
             return Ok(false);
         }
         let gpu = Self::new(settings)?;

@@ -10,6 +10,7 @@ mod raw;
 mod scrape;
 mod token_server;
 mod wait;
+mod wire_tap;
 
 pub use cluster::{Cluster, Member, alone};
 pub use collector::{Collector, SeenSpan};
@@ -21,3 +22,4 @@ pub use raw::send_raw;
 pub use scrape::{Samples, scrape};
 pub use token_server::{Answered, Fault, Script, TOKEN_SERVER_MODEL, TokenServer};
 pub use wait::{DEADLINE, eventually};
+pub use wire_tap::{Recorded, WireTap};

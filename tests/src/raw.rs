@@ -27,8 +27,9 @@ pub async fn send_raw(endpoint: &str, method: &'static str, message: Vec<u8>) ->
     }
 }
 
+/// Messages as they are, without a schema.
 #[derive(Debug, Clone, Copy)]
-struct BytesCodec;
+pub(crate) struct BytesCodec;
 
 impl Codec for BytesCodec {
     type Encode = Vec<u8>;

@@ -336,6 +336,7 @@ impl Inference for TokenServer {
             model: TOKEN_SERVER_MODEL.to_owned(),
             prompt_tokens,
             seed: 0,
+            ..GenerationStarted::default()
         };
         let encode = move |played| match played {
             Played::Tokens { tokens, .. } => {
@@ -350,7 +351,7 @@ impl Inference for TokenServer {
             }
             Played::End { so_far } => {
                 let reason = FinishReason::Length.into();
-                let usage = Some(Usage { prompt_tokens, completion_tokens: so_far });
+                let usage = Some(Usage { prompt_tokens, completion_tokens: so_far, ..Usage::default() });
                 vec![
                     event(Event::Finished(ChoiceFinished { reason, ..ChoiceFinished::default() })),
                     event(Event::Completed(GenerationCompleted { usage, timings: None })),
@@ -374,7 +375,8 @@ impl Inference for TokenServer {
             context_tokens: CONTEXT_TOKENS,
             vocab_size: VOCAB_SIZE,
             workers: 1,
-            chat: false,
+            has_chat_template: false,
+            ..Model::default()
         };
         Ok(Response::new(ListModelsResponse { models: vec![model] }))
     }

@@ -1,3 +1,5 @@
+//! An accepted connection, and what calls on it know of its other end.
+
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -8,13 +10,15 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Instant, Sleep};
 use tokio_rustls::server::TlsStream;
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
 use crate::identity::Identity;
+use crate::limits::Limits;
 use crate::metrics;
+use crate::registry::{Authentication, Registration};
 
 /// The other end of a connection, as requests see it: in their extensions.
 #[derive(Clone)]
@@ -27,6 +31,10 @@ struct Shared {
     calls: AtomicU32,
     /// A call was made.
     used: AtomicBool,
+    /// A call passed authentication.
+    authenticated: AtomicBool,
+    /// Absent where no limits apply.
+    authentication: Option<Authentication>,
     /// When the last call ended that left none open.
     idle_since: Mutex<Option<Instant>>,
     /// Given back when the connection ends.
@@ -62,12 +70,18 @@ impl Shared {
 }
 
 impl Peer {
-    pub(crate) fn new(address: Option<SocketAddr>, identity: Option<Identity>) -> Self {
+    fn new(
+        address: Option<SocketAddr>,
+        identity: Option<Identity>,
+        authentication: Option<Authentication>,
+    ) -> Self {
         Self(Arc::new(Shared {
             address,
             identity,
             calls: AtomicU32::new(0),
             used: AtomicBool::new(false),
+            authenticated: AtomicBool::new(false),
+            authentication,
             idle_since: Mutex::default(),
             held: Mutex::default(),
         }))
@@ -88,6 +102,26 @@ impl Peer {
         self.0.used.store(true, Ordering::Release);
         self.0.calls.fetch_add(1, Ordering::AcqRel);
         OpenCall(self.clone())
+    }
+
+    /// Calls open now.
+    pub fn calls(&self) -> u32 {
+        self.0.calls.load(Ordering::Acquire)
+    }
+
+    /// A call on the connection passed authentication: from now on the longer idle limit holds, and the connection is
+    /// not closed for others while a call is open on it.
+    pub fn set_authenticated(&self) {
+        if !self.0.authenticated.swap(true, Ordering::AcqRel)
+            && let Some(authentication) = &self.0.authentication
+        {
+            authentication.mark();
+        }
+    }
+
+    /// Whether a call on the connection passed authentication.
+    pub fn is_authenticated(&self) -> bool {
+        self.0.authenticated.load(Ordering::Acquire)
     }
 
     /// Keeps something for as long as the connection lives, once for each name. `make` makes it.
@@ -116,69 +150,77 @@ enum Io {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// An accepted connection. It ends itself if no call is made within the time for the first one, or none is open for the
-/// idle time.
+/// An accepted connection. It ends itself when the limits say so: no first call in time, idle for too long, or evicted
+/// for another connection.
 pub struct Connection {
+    /// Its listener's label in metrics.
+    listener: &'static str,
     io: Io,
     peer: Peer,
-    idle_max: Duration,
+    limits: Limits,
     opened: Instant,
     /// When to look again.
     alarm: Pin<Box<Sleep>>,
-    _permit: OwnedSemaphorePermit,
+    evicted: Pin<Box<WaitForCancellationFutureOwned>>,
+    _registration: Registration,
 }
 
 impl Connection {
     pub(crate) fn plain(
+        listener: &'static str,
         stream: TcpStream,
-        permit: OwnedSemaphorePermit,
-        first_call_max: Duration,
-        idle_max: Duration,
+        registration: Registration,
+        limits: &Limits,
     ) -> Self {
-        let peer = Peer::new(stream.peer_addr().ok(), None);
-        Self::new(Io::Plain(stream), peer, permit, first_call_max, idle_max)
+        let peer = Peer::new(stream.peer_addr().ok(), None, Some(registration.authentication()));
+        Self::new(listener, Io::Plain(stream), peer, registration, limits)
     }
 
     pub(crate) fn tls(
+        listener: &'static str,
         stream: TlsStream<TcpStream>,
-        permit: OwnedSemaphorePermit,
-        first_call_max: Duration,
-        idle_max: Duration,
+        registration: Registration,
+        limits: &Limits,
     ) -> Self {
         let (tcp, session) = stream.get_ref();
         let certificate = session.peer_certificates().and_then(|chain| chain.first());
-        let peer = Peer::new(tcp.peer_addr().ok(), certificate.map(Identity::of));
-        Self::new(Io::Tls(Box::new(stream)), peer, permit, first_call_max, idle_max)
+        let identity = certificate.map(Identity::of);
+        let peer = Peer::new(tcp.peer_addr().ok(), identity, Some(registration.authentication()));
+        Self::new(listener, Io::Tls(Box::new(stream)), peer, registration, limits)
     }
 
-    fn new(
-        io: Io,
-        peer: Peer,
-        permit: OwnedSemaphorePermit,
-        first_call_max: Duration,
-        idle_max: Duration,
-    ) -> Self {
+    fn new(listener: &'static str, io: Io, peer: Peer, registration: Registration, limits: &Limits) -> Self {
         let opened = Instant::now();
-        ::metrics::gauge!(metrics::CONNECTIONS).increment(1.0);
+        let shared = Arc::downgrade(&peer.0);
+        registration.watch(move || shared.upgrade().and_then(|shared| shared.idle_since()));
+        ::metrics::gauge!(metrics::CONNECTIONS, "listener" => listener).increment(1.0);
         Self {
+            listener,
             io,
             peer,
-            idle_max,
+            limits: *limits,
             opened,
-            alarm: Box::pin(tokio::time::sleep_until(opened + first_call_max)),
-            _permit: permit,
+            alarm: Box::pin(tokio::time::sleep_until(opened + limits.first_call_max)),
+            evicted: Box::pin(registration.evicted().clone().cancelled_owned()),
+            _registration: registration,
         }
     }
 
-    /// Whether its time is over.
+    /// Resolves to a reason when the connection has to be closed.
     fn poll_over(&mut self, context: &mut Context<'_>) -> Poll<&'static str> {
+        if self.evicted.as_mut().poll(context).is_ready() {
+            return Poll::Ready("evicted");
+        }
         while self.alarm.as_mut().poll(context).is_ready() {
             let now = Instant::now();
             let shared = &self.peer.0;
             if !shared.used.load(Ordering::Acquire) {
                 return Poll::Ready("slow");
             }
-            match next_look(shared.idle_since(), now, self.idle_max) {
+            let authenticated = shared.authenticated.load(Ordering::Acquire);
+            let idle_max =
+                if authenticated { self.limits.idle_max } else { self.limits.unauthenticated_idle_max };
+            match next_look(shared.idle_since(), now, idle_max) {
                 Some(next) => self.alarm.as_mut().reset(next),
                 None => return Poll::Ready("idle"),
             }
@@ -200,7 +242,7 @@ fn next_look(idle_since: Option<Instant>, now: Instant, idle_max: Duration) -> O
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        ::metrics::gauge!(metrics::CONNECTIONS).decrement(1.0);
+        ::metrics::gauge!(metrics::CONNECTIONS, "listener" => self.listener).decrement(1.0);
         tracing::trace!(peer = ?self.peer.address(), seconds = self.opened.elapsed().as_secs_f64(), "connection ended");
         self.peer.release();
     }
@@ -222,7 +264,7 @@ impl AsyncRead for Connection {
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if let Poll::Ready(reason) = this.poll_over(context) {
-            metrics::closed(reason);
+            metrics::closed(this.listener, reason);
             tracing::debug!(peer = ?this.peer.address(), reason, "connection closed");
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
@@ -281,7 +323,7 @@ mod tests {
     #[test]
     fn calls_that_begin_and_end_between_two_looks_keep_a_connection_and_open_ones_do() {
         const IDLE: Duration = Duration::from_secs(8);
-        let peer = Peer::new(None, None);
+        let peer = Peer::new(None, None, None);
         let start = Instant::now();
         assert_eq!(peer.0.idle_since(), None);
         drop(peer.call());

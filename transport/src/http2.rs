@@ -1,3 +1,5 @@
+//! HTTP/2 serving for many streams of small messages.
+
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
@@ -23,6 +25,14 @@ use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt as _};
 
 use crate::answers::{Answer, Answers};
+use crate::leftover::DrainedBody;
+
+/// Streams that a client may make this side reset before its connection is closed; h2's own default.
+const LOCAL_RESETS_MAX: usize = 1024;
+/// Bytes that a client may send ahead of what is read, on a connection and on each of its streams: what a connection
+/// whose calls are not read can take of memory.
+const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
+const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 
 /// Serves gRPC over HTTP/2, for many streams of small messages.
 ///
@@ -69,7 +79,7 @@ impl Http2 {
                     Some(Ok(connection)) => {
                         connections.spawn(self.connection(connection, service.clone(), drain.clone()));
                     }
-                    Some(Err(error)) => tracing::debug!(%error, "could not accept a connection"),
+                    Some(Err(error)) => tracing::debug!(%error, "cannot accept connection"),
                     None => break,
                 }
             }
@@ -93,9 +103,11 @@ impl Http2 {
             .timer(TokioTimer::new())
             .keep_alive_interval(self.keepalive_interval)
             .keep_alive_timeout(self.keepalive_interval)
-            // It counts over a connection's life: data of refused calls that is still on its way would in the end close the
-            // connection of a proxy with many clients. What a reset stream was for is aborted at once.
-            .max_local_error_reset_streams(None)
+            // Guards against clients that make the server reset streams (CVE-2025-8671). It counts over a connection's
+            // life, so bodies of refused calls are read to their ends, see `DrainedBody`.
+            .max_local_error_reset_streams(LOCAL_RESETS_MAX)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .max_header_list_size(self.header_bytes_max)
             .max_concurrent_streams(self.streams_max);
         let calls = Calls { service, info: connection.connect_info() };
@@ -187,7 +199,7 @@ where
     type Future = BoxFuture<'static, Result<Response<Body>, Infallible>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let mut request = request.map(Body::new);
+        let mut request = request.map(|body| Body::new(DrainedBody::new(body)));
         request.extensions_mut().insert(self.info.clone());
         // Aborted when its stream is reset or its connection ends.
         let call = AbortOnDropHandle::new(tokio::spawn(self.service.clone().oneshot(request)));

@@ -171,9 +171,9 @@ impl ServerTls {
             let reloaded = self.reload();
             metrics::reloaded("certificate", reloaded.is_ok());
             match reloaded {
-                Ok(()) => tracing::info!("certificates were reloaded"),
+                Ok(()) => tracing::info!("TLS certificates reloaded"),
                 Err(error) => {
-                    tracing::error!(%error, "certificates changed and cannot be used; the old ones stay")
+                    tracing::error!(%error, "TLS certificates changed but are invalid; keeping the previous ones")
                 }
             }
         }

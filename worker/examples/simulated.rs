@@ -20,10 +20,10 @@ const OUTPUT: u32 = 400;
 fn submit(request: u64) -> v1::SessionRequest {
     let prompt = (0..64).map(|at| 300 + ((request as u32).wrapping_mul(31) + at * 7) % 400).collect();
     let submit = v1::Submit {
-        request,
+        submission_id: request,
         attempt: 1,
         request_id: format!("request-{request}"),
-        prompt,
+        prompt_token_ids: prompt,
         sampling: Some(v1::SamplingParams {
             seed: Some(request),
             n: Some(1),
@@ -76,7 +76,7 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
         messages += 1;
         for sequence in update.sequences {
             tokens += sequence.token_ids.len();
-            if sequence.finish != 0 {
+            if sequence.finish_reason != 0 {
                 commands.send(submit(next))?;
                 next += 1;
             }

@@ -3,21 +3,21 @@
 use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
 
-pub(crate) const ENDED: &str = "inflight_worker_ended_total";
+pub(crate) const ENDED: &str = "inflight_worker_finished_sequences_total";
 const RUNNING: &str = "inflight_worker_running_sequences";
 const WAITING: &str = "inflight_worker_waiting_sequences";
 const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
 const BLOCKS: &str = "inflight_worker_kv_blocks";
 const SESSIONS: &str = "inflight_worker_sessions";
-const COMMANDS: &str = "inflight_worker_commands_queued";
-pub(crate) const DEVICE_COMMANDS: &str = "inflight_worker_device_commands_queued";
+const COMMANDS: &str = "inflight_worker_engine_queue_commands";
+pub(crate) const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
 const ITERATIONS: &str = "inflight_worker_iterations_total";
-const STEP_SECONDS: &str = "inflight_worker_step_seconds";
-const STEP_TOKENS: &str = "inflight_worker_step_tokens";
+const STEP_SECONDS: &str = "inflight_worker_iteration_seconds";
+const STEP_TOKENS: &str = "inflight_worker_iteration_tokens";
 const TOKENS: &str = "inflight_worker_tokens_total";
-const SAMPLED: &str = "inflight_worker_sampled_tokens_total";
+const SAMPLED: &str = "inflight_worker_generated_tokens_total";
 const SWAPPED: &str = "inflight_worker_swapped_sequences";
-const HOST_BLOCKS_USED: &str = "inflight_worker_host_blocks_used";
+const HOST_BLOCKS_USED: &str = "inflight_worker_host_kv_blocks_used";
 const PREEMPTIONS: &str = "inflight_worker_preemptions_total";
 const ADMITTED_TOKENS: &str = "inflight_worker_admitted_tokens_total";
 const CACHED_TOKENS: &str = "inflight_worker_cached_tokens_total";
@@ -26,7 +26,9 @@ const OFFLOADED_BLOCKS: &str = "inflight_worker_offloaded_blocks_total";
 const SWAPPED_BLOCKS: &str = "inflight_worker_swapped_blocks_total";
 const RECOMPUTED: &str = "inflight_worker_recomputed_tokens_total";
 const BLOCKED: &str = "inflight_worker_admission_blocked_total";
-const REFUSED_SESSIONS: &str = "inflight_worker_sessions_refused_total";
+const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
+const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
+const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
 
 /// What kind of metric a name is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,45 +43,57 @@ pub enum Kind {
 
 /// Name, kind, unit and meaning of every metric a worker exports.
 pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
-    (RUNNING, Kind::Gauge, Unit::Count, "sequences in the running batch"),
-    (WAITING, Kind::Gauge, Unit::Count, "sequences that wait for a slot or blocks"),
+    (RUNNING, Kind::Gauge, Unit::Count, "Sequences in the running batch"),
+    (WAITING, Kind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
     (BLOCKS_USED, Kind::Gauge, Unit::Count, "KV blocks in use"),
     (BLOCKS, Kind::Gauge, Unit::Count, "KV blocks in the pool"),
-    (SESSIONS, Kind::Gauge, Unit::Count, "open sessions with routers"),
-    (COMMANDS, Kind::Gauge, Unit::Count, "commands queued for the engine"),
+    (SESSIONS, Kind::Gauge, Unit::Count, "Open sessions with routers"),
+    (COMMANDS, Kind::Gauge, Unit::Count, "Commands queued for the engine"),
     (
         DEVICE_COMMANDS,
         Kind::Gauge,
         Unit::Count,
-        "commands queued for the thread that owns the GPU; 0 on other devices",
+        "Commands queued for the GPU's device thread; 0 on other devices",
     ),
-    (ITERATIONS, Kind::Counter, Unit::Count, "iterations run"),
-    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "duration of an iteration: forward pass and sampling"),
-    (STEP_TOKENS, Kind::Histogram, Unit::Count, "tokens computed in an iteration"),
-    (TOKENS, Kind::Counter, Unit::Count, "tokens computed, prompts and outputs"),
-    (SAMPLED, Kind::Counter, Unit::Count, "tokens sampled"),
-    (SWAPPED, Kind::Gauge, Unit::Count, "sequences whose KV blocks are on the host"),
-    (HOST_BLOCKS_USED, Kind::Gauge, Unit::Count, "blocks of the host pool in use"),
-    (PREEMPTIONS, Kind::Counter, Unit::Count, "sequences preempted, by what became of their blocks"),
-    (ADMITTED_TOKENS, Kind::Counter, Unit::Count, "known tokens of all admissions"),
+    (ITERATIONS, Kind::Counter, Unit::Count, "Iterations run"),
+    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "Duration of an iteration: forward pass and sampling"),
+    (STEP_TOKENS, Kind::Histogram, Unit::Count, "Tokens computed in an iteration"),
+    (TOKENS, Kind::Counter, Unit::Count, "Tokens computed: prompt, recomputed and generated"),
+    (SAMPLED, Kind::Counter, Unit::Count, "Tokens generated"),
+    (SWAPPED, Kind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
+    (HOST_BLOCKS_USED, Kind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
+    (PREEMPTIONS, Kind::Counter, Unit::Count, "Sequences preempted, by kind: swap or recompute"),
+    (ADMITTED_TOKENS, Kind::Counter, Unit::Count, "Prompt and resumed tokens of admitted sequences"),
     (
         CACHED_TOKENS,
         Kind::Counter,
         Unit::Count,
-        "of these, found in the prefix cache or shared with a sibling",
+        "Admitted tokens found in the prefix cache or shared with another choice of the request",
     ),
-    (HOST_CACHED_TOKENS, Kind::Counter, Unit::Count, "of the cached tokens, those copied back from the host"),
-    (OFFLOADED_BLOCKS, Kind::Counter, Unit::Count, "cold blocks of the prefix cache copied to the host"),
-    (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks copied to the host and back, by direction"),
-    (RECOMPUTED, Kind::Counter, Unit::Count, "computed tokens that preemptions threw away"),
+    (
+        HOST_CACHED_TOKENS,
+        Kind::Counter,
+        Unit::Count,
+        "Cached tokens that were copied back from the host pool",
+    ),
+    (OFFLOADED_BLOCKS, Kind::Counter, Unit::Count, "Cold blocks of the prefix cache copied to the host pool"),
+    (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks swapped between device and host, by direction"),
+    (RECOMPUTED, Kind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
     (
         BLOCKED,
         Kind::Counter,
         Unit::Count,
-        "iterations in which the first waiting sequence could not start, by reason",
+        "Iterations in which the first waiting sequence was not admitted, by reason",
     ),
-    (ENDED, Kind::Counter, Unit::Count, "sequences ended, by reason"),
-    (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "sessions refused"),
+    (ENDED, Kind::Counter, Unit::Count, "Sequences finished, by reason"),
+    (RECEIVE_BYTES, Kind::Gauge, Unit::Bytes, "Bytes of router messages that are being received"),
+    (
+        VIOLATIONS,
+        Kind::Counter,
+        Unit::Count,
+        "Sessions closed after a protocol violation by the router, by kind",
+    ),
+    (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "Sessions rejected because the limit is reached"),
 ];
 
 /// Buckets of [`STEP_TOKENS`], in tokens; the time histograms use the exporter's own.
@@ -103,6 +117,16 @@ pub fn describe() {
             Kind::Histogram => metrics::describe_histogram!(name, unit, help),
         }
     }
+}
+
+/// Counts a session that was closed because its router violated the protocol.
+pub(crate) fn protocol_violation(kind: &'static str) {
+    metrics::counter!(VIOLATIONS, "kind" => kind).increment(1);
+}
+
+/// The gauge of bytes being received.
+pub(crate) fn receive_bytes() -> Gauge {
+    metrics::gauge!(RECEIVE_BYTES)
 }
 
 /// Handles of the metrics that change with every iteration: looked up once.

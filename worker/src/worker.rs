@@ -9,11 +9,15 @@ use inflight_contract::SamplingSpec;
 use inflight_kernels::cpu::KvDtype;
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
-use inflight_transport::{Accept, Limits as ConnectionLimits, ServerTls, TlsError};
+use inflight_transport::{
+    Accept, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
+    ServerTls, TlsError,
+};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
+use tonic::Status;
 use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
@@ -30,8 +34,21 @@ use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Servi
 
 /// A router that was cut off is noticed, and what it submitted is freed, after the two together.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
-/// Connections at once: those of routers, and of probes.
-const CONNECTIONS_MAX: usize = 1024;
+/// Limits of connections: those of routers, which stay as long as their sessions, and of probes.
+const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
+    connections_max: 1024,
+    per_address_max: 256,
+    handshake_max: Duration::from_secs(10),
+    first_call_max: Duration::from_secs(10),
+    unauthenticated_idle_max: Duration::from_secs(30),
+    idle_max: Duration::from_secs(300),
+};
+/// Calls open at once on one connection: a router has one session and fetches one bundle.
+const CONNECTION_STREAMS_MAX: u32 = 32;
+/// Longest time for a message to arrive.
+const MESSAGE_TIME_MAX: Duration = Duration::from_secs(30);
+/// Largest message to anything but a session: a digest, a number, the name of a service.
+const SMALL_MESSAGE_BYTES_MAX: usize = 4 << 10;
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Hears how far loading is: bytes done, bytes in all.
@@ -177,7 +194,7 @@ impl Worker {
         let Self { listener, address, tls, core } = self;
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
-        let incoming = Accept::new(incoming, tls, ConnectionLimits::lasting(CONNECTIONS_MAX)).incoming();
+        let incoming = Accept::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();
         let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
         core.serve(incoming, Turning::Thread, drain).await
     }
@@ -227,9 +244,9 @@ impl Core {
                 vocab_size: engine.model_limits().vocab_size,
                 context_tokens: engine.model_limits().context_tokens,
                 block_tokens: limits.block_tokens,
-                blocks: limits.blocks,
-                sequences: limits.running_max,
-                host_blocks: limits.host_blocks,
+                kv_blocks: limits.blocks,
+                max_sequences: limits.running_max,
+                host_kv_blocks: limits.host_blocks,
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
         };
@@ -268,6 +285,7 @@ impl Core {
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
         let Self { driver, sessions, drain_timeout } = self;
+        let sessions_max = sessions.permits.available_permits();
         crate::metrics::describe();
         let (ended, mut engine) = oneshot::channel();
         match turning {
@@ -293,12 +311,18 @@ impl Core {
         let reflection_v1 = reflection().build_v1().expect("generated descriptors decode");
         let reflection_v1alpha = reflection().build_v1alpha().expect("generated descriptors decode");
         let context_tokens = sessions.hello.limits.map_or(0, |limits| limits.context_tokens);
-        let service = WorkerServer::new(Service(sessions.clone()))
-            .max_decoding_message_size(inflight_proto::submit_bytes_max(context_tokens));
+        let submit_bytes_max = inflight_proto::submit_bytes_max(context_tokens);
+        let service =
+            WorkerServer::new(Service(sessions.clone())).max_decoding_message_size(submit_bytes_max);
         let shutdown = CancellationToken::new();
         let server = Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+            .max_concurrent_streams(Some(CONNECTION_STREAMS_MAX))
+            .layer(OpenCallsLayer)
+            .layer(ReceiveLayer::new(receive_budget(sessions_max, submit_bytes_max), move |path: &str| {
+                receive_limits(path, submit_bytes_max)
+            }))
             .add_service(health_service)
             .add_service(reflection_v1)
             .add_service(reflection_v1alpha)
@@ -317,7 +341,7 @@ impl Core {
                 match tokio::time::timeout(drain_timeout, &mut engine).await {
                     Ok(outcome) => outcome,
                     Err(_) => {
-                        tracing::warn!("drain timed out; routers will move what still runs");
+                        tracing::warn!("drain timed out; routers will move the requests that still run");
                         let _ = sessions.engine.send(Message::Stop).await;
                         engine.await
                     }
@@ -330,6 +354,25 @@ impl Core {
             served?
         }
         outcome.unwrap_or_else(|_| Err(Error::Device("the engine's thread is gone".to_owned())))
+    }
+}
+
+/// The budget of all messages being received. Each session has at most one on its way, so sound routers never spend it.
+fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget {
+    let max = (submit_bytes_max as u64).saturating_mul(sessions_max as u64 + 1);
+    let spent =
+        || Status::resource_exhausted("the worker is receiving as many bytes as it may; try again later");
+    ReceiveBudget::new(max, crate::metrics::receive_bytes(), spent)
+}
+
+/// The limits within which the messages of a path are received.
+fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
+    let session = path == "/inflight.v1.Worker/Session";
+    ReceiveLimits {
+        message_bytes_max: if session { submit_bytes_max } else { SMALL_MESSAGE_BYTES_MAX },
+        option: None,
+        message_time_max: MESSAGE_TIME_MAX,
+        streaming: session || path.starts_with("/grpc.reflection."),
     }
 }
 
@@ -364,7 +407,7 @@ fn runtime(
             overlap: options.overlap,
         };
         let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
-        tracing::warn!(model = model.name(), ?profile, "the device is simulated: answers mean nothing");
+        tracing::warn!(model = model.name(), ?profile, "device is simulated; tokens are meaningless");
         return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
     }
     match options.device {
@@ -376,7 +419,7 @@ fn runtime(
         Device::Auto => match cuda::available(&ordinals(options)) {
             Ok(()) => match cuda::supports(model, options.tensor_parallel) {
                 Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
-                Err(reason) => tracing::warn!(%reason, "computing on the CPU, though there is a GPU"),
+                Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
             Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
             // Who names GPUs wants these.

@@ -9,13 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, FinishReason, SamplingSpec, Weight};
+use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
 use inflight_worker::engine::{
     Command, Engine, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId, Settings,
 };
 use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostPrior, Direction, Grant, Time, Transfer, replay};
+use inflight_worker_core::{CostModel, CostPrior, Direction, Grant, StepWork, Time, Transfer, replay};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 50;
@@ -279,7 +279,7 @@ proptest! {
         let mut runtime = Remembering::new(blocks, host_blocks, slots, slots + extra, attached.clone());
         runtime.capabilities.depth = depth;
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
-        let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
+        let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
         let settings = Settings { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
         let mut events = Vec::new();
@@ -463,7 +463,7 @@ fn an_engine_whose_copies_never_finish_stops_with_an_error_instead_of_turning_fo
     let attached = Arc::new(AtomicUsize::new(0));
     let mut runtime = Remembering::new(8, 8, 4, 32, attached);
     runtime.copies_dead = true;
-    let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-3, ..CostPrior::default() };
+    let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
     let settings = Settings { prior, ..Settings::default() };
     let mut engine = Engine::new(Box::new(runtime), &[], settings).unwrap();
     let mut events = Vec::new();
@@ -476,6 +476,36 @@ fn an_engine_whose_copies_never_finish_stops_with_an_error_instead_of_turning_fo
     let stopped = (0..200).find_map(|_| engine.turn(NOW, &mut events).err());
     assert!(stopped.expect("it stops").to_string().contains("no copies any more"));
     assert_eq!(engine.load().swap_preemptions, 1);
+}
+
+/// The watchdog takes a turn that lasts many times the largest predicted step for a hang.
+#[test]
+fn no_step_is_predicted_to_take_longer_than_the_largest() {
+    let runtime = Remembering::new(64, 16, 8, 128, Arc::default());
+    let cost = CostCoefficients {
+        step_s: 1e-3,
+        token_s: 1e-4,
+        prefill_key_s: 1e-6,
+        decode_key_s: 1e-5,
+        sequence_s: 0.5,
+        copy_s: 0.0,
+        copy_block_s: 0.0,
+    };
+    let settings = Settings { prior: CostPrior { cost, trust: 1e-9 }, ..Settings::default() };
+    let engine = Engine::new(Box::new(runtime), &[EOS], settings).unwrap();
+    let (batch_tokens, slots, context) = (128, 8, 120);
+    // Decodes at the end of their sequences in every slot; and in all slots but one, beside a long prompt.
+    let decoding = |slots: u32| {
+        let mut work = StepWork::default();
+        (0..slots).for_each(|_| work.add(context - 1, 1));
+        work
+    };
+    let (decodes, mut mixed) = (decoding(slots), decoding(slots - 1));
+    mixed.add(0, (batch_tokens - slots).min(context));
+    let model = CostModel::new(settings.prior);
+    for work in [decodes, mixed] {
+        assert!(engine.predict_largest_step() >= model.step(&work), "{work:?}");
+    }
 }
 
 #[test]

@@ -11,7 +11,10 @@ fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
     match available(&[0]) {
         Err(Unavailable::NoDriver) => {}
         other => {
-            eprintln!("skipped: this machine has a driver ({other:?})");
+            inflight_fixtures::skipped(
+                "machines without a GPU",
+                &format!("this one has a driver ({other:?})"),
+            );
             return;
         }
     }

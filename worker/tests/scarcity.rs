@@ -328,7 +328,7 @@ fn check(workload: &Workload, folder: &TempDir, place: Place, seen: &mut Seen) -
             .extend(outputs.into_iter().map(|((_, choice), output)| ((handle as u64, choice), output.steps)));
     }
     let copy_block = if workload.cheap_copies { 1e-9 } else { 1.0 };
-    let prior = CostPrior { copy: 0.0, copy_block, trust: 1e-6, ..CostPrior::default() };
+    let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, copy_block) };
     let (policy, step_target) = (workload.policy, workload.step_target);
     let settings = Settings { policy, prior, step_target, ..Settings::default() };
     let (blocks, host_blocks) = (workload.blocks, workload.host_blocks);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
+use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_worker::models::{ModelDir, ModelSource};
@@ -334,7 +334,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 fn on(name: &str, cases: u32) {
     let _alone = ALONE.lock();
     let Some(isa) = Isa::by_name(name) else {
-        println!("this machine has no {name}: not tested");
+        skipped("schedules", &format!("this machine has no {name}"));
         return;
     };
     for dtype in Dtype::all() {

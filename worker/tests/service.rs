@@ -81,10 +81,10 @@ impl Router {
     fn submit(&self, request: u64, prompt: Vec<u32>, max_tokens: u32, resumed: Vec<v1::ResumedChoice>) {
         let n = resumed.len().max(1) as u32;
         self.say(Say::Submit(v1::Submit {
-            request,
+            submission_id: request,
             attempt: 1,
             request_id: request.to_string(),
-            prompt,
+            prompt_token_ids: prompt,
             resumed,
             sampling: Some(v1::SamplingParams { n: Some(n), seed: Some(1), ..Default::default() }),
             stop: Some(v1::StopConditions {
@@ -110,9 +110,10 @@ impl Router {
         let mut tokens = 0;
         loop {
             let update = self.update().await.expect("the session goes on");
-            for sequence in update.sequences.into_iter().filter(|sequence| sequence.request == request) {
+            for sequence in update.sequences.into_iter().filter(|sequence| sequence.submission_id == request)
+            {
                 tokens += sequence.token_ids.len();
-                if sequence.finish() != v1::FinishReason::Unspecified {
+                if sequence.finish_reason() != v1::FinishReason::Unspecified {
                     return (tokens, sequence);
                 }
             }
@@ -131,13 +132,13 @@ async fn the_largest_submission_that_the_limits_allow_breaks_no_session() {
     let mut ended = 0;
     while ended < 16 {
         for end in router.update().await.expect("the session goes on").sequences {
-            assert_eq!((end.token_ids.len(), end.finish()), (0, v1::FinishReason::Length), "{end:?}");
+            assert_eq!((end.token_ids.len(), end.finish_reason()), (0, v1::FinishReason::Length), "{end:?}");
             ended += 1;
         }
     }
     router.submit(2, vec![1, 2, 3], 5, Vec::new());
     let (tokens, end) = router.end_of(2).await;
-    assert_eq!((tokens, end.finish()), (5, v1::FinishReason::Length));
+    assert_eq!((tokens, end.finish_reason()), (5, v1::FinishReason::Length));
 }
 
 #[tokio::test]
@@ -158,7 +159,7 @@ async fn a_draining_worker_grants_nothing_finishes_what_it_has_and_goes() {
     while let Some(update) = router.update().await {
         assert!(update.draining);
         for sequence in update.sequences {
-            match sequence.request {
+            match sequence.submission_id {
                 1 => tokens += sequence.token_ids.len(),
                 _ => refused = sequence.error_code == tonic::Code::Unavailable as i32,
             }
@@ -183,21 +184,21 @@ async fn how_far_service_has_got_is_the_least_that_waits_and_else_the_furthest_t
         (3, 8_000_000, None, 9_000_000),
     ] {
         router.say(Say::Submit(v1::Submit {
-            request,
+            submission_id: request,
             attempt: 1,
-            prompt: vec![1; 20],
+            prompt_token_ids: vec![1; 20],
             sampling: Some(v1::SamplingParams { seed: Some(1), ..Default::default() }),
             stop: Some(v1::StopConditions { max_tokens: Some(1), ignore_eos: true, ..Default::default() }),
             tenant: "a".to_owned(),
             weight: 1.0,
-            order: Some(order),
-            least_waiting,
+            virtual_start_time: Some(order),
+            min_waiting_virtual_time: least_waiting,
             ..Default::default()
         }));
         loop {
             let update = router.update().await.expect("the session goes on");
-            if update.sequences.iter().any(|sequence| sequence.request == request) {
-                assert_eq!(update.begun_order, told, "at request {request}");
+            if update.sequences.iter().any(|sequence| sequence.submission_id == request) {
+                assert_eq!(update.virtual_time, told, "at request {request}");
                 break;
             }
         }
@@ -219,7 +220,7 @@ async fn routers_count_once_however_many_sessions_they_open_and_the_newest_is_th
     let routers_of = async |updates: &mut Streaming<v1::SessionResponse>, expected: u32| {
         loop {
             match updates.message().await.unwrap().expect("the session goes on").message.unwrap() {
-                Hear::Update(update) if update.routers == expected => break,
+                Hear::Update(update) if update.router_count == expected => break,
                 Hear::Update(_) | Hear::Hello(_) => {}
             }
         }

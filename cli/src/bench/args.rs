@@ -19,100 +19,103 @@ const REQUESTS_PER_STREAM: u64 = 4;
 const ROUNDS_COMPARED: u32 = 3;
 
 const EXIT_CODES: &str = "Exit codes: 0 done, also if a part of the requests was refused; 1 requests failed; 2 bad flags, or a trace \
-that is none; 3 nobody answers at an endpoint; 4 no such model; 5 all requests were refused; 130 interrupted.";
+that cannot be read; 3 an endpoint is unreachable; 4 no such model; 5 all requests were refused; 130 interrupted.";
 
 /// Options of `inflight bench`.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct Args {
-    /// A server, as [NAME=]URL: a router (http://HOST:PORT), or with a path an OpenAI-compatible API (http://HOST:PORT/v1); several take turns
-    /// and are compared with the first
+    /// Server under test, as [NAME=]URL: a router (http://HOST:PORT) or, with a path, an OpenAI-compatible API
+    /// (http://HOST:PORT/v1). Several are measured in turns and compared with the first
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
     pub endpoint: Vec<Endpoint>,
-    /// Name of the model [default: the only one each server has]
+    /// Model name [default: the only one served]
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
-    /// Closed loop: streams at once, each sending its next request at the end of the one before; several are measured one after
-    /// another [default: 4]
+    /// Closed loop with this many concurrent streams; a list is measured one by one [default: 4]
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub concurrency: Vec<u32>,
-    /// Open loop: requests a second, as a Poisson process, whether or not the server keeps up
+    /// Open loop at this request rate per second, as a Poisson process; a list is measured one by one
     #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = positive, conflicts_with = "concurrency")]
     pub rate: Vec<f64>,
-    /// With --rate: at equal distances instead
+    /// With --rate: constant intervals instead of a Poisson process
     #[arg(long, requires = "rate")]
-    pub evenly: bool,
-    /// Lengths, and arrivals and tenants where it has them, from a file: Azure's or VTC's CSV, a CSV of lengths, Mooncake's JSON lines. Without
-    /// --concurrency and --rate, its arrivals are replayed
+    pub constant_rate: bool,
+    /// Trace with lengths, and optionally arrivals and tenants: Azure's or VTC's CSV, a CSV of lengths, Mooncake's JSON lines.
+    /// Without --concurrency and --rate its arrivals are replayed
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "output_tokens"])]
     pub trace: Option<PathBuf>,
-    /// How many times as fast the trace is replayed
+    /// Replay speed of the trace, relative to its own
     #[arg(long, value_name = "F", default_value_t = 1.0, value_parser = positive, requires = "trace")]
     pub speed: f64,
-    /// Put each arrival of the trace off by up to this much: for traces whose times are rounded
+    /// Random delay added to each arrival of the trace, for traces with rounded times
     #[arg(long, value_name = "DURATION", default_value = "0s", requires = "trace")]
     pub arrival_jitter: Span,
-    /// Tokens of a prompt: N, LEAST..MOST or lognormal:mean=M,sigma=S[,max=N]
+    /// Prompt lengths in tokens: N, MIN..MAX or lognormal:mean=M,sigma=S[,max=N]
     #[arg(long, value_name = "LENGTHS", default_value = "128")]
     pub prompt_tokens: Lengths,
-    /// Tokens to generate, likewise
+    /// Output lengths in tokens, in the same forms
     #[arg(long, value_name = "LENGTHS", default_value = "64")]
     pub output_tokens: Lengths,
-    /// Cut longer prompts [default: none]
+    /// Truncate longer prompts to this many tokens [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_prompt_tokens: Option<u32>,
-    /// Cut longer outputs [default: none]
+    /// Truncate longer outputs to this many tokens [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_output_tokens: Option<u32>,
-    /// Tokens that all prompts of a tenant begin with
+    /// Length in tokens of a common prefix of each tenant's prompts
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub shared_prefix: u32,
-    /// Who sends, as NAME[,share=S][,weight=W][,priority=P]; may be repeated [default: the trace's tenants, else the default tenant]
+    /// Tenant, as NAME[,share=S][,weight=W][,priority=P]; repeatable [default: the trace's tenants, else the default tenant]
     #[arg(long, value_name = "TENANT")]
     pub tenant: Vec<Tenant>,
-    /// Requests that count in each round [default: 64, or 4 for each stream]
+    /// Requests measured in each round [default: 64, or 4 per stream]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub requests: Option<u64>,
-    /// Count instead those that begin within this time
+    /// Measure the requests that start within this time instead of --requests
     #[arg(long, value_name = "DURATION", conflicts_with = "requests")]
     pub duration: Option<Span>,
-    /// Requests before those that count [default: as many as streams; in an open loop an eighth of --requests, or 8]
+    /// Warm-up requests before those measured [default: one per stream; in an open loop an eighth of --requests, or 8]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
-    /// Rounds, of which medians are shown [default: 1, or 3 with several endpoints]
+    /// Rounds; medians over rounds are reported [default: 1, or 3 with several endpoints]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub rounds: Option<u32>,
-    /// Key of all random choices: the same requests again [default: drawn and told, so that no run meets its own prompts in a prefix cache]
+    /// Seed of lengths, arrivals and tenants [default: random, reported]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// How prompts are sent
+    /// Nonce of the prompts: with the same --seed, --nonce and options the same prompts are sent again. Each run draws a new
+    /// one, so that its prompts hit no prefix cache filled by an earlier run [default: random, reported]
+    #[arg(long, value_name = "N")]
+    pub nonce: Option<u64>,
+    /// Form in which prompts are sent
     #[arg(long, value_enum, default_value_t = PromptForm::Auto)]
     pub prompt: PromptForm,
-    /// Prompts are made of token ids below this [default: what a router says, else 10000]
+    /// Vocabulary size: prompts are drawn from token ids below it [default: the router's answer, else 10000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub vocab_size: Option<u32>,
-    /// Divides the logits; 0 always takes the most probable token
+    /// Sampling temperature; 0 is greedy
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     pub temperature: f32,
-    /// Let the model end before it has generated all that was asked for
+    /// Let outputs end at the EOS token, before their full length
     #[arg(long)]
     pub allow_eos: bool,
-    /// Longest time for one request
+    /// Timeout of a request
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub timeout: Span,
-    /// Open loop: most requests in flight; further ones wait, and their time counts
+    /// Open loop: maximum requests in flight; the queueing time of further ones is measured too
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub in_flight_max: u32,
-    /// A good request has its first token within this time
+    /// Goodput: maximum time to first token
     #[arg(long, value_name = "DURATION")]
     pub slo_ttft: Option<Span>,
-    /// A good request's mean time between tokens is at most this
+    /// Goodput: maximum mean time per output token
     #[arg(long, value_name = "DURATION")]
     pub slo_tpot: Option<Span>,
-    /// A good request is over within this time
+    /// Goodput: maximum end-to-end latency
     #[arg(long, value_name = "DURATION")]
     pub slo_e2e: Option<Span>,
-    /// Write every figure of every round as JSON; `-` is the standard output, in place of the table
+    /// Write all figures of all rounds as JSON to FILE; `-` prints JSON instead of the table
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }

@@ -66,7 +66,7 @@ impl Grpc {
         let listed = client.list_models(ListModelsRequest {}).await.map_err(|status| {
             let said = sentence(&status);
             let message = match status.code() {
-                Code::Unavailable => format!("nobody answers at {} ({said}); start a cluster with `inflight up`", self.url),
+                Code::Unavailable => format!("cannot connect to {} ({said}); start a cluster with `inflight up`", self.url),
                 _ => format!(
                     "{}: {said}; if it is an OpenAI-compatible server, give the base URL of its API, such as {}/v1",
                     self.url,
@@ -143,7 +143,7 @@ impl Grpc {
             tenant: call.tenant.name.clone(),
             weight: call.tenant.weight,
             priority: call.tenant.priority,
-            request_id: String::new(),
+            ..GenerateRequest::default()
         };
         let mut stream = match client.generate(request).await {
             Ok(response) => response.into_inner(),
@@ -175,7 +175,10 @@ impl Grpc {
                     };
                     return failure.unwrap_or(Outcome::Completed(served));
                 }
-                None => return Outcome::failed("protocol", "a message of the stream is empty"),
+                Some(Event::FingerprintChanged(_)) => {}
+                None => {
+                    return Outcome::failed("protocol", "a message of the stream is empty");
+                }
             }
         }
     }

@@ -32,7 +32,7 @@ use self::load::{Load, Round};
 use self::measure::{Measured, Meter, Quota, Slo};
 use self::report::{Point, Report};
 use self::tenants::Tenant;
-use self::workload::{Arrivals, PromptKey, Source, Workload};
+use self::workload::{Arrivals, PromptKeys, Source, Workload};
 use crate::exit::{Exit, Failure, say};
 
 /// Token ids of prompts are below this where no server tells its vocabulary: few models have less.
@@ -71,6 +71,8 @@ async fn bench(mut args: Args) -> Result<(), Failure> {
         greetings.push(client.greet(args.model.as_deref(), args.prompt).await?);
     }
     let seed = args.seed.unwrap_or_else(|| u64::from(rand::random::<u32>()));
+    let nonce = args.nonce.unwrap_or_else(|| u64::from(rand::random::<u32>()));
+    let keys = PromptKeys::new(&options(&args), nonce);
     let workload = Arc::new(workload(&args, trace, seed, &greetings)?);
     let names: Vec<String> = args.endpoint.iter().map(|endpoint| endpoint.name.clone()).collect();
     let context = greetings.iter().filter_map(|greeting| greeting.context_tokens).min();
@@ -78,7 +80,7 @@ async fn bench(mut args: Args) -> Result<(), Failure> {
         fits(&args, &workload, *load, context)?;
     }
     let clients: Vec<Arc<Client>> = clients.into_iter().map(Arc::new).collect();
-    let plan = Plan { args: &args, workload: &workload, clients: &clients, names: &names };
+    let plan = Plan { args: &args, workload: &workload, keys, clients: &clients, names: &names };
     let mut points = Vec::new();
     for (place, load) in (0u64..).zip(loads) {
         points.push(plan.point(place, load).await?);
@@ -86,18 +88,25 @@ async fn bench(mut args: Args) -> Result<(), Failure> {
     let slo = slo(&args);
     let report = Report {
         has_slo: slo.is_set(),
-        setting: setting(&args, &workload, &clients, &greetings),
+        setting: setting(&args, &workload, nonce, &clients, &greetings),
         tenants: workload.tenants.iter().map(|tenant| tenant.name.clone()).collect(),
         names,
         points,
     };
-    show(&args, &report, seed)
+    show(&args, &report, seed, nonce)
+}
+
+/// The options that decide what is sent: all but the servers, the report, and the seed, which has a say of its own.
+fn options(args: &Args) -> String {
+    let args = Args { endpoint: Vec::new(), seed: None, nonce: None, json: None, ..args.clone() };
+    format!("{args:?}")
 }
 
 /// What is measured and where, for each point.
 struct Plan<'a> {
     args: &'a Args,
     workload: &'a Arc<Workload>,
+    keys: PromptKeys,
     clients: &'a [Arc<Client>],
     names: &'a [String],
 }
@@ -111,7 +120,7 @@ impl Plan<'_> {
             for turn in 0..self.clients.len() {
                 let server = (turn + round as usize) % self.clients.len();
                 // The same prompts for all servers, and others in each round.
-                let key = PromptKey(place << 32 | u64::from(round));
+                let key = self.keys.key(place, round);
                 let meter = Meter::new(
                     self.args.warmup(load),
                     self.args.quota(load),
@@ -181,8 +190,9 @@ impl Drop for Cleared {
 fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<Load>, Failure> {
     let open = |arrivals| Load::Open { arrivals, in_flight_max: args.in_flight_max as usize };
     if !args.rate.is_empty() {
-        let arrivals =
-            |rate: &f64| if args.evenly { Arrivals::Constant(*rate) } else { Arrivals::Poisson(*rate) };
+        let arrivals = |rate: &f64| {
+            if args.constant_rate { Arrivals::Constant(*rate) } else { Arrivals::Poisson(*rate) }
+        };
         return Ok(args.rate.iter().map(|rate| open(arrivals(rate))).collect());
     }
     if !args.concurrency.is_empty() {
@@ -257,6 +267,7 @@ fn slo(args: &Args) -> Slo {
 fn setting(
     args: &Args,
     workload: &Workload,
+    nonce: u64,
     clients: &[Arc<Client>],
     greetings: &[Greeting],
 ) -> serde_json::Value {
@@ -279,6 +290,7 @@ fn setting(
         "version": env!("CARGO_PKG_VERSION"),
         "endpoints": servers.collect::<Vec<_>>(),
         "seed": workload.seed,
+        "nonce": nonce,
         "rounds": args.rounds(clients.len()),
         "trace": args.trace,
         "prompt_tokens": drawn(args.prompt_tokens),
@@ -294,7 +306,7 @@ fn setting(
 }
 
 /// Writes the report where it is wanted, and fails if requests did.
-fn show(args: &Args, report: &Report, seed: u64) -> Result<(), Failure> {
+fn show(args: &Args, report: &Report, seed: u64, nonce: u64) -> Result<(), Failure> {
     use std::io::Write as _;
     let to_stdout = |text: &str| {
         let mut stdout = std::io::stdout().lock();
@@ -314,8 +326,8 @@ fn show(args: &Args, report: &Report, seed: u64) -> Result<(), Failure> {
         }
         None => to_stdout(&report.table())?,
     }
-    if args.seed.is_none() {
-        say(format_args!("the same requests again: --seed {seed}"));
+    if args.seed.is_none() || args.nonce.is_none() {
+        say(format_args!("to send the same requests again: --seed {seed} --nonce {nonce}"));
     }
     match report.failures() {
         (_, 0, 0, _) => Ok(()),

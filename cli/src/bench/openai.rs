@@ -178,7 +178,7 @@ impl OpenAi {
         let unavailable = |error: Broken| {
             Failure::new(
                 Exit::Unavailable,
-                format!("nobody answers at {self} ({error}); is the server up, and is this its address?"),
+                format!("cannot connect to {self} ({error}); check that the server runs at this address"),
             )
         };
         let mut connection = self.connection(true).await.map_err(unavailable)?;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use inflight_simulator::trace::{TRACED_BLOCK_TOKENS, TracedRequest};
 use inflight_simulator::workload::Random;
+use sha2::{Digest as _, Sha256};
 
 use super::lengths::Lengths;
 use super::tenants::Tenant;
@@ -72,10 +73,29 @@ pub struct Planned<'a> {
     blocks: &'a [u64],
 }
 
-/// Which prompts: two runs with the same key have the same prompts, request by request, and runs of different keys none in common, so
-/// that no run finds another's prompts in a prefix cache.
+/// Key of the prompts' random tokens: equal keys give equal prompts, request by request, and prompts of different keys have
+/// nothing in common, so that no round finds another's prompts in a prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptKey(pub u64);
+
+/// The prompt keys of one invocation: a hash of its options and of a nonce that no other invocation has.
+#[derive(Debug, Clone)]
+pub struct PromptKeys(Sha256);
+
+impl PromptKeys {
+    /// Of an invocation with these options, in any unambiguous form.
+    pub fn new(options: &str, nonce: u64) -> Self {
+        let options = Sha256::digest(options.as_bytes());
+        Self(Sha256::new().chain_update(options).chain_update(nonce.to_le_bytes()))
+    }
+
+    /// The key of a round at a load point.
+    pub fn key(&self, point: u64, round: u32) -> PromptKey {
+        let hash = self.0.clone().chain_update(point.to_le_bytes()).chain_update(round.to_le_bytes());
+        let hash: [u8; 32] = hash.finalize().into();
+        PromptKey(hash.into_iter().take(8).fold(0, |key, byte| key << 8 | u64::from(byte)))
+    }
+}
 
 /// An endless sequence of requests. Equal fields give equal requests; a request depends on its place alone.
 #[derive(Debug, Clone, PartialEq)]
@@ -286,6 +306,21 @@ mod tests {
             let alike = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count();
             prop_assert_eq!(alike(&prompt(1, key), &prompt(2, key)), prefix as usize);
             prop_assert_eq!(alike(&prompt(1, key), &prompt(1, !key)), 0);
+        }
+    }
+
+    #[test]
+    fn every_option_the_nonce_the_point_and_the_round_make_another_key() {
+        let key = |options, nonce, point, round| PromptKeys::new(options, nonce).key(point, round);
+        let base = key("concurrency: [1]", 7, 0, 0);
+        assert_eq!(base, key("concurrency: [1]", 7, 0, 0));
+        for other in [
+            key("concurrency: [2]", 7, 0, 0),
+            key("concurrency: [1]", 8, 0, 0),
+            key("concurrency: [1]", 7, 1, 0),
+            key("concurrency: [1]", 7, 0, 1),
+        ] {
+            assert_ne!(base, other);
         }
     }
 

@@ -5,7 +5,10 @@ use inflight_kernels::cuda::{Device, Harness, Launch};
 #[test]
 fn the_harness_finds_races_and_addresses_that_are_wrong() {
     if !Harness::CHECKED {
-        eprintln!("skipped: the compiler can't instrument loads and stores");
+        inflight_fixtures::skipped(
+            "memory checks of CUDA kernels",
+            "the compiler cannot instrument loads and stores",
+        );
         return;
     }
     let harness = Harness::overlapping();

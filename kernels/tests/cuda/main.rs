@@ -110,7 +110,7 @@ pub(crate) fn on_harness<S: Strategy>(
     test: impl Fn(S::Value) -> Result<(), TestCaseError>,
 ) {
     if !Machine::available() {
-        eprintln!("skipped: there was no C++ compiler to build the harness with");
+        inflight_fixtures::skipped("CUDA kernels", "there was no C++ compiler to build the harness with");
         return;
     }
     // Checkers are slow: they run fewer.

@@ -5,6 +5,7 @@
 
 mod admission_cost;
 mod block_hash;
+mod cost;
 mod finish;
 mod limits;
 mod sampling;
@@ -13,8 +14,9 @@ mod tenant_service;
 
 pub use admission_cost::AdmissionCost;
 pub use block_hash::BlockHash;
+pub use cost::CostCoefficients;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, RequestError, RequestShape, check_priority};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
-pub use service_table::ServiceTable;
+pub use service_table::{Expired, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
 pub use tenant_service::{Charged, Service, Tenant, TenantService, TokenCost, Weight, WeightError};

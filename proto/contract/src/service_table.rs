@@ -1,6 +1,22 @@
+//! Service counters of tenants at every worker incarnation, as routers and workers exchange them.
+
 use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
 
 use crate::tenant_service::Charged;
+
+/// Largest plausible service counter, in tokens as weighted by [`TokenCost`](crate::TokenCost).
+pub const SERVICE_COUNTER_MAX: u64 = 1 << 50;
+/// Most service that an incarnation plausibly gives in a second: far more than any worker computes.
+pub const SERVICE_PER_SECOND_MAX: u64 = 1 << 27;
+/// Most service that may be reported at once beyond that, for reports that were read late.
+pub const SERVICE_PER_REPORT_MAX: u64 = 1 << 30;
+
+/// Most service that an incarnation can plausibly have given since it was reported of last.
+pub fn plausible_growth(since: Duration) -> u64 {
+    let seconds = since.as_secs().saturating_add(1);
+    SERVICE_PER_SECOND_MAX.saturating_mul(seconds).saturating_add(SERVICE_PER_REPORT_MAX)
+}
 
 /// Which tenant had how much service at which worker: what a cluster knows of its past, and the way by which several
 /// routers share it with nothing but the workers between them.
@@ -14,6 +30,9 @@ use crate::tenant_service::Charged;
 /// connected ([`ServiceTable::open`]), and of an incarnation's tenants the one with the least service. What comes back
 /// after that is not counted twice: of an incarnation, only what grows after it is back; of a tenant, only what is
 /// above all that went.
+///
+/// What is known of an incarnation only by hearsay, because its author was never connected here, is forgotten after a
+/// time ([`ServiceTable::expire`]): a false report does no lasting harm.
 #[derive(Debug, Clone)]
 pub struct ServiceTable {
     incarnations: BTreeMap<String, Incarnation>,
@@ -25,14 +44,36 @@ pub struct ServiceTable {
     merges: u64,
     /// Names of incarnations that had to go, the latest last.
     dropped: VecDeque<String>,
+    /// As of the last call of [`ServiceTable::expire`].
+    now: Duration,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Counter {
+    charged: Charged,
+    /// By how much it grew here.
+    grown: u64,
+}
+
+/// Service of a tenant that is not counted any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Expired {
+    /// Whose it was.
+    pub tenant: String,
+    /// By how much its counter had grown here.
+    pub cost: u64,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Incarnation {
-    charged: BTreeMap<String, Charged>,
+    counters: BTreeMap<String, Counter>,
     heard: u64,
     /// Its author is connected.
     open: bool,
+    /// Its author was connected at some time.
+    first_hand: bool,
+    /// When it was first heard of.
+    since: Duration,
     /// It was dropped before: what it says first of a tenant was counted then.
     returned: bool,
     /// No counter that had to go was above this.
@@ -43,7 +84,8 @@ impl ServiceTable {
     /// An empty table.
     pub fn new(incarnations_max: usize, tenants_max: usize) -> Self {
         let (incarnations, dropped) = (BTreeMap::new(), VecDeque::new());
-        Self { incarnations, incarnations_max, tenants_max, len: 0, merges: 0, dropped }
+        let now = Duration::ZERO;
+        Self { incarnations, incarnations_max, tenants_max, len: 0, merges: 0, dropped, now }
     }
 
     /// The author of an incarnation's counters is connected.
@@ -52,6 +94,7 @@ impl ServiceTable {
         self.touch(incarnation);
         if let Some(entry) = self.incarnations.get_mut(incarnation) {
             entry.open = true;
+            entry.first_hand = true;
         }
     }
 
@@ -70,23 +113,24 @@ impl ServiceTable {
         let tenants_max = self.tenants_max;
         self.touch(incarnation);
         let Some(entry) = self.incarnations.get_mut(incarnation) else { return 0 };
-        if let Some(known) = entry.charged.get_mut(tenant) {
+        if let Some(Counter { charged: known, grown: all }) = entry.counters.get_mut(tenant) {
             let grown = charged.cost.saturating_sub(known.cost.max(charged.base));
             known.cost = known.cost.max(charged.cost);
             known.base = known.base.max(charged.base);
+            *all = all.saturating_add(grown);
             return grown;
         }
         let grown =
             if entry.returned { 0 } else { charged.cost.saturating_sub(charged.base.max(entry.gone)) };
-        let full = entry.charged.len() >= tenants_max;
+        let full = entry.counters.len() >= tenants_max;
         if full {
-            let least = entry.charged.iter().min_by_key(|(_, charged)| charged.cost);
-            if let Some((least, cost)) = least.map(|(name, charged)| (name.clone(), charged.cost)) {
-                entry.charged.remove(&least);
+            let costs = entry.counters.iter().map(|(name, counter)| (counter.charged.cost, name));
+            if let Some((cost, least)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
+                entry.counters.remove(&least);
                 entry.gone = entry.gone.max(cost);
             }
         }
-        entry.charged.insert(tenant.to_owned(), charged);
+        entry.counters.insert(tenant.to_owned(), Counter { charged, grown });
         if !full {
             self.len += 1;
             self.shrink(incarnation);
@@ -97,23 +141,49 @@ impl ServiceTable {
     /// From where a tenant's counter at an incarnation would grow here.
     pub fn counted(&self, incarnation: &str, tenant: &str) -> u64 {
         let Some(entry) = self.incarnations.get(incarnation) else { return 0 };
-        entry.charged.get(tenant).map_or(entry.gone, |charged| charged.cost)
+        entry.counters.get(tenant).map_or(entry.gone, |counter| counter.charged.cost)
+    }
+
+    /// Forgets the incarnations that are known by hearsay alone, and were first heard of `hearsay_max` ago or longer.
+    /// `now` never goes back. Returns what their tenants were charged here.
+    pub fn expire(&mut self, now: Duration, hearsay_max: Duration) -> Vec<Expired> {
+        self.now = now;
+        let old = self
+            .incarnations
+            .iter()
+            .filter(|(_, entry)| !entry.first_hand && now.saturating_sub(entry.since) >= hearsay_max);
+        let old: Vec<String> = old.map(|(name, _)| name.clone()).collect();
+        let mut expired = Vec::new();
+        for name in old {
+            let counters = self.remove(name).into_iter();
+            let grown = counters.filter(|(_, counter)| counter.grown > 0);
+            expired.extend(grown.map(|(tenant, counter)| Expired { tenant, cost: counter.grown }));
+        }
+        expired
     }
 
     /// All counters, as (incarnation, tenant, counter), one incarnation after the other.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
-        self.incarnations.iter().flat_map(|(incarnation, entry)| {
-            entry
-                .charged
-                .iter()
-                .map(move |(tenant, charged)| (incarnation.as_str(), tenant.as_str(), *charged))
+        self.counters(|_| true)
+    }
+
+    /// The counters of incarnations whose authors were connected here, in the same form.
+    pub fn first_hand(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
+        self.counters(|entry| entry.first_hand)
+    }
+
+    fn counters(&self, of: impl Fn(&Incarnation) -> bool) -> impl Iterator<Item = (&str, &str, Charged)> {
+        let incarnations = self.incarnations.iter().filter(move |(_, entry)| of(entry));
+        incarnations.flat_map(|(incarnation, entry)| {
+            let counters = entry.counters.iter();
+            counters.map(move |(tenant, counter)| (incarnation.as_str(), tenant.as_str(), counter.charged))
         })
     }
 
     /// What a tenant had at all incarnations together.
     pub fn total(&self, tenant: &str) -> u64 {
-        let charged = self.incarnations.values().filter_map(|entry| entry.charged.get(tenant));
-        charged.map(|charged| charged.cost - charged.base).sum()
+        let counters = self.incarnations.values().filter_map(|entry| entry.counters.get(tenant));
+        counters.map(|counter| counter.charged.cost - counter.charged.base).sum()
     }
 
     /// Makes sure that an incarnation is there, heard of just now.
@@ -123,7 +193,8 @@ impl ServiceTable {
         } else {
             let place = self.dropped.iter().position(|dropped| dropped == incarnation);
             let returned = place.and_then(|place| self.dropped.remove(place)).is_some();
-            let entry = Incarnation { heard: self.merges, returned, ..Incarnation::default() };
+            let entry =
+                Incarnation { heard: self.merges, returned, since: self.now, ..Incarnation::default() };
             self.incarnations.insert(incarnation.to_owned(), entry);
             self.shrink(incarnation);
         }
@@ -135,12 +206,31 @@ impl ServiceTable {
             let closed = self.incarnations.iter().filter(|(name, entry)| !entry.open && *name != kept);
             let oldest = closed.min_by_key(|(_, entry)| entry.heard).map(|(name, _)| name.clone());
             let Some(name) = oldest else { return };
-            self.len -= self.incarnations.remove(&name).map_or(0, |entry| entry.charged.len());
-            self.dropped.push_back(name);
-            if self.dropped.len() > 16 * self.incarnations_max {
-                self.dropped.pop_front();
-            }
+            self.remove(name);
         }
+    }
+
+    /// Whether anything is known of an incarnation.
+    pub fn knows(&self, incarnation: &str) -> bool {
+        self.incarnations.contains_key(incarnation)
+    }
+
+    /// Forgets an incarnation.
+    pub fn forget(&mut self, incarnation: &str) {
+        if self.knows(incarnation) {
+            self.remove(incarnation.to_owned());
+        }
+    }
+
+    /// Removes an incarnation and remembers its name; returns its counters.
+    fn remove(&mut self, name: String) -> BTreeMap<String, Counter> {
+        let counters = self.incarnations.remove(&name).map(|entry| entry.counters).unwrap_or_default();
+        self.len -= counters.len();
+        self.dropped.push_back(name);
+        if self.dropped.len() > 16 * self.incarnations_max {
+            self.dropped.pop_front();
+        }
+        counters
     }
 }
 
@@ -220,6 +310,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn hearsay_expires_with_what_it_charged_and_what_an_author_said_stays() {
+        let second = Duration::from_secs;
+        let mut table = ServiceTable::new(10, 10);
+        table.open("author");
+        table.close("author");
+        table.merge("author", "t", 5u64);
+        assert_eq!(table.merge("ghost", "t", 100u64), 100);
+        assert_eq!(table.expire(second(1), second(10)), []);
+        assert_eq!(table.merge("late", "t", 7u64), 7);
+        assert_eq!(table.merge("ghost", "t", 120u64), 20);
+        let expired = Expired { tenant: "t".to_owned(), cost: 120 };
+        assert_eq!(table.expire(second(10), second(10)), [expired]);
+        assert_eq!(table.total("t"), 12);
+        assert_eq!(table.merge("ghost", "t", 130u64), 0, "what it says first now was counted and expired");
+        let first_hand: Vec<_> = table.first_hand().map(|(incarnation, ..)| incarnation).collect();
+        assert_eq!(first_hand, ["author"]);
+        // An author that connects is believed.
+        table.open("late");
+        assert_eq!(table.expire(second(100), second(10)).len(), 0);
+        assert_eq!(table.total("t"), 12);
     }
 
     #[test]

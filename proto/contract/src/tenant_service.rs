@@ -79,6 +79,11 @@ impl Service {
         Self(thousandths)
     }
 
+    /// With so much less, for a tenant of this weight.
+    fn minus(self, cost: u64, weight: Weight) -> Self {
+        Self(self.0.saturating_sub(Self::of(cost, weight).0))
+    }
+
     /// With so much more, for a tenant of this weight.
     pub fn plus(self, cost: u64, weight: Weight) -> Self {
         Self(self.0.saturating_add(Self::of(cost, weight).0))
@@ -266,6 +271,18 @@ impl TenantService {
         self.forget_idle(Some(tenant));
     }
 
+    /// Takes back what a tenant was charged by [`TenantService::charge_elsewhere`] and turned out not to be known. The
+    /// tenant comes out no lower than the least of those that wait, so that nobody owes it anything.
+    pub fn discharge_elsewhere(&mut self, name: &str, cost: u64) {
+        let floor = self.backlogged_least().unwrap_or(self.idle_floor);
+        let tenant = self.by_name.get(name).copied();
+        let counter = tenant.and_then(|tenant| self.tenants.get_mut(tenant.index())?.as_mut());
+        let Some(counter) = counter else { return };
+        counter.charged = counter.charged.saturating_sub(cost).max(counter.base);
+        let lowered = counter.service.minus(cost, counter.weight.unwrap_or_default());
+        counter.service = lowered.max(floor.min(counter.service));
+    }
+
     /// The tenants charged since this was asked last, each with all that it was charged since it is known.
     pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         let Self { fresh, tenants, .. } = self;
@@ -407,6 +424,22 @@ mod tests {
         }
         let fresh = service.arrive("fresh", weight(1.0));
         assert_eq!(service.service(fresh).tokens(), 2000.0, "nor does coming when nobody is there");
+    }
+
+    #[test]
+    fn what_is_taken_back_leaves_a_tenant_beside_those_that_wait() {
+        let mut service = TenantService::new(TokenCost::default(), 100);
+        let busy = service.arrive("busy", weight(1.0));
+        service.charge(busy, 1000, 0);
+        service.charge_elsewhere("victim", 1 << 40);
+        let victim = service.arrive("victim", weight(2.0));
+        assert!(service.service(victim) > service.service(busy));
+        service.discharge_elsewhere("victim", 1 << 40);
+        assert_eq!(service.service(victim), service.service(busy), "not below it");
+        service.charge(victim, 500, 0);
+        let ahead = service.service(victim);
+        service.discharge_elsewhere("victim", 100);
+        assert_eq!(service.service(victim).tokens(), ahead.tokens() - 50.0);
     }
 
     #[test]

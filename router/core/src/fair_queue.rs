@@ -17,14 +17,14 @@ pub struct FairQueueOptions {
     /// What tokens cost.
     pub cost: TokenCost,
     /// Service forgiven for each second in the queue, in tokens of weight 1.
-    pub aged_tokens_per_second: f64,
+    pub aging_tokens_per_second: f64,
     /// Service forgiven at most; the bound on the difference of two tenants' services grows by it.
-    pub aged_tokens_max: f64,
+    pub aging_tokens_max: f64,
     /// Past this time in the queue a request goes first in its tenant, in the turn of that tenant's most important one.
     /// Against other tenants it gains nothing, or whoever floods the queue would always be overdue.
     pub wait_max: Duration,
     /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
-    pub overtakes_max: u32,
+    pub bypass_max: u32,
     /// Requests behind the first that are looked at in its place.
     pub lookahead: usize,
     /// Idle tenants that a lane remembers with what they had.
@@ -36,10 +36,10 @@ impl Default for FairQueueOptions {
         Self {
             limits: QueueLimits { requests: 1024, tokens: 4 << 20 },
             cost: TokenCost::default(),
-            aged_tokens_per_second: 0.0,
-            aged_tokens_max: 0.0,
+            aging_tokens_per_second: 0.0,
+            aging_tokens_max: 0.0,
             wait_max: Duration::from_secs(300),
-            overtakes_max: 16,
+            bypass_max: 16,
             lookahead: 8,
             idle_tenants_max: 10_000,
         }
@@ -295,7 +295,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// highest priority, and among them in turn the first of each tenant, then the second. Nobody, once the head
     /// was overtaken as often as is allowed.
     pub fn behind(&self, head: &Place<L>, now: Duration) -> Vec<Place<L>> {
-        let spent = self.entry(head).is_none_or(|entry| entry.overtaken >= self.options.overtakes_max);
+        let spent = self.entry(head).is_none_or(|entry| entry.overtaken >= self.options.bypass_max);
         let Some(lane) = self.lanes.get(&head.lane).filter(|_| !spent) else { return Vec::new() };
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
@@ -327,7 +327,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     ) -> Turn {
         let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued));
         let aged =
-            (self.options.aged_tokens_per_second * waited.as_secs_f64()).min(self.options.aged_tokens_max);
+            (self.options.aging_tokens_per_second * waited.as_secs_f64()).min(self.options.aging_tokens_max);
         Turn {
             fresh: rank.fresh,
             priority,
@@ -442,6 +442,13 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     pub fn charge(&mut self, lane: L, tenant: &str, cost: u64) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.charge_elsewhere(tenant, cost);
+        }
+    }
+
+    /// Takes back what [`FairQueue::charge`] took in and turned out not to be known.
+    pub fn discharge(&mut self, lane: L, tenant: &str, cost: u64) {
+        if let Some(lane) = self.lanes.get_mut(&lane) {
+            lane.service.discharge_elsewhere(tenant, cost);
         }
     }
 

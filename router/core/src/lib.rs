@@ -23,9 +23,8 @@ pub use ledger::{Ledger, Settled};
 pub use outliers::{OutlierLimits, Outliers};
 pub use pace::Pace;
 pub use placement::{
-    Ask, Cached, Candidate, Chain, Cost, CostCoefficients, Credits, Estimate, Fleet, LeastLoaded,
-    PlacementKind, Placer, Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement,
-    WorkerLoad,
+    Ask, Cached, Candidate, Chain, Cost, Credits, Estimate, Fleet, LeastLoaded, PlacementKind, Placer,
+    Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
 };
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 pub use queue::{Place, QueueFull, RequestQueue};

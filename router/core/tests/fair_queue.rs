@@ -122,8 +122,8 @@ proptest! {
     fn agrees_with_a_sorted_list_under_any_interleaving(ops in ops()) {
         let options = FairQueueOptions {
             wait_max: Duration::from_secs(WAIT_MAX),
-            aged_tokens_per_second: AGED_PER_SECOND as f64,
-            aged_tokens_max: AGED_MAX as f64,
+            aging_tokens_per_second: AGED_PER_SECOND as f64,
+            aging_tokens_max: AGED_MAX as f64,
             ..roomy()
         };
         let mut queue = Queue::new(options);
@@ -256,9 +256,9 @@ proptest! {
     /// A head that fits nowhere is overtaken a bounded number of times, then waits alone for its room.
     #[test]
     fn a_request_that_fits_nowhere_is_overtaken_and_not_for_ever(
-        others in proptest::collection::vec((0..4usize, -1..2i32), 1..60), overtakes_max in 0u32..20
+        others in proptest::collection::vec((0..4usize, -1..2i32), 1..60), bypass_max in 0u32..20
     ) {
-        let mut queue = Queue::new(FairQueueOptions { overtakes_max, ..roomy() });
+        let mut queue = Queue::new(FairQueueOptions { bypass_max, ..roomy() });
         let large = queue.push(0, arrival("large", 1, 1_000), Duration::ZERO, 0).unwrap().place;
         for (number, (tenant, priority)) in others.iter().enumerate() {
             let small = arrival(TENANTS[*tenant], *priority, 1);
@@ -278,8 +278,8 @@ proptest! {
             queue.overtake(&head);
             overtakes += 1;
         }
-        prop_assert!(overtakes <= overtakes_max);
-        prop_assert!(queue.len() == 1 || overtakes == overtakes_max);
+        prop_assert!(overtakes <= bypass_max);
+        prop_assert!(queue.len() == 1 || overtakes == bypass_max);
         prop_assert_eq!(queue.head(0, SECOND), Some(large));
     }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use inflight_contract::CostCoefficients;
 use inflight_router_core::{
-    Ask, Cached, Candidate, Chain, CostCoefficients, Credits, Estimate, Fleet, Ledger, PlacementKind, Placer,
-    Standing, WorkerLoad,
+    Ask, Cached, Candidate, Chain, Credits, Estimate, Fleet, Ledger, PlacementKind, Placer, Standing,
+    WorkerLoad,
 };
 use proptest::prelude::*;
 
@@ -24,12 +25,20 @@ fn number() -> impl Strategy<Value = f64> {
     ]
 }
 
+/// Coefficients from an array, in the order of the formula.
+fn coefficients(
+    [step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s]: [f64; 7],
+) -> CostCoefficients {
+    CostCoefficients { step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s }
+        .sanitized()
+}
+
 fn estimate() -> impl Strategy<Value = Estimate> {
     let cached = (0u32..5000, 0u32..500, 0u32..50);
     (cached, prop::array::uniform7(number()), (number(), number(), number()), 0.0..5.0f64).prop_map(
         |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unseen)| Estimate {
             cached: Cached { device_tokens, host_tokens, host_blocks },
-            cost: CostCoefficients::new(cost),
+            cost: coefficients(cost),
             load: WorkerLoad::new(ahead, stretch, step),
             unseen,
         },
@@ -226,7 +235,7 @@ fn a_request_larger_than_every_grant_starts_on_an_idle_session_alone() {
 }
 
 fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) -> Candidate {
-    let cost = CostCoefficients::new([4e-3, 3e-5, 0.0, 0.0, 1e-5, 1e-4, 3e-5]);
+    let cost = coefficients([4e-3, 3e-5, 0.0, 0.0, 1e-5, 1e-4, 3e-5]);
     Candidate {
         worker,
         grant: Credits { sequences: 64, blocks: 10_000 },

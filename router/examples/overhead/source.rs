@@ -111,8 +111,8 @@ impl Worker for Source {
                 vocab_size: 285,
                 context_tokens: 1 << 16,
                 block_tokens: 16,
-                blocks: 1 << 24,
-                sequences: 1 << 16,
+                kv_blocks: 1 << 24,
+                max_sequences: 1 << 16,
                 ..Default::default()
             }),
             heartbeat_interval_ms: 1000,
@@ -121,7 +121,7 @@ impl Worker for Source {
         let _ = updates.send(Message::Hello(hello));
         let source = self.clone();
         tokio::spawn(async move {
-            let grant = Some(v1::Grant { sequences: 1 << 16, blocks: 1 << 24, urgent: 0 });
+            let grant = Some(v1::Grant { sequences: 1 << 16, kv_blocks: 1 << 24, priority_sequences: 0 });
             let mut batches: BTreeMap<Duration, Batch> = BTreeMap::new();
             let mut idle: BTreeMap<u64, v1::Submit> = BTreeMap::new();
             let mut heartbeat = Instant::now();
@@ -149,13 +149,15 @@ impl Worker for Source {
                                 let running = &mut batches.entry(pace).or_insert(batch).running;
                                 running.push(Running { submit, sent: 0, most });
                             }
-                            None => drop(idle.insert(submit.request, submit)),
+                            None => drop(idle.insert(submit.submission_id, submit)),
                         }
                     }
                     Some(Command::Cancel(cancel)) => {
-                        let idle = idle.remove(&cancel.request);
+                        let idle = idle.remove(&cancel.submission_id);
                         let mut running = batches.values_mut().flat_map(|batch| {
-                            batch.running.extract_if(.., |one| one.submit.request == cancel.request)
+                            batch
+                                .running
+                                .extract_if(.., |one| one.submit.submission_id == cancel.submission_id)
                         });
                         if let Some(submit) = idle.or_else(|| running.next().map(|one| one.submit)) {
                             sequences.push(sequence(&submit, 0, v1::FinishReason::Cancelled));
@@ -208,10 +210,10 @@ impl Worker for Source {
 
 fn sequence(submit: &v1::Submit, tokens: usize, reason: v1::FinishReason) -> v1::SequenceUpdate {
     v1::SequenceUpdate {
-        request: submit.request,
+        submission_id: submit.submission_id,
         attempt: submit.attempt,
         token_ids: vec![TOKEN; tokens],
-        finish: reason.into(),
+        finish_reason: reason.into(),
         ..Default::default()
     }
 }
@@ -238,7 +240,7 @@ impl Inference for Source {
             }
             event(Event::Delta(v1::GenerationDelta { text: "a".to_owned(), ..Default::default() }))
         });
-        let usage = v1::Usage { prompt_tokens: 1, completion_tokens: most };
+        let usage = v1::Usage { prompt_tokens: 1, completion_tokens: most, ..v1::Usage::default() };
         let end =
             event(Event::Completed(v1::GenerationCompleted { usage: Some(usage), ..Default::default() }));
         let started = event(Event::Started(v1::GenerationStarted::default()));

@@ -26,7 +26,7 @@ pub(crate) async fn follow(
             Ok(client) => break client,
             Err(error) => {
                 failed("kubernetes");
-                tracing::warn!(%error, "no way to the Kubernetes API; trying again");
+                tracing::warn!(%error, "cannot reach the Kubernetes API; retrying");
                 tokio::time::sleep(interval).await;
             }
         }
@@ -78,7 +78,7 @@ async fn track(
             }
             Err(error) => {
                 failed("kubernetes");
-                tracing::warn!(%error, "cannot watch endpoints; keeping those known");
+                tracing::warn!(%error, "watch of EndpointSlices failed; keeping known workers");
                 continue;
             }
         }

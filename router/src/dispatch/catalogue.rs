@@ -11,10 +11,15 @@ use crate::directory::Session;
 use crate::outcome::Outcome;
 
 impl Dispatch {
-    /// The model that a request names.
-    pub(crate) fn resolve(&self, asked: &str, now: Instant) -> Result<Served, Outcome> {
+    /// The model that a request names; of those of one name, the one with workers of this fingerprint, if one is required.
+    pub(crate) fn resolve(
+        &self,
+        asked: &str,
+        fingerprint: Option<&str>,
+        now: Instant,
+    ) -> Result<Served, Outcome> {
         let state = self.lock();
-        let wait = self.options.unserved_wait_max;
+        let wait = self.options.no_worker_timeout;
         let in_reach = |lane: &Lane| match *lane.unserved.borrow() {
             None => true,
             Some(since) => now.saturating_duration_since(since) < wait,
@@ -39,11 +44,13 @@ impl Dispatch {
         };
         // Workers with the same model but another bundle are a lane apart: the one with most workers is taken.
         let workers = |id: LaneId| state.sessions_of(id).filter(|session| session.draining.is_none()).count();
-        let best = state
-            .lanes
-            .iter()
-            .filter(|(_, lane)| lane.name == name && in_reach(lane))
-            .max_by_key(|(id, _)| (workers(**id), **id));
+        let best = state.lanes.iter().filter(|(_, lane)| lane.name == name && in_reach(lane)).max_by_key(
+            |(id, _)| {
+                let required =
+                    fingerprint.is_some_and(|required| state.fingerprints(**id).any(|f| f == required));
+                (required, workers(**id), **id)
+            },
+        );
         match best {
             Some((id, lane)) => Ok(Served {
                 lane: *id,
@@ -61,13 +68,13 @@ impl Dispatch {
         }
     }
 
-    /// The models that a worker serves now, by name, with the number of workers of each.
-    pub(crate) fn models(&self) -> Vec<(Served, u32)> {
+    /// The models that a worker serves now, by name, with the fingerprints of the workers of each, one for each worker.
+    pub(crate) fn models(&self) -> Vec<(Served, Vec<String>)> {
         let state = self.lock();
-        let mut models: BTreeMap<String, (Served, u32)> = BTreeMap::new();
+        let mut models: BTreeMap<String, (Served, Vec<String>)> = BTreeMap::new();
         for (id, lane) in &state.lanes {
-            let workers = state.sessions_of(*id).filter(|session| session.draining.is_none()).count() as u32;
-            if workers == 0 {
+            let workers: Vec<String> = state.fingerprints(*id).map(str::to_owned).collect();
+            if workers.is_empty() {
                 continue;
             }
             let served = Served {
@@ -80,7 +87,7 @@ impl Dispatch {
             };
             models
                 .entry(lane.name.clone())
-                .and_modify(|entry| entry.1 += workers)
+                .and_modify(|entry| entry.1.extend_from_slice(&workers))
                 .or_insert((served, workers));
         }
         models.into_values().collect()
@@ -90,6 +97,19 @@ impl Dispatch {
 impl State {
     pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &Session> {
         self.sessions.values().filter(move |session| session.lane == lane)
+    }
+
+    /// The fingerprint of each worker of a lane that takes requests.
+    pub(super) fn fingerprints(&self, lane: LaneId) -> impl Iterator<Item = &str> {
+        let serving = self.sessions_of(lane).filter(|session| session.draining.is_none());
+        serving.map(|session| &*session.fingerprint)
+    }
+
+    /// The refusal of a request for a fingerprint that no worker has.
+    pub(super) fn unknown_fingerprint(&self, lane: LaneId, required: &str) -> Outcome {
+        let served: BTreeSet<&str> = self.fingerprints(lane).collect();
+        let served = served.into_iter().map(str::to_owned).collect();
+        Outcome::UnknownFingerprint { required: required.to_owned(), served }
     }
 
     pub(super) fn lane_for(&mut self, introduction: &Introduction) -> LaneId {

@@ -65,7 +65,7 @@ impl Dispatch {
         services.into_iter().for_each(|table| session.teach(table));
         state.sessions.insert(worker, session);
         state.refresh(lane, now);
-        state.forget_lanes(now, self.options.model_memory.max(self.options.unserved_wait_max));
+        state.forget_lanes(now, self.options.model_retention.max(self.options.no_worker_timeout));
         state.pump(now);
         self.publish(&state);
         id
@@ -94,7 +94,7 @@ impl Dispatch {
         let mut readers = Vec::new();
         let (mut stale, mut failures, mut progress) = (0, 0, false);
         for sequence in update.sequences {
-            let (submission, choice) = (sequence.request, sequence.choice);
+            let (submission, choice) = (sequence.submission_id, sequence.choice);
             let known = entry.flights.get_mut(&submission).filter(|_| entry.ledger.runs(submission, choice));
             let Some(flight) = known else {
                 violation = Some(Violation::UnknownRequest { request: submission, choice });
@@ -104,7 +104,7 @@ impl Dispatch {
                 stale += 1;
                 continue;
             }
-            let ended = sequence.finish != v1::FinishReason::Unspecified as i32;
+            let ended = sequence.finish_reason != v1::FinishReason::Unspecified as i32;
             let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
             let relay = flight.relay.clone();
             let received = relay.receive(submission, sequence, vocab_size, unread_max, now, &mut readers);
@@ -143,7 +143,7 @@ impl Dispatch {
                     entry.cancel(submission);
                     tracing::debug!(
                         request_id = relay.call.request_id,
-                        "the client is behind; request paused"
+                        "pausing request: the client is too far behind its stream"
                     );
                 }
             }
@@ -152,8 +152,8 @@ impl Dispatch {
             metrics::counter!(names::STALE_UPDATES).increment(stale);
         }
         if let Some(grant) = update.grant {
-            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.blocks });
-            entry.ledger.set_urgent(grant.urgent);
+            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.kv_blocks });
+            entry.ledger.set_urgent(grant.priority_sequences);
         }
         entry.show();
         let drains = update.draining && entry.draining.is_none();
@@ -248,7 +248,7 @@ impl State {
         if let Some(time) = self.outliers.failure(worker, since) {
             let address = self.sessions.get(&worker).map_or("", |session| session.address.as_str());
             let seconds = time.as_secs_f64();
-            tracing::warn!(worker, address, seconds, "worker keeps failing; it gets nothing for a while");
+            tracing::warn!(worker, address, seconds, "ejecting worker after consecutive failures");
             metrics::counter!(names::EJECTIONS).increment(1);
         }
     }

@@ -62,7 +62,9 @@ impl Dispatch {
         state.ticks = state.ticks.wrapping_add(1);
         if state.ticks.is_multiple_of(Self::REAP_EVERY) {
             state.reap(now, self.options.stall_timeout);
-            state.forget_lanes(now, self.options.model_memory.max(self.options.unserved_wait_max));
+            state.forget_lanes(now, self.options.model_retention.max(self.options.no_worker_timeout));
+            let since = state.since(now);
+            state.queue.expire_hearsay(since);
         }
         state.move_streams(now, self.options.drain_grace);
         state.pump(now);
@@ -151,7 +153,8 @@ impl State {
                 self.put_back(&relay, now);
             }
         }
-        self.gauges.parked.set((self.parked.len() + self.suspects.len()) as f64);
+        self.gauges.retry_queue.set(self.parked.len() as f64);
+        self.gauges.quarantine.set(self.suspects.len() as f64);
     }
 
     /// Gives each suspect a worker for itself: of each model's workers half at most, and at least one.
@@ -235,7 +238,7 @@ impl State {
             tracing::warn!(
                 request_id = relay.call.request_id,
                 worker = session.address,
-                "two workers in a row were lost before this request had a token; it will run alone"
+                "quarantining request: two workers in a row were lost before its first token; it will run on a worker of its own"
             );
             session.reserved = Some((relay.clone(), now));
         }

@@ -9,7 +9,7 @@ use inflight_proto::v1::generate_request::Input;
 use crate::outcome::Outcome;
 
 /// What a model takes: names and types.
-pub(super) const INPUTS: [(&str, &str); 17] = [
+pub(super) const INPUTS: [(&str, &str); 18] = [
     ("text_input", "BYTES"),
     ("input_ids", "INT64"),
     ("max_tokens", "INT32"),
@@ -26,6 +26,7 @@ pub(super) const INPUTS: [(&str, &str); 17] = [
     ("stop", "BYTES"),
     ("ignore_eos", "BOOL"),
     ("stream", "BOOL"),
+    ("require_fingerprint", "BYTES"),
     ("sampling_parameters", "BYTES"),
 ];
 
@@ -131,6 +132,7 @@ impl Ask {
                     ..v1::StopConditions::default()
                 }),
                 request_id: request.id,
+                require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
                 ..v1::GenerateRequest::default()
             },
         })

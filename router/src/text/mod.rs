@@ -3,11 +3,13 @@
 mod detokenizer;
 mod stop;
 mod template;
+mod token_bound;
 mod tokenizer;
 mod vocabulary;
 
 pub use detokenizer::Detokenizer;
 pub use stop::{StopMatch, StopMatcher};
 pub use template::{ChatTemplate, Message, TemplateError};
+pub use token_bound::TokenBound;
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use vocabulary::{Vocabulary, VocabularyError};

@@ -1,4 +1,4 @@
-use super::{Vocabulary, VocabularyError};
+use super::{TokenBound, Vocabulary, VocabularyError};
 
 /// A tokenizer that cannot be loaded, or text that it cannot encode.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +31,7 @@ pub enum TokenizerError {
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     vocabulary: Vocabulary,
+    bound: TokenBound,
 }
 
 impl Tokenizer {
@@ -45,7 +46,9 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(load)?;
         inner.with_padding(None);
         let vocabulary = Vocabulary::new(&inner)?;
-        let tokenizer = Self { inner, vocabulary };
+        let parsed = serde_json::from_slice(json).map_err(|error| TokenizerError::Load(error.to_string()))?;
+        let bound = TokenBound::new(&parsed, &vocabulary);
+        let tokenizer = Self { inner, vocabulary, bound };
         tokenizer.check_decoder()?;
         Ok(tokenizer)
     }
@@ -69,6 +72,11 @@ impl Tokenizer {
     fn encode_with(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
         let encoding = self.inner.encode_fast(text, special);
         Ok(encoding.map_err(|error| TokenizerError::Encode(error.to_string()))?.get_ids().to_vec())
+    }
+
+    /// A number of tokens that a text has at least, found without tokenizing it.
+    pub fn min_tokens(&self, text: &str) -> usize {
+        self.bound.min_tokens(text)
     }
 
     /// The bytes of each token.

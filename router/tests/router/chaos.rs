@@ -39,7 +39,7 @@ fn begin(submit: v1::Submit) -> (v1::Submit, BTreeMap<u32, Vec<u32>>) {
 
 fn cancel(session: &Session, running: &mut Running, cancel: v1::Cancel) {
     // A cancel may cross with the end of what it cancels.
-    let Some((submit, choices)) = running.get_mut(&cancel.request) else { return };
+    let Some((submit, choices)) = running.get_mut(&cancel.submission_id) else { return };
     let ended: Vec<u32> =
         choices.keys().copied().filter(|choice| cancel.choice.is_none_or(|only| only == *choice)).collect();
     for choice in ended {
@@ -60,7 +60,7 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
             while let Some(command) = session.try_command() {
                 match command {
                     Command::Submit(submit) => {
-                        running.insert(submit.request, begin(submit));
+                        running.insert(submit.submission_id, begin(submit));
                     }
                     Command::Cancel(message) => cancel(&session, &mut running, message),
                     other => panic!("a session does not get {other:?}"),
@@ -87,7 +87,7 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
             } else {
                 (random.random_range(0..12), random.random_range(0..64))
             };
-            update.grant = Some(v1::Grant { sequences, blocks, urgent: 0 });
+            update.grant = Some(v1::Grant { sequences, kv_blocks: blocks, priority_sequences: 0 });
             session.update(update);
             tokio::task::yield_now().await;
         }

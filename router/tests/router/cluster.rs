@@ -119,6 +119,7 @@ pub struct Generated {
     pub token_ids: Vec<Vec<u32>>,
     pub logprobs: Vec<v1::PositionLogprobs>,
     pub started: Option<v1::GenerationStarted>,
+    pub changes: Vec<v1::FingerprintChanged>,
     pub finished: Vec<v1::ChoiceFinished>,
     pub completed: Option<v1::GenerationCompleted>,
 }
@@ -131,6 +132,7 @@ impl From<Streaming<v1::GenerateResponse>> for Generated {
             token_ids: vec![Vec::new(); 16],
             logprobs: Vec::new(),
             started: None,
+            changes: Vec::new(),
             finished: Vec::new(),
             completed: None,
         }
@@ -154,6 +156,7 @@ impl Generated {
                 self.logprobs.extend(delta.logprobs);
             }
             Event::Finished(finished) => self.finished.push(finished),
+            Event::FingerprintChanged(changed) => self.changes.push(changed),
             Event::Completed(completed) => self.completed = Some(completed),
         }
         Ok(true)
@@ -175,7 +178,7 @@ impl Generated {
     }
 
     pub fn usage(&self) -> v1::Usage {
-        self.completed.as_ref().unwrap().usage.unwrap()
+        self.completed.as_ref().unwrap().usage.clone().unwrap()
     }
 }
 

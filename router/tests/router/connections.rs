@@ -8,8 +8,9 @@ use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::Options;
 use inflight_transport::{ClientTls, Limits, ServerTlsFiles};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request};
 
@@ -146,7 +147,7 @@ async fn a_renewed_certificate_is_served_to_new_connections_and_a_broken_one_is_
         assert_eq!(call(old.clone(), None).await, Ok(()));
         folder.write("tls.crt", "not a certificate");
         let rendered = || crate::cluster::metrics().render();
-        let refused = "inflight_reloads_total{what=\"certificate\",result=\"error\"}";
+        let refused = "inflight_file_reloads_total{file=\"certificate\",result=\"error\"}";
         while !rendered().contains(refused) {
             tokio::task::yield_now().await;
         }
@@ -205,28 +206,36 @@ async fn connections_that_are_too_many_too_slow_or_idle_are_closed() {
     bounded(async {
         let worker = ScriptedWorker::start(Profile::default()).await;
         let short = Duration::from_millis(100);
-        let connections =
-            Limits { connections_max: 2, first_call_max: short, idle_max: short, handshake_max: short };
+        let connections = Limits {
+            connections_max: 2,
+            first_call_max: short,
+            idle_max: short,
+            handshake_max: short,
+            ..Limits::default()
+        };
         let cluster = Cluster::start(&[&worker], Options { connections, ..Options::default() }).await;
         // The preface and no headers: slow, however lively otherwise.
         let mut slow = TcpStream::connect(cluster.address).await.unwrap();
         slow.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
         let mut silent = TcpStream::connect(cluster.address).await.unwrap();
-        let mut third = TcpStream::connect(cluster.address).await.unwrap();
-        assert!(ends(&mut third).await, "two are let in");
         assert!(ends(&mut slow).await && ends(&mut silent).await);
+        // Over the limit, the oldest that has shown nothing goes.
+        let mut first = TcpStream::connect(cluster.address).await.unwrap();
+        let _second = TcpStream::connect(cluster.address).await.unwrap();
+        let _third = TcpStream::connect(cluster.address).await.unwrap();
+        assert!(ends(&mut first).await);
         // A connection that was used is closed when nothing is open on it; one with a call open is not.
         let endpoint = Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
         let mut client = InferenceClient::new(endpoint.connect().await.unwrap());
         client.list_models(v1::ListModelsRequest {}).await.unwrap();
         let closed = |reason: &str| {
-            let line = format!("inflight_connections_closed_total{{reason=\"{reason}\"}}");
+            let line = format!("inflight_connections_closed_total{{listener=\"grpc\",reason=\"{reason}\"}}");
             crate::cluster::metrics().render().contains(&line)
         };
         while !closed("idle") {
             tokio::task::yield_now().await;
         }
-        assert!(closed("slow") && closed("full"));
+        assert!(closed("slow") && closed("evicted"));
     })
     .await;
 }
@@ -286,4 +295,190 @@ fn a_clients_files_are_tried_when_they_are_read() {
     {
         load(certificate, key).unwrap_err();
     }
+}
+
+/// A tenants' file that knows the key `t`.
+fn one_tenant(folder: &Folder) -> Option<PathBuf> {
+    let tenants = format!("[tenants.t]\nkeys = [{{ sha256 = \"{}\" }}]\n", digest("t"));
+    Some(folder.write("tenants.toml", &tenants))
+}
+
+async fn check_health(channel: Channel) -> Result<(), Code> {
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel);
+    let checked = health.check(tonic_health::pb::HealthCheckRequest::default()).await;
+    checked.map(|_| ()).map_err(|status| status.code())
+}
+
+#[tokio::test]
+async fn connections_without_a_key_keep_no_tenant_out() {
+    bounded(async {
+        let folder = Folder::new();
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let connections = Limits { connections_max: 6, ..Limits::default() };
+        let tenants_file = one_tenant(&folder);
+        let options = Options { connections, tenants_file, ..Options::default() };
+        let cluster = Cluster::start(&[&worker], options).await;
+        let endpoint = || Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
+        let mut strangers = Vec::new();
+        for _ in 0..6 {
+            let stranger = endpoint().connect().await.unwrap();
+            check_health(stranger.clone()).await.unwrap();
+            strangers.push(stranger);
+        }
+        let mut watching =
+            tonic_health::pb::health_client::HealthClient::new(endpoint().connect().await.unwrap());
+        let _watch = watching.watch(tonic_health::pb::HealthCheckRequest::default()).await.unwrap();
+        let tenants = [(); 6].map(|()| endpoint().connect_lazy());
+        for tenant in &tenants {
+            assert_eq!(call(tenant.clone(), Some("t")).await, Ok(()));
+        }
+        // Every connection is the tenant's now, and none is in use: a probe takes the place of one, and the tenant's
+        // client connects again.
+        check_health(endpoint().connect().await.unwrap()).await.unwrap();
+        for tenant in tenants {
+            assert_eq!(call(tenant, Some("t")).await, Ok(()));
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_connection_without_a_key_has_few_calls_open_and_small_messages() {
+    bounded(async {
+        let folder = Folder::new();
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
+        let cluster = Cluster::start(&[&worker], options).await;
+        let mut health = tonic_health::pb::health_client::HealthClient::new(cluster.channel.clone());
+        let large = tonic_health::pb::HealthCheckRequest { service: "x".repeat(5000) };
+        let refused = health.check(large).await.unwrap_err();
+        assert_eq!(refused.code(), Code::ResourceExhausted);
+        assert_eq!(refused.message(), "the message has 5003 bytes, more than the limit of 4096");
+        let watch = || async {
+            let request = tonic_health::pb::HealthCheckRequest::default();
+            let mut health = tonic_health::pb::health_client::HealthClient::new(cluster.channel.clone());
+            health.watch(request).await
+        };
+        let mut watches = Vec::new();
+        let refused = loop {
+            match watch().await {
+                Ok(open) => watches.push(open),
+                Err(refused) => break refused,
+            }
+        };
+        assert_eq!((watches.len(), refused.code()), (32, Code::ResourceExhausted));
+        assert_eq!(call(cluster.channel.clone(), Some("t")).await, Ok(()));
+        watches.push(watch().await.unwrap());
+    })
+    .await;
+}
+
+/// One frame of HTTP/2.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let [_, length @ ..] = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// A connection of HTTP/2, frame by frame.
+struct Frames {
+    reader: BufReader<OwnedReadHalf>,
+    writer: OwnedWriteHalf,
+}
+
+impl Frames {
+    const DATA: u8 = 0;
+    const HEADERS: u8 = 1;
+    const SETTINGS: u8 = 4;
+    const GOAWAY: u8 = 7;
+    const WINDOW_UPDATE: u8 = 8;
+    const END_STREAM: u8 = 1;
+    const END_HEADERS: u8 = 4;
+
+    async fn connect(cluster: &Cluster) -> Self {
+        let (reader, writer) = TcpStream::connect(cluster.address).await.unwrap().into_split();
+        let mut frames = Self { reader: BufReader::new(reader), writer };
+        frames.writer.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        frames.write(&[frame(Self::SETTINGS, 0, 0, &[])]).await.unwrap();
+        frames
+    }
+
+    async fn write(&mut self, frames: &[Vec<u8>]) -> std::io::Result<()> {
+        self.writer.write_all(&frames.concat()).await
+    }
+
+    /// The next frame's kind, flags and stream; none when the connection has ended.
+    async fn read(&mut self) -> Option<(u8, u8, u32)> {
+        let mut head = [0; 9];
+        self.reader.read_exact(&mut head).await.ok()?;
+        let [a, b, c, kind, flags, stream @ ..] = head;
+        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+        self.reader.read_exact(&mut payload).await.ok()?;
+        Some((kind, flags, u32::from_be_bytes(stream)))
+    }
+}
+
+/// POST, http, a path and `a` as the authority, in HPACK without indexing.
+fn headers(path: &str) -> Vec<u8> {
+    [&[0x83, 0x86, 0x04, path.len() as u8], path.as_bytes(), &[0x01, 1, b'a']].concat()
+}
+
+/// Data of refused calls that comes after their answers is for streams that a server has closed, and a peer may send only
+/// so much of that: a proxy with many clients must not lose its connection by it.
+#[tokio::test]
+async fn a_connection_survives_thousands_of_calls_that_are_refused_before_their_messages_come() {
+    bounded(async {
+        let folder = Folder::new();
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
+        let cluster = Cluster::start(&[&worker], options).await;
+        let mut frames = Frames::connect(&cluster).await;
+        let generate = headers("/inflight.v1.Inference/Generate");
+        for round in 0..20 {
+            let streams = (0..100).map(|call| 200 * round + 2 * call + 1);
+            let calls = streams.clone().map(|id| frame(Frames::HEADERS, Frames::END_HEADERS, id, &generate));
+            frames.write(&calls.collect::<Vec<_>>()).await.unwrap();
+            let mut refused = 0;
+            while refused < 100 {
+                let (kind, flags, _) = frames.read().await.expect("the connection has ended");
+                assert_ne!(kind, Frames::GOAWAY, "after {} calls", 100 * round);
+                refused += u32::from(kind == Frames::HEADERS && flags & Frames::END_STREAM != 0);
+            }
+            let data = streams.map(|id| frame(Frames::DATA, Frames::END_STREAM, id, &[0; 16]));
+            frames.write(&data.collect::<Vec<_>>()).await.unwrap();
+        }
+    })
+    .await;
+}
+
+/// A client may make a server reset a stream by breaking the protocol on it (CVE-2025-8671): the work of the call is lost,
+/// and the client has not used up its limit of open calls.
+#[tokio::test]
+async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut frames = Frames::connect(&cluster).await;
+        let watch = headers("/grpc.health.v1.Health/Watch");
+        let mut calls = 0;
+        let ended = loop {
+            let id = 2 * calls + 1;
+            let call = frame(Frames::HEADERS, Frames::END_HEADERS, id, &watch);
+            // A window that overflows.
+            let window = frame(Frames::WINDOW_UPDATE, 0, id, &0x7fff_ffffu32.to_be_bytes());
+            calls += 1;
+            if frames.write(&[call, window]).await.is_err() || calls == 5000 {
+                break calls < 5000;
+            }
+            // The reset of this stream.
+            loop {
+                match frames.read().await {
+                    None | Some((Frames::GOAWAY, ..)) => break,
+                    Some((_, _, stream)) if stream == id => break,
+                    Some(_) => {}
+                }
+            }
+        };
+        assert!(ended, "the connection took {calls} such calls");
+    })
+    .await;
 }

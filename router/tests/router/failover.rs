@@ -49,8 +49,8 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
         let again = second.submit().await;
         assert_eq!(again.attempt, 2);
         assert_eq!(
-            (&again.prompt, &again.sampling, &again.stop),
-            (&submit.prompt, &submit.sampling, &submit.stop)
+            (&again.prompt_token_ids, &again.sampling, &again.stop),
+            (&submit.prompt_token_ids, &submit.sampling, &submit.stop)
         );
         let resumed = |choice, token_ids, finished| v1::ResumedChoice { choice, token_ids, finished };
         let expected = [
@@ -185,7 +185,7 @@ async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let wait = Duration::from_millis(300);
-        let options = Options { unserved_wait_max: wait, ..Options::default() };
+        let options = Options { no_worker_timeout: wait, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -236,6 +236,93 @@ async fn a_worker_without_heartbeats_is_taken_for_lost() {
         assert_eq!(again.attempt, 2);
         session.finish(&again, 0, &[EOT], STOP);
         stream.read_to_end().await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went_on() {
+    bounded(async {
+        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let (mut cluster, workers, [mut first, mut second]) = two(other, Options::default()).await;
+        let models = cluster.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
+        assert_eq!(models[0].fingerprints, ["f1", "f2"]);
+        let request = v1::GenerateRequest {
+            sampling: Some(v1::SamplingParams { n: Some(2), ..Default::default() }),
+            return_token_ids: true,
+            ..text("abcdef")
+        };
+        let mut stream = cluster.generate(request).await.unwrap();
+        let submit = first.submit().await;
+        let prompt = submit.prompt_token_ids.len() as u32;
+        let computed = |tokens: &[u32], computed_tokens| v1::SequenceUpdate {
+            computed_tokens,
+            ..sequence(&submit, 0, tokens, v1::FinishReason::Unspecified)
+        };
+        // Of the prompt, the worker found all but two tokens in its cache.
+        first.sequence(computed(&tokens("a"), 2));
+        first.tokens(&submit, 1, &tokens("bc"));
+        while stream.token_ids[1].len() < tokens("bc").len() {
+            assert!(stream.advance().await.unwrap());
+        }
+        assert_eq!(stream.started.as_ref().unwrap().fingerprint, "f1");
+        assert!(stream.changes.is_empty());
+        first.break_stream();
+        drop(workers);
+        second.grant(64, 1000);
+        let again = second.submit().await;
+        // What it computes now was computed before: usage speaks of the first time.
+        second.sequence(v1::SequenceUpdate {
+            computed_tokens: prompt + 3,
+            ..sequence(&again, 0, &tokens("d"), LENGTH)
+        });
+        second.finish(&again, 1, &tokens("e"), LENGTH);
+        stream.read_to_end().await.unwrap();
+        let tokens = vec![tokens("a").len() as u32, tokens("bc").len() as u32];
+        assert_eq!(stream.changes, [v1::FingerprintChanged { fingerprint: "f2".to_owned(), tokens }]);
+        let usage = stream.usage();
+        assert_eq!((usage.cached_prompt_tokens, &*usage.fingerprint), (prompt - 2, "f2"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchanged_for_another() {
+    bounded(async {
+        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let options = Options { no_worker_timeout: Duration::from_secs(1), ..Options::default() };
+        let (mut cluster, mut workers, [mut first, mut second]) = two(other, options).await;
+        let require = |fingerprint: &str| v1::GenerateRequest {
+            require_fingerprint: fingerprint.to_owned(),
+            return_token_ids: true,
+            ..text("a")
+        };
+        let refused = cluster.client.generate(require("f3")).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert_eq!(refused.message(), "no worker has the fingerprint \"f3\"; those connected have: f1, f2");
+        // The worker that has a grant has another fingerprint: the request waits for its own.
+        let mut waiting = cluster.generate(require("f2")).await.unwrap();
+        second.grant(64, 1000);
+        let submit = second.submit().await;
+        second.finish(&submit, 0, &tokens("x"), LENGTH);
+        waiting.read_to_end().await.unwrap();
+
+        let mut stream = cluster.generate(require("f1")).await.unwrap();
+        let submit = first.submit().await;
+        first.tokens(&submit, 0, &tokens("a"));
+        stream.until_text("a").await;
+        first.break_stream();
+        // It comes back: the stream goes on there, though the other had room all the time.
+        let mut first = workers[0].granted().await;
+        let again = first.submit().await;
+        first.tokens(&again, 0, &tokens("b"));
+        stream.until_text("ab").await;
+        let [gone, _kept] = workers;
+        drop((gone, first));
+        let lost = stream.read_to_end().await.unwrap_err();
+        assert_eq!(lost.code(), Code::FailedPrecondition);
+        assert!(lost.message().contains("those connected have: f2"), "{}", lost.message());
+        assert!(stream.changes.is_empty());
     })
     .await;
 }

@@ -78,7 +78,10 @@ async fn a_tensor_of_text_goes_in_and_one_comes_out_by_the_same_core() {
         let mut calling = client.clone();
         let call = tokio::spawn(async move { calling.model_infer(ask("mine", "hello", false)).await });
         let submit = session.submit().await;
-        assert_eq!((submit.prompt[1..].to_vec(), submit.request_id.as_str()), (tokens("hello"), "mine"));
+        assert_eq!(
+            (submit.prompt_token_ids[1..].to_vec(), submit.request_id.as_str()),
+            (tokens("hello"), "mine")
+        );
         assert_eq!(submit.stop.as_ref().unwrap().max_tokens, Some(9));
         session.tokens(&submit, 0, &tokens("wor"));
         session.finish(&submit, 0, &tokens("ld"), LENGTH);
@@ -176,7 +179,7 @@ async fn one_call_streams_several_requests_and_one_that_fails_ends_only_itself()
         let answers = client.model_stream_infer(outgoing).await.unwrap();
         let third = session.submit().await;
         drop((answers, requests));
-        assert_eq!(session.cancel().await.request, third.request);
+        assert_eq!(session.cancel().await.submission_id, third.submission_id);
     })
     .await;
 }

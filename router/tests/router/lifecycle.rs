@@ -1,7 +1,11 @@
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use inflight_proto::v1;
-use inflight_router::Options;
+use inflight_router::{Core, Dial, Options};
+use tokio::net::TcpStream;
+use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
@@ -117,10 +121,10 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
             let session = &mut sessions[turn % 2];
             session.grant(1, 100);
             let submit = session.submit().await;
-            assert_eq!(submit.prompt[1..], tokens(name));
+            assert_eq!(submit.prompt_token_ids[1..], tokens(name));
             session.update(v1::Update {
                 sequences: vec![crate::worker::sequence(&submit, 0, &[EOT], STOP)],
-                grant: Some(v1::Grant { sequences: 0, blocks: 0, urgent: 0 }),
+                grant: Some(v1::Grant { sequences: 0, kv_blocks: 0, priority_sequences: 0 }),
                 ..Default::default()
             });
         }
@@ -138,7 +142,7 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.update(v1::Update {
-            grant: Some(v1::Grant { sequences: 1, blocks: 100, urgent: 1 }),
+            grant: Some(v1::Grant { sequences: 1, kv_blocks: 100, priority_sequences: 1 }),
             ..Default::default()
         });
         cluster.handle.ready().await;
@@ -150,13 +154,13 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
         }
         // Equal ones wait, and the second of the important: one sequence beyond the grant is all there is.
         let important = session.submit().await;
-        assert_eq!(important.prompt[1..], tokens("important"));
+        assert_eq!(important.prompt_token_ids[1..], tokens("important"));
         session.finish(&running, 0, &[EOT], STOP);
         session.finish(&important, 0, &[EOT], STOP);
         // What is left outranks nothing by then, and goes within the grant, in order.
         for name in ["as important", "equal"] {
             let submit = session.submit().await;
-            assert_eq!(submit.prompt[1..], tokens(name));
+            assert_eq!(submit.prompt_token_ids[1..], tokens(name));
             session.finish(&submit, 0, &[EOT], STOP);
         }
         for mut stream in streams {
@@ -202,7 +206,7 @@ async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
             generate.attributes.iter().map(|kv| (kv.key.as_str(), kv.value.to_string())).collect();
         assert_eq!(attributes["model"], "tiny");
         assert_eq!(attributes["outcome"], "completed");
-        assert_eq!(attributes["prompt_tokens"], submit.prompt.len().to_string());
+        assert_eq!(attributes["prompt_tokens"], submit.prompt_token_ids.len().to_string());
         assert!(attributes.values().all(|value| !value.contains("secret")), "no prompt in a span");
     })
     .await;
@@ -234,6 +238,34 @@ async fn reflection_is_served_where_it_is_on() {
             assert!(names.contains(&"inflight.v1.Inference".to_owned()), "{names:?}");
             assert!(names.contains(&"grpc.health.v1.Health".to_owned()), "{names:?}");
         }
+    })
+    .await;
+}
+
+/// A panic in the task that keeps a worker's session used to leave the worker without one until the router was restarted.
+#[tokio::test]
+async fn a_session_whose_task_panics_is_opened_again() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let panicked = Arc::new(AtomicBool::new(false));
+        let (panics, address) = (panicked.clone(), worker.address);
+        let dial = Dial::new(move |_| {
+            let first = !panics.swap(true, Ordering::Relaxed);
+            async move {
+                assert!(!first, "the first connection");
+                TcpStream::connect(address).await
+            }
+        });
+        let options = Options { workers: vec![address.to_string()], ..Options::default() };
+        let core = Core::new(options).unwrap().with_dial(dial);
+        let handle = core.handle();
+        let incoming = futures::stream::pending::<std::io::Result<TcpStream>>();
+        let serving = tokio::spawn(core.serve(incoming, CancellationToken::new()));
+        handle.ready().await;
+        assert!(panicked.load(Ordering::Relaxed));
+        let counted = "inflight_router_task_panics_total{task=\"worker_session\"} 1";
+        assert!(crate::cluster::metrics().render().contains(counted));
+        serving.abort();
     })
     .await;
 }

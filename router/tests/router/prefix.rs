@@ -34,11 +34,16 @@ fn chain(tenant: &str) -> Vec<u64> {
 fn stored(first: u64, blocks: impl IntoIterator<Item = u64>) -> v1::Update {
     let event = |block| v1::KvEvent { event: Some(Event::Stored(block)) };
     let events = blocks.into_iter().map(event).collect();
-    v1::Update { kv_events: Some(v1::KvEvents { first, events }), ..Default::default() }
+    v1::Update { kv_events: Some(v1::KvEvents { first_event: first, events }), ..Default::default() }
 }
 
 fn snapshot(first: bool, device: Vec<u64>, next: Option<u64>) -> v1::Update {
-    let piece = v1::KvSnapshot { first, device, host: Vec::new(), next };
+    let piece = v1::KvSnapshot {
+        is_first: first,
+        device_block_hashes: device,
+        host_block_hashes: Vec::new(),
+        next_event: next,
+    };
     v1::Update { kv_snapshot: Some(piece), ..Default::default() }
 }
 
@@ -89,7 +94,7 @@ async fn requests_go_where_their_tenants_prefix_is() {
             // It is gone from the second, and the first has it now.
             let removed = chain.iter().map(|block| v1::KvEvent { event: Some(Event::Removed(*block)) });
             let first = 40 + chain[9..].len() as u64;
-            let events = v1::KvEvents { first, events: removed.collect() };
+            let events = v1::KvEvents { first_event: first, events: removed.collect() };
             sessions[1].update(v1::Update { kv_events: Some(events), ..Default::default() });
             sessions[0].update(snapshot(true, chain.clone(), Some(7)));
             while place(&mut cluster, "a", &mut sessions).await == 1 {}
@@ -116,13 +121,13 @@ async fn a_gap_in_the_changes_is_answered_by_one_request_for_everything() {
         session.update(stored(3, [4]));
         session.update(stored(9, [5]));
         session.update(stored(14, [6]));
-        assert!(matches!(session.command().await, Command::Resync(_)));
+        assert!(matches!(session.command().await, Command::ResyncPrefixCache(_)));
         // Pieces of a snapshot that never began are no news either.
         session.update(snapshot(false, vec![7], Some(20)));
         session.update(snapshot(true, vec![1], Some(30)));
         session.update(stored(30, [8]));
         session.update(stored(40, [9]));
-        assert!(matches!(session.command().await, Command::Resync(_)), "once for each loss");
+        assert!(matches!(session.command().await, Command::ResyncPrefixCache(_)), "once for each loss");
         // Requests go on all the while.
         let mut stream = cluster.generate(request("a")).await.unwrap();
         let submit = session.submit().await;

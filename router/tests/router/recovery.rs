@@ -108,8 +108,8 @@ async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
 }
 
 fn charges(cost: u64) -> v1::Update {
-    let charge = v1::TenantCharge { tenant: "t".to_owned(), cost, base: 0 };
-    v1::Update { charges: vec![charge], ..Default::default() }
+    let charge = v1::TenantServiceCounter { tenant: "t".to_owned(), service: cost, baseline: 0 };
+    v1::Update { services: vec![charge], ..Default::default() }
 }
 
 #[tokio::test]
@@ -120,7 +120,7 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
             ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
             ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
             ("unknown_request", |session, submit| {
-                let other = v1::Submit { request: submit.request + 7, ..submit.clone() };
+                let other = v1::Submit { submission_id: submit.submission_id + 7, ..submit.clone() };
                 session.finish(&other, 0, &[], STOP);
             }),
             ("unknown_request", |session, submit| {
@@ -135,7 +135,9 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
                 session.update(charges(1_000));
                 session.update(charges(1 << 40));
             }),
-            ("routers", |session, _| session.update(v1::Update { routers: 1 << 20, ..Default::default() })),
+            ("routers", |session, _| {
+                session.update(v1::Update { router_count: 1 << 20, ..Default::default() })
+            }),
             ("oversized", |session, submit| {
                 let sequences = vec![sequence(submit, 0, &[], MORE); 100_000];
                 session.update(v1::Update { sequences, ..Default::default() });
@@ -207,7 +209,7 @@ async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_g
             }
         };
         assert!(matches!(cancel, inflight_proto::v1::session_request::Message::Cancel(cancel)
-            if cancel.request == submit.request && cancel.choice.is_none()));
+            if cancel.submission_id == submit.submission_id && cancel.choice.is_none()));
         session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
         // It reads again: the request goes on from where it was.
         let reading = tokio::spawn(async move {
@@ -230,7 +232,7 @@ async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_g
 async fn a_paused_request_that_goes_on_where_no_worker_is_left_waits_no_longer_than_others() {
     bounded(async {
         let wait = Duration::from_millis(300);
-        let options = Options { client_buffer_tokens: 512, unserved_wait_max: wait, ..Options::default() };
+        let options = Options { client_buffer_tokens: 512, no_worker_timeout: wait, ..Options::default() };
         let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
@@ -324,7 +326,7 @@ async fn after_its_grace_a_draining_workers_streams_move_to_where_their_tokens_s
         two.grant(8, 1000);
         let again = two.submit().await;
         assert_eq!((again.attempt, again.resumed[0].token_ids.clone()), (2, tokens("xy")));
-        assert_eq!(one.cancel().await.request, submit.request);
+        assert_eq!(one.cancel().await.submission_id, submit.submission_id);
         // What the old attempt still says is dropped.
         one.tokens(&submit, 0, &tokens("WRONG"));
         one.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
@@ -421,7 +423,7 @@ async fn a_worker_that_keeps_failing_is_ejected_and_one_whose_requests_are_at_fa
 #[tokio::test]
 async fn a_request_that_could_outgrow_the_journal_is_refused_with_the_numbers() {
     bounded(async {
-        let options = Options { journal_tokens_max: 100, ..Options::default() };
+        let options = Options { request_tokens_max: 100, ..Options::default() };
         let (mut cluster, [_worker], _sessions) = workers::<1>(options).await;
         let request = v1::GenerateRequest {
             sampling: Some(v1::SamplingParams { n: Some(4), ..Default::default() }),

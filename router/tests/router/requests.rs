@@ -87,7 +87,31 @@ async fn every_field_out_of_its_range_is_refused_by_name_before_a_worker_sees_it
         }
         // The first thing that the worker hears is the first request that is right.
         let _stream = cluster.generate(text("right")).await.unwrap();
-        assert_eq!(session.submit().await.prompt[1..], tokens("right"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("right"));
+    })
+    .await;
+}
+
+/// Tokenizing takes a second for each such text, and others wait for their turn behind it.
+#[tokio::test]
+async fn text_that_cannot_fit_is_refused_by_its_size() {
+    bounded(async {
+        let worker = ScriptedWorker::start(Profile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        cluster.handle.ready().await;
+        let long = "Once upon a time. ".repeat(200_000);
+        let chat = v1::ChatMessage { role: "user".to_owned(), content: long.clone() };
+        let chat = v1::Chat { messages: vec![chat] };
+        for input in [Input::Text(long.clone()), Input::Chat(chat)] {
+            let request = v1::GenerateRequest { input: Some(input), ..Default::default() };
+            let refused = cluster.client.generate(request).await.unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument);
+            assert!(refused.message().contains("bytes of text are at least"), "{}", refused.message());
+        }
+        let request =
+            v1::TokenizeRequest { input: Some(tokenize_request::Input::Text(long)), ..Default::default() };
+        let refused = cluster.client.tokenize(request).await.unwrap_err();
+        assert!(refused.message().contains("the model takes 256"), "{}", refused.message());
     })
     .await;
 }
@@ -106,8 +130,10 @@ async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
             }
             tokio::task::yield_now().await;
         };
-        let names: Vec<_> =
-            models.iter().map(|model| (model.name.as_str(), model.workers, model.chat)).collect();
+        let names: Vec<_> = models
+            .iter()
+            .map(|model| (model.name.as_str(), model.workers, model.has_chat_template))
+            .collect();
         assert_eq!(names, [("other", 1, true), ("tiny", 1, true)]);
         assert_eq!((models[1].context_tokens, models[1].vocab_size), (256, 285));
         let asked = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };
@@ -208,7 +234,10 @@ async fn what_a_request_leaves_out_comes_from_the_model_and_the_router_and_all_i
         stream.advance().await.unwrap();
         let started = stream.started.clone().unwrap();
         assert_eq!((started.request_id.as_str(), started.model.as_str()), ("mine", "tiny"));
-        assert_eq!((Some(started.seed), started.prompt_tokens), (sampling.seed, submit.prompt.len() as u32));
+        assert_eq!(
+            (Some(started.seed), started.prompt_tokens),
+            (sampling.seed, submit.prompt_token_ids.len() as u32)
+        );
 
         // Where less room than the default is left, max_tokens is the room.
         let ids = v1::TokenIds { ids: vec![5; 200] };
@@ -247,8 +276,8 @@ async fn a_full_queue_says_when_to_come_back() {
             }
         };
         session.grant(64, 1000);
-        assert_eq!(session.submit().await.prompt[1..], tokens("second"));
-        assert_eq!(session.submit().await.prompt[1..], tokens("third"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("second"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("third"));
         drop(third);
     })
     .await;

@@ -53,7 +53,7 @@ async fn tokens_stream_as_whole_characters_and_the_ending_token_counts_but_does_
         assert_eq!((finished.reason(), finished.stop_token_id), (STOP, Some(EOT)));
         let usage = stream.usage();
         assert_eq!(usage.completion_tokens as usize, output.len() + 1);
-        assert_eq!(usage.prompt_tokens as usize, submit.prompt.len());
+        assert_eq!(usage.prompt_tokens as usize, submit.prompt_token_ids.len());
         let timings = stream.completed.unwrap().timings.unwrap();
         assert!(timings.queue_seconds <= timings.time_to_first_token_seconds);
         assert!(timings.time_to_first_token_seconds <= timings.total_seconds);
@@ -92,11 +92,11 @@ async fn a_stop_string_over_token_boundaries_never_leaks_and_stops_the_worker() 
         }
         stream.read_to_end().await.unwrap();
         assert_eq!(stream.text[0], "one EN two ");
-        assert_eq!((stream.finished[0].reason(), stream.finished[0].stop.as_str()), (STOP, "END."));
+        assert_eq!((stream.finished[0].reason(), stream.finished[0].stop_string.as_str()), (STOP, "END."));
         assert_eq!(stream.token_ids[0].len(), stream.usage().completion_tokens as usize);
         assert!(stream.token_ids[0].len() <= until && output.starts_with(&stream.token_ids[0]));
         let cancel = session.cancel().await;
-        assert_eq!((cancel.request, cancel.choice), (submit.request, Some(0)));
+        assert_eq!((cancel.submission_id, cancel.choice), (submit.submission_id, Some(0)));
     })
     .await;
 }
@@ -112,7 +112,10 @@ async fn a_held_back_beginning_of_a_stop_string_is_released_at_the_end() {
         session.finish(&submit, 0, &[EOT], STOP);
         stream.read_to_end().await.unwrap();
         assert_eq!(stream.text[0], "x END");
-        assert_eq!((stream.finished[0].stop.as_str(), stream.finished[0].stop_token_id), ("", Some(EOT)));
+        assert_eq!(
+            (stream.finished[0].stop_string.as_str(), stream.finished[0].stop_token_id),
+            ("", Some(EOT))
+        );
     })
     .await;
 }
@@ -129,7 +132,7 @@ async fn no_stop_string_takes_effect_before_min_tokens() {
         session.tokens(&submit, 0, &tokens("b!"));
         stream.read_to_end().await.unwrap();
         assert_eq!(stream.text[0], "a!b");
-        assert_eq!(stream.finished[0].stop, "!");
+        assert_eq!(stream.finished[0].stop_string, "!");
     })
     .await;
 }
@@ -198,11 +201,11 @@ async fn a_client_that_leaves_cancels_at_once_and_its_credits_serve_the_next() {
         let _second = cluster.generate(text("second")).await.unwrap();
         drop(stream);
         let cancel = session.cancel().await;
-        assert_eq!((cancel.request, cancel.choice), (submit.request, None));
+        assert_eq!((cancel.submission_id, cancel.choice), (submit.submission_id, None));
         // Only the worker's own word frees the credit.
         session.finish(&submit, 0, &[], CANCELLED);
         let second = session.submit().await;
-        assert_eq!(second.prompt[1..], tokens("second"));
+        assert_eq!(second.prompt_token_ids[1..], tokens("second"));
         session.finish(&second, 0, &[EOT], STOP);
         let gauge = format!("inflight_router_worker_sequences{{worker=\"{}\"}} 0", worker.address);
         while !metrics().render().contains(&gauge) {
@@ -225,7 +228,7 @@ async fn a_deadline_ends_a_stream_in_its_middle_and_a_wait_in_the_queue() {
         stream.until_text("x").await;
         let status = stream.read_to_end().await.unwrap_err();
         assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
-        assert_eq!(session.cancel().await.request, submit.request);
+        assert_eq!(session.cancel().await.submission_id, submit.submission_id);
         session.finish(&submit, 0, &[], CANCELLED);
 
         session.grant(0, 0);
@@ -325,7 +328,7 @@ async fn many_calls_at_once_all_complete_within_the_grant() {
             assert!(in_flight.len() <= 4, "the grant is kept");
             if in_flight.len() == 4 || received == 64 {
                 for submit in in_flight.drain(..) {
-                    let answer = [tokens("answer to "), submit.prompt[1..].to_vec()].concat();
+                    let answer = [tokens("answer to "), submit.prompt_token_ids[1..].to_vec()].concat();
                     session.finish(&submit, 0, &answer, LENGTH);
                 }
             }

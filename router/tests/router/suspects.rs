@@ -47,9 +47,9 @@ async fn what_makes_every_worker_talk_nonsense_is_refused_and_what_runs_beside_i
         session.submit().await;
         let mut poison = cluster.generate(text("poison")).await.unwrap();
         let mut poisonous = session.submit().await;
-        let prompt = poisonous.prompt.clone();
+        let prompt = poisonous.prompt_token_ids.clone();
         for attempt in 1..=3 {
-            while poisonous.prompt != prompt || poisonous.attempt != attempt {
+            while poisonous.prompt_token_ids != prompt || poisonous.attempt != attempt {
                 poisonous = session.submit().await;
             }
             session.tokens(&poisonous, 0, &[1 << 30]);
@@ -60,7 +60,7 @@ async fn what_makes_every_worker_talk_nonsense_is_refused_and_what_runs_beside_i
         assert_eq!(status.code(), Code::Internal);
         assert!(status.message().contains("handed to 3 workers"), "{status}");
         let other = session.submit().await;
-        assert_ne!(other.prompt, prompt);
+        assert_ne!(other.prompt_token_ids, prompt);
         session.finish(&other, 0, &[EOT], STOP);
         neighbour.read_to_end().await.unwrap();
     })
@@ -270,7 +270,7 @@ async fn a_stream_that_fits_nowhere_does_not_keep_those_behind_it_on_a_draining_
         let moved = tokio::time::timeout(Duration::from_secs(5), two.submit());
         let moved = moved.await.expect("it has room elsewhere");
         assert_eq!(moved.attempt, 2);
-        assert_ne!(moved.prompt, of_large.prompt);
+        assert_ne!(moved.prompt_token_ids, of_large.prompt_token_ids);
         two.finish(&moved, 0, &[EOT], STOP);
         two.finish(&of_other, 0, &[EOT], STOP);
         one.finish(&of_large, 0, &[EOT], STOP);
@@ -287,15 +287,17 @@ async fn updates_that_would_take_long_to_take_in_end_their_session() {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let _cluster = Cluster::start(&[&worker], Options::default()).await;
         const MANY: usize = 1 << 19;
-        let charge = |nth: usize| v1::TenantCharge { tenant: nth.to_string(), cost: 1, base: 0 };
+        let charge =
+            |nth: usize| v1::TenantServiceCounter { tenant: nth.to_string(), service: 1, baseline: 0 };
         let tenants: Vec<_> = (0..MANY).map(charge).collect();
-        let events = |count| v1::KvEvents { first: 0, events: vec![v1::KvEvent::default(); count] };
-        let snapshot = v1::KvSnapshot { first: true, device: vec![1; MANY], ..Default::default() };
+        let events = |count| v1::KvEvents { first_event: 0, events: vec![v1::KvEvent::default(); count] };
+        let snapshot =
+            v1::KvSnapshot { is_first: true, device_block_hashes: vec![1; MANY], ..Default::default() };
         let other = v1::ServiceTable { incarnation: "2".to_owned(), tenants: tenants.clone() };
         let lies = [
-            v1::Update { charges: tenants, ..Default::default() },
-            v1::Update { services: vec![other], ..Default::default() },
-            v1::Update { services: vec![v1::ServiceTable::default(); MANY], ..Default::default() },
+            v1::Update { services: tenants, ..Default::default() },
+            v1::Update { service_tables: vec![other], ..Default::default() },
+            v1::Update { service_tables: vec![v1::ServiceTable::default(); MANY], ..Default::default() },
             v1::Update { kv_snapshot: Some(snapshot), ..Default::default() },
             v1::Update { kv_events: Some(events(MANY)), ..Default::default() },
         ];

@@ -154,9 +154,9 @@ async fn two_tenants_may_name_their_requests_alike_and_one_that_leaves_takes_onl
         let mut second = generate(&cluster, asked, "b").await.unwrap();
         let of_b = session.submit().await;
         assert_eq!((of_a.request_id.as_str(), of_b.request_id.as_str()), ("same", "same"));
-        assert_ne!(of_a.request, of_b.request);
+        assert_ne!(of_a.submission_id, of_b.submission_id);
         drop(first);
-        assert_eq!(session.cancel().await.request, of_a.request);
+        assert_eq!(session.cancel().await.submission_id, of_a.submission_id);
         session.finish(&of_a, 0, &[], v1::FinishReason::Cancelled);
         session.finish(&of_b, 0, &tokens("yes"), LENGTH);
         second.read_to_end().await.unwrap();
@@ -250,7 +250,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
                 Err(status) => assert_eq!(status.code(), Code::ResourceExhausted),
             }
         }
-        assert!(count("inflight_router_tenant_refused_total{tenant=\"slow\"") >= 1.0);
+        assert!(count("inflight_router_tenant_rejections_total{tenant=\"slow\"") >= 1.0);
     })
     .await;
 }
@@ -260,8 +260,9 @@ async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_chang
     bounded(async {
         let (cluster, session, folder, _worker) = started(&tenant("a", ""), Options::default()).await;
         session.grant(8, 1000);
-        let reloads =
-            |result: &str| count(&format!("inflight_reloads_total{{what=\"tenants\",result=\"{result}\"}}"));
+        let reloads = |result: &str| {
+            count(&format!("inflight_file_reloads_total{{file=\"tenants\",result=\"{result}\"}}"))
+        };
         let (errors, fine) = (reloads("error"), reloads("ok"));
         folder.write("tenants.toml", "[tenants.b\nthis is no TOML");
         until(|| reloads("error") > errors).await;
@@ -327,28 +328,38 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
             streams.push(cluster.generate(ask(tenant, name)).await.unwrap());
         }
         // The second worker served the heavy tenant, as it says twice: saying it again adds nothing.
-        let charge = |tenant: &str, cost| v1::TenantCharge { tenant: tenant.to_owned(), cost, base: 0 };
+        let charge = |tenant: &str, cost| v1::TenantServiceCounter {
+            tenant: tenant.to_owned(),
+            service: cost,
+            baseline: 0,
+        };
         for cost in [500, 1000, 1000, 700] {
-            second.update(v1::Update { charges: vec![charge("heavy", cost)], ..Default::default() });
+            second.update(v1::Update { services: vec![charge("heavy", cost)], ..Default::default() });
         }
         second.update(v1::Update {
-            grant: Some(v1::Grant { sequences: 1, blocks: 100, urgent: 0 }),
+            grant: Some(v1::Grant { sequences: 1, kv_blocks: 100, priority_sequences: 0 }),
             ..Default::default()
         });
         let submit = second.submit().await;
-        assert_eq!((submit.prompt[1..].to_vec(), submit.order), (tokens("l1"), Some(0)));
+        assert_eq!(
+            (submit.prompt_token_ids[1..].to_vec(), submit.virtual_start_time),
+            (tokens("l1"), Some(0))
+        );
         first.grant(1, 100);
         let submit = first.submit().await;
-        assert_eq!(submit.prompt[1..], tokens("l2"));
+        assert_eq!(submit.prompt_token_ids[1..], tokens("l2"));
         // Its tenant's first request counts with its prompt, as nothing was reported of it yet.
-        assert_eq!(submit.order, Some(tokens("l1").len() as u64 * 1000 + 1000));
+        assert_eq!(submit.virtual_start_time, Some(tokens("l1").len() as u64 * 1000 + 1000));
         first.update(v1::Update {
             sequences: vec![sequence(&submit, 0, &tokens("x"), LENGTH)],
-            charges: vec![charge("light", 3000)],
+            services: vec![charge("light", 3000)],
             ..Default::default()
         });
         let heavy = first.submit().await;
-        assert_eq!((heavy.prompt[1..].to_vec(), heavy.order), (tokens("h1"), Some(1_000_000)));
+        assert_eq!(
+            (heavy.prompt_token_ids[1..].to_vec(), heavy.virtual_start_time),
+            (tokens("h1"), Some(1_000_000))
+        );
         // What a lost worker served is told to those who stay.
         second.break_stream();
         let told = first.services.recv().await.unwrap();
@@ -366,7 +377,7 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
         session.grant(1, 1000);
         let mut running = generate(&cluster, text("a"), "t").await.unwrap();
         let submit = session.submit().await;
-        session.update(v1::Update { routers: 2, ..Default::default() });
+        session.update(v1::Update { router_count: 2, ..Default::default() });
         // What comes after it on the session says that it was taken in.
         session.tokens(&submit, 0, &tokens("x"));
         running.until_text("x").await;
@@ -407,8 +418,8 @@ async fn in_a_full_queue_the_less_important_gives_way() {
         let full = cluster.generate(ask(0, "late")).await.err().unwrap();
         assert_eq!(full.get_details_error_info().unwrap().reason, "FULL");
         session.grant(8, 1000);
-        assert_eq!(session.submit().await.prompt[1..], tokens("high"));
-        assert_eq!(session.submit().await.prompt[1..], tokens("middle"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("high"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("middle"));
     })
     .await;
 }
@@ -417,8 +428,7 @@ async fn in_a_full_queue_the_less_important_gives_way() {
 async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
-        let mut cluster =
-            Cluster::start(&[&worker], Options { overtakes_max: 1, ..Options::default() }).await;
+        let mut cluster = Cluster::start(&[&worker], Options { bypass_max: 1, ..Options::default() }).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
         session.grant(8, 6);
@@ -426,13 +436,13 @@ async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
         let running = session.submit().await;
         let _large = cluster.generate(text(&"large ".repeat(30))).await.unwrap();
         let _small = cluster.generate(text("small")).await.unwrap();
-        assert_eq!(session.submit().await.prompt[1..], tokens("small"));
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("small"));
         // The next one has to wait until the large one had its turn.
         let _second = cluster.generate(text("second")).await.unwrap();
         session.finish(&running, 0, &tokens("x"), LENGTH);
         session.grant(8, 1000);
-        assert!(session.submit().await.prompt.len() > 30);
-        assert_eq!(session.submit().await.prompt[1..], tokens("second"));
+        assert!(session.submit().await.prompt_token_ids.len() > 30);
+        assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("second"));
     })
     .await;
 }
@@ -445,9 +455,13 @@ async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
         let mut session = worker.session().await;
         cluster.handle.ready().await;
         session.update(v1::Update {
-            grant: Some(v1::Grant { sequences: 8, blocks: 1000, urgent: 0 }),
-            load: Some(v1::Load { prefill_ahead_us: 5_000_000, prefill_stretch: 1.0, ..Default::default() }),
-            cost: Some(v1::CostModel { step: 0.01, token: 0.001, ..Default::default() }),
+            grant: Some(v1::Grant { sequences: 8, kv_blocks: 1000, priority_sequences: 0 }),
+            load: Some(v1::Load {
+                prefill_backlog_us: 5_000_000,
+                prefill_slowdown: 1.0,
+                ..Default::default()
+            }),
+            cost: Some(v1::CostCoefficients { step_s: 0.01, token_s: 0.001, ..Default::default() }),
             ..Default::default()
         });
         let asked = |milliseconds: u32| {
@@ -484,7 +498,7 @@ async fn a_model_whose_workers_are_away_is_unavailable_and_not_unknown() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
-        let options = Options { unserved_wait_max: Duration::from_millis(1), ..Options::default() };
+        let options = Options { no_worker_timeout: Duration::from_millis(1), ..Options::default() };
         let mut cluster = Cluster::start(&[&worker, &other], options).await;
         let session = worker.session().await;
         let ask = |model: &str| v1::GenerateRequest { model: model.to_owned(), ..text("a") };

@@ -173,7 +173,7 @@ impl Session {
 
     pub fn grant(&self, sequences: u32, blocks: u32) {
         self.update(v1::Update {
-            grant: Some(v1::Grant { sequences, blocks, urgent: 0 }),
+            grant: Some(v1::Grant { sequences, kv_blocks: blocks, priority_sequences: 0 }),
             ..Default::default()
         });
     }
@@ -210,11 +210,11 @@ pub fn sequence(
     reason: v1::FinishReason,
 ) -> v1::SequenceUpdate {
     v1::SequenceUpdate {
-        request: submit.request,
+        submission_id: submit.submission_id,
         attempt: submit.attempt,
         choice,
         token_ids: tokens.to_vec(),
-        finish: reason.into(),
+        finish_reason: reason.into(),
         ..Default::default()
     }
 }
@@ -250,9 +250,9 @@ impl Worker for Service {
                 vocab_size: 285,
                 context_tokens: profile.context_tokens,
                 block_tokens: 16,
-                blocks: 1 << 16,
-                sequences: 64,
-                host_blocks: 0,
+                kv_blocks: 1 << 16,
+                max_sequences: 64,
+                host_kv_blocks: 0,
             }),
             heartbeat_interval_ms: profile.heartbeat_interval_ms,
         };
@@ -262,14 +262,14 @@ impl Worker for Service {
         let (waiting, backlogs) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
-                if let Command::Services(table) = &command {
+                if let Command::ServiceTable(table) = &command {
                     let _ = told.send(table.clone());
                 }
                 if let Command::Backlog(backlog) = &command {
-                    let _ = waiting.send(backlog.waits);
+                    let _ = waiting.send(backlog.has_waiting_requests);
                 }
                 // What else routers say beside their requests is tested elsewhere.
-                if matches!(command, Command::Services(_) | Command::Backlog(_)) {
+                if matches!(command, Command::ServiceTable(_) | Command::Backlog(_)) {
                     continue;
                 }
                 if incoming.send(command).is_err() {

@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use inflight_contract::Weight;
 use inflight_router_core::{
-    Arrival, Ask, CacheChange, Candidate, Chain, CostCoefficients, Credits, FairPlace as Place, FairQueue,
-    FairQueueOptions, Fleet, IndexStep, Ledger, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
+    Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairPlace as Place, FairQueue, FairQueueOptions,
+    Fleet, IndexStep, Ledger, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
 };
 use inflight_worker_core::{CacheEvent, CacheTier, Time};
 
@@ -67,7 +67,7 @@ impl Router {
         let Credits { sequences, blocks } =
             Credits { sequences: news.grant.sequences, blocks: news.grant.blocks };
         self.ledgers[worker].set_grant(Credits { sequences, blocks });
-        self.fleet.set_cost(worker, CostCoefficients::new(news.cost));
+        self.fleet.set_cost(worker, news.cost);
         let (ahead, stretch, decode_step) = news.load;
         self.fleet.set_load(worker, WorkerLoad::new(ahead, stretch, decode_step), news.taken);
         for request in &news.ended {

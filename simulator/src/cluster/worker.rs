@@ -1,7 +1,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use inflight_contract::{TenantService, TokenCost, Weight};
+use inflight_contract::{CostCoefficients, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants, NewSequence,
@@ -16,7 +16,7 @@ pub(super) struct News {
     pub grant: Grant,
     /// Seconds of prefill ahead, stretch, seconds of a step with the decodes that run.
     pub load: (f64, f64, f64),
-    pub cost: [f64; 7],
+    pub cost: CostCoefficients,
     pub taken: u64,
     /// Requests of the router that have ended.
     pub ended: Vec<usize>,

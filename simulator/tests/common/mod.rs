@@ -2,10 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use std::io::Write as _;
 use std::path::PathBuf;
 
 use inflight_contract::{TenantService, TokenCost};
+use inflight_fixtures::skipped;
 use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
     percentile,
@@ -21,11 +21,7 @@ pub fn trace(file: &str) -> Option<PathBuf> {
     match std::env::var_os("INFLIGHT_TRACES") {
         Some(root) => Some(PathBuf::from(root).join(file)),
         None => {
-            // Not by `println`, which a test that passes keeps to itself.
-            let _ = writeln!(
-                std::io::stderr(),
-                "INFLIGHT_TRACES is not set: {file} is skipped, a seeded workload like it runs"
-            );
+            skipped(file, "INFLIGHT_TRACES is not set; a seeded workload like it runs");
             None
         }
     }

@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use inflight_contract::CostCoefficients;
+
 use crate::least_squares::LeastSquares;
 
 /// What a step computes, as far as its duration depends on it.
@@ -38,24 +40,12 @@ fn keys(start: u32, len: u32) -> u64 {
     len * start + len * (len + 1) / 2
 }
 
-/// Where a cost model starts from, and what never changes: coefficients in seconds.
+/// Where a cost model starts from, before it has observed anything.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CostPrior {
-    /// A step with nothing in it.
-    pub step: f64,
-    /// For each token.
-    pub token: f64,
-    /// For each key read by a decode.
-    pub key: f64,
-    /// For each key read by a chunk of more than one token.
-    pub prefill_key: f64,
-    /// For each sequence.
-    pub sequence: f64,
-    /// A copy of nothing between device and host.
-    pub copy: f64,
-    /// For each block copied.
-    pub copy_block: f64,
-    /// How far off the coefficients may be, relative to each: small after a calibration, large for a guess.
+    /// The expected coefficients.
+    pub cost: CostCoefficients,
+    /// Relative standard deviation of the coefficients: small after a calibration, large for a guess.
     pub trust: f64,
 }
 
@@ -63,15 +53,25 @@ impl Default for CostPrior {
     /// A small model on a CPU: off by any factor elsewhere, and unlearnt within a few steps.
     fn default() -> Self {
         Self {
-            step: 1e-3,
-            token: 1e-4,
-            key: 1e-8,
-            prefill_key: 5e-9,
-            sequence: 1e-5,
-            copy: 2e-5,
-            copy_block: 2e-5,
+            cost: CostCoefficients {
+                step_s: 1e-3,
+                token_s: 1e-4,
+                prefill_key_s: 5e-9,
+                decode_key_s: 1e-8,
+                sequence_s: 1e-5,
+                copy_s: 2e-5,
+                copy_block_s: 2e-5,
+            },
             trust: 10.0,
         }
+    }
+}
+
+impl CostPrior {
+    /// The same with other costs of block copies, in seconds.
+    #[must_use]
+    pub fn with_copies(self, copy_s: f64, copy_block_s: f64) -> Self {
+        Self { cost: CostCoefficients { copy_s, copy_block_s, ..self.cost }, ..self }
     }
 }
 
@@ -95,10 +95,12 @@ pub struct CostModel {
 impl CostModel {
     /// A model that knows what the prior says.
     pub fn new(prior: CostPrior) -> Self {
-        let CostPrior { step, token, key, prefill_key, sequence, copy, copy_block, trust } = prior;
+        let CostPrior { cost, trust } = prior;
+        // In the order of `StepWork::features`.
+        let step = [cost.step_s, cost.token_s, cost.decode_key_s, cost.prefill_key_s, cost.sequence_s];
         Self {
-            steps: LeastSquares::new([step, token, key, prefill_key, sequence], trust, 0.998),
-            copies: LeastSquares::new([copy, copy_block], trust, 0.99),
+            steps: LeastSquares::new(step, trust, 0.998),
+            copies: LeastSquares::new([cost.copy_s, cost.copy_block_s], trust, 0.99),
             excess: 1.0,
             observed_steps: 0,
         }
@@ -126,12 +128,11 @@ impl CostModel {
         self.copies.observe(&[1.0, f64::from(blocks)], seconds, noise);
     }
 
-    /// What it knows: seconds of an empty step, for each token, key read by a prefill, key read by a decode, and
-    /// sequence; of an empty copy, for each block.
-    pub fn coefficients(&self) -> [f64; 7] {
-        let ([step, token, decode_key, key, sequence], [copy, block]) =
-            (self.steps.coefficients(), self.copies.coefficients());
-        [step, token, key, decode_key, sequence, copy, block]
+    /// The coefficients learnt so far.
+    pub fn coefficients(&self) -> CostCoefficients {
+        let [step_s, token_s, decode_key_s, prefill_key_s, sequence_s] = self.steps.coefficients();
+        let [copy_s, copy_block_s] = self.copies.coefficients();
+        CostCoefficients { step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s }
     }
 
     /// Steps it has learnt from.
@@ -151,8 +152,8 @@ impl CostModel {
 
     /// Predicted time that computing `tokens` from position `start` on adds to steps that run anyway.
     pub fn prefill(&self, start: u32, tokens: u32) -> Duration {
-        let [_, token, _, key, _] = self.steps.coefficients();
-        seconds(token * f64::from(tokens) + key * keys(start, tokens) as f64)
+        let CostCoefficients { token_s, prefill_key_s, .. } = self.coefficients();
+        seconds(token_s * f64::from(tokens) + prefill_key_s * keys(start, tokens) as f64)
     }
 
     /// A target for [`CostModel::chunk_within`]: what a step with `work` takes, and `share` of it more.

@@ -44,26 +44,23 @@ impl Limit {
     pub fn action(self) -> &'static str {
         match self {
             Self::MemoryPressure => {
-                "give the KV cache more memory (--kv-cache-bytes), or add workers; a smaller batch would only make the \
-                 queue longer"
+                "raise --kv-cache-bytes or add workers; a smaller batch would only make the queue longer"
             }
             Self::AdmissionBlocked => {
-                "raise what the reason names: --max-sequences for slots, --max-batch-tokens for budget"
+                "raise the limit that blocks: --max-sequences for slots, --max-batch-tokens for the token budget"
             }
-            Self::Preemption => "give the KV cache more memory (--kv-cache-bytes), or add workers",
+            Self::Preemption => "raise --kv-cache-bytes or add workers",
             Self::QueueTime => {
-                "add workers, or memory if blocks are what is short; a smaller batch makes queues longer"
+                "add workers, or raise --kv-cache-bytes if KV blocks are exhausted; a smaller batch makes the queue longer"
             }
-            Self::PrefillStarvesDecode => "lower --step-target, so that chunks beside decodes get smaller",
+            Self::PrefillStarvesDecode => "lower --step-target for smaller prefill chunks beside decodes",
             Self::LowPrefixHits => {
-                "give the KV cache more memory, or route requests with equal beginnings to one worker"
+                "raise --kv-cache-bytes, or place requests with a common prefix on one worker"
             }
             Self::DeviceIdle => {
-                "look for what keeps the engine's thread: other processes on its cores, or slow routers"
+                "check what delays the engine thread: other processes on its cores, or slow routers"
             }
-            Self::ChunkBudget => {
-                "raise --step-target or --max-batch-tokens, so that prompts go through in larger chunks"
-            }
+            Self::ChunkBudget => "raise --step-target or --max-batch-tokens for larger prefill chunks",
         }
     }
 }
@@ -146,7 +143,7 @@ pub fn diagnose<'a>(
         let held = share(&|step| blocked_by(step, label) && f64::from(step.load.blocks_used) < 0.9 * pool);
         if held > 0.1 {
             let figure = format!(
-                "in {:.0} % of iterations the first in the queue lacked {}",
+                "{:.0} % of iterations: first waiting sequence blocked by {}",
                 held * 100.0,
                 by.label()
             );
@@ -167,7 +164,7 @@ pub fn diagnose<'a>(
             Limit::Preemption,
             rate / 100.0,
             format!(
-                "{rate:.1} preemptions in 100 iterations, {mean_swap:.1} blocks in a swap, {:.1} % of the work done again",
+                "{rate:.1} preemptions per 100 iterations, {mean_swap:.1} blocks per swap, {:.1} % of computed tokens recomputed",
                 redone * 100.0
             ),
         );
@@ -175,7 +172,7 @@ pub fn diagnose<'a>(
 
     let late = share(&|step| step.longest_wait > objectives.queue);
     let longest = steps.clone().map(|step| step.longest_wait).max().unwrap_or_default();
-    find(Limit::QueueTime, late, format!("the longest wait was {:.1} s", longest.as_secs_f64()));
+    find(Limit::QueueTime, late, format!("longest queueing time {:.1} s", longest.as_secs_f64()));
 
     if let Some(target) = limits.step_target {
         // Where decodes alone come near to the target, prompts beside them may take more: see `least_time`.
@@ -188,8 +185,10 @@ pub fn diagnose<'a>(
             step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
         });
         if over > 0.05 {
-            let figure =
-                format!("{:.0} % of iterations with both kinds took over 1.25x of {target:?}", over * 100.0);
+            let figure = format!(
+                "{:.0} % of mixed iterations took more than 1.25x the step target of {target:?}",
+                over * 100.0
+            );
             find(Limit::PrefillStarvesDecode, over, figure);
         }
         let small = |step: &Step| {
@@ -201,7 +200,7 @@ pub fn diagnose<'a>(
         let crawling = share(&|step| small(step));
         if crawling > 0.1 {
             let figure =
-                format!("{:.0} % of mixed iterations had less than two blocks of prefill", crawling * 100.0);
+                format!("{:.0} % of mixed iterations prefilled less than two KV blocks", crawling * 100.0);
             find(Limit::ChunkBudget, crawling, figure);
         }
     }
@@ -212,7 +211,7 @@ pub fn diagnose<'a>(
         && hits < objectives.prefix_hits
         && now.blocks_used * 10 > now.blocks * 9
     {
-        let figure = format!("{:.1} % of admitted tokens were found in a cache that is full", hits * 100.0);
+        let figure = format!("{:.1} % prefix-cache hit rate with a full cache", hits * 100.0);
         find(Limit::LowPrefixHits, 0.1, figure);
     }
 
@@ -221,7 +220,7 @@ pub fn diagnose<'a>(
         find(
             Limit::DeviceIdle,
             idle,
-            format!("the device was idle for {:.0} % of the time with work at hand", idle * 100.0),
+            format!("device idle {:.0} % of the time while work was waiting", idle * 100.0),
         );
     }
 

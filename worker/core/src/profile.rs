@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use inflight_contract::CostCoefficients;
+
 use crate::cost::{CostPrior, StepWork};
 
 /// A device known by its costs alone: how long steps and copies take, and how much its pools hold. It stands in for
@@ -160,16 +162,16 @@ impl DeviceProfile {
 
     /// What a cost model may know of this device beforehand.
     pub fn prior(&self, block_tokens: u32) -> CostPrior {
-        CostPrior {
-            step: self.step,
-            token: self.prompt_token.max(1e-9),
-            key: self.decode_key.max(1e-13),
-            prefill_key: self.prompt_key.max(1e-13),
-            sequence: self.sequence.max(1e-9),
-            copy: self.copy.max(1e-9),
-            copy_block: (self.copy_token * f64::from(block_tokens)).max(1e-9),
-            trust: 1.0,
-        }
+        let cost = CostCoefficients {
+            step_s: self.step,
+            token_s: self.prompt_token.max(1e-9),
+            prefill_key_s: self.prompt_key.max(1e-13),
+            decode_key_s: self.decode_key.max(1e-13),
+            sequence_s: self.sequence.max(1e-9),
+            copy_s: self.copy.max(1e-9),
+            copy_block_s: (self.copy_token * f64::from(block_tokens)).max(1e-9),
+        };
+        CostPrior { cost, trust: 1.0 }
     }
 }
 

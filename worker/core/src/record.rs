@@ -4,7 +4,7 @@
 use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, Service, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, CostCoefficients, Service, TenantService, TokenCost, Weight};
 
 use crate::policy::PolicyKind;
 use crate::{
@@ -62,8 +62,17 @@ impl Log {
         log.number(limits.prefix_cache.into());
         log.option(limits.step_target.map(nanos));
         log.text(&policy.to_string());
-        let CostPrior { step, token, key, prefill_key, sequence, copy, copy_block, trust } = *prior;
-        for value in [step, token, key, prefill_key, sequence, copy, copy_block, trust] {
+        let CostPrior { cost, trust } = *prior;
+        let CostCoefficients {
+            step_s,
+            token_s,
+            prefill_key_s,
+            decode_key_s,
+            sequence_s,
+            copy_s,
+            copy_block_s,
+        } = cost;
+        for value in [step_s, token_s, decode_key_s, prefill_key_s, sequence_s, copy_s, copy_block_s, trust] {
             log.number(value.to_bits());
         }
         log
@@ -277,16 +286,17 @@ impl Reader<'_> {
         };
         let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
         let mut real = || self.number().map(f64::from_bits);
-        let prior = CostPrior {
-            step: real()?,
-            token: real()?,
-            key: real()?,
-            prefill_key: real()?,
-            sequence: real()?,
-            copy: real()?,
-            copy_block: real()?,
-            trust: real()?,
+        // Fields are evaluated in the order in which the log has them.
+        let cost = CostCoefficients {
+            step_s: real()?,
+            token_s: real()?,
+            decode_key_s: real()?,
+            prefill_key_s: real()?,
+            sequence_s: real()?,
+            copy_s: real()?,
+            copy_block_s: real()?,
         };
+        let prior = CostPrior { cost, trust: real()? };
         let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants)
             .map_err(|_| self.malformed("limits that agree with each other"))

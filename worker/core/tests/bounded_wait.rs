@@ -167,7 +167,7 @@ fn wait(flood: &Flood) -> (u64, u64) {
     let limits = flood.limits;
     // Copies are cheap in half of the runs.
     let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1.0 };
-    let cost = CostModel::new(CostPrior { copy: 0.0, copy_block, ..CostPrior::default() });
+    let cost = CostModel::new(CostPrior::default().with_copies(0.0, copy_block));
     let tenants = TenantService::new(TokenCost::default(), 100);
     let mut driver = Driver {
         scheduler: Scheduler::new(limits, flood.policy.build(), cost, tenants).unwrap(),

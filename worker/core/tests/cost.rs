@@ -111,7 +111,7 @@ fn timed_step(running: u32, waiting: u32) -> (Duration, Duration) {
 /// important ones, and waiting ones that would find their prefix if there were blocks for the rest.
 fn crowded() -> Scheduler {
     let limits = Limits { host_blocks: 2000, watermark_blocks: 0, ..Limits::new(16, 4000, 64, 4096) };
-    let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-6, ..CostPrior::default() };
+    let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
     let tenants = TenantService::new(TokenCost::default(), 100);
     let mut scheduler =
         Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(prior), tenants).unwrap();

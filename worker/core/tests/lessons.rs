@@ -29,7 +29,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, Limits, NewSequence, Outcome, Preemption,
@@ -48,7 +48,7 @@ struct Bench {
 impl Bench {
     /// Copies cost next to nothing: whoever gives way is swapped, if there is a host pool.
     fn new(limits: Limits, policy: PolicyKind) -> Self {
-        let prior = CostPrior { copy: 0.0, copy_block: 1e-9, trust: 1e-6, ..CostPrior::default() };
+        let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
         Self::on(limits, policy, prior, |_| Duration::from_micros(100))
     }
 
@@ -443,7 +443,8 @@ fn who_reaches_its_length_ends_alone() {
 #[test]
 fn prompts_get_on_beside_decodes_that_exceed_the_target() {
     // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of arithmetic a token.
-    let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
+    let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
+    let prior = CostPrior { cost, trust: 0.01 };
     // Some steps take longer than predicted, as on real machines; what is kept for those must not come off the prompts' share.
     let took = |plan: &Iteration| {
         let late = if plan.number.is_multiple_of(5) { 14 } else { 10 };
@@ -488,7 +489,8 @@ fn steady(tokens: u32) -> Duration {
 
 /// Sequences that decode in 70 ms, under a target of so many milliseconds.
 fn eight_that_decode(target: u64) -> Bench {
-    let prior = CostPrior { step: 0.05, token: 0.0025, trust: 0.01, ..CostPrior::default() };
+    let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
+    let prior = CostPrior { cost, trust: 0.01 };
     let limits = Limits { step_target: Some(Duration::from_millis(target)), ..limits(4096, 16, 512) };
     let mut bench = Bench::on(limits, PolicyKind::Fair, prior, |plan| steady(plan.tokens()));
     for _ in 0..8 {

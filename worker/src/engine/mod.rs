@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, BlockHash, Charged, ModelLimits, Service, TenantService, TokenCost};
+use inflight_contract::{
+    AdmissionCost, BlockHash, Charged, CostCoefficients, ModelLimits, Service, TenantService, TokenCost,
+};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
@@ -80,7 +82,7 @@ struct Flight {
 
 /// The device failed: what ran has ended, and the engine can't go on.
 #[derive(Debug, thiserror::Error)]
-#[error("the engine stops: {0}")]
+#[error("engine stopped: {0}")]
 pub struct Fatal(String);
 
 /// Scheduler, runtime and the tokens of all live sequences.
@@ -256,8 +258,8 @@ impl Engine {
         self.scheduler.cache_contents()
     }
 
-    /// What the cost model knows, in the order of [`CostModel::coefficients`].
-    pub fn cost_coefficients(&self) -> [f64; 7] {
+    /// The cost model's coefficients.
+    pub fn cost_coefficients(&self) -> CostCoefficients {
         self.scheduler.cost().coefficients()
     }
 
@@ -286,13 +288,14 @@ impl Engine {
         self.scheduler.predict_first_token(tokens)
     }
 
-    /// What the largest step is predicted to take: a whole batch of tokens, all at the end of the longest sequence.
+    /// Predicted duration of the largest step: a full batch of tokens, each at the end of the longest sequence.
     pub fn predict_largest_step(&self) -> Duration {
-        let [step, token, key, sequence, ..] = self.cost_coefficients();
         let limits = self.scheduler.limits();
-        let tokens = f64::from(limits.iteration_tokens);
-        let of_tokens = tokens * (token + key * f64::from(limits.sequence_tokens));
-        let seconds = step + of_tokens + sequence * f64::from(limits.running_max);
+        let seconds = self.cost_coefficients().largest_step(
+            limits.iteration_tokens,
+            limits.running_max,
+            limits.sequence_tokens,
+        );
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 

@@ -97,7 +97,7 @@ impl Bytes {
             let advised =
                 unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
             if let Err(error) = advised {
-                tracing::debug!(%error, "mapped pages are kept");
+                tracing::debug!(%error, "cannot release mapped pages of the checkpoint");
             }
         }
     }

@@ -38,13 +38,13 @@ impl CacheNews {
             return;
         }
         let kept = self.events.events.len();
-        let gap = kept > 0 && self.events.first + kept as u64 != first;
+        let gap = kept > 0 && self.events.first_event + kept as u64 != first;
         if gap || kept + events.len() > EVENTS_MAX {
             *self = Self { lost: true, ..Self::default() };
             return;
         }
         if kept == 0 {
-            self.events.first = first;
+            self.events.first_event = first;
         }
         self.events.events.extend(events.iter().map(|(tier, event)| event_of(*tier, *event)));
     }
@@ -75,7 +75,7 @@ impl CacheNews {
         // It reads, so it is worth a snapshot.
         self.wanted |= self.lost;
         let piece = self.snapshot.as_mut().map(Snapshot::piece);
-        if piece.as_ref().is_some_and(|piece| piece.next.is_some()) {
+        if piece.as_ref().is_some_and(|piece| piece.next_event.is_some()) {
             self.snapshot = None;
         }
         let events = (self.snapshot.is_none() && !self.events.events.is_empty())
@@ -87,15 +87,15 @@ impl CacheNews {
 impl Snapshot {
     fn piece(&mut self) -> v1::KvSnapshot {
         let left = &self.blocks[self.sent..];
-        let mut piece = v1::KvSnapshot { first: self.sent == 0, ..v1::KvSnapshot::default() };
+        let mut piece = v1::KvSnapshot { is_first: self.sent == 0, ..v1::KvSnapshot::default() };
         for (tier, block) in left.iter().take(PIECE_BLOCKS) {
             match tier {
-                CacheTier::Device => piece.device.push(*block),
-                CacheTier::Host => piece.host.push(*block),
+                CacheTier::Device => piece.device_block_hashes.push(*block),
+                CacheTier::Host => piece.host_block_hashes.push(*block),
             }
         }
         self.sent += left.len().min(PIECE_BLOCKS);
-        piece.next = (self.sent == self.blocks.len()).then_some(self.next);
+        piece.next_event = (self.sent == self.blocks.len()).then_some(self.next);
         piece
     }
 }
@@ -132,21 +132,21 @@ mod tests {
         for number in 0..3 {
             let (piece, events) = news.take();
             let piece = piece.unwrap();
-            assert!(piece.device.len() + piece.host.len() <= PIECE_BLOCKS);
-            assert_eq!(piece.first, number == 0);
-            assert_eq!(piece.next, (number == 2).then_some(70));
+            assert!(piece.device_block_hashes.len() + piece.host_block_hashes.len() <= PIECE_BLOCKS);
+            assert_eq!(piece.is_first, number == 0);
+            assert_eq!(piece.next_event, (number == 2).then_some(70));
             assert_eq!(
-                events.map(|events| (events.first, events.events.len())),
+                events.map(|events| (events.first_event, events.events.len())),
                 (number == 2).then_some((70, 2))
             );
-            assert!(piece.host.iter().all(|block| block % 3 == 0));
-            blocks.extend(piece.device.into_iter().chain(piece.host));
+            assert!(piece.host_block_hashes.iter().all(|block| block % 3 == 0));
+            blocks.extend(piece.device_block_hashes.into_iter().chain(piece.host_block_hashes));
         }
         assert_eq!(blocks.len(), total);
         assert!(news.is_empty());
         news.begin(std::iter::empty(), 72);
         assert_eq!(
-            news.take().0.map(|piece| (piece.first, piece.next)),
+            news.take().0.map(|piece| (piece.is_first, piece.next_event)),
             Some((true, Some(72))),
             "also of nothing"
         );
@@ -169,7 +169,7 @@ mod tests {
         assert!(!news.is_wanted(), "one is under way");
         news.push(first, &stored(5..6));
         let (piece, events) = news.take();
-        assert_eq!((piece.unwrap().next, events.unwrap().first), (Some(first), first));
+        assert_eq!((piece.unwrap().next_event, events.unwrap().first_event), (Some(first), first));
         news.request();
         assert!(news.is_wanted());
     }

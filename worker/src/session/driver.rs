@@ -4,6 +4,7 @@ use std::io::{BufWriter, Write as _};
 use std::sync::Arc;
 use std::time::Duration;
 
+use inflight_contract::CostCoefficients;
 use inflight_proto::v1;
 use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
 use tokio::sync::{mpsc, oneshot};
@@ -84,7 +85,7 @@ pub(crate) struct Driver {
     seen: Load,
     pulse: Arc<Pulse>,
     /// What steps cost, as the routers were told.
-    told_cost: [f64; 7],
+    told_cost: CostCoefficients,
 }
 
 impl Driver {
@@ -112,7 +113,7 @@ impl Driver {
             cache_sequence: 0,
             seen: Load::default(),
             pulse,
-            told_cost: [0.0; 7],
+            told_cost: CostCoefficients::default(),
         }
     }
 
@@ -221,13 +222,13 @@ impl Driver {
                 let same = self.routers.iter().filter(|(_, other)| router.is_process(other));
                 let given_up: Vec<SessionId> = same.map(|(session, _)| *session).collect();
                 for old in given_up {
-                    tracing::info!(session = old.0, "its router has opened another session; closing it");
+                    tracing::info!(session = old.0, "closing session: its router has opened another one");
                     self.close(old);
                 }
                 self.routers.insert(session, router);
                 self.tell_cache();
                 mailbox.begin_cache(self.engine.cache_contents(), self.cache_sequence);
-                mailbox.cost(report::cost(self.engine.cost_coefficients()));
+                mailbox.cost(self.engine.cost_coefficients().into());
                 self.engine.charged().for_each(|(tenant, charged)| mailbox.charge(tenant, charged));
                 self.mailboxes.insert(session, mailbox);
                 self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
@@ -252,10 +253,11 @@ impl Driver {
                 let (history, load, limits) =
                     (self.engine.history(), self.engine.load(), self.engine.limits());
                 let held = self.engine.held();
-                let held = v1::Grant { sequences: held.sequences, blocks: held.blocks, urgent: 0 };
+                let held =
+                    v1::Grant { sequences: held.sequences, kv_blocks: held.blocks, priority_sequences: 0 };
                 let found = report::diagnosis(history, &load, limits, self.step_us, iterations);
                 // Whoever asked may be gone.
-                let _ = reply.send(v1::DiagnoseResponse { held: Some(held), ..found });
+                let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(held), ..found });
             }
             Message::Drain => {
                 self.draining = true;
@@ -289,7 +291,7 @@ impl Driver {
         let written = file.write_all(&log);
         let flushed = if flush { file.flush() } else { Ok(()) };
         if let Err(error) = written.and(flushed) {
-            tracing::error!(%error, "recording stops: the file can't be written");
+            tracing::error!(%error, "recording stopped: cannot write the file");
             self.recording = None;
         }
     }
@@ -310,10 +312,10 @@ impl Driver {
         let outlook = self.engine.prefill_outlook();
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let told = v1::Load {
-            first_token_us: micros(first_token),
-            prefill_ahead_us: micros(outlook.ahead),
-            prefill_stretch: outlook.stretch as f32,
-            decode_step_us: micros(outlook.decode_step),
+            predicted_ttft_us: micros(first_token),
+            prefill_backlog_us: micros(outlook.ahead),
+            prefill_slowdown: outlook.stretch as f32,
+            decode_iteration_us: micros(outlook.decode_step),
             ..report::load(&load, self.step_us)
         };
         // Session by session, in the order of each one's events.
@@ -360,10 +362,9 @@ impl Driver {
     /// Says what steps cost once that has changed enough to matter.
     fn tell_cost(&mut self) {
         let now = self.engine.cost_coefficients();
-        let differs = |(now, told): (&f64, &f64)| (now - told).abs() > 0.03 * now.max(*told);
-        if now.iter().zip(&self.told_cost).any(differs) {
+        if now.differs(&self.told_cost, 0.03) {
             self.told_cost = now;
-            self.mailboxes.values().for_each(|mailbox| mailbox.cost(report::cost(now)));
+            self.mailboxes.values().for_each(|mailbox| mailbox.cost(now.into()));
         }
     }
 

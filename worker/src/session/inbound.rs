@@ -14,7 +14,7 @@ use crate::engine::{Event, Failure, Finish, Request, RequestKey, Resumed, Sessio
 /// # Errors
 /// The events that refuse it, one for each choice that the router waits for.
 pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Result<Request, Vec<Event>> {
-    let key = RequestKey { session, request: submit.request };
+    let key = RequestKey { session, request: submit.submission_id };
     let attempt = submit.attempt;
     let wanted = submit.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
     let over: Vec<u32> = submit.resumed.iter().filter(|one| one.finished).map(|one| one.choice).collect();
@@ -48,14 +48,14 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
     Ok(Request {
         key,
         attempt: submit.attempt,
-        prompt: submit.prompt.into(),
+        prompt: submit.prompt_token_ids.into(),
         max_tokens: stop.max_tokens.unwrap_or(0),
         sampling: Arc::new(sampling),
         choices,
         tenant: submit.tenant.into(),
         weight: Weight::try_from(submit.weight).map_err(|error| error.to_string())?,
         priority: submit.priority,
-        order: submit.order.map(Service::from_thousandths),
+        order: submit.virtual_start_time.map(Service::from_thousandths),
         deadline: submit.deadline_us.map(|us| now.after(Duration::from_micros(us))),
         span,
     })
@@ -68,7 +68,7 @@ fn span(submit: &v1::Submit) -> tracing::Span {
         otel.kind = "server",
         request_id = %submit.request_id,
         attempt = submit.attempt,
-        prompt_tokens = submit.prompt.len(),
+        prompt_tokens = submit.prompt_token_ids.len(),
     );
     if !submit.traceparent.is_empty() {
         let parent =

@@ -33,7 +33,7 @@ struct State {
     pending: usize,
     cache: CacheNews,
     /// What steps cost, if it was not told yet.
-    cost: Option<v1::CostModel>,
+    cost: Option<v1::CostCoefficients>,
     /// Submissions that have reached the engine or were refused before, now and at the last report.
     arrived: u64,
     taken: u64,
@@ -94,7 +94,7 @@ impl Mailbox {
         state.load = report.load;
         state.begun_order = report.begun_order;
         let Grant { sequences, blocks } = report.grant;
-        let grant = v1::Grant { sequences, blocks, urgent: report.urgent };
+        let grant = v1::Grant { sequences, kv_blocks: blocks, priority_sequences: report.urgent };
         // A changed load alone can wait for the heartbeat or the next token.
         state.changed |=
             state.grant != grant || state.draining != report.draining || state.routers != report.routers;
@@ -133,7 +133,7 @@ impl Mailbox {
     }
 
     /// Says what steps cost; it can wait for the heartbeat or the next token.
-    pub fn cost(&self, cost: v1::CostModel) {
+    pub fn cost(&self, cost: v1::CostCoefficients) {
         self.state().cost = Some(cost);
     }
 
@@ -225,17 +225,21 @@ impl Mailbox {
             load: Some(state.load),
             grant: Some(state.grant),
             draining: state.draining,
-            charges: std::mem::take(&mut state.charges)
+            services: std::mem::take(&mut state.charges)
                 .into_iter()
-                .map(|(tenant, Charged { cost, base })| v1::TenantCharge { tenant, cost, base })
+                .map(|(tenant, Charged { cost, base })| v1::TenantServiceCounter {
+                    tenant,
+                    service: cost,
+                    baseline: base,
+                })
                 .collect(),
-            services,
-            begun_order: state.begun_order,
-            routers: state.routers,
+            service_tables: services,
+            virtual_time: state.begun_order,
+            router_count: state.routers,
             kv_events,
             kv_snapshot,
             cost: state.cost.take(),
-            submissions_taken: state.taken,
+            submissions_received: state.taken,
         })
     }
 }
@@ -248,7 +252,7 @@ impl State {
         events.for_each(|event| self.push(event));
         // Only now, so that what came together goes together.
         if self.pending > PENDING_MAX {
-            tracing::warn!("a router does not read its session; closing it");
+            tracing::warn!("closing session: the router does not read its updates");
             self.closed = true;
         }
     }
@@ -260,7 +264,7 @@ impl State {
             None => {
                 let place = self.sequences.len();
                 self.sequences.push(v1::SequenceUpdate {
-                    request: event.key.request,
+                    submission_id: event.key.request,
                     attempt: event.attempt,
                     choice: event.choice,
                     ..v1::SequenceUpdate::default()
@@ -281,9 +285,9 @@ impl State {
         update.computed_tokens += event.computed_tokens;
         match event.finish {
             None => {}
-            Some(Finish::Ended(reason)) => update.finish = v1::FinishReason::from(reason).into(),
+            Some(Finish::Ended(reason)) => update.finish_reason = v1::FinishReason::from(reason).into(),
             Some(Finish::Failed(failure)) => {
-                update.finish = v1::FinishReason::Error.into();
+                update.finish_reason = v1::FinishReason::Error.into();
                 update.error_code = code(&failure).into();
                 update.error = failure.to_string();
             }
@@ -337,7 +341,7 @@ mod tests {
         let update = mailbox.take().unwrap();
         assert_eq!(update.sequences.len(), 2);
         assert_eq!(update.sequences[0].token_ids, (0..100).collect::<Vec<_>>());
-        assert_eq!(update.sequences[0].finish(), v1::FinishReason::Length);
+        assert_eq!(update.sequences[0].finish_reason(), v1::FinishReason::Length);
         assert_eq!(update.sequences[1].token_ids.len(), 100);
         mailbox.push(event(8, 1));
         assert_eq!(mailbox.take().unwrap().sequences.len(), 1, "what was taken is not sent again");
@@ -347,7 +351,11 @@ mod tests {
     fn what_is_known_of_other_incarnations_goes_in_pieces_that_fit_a_message() {
         let mailbox = Mailbox::new();
         let table = |number: usize| {
-            let charge = |tenant| v1::TenantCharge { tenant: format!("{tenant:0128}"), cost: 1, base: 0 };
+            let charge = |tenant| v1::TenantServiceCounter {
+                tenant: format!("{tenant:0128}"),
+                service: 1,
+                baseline: 0,
+            };
             let tenants = (0..10_000).map(charge).collect();
             v1::ServiceTable { incarnation: number.to_string(), tenants }
         };
@@ -355,9 +363,9 @@ mod tests {
         let mut told = Vec::new();
         while told.len() < 48 {
             let update = mailbox.take().unwrap();
-            let counters: usize = update.services.iter().map(|table| table.tenants.len()).sum();
+            let counters: usize = update.service_tables.iter().map(|table| table.tenants.len()).sum();
             assert!(counters <= SERVICES_PIECE);
-            told.extend(update.services.into_iter().map(|table| table.incarnation));
+            told.extend(update.service_tables.into_iter().map(|table| table.incarnation));
             assert_eq!(mailbox.state().changed, told.len() < 48, "the next piece is sent by itself");
         }
         assert_eq!(told, (0..48).map(|number| number.to_string()).collect::<Vec<_>>());
@@ -393,10 +401,10 @@ mod tests {
             while let Some(update) = mailbox.take() {
                 for sequence in &update.sequences {
                     seen += 1;
-                    match sequence.request {
+                    match sequence.submission_id {
                         TURNS => assert!(update.draining, "it is refused because the worker drains"),
                         _ => assert_eq!(
-                            (sequence.token_ids.len(), sequence.finish()),
+                            (sequence.token_ids.len(), sequence.finish_reason()),
                             (1, v1::FinishReason::Stop)
                         ),
                     }

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_proto::v1::{self, session_request, session_response, worker_server};
+use inflight_transport::Peer;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
@@ -72,11 +73,15 @@ impl worker_server::Worker for Service {
             crate::metrics::session_refused();
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
+        let peer = request.extensions().get::<Peer>().cloned();
         let mut requests = request.into_inner();
         let (router, protocol_version) = opened(&mut requests).await?;
+        if let Some(peer) = peer {
+            peer.set_authenticated();
+        }
         let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
         let mailbox = Arc::new(Mailbox::new());
-        mailbox.teach(sessions.services.tell());
+        mailbox.teach(sessions.services.all(sessions.clock.now()));
         let stopped = || Status::unavailable("the worker is stopping");
         tracing::info!(session = id.0, router_id = router.id, "session opened");
         sessions.engine.send(Message::Open(id, router, mailbox.clone())).await.map_err(|_| stopped())?;
@@ -159,7 +164,7 @@ async fn receive(
         let command = match message {
             Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
                 session_request::Message::Submit(submit) => {
-                    mailbox.set_least_waiting(submit.least_waiting);
+                    mailbox.set_least_waiting(submit.min_waiting_virtual_time);
                     match inbound::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => Command::Submit(Box::new(request)),
                         Err(refusals) => {
@@ -171,34 +176,40 @@ async fn receive(
                     }
                 }
                 session_request::Message::Cancel(cancel) => Command::Cancel {
-                    key: RequestKey { session: id, request: cancel.request },
+                    key: RequestKey { session: id, request: cancel.submission_id },
                     choice: cancel.choice,
                 },
                 session_request::Message::Backlog(backlog) => {
-                    if !backlog.waits {
+                    if !backlog.has_waiting_requests {
                         mailbox.set_least_waiting(None);
                     }
-                    Command::Backlog { session: id, waits: backlog.waits }
+                    Command::Backlog { session: id, waits: backlog.has_waiting_requests }
                 }
-                session_request::Message::Services(told) => {
-                    sessions.services.learn(told);
+                session_request::Message::ServiceTable(report) => {
+                    if let Err(implausible) = sessions.services.report(id, &report, sessions.clock.now()) {
+                        tracing::warn!(session = id.0, error = %implausible, "closing session after a protocol violation");
+                        crate::metrics::protocol_violation("service_counter");
+                        break;
+                    }
                     continue;
                 }
-                session_request::Message::Resync(_) => {
+                session_request::Message::ResyncPrefixCache(_) => {
                     if sessions.engine.send(Message::Resync(id)).await.is_err() {
                         break;
                     }
                     continue;
                 }
                 session_request::Message::Open(_) => {
-                    tracing::warn!(session = id.0, "a router opened its session twice; closing it");
+                    let error = "`open` was sent twice";
+                    tracing::warn!(session = id.0, error, "closing session after a protocol violation");
+                    crate::metrics::protocol_violation("open");
                     break;
                 }
             },
             Ok(Some(v1::SessionRequest { message: None })) => continue, // from a newer router
             Ok(None) => break,
             Err(status) => {
-                tracing::debug!(session = id.0, %status, "session broken");
+                tracing::debug!(session = id.0, %status, "session stream failed");
                 break;
             }
         };
@@ -207,6 +218,7 @@ async fn receive(
         }
     }
     mailbox.close();
+    sessions.services.close(id, sessions.clock.now());
     // Its work ends now, whether or not the router reads the rest; closing twice is closing once.
     let _ = sessions.engine.send(Message::Command(Command::Close(id))).await;
 }
@@ -220,7 +232,7 @@ fn updates(
         // A timeout is a heartbeat: the update then says how the worker is and nothing else.
         let silent = tokio::time::timeout(sessions.heartbeat, mailbox.changed()).await.is_err();
         if silent && sessions.pulse.is_stuck(sessions.clock.now()) {
-            tracing::error!(session = guard.id.0, "the device does not answer; closing the session");
+            tracing::error!(session = guard.id.0, "closing session: the device does not respond");
             return None;
         }
         let update = mailbox.take()?;

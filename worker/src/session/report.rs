@@ -9,20 +9,15 @@ pub(super) const PROMPT_TOKENS: u32 = 256;
 /// The load as routers and operators are told it, but for the prediction.
 pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     v1::Load {
-        running: load.running,
-        waiting: load.waiting,
-        blocks_used: load.blocks_used,
+        running_sequences: load.running,
+        waiting_sequences: load.waiting,
+        kv_blocks_used: load.blocks_used,
         preemptions: load.recompute_preemptions + load.swap_preemptions,
-        step_us,
-        swapped: load.swapped,
-        host_blocks_used: load.host_blocks_used,
+        mean_iteration_us: step_us,
+        swapped_sequences: load.swapped,
+        host_kv_blocks_used: load.host_blocks_used,
         ..v1::Load::default()
     }
-}
-
-/// What steps cost, as routers are told.
-pub(super) fn cost([step, token, key, decode_key, sequence, copy, copy_block]: [f64; 7]) -> v1::CostModel {
-    v1::CostModel { step, token, key, decode_key, sequence, copy, copy_block }
 }
 
 /// What limits the worker, with its last `iterations` iterations.
@@ -41,32 +36,32 @@ pub(super) fn diagnosis(
         findings: findings
             .into_iter()
             .map(|finding| v1::Finding {
-                limit: finding.limit.label().to_owned(),
-                weight: finding.weight,
-                figure: finding.figure,
-                action: finding.limit.action().to_owned(),
+                bottleneck: finding.limit.label().to_owned(),
+                window_share: finding.weight,
+                evidence: finding.figure,
+                advice: finding.limit.action().to_owned(),
             })
             .collect(),
         window_iterations: history.len() as u32,
         window_seconds: window.as_secs_f64(),
         load: Some(load(now, step_us)),
         iterations: history.iter().skip(recent).map(|step| summary(step, step_us)).collect(),
-        held: None,
+        granted_in_use: None,
     }
 }
 
 fn summary(step: &Step, step_us: u64) -> v1::IterationSummary {
     let micros = |duration: Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
     v1::IterationSummary {
-        number: step.number,
-        took_us: step.took.map_or(0, micros),
+        iteration: step.number,
+        duration_us: step.took.map_or(0, micros),
         predicted_us: micros(step.predicted),
         decodes: step.decodes,
         prefills: step.prefills,
         prefill_tokens: step.prefill_tokens,
-        longest_wait_us: micros(step.longest_wait),
-        preempted: step.preempted,
-        stalled: step.stalled,
+        max_queue_wait_us: micros(step.longest_wait),
+        preempted_sequences: step.preempted,
+        stalled_decodes: step.stalled,
         blocked_by: step.blocked.map_or("", |blocked| blocked.by.label()).to_owned(),
         load: Some(load(&step.load, step_us)),
     }

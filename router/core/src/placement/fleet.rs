@@ -1,9 +1,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use inflight_contract::BlockHash;
+use inflight_contract::{BlockHash, CostCoefficients};
 
-use super::{Cached, CostCoefficients, Estimate, WorkerLoad};
+use super::{Cached, Estimate, WorkerLoad};
 use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 
 /// The names of a prompt's full blocks, in the short form that events have.
@@ -59,7 +59,8 @@ struct Member {
     /// Seconds of prefill of each submission that the worker's last word on its load does not include, by number.
     unseen: BTreeMap<u64, f64>,
     load: WorkerLoad,
-    cost: CostCoefficients,
+    /// Absent until the worker has reported its costs.
+    cost: Option<CostCoefficients>,
 }
 
 /// What a router knows of its workers for placing requests: their caches, costs and loads, and what it handed over that
@@ -83,7 +84,7 @@ impl Fleet {
             sent: 0,
             unseen: BTreeMap::new(),
             load: WorkerLoad::default(),
-            cost: CostCoefficients::default(),
+            cost: None,
         };
         self.members.insert(worker, member);
     }
@@ -106,8 +107,13 @@ impl Fleet {
     /// A worker said what steps cost there.
     pub fn set_cost(&mut self, worker: usize, cost: CostCoefficients) {
         if let Some(member) = self.members.get_mut(&worker) {
-            member.cost = cost;
+            member.cost = Some(cost.sanitized());
         }
+    }
+
+    /// Whether a worker has reported its costs in this session.
+    pub fn knows_cost(&self, worker: usize) -> bool {
+        self.members.get(&worker).is_some_and(|member| member.cost.is_some())
     }
 
     /// A worker said how busy it is, having taken this many submissions of the session in.
@@ -140,7 +146,7 @@ impl Fleet {
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
         Estimate {
             cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
-            cost: member.cost,
+            cost: member.cost.unwrap_or_default(),
             load: member.load,
             unseen: member.unseen.values().sum(),
         }

@@ -17,7 +17,7 @@ use std::str::FromStr;
 
 pub use candidate::{Candidate, Credits, Standing};
 pub use cost::Cost;
-pub use estimate::{Cached, CostCoefficients, Estimate, WorkerLoad};
+pub use estimate::{Cached, Estimate, WorkerLoad};
 pub use fleet::{Chain, Fleet};
 pub use least_loaded::LeastLoaded;
 pub use power_of_two::PowerOfTwo;
@@ -66,7 +66,7 @@ pub enum PlacementKind {
 
 /// No placement is called so.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown placement `{0}`; there are {known}", known = PlacementKind::ALL.map(PlacementKind::name).join(", "))]
+#[error("unknown placement policy `{0}`; supported are {known}", known = PlacementKind::ALL.map(PlacementKind::name).join(", "))]
 pub struct UnknownPlacement(String);
 
 impl PlacementKind {

@@ -68,7 +68,7 @@ pub enum PolicyKind {
 
 /// A policy that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown policy `{0}`; there are `fcfs`, `priority`, `fair` and `static`")]
+#[error("unknown scheduling policy `{0}`; supported are `fcfs`, `priority`, `fair` and `static`")]
 pub struct UnknownPolicy(String);
 
 impl std::str::FromStr for PolicyKind {

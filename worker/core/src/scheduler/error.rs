@@ -4,7 +4,7 @@ use crate::TransferId;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// The waiting queue is full.
-    #[error("{waiting} sequences are waiting already, the most this worker queues")]
+    #[error("the worker's waiting queue is full ({waiting} sequences); try again later")]
     QueueFull {
         /// Sequences waiting.
         waiting: u32,

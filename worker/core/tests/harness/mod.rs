@@ -195,7 +195,7 @@ impl Harness {
     pub fn new(limits: Limits, policy: PolicyKind) -> Self {
         // Copies are cheap in half of the runs and dear in the others, so that both kinds of preemption happen.
         let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
-        let prior = CostPrior { copy_block, copy: 0.0, ..CostPrior::default() };
+        let prior = CostPrior::default().with_copies(0.0, copy_block);
         let cost = CostModel::new(prior);
         let tenants = TenantService::new(TokenCost::default(), 10);
         let page = vec![0; limits.block_tokens as usize];

@@ -243,7 +243,11 @@ impl CpuRuntime {
             None => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
         };
         if threads < world {
-            tracing::warn!(threads, ranks = world, "there are fewer threads than ranks: each rank takes one");
+            tracing::warn!(
+                threads,
+                ranks = world,
+                "fewer threads than tensor-parallel ranks; using one thread per rank"
+            );
         }
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
         let teams = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
@@ -286,7 +290,7 @@ impl CpuRuntime {
             weight_bytes = group.weight_bytes(),
             blocks,
             block_bytes,
-            "model is packed"
+            "model weights packed"
         );
         let copies = Copies::start(copiers, blocks, host_blocks)?;
         let slots = Slots::new(options.slots as usize);

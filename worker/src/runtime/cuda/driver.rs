@@ -416,7 +416,7 @@ impl Driver {
     /// Whether kernels may begin while those before them end, if they can.
     pub(super) fn overlap(&self, wanted: bool) {
         self.overlap.set(wanted && self.functions.values().all(Function::waits));
-        tracing::debug!(overlap = self.overlap.get(), wanted, "how kernels follow each other");
+        tracing::debug!(overlap = self.overlap.get(), wanted, "programmatic dependent launch probed");
     }
 
     /// Something other than one of our kernels comes next: what follows it waits until it has ended.
@@ -427,7 +427,7 @@ impl Driver {
     /// Kernels follow each other one by one from now on. Whether they did not before.
     fn give_overlap_up(&self, why: &str) -> bool {
         if self.overlap.replace(false) {
-            tracing::warn!(why, "kernels do not overlap: each begins when the one before has ended");
+            tracing::warn!(why, "programmatic dependent launch is off; kernels run one after another");
             return true;
         }
         false

@@ -44,7 +44,7 @@ pub enum Unavailable {
     },
     /// Several GPUs, and nothing by which they could tell each other anything.
     #[error(
-        "several GPUs work together through NCCL 2.10 or later, which is not there ({found}); install it (the package \
+        "tensor parallelism over GPUs needs NCCL 2.10 or later, which was not found ({found}); install it (the package \
          libnccl2, or the Python wheel nvidia-nccl-cu13) and name its folder in LD_LIBRARY_PATH"
     )]
     Collectives {
@@ -52,7 +52,7 @@ pub enum Unavailable {
         found: String,
     },
     /// GPUs that can't work together.
-    #[error("NCCL refuses to make a group of GPUs {gpus}: {reason}")]
+    #[error("NCCL cannot create a communicator of GPUs {gpus}: {reason}")]
     Group {
         /// Which.
         gpus: String,
@@ -61,7 +61,7 @@ pub enum Unavailable {
     },
     /// GPUs of a group that would not compute alike.
     #[error(
-        "GPU {first} is {first_name} and GPU {other} is {other_name}; those of a group must be of one kind"
+        "GPU {first} is {first_name} and GPU {other} is {other_name}; GPUs of a tensor-parallel group must be of one model"
     )]
     Unequal {
         /// The first of the group.

@@ -281,7 +281,7 @@ impl CudaRuntime {
             host_blocks = capabilities.host_blocks,
             graphs = loaded[0].graphs,
             deterministic = options.deterministic,
-            "model is on the GPU"
+            "model loaded on the GPU"
         );
         let tuned = std::mem::take(&mut loaded[0].tuned);
         Ok(Self { capabilities, swaps, ranks, in_flight: 0, tuned })

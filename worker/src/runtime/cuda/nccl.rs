@@ -226,7 +226,7 @@ impl Group {
         if self.failure.set(GroupFailed { rank, reason: reason.to_owned() }).is_err() {
             return; // later ones are mostly consequences of the first
         }
-        tracing::error!(rank, reason, "the tensor-parallel group failed");
+        tracing::error!(rank, reason, "tensor-parallel group failed");
         // Whoever is about to wait holds the lock from its last look until it does.
         drop(lock(&self.meeting));
         self.met.notify_all();
@@ -235,7 +235,9 @@ impl Group {
             let work = move || group.abort(index);
             match std::thread::Builder::new().name(format!("abort-{index}")).spawn(work) {
                 Ok(thread) => *lock(&link.aborting) = Some(thread),
-                Err(error) => tracing::error!(rank = index, %error, "no thread to abort a communicator on"),
+                Err(error) => {
+                    tracing::error!(rank = index, %error, "cannot start a thread to abort the NCCL communicator")
+                }
             }
         }
     }
@@ -397,7 +399,7 @@ impl Drop for End {
             if begun.elapsed() > END_PATIENCE {
                 tracing::warn!(
                     rank = self.rank,
-                    "a communicator does not end; the process goes on without it"
+                    "NCCL communicator did not abort in time; leaving it behind"
                 );
                 return;
             }

@@ -242,7 +242,7 @@ fn serve(
                 };
                 if let Err(error) = machine.compute.attach(&machine.driver, slot, &setup) {
                     // The slot stays free, so the step that samples from it fails and says so. Other ranks would run it.
-                    tracing::error!(slot, %error, "cannot attach a sequence");
+                    tracing::error!(slot, %error, "cannot attach sequence to its slot");
                     job.fail(&error.to_string());
                 }
             }
@@ -439,14 +439,14 @@ impl Machine {
             pool_mib = super::mebibytes(pool),
             others_mib = table(&parts),
             driver_took_mib = super::mebibytes(beyond),
-            "memory of the GPU is divided, and none is allocated from here on"
+            "GPU memory allocated; nothing is allocated from here on"
         );
         if beyond > RESERVE_BYTES {
             tracing::warn!(
                 rank,
                 beyond_mib = super::mebibytes(beyond),
                 reserve_mib = super::mebibytes(RESERVE_BYTES),
-                "the GPU has less memory left than planned; lower --gpu-memory-utilization if nothing else takes it"
+                "less free GPU memory than planned; lower --gpu-memory-utilization if no other process uses it"
             );
         }
         let loaded = Loaded {

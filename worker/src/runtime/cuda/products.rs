@@ -112,9 +112,7 @@ impl Products {
     pub(super) fn open(workspace: DeviceMemory) -> Result<Option<Self>, DeviceError> {
         // SAFETY: only loads the library.
         if !unsafe { sys::is_culib_present() } {
-            tracing::warn!(
-                "libcublasLt.so is not found; products are made by our own kernels, which are slower"
-            );
+            tracing::warn!("libcublasLt.so not found; using the built-in GEMM kernels, which are slower");
             return Ok(None);
         }
         let handle = result::create_handle().map_err(failed("opening cublaslt"))?;
@@ -148,7 +146,7 @@ impl Products {
             // A way is chosen for the most rows of a class, and by other addresses; it says so before anything runs.
             let by = plan.ways.remove(0).name();
             let (rows, left) = (p.m, plan.ways.len());
-            tracing::warn!(?key, rows, by, left, "a way does not take this product; another one does");
+            tracing::warn!(?key, rows, by, left, "GEMM algorithm rejected the shape; falling back");
         }
     }
 
@@ -263,7 +261,7 @@ impl Products {
                 if plan.ways.is_empty() {
                     tracing::warn!(
                         ?key,
-                        "cublaslt has no algorithm for this product; our own kernel makes it"
+                        "cuBLASLt has no algorithm for the GEMM shape; using the built-in kernel"
                     );
                 }
                 entry.insert(plan)
@@ -344,7 +342,7 @@ impl Products {
             Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => count = 0,
             // Our own kernel makes the product; of a GPU that has failed, the next thing that is asked of it says so.
             Err(error) => {
-                tracing::warn!(reason = ?error.0, "cublaslt could not say by which algorithms to make a product");
+                tracing::warn!(reason = ?error.0, "cuBLASLt heuristic query failed");
                 count = 0;
             }
         }

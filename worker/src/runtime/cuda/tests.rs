@@ -329,7 +329,7 @@ fn largest(x: &[f32]) -> f32 {
 
 fn available() -> bool {
     if !Harness::AVAILABLE {
-        eprintln!("skipped: there was no C++ compiler to build the harness with");
+        inflight_fixtures::skipped("the CUDA runtime", "there was no C++ compiler to build the harness with");
     }
     Harness::AVAILABLE
 }

@@ -105,7 +105,7 @@ impl<'a> Bench<'a> {
         tracing::info!(
             products = rounds.len(),
             budget_seconds = BUDGET.as_secs(),
-            "timing the ways to make products"
+            "autotuning GEMM algorithms"
         );
         let mut trials = OnDevice {
             bench: self,
@@ -129,7 +129,7 @@ impl<'a> Bench<'a> {
             own = tuned.iter().filter(|tuned| tuned.own).count(),
             faster_percent = format!("{:.1}", 100.0 * (first / chosen.max(f64::MIN_POSITIVE) - 1.0).max(0.0)),
             seconds = format!("{:.1}", begun.elapsed().as_secs_f64()),
-            "chose the fastest ways to make products"
+            "GEMM autotuning done"
         );
         Ok(tuned)
     }
@@ -152,7 +152,7 @@ impl<'a> Bench<'a> {
         }
         self.driver.stream.wait()?;
         let seconds = format!("{:.1}", begun.elapsed().as_secs_f64());
-        tracing::info!(products = made, seconds, "every product is planned");
+        tracing::info!(products = made, seconds, "GEMM plans ready");
         Ok(())
     }
 }
@@ -200,7 +200,7 @@ impl OnDevice<'_> {
             Ok(true) => {}
             Ok(false) => return Ok(None),
             Err(error) => {
-                tracing::debug!(%error, way = way.name(), "a way to make a product fails");
+                tracing::debug!(%error, way = way.name(), "GEMM algorithm failed during autotuning");
                 // Not of this way alone, if the device itself has failed.
                 return driver.stream.wait().map(|()| None);
             }
@@ -220,7 +220,7 @@ impl OnDevice<'_> {
         let graph = match driver.capture(launch) {
             Ok(graph) => graph,
             Err(error) => {
-                tracing::debug!(%error, way = way.name(), "a way to make a product can't be captured");
+                tracing::debug!(%error, way = way.name(), "GEMM algorithm cannot be captured in a CUDA graph");
                 return driver.stream.wait().map(|()| None);
             }
         };

@@ -1,0 +1,171 @@
+//! Clients that have no key and mean no good: what they can take of a cluster, and who is served meanwhile.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context as TaskContext, Poll};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use futures::future::join_all;
+use http_body::{Body as HttpBody, Frame};
+use http_body_util::BodyExt as _;
+use inflight_tests::{Cluster, run, scrape};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Request as HttpRequest;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status};
+use tower::{Service as _, ServiceExt as _};
+
+use crate::program;
+use crate::requests::sampled;
+
+const MIB: f64 = (1 << 20) as f64;
+/// The key `t`, which the tenants' file knows by its SHA-256.
+const TENANTS: &str = "[tenants.t]\nkeys = [{ sha256 = \"e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8\" }]\n";
+
+/// A gRPC message of `announced` bytes of which the last never comes.
+struct Unfinished {
+    announced: u32,
+    sent: usize,
+}
+
+impl HttpBody for Unfinished {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut TaskContext<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        const FRAME: usize = 16 << 10;
+        let this = self.get_mut();
+        let all = 5 + this.announced as usize - 1;
+        if this.sent >= all {
+            return Poll::Pending;
+        }
+        let mut frame = vec![0; FRAME.min(all - this.sent)];
+        if this.sent == 0 {
+            frame[1..5].copy_from_slice(&this.announced.to_be_bytes());
+        }
+        this.sent += frame.len();
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from(frame)))))
+    }
+}
+
+/// Makes a call whose message never ends; its status.
+async fn unfinished(channel: Channel, path: &str, announced: u32) -> Result<Code> {
+    let mut request = HttpRequest::new(Body::new(Unfinished { announced, sent: 0 }));
+    *request.uri_mut() = format!("http://router{path}").parse()?;
+    *request.method_mut() = tonic::codegen::http::Method::POST;
+    request.headers_mut().insert("content-type", "application/grpc".parse()?);
+    request.headers_mut().insert("te", "trailers".parse()?);
+    let mut channel = channel;
+    let response = channel.ready().await?.call(request).await?;
+    if let Some(status) = Status::from_header_map(response.headers()) {
+        return Ok(status.code());
+    }
+    let ended = response.into_body().collect().await?;
+    let trailers = ended.trailers().context("an answer without trailers")?;
+    Ok(Status::from_header_map(trailers).context("trailers without a status")?.code())
+}
+
+async fn resident(cluster: &Cluster) -> Result<f64> {
+    Ok(scrape(cluster.router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
+}
+
+/// A request of the tenant, whole.
+async fn served(cluster: &Cluster) -> Result<()> {
+    let mut request = Request::new(sampled("Once upon a time", 4, 0));
+    request.metadata_mut().insert("authorization", "Bearer t".parse()?);
+    let mut stream = cluster.client().await?.generate(request).await?.into_inner();
+    while stream.message().await?.is_some() {}
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unfinished_messages_of_strangers_take_neither_memory_nor_a_tenants_place() -> Result<()> {
+    const CALLS: usize = 192;
+    let folder = inflight_fixtures::TempDir::new("attacks")?;
+    let file = folder.path().join("tenants.toml");
+    std::fs::write(&file, TENANTS)?;
+    let tenants = format!("--tenants-file={}", file.display());
+    let environment = [("INFLIGHT_ROUTER_MESSAGE_TIMEOUT", "2s".into())];
+    let cluster = Cluster::start_in(program(), &["--workers=1", &tenants], &environment).await?;
+    served(&cluster).await?;
+    let before = resident(&cluster).await?;
+    let channel = Channel::from_shared(cluster.endpoint.clone())?.connect().await?;
+    for (path, announced, code) in [
+        ("/grpc.health.v1.Health/Check", 4 << 20, Code::ResourceExhausted),
+        ("/grpc.health.v1.Health/Watch", 4 << 20, Code::ResourceExhausted),
+        // The service answers what it has read when its client's stream breaks.
+        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", 4 << 20, Code::Ok),
+        ("/inflight.v1.Inference/Generate", 4 << 20, Code::Unauthenticated),
+    ] {
+        let begun = Instant::now();
+        let calls = (0..CALLS).map(|_| unfinished(channel.clone(), path, announced));
+        let calls = tokio::spawn(join_all(calls.collect::<Vec<_>>()));
+        served(&cluster).await?;
+        for ended in calls.await? {
+            let ended = ended?;
+            ensure!([code, Code::ResourceExhausted].contains(&ended), "{path} ended with {ended:?}");
+        }
+        println!("{path}: {CALLS} calls ended after {:?}", begun.elapsed());
+    }
+    // Within the size, what does not come in time ends; beside the few that a stranger may have open, at once.
+    let calls = (0..CALLS).map(|_| unfinished(channel.clone(), "/grpc.health.v1.Health/Check", 1000));
+    let ended = join_all(calls.collect::<Vec<_>>()).await.into_iter().collect::<Result<Vec<_>>>()?;
+    let late = ended.iter().filter(|code| **code == Code::DeadlineExceeded).count();
+    let beyond = ended.iter().filter(|code| **code == Code::ResourceExhausted).count();
+    ensure!(late > 0 && late <= 32 && late + beyond == CALLS, "{late} were late, {beyond} were too many");
+    let after = resident(&cluster).await?;
+    println!("the router's peak of memory went from {before:.1} to {after:.1} MiB");
+    ensure!(after - before <= 32.0, "the router took {:.1} MiB", after - before);
+    served(&cluster).await
+}
+
+/// Connections that send one byte and wait.
+async fn one_byte(address: SocketAddr, count: usize) -> Result<Vec<TcpStream>> {
+    let mut held = Vec::with_capacity(count);
+    for _ in 0..count {
+        let mut stream = TcpStream::connect(address).await?;
+        // One that was closed already to make room for others may say so.
+        let _ = stream.write_all(b"G").await;
+        held.push(stream);
+    }
+    Ok(held)
+}
+
+async fn probe(address: SocketAddr, path: &str) -> Result<String> {
+    let mut stream = TcpStream::connect(address).await?;
+    stream
+        .write_all(format!("GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").as_bytes())
+        .await?;
+    let mut response = String::new();
+    stream.read_to_string(&mut response).await?;
+    Ok(response)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probes_and_calls_get_in_while_a_thousand_connections_send_one_byte_each() -> Result<()> {
+    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let worker = cluster.workers.first().context("one was started")?;
+    let mut held = Vec::new();
+    for address in [cluster.router.metrics, worker.metrics, cluster.router.address, worker.address] {
+        held.push(one_byte(address, 1100).await?);
+    }
+    for metrics in [cluster.router.metrics, worker.metrics] {
+        for path in ["/livez", "/metrics"] {
+            let answer = tokio::time::timeout(Duration::from_secs(5), probe(metrics, path)).await??;
+            ensure!(answer.starts_with("HTTP/1.1 200"), "{path} said {answer}");
+        }
+    }
+    let mut client = cluster.client().await?;
+    let mut stream = client.generate(sampled("Once upon a time", 4, 0)).await?.into_inner();
+    while stream.message().await?.is_some() {}
+    let diagnosed = run(program(), &["diagnose", &worker.address.to_string()], "").await?;
+    ensure!(diagnosed.code == Some(0), "diagnose said {}", diagnosed.stderr);
+    Ok(())
+}

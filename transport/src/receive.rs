@@ -1,0 +1,394 @@
+//! Receiving requests: each message whole within a time, within a size, and all of them within one byte budget.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::body::{Body as HttpBody, Bytes, Frame, SizeHint};
+use metrics::Gauge;
+use tokio::time::{Instant, Sleep};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tower::{Layer, Service};
+
+/// Bytes of all messages that are being received, or received and not yet taken in. Cheap to clone.
+#[derive(Clone)]
+pub struct ReceiveBudget(Arc<Budget>);
+
+struct Budget {
+    max: u64,
+    used: AtomicU64,
+    gauge: Gauge,
+    spent: Box<dyn Fn() -> Status + Send + Sync>,
+}
+
+impl ReceiveBudget {
+    /// A budget of `max` bytes, whose use `gauge` shows; a call that finds it spent ends with the status of `spent`.
+    pub fn new(max: u64, gauge: Gauge, spent: impl Fn() -> Status + Send + Sync + 'static) -> Self {
+        gauge.set(0.0);
+        Self(Arc::new(Budget { max, used: AtomicU64::new(0), gauge, spent: Box::new(spent) }))
+    }
+
+    /// Starts counting a call's bytes.
+    fn call(&self) -> Arc<ReceivedBytes> {
+        Arc::new(ReceivedBytes { budget: self.clone(), held: AtomicU64::new(0) })
+    }
+
+    fn take(&self, bytes: u64) -> bool {
+        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.0.max);
+        let taken = self.0.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).is_ok();
+        if taken {
+            self.0.gauge.increment(bytes as f64);
+        }
+        taken
+    }
+
+    fn give_back(&self, bytes: u64) {
+        if bytes > 0 {
+            self.0.used.fetch_sub(bytes, Ordering::AcqRel);
+            self.0.gauge.decrement(bytes as f64);
+        }
+    }
+}
+
+/// What one call holds of the budget; given back when it is dropped. It is in the extensions of every call, as an [`Arc`],
+/// for handlers that keep a message longer than its decoding takes.
+pub struct ReceivedBytes {
+    budget: ReceiveBudget,
+    held: AtomicU64,
+}
+
+impl ReceivedBytes {
+    fn take(&self, bytes: u64) -> Result<(), Status> {
+        if !self.budget.take(bytes) {
+            return Err((self.budget.0.spent)());
+        }
+        self.held.fetch_add(bytes, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn give_back(&self) {
+        self.budget.give_back(self.held.swap(0, Ordering::AcqRel));
+    }
+}
+
+impl Drop for ReceivedBytes {
+    fn drop(&mut self) {
+        self.give_back();
+    }
+}
+
+/// How the messages of a call are received.
+#[derive(Debug, Clone, Copy)]
+pub struct ReceiveLimits {
+    /// Largest message, in bytes.
+    pub message_bytes_max: usize,
+    /// The option that sets that limit, if one does.
+    pub option: Option<&'static str>,
+    /// Longest time for a message to arrive: from the call's headers, or on a stream of messages from its first byte.
+    pub message_time_max: Duration,
+    /// Whether the call may send more than one message.
+    pub streaming: bool,
+}
+
+/// Receives the messages of every call within limits that depend on its path, and within the budget of all calls.
+#[derive(Clone)]
+pub struct ReceiveLayer<F> {
+    budget: ReceiveBudget,
+    limits: F,
+}
+
+impl<F> ReceiveLayer<F> {
+    /// `limits` tells those of a path.
+    pub fn new(budget: ReceiveBudget, limits: F) -> Self {
+        Self { budget, limits }
+    }
+}
+
+impl<F: Clone, S> Layer<S> for ReceiveLayer<F> {
+    type Service = Receive<F, S>;
+
+    fn layer(&self, inner: S) -> Receive<F, S> {
+        Receive { receive: self.clone(), inner }
+    }
+}
+
+/// The service that [`ReceiveLayer`] makes.
+#[derive(Clone)]
+pub struct Receive<F, S> {
+    receive: ReceiveLayer<F>,
+    inner: S,
+}
+
+impl<F, S> Service<Request<Body>> for Receive<F, S>
+where
+    F: Fn(&str) -> ReceiveLimits,
+    S: Service<Request<Body>, Response = Response<Body>>,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> S::Future {
+        let limits = (self.receive.limits)(request.uri().path());
+        let received = self.receive.budget.call();
+        request.extensions_mut().insert(received.clone());
+        self.inner.call(request.map(|body| Body::new(LimitedBody::new(body, limits, received))))
+    }
+}
+
+/// Where in gRPC's framing the next byte belongs: a flag and four bytes of length in front of each message.
+#[derive(Debug, Clone, Copy)]
+enum Framing {
+    Prefix { bytes: [u8; 5], len: usize },
+    Message { left: u64 },
+}
+
+impl Framing {
+    const START: Self = Self::Prefix { bytes: [0; 5], len: 0 };
+}
+
+/// A request's body within [`ReceiveLimits`] and the budget.
+struct LimitedBody {
+    body: Body,
+    limits: ReceiveLimits,
+    received: Arc<ReceivedBytes>,
+    framing: Framing,
+    /// By when the message that is being received must be whole; `None` between the messages of a stream.
+    until: Option<Instant>,
+    expiry: Option<Pin<Box<Sleep>>>,
+}
+
+impl LimitedBody {
+    fn new(body: Body, limits: ReceiveLimits, received: Arc<ReceivedBytes>) -> Self {
+        let until = if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
+        Self { body, limits, received, framing: Framing::START, until, expiry: None }
+    }
+
+    /// Follows the framing over the bytes of a frame.
+    fn receive(&mut self, mut data: &[u8]) -> Result<(), Status> {
+        while !data.is_empty() {
+            match &mut self.framing {
+                Framing::Prefix { bytes, len } => {
+                    if *len == 0 {
+                        // The message before was taken by whoever asks for the next.
+                        self.received.give_back();
+                        if self.limits.streaming {
+                            self.until = Instant::now().checked_add(self.limits.message_time_max);
+                        }
+                    }
+                    let count = data.len().min(bytes.len() - *len);
+                    bytes[*len..*len + count].copy_from_slice(&data[..count]);
+                    *len += count;
+                    data = &data[count..];
+                    if *len == bytes.len() {
+                        let [_, length @ ..] = *bytes;
+                        let left = u64::from(u32::from_be_bytes(length));
+                        self.check_size(left)?;
+                        self.enter(left);
+                    }
+                }
+                Framing::Message { left } => {
+                    let count = (data.len() as u64).min(*left);
+                    let left = *left - count;
+                    data = &data[count as usize..];
+                    self.received.take(count)?;
+                    self.enter(left);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, left: u64) {
+        self.framing = if left > 0 { Framing::Message { left } } else { Framing::START };
+        if left == 0 && self.limits.streaming {
+            (self.until, self.expiry) = (None, None);
+        }
+    }
+
+    fn check_size(&self, bytes: u64) -> Result<(), Status> {
+        let ReceiveLimits { message_bytes_max: max, option, .. } = self.limits;
+        if bytes <= max as u64 {
+            return Ok(());
+        }
+        let option = option.map_or(String::new(), |option| format!(" ({option})"));
+        let what = format!("the message has {bytes} bytes, more than the limit of {max}{option}");
+        Err(Status::resource_exhausted(what))
+    }
+}
+
+impl HttpBody for LimitedBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context) {
+            let Some(Ok(frame)) = frame else { return Poll::Ready(frame) };
+            if let Some(data) = frame.data_ref()
+                && let Err(status) = this.receive(data)
+            {
+                return Poll::Ready(Some(Err(status)));
+            }
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        let Some(until) = this.until else { return Poll::Pending };
+        let expiry = this.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+        expiry.as_mut().poll(context).map(|()| {
+            let seconds = this.limits.message_time_max.as_secs_f64();
+            let what = format!("the call's message did not arrive within {seconds} s (--message-timeout)");
+            Some(Err(Status::deadline_exceeded(what)))
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+    use tonic::Code;
+
+    use super::*;
+
+    /// A body of these frames, after which nothing comes for a while.
+    struct Frames(VecDeque<Bytes>);
+
+    impl HttpBody for Frames {
+        type Data = Bytes;
+        type Error = Status;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+            self.get_mut()
+                .0
+                .pop_front()
+                .map_or(Poll::Pending, |data| Poll::Ready(Some(Ok(Frame::data(data)))))
+        }
+    }
+
+    fn framed(message: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+        [&[0], &length[..], message].concat()
+    }
+
+    fn budget(max: u64) -> ReceiveBudget {
+        let spent = || Status::resource_exhausted("the budget is spent");
+        ReceiveBudget::new(max, Gauge::noop(), spent)
+    }
+
+    fn limits(message_bytes_max: usize, streaming: bool) -> ReceiveLimits {
+        let message_time_max = Duration::from_millis(50);
+        ReceiveLimits { message_bytes_max, option: Some("--some-option"), message_time_max, streaming }
+    }
+
+    fn body(frames: Vec<Vec<u8>>, limits: ReceiveLimits, budget: &ReceiveBudget) -> LimitedBody {
+        let frames = Frames(frames.into_iter().map(Bytes::from).collect());
+        LimitedBody::new(Body::new(frames), limits, budget.call())
+    }
+
+    /// Reads until nothing comes any more, or an error does; whether time was over counts as nothing.
+    async fn read(body: &mut LimitedBody) -> Result<Vec<u8>, Status> {
+        let mut read = Vec::new();
+        loop {
+            let next = std::future::poll_fn(|context| {
+                let frame = Pin::new(&mut *body).poll_frame(context);
+                Poll::Ready(if frame.is_pending() { None } else { Some(frame) })
+            });
+            match next.await {
+                Some(Poll::Ready(Some(Ok(frame)))) => read.extend_from_slice(frame.data_ref().unwrap()),
+                Some(Poll::Ready(Some(Err(status)))) => return Err(status),
+                _ => return Ok(read),
+            }
+        }
+    }
+
+    proptest! {
+        /// However the bytes are cut into frames: all of them pass, the last message counts until the body is gone, and
+        /// those before it do not.
+        #[test]
+        fn messages_pass_whole_and_the_budget_holds_the_last(
+            messages in prop::collection::vec(0usize..200, 1..6), cuts in prop::collection::vec(1usize..90, 1..40)
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+            runtime.block_on(async {
+                let budget = budget(200);
+                let bytes: Vec<u8> = messages.iter().flat_map(|len| framed(&vec![7; *len])).collect();
+                let (mut frames, mut rest, mut cut) = (Vec::new(), &bytes[..], cuts.iter().cycle());
+                while !rest.is_empty() {
+                    let (frame, behind) = rest.split_at(rest.len().min(*cut.next().unwrap()));
+                    frames.push(frame.to_vec());
+                    rest = behind;
+                }
+                let mut body = body(frames, limits(200, true), &budget);
+                assert_eq!(read(&mut body).await.unwrap(), bytes);
+                assert_eq!(budget.0.used.load(Ordering::Relaxed), *messages.last().unwrap() as u64);
+                drop(body);
+                assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
+            });
+        }
+    }
+
+    #[tokio::test]
+    async fn a_message_over_the_limit_is_refused_by_its_length_before_it_comes() {
+        let budget = budget(1 << 20);
+        let header = framed(&[0; 101])[..5].to_vec();
+        let status = read(&mut body(vec![header], limits(100, false), &budget)).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(status.message(), "the message has 101 bytes, more than the limit of 100 (--some-option)");
+    }
+
+    #[tokio::test]
+    async fn what_passes_the_budget_of_all_calls_is_refused_and_given_back() {
+        let budget = budget(150);
+        let mut first = body(vec![framed(&[0; 100])], limits(100, false), &budget);
+        read(&mut first).await.unwrap();
+        let mut second = body(vec![framed(&[0; 100])], limits(100, false), &budget);
+        let status = read(&mut second).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(status.message(), "the budget is spent");
+        drop((first, second));
+        read(&mut body(vec![framed(&[0; 100])], limits(100, false), &budget)).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_message_has_a_time_to_arrive_and_a_stream_may_pause_between_messages() {
+        let budget = budget(1000);
+        let unfinished = framed(&[0; 100])[..50].to_vec();
+        for (frames, streaming, expires) in [
+            (vec![], false, true),
+            (vec![unfinished.clone()], false, true),
+            (vec![], true, false),
+            (vec![framed(&[1])], true, false),
+            (vec![framed(&[1]), unfinished], true, true),
+        ] {
+            let mut body = body(frames.clone(), limits(100, streaming), &budget);
+            read(&mut body).await.unwrap();
+            tokio::time::advance(Duration::from_secs(60)).await;
+            let ended = read(&mut body).await;
+            assert_eq!(ended.is_err(), expires, "{} frames, streaming: {streaming}", frames.len());
+            assert!(ended.err().is_none_or(|status| status.code() == Code::DeadlineExceeded));
+        }
+    }
+}

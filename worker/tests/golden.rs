@@ -1,0 +1,248 @@
+//! Golden bits: hashes of logits and tokens of the tiny checkpoints, for every instruction set, dtype, quantisation and KV
+//! dtype. Routers move streams between workers of one numerics version and instruction set in mid-sentence, so a changed
+//! bit without a new version is an error, whatever else it improves.
+//!
+//! `golden/bits.txt` has the hashes of the version in its first line. After a change of arithmetic: raise
+//! `inflight_kernels::VERSION`, then record on a machine of each instruction set with `INFLIGHT_GOLDEN=record cargo test
+//! --release -p inflight-worker --test golden`.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use inflight_contract::SamplingSpec;
+use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir, skipped};
+use inflight_kernels::cpu::{Isa, KvDtype};
+use inflight_kernels::{VERSION, philox4x32};
+use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
+use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+use sha2::{Digest as _, Sha256};
+
+/// Instruction sets whose hashes are kept; a machine has the first ones of the list.
+const ISAS: [&str; 5] = ["portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16"];
+/// Prompts that end within the first attention tile and beyond several, and tokens generated after each.
+const PROMPTS: [(usize, usize); 2] = [(37, 24), (600, 4)];
+/// The same for a layer of real width, whose reductions are cut into several blocks.
+const WIDE_PROMPTS: [(usize, usize); 1] = [(37, 4)];
+
+/// How a model is stored and divided.
+#[derive(Debug, Clone, Copy)]
+struct Stored {
+    dtype: Dtype,
+    weights: Option<&'static str>,
+    kv: Option<KvDtype>,
+    ranks: usize,
+}
+
+const PLAIN: Stored = Stored { dtype: Dtype::Bf16, weights: None, kv: None, ranks: 1 };
+
+/// Every combination that decides bits.
+fn stored() -> Vec<Stored> {
+    let int8_kv = Stored { kv: Some(KvDtype::Int8), ..PLAIN };
+    vec![
+        PLAIN,
+        Stored { dtype: Dtype::F32, ..PLAIN },
+        Stored { dtype: Dtype::F16, ..PLAIN },
+        Stored { weights: Some("int8"), ..PLAIN },
+        Stored { weights: Some("int4"), ..PLAIN },
+        int8_kv,
+        Stored { weights: Some("int8"), ..int8_kv },
+        Stored { weights: Some("int4"), ..int8_kv },
+        Stored { ranks: 2, ..PLAIN },
+    ]
+}
+
+impl Stored {
+    fn name(&self) -> String {
+        let kv = if self.kv.is_some() { "int8" } else { "auto" };
+        let weights = self.weights.unwrap_or("none");
+        format!("{} quantize={weights} kv={kv} ranks={}", self.dtype, self.ranks)
+    }
+}
+
+fn load(path: &Path, isa: Isa, stored: Stored) -> CpuRuntime {
+    let model = ModelDir::open(&ModelSource::Directory(path.to_path_buf())).unwrap();
+    let options = CpuOptions {
+        threads: Some(1),
+        kv_bytes: 16 << 20,
+        host_bytes: 0,
+        block_tokens: 16,
+        slots: 4,
+        batch_tokens: 1024,
+        context_tokens: None,
+        isa: Some(isa),
+        quantize: stored.weights.map(|weights| weights.parse::<Quantization>().unwrap()),
+        kv_dtype: stored.kv,
+        tensor_parallel: stored.ranks,
+    };
+    CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
+}
+
+fn greedy() -> SamplingSpec {
+    SamplingSpec { temperature: 0.0, ..SamplingSpec::default() }
+}
+
+/// Sampling that every step of the sampler takes part in.
+fn sampled() -> SamplingSpec {
+    SamplingSpec {
+        temperature: 1.1,
+        top_k: 60,
+        top_p: 0.97,
+        min_p: 0.001,
+        presence_penalty: 0.2,
+        frequency_penalty: 0.1,
+        repetition_penalty: 1.1,
+        logit_bias: vec![(17, 1.5), (100, -3.0)],
+        seed: 7,
+        ..SamplingSpec::default()
+    }
+}
+
+/// Runs a prompt in one chunk and generates; the bits of all sampled logits, and the tokens.
+fn run(runtime: &mut CpuRuntime, spec: &SamplingSpec, prompt: usize, output: usize) -> (Sha256, Vec<u32>) {
+    let vocab = runtime.capabilities().vocab_size;
+    let mut tokens: Vec<u32> =
+        (0..prompt as u32).map(|at| philox4x32([at, 7, 0, 0], [11, 1])[0] % vocab).collect();
+    let sampling = Arc::new(spec.clone().validate().unwrap());
+    let setup = SlotSetup { sampling, choice: 0, prompt: &tokens, generated: &[], eos_token_ids: &[] };
+    runtime.attach(0, &setup).unwrap();
+    let blocks: Vec<u32> = (0..(prompt + output).div_ceil(16) as u32).collect();
+    let (mut batch, mut chosen, mut logits) = (Batch::default(), Vec::new(), Sha256::new());
+    let mut fed = 0;
+    while tokens.len() < prompt + output {
+        batch.clear();
+        batch.push_sequence(&tokens[fed..], fed as u32, &blocks);
+        batch.sample_last_row(0);
+        fed = tokens.len();
+        runtime.execute(&mut batch, &mut chosen).unwrap();
+        for logit in &runtime.logits()[..vocab as usize] {
+            logits.update(logit.to_bits().to_le_bytes());
+        }
+        tokens.push(chosen.pop().unwrap().token);
+    }
+    runtime.detach(0);
+    (logits, tokens.split_off(prompt))
+}
+
+fn short(hash: Sha256) -> String {
+    hash.finalize().iter().take(8).fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// The hashes of one model: logits and tokens, greedy and sampled.
+fn hashes(runtime: &mut CpuRuntime, prompts: &[(usize, usize)]) -> String {
+    let mut parts = Vec::new();
+    for spec in [greedy(), sampled()] {
+        let (mut all_logits, mut all_tokens) = (Sha256::new(), Sha256::new());
+        for (prompt, output) in prompts {
+            let (logits, tokens) = run(runtime, &spec, *prompt, *output);
+            all_logits.update(logits.finalize());
+            tokens.iter().for_each(|token| all_tokens.update(token.to_le_bytes()));
+        }
+        parts.extend([short(all_logits), short(all_tokens)]);
+    }
+    parts.join(" ")
+}
+
+/// The hashes of an instruction set, by model and storage.
+fn compute(isa: Isa, wide: &Path) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for arch in Arch::all() {
+        for dtype in Dtype::all() {
+            let folder = Checkpoint::new(*arch, *dtype).write_temp().unwrap();
+            // Room for prompts beyond several tiles.
+            let path = folder.path().join("config.json");
+            let mut config: serde_json::Value =
+                serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+            config["max_position_embeddings"] = 1024.into();
+            std::fs::write(&path, config.to_string()).unwrap();
+            // Heads of the others cannot be divided by two.
+            let divisible = ![Arch::Llama2Linear, Arch::Qwen25].contains(arch);
+            let applies = |stored: &Stored| stored.dtype == *dtype && (stored.ranks == 1 || divisible);
+            for stored in stored().into_iter().filter(applies) {
+                let mut runtime = load(folder.path(), isa, stored);
+                found.insert(
+                    format!("{} {} {}", isa.name(), arch.name(), stored.name()),
+                    hashes(&mut runtime, &PROMPTS),
+                );
+            }
+        }
+    }
+    for weights in [None, Some("int8"), Some("int4")] {
+        let stored = Stored { weights, ..PLAIN };
+        let mut runtime = load(wide, isa, stored);
+        let key = format!("{} {} {}", isa.name(), Shape::Layer.name(), stored.name());
+        found.insert(key, hashes(&mut runtime, &WIDE_PROMPTS));
+    }
+    found
+}
+
+fn file() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/bits.txt")
+}
+
+/// The version and the hashes of the file.
+fn read() -> (u32, BTreeMap<String, String>) {
+    let text = std::fs::read_to_string(file()).unwrap_or_default();
+    let mut lines = text.lines();
+    let version = lines.next().and_then(|line| line.strip_prefix("version ")?.parse().ok()).unwrap_or(0);
+    let entry = |line: &str| line.split_once(": ").map(|(key, hashes)| (key.to_owned(), hashes.to_owned()));
+    (version, lines.filter_map(entry).collect())
+}
+
+fn write(hashes: &BTreeMap<String, String>) {
+    let mut text = format!("version {VERSION}\n");
+    for (key, hashes) in hashes {
+        text += &format!("{key}: {hashes}\n");
+    }
+    std::fs::create_dir_all(file().parent().unwrap()).unwrap();
+    std::fs::write(file(), text).unwrap();
+}
+
+#[test]
+fn no_bit_changes_without_a_new_version() {
+    let (version, mut golden) = read();
+    let record = std::env::var("INFLIGHT_GOLDEN").is_ok_and(|value| value == "record");
+    if version != VERSION {
+        assert!(record, "golden/bits.txt is of version {version}, the kernels of {VERSION}: record it anew");
+        // What other instruction sets computed then says nothing of now.
+        golden.clear();
+    }
+    let wide = TempDir::new("golden").unwrap();
+    Shape::Layer.write(wide.path()).unwrap();
+    let (mut compared, mut changed) = (0, Vec::new());
+    for name in ISAS {
+        let Some(isa) = Isa::by_name(name) else {
+            let kept = golden.keys().filter(|key| key.starts_with(&format!("{name} "))).count();
+            skipped("golden bits", &format!("this machine has no {name} ({kept} hashes not compared)"));
+            continue;
+        };
+        for (key, hashes) in compute(isa, wide.path()) {
+            compared += 1;
+            match golden.get(&key) {
+                Some(known) if *known == hashes => {}
+                Some(known) => changed.push(format!("{key}: {hashes}, recorded {known}")),
+                None if record => _ = golden.insert(key, hashes),
+                None => changed.push(format!("{key}: never recorded")),
+            }
+        }
+    }
+    println!("golden bits: {compared} hashes compared");
+    assert!(
+        changed.is_empty(),
+        "{} of {compared} hashes differ under version {VERSION}: a stream that moved to this build would go on with other \
+         tokens. Raise inflight_kernels::VERSION and record the hashes anew, or keep the arithmetic as it was:\n{}",
+        changed.len(),
+        changed.join("\n")
+    );
+    if record {
+        write(&golden);
+    }
+}
