@@ -9,18 +9,19 @@ use inflight_proto::v1::inference_client::InferenceClient;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tonic::transport::Channel;
 
 use crate::DEADLINE;
 use crate::process::{Mark, kill};
 
-/// One cluster at a time: on a small machine two would starve each other.
-static ALONE: Mutex<()> = Mutex::const_new(());
+/// Clusters run side by side, as many as the test runner starts; a test that measures excludes all others.
+static CLUSTERS: RwLock<()> = RwLock::const_new(());
 
-/// Waits until no other cluster of this process runs, and keeps it so.
-pub async fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().await
+/// Waits until no other cluster of this process runs, and keeps it so while the guard lives. For tests that measure; under
+/// nextest, where each test is a process of its own, `.config/nextest.toml` does the same by their names.
+pub async fn alone() -> RwLockWriteGuard<'static, ()> {
+    CLUSTERS.write().await
 }
 
 /// A process of a cluster.
@@ -52,7 +53,7 @@ pub struct Cluster {
     pub mark: Mark,
     events: tokio::io::Lines<BufReader<ChildStdout>>,
     log: Arc<StdMutex<String>>,
-    _alone: MutexGuard<'static, ()>,
+    _shared: RwLockReadGuard<'static, ()>,
 }
 
 impl Cluster {
@@ -69,7 +70,7 @@ impl Cluster {
     /// # Errors
     /// As [`Cluster::start`].
     pub async fn start_in(program: &Path, flags: &[&str], environment: &[(&str, OsString)]) -> Result<Self> {
-        let alone = alone().await;
+        let shared = CLUSTERS.read().await;
         let mark = Mark::new();
         let (name, value) = mark.variable();
         let threads =
@@ -111,7 +112,7 @@ impl Cluster {
         let router = member(&ready["router"])?;
         let workers =
             ready["workers"].as_array().context("no workers")?.iter().map(member).collect::<Result<_>>()?;
-        Ok(Self { child, pid, endpoint, router, workers, mark, events, log, _alone: alone })
+        Ok(Self { child, pid, endpoint, router, workers, mark, events, log, _shared: shared })
     }
 
     /// The next event of this name; others before it are skipped.

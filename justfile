@@ -1,0 +1,44 @@
+# Commands of everyday work; `just` (https://just.systems) lists them. Everything here is plain cargo and scripts.
+
+# Tests in `test` and `e2e` run under nextest where it is installed: side by side, each in a process of its own.
+nextest := `cargo nextest --version >/dev/null 2>&1 && echo yes || echo no`
+
+# Lists the commands.
+default:
+    @just --list --unsorted
+
+# Formats, lints, tests of the pure crates: what every commit should pass. Under 3 minutes warm on 2 cores.
+check:
+    cargo fmt --all --check
+    cargo clippy --release --locked --workspace --all-targets -- -D warnings
+    cargo test --release --locked --package inflight-contract --package inflight-router-core --package inflight-worker-core
+
+# All tests; arguments select some: `just test fair_queue`.
+test *arguments:
+    {{ if nextest == "yes" { "cargo nextest run --release --workspace" } else { "cargo test --release --workspace" } }} {{ arguments }}
+
+# Whole clusters of real processes only.
+e2e *arguments:
+    {{ if nextest == "yes" { "cargo nextest run --release --package inflight --test cluster" } else { "cargo test --release --package inflight --test cluster" } }} {{ arguments }}
+
+# What CI runs.
+ci:
+    .ci/run
+
+# What runs before a release: more seeds, longer storms. Arguments are ranges of seeds.
+nightly *seeds:
+    .ci/nightly {{ seeds }}
+
+# Everything that the GPU suite needs, in target/gpu-bundle; copy it to a machine with a GPU and start `run` there.
+gpu:
+    tests/gpu/bundle
+
+# The CPU runtime against the limits of the machine, measured beside it; the router's own cost per token.
+bench:
+    cargo run --release --package inflight-worker --example shares
+    cargo run --release --package inflight-router --example overhead
+
+# Dependencies: licences, bans, sources, unused ones (needs cargo-deny and cargo-machete).
+dependencies:
+    cargo deny --all-features check bans licenses sources
+    cargo machete
