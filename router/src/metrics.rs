@@ -92,6 +92,8 @@ metrics_table! {
         "Requests resubmitted after their session was lost or their worker returned them, by reason";
     FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", Kind::Counter, Unit::Count, [],
         "Streams that continued on a worker with another numerics fingerprint; their tokens may differ";
+    MIXED_FINGERPRINTS = "inflight_router_mixed_fingerprint_models", Kind::Gauge, Unit::Count, [],
+        "Models whose workers have different numerics fingerprints: their streams may fail over to other tokens";
     SUSPECTS = "inflight_router_quarantined_requests_total", Kind::Counter, Unit::Count, [],
         "Requests quarantined after two workers in a row were lost before their first token";
     RETRY_QUEUE = "inflight_router_retry_queue_requests", Kind::Gauge, Unit::Count, [],

@@ -54,12 +54,12 @@ impl Violation {
             Self::Journal { .. } => "journal",
             Self::UnknownRequest { .. } => "unknown_request",
             Self::UnknownToken { .. } => "unknown_token",
-            Self::Alternatives { .. } => "alternatives",
+            Self::Alternatives { .. } => "top_logprobs",
             Self::Grant { .. } => "grant",
             Self::Oversized { .. } => "oversized",
             Self::Flood { .. } => "flood",
-            Self::Charge { .. } => "charge",
-            Self::Routers { .. } => "routers",
+            Self::Charge { .. } => "service_counter",
+            Self::Routers { .. } => "router_count",
         }
     }
 }

@@ -107,9 +107,30 @@ impl State {
 
     /// The refusal of a request for a fingerprint that no worker has.
     pub(super) fn unknown_fingerprint(&self, lane: LaneId, required: &str) -> Outcome {
-        let served: BTreeSet<&str> = self.fingerprints(lane).collect();
-        let served = served.into_iter().map(str::to_owned).collect();
+        let served = self.distinct_fingerprints(lane).into_iter().map(str::to_owned).collect();
         Outcome::UnknownFingerprint { required: required.to_owned(), served }
+    }
+
+    /// The different fingerprints among the workers of a lane that take requests.
+    pub(super) fn distinct_fingerprints(&self, lane: LaneId) -> BTreeSet<&str> {
+        self.fingerprints(lane).collect()
+    }
+
+    /// Logs the first worker of a lane whose fingerprint no other has: from then on a failover may change tokens.
+    pub(super) fn warn_of_mixed_fingerprints(&self, lane: LaneId, introduction: &Introduction) {
+        let served = self.distinct_fingerprints(lane);
+        let joining = introduction.fingerprint.as_str();
+        if served.is_empty() || served.contains(joining) {
+            return;
+        }
+        tracing::warn!(
+            model = introduction.model_name,
+            worker = introduction.address,
+            fingerprint = joining,
+            others = served.into_iter().collect::<Vec<_>>().join(", "),
+            "workers of one model have different numerics fingerprints: streams that fail over between them may \
+             continue with other tokens",
+        );
     }
 
     pub(super) fn lane_for(&mut self, introduction: &Introduction) -> LaneId {

@@ -57,6 +57,7 @@ impl Dispatch {
         let id = state.next_session;
         state.next_session += 1;
         let lane = state.lane_for(&introduction);
+        state.warn_of_mixed_fingerprints(lane, &introduction);
         let worker = introduction.worker;
         let services = state.queue.open(worker, lane, introduction.incarnation.clone());
         let blocks = introduction.has.blocks as usize + introduction.host_blocks as usize;
@@ -228,6 +229,8 @@ impl Dispatch {
     pub(super) fn publish(&self, state: &State) {
         metrics::gauge!(names::WORKERS_CONFIGURED).set(state.members.len() as f64);
         metrics::gauge!(names::WORKERS_CONNECTED).set(state.sessions.len() as f64);
+        let mixed = state.lanes.keys().filter(|lane| state.distinct_fingerprints(**lane).len() > 1).count();
+        metrics::gauge!(names::MIXED_FINGERPRINTS).set(mixed as f64);
         let ready = state.sessions.values().any(|session| session.draining.is_none());
         self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
         let serving = state.sessions.values().filter(|session| session.draining.is_none());

@@ -18,7 +18,7 @@ use crate::relay::{Phase, Relay};
 pub(crate) enum Reason {
     /// The session broke, or fell silent.
     SessionLost,
-    /// The worker talked nonsense, so its session was closed.
+    /// The worker violated the protocol, so its session was closed.
     Nonsense {
         /// The request that it talked about, if it was one.
         about: Option<u64>,
@@ -35,10 +35,10 @@ impl Reason {
     fn label(self) -> &'static str {
         match self {
             Self::SessionLost => "session_lost",
-            Self::Nonsense { .. } => "nonsense",
-            Self::GivenBack => "given_back",
+            Self::Nonsense { .. } => "protocol_violation",
+            Self::GivenBack => "returned",
             Self::Drained => "drained",
-            Self::MadeRoom => "made_room",
+            Self::MadeRoom => "quarantine",
         }
     }
 

@@ -130,12 +130,12 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
             ("unknown_token", |session, submit| session.tokens(submit, 0, &[1 << 30])),
             ("grant", |session, _| session.grant(8, u32::MAX)),
             ("grant", |session, _| session.grant(-1i32 as u32, 8)),
-            ("charge", |session, _| session.update(charges(u64::MAX))),
-            ("charge", |session, _| {
+            ("service_counter", |session, _| session.update(charges(u64::MAX))),
+            ("service_counter", |session, _| {
                 session.update(charges(1_000));
                 session.update(charges(1 << 40));
             }),
-            ("routers", |session, _| {
+            ("router_count", |session, _| {
                 session.update(v1::Update { router_count: 1 << 20, ..Default::default() })
             }),
             ("oversized", |session, submit| {
