@@ -175,7 +175,7 @@ async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end
         }
         let status = stream.read_to_end().await.unwrap_err();
         assert_eq!(status.code(), Code::Internal);
-        assert!(status.message().contains("handed to 3 workers"), "{status}");
+        assert!(status.message().contains("3 workers in a row were lost"), "{status}");
     })
     .await;
 }
