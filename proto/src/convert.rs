@@ -1,4 +1,4 @@
-use inflight_contract::{CostCoefficients, FinishReason, SamplingSpec};
+use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, SamplingSpec, TokenLogprob};
 
 use crate::v1;
 
@@ -55,6 +55,32 @@ impl v1::FinishReason {
             Self::Deadline => Some(FinishReason::Deadline),
             Self::Error => Some(FinishReason::Error),
         }
+    }
+}
+
+impl From<TokenLogprob> for v1::TokenLogprob {
+    fn from(TokenLogprob { token, logprob }: TokenLogprob) -> Self {
+        Self { token_id: token, logprob }
+    }
+}
+
+impl From<v1::TokenLogprob> for TokenLogprob {
+    fn from(v1::TokenLogprob { token_id, logprob }: v1::TokenLogprob) -> Self {
+        Self { token: token_id, logprob }
+    }
+}
+
+impl From<PositionLogprobs> for v1::PositionLogprobs {
+    fn from(PositionLogprobs { chosen, top }: PositionLogprobs) -> Self {
+        Self { chosen: Some(chosen.into()), top: top.into_iter().map(Into::into).collect() }
+    }
+}
+
+impl v1::PositionLogprobs {
+    /// The contract's type; `None` without a chosen token.
+    pub fn to_contract(self) -> Option<PositionLogprobs> {
+        let chosen = self.chosen?.into();
+        Some(PositionLogprobs { chosen, top: self.top.into_iter().map(Into::into).collect() })
     }
 }
 

@@ -5,38 +5,25 @@
 //! journal, and the task that writes the client's stream reads them, makes text of them and ends the call. A
 //! lost session puts its calls back into the queue, from where they go on elsewhere.
 
-mod admission;
-mod auth;
-mod bundle;
+mod api;
+mod call_guard;
 mod clock;
-mod dial;
-mod directory;
-mod discovery;
-mod dispatch;
-mod edge;
-mod generation;
-mod ingress;
-mod kserve;
-mod lease;
-mod members;
+mod cluster;
+mod dispatcher;
 pub mod metrics;
 mod options;
 mod outcome;
-mod placing;
-mod queueing;
-mod relay;
-mod request;
 mod restart;
 mod router;
-mod session;
+mod stats;
 mod tenants;
 pub mod text;
 mod trace;
-mod violation;
 
-pub use bundle::BundleError;
-pub use dial::{Dial, Io};
-pub use discovery::{Source, SourceError};
+pub use cluster::bundle::BundleError;
+pub use cluster::connector::{Dial, Io};
+pub use cluster::discovery::{Source, SourceError};
 pub use inflight_router_core::{PlacementKind, UnknownPlacement};
 pub use options::{Options, OptionsError};
-pub use router::{Census, Core, Error, Handle, Router};
+pub use router::{Core, Error, Handle, Router};
+pub use stats::RouterStats;

@@ -6,7 +6,7 @@ use inflight_router_core::PlacementKind;
 use inflight_transport::{ClientTls, Limits as ConnectionLimits, ServerTlsFiles};
 use tonic::transport::Endpoint;
 
-use crate::discovery::{Source, SourceError};
+use crate::cluster::discovery::{Source, SourceError};
 
 /// How a router is set up. All durations and bounds have defaults that suit a small cluster.
 #[derive(Debug, Clone)]

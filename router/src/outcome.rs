@@ -2,7 +2,7 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::time::Duration;
 
-use inflight_router_core::{OverBound, OverLimit};
+use inflight_router_core::{OverLimit, QueueFull};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
@@ -29,7 +29,7 @@ impl Overload {
     }
 
     /// A bound of the queue.
-    pub(crate) fn of_queue(full: &OverBound, retry: Duration) -> Self {
+    pub(crate) fn of_queue(full: &QueueFull, retry: Duration) -> Self {
         let subject = full.tenant.as_ref().map_or("router".to_owned(), |tenant| format!("tenant:{tenant}"));
         Self { what: full.to_string(), quota: full.quota(), subject, retry }
     }

@@ -23,18 +23,19 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 use tower::ServiceBuilder;
 
-use crate::admission::{Admission, AdmissionLayer};
-use crate::auth::AuthLayer;
-use crate::dial::Dial;
-use crate::discovery::Source;
-use crate::dispatch::Dispatch;
-use crate::edge::{EdgeLayer, receive_budget, receive_limits};
-use crate::ingress::Ingress;
-use crate::kserve::Kserve;
-use crate::members::Members;
+use crate::api::admission::{Admission, AdmissionLayer};
+use crate::api::arrival::{EdgeLayer, receive_budget, receive_limits};
+use crate::api::auth::AuthLayer;
+use crate::api::ingress::Ingress;
+use crate::api::kserve::Kserve;
+use crate::cluster::connector::Dial;
+use crate::cluster::discovery::Source;
+use crate::cluster::membership::Members;
+use crate::dispatcher::Dispatch;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
 use crate::restart::restart_on_panic;
+use crate::stats::RouterStats;
 use crate::tenants::{Tenants, TenantsError};
 
 /// Why a router could not start, or stopped.
@@ -86,21 +87,6 @@ pub struct Handle {
     dispatch: Weak<Dispatch>,
 }
 
-/// How much a router holds.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Calls whose streams are open.
-    pub open: usize,
-    /// Requests that wait, for a worker or for the retry budget.
-    pub waiting: usize,
-    /// Requests in flight at workers.
-    pub in_flight: usize,
-    /// Sequences charged to workers' grants.
-    pub sequences: u32,
-    /// Blocks charged to workers' grants.
-    pub blocks: u32,
-}
-
 impl Handle {
     /// Resolves when at least one worker's session is open and its bundle is loaded; never, if the router ends
     /// before.
@@ -112,8 +98,8 @@ impl Handle {
     }
 
     /// What the router holds now; nothing once it is gone.
-    pub fn census(&self) -> Census {
-        self.dispatch.upgrade().map(|dispatch| dispatch.census()).unwrap_or_default()
+    pub fn stats(&self) -> RouterStats {
+        self.dispatch.upgrade().map(|dispatch| dispatch.stats()).unwrap_or_default()
     }
 
     /// Whether a request could be served now.

@@ -89,6 +89,15 @@ struct KeyEntry {
     expires: Option<String>,
 }
 
+/// Authenticated caller, in the extensions of every call that passed authentication.
+#[derive(Debug, Clone)]
+pub(crate) enum Caller {
+    /// No tenants are configured: requests name their tenant, weight and priority themselves.
+    Anyone,
+    /// A tenant of the file.
+    Tenant(Arc<Tenant>),
+}
+
 /// A tenant, with what it has used of its limits at this router.
 #[derive(Debug)]
 pub(crate) struct Tenant {

@@ -19,7 +19,7 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event as Said;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_router::{Census, Dial, Handle};
+use inflight_router::{Dial, Handle, RouterStats};
 use inflight_worker::{Bundle, Served, Turning};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -210,7 +210,7 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
 async fn settled(shared: &Shared) {
     for index in 0..ROUTERS {
         let handle = shared.handles.borrow()[index].clone().unwrap();
-        while handle.census() != Census::default() {
+        while handle.stats() != RouterStats::default() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }

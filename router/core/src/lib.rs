@@ -3,6 +3,7 @@
 //! No clock, no I/O, no randomness, no unordered iteration: the same calls give the same answers, so a
 //! simulator can drive these types as the router does.
 
+mod command;
 mod fair_queue;
 mod journal;
 mod ledger;
@@ -10,14 +11,15 @@ mod outliers;
 mod pace;
 mod placement;
 mod prefix_index;
-mod queue;
 mod queue_bounds;
 mod rate;
 mod retry_budget;
 mod suspicion;
 mod tenant_gate;
+mod update;
 
-pub use fair_queue::{Admitted, Ahead, Arrival, FairQueue, FairQueueOptions, Place as FairPlace, Taken};
+pub use command::{ResumedChoice, Submission, WorkerCommand};
+pub use fair_queue::{Admitted, Ahead, Arrival, FairQueue, FairQueueOptions, Place, Taken};
 pub use journal::{Append, End, Fresh, Journal, JournalError, Resumed};
 pub use ledger::{Ledger, Settled};
 pub use outliers::{OutlierLimits, Outliers};
@@ -27,9 +29,12 @@ pub use placement::{
     Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
 };
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
-pub use queue::{Place, QueueFull, RequestQueue};
-pub use queue_bounds::{Bound, Hold, QueueFull as OverBound, QueueLimits};
+pub use queue_bounds::{Bound, Hold, QueueFull, QueueLimits};
 pub use rate::{Gcra, RateLimit, Spent};
 pub use retry_budget::RetryBudget;
 pub use suspicion::{AfterLoss, Suspicion};
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};
+pub use update::{
+    CacheEvents, CacheSnapshot, Grant, IncarnationCounters, SequenceEnd, SequenceUpdate, TenantCounter,
+    WorkerUpdate,
+};

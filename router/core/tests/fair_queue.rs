@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{Tenant, TenantService, Weight};
-use inflight_router_core::{Arrival, FairPlace as Place, FairQueue, FairQueueOptions, QueueLimits};
+use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, Place, QueueLimits};
 use proptest::prelude::*;
 
 type Queue = FairQueue<u8, u64>;

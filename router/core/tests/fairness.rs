@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
-use inflight_router_core::{Arrival, FairPlace as Place, FairQueue, FairQueueOptions, QueueLimits};
+use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, Place, QueueLimits};
 use proptest::prelude::*;
 
 const STEP: Duration = Duration::from_millis(10);

@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use inflight_contract::Weight;
 use inflight_router_core::{
-    Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairPlace as Place, FairQueue, FairQueueOptions,
-    Fleet, IndexStep, Ledger, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
+    Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep,
+    Ledger, Place, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
 };
 use inflight_worker_core::{CacheEvent, CacheTier, Time};
 

@@ -9,16 +9,16 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
-use crate::auth::Caller;
+use crate::api::paths::MODEL_STREAM_INFER;
 use crate::clock;
-use crate::dispatch::Dispatch;
+use crate::dispatcher::Dispatch;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
-use crate::tenants::Tenant;
+use crate::tenants::{Caller, Tenant};
 
 /// Whom a request's work is for, and what bounds it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Terms {
+pub(crate) struct RequestTerms {
     pub(crate) tenant: String,
     pub(crate) weight: f32,
     pub(crate) priority: i32,
@@ -39,7 +39,7 @@ impl Admission {
     }
 
     /// Counts a request in; it is counted out when the guard is dropped.
-    pub(crate) fn enter(&self, caller: &Caller) -> Result<Option<Entered>, Outcome> {
+    pub(crate) fn enter(&self, caller: &Caller) -> Result<Option<AdmissionGuard>, Outcome> {
         let Caller::Tenant(tenant) = caller else { return Ok(None) };
         let now = clock::now().saturating_duration_since(self.epoch);
         let routers = self.dispatch.routers();
@@ -48,7 +48,7 @@ impl Admission {
         let entered = state.gate.enter(&limits, routers, now);
         drop(state);
         entered.map_err(|over| refuse(&over, tenant))?;
-        Ok(Some(Entered { tenant: tenant.clone(), admission: self.clone() }))
+        Ok(Some(AdmissionGuard { tenant: tenant.clone(), admission: self.clone() }))
     }
 }
 
@@ -60,18 +60,18 @@ pub(crate) fn refuse(over: &OverLimit, tenant: &Tenant) -> Outcome {
 }
 
 /// A request that its tenant's limits let in, until it is dropped.
-pub(crate) struct Entered {
+pub(crate) struct AdmissionGuard {
     tenant: Arc<Tenant>,
     admission: Admission,
 }
 
-impl std::fmt::Debug for Entered {
+impl std::fmt::Debug for AdmissionGuard {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Entered({})", self.tenant.name)
+        write!(f, "AdmissionGuard({})", self.tenant.name)
     }
 }
 
-impl Entered {
+impl AdmissionGuard {
     /// Takes the tokens that the request may come to hold from the tenant's allowance.
     pub(crate) fn take_tokens(&self, tokens: u64) -> Result<TokenCharge, Outcome> {
         let now = clock::now().saturating_duration_since(self.admission.epoch);
@@ -85,7 +85,7 @@ impl Entered {
     }
 }
 
-impl Drop for Entered {
+impl Drop for AdmissionGuard {
     fn drop(&mut self) {
         self.tenant.lock().gate.leave();
     }
@@ -120,14 +120,14 @@ pub(crate) fn terms(
     tenant: String,
     weight: Option<f32>,
     priority: i32,
-) -> Result<Terms, Outcome> {
+) -> Result<RequestTerms, Outcome> {
     match caller {
         Caller::Anyone => {
-            Ok(Terms { tenant, weight: weight.unwrap_or(1.0), priority, bounds: QueueLimits::NONE })
+            Ok(RequestTerms { tenant, weight: weight.unwrap_or(1.0), priority, bounds: QueueLimits::NONE })
         }
         Caller::Tenant(known) if tenant.is_empty() || *tenant == *known.name => {
             let limits = known.limits();
-            Ok(Terms {
+            Ok(RequestTerms {
                 tenant: known.name.to_string(),
                 weight: limits.weight.get() as f32,
                 priority: priority.min(limits.priority_max),
@@ -143,10 +143,10 @@ pub(crate) fn terms(
 
 /// Carries the guard of a request from the layer to whoever serves the call; it is taken out once.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Entry(Arc<Mutex<Option<Entered>>>);
+pub(crate) struct AdmissionSlot(Arc<Mutex<Option<AdmissionGuard>>>);
 
-impl Entry {
-    pub(crate) fn take(&self) -> Option<Entered> {
+impl AdmissionSlot {
+    pub(crate) fn take(&self) -> Option<AdmissionGuard> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
@@ -172,9 +172,6 @@ pub(crate) struct Admit<S> {
     inner: S,
 }
 
-/// A call of this method carries many requests, each of which is counted by itself.
-pub(crate) const MANY: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
-
 impl<S> Service<Request<Body>> for Admit<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
@@ -191,11 +188,12 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let caller = request.extensions().get::<Caller>().cloned();
-        let counted = caller.filter(|_| request.uri().path() != MANY);
+        // Each request of this stream is admitted by itself.
+        let counted = caller.filter(|_| request.uri().path() != MODEL_STREAM_INFER);
         let entered = counted.map_or(Ok(None), |caller| self.admission.enter(&caller));
         match entered {
             Ok(entered) => {
-                request.extensions_mut().insert(Entry(Arc::new(Mutex::new(entered))));
+                request.extensions_mut().insert(AdmissionSlot(Arc::new(Mutex::new(entered))));
                 Box::pin(self.inner.call(request))
             }
             Err(outcome) => {

@@ -7,12 +7,12 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::dial::Dial;
-use crate::discovery::{Found, Source, changed};
-use crate::dispatch::Dispatch;
+use crate::cluster::connector::Dial;
+use crate::cluster::discovery::{Endpoints, Source, changed};
+use crate::cluster::worker_session::{Models, SessionTask};
+use crate::dispatcher::Dispatch;
 use crate::options::Options;
 use crate::restart::restart_on_panic;
-use crate::session::{Keeper, Models};
 
 /// Keeps a session with every worker that any source names, and with no other.
 pub(crate) struct Members {
@@ -23,7 +23,7 @@ pub(crate) struct Members {
     /// The workers named now, and what retires each.
     known: BTreeMap<String, CancellationToken>,
     next: usize,
-    keepers: JoinSet<()>,
+    session_tasks: JoinSet<()>,
 }
 
 impl Members {
@@ -35,7 +35,7 @@ impl Members {
             dial,
             known: BTreeMap::new(),
             next: 0,
-            keepers: JoinSet::new(),
+            session_tasks: JoinSet::new(),
         }
     }
 
@@ -50,7 +50,7 @@ impl Members {
                 continue;
             }
             tracing::info!(source = source.label(), "following worker discovery source");
-            let (sender, receiver) = watch::channel::<Found>(None);
+            let (sender, receiver) = watch::channel::<Endpoints>(None);
             following.spawn(source.follow(self.options.discovery_interval, sender));
             let answers = unfold(receiver, move |mut receiver| async move {
                 let found = changed(&mut receiver).await?;
@@ -65,8 +65,8 @@ impl Members {
                 Some((index, found)) = changes.next() => {
                     named.insert(index, found.unwrap_or_default());
                 }
-                // A keeper ends when its worker was retired; nobody else's task ends.
-                Some(_) = self.keepers.join_next() => {}
+                // A task ends when its worker was retired; nobody else's task ends.
+                Some(_) = self.session_tasks.join_next() => {}
                 else => return,
             }
         }
@@ -88,7 +88,7 @@ impl Members {
             }
             let retired = CancellationToken::new();
             self.known.insert(address.clone(), retired.clone());
-            let keeper = Keeper {
+            let task = SessionTask {
                 worker: self.next,
                 address: address.clone(),
                 options: self.options.clone(),
@@ -98,7 +98,7 @@ impl Members {
                 retired,
             };
             self.next += 1;
-            self.keepers.spawn(restart_on_panic("worker_session", move || keeper.clone().keep()));
+            self.session_tasks.spawn(restart_on_panic("worker_session", move || task.clone().run()));
         }
     }
 }

@@ -14,18 +14,20 @@ use inflight_proto::{PROTOCOL_VERSION, v1};
 use inflight_router_core::Credits;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use crate::bundle::{Bundle, BundleError, Model};
 use crate::clock;
-use crate::dial::Dial;
-use crate::dispatch::{Dispatch, Introduction, Reason};
+use crate::cluster::bundle::{Bundle, BundleError, Model};
+use crate::cluster::connector::Dial;
+use crate::cluster::wire;
+use crate::dispatcher::violation::Violation;
+use crate::dispatcher::{Dispatch, Reason, WorkerInfo};
 use crate::metrics as names;
 use crate::options::{Options, OptionsError, secure_endpoint};
-use crate::violation::Violation;
 
 /// Why a session did not open, or ended.
 #[derive(Debug, thiserror::Error)]
@@ -41,7 +43,7 @@ enum SessionError {
     #[error("protocol violation by the worker: {0}")]
     Protocol(String),
     #[error("protocol violation by the worker: {0}")]
-    Nonsense(#[from] Violation),
+    ProtocolViolation(#[from] Violation),
     #[error("the worker has drained")]
     Drained,
     #[error(transparent)]
@@ -95,9 +97,9 @@ impl Models {
 }
 
 /// Keeps one session with one worker, for as long as it is polled: connects, hands updates to the dispatcher,
-/// and after a loss connects again, with growing pauses. Ends once the worker is retired and has nothing in flight.
+/// and after a loss connects again, with growing pauses. Ends once the worker is retired and has nothing in submitted.
 #[derive(Clone)]
-pub(crate) struct Keeper {
+pub(crate) struct SessionTask {
     pub(crate) worker: usize,
     pub(crate) address: String,
     pub(crate) options: Options,
@@ -110,18 +112,18 @@ pub(crate) struct Keeper {
 
 /// Closes the dispatcher's side of a session however its task ends.
 struct Opened<'a> {
-    keeper: &'a Keeper,
+    task: &'a SessionTask,
     session: u64,
     reason: Cell<Reason>,
 }
 
 impl Drop for Opened<'_> {
     fn drop(&mut self) {
-        self.keeper.dispatch.close(self.keeper.worker, self.session, self.reason.get());
+        self.task.dispatch.close(self.task.worker, self.session, self.reason.get());
     }
 }
 
-impl Keeper {
+impl SessionTask {
     /// Probes that find a dead peer on a connection that is open but silent.
     const KEEPALIVE: Duration = Duration::from_secs(5);
     const UPDATE_BYTES_MAX: usize = 64 << 20;
@@ -130,7 +132,7 @@ impl Keeper {
     /// Heartbeats outside of this are taken for its bounds: nothing a worker says can make its loss go unnoticed.
     const HEARTBEAT: std::ops::RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_secs(60);
 
-    pub(crate) async fn keep(self) {
+    pub(crate) async fn run(self) {
         self.dispatch.join(self.worker);
         let mut backoff = Backoff::new(self.options.reconnect_backoff_max);
         let mut tries = 0;
@@ -138,7 +140,7 @@ impl Keeper {
         let mut reported: Option<String> = None;
         while !self.retired.is_cancelled() {
             let mut opened = None;
-            let error = match self.run(&mut opened).await {
+            let error = match self.run_session(&mut opened).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -151,7 +153,7 @@ impl Keeper {
                     metrics::counter!(names::SESSIONS_LOST, "worker" => self.address.clone()).increment(1);
                 }
             }
-            if let SessionError::Nonsense(violation) = &error {
+            if let SessionError::ProtocolViolation(violation) = &error {
                 let (worker, kind) = (self.address.clone(), violation.label());
                 metrics::counter!(names::VIOLATIONS, "worker" => worker, "kind" => kind).increment(1);
             }
@@ -204,7 +206,10 @@ impl Keeper {
         channel.map_err(|error| SessionError::Connect(chain(&error)))
     }
 
-    async fn run(&self, opened: &mut Option<Instant>) -> Result<std::convert::Infallible, SessionError> {
+    async fn run_session(
+        &self,
+        opened: &mut Option<Instant>,
+    ) -> Result<std::convert::Infallible, SessionError> {
         let limit = self.options.connect_timeout;
         let connected = timeout(limit, self.connect(limit)).await;
         let channel = connected.map_err(|_| SessionError::Timeout { what: "a connection", limit })??;
@@ -215,10 +220,10 @@ impl Keeper {
             router_id: self.options.router_id.clone(),
             incarnation: self.options.incarnation.clone(),
         };
-        // The receiver is right here, so this cannot fail.
-        let _ = commands.send(v1::SessionRequest { message: Some(Request::Open(open)) });
+        let open = tokio_stream::once(v1::SessionRequest { message: Some(Request::Open(open)) });
+        let requests = open.chain(UnboundedReceiverStream::new(receiver).map(wire::command));
         let what = "the opening of a session";
-        let response = within(limit, what, client.session(UnboundedReceiverStream::new(receiver))).await?;
+        let response = within(limit, what, client.session(requests)).await?;
         let mut updates = response.into_inner();
         let first = within(limit, what, updates.message()).await?;
         let hello = match first.and_then(|response| response.message) {
@@ -245,7 +250,7 @@ impl Keeper {
             fingerprint = hello.fingerprint,
             "session opened"
         );
-        let session = self.dispatch.open(Introduction {
+        let session = self.dispatch.open(WorkerInfo {
             worker: self.worker,
             address: self.address.clone(),
             model_name: hello.model,
@@ -261,7 +266,7 @@ impl Keeper {
             model,
             commands,
         });
-        let guard = Opened { keeper: self, session, reason: Cell::new(Reason::SessionLost) };
+        let guard = Opened { task: self, session, reason: Cell::new(Reason::SessionLost) };
         *opened = Some(clock::now());
         let (mut retired, mut draining) = (false, false);
         loop {
@@ -283,8 +288,8 @@ impl Keeper {
             match message.map(|response| response.message) {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
-                    if let Err(violation) = self.dispatch.apply(self.worker, session, update) {
-                        guard.reason.set(Reason::Nonsense { about: violation.request() });
+                    if let Err(violation) = self.dispatch.apply(self.worker, session, wire::update(update)) {
+                        guard.reason.set(Reason::ProtocolViolation { about: violation.request() });
                         return Err(violation.into());
                     }
                 }

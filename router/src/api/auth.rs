@@ -9,21 +9,13 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
 
-use crate::admission::refuse;
+use crate::api::admission::refuse;
+use crate::api::paths::is_open;
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::tenants::{Tenant, Tenants, Unknown};
+use crate::tenants::{Caller, Tenant, Tenants, Unknown};
 
-/// Who calls; in the extensions of every call that passed.
-#[derive(Debug, Clone)]
-pub(crate) enum Caller {
-    /// No tenants are configured: requests say themselves whom the work is for.
-    Anyone,
-    /// A tenant of the file.
-    Tenant(Arc<Tenant>),
-}
-
-/// Lets in those who are known, and tells what follows who they are. Where no tenants are configured everybody is.
+/// Layer that authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants every call passes.
 #[derive(Debug, Clone)]
 pub(crate) struct AuthLayer {
     pub(crate) tenants: Option<Arc<Tenants>>,
@@ -42,15 +34,6 @@ impl<S> Layer<S> for AuthLayer {
 pub(crate) struct Auth<S> {
     tenants: Option<Arc<Tenants>>,
     inner: S,
-}
-
-/// Whether a path may be called by everybody: what probes ask, and the description of the API.
-pub(crate) fn is_open(path: &str) -> bool {
-    path.starts_with("/grpc.")
-        || matches!(
-            path,
-            "/inference.GRPCInferenceService/ServerLive" | "/inference.GRPCInferenceService/ServerReady"
-        )
 }
 
 impl<S> Auth<S> {
@@ -150,6 +133,5 @@ mod tests {
         assert_eq!(key("other", "k-1"), Ok(None));
         assert_eq!(key("authorization", "Basic abc"), Err(Unknown::Malformed));
         assert_eq!(key("authorization", "k-1"), Err(Unknown::Malformed));
-        assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));
     }
 }

@@ -6,8 +6,10 @@ use std::time::{Duration, Instant};
 use inflight_contract::ModelLimits;
 use tokio::sync::watch;
 
-use super::{Dispatch, Introduction, Lane, LaneId, Served, State};
-use crate::directory::Session;
+use super::request::LaneId;
+use super::session::WorkerInfo;
+use super::{Dispatch, DispatcherState, Lane, Served};
+use crate::dispatcher::session::WorkerSession;
 use crate::outcome::Outcome;
 
 impl Dispatch {
@@ -94,8 +96,8 @@ impl Dispatch {
     }
 }
 
-impl State {
-    pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &Session> {
+impl DispatcherState {
+    pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
         self.sessions.values().filter(move |session| session.lane == lane)
     }
 
@@ -117,15 +119,15 @@ impl State {
     }
 
     /// Logs the first worker of a lane whose fingerprint no other has: from then on a failover may change tokens.
-    pub(super) fn warn_of_mixed_fingerprints(&self, lane: LaneId, introduction: &Introduction) {
+    pub(super) fn warn_of_mixed_fingerprints(&self, lane: LaneId, info: &WorkerInfo) {
         let served = self.distinct_fingerprints(lane);
-        let joining = introduction.fingerprint.as_str();
+        let joining = info.fingerprint.as_str();
         if served.is_empty() || served.contains(joining) {
             return;
         }
         tracing::warn!(
-            model = introduction.model_name,
-            worker = introduction.address,
+            model = info.model_name,
+            worker = info.address,
             fingerprint = joining,
             others = served.into_iter().collect::<Vec<_>>().join(", "),
             "workers of one model have different numerics fingerprints: streams that fail over between them may \
@@ -133,12 +135,12 @@ impl State {
         );
     }
 
-    pub(super) fn lane_for(&mut self, introduction: &Introduction) -> LaneId {
+    pub(super) fn lane_for(&mut self, info: &WorkerInfo) -> LaneId {
         let same = |lane: &Lane| {
-            lane.name == introduction.model_name
-                && lane.bundle_digest == introduction.bundle_digest
+            lane.name == info.model_name
+                && lane.bundle_digest == info.bundle_digest
                 // With another vocabulary it is another model, whatever it is called.
-                && lane.limits.vocab_size == introduction.limits.vocab_size
+                && lane.limits.vocab_size == info.limits.vocab_size
         };
         if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
             return *id;
@@ -146,11 +148,11 @@ impl State {
         let id = self.next_lane;
         self.next_lane += 1;
         let lane = Lane {
-            name: introduction.model_name.clone(),
-            bundle_digest: introduction.bundle_digest.clone(),
-            architecture: introduction.architecture.clone(),
-            limits: introduction.limits,
-            model: introduction.model.clone(),
+            name: info.model_name.clone(),
+            bundle_digest: info.bundle_digest.clone(),
+            architecture: info.architecture.clone(),
+            limits: info.limits,
+            model: info.model.clone(),
             unserved: watch::Sender::new(None),
         };
         self.lanes.insert(id, lane);

@@ -6,7 +6,7 @@ pub(crate) enum Violation {
     /// Tokens or ends that do not fit the request.
     #[error("request {request}: {error}")]
     Journal { request: u64, error: JournalError },
-    /// A handle that is not in flight in this session: never submitted, or ended already.
+    /// A handle that is not in submitted in this session: never submitted, or ended already.
     #[error("update for unknown request {request}, choice {choice}")]
     UnknownRequest { request: u64, choice: u32 },
     /// A token that the model does not have.
@@ -18,7 +18,7 @@ pub(crate) enum Violation {
     /// Credits that no worker of its size has; a negative number looks like this too.
     #[error("grant of {granted} {what}, but the worker has {has}")]
     Grant { what: &'static str, granted: u32, has: u32 },
-    /// More in one update than all that is in flight could bring.
+    /// More in one update than all that is in submitted could bring.
     #[error("update with {entries} {what}, limit {most}")]
     Oversized { what: &'static str, entries: usize, most: usize },
     /// More service than any worker can have given, altogether or since its update before.

@@ -8,7 +8,7 @@ use kube::runtime::{WatchStreamExt as _, watcher};
 use kube::{Api, Client, ResourceExt as _};
 use tokio::sync::watch;
 
-use super::{Found, failed, publish};
+use super::{Endpoints, failed, publish};
 
 /// The label by which the slices of a service are found.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
@@ -19,7 +19,7 @@ pub(crate) async fn follow(
     service: &str,
     port: u16,
     interval: Duration,
-    found: watch::Sender<Found>,
+    found: watch::Sender<Endpoints>,
 ) {
     let client = loop {
         match Client::try_default().await {
@@ -50,7 +50,7 @@ fn endpoints(
 async fn track(
     events: impl Stream<Item = watcher::Result<Event<EndpointSlice>>>,
     port: u16,
-    found: &watch::Sender<Found>,
+    found: &watch::Sender<Endpoints>,
 ) {
     let mut events = std::pin::pin!(events);
     let mut slices: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();

@@ -1,23 +1,31 @@
+//! A request between its admission and its end: the meeting point of a worker's session and the client's stream.
+
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use inflight_contract::{FinishReason, SamplingParams};
-use inflight_proto::v1;
-use inflight_router_core::{Append, Chain, Fresh, Journal, QueueLimits, Suspicion};
+use inflight_contract::{FinishReason, PositionLogprobs, SamplingParams};
+use inflight_router_core::{
+    Append, Chain, Fresh, Journal, QueueLimits, ResumedChoice, SequenceEnd, SequenceUpdate, Submission,
+    Suspicion,
+};
 use tonic::Code;
 
-use crate::dispatch::LaneId;
-use crate::lease::Lease;
+use crate::call_guard::CallGuard;
+use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::queueing::Place;
 use crate::trace::TraceContext;
-use crate::violation::Violation;
+
+/// Lane of the queue: the requests for one model with one bundle.
+pub(crate) type LaneId = u32;
+
+/// Position of a request in the queue.
+pub(crate) type Place = inflight_router_core::Place<LaneId>;
 
 /// A request that passed every check, and what is needed to run and to deliver it.
 #[derive(Debug)]
-pub(crate) struct Call {
+pub(crate) struct AdmittedCall {
     pub(crate) request_id: String,
     pub(crate) model: String,
     pub(crate) lane: LaneId,
@@ -39,7 +47,7 @@ pub(crate) struct Call {
     pub(crate) trace: TraceContext,
 }
 
-impl Call {
+impl AdmittedCall {
     /// Tokens that the request may come to hold.
     pub(crate) fn tokens(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.max_tokens) * u64::from(self.sampling.n)
@@ -62,7 +70,7 @@ pub(crate) enum Phase {
     /// In the queue.
     Queued(Place),
     /// Lost its worker, and waits for the retry budget or for a worker of its own.
-    Parked,
+    AwaitingRetry,
     /// Its client does not read: nobody works on it until it does.
     Paused,
     /// With a worker, under this handle.
@@ -81,7 +89,7 @@ pub(crate) struct Times {
 
 /// What a worker's message about a request asks of its session.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Received {
+pub(crate) enum UpdateEffect {
     /// Nothing.
     Taken,
     /// It has brought something new to its client.
@@ -93,28 +101,28 @@ pub(crate) enum Received {
     /// The request has failed: withdraw the rest of it. `fault`: it is the worker's.
     Failed { fault: bool },
     /// The worker gave the request back: withdraw the rest of it and run it elsewhere.
-    GivenBack,
+    Returned,
     /// The worker talks nonsense.
-    Nonsense(Violation),
+    ProtocolViolation(Violation),
 }
 
 /// The meeting point of a request's session and its client's stream: the session appends to the journal, the
 /// stream reads it at its own pace. Whoever holds the dispatcher's lock may take this lock, never the other
 /// way round.
 #[derive(Debug)]
-pub(crate) struct Relay {
-    pub(crate) call: Call,
-    state: Mutex<State>,
+pub(crate) struct ActiveRequest {
+    pub(crate) call: AdmittedCall,
+    state: Mutex<RequestState>,
     /// What it holds of the router's bounds.
-    pub(crate) lease: Lease,
+    pub(crate) guard: CallGuard,
     /// Names of its prompt's blocks, for each size of blocks among the workers at its arrival.
     pub(crate) chains: OnceLock<Vec<Chain>>,
 }
 
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct RequestState {
     pub(crate) phase: Phase,
-    pub(crate) journal: Journal<v1::PositionLogprobs>,
+    pub(crate) journal: Journal<PositionLogprobs>,
     pub(crate) times: Times,
     /// Set when the request has ended otherwise than by the ends of its choices.
     pub(crate) failure: Option<Outcome>,
@@ -153,7 +161,7 @@ pub(crate) struct FingerprintChange {
     pub(crate) tokens: Vec<u32>,
 }
 
-impl State {
+impl RequestState {
     /// The request is handed to a worker with this fingerprint. Returns whether its stream goes on with another than before.
     pub(crate) fn run_on(&mut self, fingerprint: &Arc<str>) -> bool {
         let before = self.fingerprint.replace(fingerprint.clone());
@@ -193,7 +201,7 @@ impl State {
 }
 
 /// What a stream finds at a read.
-pub(crate) struct News {
+pub(crate) struct StreamRead {
     pub(crate) placed: bool,
     pub(crate) waiting: bool,
     /// It was paused, and the client reads again.
@@ -201,19 +209,19 @@ pub(crate) struct News {
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<Arc<str>>,
     pub(crate) changes: Vec<FingerprintChange>,
-    pub(crate) fresh: Vec<(u32, Fresh<v1::PositionLogprobs>)>,
+    pub(crate) fresh: Vec<(u32, Fresh<PositionLogprobs>)>,
     pub(crate) failure: Option<Outcome>,
 }
 
-impl Relay {
+impl ActiveRequest {
     /// A client this many tokens behind counts as stalled.
     const STALLED_TOKENS: usize = 256;
     /// A stream that has not read for so long is one that its transport does not ask.
     const BEHIND: Duration = Duration::from_millis(50);
 
-    pub(crate) fn new(call: Call, queue_span: tracing::Span, lease: Lease) -> Self {
+    pub(crate) fn new(call: AdmittedCall, queue_span: tracing::Span, guard: CallGuard) -> Self {
         let journal = Journal::new(call.sampling.n, call.max_tokens, call.sampling.logprobs.is_some());
-        let state = State {
+        let state = RequestState {
             phase: Phase::Ended,
             journal,
             times: Times::default(),
@@ -232,7 +240,7 @@ impl Relay {
             reader: None,
             unread_since: None,
         };
-        Self { call, state: Mutex::new(state), lease, chains: OnceLock::new() }
+        Self { call, state: Mutex::new(state), guard, chains: OnceLock::new() }
     }
 
     /// Names of its prompt's blocks; none if the placement does not look at them.
@@ -240,7 +248,7 @@ impl Relay {
         self.chains.get().map_or(&[], Vec::as_slice)
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, RequestState> {
         // Nothing is left half-done where a panic could strike, so a poisoned state is still whole.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -255,52 +263,63 @@ impl Relay {
     pub(crate) fn receive(
         &self,
         submission: u64,
-        update: v1::SequenceUpdate,
+        update: SequenceUpdate,
         vocab_size: u32,
         unread_max: usize,
         now: Instant,
         readers: &mut Vec<Waker>,
-    ) -> Received {
-        let finish = finish_reason(update.finish_reason);
+    ) -> UpdateEffect {
         let mut state = self.lock();
         let first = state.journal.tokens() == 0;
         let in_force =
             matches!(state.phase, Phase::Running { submission: current, .. } if current == submission);
         if !in_force {
-            return Received::Stale;
+            return UpdateEffect::Stale;
         }
-        if let Some(token) = update.token_ids.iter().copied().find(|token| *token >= vocab_size) {
-            return Received::Nonsense(Violation::UnknownToken { request: submission, token, vocab_size });
+        if let Some(token) = update.tokens.iter().copied().find(|token| *token >= vocab_size) {
+            return UpdateEffect::ProtocolViolation(Violation::UnknownToken {
+                request: submission,
+                token,
+                vocab_size,
+            });
         }
         let most = self.call.sampling.logprobs.unwrap_or(0) as usize;
         if let Some(entries) = update.logprobs.iter().map(|one| one.top.len()).find(|top| *top > most) {
-            return Received::Nonsense(Violation::Alternatives { request: submission, entries, most });
+            return UpdateEffect::ProtocolViolation(Violation::Alternatives {
+                request: submission,
+                entries,
+                most,
+            });
         }
         if state.journal.withdrawn(update.choice) {
-            self.count_unbilled(update.token_ids.len());
-            return Received::Taken;
+            self.count_unbilled(update.tokens.len());
+            return UpdateEffect::Taken;
         }
-        let mut received = match finish {
-            Some(FinishReason::Error) => match Code::from_i32(update.error_code) {
-                Code::Unavailable | Code::Aborted => return Received::GivenBack,
+        let mut received = match update.end {
+            Some(SequenceEnd::Failed { code, message }) => match Code::from_i32(code) {
+                Code::Unavailable | Code::Aborted => return UpdateEffect::Returned,
                 code => {
-                    state.fail(Outcome::WorkerError { code, message: update.error });
-                    Received::Failed { fault: is_fault(code) }
+                    state.fail(Outcome::WorkerError { code, message });
+                    UpdateEffect::Failed { fault: is_fault(code) }
                 }
             },
             // The router did not ask for this end, so the worker is letting go of its requests.
-            Some(FinishReason::Cancelled) => return Received::GivenBack,
-            Some(FinishReason::Deadline) if self.call.deadline.is_some() => {
+            Some(SequenceEnd::Finished(FinishReason::Cancelled)) => return UpdateEffect::Returned,
+            Some(SequenceEnd::Finished(FinishReason::Deadline)) if self.call.deadline.is_some() => {
                 state.fail(Outcome::DeadlineExceeded);
-                Received::Failed { fault: false }
+                UpdateEffect::Failed { fault: false }
             }
-            _ => {
+            end => {
+                let finish = end.map(|end| match end {
+                    SequenceEnd::Finished(reason) => reason,
+                    SequenceEnd::Failed { .. } => FinishReason::Error,
+                });
                 let attempt = update.attempt;
                 let appended =
-                    state.journal.append(attempt, update.choice, &update.token_ids, update.logprobs, finish);
+                    state.journal.append(attempt, update.choice, &update.tokens, update.logprobs, finish);
                 match appended {
                     Ok(Append::Taken) => {
-                        if !update.token_ids.is_empty() {
+                        if !update.tokens.is_empty() {
                             if first {
                                 // Of several choices, one computes the prompt and the others share it.
                                 state.computed_prompt = Some(update.computed_tokens);
@@ -309,11 +328,14 @@ impl Relay {
                             state.times.last_token = Some(now);
                             state.suspicion.token();
                         }
-                        Received::Progress
+                        UpdateEffect::Progress
                     }
-                    Ok(Append::AfterEnd | Append::Stale) => return Received::Stale,
+                    Ok(Append::AfterEnd | Append::Stale) => return UpdateEffect::Stale,
                     Err(error) => {
-                        return Received::Nonsense(Violation::Journal { request: submission, error });
+                        return UpdateEffect::ProtocolViolation(Violation::Journal {
+                            request: submission,
+                            error,
+                        });
                     }
                 }
             }
@@ -325,14 +347,14 @@ impl Relay {
         }
         if state.journal.ended() && state.failure.is_none() {
             state.phase = Phase::Ended;
-        } else if received == Received::Progress
+        } else if received == UpdateEffect::Progress
             && state.journal.unread() > unread_max
             // Else its stream is about to read: it is behind, and its client is not.
             && state.unread_for(now) > Self::BEHIND
         {
             // Under the lock: its stream may read at any moment, and must find either the tokens or the pause.
             state.pause();
-            received = Received::Overfull;
+            received = UpdateEffect::Overfull;
         }
         readers.extend(state.announce());
         received
@@ -347,7 +369,7 @@ impl Relay {
     }
 
     /// Takes everything new for the client.
-    pub(crate) fn poll_read(&self, context: &Context<'_>) -> Poll<News> {
+    pub(crate) fn poll_read(&self, context: &Context<'_>) -> Poll<StreamRead> {
         let mut state = self.lock();
         if !std::mem::take(&mut state.news) {
             match &mut state.reader {
@@ -360,9 +382,9 @@ impl Relay {
         state.unread_since = None;
         let choices = 0..self.call.sampling.n;
         let fresh = choices.filter_map(|c| state.journal.read(c).map(|fresh| (c, fresh))).collect();
-        Poll::Ready(News {
+        Poll::Ready(StreamRead {
             placed: state.times.placed.is_some(),
-            waiting: matches!(state.phase, Phase::Queued(_) | Phase::Parked),
+            waiting: matches!(state.phase, Phase::Queued(_) | Phase::AwaitingRetry),
             paused: state.phase == Phase::Paused,
             fingerprint: state.fingerprint.clone(),
             changes: std::mem::take(&mut state.changes),
@@ -393,29 +415,29 @@ impl Relay {
     /// The message that hands the request to a worker, under the handle `submission`.
     pub(crate) fn submission(
         &self,
-        journal: &Journal<v1::PositionLogprobs>,
+        journal: &Journal<PositionLogprobs>,
         submission: u64,
         now: Instant,
-    ) -> v1::Submit {
+    ) -> Submission {
         let call = &self.call;
-        let resumed = journal.resumed().map(|resumed| v1::ResumedChoice {
+        let resumed = journal.resumed().map(|resumed| ResumedChoice {
             choice: resumed.choice,
-            token_ids: resumed.tokens.to_vec(),
+            tokens: resumed.tokens.to_vec(),
             finished: resumed.finished,
         });
         let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
-        v1::Submit {
-            submission_id: submission,
+        Submission {
+            id: submission,
             attempt: journal.attempt(),
             request_id: call.request_id.clone(),
-            prompt_token_ids: call.prompt.clone(),
+            prompt: call.prompt.clone(),
             resumed: resumed.collect(),
-            sampling: Some(v1::SamplingParams::from_spec(&call.sampling)),
-            stop: Some(v1::StopConditions::from_spec(&call.sampling, call.max_tokens)),
+            sampling: call.sampling.clone(),
+            max_tokens: call.max_tokens,
             tenant: call.tenant.clone(),
             weight: call.weight,
             priority: call.priority,
-            deadline_us: left.map(|left| u64::try_from(left.as_micros()).unwrap_or(u64::MAX)),
+            deadline: left,
             traceparent: call.trace.traceparent.clone(),
             tracestate: call.trace.tracestate.clone(),
             virtual_start_time: None,
@@ -427,14 +449,6 @@ impl Relay {
 /// Whether an error speaks against the worker. Those that a request brings upon itself do not.
 fn is_fault(code: Code) -> bool {
     matches!(code, Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok)
-}
-
-fn finish_reason(value: i32) -> Option<FinishReason> {
-    match v1::FinishReason::try_from(value) {
-        Ok(reason) => reason.to_contract(),
-        // A reason from a newer protocol: the choice has ended, that much is certain.
-        Err(_) => Some(FinishReason::Error),
-    }
 }
 
 #[cfg(test)]
@@ -456,7 +470,7 @@ mod tests {
     #[test]
     fn a_stream_that_reads_at_any_moment_finds_the_tokens_or_the_pause_and_is_woken_for_it() {
         let now = Instant::now();
-        let call = Call {
+        let call = AdmittedCall {
             request_id: String::new(),
             model: String::new(),
             lane: 0,
@@ -475,29 +489,28 @@ mod tests {
             chat: false,
             trace: TraceContext::default(),
         };
-        let relay = Relay::new(call, tracing::Span::none(), Lease::default());
-        relay.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
-        let update =
-            v1::SequenceUpdate { submission_id: 7, attempt: 1, token_ids: vec![5], ..Default::default() };
+        let active = ActiveRequest::new(call, tracing::Span::none(), CallGuard::default());
+        active.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
+        let update = SequenceUpdate { submission: 7, attempt: 1, tokens: vec![5], ..Default::default() };
         let woken = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(woken.clone());
         let context = Context::from_waker(&waker);
-        assert!(relay.poll_read(&context).is_ready(), "it begins with a look");
-        assert!(relay.poll_read(&context).is_pending());
+        assert!(active.poll_read(&context).is_ready(), "it begins with a look");
+        assert!(active.poll_read(&context).is_pending());
         let mut readers = Vec::new();
-        let mut receive = |now| relay.receive(7, update.clone(), 10, 1, now, &mut readers);
-        assert_eq!(receive(now), Received::Progress);
-        assert_eq!(receive(now + 2 * Relay::BEHIND), Received::Overfull);
+        let mut receive = |now| active.receive(7, update.clone(), 10, 1, now, &mut readers);
+        assert_eq!(receive(now), UpdateEffect::Progress);
+        assert_eq!(receive(now + 2 * ActiveRequest::BEHIND), UpdateEffect::Overfull);
         assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, and when all is taken");
         readers.drain(..).for_each(Waker::wake);
         assert_eq!(woken.0.load(Ordering::Relaxed), 1);
-        let Poll::Ready(news) = relay.poll_read(&context) else { panic!("there are tokens") };
+        let Poll::Ready(news) = active.poll_read(&context) else { panic!("there are tokens") };
         assert!(news.paused, "it asks for the rest, or nobody would");
         assert_eq!(news.fresh[0].1.tokens, [5, 5]);
-        let late = relay.receive(7, update, 10, 1, now, &mut readers);
-        assert_eq!(late, Received::Stale, "the attempt is over");
-        assert!(relay.poll_read(&context).is_pending());
-        relay.notify();
+        let late = active.receive(7, update, 10, 1, now, &mut readers);
+        assert_eq!(late, UpdateEffect::Stale, "the attempt is over");
+        assert!(active.poll_read(&context).is_pending());
+        active.notify();
         assert_eq!(woken.0.load(Ordering::Relaxed), 2);
     }
 }

@@ -16,7 +16,7 @@ use crate::metrics as names;
 use crate::options::worker_endpoint;
 
 /// The addresses that a source names, each as `host:port`; none before its first answer.
-pub(crate) type Found = Option<BTreeSet<String>>;
+pub(crate) type Endpoints = Option<BTreeSet<String>>;
 
 /// Where workers are found.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,7 +118,7 @@ impl Source {
     }
 
     /// Keeps `found` up to date for as long as it is polled.
-    pub(crate) async fn follow(self, interval: Duration, found: watch::Sender<Found>) {
+    pub(crate) async fn follow(self, interval: Duration, found: watch::Sender<Endpoints>) {
         match self {
             Self::Fixed(address) => {
                 found.send_replace(Some(BTreeSet::from([address])));
@@ -142,7 +142,7 @@ impl Source {
 
 /// Looks a name up again and again. An answer without addresses counts as a failure: a name server that has lost its
 /// data must not cost the router its workers.
-async fn resolve<L>(host: &str, port: u16, interval: Duration, lookup: L, found: watch::Sender<Found>)
+async fn resolve<L>(host: &str, port: u16, interval: Duration, lookup: L, found: watch::Sender<Endpoints>)
 where
     L: AsyncFn(&str, u16) -> io::Result<Vec<SocketAddr>>,
 {
@@ -172,7 +172,7 @@ where
 }
 
 /// Tells of a set if it is another one.
-pub(crate) fn publish(found: &watch::Sender<Found>, addresses: BTreeSet<String>) {
+pub(crate) fn publish(found: &watch::Sender<Endpoints>, addresses: BTreeSet<String>) {
     found.send_if_modified(|before| {
         let differs = before.as_ref() != Some(&addresses);
         if differs {
@@ -187,7 +187,7 @@ pub(crate) fn failed(source: &'static str) {
 }
 
 /// Resolves once a source has named another set; `None` when it never will.
-pub(crate) async fn changed(found: &mut watch::Receiver<Found>) -> Option<Found> {
+pub(crate) async fn changed(found: &mut watch::Receiver<Endpoints>) -> Option<Endpoints> {
     found.changed().await.ok()?;
     Some(found.borrow_and_update().clone())
 }

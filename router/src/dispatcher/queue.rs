@@ -8,18 +8,15 @@ use std::time::Duration;
 use inflight_contract::{
     Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, Weight, plausible_growth,
 };
-use inflight_proto::v1;
-use inflight_router_core::{Arrival, FairPlace, FairQueue, FairQueueOptions, Pace, QueueLimits};
+use inflight_router_core::{
+    Arrival, FairQueue, FairQueueOptions, IncarnationCounters, Pace, QueueLimits, TenantCounter, WorkerUpdate,
+};
 
-use crate::dispatch::LaneId;
+use crate::dispatcher::request::{ActiveRequest, LaneId, Place};
+use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
-use crate::relay::Relay;
-use crate::violation::Violation;
-
-/// Where a request waits or waited.
-pub(crate) type Place = FairPlace<LaneId>;
 
 /// Incarnations of workers that a lane remembers, and tenants of each.
 const INCARNATIONS_MAX: usize = 256;
@@ -29,10 +26,10 @@ const NAME_BYTES_MAX: usize = 128;
 /// More routers than any worker has sessions for.
 const ROUTERS_MAX: u32 = 65_536;
 /// What is known of a worker's service by hearsay counts for this long.
-const HEARSAY_MAX: Duration = Duration::from_secs(3600);
+const INDIRECT_COUNTERS_TTL: Duration = Duration::from_secs(3600);
 
 /// A worker that reports.
-struct Reporter {
+struct ServiceReporter {
     incarnation: String,
     lane: LaneId,
     routers: u32,
@@ -41,12 +38,12 @@ struct Reporter {
 }
 
 /// What a lane knows beside its queue.
-struct Known {
+struct LaneServices {
     services: ServiceTable,
     pace: Pace,
 }
 
-impl Default for Known {
+impl Default for LaneServices {
     fn default() -> Self {
         Self { services: ServiceTable::new(INCARNATIONS_MAX, TENANTS_MAX), pace: Pace::default() }
     }
@@ -54,18 +51,18 @@ impl Default for Known {
 
 /// The fair queue, fed with what workers report: each is the authority on the service that its incarnation gave, so
 /// that all routers order by the same counters without a store between them.
-pub(crate) struct Queueing {
-    queue: FairQueue<LaneId, Arc<Relay>>,
+pub(crate) struct ClusterQueue {
+    queue: FairQueue<LaneId, Arc<ActiveRequest>>,
     cost: TokenCost,
-    lanes: BTreeMap<LaneId, Known>,
-    reporters: BTreeMap<usize, Reporter>,
+    lanes: BTreeMap<LaneId, LaneServices>,
+    reporters: BTreeMap<usize, ServiceReporter>,
     /// What was charged provisionally, by submission: until a worker reports of it.
     provisional: BTreeMap<u64, (Place, u64)>,
     routers: Arc<AtomicU32>,
     retry: Duration,
 }
 
-impl Queueing {
+impl ClusterQueue {
     pub(crate) fn new(options: &Options) -> Self {
         let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
         let fair = FairQueueOptions {
@@ -91,12 +88,12 @@ impl Queueing {
     /// requests returned had to make room: they are out of the queue and must be ended.
     pub(crate) fn push(
         &mut self,
-        relay: &Arc<Relay>,
+        active: &Arc<ActiveRequest>,
         first_token: Option<Duration>,
         left: Option<Duration>,
         since: Duration,
-    ) -> Result<(Place, Vec<Arc<Relay>>), Outcome> {
-        let call = &relay.call;
+    ) -> Result<(Place, Vec<Arc<ActiveRequest>>), Outcome> {
+        let call = &active.call;
         let weight = Weight::try_from(call.weight).map_err(Outcome::invalid)?;
         if let Some(left) = left {
             let ahead = self.queue.ahead(call.lane, &call.tenant, weight, call.priority);
@@ -115,7 +112,7 @@ impl Queueing {
             bounds: call.bounds,
         };
         self.pass(call.lane, since);
-        let admitted = self.queue.push(call.lane, arrival, since, relay.clone());
+        let admitted = self.queue.push(call.lane, arrival, since, active.clone());
         let admitted =
             admitted.map_err(|full| Outcome::Full(Box::new(Overload::of_queue(&full, self.retry))))?;
         Ok((admitted.place, admitted.displaced))
@@ -127,25 +124,34 @@ impl Queueing {
     }
 
     /// Queues a request again that was handed over before.
-    pub(crate) fn put_back(&mut self, place: &Place, relay: &Arc<Relay>, since: Duration) -> Place {
-        let call = &relay.call;
-        self.queue.put_back(place, &call.tenant, call.tokens(), since, relay.clone())
+    pub(crate) fn requeue_first(
+        &mut self,
+        place: &Place,
+        active: &Arc<ActiveRequest>,
+        since: Duration,
+    ) -> Place {
+        let call = &active.call;
+        self.queue.put_back(place, &call.tenant, call.tokens(), since, active.clone())
     }
 
     /// The next request of a lane.
-    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(Place, Arc<Relay>)> {
+    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(Place, Arc<ActiveRequest>)> {
         let place = self.queue.head(lane, since)?;
-        self.queue.get(&place).map(|relay| (place, relay.clone()))
+        self.queue.get(&place).map(|active| (place, active.clone()))
     }
 
     /// Those that may go in its place.
-    pub(crate) fn behind(&self, head: &Place, since: Duration) -> Vec<(Place, Arc<Relay>)> {
+    pub(crate) fn bypass_candidates(
+        &self,
+        head: &Place,
+        since: Duration,
+    ) -> Vec<(Place, Arc<ActiveRequest>)> {
         let places = self.queue.behind(head, since).into_iter();
-        places.filter_map(|place| self.queue.get(&place).map(|relay| (place, relay.clone()))).collect()
+        places.filter_map(|place| self.queue.get(&place).map(|active| (place, active.clone()))).collect()
     }
 
     /// One behind it goes before the head.
-    pub(crate) fn overtake(&mut self, head: &Place) {
+    pub(crate) fn count_bypass(&mut self, head: &Place) {
         metrics::counter!(names::OVERTAKES).increment(1);
         self.queue.overtake(head);
     }
@@ -162,7 +168,7 @@ impl Queueing {
 
     /// A request goes to a worker as `submission`: its turn there. `tokens` of its prompt are charged until the worker
     /// reports of it.
-    pub(crate) fn hand(&mut self, place: &Place, submission: u64, tokens: usize) -> Service {
+    pub(crate) fn charge_provisionally(&mut self, place: &Place, submission: u64, tokens: usize) -> Service {
         let cost = self.cost.of(u32::try_from(tokens).unwrap_or(u32::MAX), 0);
         let order = self.queue.reserve(place, cost);
         self.provisional.insert(submission, (*place, cost));
@@ -192,44 +198,51 @@ impl Queueing {
     }
 
     /// A session is open. Returns what is to be told to the worker.
-    pub(crate) fn open(&mut self, worker: usize, lane: LaneId, incarnation: String) -> Vec<v1::ServiceTable> {
+    pub(crate) fn open(
+        &mut self,
+        worker: usize,
+        lane: LaneId,
+        incarnation: String,
+    ) -> Vec<IncarnationCounters> {
         self.queue.open_lane(lane);
         let known = self.lanes.entry(lane).or_default();
         known.services.open(&incarnation);
-        let mut told: Vec<v1::ServiceTable> = Vec::new();
+        let mut told: Vec<IncarnationCounters> = Vec::new();
         // Not what is known by hearsay, or a false report would go round for ever.
         for (other, tenant, charged) in
             known.services.first_hand().filter(|(other, ..)| *other != incarnation)
         {
-            let charge = to_wire(tenant, charged);
+            let charge = tenant_counter(tenant, charged);
             match told.last_mut().filter(|table| table.incarnation == other) {
                 Some(table) => table.tenants.push(charge),
-                None => told.push(v1::ServiceTable { incarnation: other.to_owned(), tenants: vec![charge] }),
+                None => {
+                    told.push(IncarnationCounters { incarnation: other.to_owned(), tenants: vec![charge] })
+                }
             }
         }
-        self.reporters.insert(worker, Reporter { incarnation, lane, routers: 0, heard: None });
+        self.reporters.insert(worker, ServiceReporter { incarnation, lane, routers: 0, heard: None });
         told
     }
 
     /// A session is over. Returns its last counters, which the other workers of the lane are to be told.
-    pub(crate) fn close(&mut self, worker: usize) -> Option<v1::ServiceTable> {
-        let Reporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
+    pub(crate) fn close(&mut self, worker: usize) -> Option<IncarnationCounters> {
+        let ServiceReporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
         self.count_routers();
         let services = &mut self.lanes.get_mut(&lane)?.services;
         services.close(&incarnation);
         let of_worker = services.iter().filter(|(other, ..)| *other == incarnation);
-        let tenants: Vec<_> = of_worker.map(|(_, tenant, charged)| to_wire(tenant, charged)).collect();
-        (!tenants.is_empty()).then_some(v1::ServiceTable { incarnation, tenants })
+        let tenants: Vec<_> = of_worker.map(|(_, tenant, charged)| tenant_counter(tenant, charged)).collect();
+        (!tenants.is_empty()).then_some(IncarnationCounters { incarnation, tenants })
     }
 
     /// Takes in what an update says of tenants' services and of other routers; `since` is now.
     ///
     /// # Errors
     /// [`Violation`] if no worker can have served so much, or have so many routers; nothing of the update is taken in.
-    pub(crate) fn heard(
+    pub(crate) fn apply_service_counters(
         &mut self,
         worker: usize,
-        update: &v1::Update,
+        update: &WorkerUpdate,
         since: Duration,
     ) -> Result<(), Violation> {
         let Some(reporter) = self.reporters.get_mut(&worker) else { return Ok(()) };
@@ -238,15 +251,17 @@ impl Queueing {
         let told = update.service_tables.iter().filter(|table| table.incarnation != reporter.incarnation);
         let told = told.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
         // The worker only passes on what another router said.
-        let told = told.filter(|(_, charge)| charge.service.max(charge.baseline) <= SERVICE_COUNTER_MAX);
+        let told =
+            told.filter(|(_, charge)| charge.charged.cost.max(charge.charged.base) <= SERVICE_COUNTER_MAX);
         let own = update.services.iter().map(|charge| (&reporter.incarnation, charge));
-        let named = |(incarnation, charge): &(&String, &v1::TenantServiceCounter)| {
+        let named = |(incarnation, charge): &(&String, &TenantCounter)| {
             charge.tenant.len() <= NAME_BYTES_MAX && incarnation.len() <= NAME_BYTES_MAX
         };
         if update.router_count > ROUTERS_MAX {
             return Err(Violation::Routers { routers: update.router_count, most: ROUTERS_MAX });
         }
-        let largest = own.clone().map(|(_, charge)| charge.service.max(charge.baseline)).max().unwrap_or(0);
+        let largest =
+            own.clone().map(|(_, charge)| charge.charged.cost.max(charge.charged.base)).max().unwrap_or(0);
         if largest > SERVICE_COUNTER_MAX {
             return Err(Violation::Charge { cost: largest, most: SERVICE_COUNTER_MAX });
         }
@@ -254,7 +269,7 @@ impl Queueing {
             let most = plausible_growth(since.saturating_sub(heard));
             let grown = own.clone().map(|(incarnation, charge)| {
                 let known = known.services.counted(incarnation, &charge.tenant);
-                charge.service.saturating_sub(known.max(charge.baseline))
+                charge.charged.cost.saturating_sub(known.max(charge.charged.base))
             });
             let grown = grown.fold(0u64, u64::saturating_add);
             if grown > most {
@@ -263,7 +278,8 @@ impl Queueing {
         }
         reporter.heard = Some(since);
         for (incarnation, charge) in own.chain(told).filter(named) {
-            let charged = Charged { cost: charge.service, base: charge.baseline.min(charge.service) };
+            let Charged { cost, base } = charge.charged;
+            let charged = Charged { cost, base: base.min(cost) };
             let grown = known.services.merge(incarnation, &charge.tenant, charged);
             if grown > 0 {
                 self.queue.charge(lane, &charge.tenant, grown);
@@ -272,7 +288,7 @@ impl Queueing {
         // A worker that does not count routers says none: then what is known stands.
         let routers = if update.router_count == 0 { reporter.routers } else { update.router_count };
         let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
-        self.queue.begun(lane, Service::from_thousandths(update.virtual_time));
+        self.queue.begun(lane, update.virtual_time);
         if changed {
             self.count_routers();
         }
@@ -280,9 +296,9 @@ impl Queueing {
     }
 
     /// Forgets what was known by hearsay for long enough.
-    pub(crate) fn expire_hearsay(&mut self, since: Duration) {
+    pub(crate) fn expire_indirect_counters(&mut self, since: Duration) {
         for (lane, known) in &mut self.lanes {
-            for Expired { tenant, cost } in known.services.expire(since, HEARSAY_MAX) {
+            for Expired { tenant, cost } in known.services.expire(since, INDIRECT_COUNTERS_TTL) {
                 self.queue.discharge(*lane, &tenant, cost);
             }
         }
@@ -301,7 +317,7 @@ impl Queueing {
     }
 
     /// The least that any tenant had whose requests wait in a lane.
-    pub(crate) fn least(&self, lane: LaneId) -> Option<Service> {
+    pub(crate) fn min_waiting_virtual_time(&self, lane: LaneId) -> Option<Service> {
         self.queue.least(lane)
     }
 
@@ -332,6 +348,6 @@ impl Queueing {
     }
 }
 
-fn to_wire(tenant: &str, charged: Charged) -> v1::TenantServiceCounter {
-    v1::TenantServiceCounter { tenant: tenant.to_owned(), service: charged.cost, baseline: charged.base }
+fn tenant_counter(tenant: &str, charged: Charged) -> TenantCounter {
+    TenantCounter { tenant: tenant.to_owned(), charged }
 }

@@ -11,8 +11,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tower::{Layer, Service};
 
-use crate::admission::MANY;
-use crate::auth::is_open;
+use crate::api::paths::{MODEL_STREAM_INFER, is_open};
 use crate::clock;
 use crate::metrics as names;
 use crate::options::Options;
@@ -58,7 +57,7 @@ pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
         message_bytes_max: if open { OPEN_MESSAGE_BYTES_MAX } else { options.message_bytes_max },
         option: (!open).then_some("--message-bytes-max"),
         message_time_max: options.message_time_max,
-        streaming: path == MANY || path.starts_with("/grpc.reflection."),
+        streaming: path == MODEL_STREAM_INFER || path.starts_with("/grpc.reflection."),
     }
 }
 

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use inflight_proto::v1;
-use inflight_router_core::Credits;
+use inflight_router_core::WorkerUpdate;
 use inflight_transport::together;
 
-use super::{Dispatch, Introduction, Reason, State};
+use super::session::WorkerInfo;
+use super::{Dispatch, DispatcherState, Reason};
 use crate::clock;
-use crate::directory::Session;
+use crate::dispatcher::request::{Phase, UpdateEffect};
+use crate::dispatcher::session::WorkerSession;
+use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
-use crate::relay::{Phase, Received};
-use crate::violation::Violation;
 
 impl Dispatch {
     /// A worker is known from now on, whether or not it can be reached.
@@ -36,9 +36,9 @@ impl Dispatch {
         self.publish(&state);
     }
 
-    /// Whether nothing is in flight in a session.
+    /// Whether nothing is in submitted in a session.
     pub(crate) fn is_idle(&self, worker: usize, session: u64) -> bool {
-        self.lock().session(worker, session).is_none_or(|session| session.flights.is_empty())
+        self.lock().session(worker, session).is_none_or(|session| session.submissions.is_empty())
     }
 
     /// A worker is not known any more.
@@ -50,24 +50,24 @@ impl Dispatch {
     }
 
     /// Takes a worker's session in; the number names it in the calls that follow.
-    pub(crate) fn open(&self, introduction: Introduction) -> u64 {
+    pub(crate) fn open(&self, info: WorkerInfo) -> u64 {
         let now = clock::now();
         let mut state = self.lock();
         state.connected_ever = true;
         let id = state.next_session;
         state.next_session += 1;
-        let lane = state.lane_for(&introduction);
-        state.warn_of_mixed_fingerprints(lane, &introduction);
-        let worker = introduction.worker;
-        let services = state.queue.open(worker, lane, introduction.incarnation.clone());
-        let blocks = introduction.has.blocks as usize + introduction.host_blocks as usize;
-        state.placing.open(worker, introduction.block_tokens, blocks);
-        let session = Session::new(id, lane, introduction, now);
-        services.into_iter().for_each(|table| session.teach(table));
+        let lane = state.lane_for(&info);
+        state.warn_of_mixed_fingerprints(lane, &info);
+        let worker = info.worker;
+        let services = state.queue.open(worker, lane, info.incarnation.clone());
+        let blocks = info.has.blocks as usize + info.host_blocks as usize;
+        state.placement.open(worker, info.block_tokens, blocks);
+        let session = WorkerSession::new(id, lane, info, now);
+        services.into_iter().for_each(|table| session.send_service_table(table));
         state.sessions.insert(worker, session);
         state.refresh(lane, now);
         state.forget_lanes(now, self.options.model_retention.max(self.options.no_worker_timeout));
-        state.pump(now);
+        state.dispatch_waiting(now);
         self.publish(&state);
         id
     }
@@ -76,7 +76,7 @@ impl Dispatch {
     ///
     /// # Errors
     /// [`Violation`] if the update is nonsense: the session must then be closed. What was sound in it is taken.
-    pub(crate) fn apply(&self, worker: usize, session: u64, update: v1::Update) -> Result<(), Violation> {
+    pub(crate) fn apply(&self, worker: usize, session: u64, update: WorkerUpdate) -> Result<(), Violation> {
         let now = clock::now();
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -85,9 +85,9 @@ impl Dispatch {
             return Ok(());
         };
         entry.check(&update, now)?;
-        state.queue.heard(worker, &update, since)?;
-        entry.heard = now;
-        if state.placing.news(worker, &entry.address, &update) {
+        state.queue.apply_service_counters(worker, &update, since)?;
+        entry.last_update = now;
+        if state.placement.apply_update(worker, &entry.address, &update) {
             entry.resync();
         }
         let mut given_back = Vec::new();
@@ -95,55 +95,56 @@ impl Dispatch {
         let mut readers = Vec::new();
         let (mut stale, mut failures, mut progress) = (0, 0, false);
         for sequence in update.sequences {
-            let (submission, choice) = (sequence.submission_id, sequence.choice);
-            let known = entry.flights.get_mut(&submission).filter(|_| entry.ledger.runs(submission, choice));
-            let Some(flight) = known else {
+            let (submission, choice) = (sequence.submission, sequence.choice);
+            let known =
+                entry.submissions.get_mut(&submission).filter(|_| entry.ledger.runs(submission, choice));
+            let Some(submitted) = known else {
                 violation = Some(Violation::UnknownRequest { request: submission, choice });
                 break;
             };
-            if flight.attempt != sequence.attempt {
+            if submitted.attempt != sequence.attempt {
                 stale += 1;
                 continue;
             }
-            let ended = sequence.finish_reason != v1::FinishReason::Unspecified as i32;
+            let ended = sequence.end.is_some();
             let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
-            let relay = flight.relay.clone();
-            let received = relay.receive(submission, sequence, vocab_size, unread_max, now, &mut readers);
-            if let Received::Nonsense(nonsense) = received {
+            let active = submitted.active.clone();
+            let received = active.receive(submission, sequence, vocab_size, unread_max, now, &mut readers);
+            if let UpdateEffect::ProtocolViolation(nonsense) = received {
                 violation = Some(nonsense);
                 break;
             }
-            let reports = ended || received == Received::Progress;
-            if reports && !std::mem::replace(&mut flight.reported, true) {
+            let reports = ended || received == UpdateEffect::Progress;
+            if reports && !std::mem::replace(&mut submitted.reported, true) {
                 state.queue.settle(submission);
             }
             if ended {
                 entry.settle(submission, choice);
-                if !entry.flights.contains_key(&submission) {
-                    state.placing.settle(worker, submission);
+                if !entry.submissions.contains_key(&submission) {
+                    state.placement.settle(worker, submission);
                 }
             }
             match received {
-                Received::Progress => progress = true,
-                Received::Taken | Received::Nonsense(_) => {}
-                Received::Stale => stale += 1,
-                Received::Failed { fault } => {
+                UpdateEffect::Progress => progress = true,
+                UpdateEffect::Taken | UpdateEffect::ProtocolViolation(_) => {}
+                UpdateEffect::Stale => stale += 1,
+                UpdateEffect::Failed { fault } => {
                     failures += u32::from(fault);
                     entry.cancel(submission);
                 }
-                Received::GivenBack => {
+                UpdateEffect::Returned => {
                     // However many of its choices come back, it is one request.
-                    if !given_back.iter().any(|other| Arc::ptr_eq(other, &relay)) {
+                    if !given_back.iter().any(|other| Arc::ptr_eq(other, &active)) {
                         failures += u32::from(entry.draining.is_none() && !update.draining);
                         entry.cancel(submission);
-                        given_back.push(relay);
+                        given_back.push(active);
                     }
                 }
-                Received::Overfull => {
+                UpdateEffect::Overfull => {
                     progress = true;
                     entry.cancel(submission);
                     tracing::debug!(
-                        request_id = relay.call.request_id,
+                        request_id = active.call.request_id,
                         "pausing request: the client is too far behind its stream"
                     );
                 }
@@ -153,7 +154,7 @@ impl Dispatch {
             metrics::counter!(names::STALE_UPDATES).increment(stale);
         }
         if let Some(grant) = update.grant {
-            entry.ledger.set_grant(Credits { sequences: grant.sequences, blocks: grant.kv_blocks });
+            entry.ledger.set_grant(grant.credits);
             entry.ledger.set_urgent(grant.priority_sequences);
         }
         entry.show();
@@ -161,20 +162,20 @@ impl Dispatch {
         if drains {
             entry.draining = Some(now);
         }
-        let reason = if entry.draining.is_some() { Reason::Drained } else { Reason::GivenBack };
+        let reason = if entry.draining.is_some() { Reason::Drained } else { Reason::Returned };
         let (lane, address) = (entry.lane, entry.address.clone());
         if progress {
             state.outliers.success(worker, since);
         }
-        (0..failures).for_each(|_| state.blame(worker, now));
+        (0..failures).for_each(|_| state.record_failure(worker, now));
         if drains {
             tracing::info!(worker = address, "worker is draining");
             state.refresh(lane, now);
         }
-        for relay in given_back {
-            state.requeue(&relay, worker, reason, reason == Reason::GivenBack, now);
+        for active in given_back {
+            state.requeue(&active, worker, reason, reason == Reason::Returned, now);
         }
-        state.pump(now);
+        state.dispatch_waiting(now);
         if drains {
             self.publish(&guard);
         }
@@ -183,7 +184,7 @@ impl Dispatch {
         violation.map_or(Ok(()), Err)
     }
 
-    /// Lets a lost session go: what it had in flight is queued again, ahead of all new requests.
+    /// Lets a lost session go: what it had in submitted is queued again, ahead of all new requests.
     pub(crate) fn close(&self, worker: usize, session: u64, reason: Reason) {
         let now = clock::now();
         let mut guard = self.lock();
@@ -192,41 +193,41 @@ impl Dispatch {
             return;
         }
         let Some(mut lost) = state.sessions.remove(&worker) else { return };
-        state.placing.close(worker);
+        state.placement.close(worker);
         if let Some(services) = state.queue.close(worker) {
-            state.sessions_of(lost.lane).for_each(|session| session.teach(services.clone()));
+            state.sessions_of(lost.lane).for_each(|session| session.send_service_table(services.clone()));
         }
         lost.clear_gauges();
         state.refresh(lost.lane, now);
         let reason = match reason {
-            // What nothing in flight has to do with may have been brought about by any of it.
-            Reason::Nonsense { about } => {
-                Reason::Nonsense { about: about.filter(|request| lost.flights.contains_key(request)) }
-            }
+            // What nothing in submitted has to do with may have been brought about by any of it.
+            Reason::ProtocolViolation { about } => Reason::ProtocolViolation {
+                about: about.filter(|request| lost.submissions.contains_key(request)),
+            },
             _ if lost.draining.is_some() => Reason::Drained,
             reason => reason,
         };
         if reason != Reason::Drained {
-            state.blame(worker, now);
+            state.record_failure(worker, now);
         }
-        for (submission, flight) in std::mem::take(&mut lost.flights) {
+        for (submission, submitted) in std::mem::take(&mut lost.submissions) {
             state.queue.settle(submission);
-            let in_force = matches!(flight.relay.lock().phase,
+            let in_force = matches!(submitted.active.lock().phase,
                 Phase::Running { session: current, .. } if current == session);
             let suspected = match reason {
-                Reason::SessionLost | Reason::GivenBack => true,
-                Reason::Nonsense { about } => about.is_none_or(|request| request == submission),
-                Reason::Drained | Reason::MadeRoom => false,
+                Reason::SessionLost | Reason::Returned => true,
+                Reason::ProtocolViolation { about } => about.is_none_or(|request| request == submission),
+                Reason::Drained | Reason::Quarantine => false,
             };
             if in_force {
-                state.requeue(&flight.relay, worker, reason, suspected, now);
+                state.requeue(&submitted.active, worker, reason, suspected, now);
             }
         }
-        state.pump(now);
+        state.dispatch_waiting(now);
         self.publish(&guard);
     }
 
-    pub(super) fn publish(&self, state: &State) {
+    pub(super) fn publish(&self, state: &DispatcherState) {
         metrics::gauge!(names::WORKERS_CONFIGURED).set(state.members.len() as f64);
         metrics::gauge!(names::WORKERS_CONNECTED).set(state.sessions.len() as f64);
         let mixed = state.lanes.keys().filter(|lane| state.distinct_fingerprints(**lane).len() > 1).count();
@@ -244,9 +245,9 @@ impl Dispatch {
     }
 }
 
-impl State {
+impl DispatcherState {
     /// Holds a failure against a worker.
-    pub(super) fn blame(&mut self, worker: usize, now: Instant) {
+    pub(super) fn record_failure(&mut self, worker: usize, now: Instant) {
         let since = self.since(now);
         if let Some(time) = self.outliers.failure(worker, since) {
             let address = self.sessions.get(&worker).map_or("", |session| session.address.as_str());

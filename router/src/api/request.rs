@@ -4,12 +4,12 @@ use inflight_contract::{RequestShape, SamplingSpec};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 
-use crate::admission;
-use crate::auth::Caller;
-use crate::dispatch::Served;
+use crate::api::admission;
+use crate::dispatcher::Served;
+use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::relay::Call;
+use crate::tenants::Caller;
 use crate::text::{Message, TokenizerError};
 use crate::trace::TraceContext;
 
@@ -51,7 +51,7 @@ pub(crate) fn prepare(
     seed: u64,
     request_id: String,
     caller: &Caller,
-) -> Result<Call, Outcome> {
+) -> Result<AdmittedCall, Outcome> {
     check_fields(&request)?;
     let terms = admission::terms(caller, request.tenant, request.weight, request.priority)?;
     let stop = request.stop.unwrap_or_default();
@@ -81,7 +81,7 @@ pub(crate) fn prepare(
             stop.min_tokens
         )));
     }
-    Ok(Call {
+    Ok(AdmittedCall {
         request_id: if request.request_id.is_empty() { request_id } else { request.request_id },
         model: served.name.clone(),
         lane: served.lane,

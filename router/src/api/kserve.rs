@@ -26,10 +26,10 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::admission::Admission;
+use crate::api::admission::Admission;
+use crate::api::ingress::{Incoming, Ingress, refused};
+use crate::api::response_stream::ResponseStream;
 use crate::clock;
-use crate::generation::Generation;
-use crate::ingress::{Incoming, Ingress, refused};
 use crate::outcome::Outcome;
 use tensors::{Ask, bytes_tensor};
 
@@ -152,7 +152,7 @@ fn response(model: &str, id: &str, texts: &[String]) -> ModelInferResponse {
     }
 }
 
-async fn begin(ingress: &Ingress, ask: Ask, mut incoming: Incoming) -> Result<Generation, Outcome> {
+async fn begin(ingress: &Ingress, ask: Ask, mut incoming: Incoming) -> Result<ResponseStream, Outcome> {
     if let Some(timeout) = ask.timeout_us {
         let until = clock::now().checked_add(Duration::from_micros(timeout));
         let earlier = [until, incoming.arrival.deadline].into_iter().flatten().min();

@@ -11,17 +11,17 @@ use tonic::{Request, Response, Status};
 use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-use crate::admission::{Admission, Entered, Entry};
-use crate::auth::Caller;
+use crate::api::admission::{Admission, AdmissionGuard, AdmissionSlot};
+use crate::api::arrival::Arrival;
+use crate::api::request;
+use crate::api::response_stream::ResponseStream;
+use crate::call_guard::CallGuard;
 use crate::clock;
-use crate::dispatch::{Dispatch, Served};
-use crate::edge::Arrival;
-use crate::generation::Generation;
-use crate::lease::Lease;
+use crate::dispatcher::{Dispatch, Served};
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
-use crate::request;
+use crate::tenants::Caller;
 use crate::trace::{self, TraceContext};
 
 /// What clients call.
@@ -40,7 +40,7 @@ pub(crate) struct Incoming {
     pub(crate) context: opentelemetry::Context,
     pub(crate) caller: Caller,
     /// The guard of the tenant's limits, if they were applied already.
-    pub(crate) entered: Option<Entered>,
+    pub(crate) entered: Option<AdmissionGuard>,
     /// Counts the message's bytes until the request is tokenized.
     pub(crate) received: Option<Arc<ReceivedBytes>>,
 }
@@ -52,7 +52,7 @@ impl Incoming {
             arrival: extensions.get::<Arrival>().copied().unwrap_or_else(Arrival::now),
             context: trace::extract(request.metadata()),
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
-            entered: extensions.get::<Entry>().and_then(Entry::take),
+            entered: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
             received: extensions.get::<Arc<ReceivedBytes>>().cloned(),
         }
     }
@@ -158,7 +158,7 @@ impl Ingress {
         &self,
         message: v1::GenerateRequest,
         incoming: Incoming,
-    ) -> Result<Generation, Outcome> {
+    ) -> Result<ResponseStream, Outcome> {
         let permit = self.stream()?;
         let open = self.open.token();
         let Incoming { arrival, context, caller, entered, received } = incoming;
@@ -191,10 +191,10 @@ impl Ingress {
         let queue_span = info_span!(parent: &span, "queue");
         let Served { model, unserved, .. } = served;
         let charge = entered.as_ref().map(|entered| entered.take_tokens(call.tokens())).transpose()?;
-        let lease = Lease::default().with(permit).with(open).with(OpenStream::new()).with(entered);
-        let ticket = self.dispatch.submit(call, queue_span, lease)?;
+        let guard = CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(entered);
+        let ticket = self.dispatch.submit(call, queue_span, guard)?;
         let wait = self.options.no_worker_timeout;
-        Ok(Generation::new(ticket, model, unserved, wait, span, charge))
+        Ok(ResponseStream::new(ticket, model, unserved, wait, span, charge))
     }
 
     /// Room for one more open call.
@@ -233,9 +233,12 @@ impl Ingress {
 
 #[tonic::async_trait]
 impl Inference for Ingress {
-    type GenerateStream = Generation;
+    type GenerateStream = ResponseStream;
 
-    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Generation>, Status> {
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<ResponseStream>, Status> {
         let incoming = Incoming::of(&request);
         let generation = self.start(request.into_inner(), incoming).await.map_err(refused)?;
         Ok(Response::new(generation))

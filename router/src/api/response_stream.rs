@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures::Stream;
 use futures::future::BoxFuture;
-use inflight_contract::FinishReason;
+use inflight_contract::{FinishReason, PositionLogprobs};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_router_core::Fresh;
@@ -16,13 +16,13 @@ use tokio::time::Sleep;
 use tonic::Status;
 use tracing::Span;
 
-use crate::admission::TokenCharge;
-use crate::bundle::Model;
+use crate::api::admission::TokenCharge;
 use crate::clock;
-use crate::dispatch::Ticket;
+use crate::cluster::bundle::Model;
+use crate::dispatcher::Ticket;
+use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead};
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::relay::{Call, FingerprintChange, News};
 use crate::text::{Detokenizer, StopMatcher, Vocabulary};
 
 /// One choice on its way from tokens to the client's messages.
@@ -46,7 +46,7 @@ struct Ending {
 /// The client's side of a request: reads the journal when there is something new and the client has room,
 /// turns tokens into text and says when the request is over. All this runs in the task that writes the
 /// client's stream, so that a slow client costs nobody else anything.
-pub(crate) struct Generation {
+pub(crate) struct ResponseStream {
     ticket: Ticket,
     model: Arc<Model>,
     unserved: watch::Receiver<Option<Instant>>,
@@ -70,7 +70,7 @@ pub(crate) struct Generation {
     charge: Option<TokenCharge>,
 }
 
-impl Generation {
+impl ResponseStream {
     pub(crate) fn new(
         ticket: Ticket,
         model: Arc<Model>,
@@ -79,7 +79,7 @@ impl Generation {
         span: Span,
         charge: Option<TokenCharge>,
     ) -> Self {
-        let call = &ticket.relay.call;
+        let call = &ticket.active.call;
         let choice = |_| Choice {
             detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
             stops: StopMatcher::new(&call.stop),
@@ -109,7 +109,7 @@ impl Generation {
 
     /// Resolves at an end that only the clock brings about.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
-        let call = &self.ticket.relay.call;
+        let call = &self.ticket.active.call;
         if let Some(deadline) = call.deadline {
             let expiry =
                 self.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.into())));
@@ -129,10 +129,10 @@ impl Generation {
     }
 
     /// Turns what is new into messages.
-    fn take(&mut self, news: News) -> Result<(), Outcome> {
+    fn take(&mut self, news: StreamRead) -> Result<(), Outcome> {
         if news.placed && !self.started {
             self.started = true;
-            let call = &self.ticket.relay.call;
+            let call = &self.ticket.active.call;
             self.ready.push_back(event(Event::Started(v1::GenerationStarted {
                 request_id: call.request_id.clone(),
                 model: call.model.clone(),
@@ -147,17 +147,17 @@ impl Generation {
         }
         let mut withdrawn = Vec::new();
         for (index, fresh) in news.fresh {
-            let call = &self.ticket.relay.call;
+            let call = &self.ticket.active.call;
             let choice = &mut self.choices[index as usize];
             if choice.ended {
-                self.ticket.relay.count_unbilled(fresh.tokens.len());
+                self.ticket.active.count_unbilled(fresh.tokens.len());
                 continue;
             }
             let worker_ended = fresh.end.is_some();
             let received = fresh.tokens.len();
             let before = choice.tokens;
             let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
-            self.ticket.relay.count_unbilled(received - (choice.tokens - before) as usize);
+            self.ticket.active.count_unbilled(received - (choice.tokens - before) as usize);
             if let Some(delta) = delta {
                 self.ready.push_back(event(Event::Delta(delta)));
             }
@@ -191,9 +191,9 @@ impl Generation {
     }
 
     fn complete(&mut self) {
-        let relay = &self.ticket.relay;
-        let call = &relay.call;
-        let times = relay.times();
+        let active = &self.ticket.active;
+        let call = &active.call;
+        let times = active.times();
         let since = |at: Option<Instant>| {
             at.map_or(0.0, |at| at.saturating_duration_since(call.arrived).as_secs_f64())
         };
@@ -211,7 +211,7 @@ impl Generation {
             time_per_output_token_seconds: between,
             total_seconds: since(times.last_token),
         };
-        let (cached_prompt_tokens, fingerprint) = relay.served();
+        let (cached_prompt_tokens, fingerprint) = active.served();
         let (prompt_tokens, fingerprint) =
             (call.prompt.len() as u32, fingerprint.as_deref().unwrap_or_default().to_owned());
         let usage = v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint };
@@ -237,7 +237,7 @@ impl Generation {
 }
 
 /// The messages to the client, up to the last one.
-impl Stream for Generation {
+impl Stream for ResponseStream {
     type Item = Result<v1::GenerateResponse, Status>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
@@ -252,7 +252,7 @@ impl Stream for Generation {
             if let Some(failure) = this.failure.take() {
                 return Poll::Ready(Some(Err(this.end_with(failure))));
             }
-            let Poll::Ready(news) = this.ticket.relay.poll_read(context) else {
+            let Poll::Ready(news) = this.ticket.active.poll_read(context) else {
                 return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));
             };
             this.waiting = news.waiting;
@@ -266,13 +266,13 @@ impl Stream for Generation {
     }
 }
 
-impl Drop for Generation {
+impl Drop for ResponseStream {
     fn drop(&mut self) {
-        let relay = &self.ticket.relay;
-        let call = &relay.call;
+        let active = &self.ticket.active;
+        let call = &active.call;
         // A stream that goes before it is over was dropped by its client.
         let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
-        let times = relay.times();
+        let times = active.times();
         let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
         if let Some(charge) = &mut self.charge {
@@ -315,8 +315,8 @@ impl Choice {
     fn take(
         &mut self,
         index: u32,
-        fresh: Fresh<v1::PositionLogprobs>,
-        call: &Call,
+        fresh: Fresh<PositionLogprobs>,
+        call: &AdmittedCall,
         vocabulary: &Vocabulary,
     ) -> (Option<v1::GenerationDelta>, Option<Ending>) {
         let Fresh { mut tokens, mut logprobs, end } = fresh;
@@ -358,13 +358,14 @@ impl Choice {
         }
         let token_ids = if call.return_token_ids { tokens } else { Vec::new() };
         let nothing = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
+        let logprobs = logprobs.into_iter().map(Into::into).collect();
         let delta = v1::GenerationDelta { choice: index, text, token_ids, logprobs };
         (if nothing { None } else { Some(delta) }, ending)
     }
 
     /// Lets out what was held back. The replacement of an incomplete last character is text like any other, and
     /// may complete a stop string.
-    fn flush(&mut self, text: &mut String, call: &Call, ending: Option<Ending>) -> Option<Ending> {
+    fn flush(&mut self, text: &mut String, call: &AdmittedCall, ending: Option<Ending>) -> Option<Ending> {
         let mut rest = String::new();
         self.detokenizer.finish(&mut rest);
         let armed = self.tokens > call.sampling.min_tokens;
@@ -384,7 +385,7 @@ fn event(event: Event) -> v1::GenerateResponse {
     v1::GenerateResponse { event: Some(event) }
 }
 
-fn operation(call: &Call) -> &'static str {
+fn operation(call: &AdmittedCall) -> &'static str {
     if call.chat { "chat" } else { "text_completion" }
 }
 

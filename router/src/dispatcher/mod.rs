@@ -1,33 +1,37 @@
+//! The dispatcher: queues requests, places them on workers and follows them to their end.
+
 mod catalogue;
-mod news;
+mod placement;
+mod queue;
 mod recovery;
+pub(crate) mod request;
+mod session;
+mod updates;
+pub(crate) mod violation;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use inflight_contract::{AdmissionCost, ModelLimits, Service};
-use inflight_proto::v1;
+use inflight_contract::{AdmissionCost, ModelLimits};
 use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget, Standing};
 use metrics::Gauge;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
-use crate::bundle::Model;
+use crate::call_guard::CallGuard;
 use crate::clock;
-use crate::directory::Session;
-use crate::lease::Lease;
+use crate::cluster::bundle::Model;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::placing::Placing;
-use crate::queueing::{Place, Queueing};
-use crate::relay::{Call, Phase, Relay};
-use crate::router::Census;
+use crate::stats::RouterStats;
+use placement::PlacementState;
+use queue::ClusterQueue;
 pub(crate) use recovery::Reason;
-
-/// A lane of the queue: the requests for one model with one bundle.
-pub(crate) type LaneId = u32;
+use request::{ActiveRequest, AdmittedCall, LaneId, Phase, Place};
+pub(crate) use session::WorkerInfo;
+use session::WorkerSession;
 
 /// A model as requests see it.
 #[derive(Debug, Clone)]
@@ -41,30 +45,6 @@ pub(crate) struct Served {
     pub(crate) unserved: watch::Receiver<Option<Instant>>,
 }
 
-/// What a worker said of itself, and its loaded bundle.
-#[derive(Debug)]
-pub(crate) struct Introduction {
-    pub(crate) worker: usize,
-    pub(crate) address: String,
-    pub(crate) model_name: String,
-    pub(crate) architecture: String,
-    pub(crate) bundle_digest: String,
-    pub(crate) fingerprint: String,
-    /// Different after each restart.
-    pub(crate) incarnation: String,
-    pub(crate) limits: ModelLimits,
-    pub(crate) block_tokens: u32,
-    /// Sequences and blocks that it has in all.
-    pub(crate) has: Credits,
-    /// Blocks of its host pool.
-    pub(crate) host_blocks: u32,
-    /// How often it says something when nothing happens.
-    pub(crate) heartbeat: Duration,
-    pub(crate) model: Arc<Model>,
-    /// Where submissions and cancels go.
-    pub(crate) commands: mpsc::UnboundedSender<v1::SessionRequest>,
-}
-
 #[derive(Debug)]
 struct Lane {
     name: String,
@@ -75,25 +55,25 @@ struct Lane {
     unserved: watch::Sender<Option<Instant>>,
 }
 
-struct State {
-    queue: Queueing,
+struct DispatcherState {
+    queue: ClusterQueue,
     lanes: BTreeMap<LaneId, Lane>,
     next_lane: LaneId,
     /// By worker; those that are connected.
-    sessions: BTreeMap<usize, Session>,
+    sessions: BTreeMap<usize, WorkerSession>,
     /// Workers that the router knows of, connected or not.
     members: BTreeSet<usize>,
     next_session: u64,
     next_submission: u64,
-    placing: Placing,
+    placement: PlacementState,
     connected_ever: bool,
     /// Calls whose streams are open, by ticket.
-    open: BTreeMap<u64, Arc<Relay>>,
+    open: BTreeMap<u64, Arc<ActiveRequest>>,
     next_ticket: u64,
     /// Resubmissions that wait for the budget.
-    parked: VecDeque<Arc<Relay>>,
+    retries: VecDeque<Arc<ActiveRequest>>,
     /// Requests that wait for a worker of their own.
-    suspects: VecDeque<Arc<Relay>>,
+    quarantined: VecDeque<Arc<ActiveRequest>>,
     budget: RetryBudget,
     outliers: Outliers,
     /// How long a request waits while only workers that are too small for it are connected.
@@ -118,7 +98,7 @@ struct Gauges {
 /// nothing polls.
 pub(crate) struct Dispatch {
     options: Options,
-    state: Mutex<State>,
+    state: Mutex<DispatcherState>,
     ready: watch::Sender<bool>,
     /// Models that a worker serves now.
     served: watch::Sender<BTreeSet<String>>,
@@ -129,25 +109,25 @@ pub(crate) struct Dispatch {
 /// An admitted request, held by its client's stream; dropping it withdraws the request wherever it is.
 pub(crate) struct Ticket {
     dispatch: Arc<Dispatch>,
-    pub(crate) relay: Arc<Relay>,
+    pub(crate) active: Arc<ActiveRequest>,
     number: u64,
 }
 
 impl Ticket {
     /// Ends a choice on the router's side: its worker stops and nothing more of it is delivered.
     pub(crate) fn withdraw(&self, choice: u32) {
-        self.dispatch.withdraw(&self.relay, choice);
+        self.dispatch.withdraw(&self.active, choice);
     }
 
     /// The client reads again after its request was paused.
     pub(crate) fn resume(&self) {
-        self.dispatch.resume(&self.relay);
+        self.dispatch.resume(&self.active);
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.dispatch.release(self.number, &self.relay);
+        self.dispatch.release(self.number, &self.active);
     }
 }
 
@@ -164,9 +144,9 @@ impl Dispatch {
             quarantine: metrics::gauge!(names::QUARANTINE),
             ejected: metrics::gauge!(names::WORKERS_EJECTED),
         };
-        let queue = Queueing::new(options);
+        let queue = ClusterQueue::new(options);
         let routers = queue.routers();
-        let state = State {
+        let state = DispatcherState {
             queue,
             lanes: BTreeMap::new(),
             next_lane: 0,
@@ -174,12 +154,12 @@ impl Dispatch {
             members: BTreeSet::new(),
             next_session: 0,
             next_submission: 0,
-            placing: Placing::new(options),
+            placement: PlacementState::new(options),
             connected_ever: false,
             open: BTreeMap::new(),
             next_ticket: 0,
-            parked: VecDeque::new(),
-            suspects: VecDeque::new(),
+            retries: VecDeque::new(),
+            quarantined: VecDeque::new(),
             budget: RetryBudget::new(options.retry_rate, options.retry_burst),
             outliers: Outliers::new(OutlierLimits::default()),
             unfit_wait: options.no_worker_timeout,
@@ -196,7 +176,7 @@ impl Dispatch {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DispatcherState> {
         // Every method leaves the state whole at each call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -214,9 +194,9 @@ impl Dispatch {
     /// Queues a request, and hands it over at once if a worker has room.
     pub(crate) fn submit(
         self: &Arc<Self>,
-        call: Call,
+        call: AdmittedCall,
         queue_span: tracing::Span,
-        lease: Lease,
+        guard: CallGuard,
     ) -> Result<Ticket, Outcome> {
         let now = clock::now();
         let most = self.options.request_tokens_max;
@@ -226,11 +206,11 @@ impl Dispatch {
                 call.tokens()
             )));
         }
-        let relay = Arc::new(Relay::new(call, queue_span, lease));
-        let call = &relay.call;
+        let active = Arc::new(ActiveRequest::new(call, queue_span, guard));
+        let call = &active.call;
         // Hashing takes a while, so not under the lock. Where several sizes of blocks meet, each has its names.
         let sizes = self.block_sizes(call.lane);
-        relay.chains.get_or_init(|| Placing::chains(call, &sizes));
+        active.chains.get_or_init(|| PlacementState::chains(call, &sizes));
         let mut state = self.lock();
         if !state.lanes.contains_key(&call.lane) {
             let waited = self.options.no_worker_timeout;
@@ -244,25 +224,25 @@ impl Dispatch {
         let since = state.since(now);
         let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
         // Finding out takes a look-up for each block.
-        let first_token = left.and_then(|_| state.first_token(&relay));
-        let (place, displaced) = state.queue.push(&relay, first_token, left, since)?;
-        relay.lock().phase = Phase::Queued(place);
+        let first_token = left.and_then(|_| state.first_token(&active));
+        let (place, displaced) = state.queue.push(&active, first_token, left, since)?;
+        active.lock().phase = Phase::Queued(place);
         for other in displaced {
             other.lock().fail(state.queue.displaced());
             other.notify();
         }
         let number = state.next_ticket;
         state.next_ticket += 1;
-        state.open.insert(number, relay.clone());
-        state.pump(now);
+        state.open.insert(number, active.clone());
+        state.dispatch_waiting(now);
         drop(state);
-        Ok(Ticket { dispatch: self.clone(), relay, number })
+        Ok(Ticket { dispatch: self.clone(), active, number })
     }
 
     /// Sizes of blocks at a lane's workers; none where the placement does not look at blocks.
     fn block_sizes(&self, lane: LaneId) -> Vec<u32> {
         let state = self.lock();
-        if !state.placing.reads_prefixes() {
+        if !state.placement.reads_prefixes() {
             return Vec::new();
         }
         let sizes: BTreeSet<u32> = state.sessions_of(lane).map(|session| session.block_tokens).collect();
@@ -275,21 +255,21 @@ impl Dispatch {
     }
 
     /// How much the router holds.
-    pub(crate) fn census(&self) -> Census {
+    pub(crate) fn stats(&self) -> RouterStats {
         let state = self.lock();
         let used = state.sessions.values().map(|session| session.ledger.used());
-        Census {
+        RouterStats {
             open: state.open.len(),
-            waiting: state.queue.len() + state.parked.len() + state.suspects.len(),
-            in_flight: state.sessions.values().map(|session| session.flights.len()).sum(),
+            waiting: state.queue.len() + state.retries.len() + state.quarantined.len(),
+            in_flight: state.sessions.values().map(|session| session.submissions.len()).sum(),
             sequences: used.clone().map(|used| used.sequences).sum(),
             blocks: used.map(|used| used.blocks).sum(),
         }
     }
 
-    fn withdraw(&self, relay: &Relay, choice: u32) {
+    fn withdraw(&self, active: &ActiveRequest, choice: u32) {
         let mut state = self.lock();
-        let mut request = relay.lock();
+        let mut request = active.lock();
         if !request.journal.withdraw(choice) {
             return;
         }
@@ -303,26 +283,26 @@ impl Dispatch {
             Phase::Queued(place) if ended => {
                 state.queue.remove(&place);
             }
-            Phase::Queued(_) | Phase::Parked | Phase::Paused | Phase::Ended => {}
+            Phase::Queued(_) | Phase::AwaitingRetry | Phase::Paused | Phase::Ended => {}
         }
         if ended {
             request.phase = Phase::Ended;
         }
         drop(request);
-        state.pump(clock::now());
+        state.dispatch_waiting(clock::now());
     }
 
-    fn release(&self, ticket: u64, relay: &Relay) {
+    fn release(&self, ticket: u64, active: &ActiveRequest) {
         let mut state = self.lock();
         state.open.remove(&ticket);
-        state.withdraw_all(relay);
-        relay.lease.end();
-        state.pump(clock::now());
+        state.cancel_everywhere(active);
+        active.guard.end();
+        state.dispatch_waiting(clock::now());
     }
 }
 
-impl State {
-    fn session(&mut self, worker: usize, id: u64) -> Option<&mut Session> {
+impl DispatcherState {
+    fn session(&mut self, worker: usize, id: u64) -> Option<&mut WorkerSession> {
         self.sessions.get_mut(&worker).filter(|session| session.id == id)
     }
 
@@ -332,50 +312,52 @@ impl State {
     }
 
     /// Queues a request that was handed over before, ahead of all that never were.
-    fn put_back(&mut self, relay: &Arc<Relay>, now: Instant) {
+    fn requeue_first(&mut self, active: &Arc<ActiveRequest>, now: Instant) {
         let since = self.since(now);
-        let mut request = relay.lock();
+        let mut request = active.lock();
         let Some(place) = request.place.take() else { return };
-        request.phase = Phase::Queued(self.queue.put_back(&place, relay, since));
+        request.phase = Phase::Queued(self.queue.requeue_first(&place, active, since));
     }
 
     /// The soonest first token that a worker promises a new request.
-    fn first_token(&self, relay: &Relay) -> Option<Duration> {
-        let fits = |session: &&Session| session.fits(&relay.call);
-        let of_lane = self.sessions_of(relay.call.lane).filter(|session| session.takes()).filter(fits);
+    fn first_token(&self, active: &ActiveRequest) -> Option<Duration> {
+        let fits = |session: &&WorkerSession| session.fits(&active.call);
+        let of_lane =
+            self.sessions_of(active.call.lane).filter(|session| session.accepts_requests()).filter(fits);
         let promised =
-            of_lane.map(|session| self.placing.first_token(session.worker, &relay.call, relay.chains()));
+            of_lane.map(|session| self.placement.first_token(session.worker, &active.call, active.chains()));
         // A worker that says nothing may be the soonest.
         promised.min().flatten()
     }
 
     /// Hands over what can be handed over: lane by lane, in order. A head that finds no room may be overtaken, a bounded
     /// number of times, by those behind it that do.
-    fn pump(&mut self, now: Instant) {
-        self.release_parked(now);
-        self.place_suspects(now);
+    fn dispatch_waiting(&mut self, now: Instant) {
+        self.release_retries(now);
+        self.place_quarantined(now);
         let since = self.since(now);
         let lanes: Vec<LaneId> = self.queue.lanes().collect();
         for lane in lanes {
-            while let Some((place, relay)) = self.queue.head(lane, since) {
-                if self.advance(&place, &relay, now) {
+            while let Some((place, active)) = self.queue.head(lane, since) {
+                if self.try_dispatch(&place, &active, now) {
                     continue;
                 }
                 let one = Credits { sequences: 1, blocks: 1 };
-                let room = |s: &Session| s.takes() && s.ledger.grant().fit(s.ledger.used(), one);
+                let room =
+                    |s: &WorkerSession| s.accepts_requests() && s.ledger.grant().fit(s.ledger.used(), one);
                 if !self.sessions_of(lane).any(room) {
                     break;
                 }
-                let mut behind = self.queue.behind(&place, since).into_iter();
-                if !behind.any(|(other, relay)| self.advance(&other, &relay, now)) {
+                let mut behind = self.queue.bypass_candidates(&place, since).into_iter();
+                if !behind.any(|(other, active)| self.try_dispatch(&other, &active, now)) {
                     break;
                 }
-                self.queue.overtake(&place);
+                self.queue.count_bypass(&place);
             }
         }
         for session in self.sessions.values_mut() {
             // A suspect waits outside of the queue, and needs a grant of its worker as much.
-            session.tell_backlog(self.queue.waits_in(session.lane) || session.awaits_suspect());
+            session.send_backlog(self.queue.waits_in(session.lane) || session.awaits_quarantined());
         }
         self.gauges.requests.set(self.queue.len() as f64);
         self.gauges.tokens.set(self.queue.tokens() as f64);
@@ -383,47 +365,47 @@ impl State {
     }
 
     /// Hands a waiting request over, or ends it if it cannot run; whether it has left the queue.
-    fn advance(&mut self, place: &Place, relay: &Arc<Relay>, now: Instant) -> bool {
-        match self.place(relay, now) {
-            Verdict::Wait => false,
-            Verdict::Fail(outcome) => {
+    fn try_dispatch(&mut self, place: &Place, active: &Arc<ActiveRequest>, now: Instant) -> bool {
+        match self.choose_worker(active, now) {
+            PlacementDecision::Wait => false,
+            PlacementDecision::Fail(outcome) => {
                 self.queue.remove(place);
-                relay.lock().fail(outcome);
-                relay.notify();
+                active.lock().fail(outcome);
+                active.notify();
                 true
             }
-            Verdict::Hand(worker) => {
+            PlacementDecision::Dispatch(worker) => {
                 let since = self.since(now);
-                self.queue.take(place, relay.call.lane, since);
-                relay.lock().place = Some(*place);
-                self.hand_over(relay, worker, now);
+                self.queue.take(place, active.call.lane, since);
+                active.lock().place = Some(*place);
+                self.dispatch_to(active, worker, now);
                 true
             }
         }
     }
 
-    fn place(&mut self, relay: &Relay, now: Instant) -> Verdict {
-        if relay.expired(now) {
-            return Verdict::Fail(Outcome::DeadlineExceeded);
+    fn choose_worker(&mut self, active: &ActiveRequest, now: Instant) -> PlacementDecision {
+        if active.expired(now) {
+            return PlacementDecision::Fail(Outcome::DeadlineExceeded);
         }
-        let mut request = relay.lock();
-        let lane = relay.call.lane;
-        let fits = |session: &&Session| session.fits(&relay.call);
+        let mut request = active.lock();
+        let lane = active.call.lane;
+        let fits = |session: &&WorkerSession| session.fits(&active.call);
         // Those that are kept for a suspect take others again soon.
         let in_time =
             || self.sessions.values().filter(|s| s.lane == lane && s.draining.is_none()).filter(fits);
         let generated = request.journal.tokens();
         let begun = generated > 0;
-        let same = |session: &&Session| request.fingerprint.as_ref() == Some(&session.fingerprint);
-        let sessions = || in_time().filter(|session| session.takes());
+        let same = |session: &&WorkerSession| request.fingerprint.as_ref() == Some(&session.fingerprint);
+        let sessions = || in_time().filter(|session| session.accepts_requests());
         // A stream that has begun goes on with the very same tokens where that is possible at all.
         let keep_fingerprint = begun && in_time().any(|session| same(&session));
         let since = self.since(now);
         let admitted =
-            |session: &&Session| self.outliers.admits(session.worker, session.flights.len(), since);
+            |session: &&WorkerSession| self.outliers.admits(session.worker, session.submissions.len(), since);
         // Where nobody but ejected workers is left, one of them is better than none.
         let admits = sessions().any(|session| (!keep_fingerprint || same(&session)) && admitted(&session));
-        let standing = |session: &Session| {
+        let standing = |session: &WorkerSession| {
             if session.draining.is_some() {
                 Standing::Draining
             } else if !fits(&session) || (keep_fingerprint && !same(&session)) {
@@ -441,18 +423,20 @@ impl State {
                 standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
-                urgent: session.ledger.urgent(relay.call.priority),
+                urgent: session.ledger.urgent(active.call.priority),
                 need: Credits {
                     sequences: request.journal.running().count_ones(),
-                    blocks: request.journal.blocks(relay.call.prompt.len(), session.block_tokens),
+                    blocks: request.journal.blocks(active.call.prompt.len(), session.block_tokens),
                 },
-                avoid: request.avoid == Some(session.worker) || session.quiet(now),
+                avoid: request.avoid == Some(session.worker) || session.is_overdue(now),
                 ..Candidate::default()
             })
             .map(|candidate| {
                 // Only where it matters: finding out takes a look-up for each block.
                 let estimate = match candidate.standing == Standing::Serving && candidate.has_room() {
-                    true => self.placing.estimate(candidate.worker, &relay.call, generated, relay.chains()),
+                    true => {
+                        self.placement.estimate(candidate.worker, &active.call, generated, active.chains())
+                    }
                     false => Estimate::default(),
                 };
                 Candidate { estimate, ..candidate }
@@ -465,31 +449,31 @@ impl State {
             && now.saturating_duration_since(*request.unfit_since.get_or_insert(now)) >= self.unfit_wait
         {
             // The workers that could run it went while it waited.
-            if let Some(required) = &relay.call.require_fingerprint
+            if let Some(required) = &active.call.require_fingerprint
                 && self.fingerprints(lane).all(|served| served != required)
             {
-                return Verdict::Fail(self.unknown_fingerprint(lane, required));
+                return PlacementDecision::Fail(self.unknown_fingerprint(lane, required));
             }
-            return Verdict::Fail(Outcome::Invalid(format!(
+            return PlacementDecision::Fail(Outcome::Invalid(format!(
                 "prompt and max_tokens come to {} tokens, more than the workers now connected can hold",
-                relay.call.sequence_tokens()
+                active.call.sequence_tokens()
             )));
         }
-        match self.placing.choose(&relay.call, generated, &candidates) {
-            Some(worker) => Verdict::Hand(worker),
-            None => Verdict::Wait,
+        match self.placement.choose(&active.call, generated, &candidates) {
+            Some(worker) => PlacementDecision::Dispatch(worker),
+            None => PlacementDecision::Wait,
         }
     }
 
-    fn hand_over(&mut self, relay: &Arc<Relay>, worker: usize, now: Instant) {
+    fn dispatch_to(&mut self, active: &Arc<ActiveRequest>, worker: usize, now: Instant) {
         let submission = self.next_submission;
         self.next_submission += 1;
         let Some(session) = self.sessions.get_mut(&worker) else { return };
-        let mut request = relay.lock();
+        let mut request = active.lock();
         if request.run_on(&session.fingerprint) {
             metrics::counter!(names::FINGERPRINT_CHANGES).increment(1);
             tracing::warn!(
-                request_id = relay.call.request_id,
+                request_id = active.call.request_id,
                 worker = session.address,
                 fingerprint = &*session.fingerprint,
                 "stream continues on a worker with another fingerprint; its tokens may differ"
@@ -499,31 +483,31 @@ impl State {
         request.queue_span = None;
         if request.times.placed.is_none() {
             request.times.placed = Some(now);
-            let waited = now.saturating_duration_since(relay.call.arrived);
-            let model = relay.call.model.clone();
+            let waited = now.saturating_duration_since(active.call.arrived);
+            let model = active.call.model.clone();
             metrics::histogram!(names::QUEUE_SECONDS, "model" => model.clone()).record(waited);
             metrics::counter!(names::PROMPT_TOKENS, "model" => model)
-                .increment(relay.call.prompt.len() as u64);
+                .increment(active.call.prompt.len() as u64);
         }
-        let prompt_blocks = AdmissionCost::new(session.block_tokens).prompt(relay.call.prompt.len());
+        let prompt_blocks = AdmissionCost::new(session.block_tokens).prompt(active.call.prompt.len());
         let choices = request.journal.choice_blocks(session.block_tokens).collect();
-        let mut submit = relay.submission(&request.journal, submission, now);
+        let mut submit = active.submission(&request.journal, submission, now);
         if let Some(place) = &request.place {
             // A stream that has begun was charged for its prompt before.
-            let prompt = if request.journal.tokens() > 0 { 0 } else { relay.call.prompt.len() };
-            submit.virtual_start_time = Some(self.queue.hand(place, submission, prompt).thousandths());
-            submit.min_waiting_virtual_time = self.queue.least(session.lane).map(Service::thousandths);
+            let prompt = if request.journal.tokens() > 0 { 0 } else { active.call.prompt.len() };
+            submit.virtual_start_time = Some(self.queue.charge_provisionally(place, submission, prompt));
+            submit.min_waiting_virtual_time = self.queue.min_waiting_virtual_time(session.lane);
         }
         let attempt = request.journal.attempt();
-        self.placing.route(worker, submission, &relay.call, request.journal.tokens(), relay.chains());
+        self.placement.route(worker, submission, &active.call, request.journal.tokens(), active.chains());
         drop(request);
-        session.submit(relay, attempt, prompt_blocks, choices, submit);
-        relay.notify();
+        session.submit(active, attempt, prompt_blocks, choices, submit);
+        active.notify();
     }
 }
 
-enum Verdict {
+enum PlacementDecision {
     Wait,
     Fail(Outcome),
-    Hand(usize),
+    Dispatch(usize),
 }

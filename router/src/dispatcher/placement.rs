@@ -3,31 +3,29 @@
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::Duration;
 
-use inflight_proto::v1;
-use inflight_proto::v1::kv_event::Event;
 use inflight_router_core::{
-    Ask, CacheChange, Candidate, Chain, Estimate, Fleet, IndexStep, Placer, SnapshotPiece, Tier, WorkerLoad,
+    Ask, Candidate, Chain, Estimate, Fleet, IndexStep, Placer, SnapshotPiece, WorkerUpdate,
 };
 use metrics::Gauge;
 
+use crate::dispatcher::request::AdmittedCall;
 use crate::metrics as names;
 use crate::options::Options;
-use crate::relay::Call;
 
 /// Blocks of one worker in the index, whatever it says it has: 64 million tokens in blocks of 16.
 pub(crate) const INDEX_BLOCKS_MAX: usize = 1 << 22;
 /// Tokens that a request is expected to generate, if it may: few clients know, and the placement only weighs decodes against
 /// prefills by it.
-const OUTPUT_TOKENS: u32 = 256;
+const EXPECTED_OUTPUT_TOKENS: u32 = 256;
 
 /// The placement with all that it knows.
-pub(crate) struct Placing {
+pub(crate) struct PlacementState {
     placer: Placer,
     fleet: Fleet,
     indexed: Gauge,
 }
 
-impl Placing {
+impl PlacementState {
     pub(crate) fn new(options: &Options) -> Self {
         let mut seed = DefaultHasher::new();
         (&options.router_id, &options.incarnation).hash(&mut seed);
@@ -48,24 +46,20 @@ impl Placing {
         self.indexed.set(self.fleet.indexed_blocks() as f64);
     }
 
-    /// Whether requests need [`Placing::chains`].
+    /// Whether requests need [`PlacementState::chains`].
     pub(crate) fn reads_prefixes(&self) -> bool {
         self.placer.reads_prefixes()
     }
 
     /// Takes in what an update says. Returns whether the worker is to be asked for a snapshot of its cache.
-    pub(crate) fn news(&mut self, worker: usize, address: &str, update: &v1::Update) -> bool {
+    pub(crate) fn apply_update(&mut self, worker: usize, address: &str, update: &WorkerUpdate) -> bool {
         if let Some(cost) = update.cost {
-            self.fleet.set_cost(worker, cost.into());
+            self.fleet.set_cost(worker, cost);
         }
         if let Some(load) = update.load {
-            let seconds = |micros: u64| micros as f64 / 1e6;
-            let stretch = f64::from(load.prefill_slowdown);
-            let load =
-                WorkerLoad::new(seconds(load.prefill_backlog_us), stretch, seconds(load.decode_iteration_us));
             self.fleet.set_load(worker, load, update.submissions_received);
         }
-        if !self.reads_prefixes() || (update.kv_snapshot.is_none() && update.kv_events.is_none()) {
+        if !self.reads_prefixes() || (update.cache_snapshot.is_none() && update.cache_events.is_none()) {
             return false;
         }
         let mut lost = false;
@@ -79,28 +73,24 @@ impl Placing {
                 metrics::counter!(names::PREFIX_INDEX_OVERFULL, "worker" => address.to_owned()).increment(1);
             }
         };
-        if let Some(piece) = &update.kv_snapshot {
-            let v1::KvSnapshot { is_first, device_block_hashes, host_block_hashes, next_event } = piece;
-            take(self.fleet.load(
-                worker,
-                SnapshotPiece {
-                    first: *is_first,
-                    device: device_block_hashes,
-                    host: host_block_hashes,
-                    next: *next_event,
-                },
-            ));
+        if let Some(piece) = &update.cache_snapshot {
+            let piece = SnapshotPiece {
+                first: piece.first,
+                device: &piece.device,
+                host: &piece.host,
+                next: piece.next_event,
+            };
+            take(self.fleet.load(worker, piece));
         }
-        if let Some(events) = &update.kv_events {
-            let changes = events.events.iter().map(|event| event.event.map_or(CacheChange::Unknown, change));
-            take(self.fleet.apply(worker, events.first_event, changes));
+        if let Some(events) = &update.cache_events {
+            take(self.fleet.apply(worker, events.first, events.changes.iter().copied()));
         }
         self.indexed.set(self.fleet.indexed_blocks() as f64);
         lost
     }
 
     /// The names of a prompt's blocks, for each size of blocks.
-    pub(crate) fn chains(call: &Call, block_sizes: &[u32]) -> Vec<Chain> {
+    pub(crate) fn chains(call: &AdmittedCall, block_sizes: &[u32]) -> Vec<Chain> {
         block_sizes.iter().map(|size| Chain::of_prompt(&call.tenant, &call.prompt, *size)).collect()
     }
 
@@ -108,7 +98,7 @@ impl Placing {
     pub(crate) fn estimate(
         &self,
         worker: usize,
-        call: &Call,
+        call: &AdmittedCall,
         generated: usize,
         chains: &[Chain],
     ) -> Estimate {
@@ -117,7 +107,7 @@ impl Placing {
 
     pub(crate) fn choose(
         &mut self,
-        call: &Call,
+        call: &AdmittedCall,
         generated: usize,
         candidates: &[Candidate],
     ) -> Option<usize> {
@@ -129,7 +119,7 @@ impl Placing {
         &mut self,
         worker: usize,
         submission: u64,
-        call: &Call,
+        call: &AdmittedCall,
         generated: usize,
         chains: &[Chain],
     ) {
@@ -142,7 +132,12 @@ impl Placing {
 
     /// Predicted time to the first token at a worker once it has the request; `None` if the worker has not said what
     /// things cost there.
-    pub(crate) fn first_token(&self, worker: usize, call: &Call, chains: &[Chain]) -> Option<Duration> {
+    pub(crate) fn first_token(
+        &self,
+        worker: usize,
+        call: &AdmittedCall,
+        chains: &[Chain],
+    ) -> Option<Duration> {
         let prompt_tokens = ask(call, 0).prompt_tokens;
         let estimate = self.fleet.estimate(worker, prompt_tokens, chains);
         self.fleet
@@ -157,20 +152,10 @@ impl Placing {
     }
 }
 
-fn ask(call: &Call, generated: usize) -> Ask {
+fn ask(call: &AdmittedCall, generated: usize) -> Ask {
     let tokens = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     Ask {
         prompt_tokens: tokens(call.prompt.len() + generated),
-        output_tokens: call.max_tokens.saturating_sub(tokens(generated)).min(OUTPUT_TOKENS),
-    }
-}
-
-fn change(event: Event) -> CacheChange {
-    match event {
-        Event::Stored(block) => CacheChange::Stored(Tier::Device, block),
-        Event::Removed(block) => CacheChange::Removed(Tier::Device, block),
-        Event::StoredOnHost(block) => CacheChange::Stored(Tier::Host, block),
-        Event::RemovedFromHost(block) => CacheChange::Removed(Tier::Host, block),
-        Event::Cleared(_) => CacheChange::Cleared,
+        output_tokens: call.max_tokens.saturating_sub(tokens(generated)).min(EXPECTED_OUTPUT_TOKENS),
     }
 }

@@ -1,0 +1,23 @@
+//! Paths of gRPC methods that are treated differently before their messages are read.
+
+/// Path of KServe's bidirectional inference stream: one call carries many requests.
+pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
+
+/// Whether a path needs no authentication: health probes and reflection.
+pub(crate) fn is_open(path: &str) -> bool {
+    path.starts_with("/grpc.")
+        || matches!(
+            path,
+            "/inference.GRPCInferenceService/ServerLive" | "/inference.GRPCInferenceService/ServerReady"
+        )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_open;
+
+    #[test]
+    fn health_needs_no_key_and_generation_does() {
+        assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));
+    }
+}

@@ -1,0 +1,136 @@
+//! Conversions between the session's protobuf messages and the types that the dispatcher decides on.
+
+use std::time::Duration;
+
+use inflight_contract::{Charged, FinishReason, Service};
+use inflight_proto::v1;
+use inflight_proto::v1::kv_event::Event;
+use inflight_proto::v1::session_request::Message;
+use inflight_router_core::{
+    CacheChange, CacheEvents, CacheSnapshot, Credits, Grant, IncarnationCounters, ResumedChoice, SequenceEnd,
+    SequenceUpdate, Submission, TenantCounter, Tier, WorkerCommand, WorkerLoad, WorkerUpdate,
+};
+
+/// Converts an update of a worker.
+pub(crate) fn update(update: v1::Update) -> WorkerUpdate {
+    WorkerUpdate {
+        sequences: update.sequences.into_iter().map(sequence).collect(),
+        grant: update.grant.map(|grant| Grant {
+            credits: Credits { sequences: grant.sequences, blocks: grant.kv_blocks },
+            priority_sequences: grant.priority_sequences,
+        }),
+        draining: update.draining,
+        cost: update.cost.map(Into::into),
+        load: update.load.map(|load| {
+            let seconds = |micros: u64| micros as f64 / 1e6;
+            let slowdown = f64::from(load.prefill_slowdown);
+            WorkerLoad::new(seconds(load.prefill_backlog_us), slowdown, seconds(load.decode_iteration_us))
+        }),
+        submissions_received: update.submissions_received,
+        cache_snapshot: update.kv_snapshot.map(|piece| CacheSnapshot {
+            first: piece.is_first,
+            device: piece.device_block_hashes,
+            host: piece.host_block_hashes,
+            next_event: piece.next_event,
+        }),
+        cache_events: update.kv_events.map(|events| CacheEvents {
+            first: events.first_event,
+            changes: events
+                .events
+                .into_iter()
+                .map(|event| event.event.map_or(CacheChange::Unknown, cache_change))
+                .collect(),
+        }),
+        services: update.services.into_iter().map(counter).collect(),
+        service_tables: update
+            .service_tables
+            .into_iter()
+            .map(|table| IncarnationCounters {
+                incarnation: table.incarnation,
+                tenants: table.tenants.into_iter().map(counter).collect(),
+            })
+            .collect(),
+        router_count: update.router_count,
+        virtual_time: Service::from_thousandths(update.virtual_time),
+    }
+}
+
+fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
+    let finish = match v1::FinishReason::try_from(update.finish_reason) {
+        Ok(reason) => reason.to_contract(),
+        // A reason of a newer protocol: the choice has ended, and how is not known.
+        Err(_) => Some(FinishReason::Error),
+    };
+    let end = finish.map(|reason| match reason {
+        FinishReason::Error => SequenceEnd::Failed { code: update.error_code, message: update.error },
+        reason => SequenceEnd::Finished(reason),
+    });
+    SequenceUpdate {
+        submission: update.submission_id,
+        attempt: update.attempt,
+        choice: update.choice,
+        tokens: update.token_ids,
+        // An entry without a chosen token is dropped, so that the journal finds one too few.
+        logprobs: update.logprobs.into_iter().filter_map(v1::PositionLogprobs::to_contract).collect(),
+        end,
+        computed_tokens: update.computed_tokens,
+    }
+}
+
+fn cache_change(event: Event) -> CacheChange {
+    match event {
+        Event::Stored(block) => CacheChange::Stored(Tier::Device, block),
+        Event::Removed(block) => CacheChange::Removed(Tier::Device, block),
+        Event::StoredOnHost(block) => CacheChange::Stored(Tier::Host, block),
+        Event::RemovedFromHost(block) => CacheChange::Removed(Tier::Host, block),
+        Event::Cleared(_) => CacheChange::Cleared,
+    }
+}
+
+fn counter(counter: v1::TenantServiceCounter) -> TenantCounter {
+    let charged = Charged { cost: counter.service, base: counter.baseline };
+    TenantCounter { tenant: counter.tenant, charged }
+}
+
+/// Converts a command to a worker.
+pub(crate) fn command(command: WorkerCommand) -> v1::SessionRequest {
+    let message = match command {
+        WorkerCommand::Submit(submission) => Message::Submit(submit(*submission)),
+        WorkerCommand::Cancel { submission, choice } => {
+            Message::Cancel(v1::Cancel { submission_id: submission, choice })
+        }
+        WorkerCommand::Backlog { waiting } => Message::Backlog(v1::Backlog { has_waiting_requests: waiting }),
+        WorkerCommand::ServiceTable(IncarnationCounters { incarnation, tenants }) => {
+            let tenants = tenants.into_iter().map(|TenantCounter { tenant, charged }| {
+                v1::TenantServiceCounter { tenant, service: charged.cost, baseline: charged.base }
+            });
+            Message::ServiceTable(v1::ServiceTable { incarnation, tenants: tenants.collect() })
+        }
+        WorkerCommand::ResyncPrefixCache => Message::ResyncPrefixCache(v1::ResyncPrefixCache {}),
+    };
+    v1::SessionRequest { message: Some(message) }
+}
+
+fn submit(submission: Submission) -> v1::Submit {
+    let micros = |left: Duration| u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
+    let resumed = submission.resumed.into_iter().map(|ResumedChoice { choice, tokens, finished }| {
+        v1::ResumedChoice { choice, token_ids: tokens, finished }
+    });
+    v1::Submit {
+        submission_id: submission.id,
+        attempt: submission.attempt,
+        request_id: submission.request_id,
+        prompt_token_ids: submission.prompt,
+        resumed: resumed.collect(),
+        sampling: Some(v1::SamplingParams::from_spec(&submission.sampling)),
+        stop: Some(v1::StopConditions::from_spec(&submission.sampling, submission.max_tokens)),
+        tenant: submission.tenant,
+        weight: submission.weight,
+        priority: submission.priority,
+        deadline_us: submission.deadline.map(micros),
+        traceparent: submission.traceparent,
+        tracestate: submission.tracestate,
+        virtual_start_time: submission.virtual_start_time.map(Service::thousandths),
+        min_waiting_virtual_time: submission.min_waiting_virtual_time.map(Service::thousandths),
+    }
+}
