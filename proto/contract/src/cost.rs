@@ -1,4 +1,4 @@
-//! Coefficients of a device's linear cost model, which workers fit and report and routers place requests by.
+//! Coefficients of a device's linear cost model, which workers fit and report and routers index requests by.
 
 /// Cost of forward passes and of KV block copies on one device. Every coefficient is in seconds.
 ///
@@ -148,8 +148,8 @@ mod tests {
                 &mut other.copy_s,
                 &mut other.copy_block_s,
             ];
-            for (place, field) in fields.into_iter().enumerate() {
-                *field *= if place == at { 1.1 } else { 1.0 };
+            for (index, field) in fields.into_iter().enumerate() {
+                *field *= if index == at { 1.1 } else { 1.0 };
             }
             assert!(cost.differs(&other, 0.05) && !cost.differs(&other, 0.2), "coefficient {at}");
         }

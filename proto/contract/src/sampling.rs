@@ -115,22 +115,22 @@ impl SamplingSpec {
         within("presence_penalty", self.presence_penalty, -2.0, 2.0, "[-2, 2]")?;
         within("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "[-2, 2]")?;
         within("repetition_penalty", self.repetition_penalty, f32::MIN_POSITIVE, 100.0, "(0, 100]")?;
-        let counted = |name, value: i64, low: i64, high: i64, range| {
+        let within_integers = |name, value: i64, low: i64, high: i64, range| {
             if (low..=high).contains(&value) {
                 Ok(())
             } else {
                 Err(SamplingError::OutOfRange { name, value: value as f64, range })
             }
         };
-        counted("top_k", self.top_k.into(), 0, i32::MAX.into(), "[0, 2147483647]")?;
-        counted("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
+        within_integers("top_k", self.top_k.into(), 0, i32::MAX.into(), "[0, 2147483647]")?;
+        within_integers("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
         let logprobs = self.logprobs.unwrap_or(0);
-        counted("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
-        let short = |name, len, most| {
+        within_integers("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
+        let check_len = |name, len, most| {
             if len <= most { Ok(()) } else { Err(SamplingError::TooMany { name, len, most }) }
         };
-        short("logit_bias", self.logit_bias.len(), Self::LOGIT_BIAS_MAX)?;
-        short("stop_token_ids", self.stop_token_ids.len(), Self::STOP_TOKEN_IDS_MAX)?;
+        check_len("logit_bias", self.logit_bias.len(), Self::LOGIT_BIAS_MAX)?;
+        check_len("stop_token_ids", self.stop_token_ids.len(), Self::STOP_TOKEN_IDS_MAX)?;
         for (_, bias) in &self.logit_bias {
             within("logit_bias", *bias, -100.0, 100.0, "[-100, 100]")?;
         }

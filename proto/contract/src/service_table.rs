@@ -68,7 +68,7 @@ pub struct Expired {
 #[derive(Debug, Clone, Default)]
 struct Incarnation {
     counters: BTreeMap<String, MergedCounter>,
-    /// Value of [`ServiceTable::merges`] at its last update.
+    /// Value of `merges` at its last update.
     updated: u64,
     /// Whether the worker has a session here.
     connected: bool,
@@ -122,13 +122,16 @@ impl ServiceTable {
             *total = total.saturating_add(grown);
             return grown;
         }
-        let grown =
-            if entry.returned { 0 } else { charged.cost.saturating_sub(charged.base.max(entry.evicted_cost_max)) };
+        let grown = if entry.returned {
+            0
+        } else {
+            charged.cost.saturating_sub(charged.base.max(entry.evicted_cost_max))
+        };
         let full = entry.counters.len() >= tenants_max;
         if full {
             let costs = entry.counters.iter().map(|(name, counter)| (counter.charged.cost, name));
-            if let Some((cost, least)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
-                entry.counters.remove(&least);
+            if let Some((cost, evicted)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
+                entry.counters.remove(&evicted);
                 entry.evicted_cost_max = entry.evicted_cost_max.max(cost);
             }
         }
@@ -150,10 +153,9 @@ impl ServiceTable {
     /// longer. Returns the growth counted for their tenants. `now` must not decrease between calls.
     pub fn expire(&mut self, now: Duration, hearsay_max: Duration) -> Vec<Expired> {
         self.now = now;
-        let old = self
-            .incarnations
-            .iter()
-            .filter(|(_, entry)| !entry.ever_connected && now.saturating_sub(entry.first_seen) >= hearsay_max);
+        let old = self.incarnations.iter().filter(|(_, entry)| {
+            !entry.ever_connected && now.saturating_sub(entry.first_seen) >= hearsay_max
+        });
         let old: Vec<String> = old.map(|(name, _)| name.clone()).collect();
         let mut expired = Vec::new();
         for name in old {

@@ -497,7 +497,7 @@ mod tests {
         /// Charges reported in any pieces before the weight is known give the same service as charges after
         /// it.
         #[test]
-        fn service_charged_before_a_tenants_weight_is_known_counts_by_that_weight(
+        fn service_charged_before_the_weight_is_known_counts_by_that_weight(
             tenants in prop::collection::vec((0.1f32..10.0, prop::collection::vec(1u64..1_000_000, 1..5)), 1..10)
         ) {
             let mut remote = TenantService::new(TokenCost::default(), 100);
