@@ -54,7 +54,7 @@ pub struct ChildSpec {
     pub drain_timeout: Duration,
 }
 
-/// Event in the life of a child process.
+/// Lifecycle event of a child process.
 #[derive(Debug)]
 pub enum ChildEvent {
     /// The child is loading its model.

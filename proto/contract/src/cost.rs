@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_any_coefficient_is_seen() {
+    fn a_change_of_any_coefficient_is_detected() {
         let cost = distinct();
         assert!(!cost.differs(&cost, 0.0));
         for at in 0..7 {
