@@ -1,9 +1,9 @@
-//! Flags, environment and configuration file become one set of arguments.
+//! Merges flags, environment variables and the configuration file into one set of arguments.
 //!
-//! A role's options are declared once, as clap arguments: names, types, defaults, environment variables and
-//! help. The keys of a configuration file are the same names. They are turned into flags and put where the
-//! command line and the environment are silent, so that there is one parser and one validation, and the
-//! precedence is flag, environment, file, default.
+//! The options of a role are declared once, as clap arguments with names, types, defaults, environment
+//! variables and help. Keys of a configuration file have the names of the flags. Those that neither command
+//! line nor environment set are converted to flags, so that clap is the only parser and validator.
+//! Precedence: flag, environment, file, default.
 
 use std::any::TypeId;
 use std::collections::BTreeMap;
@@ -16,109 +16,109 @@ use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory as _, FromArgMatc
 use toml::{Spanned, Value};
 
 use crate::Cli;
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::renamed;
 
-/// Name of the flag that names the file.
+/// Name of the flag of the configuration file.
 const CONFIG: &str = "config";
 
-/// A parsed command line.
+/// Parsed command line.
 #[derive(Debug)]
 pub struct Invocation {
-    /// The typed arguments.
+    /// Typed arguments.
     pub cli: Cli,
-    /// The subcommand's raw matches, from which `up` passes options on.
+    /// Raw matches of the subcommand, from which `up` forwards options to its children.
     pub matches: ArgMatches,
 }
 
-/// Why a configuration file was refused.
+/// Reason for which a configuration file was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It could not be read.
+    /// The file could not be read.
     #[error("cannot read the configuration file {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// It is not TOML.
+    /// The file is not valid TOML.
     #[error("{}: {message}", path.display())]
     Syntax {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the parser says, with line and column.
+        /// Message of the parser, with line and column.
         message: String,
     },
-    /// A key names no option.
+    /// A key is not the name of an option.
     #[error("{}:{line}: unknown key `{key}`; `inflight {role}` knows: {known}", path.display())]
     UnknownKey {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// The subcommand.
+        /// Name of the subcommand.
         role: String,
-        /// All valid keys.
+        /// All valid keys, separated by commas.
         known: String,
     },
     /// A key was renamed.
     #[error("{}:{line}: key `{old}` was renamed to `{new}`; use the new name", path.display())]
     RenamedKey {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The key.
+        /// Key in the file.
         old: String,
-        /// What it is called now.
+        /// Current name of the key.
         new: &'static str,
     },
-    /// A value does not fit its key.
+    /// A value is invalid for its key.
     #[error("{}:{line}: key `{key}`: {message}", path.display())]
     Value {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The key.
+        /// Key in the file.
         key: String,
-        /// What is wrong with it.
+        /// Description of the problem.
         message: String,
     },
 }
 
-/// Parses the process's arguments, the program's name first.
+/// Parses the arguments of the process, starting with the program name.
 ///
 /// # Errors
-/// clap's own, or [`Error`] as a message with exit code 2.
-pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation, Failure> {
+/// The error of clap, or [`Error`] as a message with exit code 2.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation, CommandError> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     renamed::check(&arguments, std::env::vars_os())?;
-    let first = Cli::command().try_get_matches_from(&arguments).map_err(Failure::Clap)?;
+    let first = Cli::command().try_get_matches_from(&arguments).map_err(CommandError::Clap)?;
     if let Some((role, matches)) = first.subcommand()
         && let Some(path) = configuration_file(matches)
     {
         let command = Cli::command();
         let Some(subcommand) = command.find_subcommand(role) else {
-            return Err(Failure::new(Exit::Usage, format!("unknown command `{role}`")));
+            return Err(CommandError::new(Exit::Usage, format!("unknown command `{role}`")));
         };
-        let flags =
-            file_flags(&path, subcommand, matches).map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
+        let flags = file_flags(&path, subcommand, matches)
+            .map_err(|e| CommandError::new(Exit::Usage, e.to_string()))?;
         // No global option takes a value, so the subcommand's name is the first argument that equals it.
         let at = arguments.iter().position(|argument| argument == role).map_or(arguments.len(), |at| at + 1);
         arguments.splice(at..at, flags);
     }
-    let matches = Cli::command().try_get_matches_from(&arguments).map_err(Failure::Clap)?;
-    let cli = Cli::from_arg_matches(&matches).map_err(Failure::Clap)?;
+    let matches = Cli::command().try_get_matches_from(&arguments).map_err(CommandError::Clap)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(CommandError::Clap)?;
     let matches = matches.subcommand().map(|(_, matches)| matches.clone()).unwrap_or_default();
     Ok(Invocation { cli, matches })
 }
 
-/// The flags, with their values, that the user set for the arguments of `group`: what one process passes on
-/// to another. Defaults are left out.
+/// Returns the flags with values that command line or environment set for the arguments of `group`, to
+/// forward them to a child process. Defaults are left out.
 pub fn given_flags(group: &Command, matches: &ArgMatches) -> Vec<OsString> {
     let mut flags = Vec::new();
     for argument in group.get_arguments() {
@@ -155,7 +155,7 @@ fn configuration_file(matches: &ArgMatches) -> Option<PathBuf> {
     matches.try_get_one::<PathBuf>(CONFIG).ok().flatten().cloned()
 }
 
-/// Reads the file and yields flags for the keys on which command line and environment are silent.
+/// Reads the file and returns flags for the keys that neither command line nor environment set.
 fn file_flags(path: &Path, role: &Command, matches: &ArgMatches) -> Result<Vec<OsString>, Error> {
     let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
     let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(&text).map_err(|error| {
@@ -187,18 +187,18 @@ fn file_flags(path: &Path, role: &Command, matches: &ArgMatches) -> Result<Vec<O
         };
         let given = key_flags(argument, &name, value.get_ref()).map_err(refuse)?;
         check(role, &given).map_err(refuse)?;
-        let silent = !matches!(
+        let unset = !matches!(
             matches.value_source(argument.get_id().as_str()),
             Some(ValueSource::CommandLine | ValueSource::EnvVariable)
         );
-        if silent {
+        if unset {
             flags.extend(given);
         }
     }
     Ok(flags)
 }
 
-/// The options a file may set: those with a long name, the file's own and the hidden ones aside.
+/// Returns the options that a file may set: those with a long name, except `--config` and hidden ones.
 fn options(role: &Command) -> impl Iterator<Item = &Arg> {
     role.get_arguments().filter(|argument| {
         argument.get_long().is_some_and(|long| long != CONFIG)
@@ -210,7 +210,10 @@ fn options(role: &Command) -> impl Iterator<Item = &Arg> {
     })
 }
 
-/// A key as flags; an error says which type of value the key takes.
+/// Converts a key and its value to flags.
+///
+/// # Errors
+/// The value has the wrong type; the message names the expected one.
 fn key_flags(argument: &Arg, name: &str, value: &Value) -> Result<Vec<OsString>, String> {
     match (argument.get_action(), value) {
         (ArgAction::SetTrue, Value::Boolean(true)) => Ok(vec![OsString::from(format!("--{name}"))]),
@@ -235,7 +238,7 @@ fn scalar(argument: &Arg, value: &Value) -> Result<String, String> {
         TypeId::of::<i64>(),
     ]);
     let float = is(&[TypeId::of::<f32>(), TypeId::of::<f64>()]);
-    let quantity = is(&[TypeId::of::<crate::units::Bytes>()]);
+    let quantity = is(&[TypeId::of::<crate::units::ByteSize>()]);
     let boolean = is(&[TypeId::of::<bool>()]);
     match value {
         Value::Boolean(truth) if boolean => Ok(truth.to_string()),
@@ -267,7 +270,7 @@ fn describe(value: &Value) -> String {
     }
 }
 
-/// Lets clap look at one key alone, so that its complaint can be put beside the key's line.
+/// Validates the flags of one key with clap, so that its error can be reported with the key's line.
 fn check(role: &Command, flags: &[OsString]) -> Result<(), String> {
     let mut words = vec![OsString::from(role.get_name())];
     words.extend_from_slice(flags);
@@ -284,7 +287,7 @@ fn check(role: &Command, flags: &[OsString]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Role;
+    use crate::Subcommand;
 
     fn worker(file: &str, flags: &[&str]) -> Result<crate::worker::Args, String> {
         let directory = inflight_fixtures::TempDir::new("config").unwrap();
@@ -293,14 +296,14 @@ mod tests {
         let words = ["inflight", "worker", "--config", path.to_str().unwrap()];
         let arguments = words.iter().chain(flags).map(OsString::from);
         match parse(arguments) {
-            Ok(Invocation { cli: Cli { role: Role::Worker(args) }, .. }) => Ok(*args),
+            Ok(Invocation { cli: Cli { subcommand: Subcommand::Worker(args) }, .. }) => Ok(*args),
             Ok(other) => panic!("parsed as {other:?}"),
             Err(failure) => Err(failure.to_string()),
         }
     }
 
     #[test]
-    fn a_file_fills_in_what_flags_leave_open_and_flags_win() {
+    fn a_file_sets_what_flags_leave_unset_and_flags_take_precedence() {
         let file =
             "block_tokens = 32\nmax-sequences = 7\nkv-cache-bytes = \"64MiB\"\nheartbeat = \"250ms\"\n";
         let args = worker(file, &["--max-sequences", "9"]).unwrap();
@@ -311,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_refused_by_line_and_key() {
+    fn an_invalid_file_is_rejected_with_line_and_key() {
         let unknown = worker("block-tokens = 16\n\nmax_sequence = 7\n", &[]).unwrap_err();
         assert!(unknown.contains(":3: unknown key `max_sequence`"), "{unknown}");
         assert!(unknown.contains("max-sequences"), "the valid keys are listed: {unknown}");
@@ -328,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_given_is_passed_on() {
+    fn only_flags_that_were_given_are_forwarded() {
         let words = ["inflight", "up", "--max-sequences", "5", "--model", "/m"].map(OsString::from);
         let invocation = parse(words).unwrap();
         let group = <crate::worker::EngineArgs as clap::Args>::augment_args(Command::new("group"));

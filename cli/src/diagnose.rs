@@ -1,11 +1,11 @@
-//! `inflight diagnose`: the bottlenecks of a worker.
+//! `inflight diagnose`: prints the bottlenecks that workers report.
 
 use std::io::Write as _;
 
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::v1::{DiagnoseRequest, DiagnoseResponse, IterationSummary, Load};
 
-use crate::exit::{self, Exit, Failure};
+use crate::exit::{self, CommandError, Exit};
 use crate::generate::connect;
 
 /// Options of `inflight diagnose`.
@@ -19,36 +19,36 @@ pub struct Args {
     pub iterations: u32,
 }
 
-/// Asks each worker in turn and prints what it says.
+/// Queries each worker in turn and prints its diagnosis.
 ///
 /// # Errors
-/// A worker that does not answer; the others were asked all the same.
-pub async fn run(args: Args) -> Result<(), Failure> {
+/// A worker did not answer; the others are queried nevertheless.
+pub async fn run(args: Args) -> Result<(), CommandError> {
     let mut outcome = Ok(());
     for worker in &args.workers {
-        match ask(worker, args.iterations).await {
+        match diagnose(worker, args.iterations).await {
             Ok(answer) => {
                 let text = render(worker, &answer);
                 if std::io::stdout().lock().write_all(text.as_bytes()).is_err() {
-                    return Ok(()); // nobody reads any more
+                    return Ok(()); // the pipe is closed
                 }
             }
             Err(failure) => {
-                exit::say(format_args!("{worker}: {failure}"));
-                outcome = Err(Failure::Silent(Exit::Unavailable));
+                exit::print_stderr(format_args!("{worker}: {failure}"));
+                outcome = Err(CommandError::Silent(Exit::Unavailable));
             }
         }
     }
     outcome
 }
 
-async fn ask(worker: &str, iterations: u32) -> Result<DiagnoseResponse, Failure> {
+async fn diagnose(worker: &str, iterations: u32) -> Result<DiagnoseResponse, CommandError> {
     let url = if worker.contains("://") { worker.to_owned() } else { format!("http://{worker}") };
     let mut client = WorkerClient::new(connect(&url).await?);
     let answer = client.diagnose(DiagnoseRequest { iterations }).await;
     answer.map(tonic::Response::into_inner).map_err(|status| {
         let message = format!("{:?}: {}", status.code(), status.message());
-        Failure::new(Exit::Unavailable, message)
+        CommandError::new(Exit::Unavailable, message)
     })
 }
 
@@ -80,12 +80,12 @@ fn render(worker: &str, answer: &DiagnoseResponse) -> String {
         ));
     }
     for step in iterations {
-        text.push_str(&line(step));
+        text.push_str(&iteration_line(step));
     }
     text
 }
 
-fn line(step: &IterationSummary) -> String {
+fn iteration_line(step: &IterationSummary) -> String {
     let Load { running_sequences, waiting_sequences, kv_blocks_used, .. } = step.load.unwrap_or_default();
     let mut text = format!(
         "  #{:<8} {:>8} us (predicted {:>8})  {:>4} decodes  {:>3} prefills of {:>5} tokens  \
@@ -110,7 +110,7 @@ mod tests {
     use inflight_proto::v1::Finding;
 
     #[test]
-    fn an_answer_reads_as_figures_and_an_action() {
+    fn a_diagnosis_shows_evidence_and_advice_of_each_finding() {
         let finding = Finding {
             bottleneck: "queue_time".to_owned(),
             window_share: 0.42,

@@ -1,85 +1,85 @@
-//! What a role tells the process that started it: one JSON object a line on its standard output.
+//! Status events on standard output, as JSON lines: of a role to its supervisor, and of `inflight up --json`.
 
 use std::io::Write as _;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-/// A line of a router or worker.
+/// Status event of a router or worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum RoleEvent {
-    /// A long piece of work goes on.
+    /// The model is being loaded.
     Loading {
-        /// Bytes done.
+        /// Bytes loaded so far.
         done: u64,
-        /// Bytes in all.
+        /// Bytes to load.
         total: u64,
     },
-    /// It takes connections but cannot serve yet.
+    /// The process accepts connections but is not ready to serve.
     Listening {
-        /// Where it listens for gRPC.
+        /// gRPC listen address.
         address: SocketAddr,
-        /// Where its Prometheus endpoint listens, if it does.
+        /// Listen address of the Prometheus endpoint, if enabled.
         metrics: Option<SocketAddr>,
     },
-    /// It serves.
+    /// The process is ready to serve.
     Ready {
-        /// Where it listens for gRPC.
+        /// gRPC listen address.
         address: SocketAddr,
-        /// Where its Prometheus endpoint listens, if it does.
+        /// Listen address of the Prometheus endpoint, if enabled.
         metrics: Option<SocketAddr>,
     },
 }
 
-/// A member of the cluster, as `inflight up --json` names it.
+/// Process of the cluster that `inflight up` started.
 #[derive(Debug, Clone, Serialize)]
-pub struct Member {
-    /// `router`, `worker-0`, …
+pub struct ClusterMember {
+    /// Name of the member: `router`, `worker-0`, …
     pub name: String,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Where it listens for gRPC.
+    /// gRPC listen address.
     pub address: SocketAddr,
-    /// Where its Prometheus endpoint listens.
+    /// Listen address of the Prometheus endpoint, if enabled.
     pub metrics: Option<SocketAddr>,
 }
 
-/// A line of `inflight up --json`.
+/// Event of `inflight up --json`.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum ClusterEvent<'a> {
-    /// Everything runs.
+    /// The router and all workers are ready.
     Ready {
-        /// What clients call.
+        /// URL of the router, for clients.
         endpoint: &'a str,
-        /// The router.
-        router: &'a Member,
-        /// The workers.
-        workers: &'a [&'a Member],
+        /// Router process.
+        router: &'a ClusterMember,
+        /// Worker processes.
+        workers: &'a [&'a ClusterMember],
     },
-    /// A member died and will be started again.
+    /// A member died and will be restarted.
     Lost {
-        /// Its name.
+        /// Name of the member.
         name: &'a str,
-        /// How it ended.
+        /// Exit status, in words.
         status: &'a str,
     },
-    /// A member that had died runs again.
+    /// A member is ready again after a restart.
     Restarted {
-        /// Its name.
-        member: &'a Member,
+        /// Restarted process.
+        member: &'a ClusterMember,
     },
-    /// Draining began.
+    /// Draining has started.
     Stopping {},
 }
 
-/// Writes an event to the standard output.
+/// Writes an event as a JSON line to standard output.
 pub fn emit(event: &impl Serialize) {
     if let Ok(mut line) = serde_json::to_string(event) {
         line.push('\n');
         let mut output = std::io::stdout().lock();
-        // Whoever read the events may have left; the role goes on without.
+        // A closed pipe is ignored: the role runs without a reader of its events.
         let _ = output.write_all(line.as_bytes()).and_then(|()| output.flush());
     }
 }

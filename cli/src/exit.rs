@@ -1,89 +1,89 @@
-//! How the command ends: a message and an exit code.
+//! Exit codes and errors of the command.
 
 use std::fmt;
 use std::process::ExitCode;
 
-/// What went wrong, as the process's exit code tells it.
+/// Exit code of the process, by kind of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Exit {
-    /// Anything without a code of its own.
+    /// Failure without a code of its own.
     Failure = 1,
-    /// Flags, environment or configuration file.
+    /// Invalid flag, environment variable or configuration file.
     Usage = 2,
-    /// Nobody answers at the endpoint, or it cannot serve now.
+    /// The endpoint is unreachable or unavailable.
     Unavailable = 3,
-    /// The request was refused for what it asks.
+    /// The server rejected the request as invalid.
     Refused = 4,
-    /// A queue or limit is full.
+    /// A queue or limit of the server is full.
     Exhausted = 5,
-    /// The deadline passed.
+    /// Deadline exceeded.
     Deadline = 6,
-    /// Not allowed.
+    /// Authentication or authorization failed.
     Denied = 7,
-    /// Ended by Ctrl-C or another signal.
+    /// Terminated by Ctrl-C or another signal.
     Interrupted = 130,
 }
 
-/// Says it on standard error, to whoever still reads: unlike `eprintln!`, a closed pipe is no panic.
-pub fn say(text: fmt::Arguments<'_>) {
+/// Prints a line on standard error. Unlike `eprintln!`, it does not panic when the pipe is closed.
+pub fn print_stderr(text: fmt::Arguments<'_>) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr().lock(), "{text}");
 }
 
-/// Ends the command.
+/// Error that ends the command.
 #[derive(Debug)]
-pub enum Failure {
-    /// A message for the terminal and a code.
+pub enum CommandError {
+    /// Exit code and message for the terminal.
     Message(Exit, String),
-    /// What clap has to say, `--help` and `--version` included.
+    /// Output of clap, including that of `--help` and `--version`.
     Clap(clap::Error),
-    /// A code alone: all was said.
+    /// Exit code without a message; everything has been printed.
     Silent(Exit),
 }
 
-impl Failure {
-    /// A failure with a code of its own.
+impl CommandError {
+    /// Creates an error with an exit code and a message.
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self::Message(exit, message.into())
     }
 
-    /// The same with where it happened in front.
+    /// Prefixes the message with `context`.
     #[must_use]
-    pub fn at(self, place: &str) -> Self {
+    pub fn at(self, context: &str) -> Self {
         match self {
-            Self::Message(exit, message) => Self::Message(exit, format!("{place}: {message}")),
+            Self::Message(exit, message) => Self::Message(exit, format!("{context}: {message}")),
             other => other,
         }
     }
 
-    /// An error and its causes, on one line.
+    /// Creates an error with exit code 1 from `error` and its source chain, on one line after `context`.
     pub fn chain(context: &str, error: &dyn std::error::Error) -> Self {
         let mut message = String::from(context);
-        let mut said = String::new();
+        let mut reported = String::new();
         let mut cause = Some(error);
         while let Some(error) = cause {
             let text = error.to_string();
             // Many errors repeat their source in their own text.
-            if !said.contains(&text) {
+            if !reported.contains(&text) {
                 message.push_str(": ");
                 message.push_str(&text);
-                said.push_str(&text);
+                reported.push_str(&text);
             }
             cause = error.source();
         }
         Self::Message(Exit::Failure, message.trim_start_matches(": ").to_owned())
     }
 
-    /// Says it on the terminal and yields the exit code.
+    /// Prints the message on the terminal and returns the exit code.
     pub fn report(self) -> ExitCode {
         match self {
             Self::Message(exit, message) => {
-                say(format_args!("error: {message}"));
+                print_stderr(format_args!("error: {message}"));
                 ExitCode::from(exit as u8)
             }
             Self::Clap(error) => {
-                // A closed pipe is the only way this fails; nobody is left to tell.
+                // Fails only if the pipe is closed.
                 let _ = error.print();
                 ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(Exit::Usage as u8))
             }
@@ -92,7 +92,7 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CommandError {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Message(_, message) => out.write_str(message),

@@ -1,4 +1,4 @@
-//! `inflight generate`.
+//! `inflight generate`: a Generate call to a router, streamed to the terminal.
 
 use std::collections::HashMap;
 use std::io::{self, Read as _};
@@ -14,17 +14,18 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::tls::ClientArgs;
-use crate::transcript::{JsonLines, Text, Transcript};
+use crate::transcript::{JsonTranscript, TextTranscript, Transcript};
 use crate::units::Span;
 
-/// How long to try to connect.
+/// Timeout of connecting to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often to ask whether the router is still there, and how long to wait for its answer.
+/// Interval of HTTP/2 keep-alive pings.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// Timeout of the response to a keep-alive ping.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// What the router gets beyond the deadline to say so itself.
+/// Time beyond the deadline in which the router can report the exceeded deadline itself.
 const DEADLINE_SLACK: Duration = Duration::from_millis(500);
 
 const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 the endpoint is unreachable or \
@@ -61,7 +62,8 @@ pub struct Args {
     /// Sampling temperature; 0 is greedy [default: the model's]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
-    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the model's]
+    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the
+    /// model's]
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Keep this many most probable tokens; 0 keeps all [default: the model's]
@@ -134,18 +136,18 @@ fn parse_bias(text: &str) -> Result<(u32, f32), String> {
     parsed.ok_or_else(|| "write it as a token id and a number, such as 42=-1.5".to_owned())
 }
 
-/// Generates and shows it.
+/// Sends a Generate call and prints its stream.
 ///
 /// # Errors
-/// No router, or what the router says.
-pub async fn run(args: Args) -> Result<(), Failure> {
-    let prompt = prompt(args.prompt.as_deref())?;
+/// The router is unreachable, the call fails, or the output cannot be written.
+pub async fn run(args: Args) -> Result<(), CommandError> {
+    let prompt = read_prompt(args.prompt.as_deref())?;
     let mut interrupted = std::pin::pin!(tokio::signal::ctrl_c());
     let stdout = io::stdout();
     let mut transcript: Box<dyn Transcript> = if args.json {
-        Box::new(JsonLines(stdout))
+        Box::new(JsonTranscript(stdout))
     } else {
-        Box::new(Text::new(stdout, io::stderr(), args.n.unwrap_or(1).min(1024) as usize))
+        Box::new(TextTranscript::new(stdout, io::stderr(), args.n.unwrap_or(1).min(1024) as usize))
     };
     let generation = generate(&args, prompt, transcript.as_mut());
     let deadline = async {
@@ -154,20 +156,20 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             None => std::future::pending().await,
         }
     };
-    let ended = tokio::select! {
-        ended = generation => ended,
-        () = deadline => Err(Ended::Status(Status::deadline_exceeded("the deadline passed"))),
+    let result = tokio::select! {
+        result = generation => result,
+        () = deadline => Err(GenerateError::Status(Status::deadline_exceeded("the deadline passed"))),
         // Dropping the call cancels it.
-        _ = &mut interrupted => Err(Ended::Failure(Failure::Silent(Exit::Interrupted))),
+        _ = &mut interrupted => Err(GenerateError::Failure(CommandError::Silent(Exit::Interrupted))),
     };
-    match ended {
+    match result {
         Ok(()) => Ok(()),
-        // The reader of our output left, as `head` does.
-        Err(Ended::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        Err(Ended::Output(error)) => Err(Failure::chain("cannot write", &error)),
-        Err(Ended::Failure(failure)) => Err(failure),
-        Err(Ended::Status(status)) => {
-            let status = remap(status, args.timeout);
+        // The pipe is closed, as by `head`.
+        Err(GenerateError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(GenerateError::Output(error)) => Err(CommandError::chain("cannot write", &error)),
+        Err(GenerateError::Failure(failure)) => Err(failure),
+        Err(GenerateError::Status(status)) => {
+            let status = normalize_status(status, args.timeout);
             if args.json {
                 let event = serde_json::json!({
                     "event": "error", "code": code_name(status.code()), "message": status.message(),
@@ -175,24 +177,24 @@ pub async fn run(args: Args) -> Result<(), Failure> {
                 crate::event::emit(&event);
             }
             let message = format!("{}: {}", code_name(status.code()), status.message());
-            Err(Failure::new(exit_of(status.code()), message))
+            Err(CommandError::new(exit_code(status.code()), message))
         }
     }
 }
 
-enum Ended {
+enum GenerateError {
     Status(Status),
     Output(io::Error),
-    Failure(Failure),
+    Failure(CommandError),
 }
 
-impl From<Status> for Ended {
+impl From<Status> for GenerateError {
     fn from(status: Status) -> Self {
         Self::Status(status)
     }
 }
 
-fn prompt(given: Option<&str>) -> Result<String, Failure> {
+fn read_prompt(given: Option<&str>) -> Result<String, CommandError> {
     let prompt = match given {
         Some(text) if text != "-" => text.to_owned(),
         _ => {
@@ -200,16 +202,16 @@ fn prompt(given: Option<&str>) -> Result<String, Failure> {
             io::stdin()
                 .lock()
                 .read_to_end(&mut text)
-                .map_err(|error| Failure::chain("standard input", &error))?;
+                .map_err(|error| CommandError::chain("standard input", &error))?;
             let text = String::from_utf8(text)
-                .map_err(|_| Failure::new(Exit::Usage, "the standard input is not UTF-8 text"))?;
-            // The newline that ends a line typed or echoed is not meant for the model.
+                .map_err(|_| CommandError::new(Exit::Usage, "the standard input is not UTF-8 text"))?;
+            // The trailing newline of typed or echoed input is not part of the prompt.
             text.strip_suffix('\n')
                 .map_or_else(|| text.clone(), |line| line.trim_end_matches('\r').to_owned())
         }
     };
     if prompt.is_empty() {
-        return Err(Failure::new(
+        return Err(CommandError::new(
             Exit::Usage,
             "the prompt is empty; give it as an argument or on the standard input",
         ));
@@ -217,24 +219,24 @@ fn prompt(given: Option<&str>) -> Result<String, Failure> {
     Ok(prompt)
 }
 
-async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), Ended> {
-    let channel = connect_with(&args.endpoint, &args.connection).await.map_err(Ended::Failure)?;
-    let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(Ended::Failure)?;
+async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), GenerateError> {
+    let channel = connect_with(&args.endpoint, &args.connection).await.map_err(GenerateError::Failure)?;
+    let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(GenerateError::Failure)?;
     let mut client = InferenceClient::with_interceptor(channel, key);
-    let input = if args.raw { Input::Text(prompt) } else { input(args, prompt, &mut client).await? };
-    let mut request = Request::new(message(args, input));
+    let input = if args.raw { Input::Text(prompt) } else { request_input(args, prompt, &mut client).await? };
+    let mut request = Request::new(request_message(args, input));
     if let Some(timeout) = args.timeout {
         request.set_timeout(timeout.0);
     }
     if let Some(traceparent) = &args.traceparent {
-        let value = traceparent
-            .parse()
-            .map_err(|_| Ended::Failure(Failure::new(Exit::Usage, "--traceparent is not valid metadata")))?;
+        let value = traceparent.parse().map_err(|_| {
+            GenerateError::Failure(CommandError::new(Exit::Usage, "--traceparent is not valid metadata"))
+        })?;
         request.metadata_mut().insert("traceparent", value);
     }
     let mut stream = client.generate(request).await?.into_inner();
     while let Some(response) = stream.message().await? {
-        transcript.show(&response).map_err(Ended::Output)?;
+        transcript.show(&response).map_err(GenerateError::Output)?;
     }
     Ok(())
 }
@@ -242,22 +244,23 @@ async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) 
 /// Connects to a router or worker.
 ///
 /// # Errors
-/// A malformed URL, or nobody answers.
-pub async fn connect(url: &str) -> Result<Channel, Failure> {
+/// The URL is malformed, or the server is unreachable.
+pub async fn connect(url: &str) -> Result<Channel, CommandError> {
     connect_with(url, &ClientArgs::default()).await
 }
 
-/// As [`connect`], with TLS where the address begins with `https`.
+/// Connects to a router or worker, with TLS as configured by `connection`.
 ///
 /// # Errors
-/// Also certificates that cannot be used.
-pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel, Failure> {
+/// The URL is malformed, a certificate cannot be used, or the server is unreachable.
+pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel, CommandError> {
     let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
-        Failure::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
+        CommandError::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
     })?;
     if let Some(tls) = connection.tls()? {
-        let config = tls.load().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
-        endpoint = endpoint.tls_config(config).map_err(|error| Failure::chain("certificates", &error))?;
+        let config = tls.load().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
+        endpoint =
+            endpoint.tls_config(config).map_err(|error| CommandError::chain("certificates", &error))?;
     }
     let endpoint = endpoint
         .connect_timeout(CONNECT_TIMEOUT)
@@ -272,21 +275,21 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
         let message = format!(
             "cannot connect to {url} ({cause}); start a cluster with `inflight up`, or set another address with --endpoint"
         );
-        Failure::new(Exit::Unavailable, message)
+        CommandError::new(Exit::Unavailable, message)
     })
 }
 
-type Client = InferenceClient<InterceptedService<Channel, ApiKey>>;
+type AuthenticatedClient = InferenceClient<InterceptedService<Channel, ApiKey>>;
 
-/// Shows the API key with each call.
+/// Interceptor that adds the API key, if any, to each call as a bearer token.
 #[derive(Debug, Clone)]
 struct ApiKey(Option<MetadataValue<Ascii>>);
 
 impl ApiKey {
-    fn new(key: Option<&str>) -> Result<Self, Failure> {
+    fn new(key: Option<&str>) -> Result<Self, CommandError> {
         let value = key.map(|key| format!("Bearer {key}").parse()).transpose();
         let mut value: Option<MetadataValue<Ascii>> =
-            value.map_err(|_| Failure::new(Exit::Usage, "--api-key has characters that no key has"))?;
+            value.map_err(|_| CommandError::new(Exit::Usage, "--api-key has characters that no key has"))?;
         value.iter_mut().for_each(|value| value.set_sensitive(true));
         Ok(Self(value))
     }
@@ -301,11 +304,15 @@ impl Interceptor for ApiKey {
     }
 }
 
-/// A chat if the model has a template, else plain text.
-async fn input(args: &Args, prompt: String, client: &mut Client) -> Result<Input, Ended> {
+/// Returns the prompt as a chat if the model has a chat template, otherwise as plain text.
+async fn request_input(
+    args: &Args,
+    prompt: String,
+    client: &mut AuthenticatedClient,
+) -> Result<Input, GenerateError> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
-    // Where it is not known which model will answer, the router says what is wrong.
-    let chat = asked_for(&models, args.model.as_deref())
+    // An unknown or ambiguous model is reported by the router.
+    let chat = select_model(&models, args.model.as_deref())
         .map_or(args.system.is_some(), |model| model.has_chat_template);
     let message = |role: &str, content: String| ChatMessage { role: role.to_owned(), content };
     match (&args.system, chat) {
@@ -314,7 +321,7 @@ async fn input(args: &Args, prompt: String, client: &mut Client) -> Result<Input
             let status = Status::failed_precondition(
                 "the model has no chat template, so it takes no --system message",
             );
-            Err(Ended::Status(status))
+            Err(GenerateError::Status(status))
         }
         (system, true) => {
             let system = system.iter().map(|content| message("system", content.clone()));
@@ -323,16 +330,16 @@ async fn input(args: &Args, prompt: String, client: &mut Client) -> Result<Input
     }
 }
 
-fn asked_for<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
+fn select_model<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
     match (name, models) {
         (Some(name), _) => models.iter().find(|model| model.name == name),
         (None, [only]) => Some(only),
-        // The router has the right words for this.
+        // Ambiguous: the router rejects the request with a list of its models.
         (None, _) => None,
     }
 }
 
-fn message(args: &Args, input: Input) -> GenerateRequest {
+fn request_message(args: &Args, input: Input) -> GenerateRequest {
     GenerateRequest {
         model: args.model.clone().unwrap_or_default(),
         input: Some(input),
@@ -365,8 +372,9 @@ fn message(args: &Args, input: Input) -> GenerateRequest {
     }
 }
 
-/// tonic's own client calls its timeout CANCELLED and a broken connection UNKNOWN.
-fn remap(status: Status, timeout: Option<Span>) -> Status {
+/// Corrects status codes of tonic's client, which reports its timeout as CANCELLED and a broken connection as
+/// UNKNOWN.
+fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
     match status.code() {
         Code::Cancelled if timeout.is_some() && status.message().contains("Timeout") => {
             Status::deadline_exceeded("the deadline passed before the router answered")
@@ -378,8 +386,8 @@ fn remap(status: Status, timeout: Option<Span>) -> Status {
     }
 }
 
-/// The exit code that tells of a status.
-pub fn exit_of(code: Code) -> Exit {
+/// Returns the exit code for a gRPC status code.
+pub fn exit_code(code: Code) -> Exit {
     match code {
         Code::Unavailable => Exit::Unavailable,
         Code::InvalidArgument | Code::NotFound | Code::FailedPrecondition | Code::OutOfRange => Exit::Refused,
@@ -390,7 +398,7 @@ pub fn exit_of(code: Code) -> Exit {
     }
 }
 
-/// The code's name as gRPC writes it.
+/// Returns the name of a gRPC status code, such as `NOT_FOUND`.
 pub fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",

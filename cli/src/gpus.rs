@@ -1,15 +1,15 @@
-//! Which GPUs each worker of `inflight up` computes on.
+//! Assignment of GPUs to the workers of `inflight up`.
 
 use inflight_worker::Device;
 
-/// Workers of a machine without GPUs, if no number is given.
-const WORKERS: usize = 2;
+/// Default number of workers without GPUs.
+const WORKERS_DEFAULT: usize = 2;
 
-/// The GPUs of each worker, none where it computes on something else. `usable` are the GPUs that there are, by their numbers;
-/// a worker takes one for each of its `ranks`, and what is left over goes to nobody.
+/// Returns the GPU indices of each worker, none for a worker on another device. `usable` lists the indices of
+/// the usable GPUs; each worker gets a group of `ranks` of them, and a remainder stays unused.
 ///
-/// With the devices `auto` and `cuda` workers are spread over them, as evenly as can be, and their number is by default that of
-/// the groups; with a GPU that was named, all workers share that one and those after it.
+/// With the devices `auto` and `cuda`, workers are spread evenly over the groups, by default one per group.
+/// With `cuda:N` all workers share GPU N and those after it.
 pub fn assign(device: Device, workers: Option<usize>, usable: &[u32], ranks: usize) -> Vec<Vec<u32>> {
     let ranks = ranks.max(1);
     let groups: Vec<Vec<u32>> = match device {
@@ -19,16 +19,16 @@ pub fn assign(device: Device, workers: Option<usize>, usable: &[u32], ranks: usi
     };
     let default = match (groups.is_empty(), device) {
         (false, _) => groups.len(),
-        // It will say what is wrong, once.
+        // One worker, which reports why there is no usable GPU.
         (true, Device::Cuda(_)) => 1,
-        (true, _) => WORKERS,
+        (true, _) => WORKERS_DEFAULT,
     };
     let workers = workers.unwrap_or(default);
-    // Divided by none only where there are none, and then nobody gets one.
+    // Without groups, `max(1)` avoids a division by zero and `get` returns `None`.
     (0..workers).map(|worker| groups.get(worker % groups.len().max(1)).cloned().unwrap_or_default()).collect()
 }
 
-/// Of the memory that workers on the GPUs of this one may use together, its part: all share equally.
+/// Returns a worker's fraction of its GPUs' memory: one over the number of workers on the same group.
 pub fn share(assigned: &[Vec<u32>], worker: usize) -> f32 {
     let gpus = &assigned[worker];
     1.0 / assigned.iter().filter(|other| *other == gpus).count() as f32
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_group_of_gpus_gets_a_worker_and_a_machine_without_one_gets_two() {
+    fn by_default_each_gpu_group_gets_a_worker_and_a_machine_without_gpus_two() {
         let none: [u32; 0] = [];
         assert_eq!(assign(Device::Auto, None, &[], 1), [none, none]);
         assert_eq!(assign(Device::Auto, None, &[0], 1), [[0]]);
@@ -55,9 +55,9 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_workers_is_spread_evenly_and_shares_memory_that_adds_up() {
+    fn workers_are_spread_evenly_and_their_memory_fractions_add_up_to_one() {
         for (gpus, ranks) in (0..9u32).flat_map(|gpus| [1, 2, 3].map(|ranks| (gpus, ranks))) {
-            // Numbers with gaps: some GPU of the machine can't be used.
+            // Indices with gaps: some GPUs of the machine are not usable.
             let usable: Vec<u32> = (0..gpus).map(|gpu| gpu * 2 + 1).collect();
             let groups: Vec<&[u32]> = usable.chunks_exact(ranks).collect();
             for workers in 1..40 {
@@ -71,8 +71,8 @@ mod tests {
                 let given_to = |group: &[u32]| assigned.iter().filter(|given| *given == group).count();
                 let counts: Vec<usize> = groups.iter().map(|group| given_to(group)).collect();
                 assert_eq!(counts.iter().sum::<usize>(), workers, "one that is not usable was given");
-                let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
-                assert!(most - least <= 1, "{workers} workers on {gpus} GPUs: {counts:?}");
+                let (min, max) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
+                assert!(max - min <= 1, "{workers} workers on {gpus} GPUs: {counts:?}");
                 for group in &groups {
                     let on: Vec<usize> = (0..workers).filter(|worker| assigned[*worker] == *group).collect();
                     let shares: f32 = on.iter().map(|worker| share(&assigned, *worker)).sum();

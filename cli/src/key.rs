@@ -1,13 +1,13 @@
-//! `inflight key`: a new API key, and what a tenants' file has of it.
+//! `inflight key`: generates an API key and its SHA-256 digest for the tenants file.
 
 use std::io::Write as _;
 
 use rand::RngCore as _;
 use sha2::{Digest as _, Sha256};
 
-use crate::exit::Failure;
+use crate::exit::CommandError;
 
-/// Bytes of a key: as hard to guess as its digest is to invert.
+/// Random bytes of a key: 256 bits, the strength of its digest against inversion.
 const KEY_BYTES: usize = 32;
 
 /// Options of `inflight key`.
@@ -18,11 +18,11 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Prints a key, once, and its digest.
+/// Prints a new random key and its digest.
 ///
 /// # Errors
-/// The output cannot be written.
-pub fn run(_: &Args) -> Result<(), Failure> {
+/// Standard output cannot be written.
+pub fn run(_: &Args) -> Result<(), CommandError> {
     let mut bytes = [0; KEY_BYTES];
     rand::rng().fill_bytes(&mut bytes);
     let key = format!("inflight-{}", hex(&bytes));
@@ -31,5 +31,5 @@ pub fn run(_: &Args) -> Result<(), Failure> {
     std::io::stdout()
         .lock()
         .write_all(text.as_bytes())
-        .map_err(|error| Failure::chain("cannot write", &error))
+        .map_err(|error| CommandError::chain("cannot write", &error))
 }

@@ -1,6 +1,7 @@
 //! The `inflight` command: every role of the cluster in one binary.
 
 mod bench;
+mod child_log;
 mod config;
 mod diagnose;
 mod event;
@@ -9,7 +10,6 @@ mod generate;
 mod gpus;
 mod key;
 mod metrics_endpoint;
-mod relay;
 mod renamed;
 mod replay;
 mod role;
@@ -34,11 +34,11 @@ use crate::config::Invocation;
 #[command(name = "inflight", version, max_term_width = 120)]
 struct Cli {
     #[command(subcommand)]
-    role: Role,
+    subcommand: Subcommand,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum Role {
+enum Subcommand {
     /// Starts a router and workers on this machine
     Up(Box<up::Args>),
     /// Generates text, streaming it to the terminal
@@ -58,18 +58,19 @@ enum Role {
 }
 
 fn main() -> ExitCode {
-    let outcome = config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.role {
-        Role::Up(args) => role::block_on(None, up::run(*args, &matches)),
-        Role::Generate(args) => role::block_on(Some(1), generate::run(*args)),
-        // One core: what it takes itself should not be taken from a server on the same machine.
-        Role::Bench(args) => role::block_on(Some(1), bench::run(*args)),
-        Role::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
-        Role::Key(args) => key::run(&args),
-        Role::Replay(args) => replay::run(&args),
-        Role::Router(args) => role::block_on(None, router::run(*args)),
-        // The engine has threads of its own; the session service needs few.
-        Role::Worker(args) => role::block_on(Some(2), worker::run(*args)),
-    });
+    let outcome =
+        config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.subcommand {
+            Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches)),
+            Subcommand::Generate(args) => role::block_on(Some(1), generate::run(*args)),
+            // One thread, to leave the cores to a server on the same machine.
+            Subcommand::Bench(args) => role::block_on(Some(1), bench::run(*args)),
+            Subcommand::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),
+            Subcommand::Key(args) => key::run(&args),
+            Subcommand::Replay(args) => replay::run(&args),
+            Subcommand::Router(args) => role::block_on(None, router::run(*args)),
+            // The engine has its own threads; the session service needs few.
+            Subcommand::Worker(args) => role::block_on(Some(2), worker::run(*args)),
+        });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),

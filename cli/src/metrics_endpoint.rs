@@ -1,5 +1,5 @@
-//! The Prometheus endpoint, `GET /metrics`, and beside it `GET /livez`: the process answers, ready or not; and
-//! `GET /readyz`: it can be given work, for probes that do not speak TLS.
+//! Plain-text HTTP endpoint of a role: Prometheus metrics at `/metrics`, liveness at `/livez` and readiness
+//! at `/readyz`, for probes without TLS.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -19,11 +19,11 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tonic::transport::server::Connected as _;
 
-use crate::exit::Failure;
+use crate::exit::CommandError;
 use crate::renamed;
 
-/// Connections of scrapers and probes. None ever counts as authenticated, so past the limit a new one takes the place of
-/// the oldest: whatever is connected, a probe gets in.
+/// Limits of connections of scrapers and probes. None counts as authenticated, so beyond the limit a new
+/// connection replaces the oldest: a probe can always connect.
 const LIMITS: Limits = Limits {
     connections_max: 256,
     per_address_max: 256,
@@ -32,42 +32,44 @@ const LIMITS: Limits = Limits {
     unauthenticated_idle_max: Duration::from_secs(120),
     idle_max: Duration::from_secs(120),
 };
-/// Longest time for a request to arrive, and for a connection in all.
+/// Timeout of receiving a request's header.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum lifetime of a connection.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
-/// Scrapes rendered at once; others wait. Probes do not.
+/// Maximum concurrent scrapes; further ones wait. Probes are not limited.
 const SCRAPES_MAX: usize = 4;
-/// How often samples are folded into the histograms, so that they do not pile up between scrapes.
+/// Interval of folding samples into histograms, so that they do not accumulate between scrapes.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Says whether the process can be given work; not before it was told how.
+/// Readiness check of the process; until it is set, the process is not ready.
 static READY: OnceLock<Box<dyn Fn() -> bool + Send + Sync>> = OnceLock::new();
 
-/// Tells how to know whether the process can be given work. Only the first call counts.
+/// Sets the readiness check of the process. Only the first call has an effect.
 pub fn ready_when(ready: impl Fn() -> bool + Send + Sync + 'static) {
-    // A process has one role.
+    // Fails only if it was set before; a process has one role.
     let _ = READY.set(Box::new(ready));
 }
 
-/// Installs the process's recorder and serves it at `address`; returns where it really listens.
+/// Installs the metrics recorder of the process and serves it at `address`; returns the bound address.
 ///
 /// # Errors
-/// The port is taken, or a recorder was installed before.
-pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result<SocketAddr, Failure> {
+/// The port is taken, or a recorder is already installed.
+pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result<SocketAddr, CommandError> {
     let listener = TcpListener::bind(address).await.map_err(|error| {
         let context = format!("cannot listen on {address} for metrics; choose another with --metrics-listen");
-        Failure::chain(&context, &error)
+        CommandError::chain(&context, &error)
     })?;
-    let bound = listener.local_addr().map_err(|error| Failure::chain("no metrics address", &error))?;
+    let bound = listener.local_addr().map_err(|error| CommandError::chain("no metrics address", &error))?;
     let mut builder = PrometheusBuilder::new();
     for (name, buckets) in histograms {
         builder = builder
             .set_buckets_for_metric(Matcher::Full((*name).to_owned()), buckets)
-            .map_err(|error| Failure::chain("histogram buckets", &error))?;
+            .map_err(|error| CommandError::chain("histogram buckets", &error))?;
     }
     let recorder = builder.build_recorder();
     let handle = recorder.handle();
-    metrics::set_global_recorder(recorder).map_err(|error| Failure::chain("metrics recorder", &error))?;
+    metrics::set_global_recorder(recorder)
+        .map_err(|error| CommandError::chain("metrics recorder", &error))?;
     describe_process();
     let upkeep = handle.clone();
     tokio::spawn(async move {
@@ -86,7 +88,7 @@ async fn serve(listener: TcpListener, handle: PrometheusHandle) {
     let mut connections = Accept::new("metrics", listener, None, LIMITS).incoming();
     while let Some(Ok(connection)) = connections.next().await {
         let (handle, scrapes, peer) = (handle.clone(), scrapes.clone(), connection.connect_info());
-        // At most as many tasks as connections.
+        // One task per connection, so bounded by `connections_max`.
         tokio::spawn(async move {
             let answer = service_fn(move |request| {
                 let (handle, scrapes, open) = (handle.clone(), scrapes.clone(), peer.call());
@@ -114,7 +116,7 @@ async fn respond(
 ) -> Response<Full<Bytes>> {
     let (status, body) = match (request.method(), request.uri().path()) {
         (&Method::GET, "/metrics") => {
-            // Never closed.
+            // Cannot fail: the semaphore is never closed.
             let _permit = scrapes.acquire().await;
             sample_process();
             (StatusCode::OK, handle.render() + &renamed_metrics())
@@ -138,7 +140,7 @@ async fn respond(
     response
 }
 
-/// Comments that tell the new names of renamed metrics, for whoever looks for an old one.
+/// Returns comment lines with the old and new names of renamed metrics.
 fn renamed_metrics() -> String {
     let line = |(old, new): &(&str, &str)| format!("# {old} was renamed to {new}\n");
     renamed::METRICS.iter().map(line).collect()
@@ -153,7 +155,7 @@ fn describe_process() {
     );
 }
 
-/// Reads the process's own memory where the system tells it (Linux).
+/// Updates the gauges of the process's resident memory (Linux only).
 fn sample_process() {
     let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
     let kilobytes = |field: &str| -> Option<f64> {

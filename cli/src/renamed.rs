@@ -1,11 +1,11 @@
-//! Names that earlier releases had for flags, configuration keys, environment variables and metrics. Whoever still uses one
-//! is told the new name; nothing is silently ignored.
+//! Former names of flags, configuration keys, environment variables and metrics. Use of one is rejected with
+//! its new name; nothing is silently ignored.
 
 use std::ffi::{OsStr, OsString};
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 
-/// A flag of a subcommand that was renamed, without the dashes; configuration keys are the same names.
+/// Renamed flag of a subcommand, without dashes; configuration keys have the same names.
 #[derive(Debug, Clone, Copy)]
 struct Flag {
     role: &'static str,
@@ -29,7 +29,7 @@ const FLAGS: [Flag; 9] = [
     flag("bench", "evenly", "constant-rate"),
 ];
 
-/// Metrics that were renamed, as (old, new).
+/// Renamed metrics as pairs of old and new name.
 pub const METRICS: [(&str, &str); 19] = [
     ("inflight_router_overtakes_total", "inflight_router_queue_bypasses_total"),
     ("inflight_router_routers", "inflight_router_cluster_routers"),
@@ -55,22 +55,22 @@ pub const METRICS: [(&str, &str); 19] = [
     ("inflight_reloads_total", "inflight_file_reloads_total"),
 ];
 
-/// The new name of a configuration key.
+/// Returns the new name of a renamed configuration key.
 pub fn key(role: &str, key: &str) -> Option<&'static str> {
     let renamed = FLAGS.iter().find(|flag| flag.role == role && flag.old == key);
     renamed.map(|flag| flag.new)
 }
 
-/// Refuses flags and environment variables under their old names.
+/// Rejects flags and environment variables with former names.
 ///
 /// # Errors
-/// A sentence with the old and the new name.
+/// A message with the old and the new name.
 pub fn check(
     arguments: &[OsString],
     environment: impl IntoIterator<Item = (OsString, OsString)>,
-) -> Result<(), Failure> {
+) -> Result<(), CommandError> {
     let refuse = |old: String, new: String| {
-        Err(Failure::new(Exit::Usage, format!("{old} was renamed to {new}; use the new name")))
+        Err(CommandError::new(Exit::Usage, format!("{old} was renamed to {new}; use the new name")))
     };
     let has = |argument: &OsString, old: &str| {
         let Some(name) = argument.to_str().and_then(|text| text.strip_prefix("--")) else { return false };
@@ -81,7 +81,7 @@ pub fn check(
             return refuse(format!("--{}", flag.old), format!("--{}", flag.new));
         }
     }
-    // `up` passes the environment on to its router.
+    // `up` passes its environment to its router.
     let serves = ["router", "up"].iter().any(|role| arguments.iter().any(|argument| argument == role));
     let variable = |name: &str| format!("INFLIGHT_ROUTER_{}", name.to_uppercase().replace('-', "_"));
     let set: Vec<OsString> = environment.into_iter().map(|(name, _)| name).collect();
@@ -105,21 +105,21 @@ mod tests {
     }
 
     #[test]
-    fn an_old_flag_or_variable_is_refused_with_its_new_name() {
+    fn an_old_flag_or_variable_is_rejected_with_its_new_name() {
         let refused = |arguments: &[&str], variable: &str| {
             let environment = [(OsString::from(variable), OsString::from("1"))];
             match check(&words(arguments), environment) {
-                Err(Failure::Message(Exit::Usage, message)) => Some(message),
+                Err(CommandError::Message(Exit::Usage, message)) => Some(message),
                 other => {
                     other.unwrap();
                     None
                 }
             }
         };
-        let said = refused(&["inflight", "router", "--overtakes-max=3"], "").unwrap();
-        assert_eq!(said, "--overtakes-max was renamed to --bypass-max; use the new name");
-        let said = refused(&["inflight", "up"], "INFLIGHT_ROUTER_MODEL_MEMORY").unwrap();
-        assert!(said.contains("INFLIGHT_ROUTER_MODEL_RETENTION"), "{said}");
+        let message = refused(&["inflight", "router", "--overtakes-max=3"], "").unwrap();
+        assert_eq!(message, "--overtakes-max was renamed to --bypass-max; use the new name");
+        let message = refused(&["inflight", "up"], "INFLIGHT_ROUTER_MODEL_MEMORY").unwrap();
+        assert!(message.contains("INFLIGHT_ROUTER_MODEL_RETENTION"), "{message}");
         assert_eq!(refused(&["inflight", "worker"], "INFLIGHT_ROUTER_MODEL_MEMORY"), None);
         assert_eq!(refused(&["inflight", "router", "--bypass-max=3"], "INFLIGHT_ROUTER_BYPASS_MAX"), None);
         assert_eq!(key("router", "queue-wait-max"), Some("aging-threshold"));

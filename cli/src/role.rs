@@ -1,11 +1,11 @@
-//! What the long-running roles have in common.
+//! Options, runtime and graceful shutdown shared by the long-running roles.
 
 use std::future::Future;
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::units::Span;
 
 /// Options of every long-running role.
@@ -19,35 +19,37 @@ pub struct Args {
     pub supervised: bool,
 }
 
-/// Runs a future on a runtime of its own, with `threads` threads or one for each core.
+/// Runs a future on a new Tokio runtime with `threads` worker threads, by default one per core.
 ///
 /// # Errors
-/// The future's, or that there is no runtime.
+/// The error of the future, or a failure to start the runtime.
 pub fn block_on(
     threads: Option<usize>,
-    future: impl Future<Output = Result<(), Failure>>,
-) -> Result<(), Failure> {
+    future: impl Future<Output = Result<(), CommandError>>,
+) -> Result<(), CommandError> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     if let Some(threads) = threads {
         builder.worker_threads(threads);
     }
-    let runtime =
-        builder.enable_all().build().map_err(|error| Failure::chain("cannot start the runtime", &error))?;
+    let runtime = builder
+        .enable_all()
+        .build()
+        .map_err(|error| CommandError::chain("cannot start the runtime", &error))?;
     let outcome = runtime.block_on(future);
-    // A model that is still being loaded cannot be interrupted; the process ends without it.
+    // Loading of a model cannot be interrupted; the process exits without waiting for it.
     runtime.shutdown_timeout(Duration::from_millis(100));
     outcome
 }
 
-/// Waits for a server that drains by itself, but no longer than `timeout` after draining began.
+/// Waits for `serving` to end, for at most `timeout` after `drain` is cancelled.
 ///
 /// # Errors
-/// The server's, or that it did not finish in time.
+/// The error of the server, or that it did not drain in time.
 pub async fn within_drain<E>(
     serving: impl Future<Output = Result<(), E>>,
     drain: &CancellationToken,
     timeout: Duration,
-) -> Result<(), Failure>
+) -> Result<(), CommandError>
 where
     E: std::error::Error + 'static,
 {
@@ -56,10 +58,10 @@ where
         tokio::time::sleep(timeout).await;
     };
     tokio::select! {
-        served = serving => served.map_err(|error| Failure::chain("", &error)),
+        served = serving => served.map_err(|error| CommandError::chain("", &error)),
         () = overdue => {
             let message = format!("streams were still in flight {} after draining began", Span(timeout));
-            Err(Failure::new(Exit::Failure, message))
+            Err(CommandError::new(Exit::Failure, message))
         }
     }
 }

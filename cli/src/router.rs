@@ -1,4 +1,4 @@
-//! `inflight router`.
+//! `inflight router`: flags of a router, and its process.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -9,15 +9,15 @@ use inflight_router::{Options, PlacementKind, Router};
 use inflight_transport::Limits as ConnectionLimits;
 
 use crate::event::{self, RoleEvent};
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
 use crate::tls;
-use crate::units::{Bytes, ListenAt, Span};
+use crate::units::{ByteSize, ListenAt, Span};
 
-/// What closing connections gets beyond the drain timeout.
+/// Time for closing connections in addition to the drain timeout.
 const CLOSE_MARGIN: Duration = Duration::from_secs(1);
 
 /// Options of `inflight router`.
@@ -50,11 +50,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = Options::default().queue_tokens_max, env = "INFLIGHT_ROUTER_QUEUE_TOKENS_MAX")]
     pub queue_tokens_max: u64,
     /// Maximum size of a request message
-    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().message_bytes_max as u64), env = "INFLIGHT_ROUTER_MESSAGE_BYTES_MAX")]
-    pub message_bytes_max: Bytes,
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().message_bytes_max as u64), env = "INFLIGHT_ROUTER_MESSAGE_BYTES_MAX")]
+    pub message_bytes_max: ByteSize,
     /// Maximum bytes of all request messages that are being received or tokenized
-    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().receive_bytes_max), env = "INFLIGHT_ROUTER_RECEIVE_BYTES_MAX")]
-    pub receive_bytes_max: Bytes,
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().receive_bytes_max), env = "INFLIGHT_ROUTER_RECEIVE_BYTES_MAX")]
+    pub receive_bytes_max: ByteSize,
     /// max_tokens of requests that do not set it
     #[arg(long, value_name = "N", default_value_t = Options::default().default_max_tokens, env = "INFLIGHT_ROUTER_DEFAULT_MAX_TOKENS")]
     pub default_max_tokens: u32,
@@ -100,7 +100,8 @@ pub struct Args {
     /// How long a client may read nothing of its stream before the call is ended
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().stall_timeout), env = "INFLIGHT_ROUTER_STALL_TIMEOUT")]
     pub stall_timeout: Span,
-    /// File of tenants with their API keys and limits, reloaded when it changes; without it no authentication is required
+    /// File of tenants with their API keys and limits, reloaded when it changes; without it no authentication
+    /// is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
     /// Queueing time after which a request goes first within its tenant, at the highest priority
@@ -154,7 +155,8 @@ pub struct Args {
     pub worker_tls: tls::WorkerClientArgs,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
-    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables
+    /// override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
@@ -162,7 +164,7 @@ pub struct Args {
 }
 
 impl Args {
-    fn options(&self) -> Result<Options, Failure> {
+    fn options(&self) -> Result<Options, CommandError> {
         let options = Options {
             listen: self.listen,
             workers: self.workers.clone(),
@@ -209,12 +211,12 @@ impl Args {
             keepalive_interval: self.keepalive_interval.0,
             reflection: self.reflection,
         };
-        options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
+        options.validate().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
         Ok(options)
     }
 }
 
-/// Buckets of the router's histograms, by name.
+/// Returns the names and buckets of the router's histograms.
 fn buckets() -> Vec<(&'static str, &'static [f64])> {
     let histogram = |metric: &inflight_router::metrics::Metric| match metric.kind {
         Kind::Histogram(buckets) => Some((metric.name, buckets)),
@@ -223,13 +225,13 @@ fn buckets() -> Vec<(&'static str, &'static [f64])> {
     METRICS.iter().filter_map(histogram).collect()
 }
 
-/// Runs a router until it is told to stop.
+/// Runs a router until it is signalled to stop.
 ///
 /// # Errors
-/// A bad option or a taken port.
-pub async fn run(args: Args) -> Result<(), Failure> {
+/// An option is invalid, a port is taken, or streams did not finish within the drain timeout.
+pub async fn run(args: Args) -> Result<(), CommandError> {
     let stop = signals::watch(args.role.supervised)
-        .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
+        .map_err(|error| CommandError::chain("cannot watch for signals", &error))?;
     signals::exit_on_abort(&stop);
     let options = args.options()?;
     let router_id = options.router_id.clone();
@@ -238,11 +240,11 @@ pub async fn run(args: Args) -> Result<(), Failure> {
             .await?;
     let metrics = telemetry.metrics;
     let outcome = Box::pin(async {
-        let router = Router::bind(options).await.map_err(|error| Failure::chain("", &error))?;
+        let router = Router::bind(options).await.map_err(|error| CommandError::chain("", &error))?;
         let address = router.address();
         let handle = router.handle();
-        let (seen, drain) = (router.handle(), stop.drain.clone());
-        metrics_endpoint::ready_when(move || seen.is_ready() && !drain.is_cancelled());
+        let (probed, drain) = (router.handle(), stop.drain.clone());
+        metrics_endpoint::ready_when(move || probed.is_ready() && !drain.is_cancelled());
         tracing::info!(%address, "listening");
         event::emit(&RoleEvent::Listening { address, metrics });
         let announced = tokio::spawn(async move {
@@ -261,8 +263,7 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     outcome
 }
 
-/// Different after each restart, and from every other router's: in pods that listen at the same address too, whose process ids
-/// are the same.
+/// Returns a random id of this process. Address and process id are not unique: in pods, routers share both.
 fn incarnation() -> String {
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let random = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), std::process::id());

@@ -1,4 +1,4 @@
-//! When to stop: signals, and the supervisor's end of the standard input.
+//! Shutdown signals: SIGINT, SIGTERM and, under a supervisor, end of file on standard input.
 
 use std::io::{self, Read as _};
 
@@ -7,40 +7,40 @@ use tokio_util::sync::CancellationToken;
 
 use crate::exit::Exit;
 
-/// Two stages of stopping.
+/// Cancellation tokens of the two stages of shutdown.
 #[derive(Debug, Clone)]
 pub struct Stop {
-    /// Finish what is in flight and end: the first SIGINT or SIGTERM, or the supervisor's death.
+    /// Graceful shutdown: cancelled at the first SIGINT or SIGTERM, or when the supervisor is gone.
     pub drain: CancellationToken,
-    /// End at once: the second signal.
+    /// Immediate shutdown: cancelled at the second signal.
     pub abort: CancellationToken,
 }
 
-/// Watches SIGINT and SIGTERM and, if `supervised`, the standard input, whose end means that the supervisor
-/// is gone: it holds the other end and never writes.
+/// Watches SIGINT, SIGTERM and, if `supervised`, standard input: a pipe whose other end the supervisor holds
+/// and never writes to, so end of file means that the supervisor is gone.
 ///
 /// # Errors
-/// The operating system refuses a signal handler.
+/// The operating system rejects a signal handler.
 pub fn watch(supervised: bool) -> io::Result<Stop> {
     let stop = Stop { drain: CancellationToken::new(), abort: CancellationToken::new() };
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    let seen = stop.clone();
+    let tokens = stop.clone();
     tokio::spawn(async move {
         loop {
             tokio::select! {
                 received = interrupt.recv() => if received.is_none() { return },
                 received = terminate.recv() => if received.is_none() { return },
             }
-            if seen.drain.is_cancelled() {
-                seen.abort.cancel();
+            if tokens.drain.is_cancelled() {
+                tokens.abort.cancel();
             }
-            seen.drain.cancel();
+            tokens.drain.cancel();
         }
     });
     if supervised {
         let drain = stop.drain.clone();
-        // A thread of its own: a blocked read of the standard input would hold up the runtime's shutdown.
+        // A separate thread: a blocking read of standard input would delay the runtime's shutdown.
         std::thread::Builder::new().name("supervisor-watch".to_owned()).spawn(move || {
             let mut sink = [0u8; 64];
             let mut input = io::stdin().lock();
@@ -58,12 +58,12 @@ pub fn watch(supervised: bool) -> io::Result<Stop> {
     Ok(stop)
 }
 
-/// Ends the process at the second signal, for roles that have nothing of their own to clean up.
+/// Exits the process at the second signal, for roles without resources to clean up.
 pub fn exit_on_abort(stop: &Stop) {
     let abort = stop.abort.clone();
     tokio::spawn(async move {
         abort.cancelled().await;
-        crate::exit::say(format_args!("stopped at once: second signal"));
+        crate::exit::print_stderr(format_args!("stopped at once: second signal"));
         std::process::exit(Exit::Interrupted as i32);
     });
 }

@@ -1,8 +1,8 @@
-//! Keeps a child process alive, and ends it.
+//! Supervision of a child process: restart with exponential backoff and jitter, graceful shutdown.
 //!
-//! A child's standard input is a pipe that nothing is written to. Closing it asks the child to drain; the
-//! operating system closes it too when this process dies, however that happens, so no child is left behind.
-//! Each child is in a process group of its own, so that Ctrl-C reaches the parent alone, which knows the order.
+//! The standard input of a child is a pipe without data. Closing it asks the child to drain; the operating
+//! system closes it when this process dies, so no child is orphaned. Each child has its own process group, so
+//! that Ctrl-C reaches only the parent, which shuts the children down in order.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -23,137 +23,144 @@ use tokio::task::JoinHandle;
 use tokio_util::codec::{FramedRead, LinesCodec};
 use tokio_util::sync::CancellationToken;
 
-use crate::event::{Member, RoleEvent};
-use crate::relay;
+use crate::child_log;
+use crate::event::{ClusterMember, RoleEvent};
 
-/// Lines of a child's log kept to explain its death.
+/// Number of last log lines of a child that are reported with its death.
 const TAIL_LINES_MAX: usize = 20;
-/// Longest line read from a child; the rest of a longer one is dropped.
+/// Maximum length of a line read from a child; longer lines are dropped.
 const LINE_BYTES_MAX: usize = 64 * 1024;
-/// Wait before the first restart; doubles with each further one.
+/// Backoff before the first restart; doubles with each further one.
 const BACKOFF_FIRST: Duration = Duration::from_millis(200);
+/// Maximum backoff before a restart.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
-/// A child that ran this long is healthy: the next wait is the first again.
+/// Uptime after which a child counts as healthy, which resets the backoff.
 const HEALTHY_AFTER: Duration = Duration::from_secs(30);
-/// What a child gets beyond its own drain timeout before it is killed.
+/// Time in addition to the drain timeout before a child is killed.
 const KILL_MARGIN: Duration = Duration::from_secs(5);
 
-/// A child to run.
+/// Command line of a child process.
 #[derive(Debug, Clone)]
-pub struct Spec {
-    /// Its name in messages: `router`, `worker-0`, …
+pub struct ChildSpec {
+    /// Name in messages: `router`, `worker-0`, …
     pub name: String,
-    /// The subcommand and its flags, but for the addresses.
+    /// Subcommand and flags except the addresses.
     pub arguments: Vec<OsString>,
-    /// Where it listens; a port of 0 becomes the one it got, so that a restart keeps it.
+    /// gRPC listen address; port 0 is replaced by the bound port, which restarts keep.
     pub listen: SocketAddr,
-    /// Where its metrics are, likewise.
+    /// Listen address of the Prometheus endpoint; port 0 is replaced by the bound port.
     pub metrics: SocketAddr,
-    /// How long it may take to drain.
+    /// Drain timeout of the child.
     pub drain_timeout: Duration,
 }
 
-/// What happened to a child.
+/// Lifecycle event of a child process.
 #[derive(Debug)]
-pub enum Event {
-    /// Its model is being loaded.
+pub enum ChildEvent {
+    /// The child is loading its model.
     Loading {
-        /// Bytes done.
+        /// Bytes loaded so far.
         done: u64,
-        /// Bytes in all.
+        /// Bytes to load.
         total: u64,
     },
-    /// It runs; for the first time or again.
-    Ready(Member),
-    /// It could not be started at all; nothing is tried again.
+    /// The child is ready, after its first start or a restart.
+    Ready(ClusterMember),
+    /// The child ended before it was ever ready; it is not restarted.
     Failed {
-        /// How it ended, and its last words.
+        /// Exit status and last log lines.
         cause: String,
     },
-    /// It died after it had been ready; it will be started again.
+    /// The child died after it had been ready; it will be restarted.
     Lost {
-        /// How it ended.
+        /// Exit status, in words.
         status: String,
-        /// When it will be started again.
+        /// Time until the restart.
         retry_in: Duration,
     },
 }
 
-/// Shows a child's log line; `urgent` ones matter to everybody.
-pub type Show = Arc<dyn Fn(&str, &relay::Line) + Send + Sync>;
+/// Callback that receives the log lines of children with the child's name.
+pub type LogSink = Arc<dyn Fn(&str, &child_log::LogLine) + Send + Sync>;
 
-/// A child that is kept running until told otherwise.
+/// Handle to the task that runs and restarts a child process until it is stopped.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct ChildSupervisor {
     task: JoinHandle<()>,
     stop: CancellationToken,
 }
 
-impl Keeper {
-    /// Starts the child. Its events go to `events` with `index`; `abort` kills it at once.
+impl ChildSupervisor {
+    /// Starts a child. Its events are sent to `events` with `index`; cancelling `abort` kills it immediately.
     pub fn start(
         index: usize,
-        spec: Spec,
-        events: mpsc::Sender<(usize, Event)>,
-        show: Show,
+        spec: ChildSpec,
+        events: mpsc::Sender<(usize, ChildEvent)>,
+        log_sink: LogSink,
         abort: CancellationToken,
     ) -> Self {
         let stop = CancellationToken::new();
-        let told = Told { index, events };
-        let task = tokio::spawn(keep(spec, told, show, stop.clone(), abort));
+        let sender = EventSender { index, events };
+        let task = tokio::spawn(supervise(spec, sender, log_sink, stop.clone(), abort));
         Self { task, stop }
     }
 
-    /// Lets the child drain and waits until it is gone.
+    /// Asks the child to drain and waits until it has exited.
     pub async fn stop(self) {
         self.stop.cancel();
-        // The task does not panic; if it did, `kill_on_drop` has ended the child.
+        // The task does not panic; if it did, `kill_on_drop` would have killed the child.
         let _ = self.task.await;
     }
 }
 
-struct Told {
+struct EventSender {
     index: usize,
-    events: mpsc::Sender<(usize, Event)>,
+    events: mpsc::Sender<(usize, ChildEvent)>,
 }
 
-impl Told {
-    async fn tell(&self, event: Event) {
-        // The receiver leaves only when the cluster stops, and then nobody wants to know.
+impl EventSender {
+    async fn send(&self, event: ChildEvent) {
+        // The receiver is dropped only during the cluster's shutdown; events are irrelevant then.
         let _ = self.events.send((self.index, event)).await;
     }
 }
 
-enum Outcome {
+enum ChildExit {
     Stopped,
     Died { status: String, was_ready: bool, tail: Vec<String> },
 }
 
-async fn keep(mut spec: Spec, told: Told, show: Show, stop: CancellationToken, abort: CancellationToken) {
+async fn supervise(
+    mut spec: ChildSpec,
+    sender: EventSender,
+    log_sink: LogSink,
+    stop: CancellationToken,
+    abort: CancellationToken,
+) {
     let mut ever_ready = false;
     let mut backoff = BACKOFF_FIRST;
     loop {
         let started = Instant::now();
-        let outcome = match Running::start(&spec, &show) {
-            Ok(running) => running.attend(&mut spec, &told, &stop, &abort).await,
-            Err(error) => Outcome::Died { status: error.to_string(), was_ready: false, tail: Vec::new() },
+        let outcome = match RunningChild::start(&spec, &log_sink) {
+            Ok(running) => running.wait(&mut spec, &sender, &stop, &abort).await,
+            Err(error) => ChildExit::Died { status: error.to_string(), was_ready: false, tail: Vec::new() },
         };
         let (status, was_ready, tail) = match outcome {
-            Outcome::Stopped => return,
-            Outcome::Died { status, was_ready, tail } => (status, was_ready, tail),
+            ChildExit::Stopped => return,
+            ChildExit::Died { status, was_ready, tail } => (status, was_ready, tail),
         };
         ever_ready |= was_ready;
         if !ever_ready {
-            told.tell(Event::Failed { cause: describe_death(&spec.name, &status, &tail) }).await;
+            sender.send(ChildEvent::Failed { cause: failure_message(&spec.name, &status, &tail) }).await;
             return;
         }
         if started.elapsed() >= HEALTHY_AFTER {
             backoff = BACKOFF_FIRST;
         }
-        // Half of the wait is random, so that workers killed together do not come back in step.
+        // Jitter of up to half of the backoff, so that workers killed together do not restart in lockstep.
         let retry_in = backoff.mul_f64(rand::rng().random_range(0.5..1.0));
         backoff = (backoff * 2).min(BACKOFF_MAX);
-        told.tell(Event::Lost { status, retry_in }).await;
+        sender.send(ChildEvent::Lost { status, retry_in }).await;
         tokio::select! {
             () = tokio::time::sleep(retry_in) => {}
             () = stop.cancelled() => return,
@@ -162,7 +169,7 @@ async fn keep(mut spec: Spec, told: Told, show: Show, stop: CancellationToken, a
     }
 }
 
-fn describe_death(name: &str, status: &str, tail: &[String]) -> String {
+fn failure_message(name: &str, status: &str, tail: &[String]) -> String {
     let mut cause = format!("{name} ended before it was ready: {status}");
     if !tail.is_empty() {
         cause.push_str("; its last lines:");
@@ -173,7 +180,7 @@ fn describe_death(name: &str, status: &str, tail: &[String]) -> String {
     cause
 }
 
-/// How a process ended, in words.
+/// Describes an exit status in words.
 pub fn describe_status(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
@@ -183,24 +190,24 @@ pub fn describe_status(status: ExitStatus) -> String {
     }
 }
 
-/// This very program. After a rebuild its path names another version, or nothing: then the running one.
+/// Returns the path of the running executable; `/proc/self/exe` if its file has been replaced or removed.
 fn program() -> io::Result<PathBuf> {
     let path = std::env::current_exe()?;
     Ok(if path.is_file() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-struct Running {
+struct RunningChild {
     child: Child,
     pid: u32,
-    /// Held open: its end is what tells the child to drain.
+    /// Write end of the child's standard input; closing it asks the child to drain.
     input: ChildStdin,
     output: FramedRead<tokio::process::ChildStdout, LinesCodec>,
-    relay: JoinHandle<()>,
+    log_task: JoinHandle<()>,
     tail: Arc<Mutex<VecDeque<String>>>,
 }
 
-impl Running {
-    fn start(spec: &Spec, show: &Show) -> io::Result<Self> {
+impl RunningChild {
+    fn start(spec: &ChildSpec, log_sink: &LogSink) -> io::Result<Self> {
         let mut child = Command::new(program()?)
             .args(&spec.arguments)
             .arg(format!("--listen={}", spec.listen))
@@ -218,31 +225,32 @@ impl Running {
         let output = child.stdout.take().ok_or_else(|| piped("standard output"))?;
         let log = child.stderr.take().ok_or_else(|| piped("standard error"))?;
         let tail = Arc::new(Mutex::new(VecDeque::with_capacity(TAIL_LINES_MAX)));
-        let relay = tokio::spawn(relay_log(spec.name.clone(), log, Arc::clone(&tail), Arc::clone(show)));
+        let log_task =
+            tokio::spawn(forward_log(spec.name.clone(), log, Arc::clone(&tail), Arc::clone(log_sink)));
         let output = FramedRead::new(output, LinesCodec::new_with_max_length(LINE_BYTES_MAX));
-        Ok(Self { child, pid, input, output, relay, tail })
+        Ok(Self { child, pid, input, output, log_task, tail })
     }
 
-    /// Stays with the child until it ends.
-    async fn attend(
+    /// Forwards the child's events until it exits, or shuts it down when `stop` or `abort` is cancelled.
+    async fn wait(
         mut self,
-        spec: &mut Spec,
-        told: &Told,
+        spec: &mut ChildSpec,
+        sender: &EventSender,
         stop: &CancellationToken,
         abort: &CancellationToken,
-    ) -> Outcome {
+    ) -> ChildExit {
         let mut was_ready = false;
-        let mut talks = true;
+        let mut stdout_open = true;
         loop {
             tokio::select! {
                 status = self.child.wait() => {
                     let status = status.map_or_else(|error| error.to_string(), describe_status);
-                    // The pipe ends with the process, so this ends too, and the last words are in the tail.
-                    let _ = tokio::time::timeout(Duration::from_secs(1), &mut self.relay).await;
+                    // The pipe closes with the process; wait until its last lines are in the tail.
+                    let _ = tokio::time::timeout(Duration::from_secs(1), &mut self.log_task).await;
                     let tail = self.tail.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect();
-                    return Outcome::Died { status, was_ready, tail };
+                    return ChildExit::Died { status, was_ready, tail };
                 }
-                line = self.output.next(), if talks => match line {
+                line = self.output.next(), if stdout_open => match line {
                     Some(Ok(line)) => match serde_json::from_str(&line) {
                         Ok(RoleEvent::Ready { address, metrics }) => {
                             was_ready = true;
@@ -250,61 +258,61 @@ impl Running {
                             if let Some(metrics) = metrics {
                                 spec.metrics = metrics;
                             }
-                            told.tell(Event::Ready(Member { name: spec.name.clone(), pid: self.pid, address, metrics })).await;
+                            sender.send(ChildEvent::Ready(ClusterMember { name: spec.name.clone(), pid: self.pid, address, metrics })).await;
                         }
-                        Ok(RoleEvent::Loading { done, total }) => told.tell(Event::Loading { done, total }).await,
+                        Ok(RoleEvent::Loading { done, total }) => sender.send(ChildEvent::Loading { done, total }).await,
                         Ok(RoleEvent::Listening { .. }) | Err(_) => {}
                     },
                     Some(Err(_)) => {}
-                    None => talks = false,
+                    None => stdout_open = false,
                 },
                 () = stop.cancelled() => {
-                    self.end(spec.drain_timeout, abort).await;
-                    return Outcome::Stopped;
+                    self.shut_down(spec.drain_timeout, abort).await;
+                    return ChildExit::Stopped;
                 }
                 () = abort.cancelled() => {
                     let _ = self.child.kill().await;
-                    return Outcome::Stopped;
+                    return ChildExit::Stopped;
                 }
             }
         }
     }
 
-    async fn end(mut self, drain_timeout: Duration, abort: &CancellationToken) {
+    async fn shut_down(mut self, drain_timeout: Duration, abort: &CancellationToken) {
         drop(self.input);
         tokio::select! {
             _ = self.child.wait() => {}
             () = tokio::time::sleep(drain_timeout + KILL_MARGIN) => {}
             () = abort.cancelled() => {}
         }
-        // Does nothing if it has ended.
+        // No effect if the child has exited.
         let _ = self.child.kill().await;
-        let _ = tokio::time::timeout(Duration::from_secs(1), self.relay).await;
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.log_task).await;
     }
 }
 
-async fn relay_log(
+async fn forward_log(
     name: String,
     log: impl AsyncRead + Unpin,
     tail: Arc<Mutex<VecDeque<String>>>,
-    show: Show,
+    log_sink: LogSink,
 ) {
     let mut lines = FramedRead::new(log, LinesCodec::new_with_max_length(LINE_BYTES_MAX));
-    // After an error (a line too long) the decoder ends its stream once, and goes on after that.
-    let mut resumes = false;
+    // After an error (a line too long) the decoder ends its stream once and then continues.
+    let mut ends_once = false;
     loop {
         match lines.next().await {
             Some(Ok(raw)) => {
-                let line = relay::read(&raw);
-                show(&name, &line);
+                let line = child_log::parse(&raw);
+                log_sink(&name, &line);
                 let mut tail = tail.lock().unwrap_or_else(PoisonError::into_inner);
                 if tail.len() == TAIL_LINES_MAX {
                     tail.pop_front();
                 }
                 tail.push_back(line.text);
             }
-            Some(Err(_)) => resumes = true,
-            None if resumes => resumes = false,
+            Some(Err(_)) => ends_once = true,
+            None if ends_once => ends_once = false,
             None => return,
         }
     }

@@ -1,4 +1,4 @@
-//! Logs, traces and metrics of a role.
+//! Set-up of logs, OpenTelemetry traces and Prometheus metrics of a role.
 
 use std::io::{self, IsTerminal as _};
 use std::net::SocketAddr;
@@ -15,11 +15,11 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, fmt};
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
 use crate::units::ListenAt;
 
-/// How logs are written.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
     /// Human-readable lines.
@@ -46,30 +46,30 @@ pub struct Args {
     pub otlp_sample_ratio: f64,
 }
 
-/// What has to be closed at the end.
+/// Telemetry of the process, shut down by [`Telemetry::stop`].
 #[derive(Debug)]
 pub struct Telemetry {
     provider: Option<SdkTracerProvider>,
-    /// Where the Prometheus endpoint listens, if it does.
+    /// Listen address of the Prometheus endpoint, if enabled.
     pub metrics: Option<SocketAddr>,
 }
 
-/// Sets up logs, traces and the Prometheus endpoint for this process. Must be called inside the runtime.
+/// Sets up logs, traces and the Prometheus endpoint of this process. Must be called within a Tokio runtime.
 ///
-/// `service` is the OpenTelemetry service name, `instance` what tells its processes apart, `histograms` the
-/// buckets by metric name.
+/// `service` is the OpenTelemetry service name, `instance` its instance id; `histograms` lists metric names
+/// with their buckets.
 ///
 /// # Errors
-/// A filter or endpoint that does not parse; a metrics port that is taken.
+/// The filter or the OTLP endpoint does not parse, or the metrics port is taken.
 pub async fn start(
     args: &Args,
     service: &'static str,
     instance: &str,
     metrics: ListenAt,
     histograms: &[(&str, &[f64])],
-) -> Result<Telemetry, Failure> {
+) -> Result<Telemetry, CommandError> {
     let filter = EnvFilter::builder().parse(&args.log).map_err(|error| {
-        Failure::new(Exit::Usage, format!("--log {:?} is not a filter: {error}", args.log))
+        CommandError::new(Exit::Usage, format!("--log {:?} is not a filter: {error}", args.log))
     })?;
     let provider =
         args.otlp_endpoint.as_deref().map(|url| exporter(url, args, service, instance)).transpose()?;
@@ -78,7 +78,7 @@ pub async fn start(
             .with_tracer(provider.tracer("inflight"))
             .with_location(false)
             .with_threads(false)
-            // Our own spans alone: the exporter's HTTP client would otherwise trace its own calls.
+            // Only spans of this workspace: the exporter's HTTP client would otherwise trace its own calls.
             .with_filter(filter_fn(|metadata| {
                 metadata.target().starts_with("inflight") && *metadata.level() <= LevelFilter::INFO
             }))
@@ -101,7 +101,7 @@ pub async fn start(
         .with(traces)
         .with(logs)
         .try_init()
-        .map_err(|error| Failure::chain("cannot set up logging", &error))?;
+        .map_err(|error| CommandError::chain("cannot set up logging", &error))?;
     log_panics();
     let metrics = match metrics {
         ListenAt::Off => None,
@@ -115,17 +115,17 @@ fn exporter(
     args: &Args,
     service: &'static str,
     instance: &str,
-) -> Result<SdkTracerProvider, Failure> {
+) -> Result<SdkTracerProvider, CommandError> {
     if !(0.0..=1.0).contains(&args.otlp_sample_ratio) {
         let message = format!("--otlp-sample-ratio is {}; it must be in [0, 1]", args.otlp_sample_ratio);
-        return Err(Failure::new(Exit::Usage, message));
+        return Err(CommandError::new(Exit::Usage, message));
     }
     let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_tonic()
         .with_endpoint(url)
         .with_timeout(Duration::from_secs(5))
         .build()
-        .map_err(|error| Failure::new(Exit::Usage, format!("--otlp-endpoint {url:?}: {error}")))?;
+        .map_err(|error| CommandError::new(Exit::Usage, format!("--otlp-endpoint {url:?}: {error}")))?;
     let resource = Resource::builder()
         .with_service_name(service)
         .with_attribute(opentelemetry::KeyValue::new("service.instance.id", instance.to_owned()))
@@ -138,7 +138,7 @@ fn exporter(
         .build())
 }
 
-/// A panic in a task ends the task, not the process; without this its trace would be lost among the logs.
+/// Logs panics with a backtrace: a panic in a task ends the task, not the process.
 fn log_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
@@ -150,10 +150,10 @@ fn log_panics() {
 }
 
 impl Telemetry {
-    /// Sends what spans are left, waiting a few seconds at most.
+    /// Exports the remaining spans, for at most 5 seconds.
     pub async fn stop(self) {
         let Some(provider) = self.provider else { return };
-        // Shutting down blocks until the exporter is done, which needs the runtime's threads.
+        // The shutdown blocks until the exporter has finished, which needs the runtime's threads.
         let flushed =
             tokio::task::spawn_blocking(move || provider.shutdown_with_timeout(Duration::from_secs(5))).await;
         if let Ok(Err(error)) = flushed {

@@ -1,13 +1,13 @@
-//! Flags of certificates, keys and limits of connections.
+//! TLS flags: certificates and private keys of servers and clients, and API keys.
 
 use std::path::PathBuf;
 
 use inflight_transport::{ClientTls, ServerTlsFiles, TlsError};
 
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 
-fn usage(error: &TlsError) -> Failure {
-    Failure::new(Exit::Usage, error.to_string())
+fn usage(error: &TlsError) -> CommandError {
+    CommandError::new(Exit::Usage, error.to_string())
 }
 
 /// Options of a role that is connected to.
@@ -29,11 +29,11 @@ pub struct ServerArgs {
 }
 
 impl ServerArgs {
-    /// The files, if there are any.
+    /// Returns the TLS files; `None` without TLS.
     ///
     /// # Errors
-    /// One of certificate and key without the other.
-    pub fn files(&self) -> Result<Option<ServerTlsFiles>, Failure> {
+    /// Only one of certificate and key is given, or a client CA without them.
+    pub fn files(&self) -> Result<Option<ServerTlsFiles>, CommandError> {
         match (&self.tls_cert, &self.tls_key) {
             (Some(certificate), Some(key)) => Ok(Some(ServerTlsFiles {
                 certificate: certificate.clone(),
@@ -66,11 +66,11 @@ pub struct WorkerClientArgs {
 }
 
 impl WorkerClientArgs {
-    /// How workers are reached by TLS, if they are.
+    /// Returns the TLS configuration for connections to workers; `None` without TLS.
     ///
     /// # Errors
-    /// One of certificate and key without the other, or either without an authority.
-    pub fn tls(&self) -> Result<Option<ClientTls>, Failure> {
+    /// Only one of certificate and key is given, or either without CA certificates.
+    pub fn tls(&self) -> Result<Option<ClientTls>, CommandError> {
         let tls = ClientTls::new(
             self.worker_tls_ca.clone(),
             self.worker_tls_cert.clone(),
@@ -103,11 +103,11 @@ pub struct ClientArgs {
 }
 
 impl ClientArgs {
-    /// How the server is reached by TLS, if it is.
+    /// Returns the TLS configuration for connections to the server; `None` without TLS.
     ///
     /// # Errors
-    /// As for [`WorkerClientArgs::tls`].
-    pub fn tls(&self) -> Result<Option<ClientTls>, Failure> {
+    /// Only one of certificate and key is given, or either without CA certificates.
+    pub fn tls(&self) -> Result<Option<ClientTls>, CommandError> {
         let tls = ClientTls::new(
             self.tls_ca.clone(),
             self.tls_cert.clone(),

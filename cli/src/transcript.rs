@@ -1,4 +1,4 @@
-//! What `inflight generate` shows: text as it comes, or JSON events.
+//! Output of `inflight generate`: streamed text, or events as JSON lines.
 
 use std::io::{self, Write};
 
@@ -8,19 +8,19 @@ use inflight_proto::v1::{
 };
 use serde_json::{Value, json};
 
-/// Where the events of one generation go.
+/// Output format of the events of one Generate call.
 pub trait Transcript {
-    /// Shows an event.
+    /// Writes an event.
     ///
     /// # Errors
-    /// The output is closed.
+    /// The output cannot be written, such as a closed pipe.
     fn show(&mut self, response: &GenerateResponse) -> io::Result<()>;
 }
 
-/// One JSON object a line for each event.
-pub struct JsonLines<W>(pub W);
+/// Transcript with one JSON object per event and line.
+pub struct JsonTranscript<W>(pub W);
 
-impl<W: Write> Transcript for JsonLines<W> {
+impl<W: Write> Transcript for JsonTranscript<W> {
     fn show(&mut self, response: &GenerateResponse) -> io::Result<()> {
         let Some(event) = &response.event else { return Ok(()) };
         let value = match event {
@@ -38,13 +38,12 @@ impl<W: Write> Transcript for JsonLines<W> {
                     value["token_ids"] = json!(delta.token_ids);
                 }
                 if !delta.logprobs.is_empty() {
-                    value["logprobs"] = delta.logprobs.iter().map(position).collect();
+                    value["logprobs"] = delta.logprobs.iter().map(logprobs_json).collect();
                 }
                 value
             }
             Event::Finished(finished) => {
-                let mut value =
-                    json!({ "event": "finished", "choice": finished.choice, "reason": reason(finished) });
+                let mut value = json!({ "event": "finished", "choice": finished.choice, "reason": finish_reason(finished) });
                 if !finished.stop_string.is_empty() {
                     value["stop"] = json!(finished.stop_string);
                 }
@@ -76,7 +75,7 @@ impl<W: Write> Transcript for JsonLines<W> {
     }
 }
 
-fn position(position: &PositionLogprobs) -> Value {
+fn logprobs_json(position: &PositionLogprobs) -> Value {
     let token = |token: &TokenLogprob| json!({ "token_id": token.token_id, "logprob": token.logprob });
     json!({
         "chosen": position.chosen.as_ref().map(token),
@@ -84,7 +83,7 @@ fn position(position: &PositionLogprobs) -> Value {
     })
 }
 
-fn reason(finished: &ChoiceFinished) -> &'static str {
+fn finish_reason(finished: &ChoiceFinished) -> &'static str {
     match finished.reason() {
         FinishReason::Unspecified => "unspecified",
         FinishReason::Stop => "stop",
@@ -95,34 +94,34 @@ fn reason(finished: &ChoiceFinished) -> &'static str {
     }
 }
 
-/// Text on one output, usage and timings on another. Of several choices the lowest that has not ended is
-/// shown as it comes; the others follow, each under a heading.
-pub struct Text<O, N> {
+/// Transcript with text on one output, usage and timings on another. Of several choices, the lowest
+/// unfinished one is streamed; the others are buffered and follow, each under a heading.
+pub struct TextTranscript<O, N> {
     output: O,
     notes: N,
-    choices: Vec<Choice>,
-    /// The choice shown now.
+    choices: Vec<ChoiceBuffer>,
+    /// Index of the choice being streamed.
     current: usize,
 }
 
 #[derive(Default, Clone)]
-struct Choice {
-    held: String,
+struct ChoiceBuffer {
+    buffered: String,
     logprobs: Vec<String>,
     ended: Option<&'static str>,
 }
 
-impl<O: Write, N: Write> Text<O, N> {
-    /// For `n` choices.
+impl<O: Write, N: Write> TextTranscript<O, N> {
+    /// Creates a transcript of `n` choices.
     pub fn new(output: O, notes: N, n: usize) -> Self {
-        Self { output, notes, choices: vec![Choice::default(); n.max(1)], current: 0 }
+        Self { output, notes, choices: vec![ChoiceBuffer::default(); n.max(1)], current: 0 }
     }
 
     fn advance(&mut self) -> io::Result<()> {
         let several = self.choices.len() > 1;
         while let Some(choice) = self.choices.get_mut(self.current) {
-            self.output.write_all(choice.held.as_bytes())?;
-            choice.held.clear();
+            self.output.write_all(choice.buffered.as_bytes())?;
+            choice.buffered.clear();
             let Some(reason) = choice.ended else { break };
             writeln!(self.output)?;
             self.output.flush()?;
@@ -170,13 +169,13 @@ impl<O: Write, N: Write> Text<O, N> {
     }
 }
 
-impl<O: Write, N: Write> Transcript for Text<O, N> {
+impl<O: Write, N: Write> Transcript for TextTranscript<O, N> {
     fn show(&mut self, response: &GenerateResponse) -> io::Result<()> {
         match &response.event {
             Some(Event::Started(_)) => self.heading(),
             Some(Event::Delta(delta)) => {
                 let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return Ok(()) };
-                choice.held.push_str(&delta.text);
+                choice.buffered.push_str(&delta.text);
                 choice
                     .logprobs
                     .extend(delta.logprobs.iter().map(|position| logprob_line(delta.choice, position)));
@@ -184,7 +183,7 @@ impl<O: Write, N: Write> Transcript for Text<O, N> {
             }
             Some(Event::Finished(finished)) => {
                 let Some(choice) = self.choices.get_mut(finished.choice as usize) else { return Ok(()) };
-                choice.ended = Some(reason(finished));
+                choice.ended = Some(finish_reason(finished));
                 self.advance()
             }
             Some(Event::Completed(completed)) => self.complete(completed),
@@ -225,7 +224,7 @@ mod tests {
     #[test]
     fn interleaved_choices_are_shown_one_after_the_other() {
         let (mut output, mut notes) = (Vec::new(), Vec::new());
-        let mut text = Text::new(&mut output, &mut notes, 2);
+        let mut text = TextTranscript::new(&mut output, &mut notes, 2);
         text.show(&GenerateResponse { event: Some(Event::Started(GenerationStarted::default())) }).unwrap();
         for response in
             [delta(1, "b1"), delta(0, "a1"), delta(1, "b2"), finished(1), delta(0, "a2"), finished(0)]
@@ -240,9 +239,9 @@ mod tests {
     }
 
     #[test]
-    fn json_lines_carry_what_is_there_and_nothing_else() {
+    fn json_lines_omit_empty_fields() {
         let mut output = Vec::new();
-        JsonLines(&mut output).show(&delta(0, "a\nb")).unwrap();
+        JsonTranscript(&mut output).show(&delta(0, "a\nb")).unwrap();
         assert_eq!(
             String::from_utf8(output).unwrap(),
             "{\"choice\":0,\"event\":\"delta\",\"text\":\"a\\nb\"}\n"

@@ -1,13 +1,13 @@
-//! Quantities as people write them: `512MiB`, `250ms`, `off`.
+//! Parsing and formatting of quantities in flags: byte sizes, durations, optional listen addresses.
 
 use std::fmt;
 use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// A number of bytes: `1073741824`, `1GiB`, `500MB`.
+/// Size in bytes, written `1073741824`, `1GiB` or `500MB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bytes(pub u64);
+pub struct ByteSize(pub u64);
 
 const BYTE_UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
@@ -21,7 +21,7 @@ const BYTE_UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-impl FromStr for Bytes {
+impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -44,7 +44,7 @@ impl FromStr for Bytes {
     }
 }
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSize {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match BYTE_UNITS[..4].iter().find(|(_, factor)| self.0 > 0 && self.0.is_multiple_of(*factor)) {
             Some((unit, factor)) => write!(out, "{}{unit}", self.0 / factor),
@@ -53,7 +53,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A duration: `250ms`, `1.5s`, `2m`, `1h`; never negative.
+/// Duration of at most 366 days, written `250ms`, `1.5s`, `2m` or `1h`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span(pub Duration);
 
@@ -76,7 +76,7 @@ impl FromStr for Span {
         number
             .zip(seconds)
             .and_then(|(number, seconds)| Duration::try_from_secs_f64(number * seconds).ok())
-            // Beyond it, sums with the clock overflow.
+            // Longer durations could overflow when added to an `Instant`.
             .filter(|span| *span <= Duration::from_secs(366 * 86_400))
             .map(Self)
             .ok_or_else(|| {
@@ -98,12 +98,12 @@ impl fmt::Display for Span {
     }
 }
 
-/// Where an optional endpoint listens: an address, or `off`.
+/// Listen address of an optional endpoint, or `off`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListenAt {
-    /// Not at all.
+    /// Disabled.
     Off,
-    /// At this address; port 0 takes a free one.
+    /// Listen address; port 0 picks a free port.
     Address(SocketAddr),
 }
 
@@ -135,13 +135,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantities_are_read_as_written_and_written_as_read() {
+    fn quantities_parse_and_round_trip_through_their_text() {
         for (text, bytes) in
             [("0", 0), ("17", 17), ("512MiB", 512 << 20), ("4gb", 4_000_000_000), ("3 KiB", 3072)]
         {
-            let parsed: Bytes = text.parse().unwrap();
+            let parsed: ByteSize = text.parse().unwrap();
             assert_eq!(parsed.0, bytes, "{text}");
-            assert_eq!(parsed.to_string().parse::<Bytes>().unwrap(), parsed, "{text}");
+            assert_eq!(parsed.to_string().parse::<ByteSize>().unwrap(), parsed, "{text}");
         }
         for (text, micros) in
             [("250ms", 250_000), ("1.5s", 1_500_000), ("2m", 120_000_000), ("7us", 7), ("0s", 0)]
@@ -153,9 +153,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_quantity_is_refused() {
+    fn text_that_is_no_quantity_is_rejected() {
         for text in ["", "GiB", "-1", "1.5GiB", "99999999999TiB", "12 parsecs"] {
-            assert!(text.parse::<Bytes>().is_err(), "{text}");
+            assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
         for text in ["", "5", "-5s", "1e400s", "NaNs", "s"] {
             assert!(text.parse::<Span>().is_err(), "{text}");

@@ -1,4 +1,4 @@
-//! `inflight up`: one router and its workers on this machine, as children of this process.
+//! `inflight up`: a router and workers on this machine, as supervised child processes.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -14,22 +14,22 @@ use inflight_worker::Device;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use crate::child_log;
 use crate::config::given_flags;
-use crate::event::{self, ClusterEvent, Member};
-use crate::exit::{self, Exit, Failure};
+use crate::event::{self, ClusterEvent, ClusterMember};
+use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
-use crate::relay;
 use crate::signals::{self, Stop};
-use crate::supervisor::{Event, Keeper, Show, Spec};
+use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
 use crate::units::Span;
 use crate::worker::EngineArgs;
 
-/// The router's index among the members; workers follow.
+/// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;
-/// How long the router may take to reach every worker once all of them run.
+/// Timeout of the router's start, and of its connecting to all workers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-/// Events of the children that may wait to be handled.
+/// Capacity of the channel of child events.
 const EVENTS_MAX: usize = 64;
 
 /// Options of `inflight up`.
@@ -44,7 +44,8 @@ pub struct Args {
     /// Port of the router; 0 picks a free one
     #[arg(long, value_name = "PORT", default_value_t = 8650, env = "INFLIGHT_UP_PORT")]
     pub port: u16,
-    /// Port of the router's Prometheus endpoint; the workers use the ports after it; 0 picks free ones [default: --port + 1]
+    /// Port of the router's Prometheus endpoint; the workers use the ports after it; 0 picks free ones
+    /// [default: --port + 1]
     #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_METRICS_PORT")]
     pub metrics_port: Option<u16>,
     /// File of tenants with their API keys and limits; without it no authentication is required
@@ -59,7 +60,8 @@ pub struct Args {
     /// Print events as JSON lines instead of text
     #[arg(long)]
     pub json: bool,
-    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables
+    /// override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_UP_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
@@ -68,62 +70,64 @@ pub struct Args {
     pub telemetry: telemetry::Args,
 }
 
-/// Starts the cluster and stays until it is told to stop.
+/// Starts the cluster and runs until it is signalled to stop.
 ///
 /// # Errors
-/// A taken port, a missing model, a member that does not start. No child is left then.
-pub async fn run(args: Args, matches: &ArgMatches) -> Result<(), Failure> {
-    let plan = Plan::new(&args, matches)?;
-    let stop = signals::watch(false).map_err(|error| Failure::chain("cannot watch for signals", &error))?;
+/// A port is taken, the model is missing, or a member does not start. All children have exited then.
+pub async fn run(args: Args, matches: &ArgMatches) -> Result<(), CommandError> {
+    let plan = ClusterPlan::new(&args, matches)?;
+    let stop =
+        signals::watch(false).map_err(|error| CommandError::chain("cannot watch for signals", &error))?;
     let bars = MultiProgress::new();
-    let show = shower(bars.clone(), args.verbose);
-    let (events, inbox) = mpsc::channel(EVENTS_MAX);
-    let mut cluster = Cluster {
+    let log_sink = log_sink(bars.clone(), args.verbose);
+    let (events, receiver) = mpsc::channel(EVENTS_MAX);
+    let mut cluster = LocalCluster {
         plan,
         json: args.json,
         stop,
-        show,
+        log_sink,
         bars,
         loading: BTreeMap::new(),
         abort: CancellationToken::new(),
         events,
-        inbox,
-        keepers: BTreeMap::new(),
+        receiver,
+        supervisors: BTreeMap::new(),
         members: BTreeMap::new(),
     };
     let outcome = cluster.run().await;
-    let cut_short = cluster.end().await;
-    // By now all children are gone.
-    if outcome.is_ok() && cut_short { Err(Failure::Silent(Exit::Interrupted)) } else { outcome }
+    let aborted = cluster.shut_down().await;
+    // All children have exited.
+    if outcome.is_ok() && aborted { Err(CommandError::Silent(Exit::Interrupted)) } else { outcome }
 }
 
-/// What to start, with every flag.
+/// Addresses and flags of the processes to start.
 #[derive(Debug)]
-struct Plan {
+struct ClusterPlan {
     workers: usize,
     router_address: SocketAddr,
     router_metrics: SocketAddr,
     worker_metrics: Vec<SocketAddr>,
+    /// Flags of every worker.
     worker_flags: Vec<OsString>,
-    /// Those of each worker alone.
+    /// Additional flags of each worker: its GPUs and fraction of their memory.
     gpu_flags: Vec<Vec<OsString>>,
     router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
 }
 
-impl Plan {
-    fn new(args: &Args, matches: &ArgMatches) -> Result<Self, Failure> {
+impl ClusterPlan {
+    fn new(args: &Args, matches: &ArgMatches) -> Result<Self, CommandError> {
         if let Some(model) = &args.engine.model
             && !model.exists()
         {
             let message = format!("--model {}: there is no such directory or file", model.display());
-            return Err(Failure::new(Exit::Failure, message));
+            return Err(CommandError::new(Exit::Failure, message));
         }
-        // A driver is asked only where it matters.
+        // The driver is queried only where the assignment depends on it.
         let device = args.engine.device;
-        let spread = matches!(device, Device::Auto | Device::Cuda(None));
-        let usable = if spread { inflight_worker::usable_gpus() } else { Vec::new() };
+        let over_gpus = matches!(device, Device::Auto | Device::Cuda(None));
+        let usable = if over_gpus { inflight_worker::usable_gpus() } else { Vec::new() };
         let number = args.workers.map(|workers| workers as usize);
         let gpus = gpus::assign(device, number, &usable, args.engine.tensor_parallel);
         let workers = gpus.len();
@@ -132,23 +136,23 @@ impl Plan {
             (None, 0) => 0,
             (None, port) => u32::from(port) + 1,
         };
-        let metrics = |member: u32| -> Result<SocketAddr, Failure> {
+        let metrics = |member: u32| -> Result<SocketAddr, CommandError> {
             let port = if base == 0 { 0 } else { base + member };
             let port = u16::try_from(port).map_err(|_| {
                 let message = format!("metrics port {port} is above 65535; choose a lower --metrics-port");
-                Failure::new(Exit::Usage, message)
+                CommandError::new(Exit::Usage, message)
             })?;
             Ok(SocketAddr::new(args.host, port))
         };
         let router_address = SocketAddr::new(args.host, args.port);
         let router_metrics = metrics(0)?;
         let worker_metrics = (1..=workers as u32).map(metrics).collect::<Result<Vec<_>, _>>()?;
-        // Known at once rather than after the model was loaded.
-        let mut held = vec![try_port(router_address, "--port")?];
+        // Report taken ports now rather than after the model was loaded.
+        let mut probes = vec![probe_port(router_address, "--port")?];
         for address in std::iter::once(&router_metrics).chain(&worker_metrics) {
-            held.push(try_port(*address, "--metrics-port")?);
+            probes.push(probe_port(*address, "--metrics-port")?);
         }
-        drop(held);
+        drop(probes);
         let group = |augment: fn(Command) -> Command| given_flags(&augment(Command::new("group")), matches);
         let mut worker_flags = group(<EngineArgs as clap::Args>::augment_args);
         if args.engine.threads.is_none() {
@@ -163,13 +167,13 @@ impl Plan {
         });
         let router_flags = router_flags.collect();
         let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
-        let divided = !worker_flags.iter().any(given);
+        let divide_memory = !worker_flags.iter().any(given);
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
-            let part = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
-            let part = divided.then(|| format!("--gpu-memory-utilization={part}").into());
+            let utilization = args.engine.gpu_memory_utilization * gpus::share(&gpus, worker);
+            let memory_flag = divide_memory.then(|| format!("--gpu-memory-utilization={utilization}").into());
             let list = gpus[worker].iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-            let named = (spread && !list.is_empty()).then(|| format!("--gpu={list}").into());
-            part.into_iter().chain(named).collect()
+            let gpu_flag = (over_gpus && !list.is_empty()).then(|| format!("--gpu={list}").into());
+            memory_flag.into_iter().chain(gpu_flag).collect()
         });
         let gpu_flags = gpu_flags.collect();
         let mut telemetry_flags = group(<telemetry::Args as clap::Args>::augment_args);
@@ -189,13 +193,13 @@ impl Plan {
         })
     }
 
-    fn worker(&self, number: usize) -> Spec {
+    fn worker(&self, number: usize) -> ChildSpec {
         let name = format!("worker-{number}");
         let mut arguments: Vec<OsString> = vec!["worker".into(), format!("--worker-id={name}").into()];
         let own = &self.gpu_flags[number];
         arguments.extend(self.worker_flags.iter().chain(own).chain(&self.telemetry_flags).cloned());
         let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        Spec {
+        ChildSpec {
             name,
             arguments,
             listen,
@@ -204,12 +208,12 @@ impl Plan {
         }
     }
 
-    fn router(&self, workers: &[SocketAddr]) -> Spec {
+    fn router(&self, workers: &[SocketAddr]) -> ChildSpec {
         let workers: Vec<String> = workers.iter().map(ToString::to_string).collect();
         let mut arguments: Vec<OsString> =
             vec!["router".into(), format!("--workers={}", workers.join(",")).into()];
         arguments.extend(self.router_flags.iter().chain(&self.telemetry_flags).cloned());
-        Spec {
+        ChildSpec {
             name: "router".to_owned(),
             arguments,
             listen: self.router_address,
@@ -219,40 +223,40 @@ impl Plan {
     }
 }
 
-fn try_port(address: SocketAddr, flag: &str) -> Result<TcpListener, Failure> {
+fn probe_port(address: SocketAddr, flag: &str) -> Result<TcpListener, CommandError> {
     TcpListener::bind(address).map_err(|error| {
         let context = format!("cannot listen on {address}; choose another with {flag}");
-        Failure::chain(&context, &error)
+        CommandError::chain(&context, &error)
     })
 }
 
-fn shower(bars: MultiProgress, verbose: bool) -> Show {
-    Arc::new(move |name: &str, line: &relay::Line| {
+fn log_sink(bars: MultiProgress, verbose: bool) -> LogSink {
+    Arc::new(move |name: &str, line: &child_log::LogLine| {
         if verbose || line.urgent {
-            bars.suspend(|| exit::say(format_args!("{name} │ {}", line.text)));
+            bars.suspend(|| exit::print_stderr(format_args!("{name} │ {}", line.text)));
         }
     })
 }
 
-struct Cluster {
-    plan: Plan,
+struct LocalCluster {
+    plan: ClusterPlan,
     json: bool,
     stop: Stop,
-    show: Show,
+    log_sink: LogSink,
     bars: MultiProgress,
     loading: BTreeMap<usize, ProgressBar>,
     abort: CancellationToken,
-    events: mpsc::Sender<(usize, Event)>,
-    inbox: mpsc::Receiver<(usize, Event)>,
-    keepers: BTreeMap<usize, Keeper>,
-    /// Those that run, by index.
-    members: BTreeMap<usize, Member>,
+    events: mpsc::Sender<(usize, ChildEvent)>,
+    receiver: mpsc::Receiver<(usize, ChildEvent)>,
+    supervisors: BTreeMap<usize, ChildSupervisor>,
+    /// Members that have been ready, by index.
+    members: BTreeMap<usize, ClusterMember>,
 }
 
-impl Cluster {
-    async fn run(&mut self) -> Result<(), Failure> {
+impl LocalCluster {
+    async fn run(&mut self) -> Result<(), CommandError> {
         if !self.json {
-            self.say(&format!("starting {} and a router …", workers(self.plan.workers)));
+            self.print(&format!("starting {} and a router …", workers(self.plan.workers)));
         }
         for number in 0..self.plan.workers {
             self.start(number + 1, self.plan.worker(number));
@@ -264,50 +268,55 @@ impl Cluster {
         }
         let addresses: Vec<SocketAddr> = self.members.values().map(|member| member.address).collect();
         self.start(ROUTER, self.plan.router(&addresses));
-        // The router is ready once it can use what a worker serves, its tokenizer and template included.
-        let by = tokio::time::Instant::now() + CONNECT_TIMEOUT;
+        // The router is ready once it has a worker's model bundle (tokenizer, chat template).
+        let deadline = tokio::time::Instant::now() + CONNECT_TIMEOUT;
         while !self.members.contains_key(&ROUTER) {
-            let next = tokio::time::timeout_at(by, self.next()).await.map_err(|_| {
+            let next = tokio::time::timeout_at(deadline, self.next()).await.map_err(|_| {
                 let message = format!(
                     "the router could use no worker within {} s; its warnings above say why",
                     CONNECT_TIMEOUT.as_secs()
                 );
-                Failure::new(Exit::Failure, message)
+                CommandError::new(Exit::Failure, message)
             })?;
             if next?.is_none() {
                 return Ok(());
             }
         }
         let Some(models) = self.wait_until_connected().await? else { return Ok(()) };
-        self.announce(&models);
+        self.print_ready(&models);
         while self.next().await?.is_some() {}
         Ok(())
     }
 
-    fn start(&mut self, index: usize, spec: Spec) {
-        let keeper =
-            Keeper::start(index, spec, self.events.clone(), Arc::clone(&self.show), self.abort.clone());
-        self.keepers.insert(index, keeper);
+    fn start(&mut self, index: usize, spec: ChildSpec) {
+        let supervisor = ChildSupervisor::start(
+            index,
+            spec,
+            self.events.clone(),
+            Arc::clone(&self.log_sink),
+            self.abort.clone(),
+        );
+        self.supervisors.insert(index, supervisor);
     }
 
-    fn say(&self, text: &str) {
-        self.bars.suspend(|| exit::say(format_args!("{text}")));
+    fn print(&self, text: &str) {
+        self.bars.suspend(|| exit::print_stderr(format_args!("{text}")));
     }
 
-    /// Handles the next event; `None` when it is time to stop.
-    async fn next(&mut self) -> Result<Option<()>, Failure> {
+    /// Handles the next event; returns `None` when the cluster is to stop.
+    async fn next(&mut self) -> Result<Option<()>, CommandError> {
         let (index, event) = tokio::select! {
             () = self.stop.drain.cancelled() => return Ok(None),
-            event = self.inbox.recv() => match event {
+            event = self.receiver.recv() => match event {
                 Some(event) => event,
                 None => return Ok(None),
             },
         };
         match event {
-            Event::Failed { cause } => return Err(Failure::new(Exit::Failure, cause)),
-            Event::Loading { done, total } => self.progress(index, done, total),
-            Event::Ready(member) => self.ready(index, member),
-            Event::Lost { status, retry_in } => self.lost(index, &status, retry_in),
+            ChildEvent::Failed { cause } => return Err(CommandError::new(Exit::Failure, cause)),
+            ChildEvent::Loading { done, total } => self.progress(index, done, total),
+            ChildEvent::Ready(member) => self.ready(index, member),
+            ChildEvent::Lost { status, retry_in } => self.lost(index, &status, retry_in),
         }
         Ok(Some(()))
     }
@@ -324,7 +333,7 @@ impl Cluster {
         bar.set_position(done);
     }
 
-    fn ready(&mut self, index: usize, member: Member) {
+    fn ready(&mut self, index: usize, member: ClusterMember) {
         if let Some(bar) = self.loading.remove(&index) {
             bar.finish_and_clear();
         }
@@ -332,7 +341,7 @@ impl Cluster {
             if self.json {
                 event::emit(&ClusterEvent::Restarted { member: &member });
             } else {
-                self.say(&format!("{} runs again as process {}", member.name, member.pid));
+                self.print(&format!("{} runs again as process {}", member.name, member.pid));
             }
         }
         self.members.insert(index, member);
@@ -344,11 +353,11 @@ impl Cluster {
             event::emit(&ClusterEvent::Lost { name: &member.name, status });
         } else {
             let seconds = retry_in.as_secs_f64();
-            self.say(&format!("{} ended: {status}; starting it again in {seconds:.1} s", member.name));
+            self.print(&format!("{} ended: {status}; starting it again in {seconds:.1} s", member.name));
         }
     }
 
-    /// Where clients on this machine reach the router.
+    /// Returns `HOST:PORT` of the router for clients on this machine.
     fn endpoint(&self) -> String {
         let address = self.members.get(&ROUTER).map_or(self.plan.router_address, |router| router.address);
         let ip = match address.ip() {
@@ -359,11 +368,11 @@ impl Cluster {
         SocketAddr::new(ip, address.port()).to_string()
     }
 
-    /// Waits until the router has a session with every worker; `None` when it is time to stop.
-    async fn wait_until_connected(&mut self) -> Result<Option<Vec<Model>>, Failure> {
+    /// Waits until the router has a session with every worker; returns `None` when the cluster is to stop.
+    async fn wait_until_connected(&mut self) -> Result<Option<Vec<Model>>, CommandError> {
         let endpoint = format!("http://{}", self.endpoint());
         let wanted = self.plan.workers as u32;
-        let connected = tokio::time::timeout(CONNECT_TIMEOUT, connected(endpoint, wanted));
+        let connected = tokio::time::timeout(CONNECT_TIMEOUT, wait_for_workers(endpoint, wanted));
         tokio::pin!(connected);
         loop {
             tokio::select! {
@@ -371,7 +380,7 @@ impl Cluster {
                     return models.map(Some).map_err(|_| {
                         let seconds = CONNECT_TIMEOUT.as_secs();
                         let message = format!("the router did not reach {} within {seconds} s", workers(self.plan.workers));
-                        Failure::new(Exit::Failure, message)
+                        CommandError::new(Exit::Failure, message)
                     });
                 }
                 next = self.next() => if next?.is_none() { return Ok(None) },
@@ -379,20 +388,21 @@ impl Cluster {
         }
     }
 
-    fn announce(&self, models: &[Model]) {
+    fn print_ready(&self, models: &[Model]) {
         let endpoint = self.endpoint();
         let Some(router) = self.members.get(&ROUTER) else { return };
-        let others: Vec<&Member> = self.members.range(ROUTER + 1..).map(|(_, member)| member).collect();
+        let members: Vec<&ClusterMember> =
+            self.members.range(ROUTER + 1..).map(|(_, member)| member).collect();
         if self.json {
             event::emit(&ClusterEvent::Ready {
                 endpoint: &format!("http://{endpoint}"),
                 router,
-                workers: &others,
+                workers: &members,
             });
             return;
         }
         let command = own_command();
-        let place = if endpoint == "127.0.0.1:8650" {
+        let endpoint_flag = if endpoint == "127.0.0.1:8650" {
             String::new()
         } else {
             format!("--endpoint http://{endpoint} ")
@@ -405,37 +415,37 @@ impl Cluster {
             ));
         }
         text.push_str(&format!("  gRPC     {endpoint}\n"));
-        for worker in &others {
+        for worker in &members {
             text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
         }
-        for member in std::iter::once(&router).chain(&others) {
+        for member in std::iter::once(&router).chain(&members) {
             if let Some(metrics) = member.metrics {
                 text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));
             }
         }
         text.push_str(&format!(
-            "\nTry, from another terminal:\n\n  {command} generate {place}\"What is continuous batching?\"\n  \
+            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n  \
              grpcurl -plaintext -d '{{\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
              Stop it with Ctrl-C here, or with:\n\n  kill {}\n",
             std::process::id()
         ));
-        // Nobody may be reading any more; the cluster runs all the same.
+        // A closed pipe is ignored: the cluster runs without a reader.
         let _ = std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes());
     }
 
-    /// Drains: the router first, which refuses new requests and finishes its streams, then the workers.
-    /// Whether a second signal cut that short.
-    async fn end(self) -> bool {
-        let Self { stop, abort, keepers, inbox, json, .. } = self;
-        // Children that still have something to tell must not wait for a reader.
-        drop(inbox);
+    /// Drains the router, which rejects new requests and finishes its streams, and then the workers. Returns
+    /// whether a second signal aborted that.
+    async fn shut_down(self) -> bool {
+        let Self { stop, abort, supervisors, receiver, json, .. } = self;
+        // Otherwise supervisors could block on the full channel.
+        drop(receiver);
         let by_request = stop.drain.is_cancelled();
         if by_request && json {
             event::emit(&ClusterEvent::Stopping {});
         } else if by_request {
-            exit::say(format_args!("stopping: streams in flight finish; once more ends at once"));
+            exit::print_stderr(format_args!("stopping: streams in flight finish; once more ends at once"));
         } else {
-            // Something failed; nobody waits for streams.
+            // A member failed: kill the others without draining.
             abort.cancel();
         }
         let second = stop.abort.clone();
@@ -444,11 +454,11 @@ impl Cluster {
             second.cancelled().await;
             kill.cancel();
         });
-        let mut rest = keepers;
+        let mut rest = supervisors;
         if let Some(router) = rest.remove(&ROUTER) {
             router.stop().await;
         }
-        futures::future::join_all(rest.into_values().map(Keeper::stop)).await;
+        futures::future::join_all(rest.into_values().map(ChildSupervisor::stop)).await;
         watch.abort();
         stop.abort.is_cancelled()
     }
@@ -458,10 +468,10 @@ fn workers(count: usize) -> String {
     if count == 1 { "1 worker".to_owned() } else { format!("{count} workers") }
 }
 
-/// Asks the router until as many workers serve as were started. Where it asks for keys, it is not for this process to know
-/// one: then the router's word that it is ready has to do.
-async fn connected(endpoint: String, wanted: u32) -> Vec<Model> {
-    let mut pause = Duration::from_millis(5);
+/// Polls the router until `wanted` workers serve and returns the models. Returns no models if the router
+/// requires an API key, as this process has none; its readiness must suffice then.
+async fn wait_for_workers(endpoint: String, wanted: u32) -> Vec<Model> {
+    let mut delay = Duration::from_millis(5);
     loop {
         if let Ok(mut client) = InferenceClient::connect(endpoint.clone()).await {
             match client.list_models(ListModelsRequest {}).await {
@@ -475,17 +485,17 @@ async fn connected(endpoint: String, wanted: u32) -> Vec<Model> {
                 Err(_) => {}
             }
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(Duration::from_millis(200));
+        tokio::time::sleep(delay).await;
+        delay = (delay * 2).min(Duration::from_millis(200));
     }
 }
 
-/// How to call this program from a shell in this directory.
+/// Returns the command that runs this program from a shell in the current directory.
 fn own_command() -> String {
     let Ok(program) = std::env::current_exe() else { return "inflight".to_owned() };
     let on_path = std::env::var_os("PATH").is_some_and(|path| {
         std::env::split_paths(&path)
-            .any(|place| place.join("inflight").canonicalize().is_ok_and(|p| p == program))
+            .any(|directory| directory.join("inflight").canonicalize().is_ok_and(|p| p == program))
     });
     if on_path {
         return "inflight".to_owned();

@@ -1,4 +1,4 @@
-//! `inflight worker`.
+//! `inflight worker`: flags of a worker, and its process.
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
@@ -13,61 +13,65 @@ use inflight_worker::runtime::cpu::Quantization;
 use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Worker};
 
 use crate::event::{self, RoleEvent};
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
 use crate::tls;
-use crate::units::{Bytes, ListenAt, Span};
+use crate::units::{ByteSize, ListenAt, Span};
 
-/// What closing connections gets beyond the drain timeout.
+/// Time for closing connections in addition to the drain timeout.
 const CLOSE_MARGIN: Duration = Duration::from_secs(1);
-/// How often loading is reported.
+/// Minimum interval of load progress events.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Options that decide what is computed and how; `inflight up` takes them too, for its workers.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Worker")]
 pub struct EngineArgs {
-    /// Hugging Face model directory (config.json, *.safetensors, tokenizer.json) or a .gguf file [default: the embedded
-    /// demo model]
+    /// Hugging Face model directory (config.json, *.safetensors, tokenizer.json) or a .gguf file [default:
+    /// the embedded demo model]
     #[arg(long, value_name = "PATH", env = "INFLIGHT_WORKER_MODEL")]
     pub model: Option<PathBuf>,
     /// Served model name [default: the directory's name]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_MODEL_NAME")]
     pub model_name: Option<String>,
-    /// Device: auto (GPUs if they can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or sim:PROFILE (a simulated
-    /// device that takes the time of real hardware and generates meaningless tokens)
+    /// Device: auto (GPUs if they can run the model, else the CPU), cpu, cuda (GPUs), cuda:N (GPU N), or
+    /// sim:PROFILE (a simulated device that takes the time of real hardware and generates meaningless tokens)
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "INFLIGHT_WORKER_DEVICE")]
     pub device: Device,
     /// Compute threads [default: one per core; `up` divides the cores among its workers]
     #[arg(long, value_name = "N", env = "INFLIGHT_WORKER_THREADS")]
     pub threads: Option<usize>,
-    /// Weight quantization at load, on CPUs: int8 or int4, with `:GROUP` for the group size [default: the checkpoint's dtype]
+    /// Weight quantization at load, on CPUs: int8 or int4, with `:GROUP` for the group size [default: the
+    /// checkpoint's dtype]
     #[arg(long, visible_alias = "quantization", value_name = "KIND", env = "INFLIGHT_WORKER_QUANTIZE")]
     pub quantize: Option<Quantization>,
-    /// KV cache dtype: auto (the model's), int8 (CPUs) or fp8 (GPUs); 8 bits halve its size and lose precision
+    /// KV cache dtype: auto (the model's), int8 (CPUs) or fp8 (GPUs); 8 bits halve its size and lose
+    /// precision
     #[arg(long, value_name = "DTYPE", default_value_t = Options::default().kv_cache_dtype, env = "INFLIGHT_WORKER_KV_CACHE_DTYPE")]
     pub kv_cache_dtype: KvCacheDtype,
-    /// Tensor-parallel ranks: each holds a shard of weights and KV cache on a GPU of its own, or on its share of the threads
+    /// Tensor-parallel ranks: each holds a shard of weights and KV cache on a GPU of its own, or on its share
+    /// of the threads
     #[arg(long, value_name = "N", default_value_t = Options::default().tensor_parallel, env = "INFLIGHT_WORKER_TENSOR_PARALLEL")]
     pub tensor_parallel: usize,
     /// KV cache memory on CPUs, such as 512MiB or 4GB
-    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
-    pub kv_cache_bytes: Bytes,
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().kv_cache_bytes), env = "INFLIGHT_WORKER_KV_CACHE_BYTES")]
+    pub kv_cache_bytes: ByteSize,
     /// Fraction of GPU memory to use for weights, buffers and, with the rest, the KV cache
     #[arg(long, value_name = "PART", default_value_t = Options::default().gpu_memory_utilization, env = "INFLIGHT_WORKER_GPU_MEMORY_UTILIZATION")]
     pub gpu_memory_utilization: f32,
-    /// Batch-invariant results on GPUs: tokens do not depend on other requests; slower. CPUs are always batch-invariant
+    /// Batch-invariant results on GPUs: tokens do not depend on other requests; slower. CPUs are always
+    /// batch-invariant
     #[arg(long, env = "INFLIGHT_WORKER_DETERMINISTIC")]
     pub deterministic: bool,
     /// Disable GEMM autotuning at load on GPUs; use cuBLASLt's first heuristic choice
     #[arg(long, env = "INFLIGHT_WORKER_NO_AUTOTUNE")]
     pub no_autotune: bool,
     /// Host memory for KV blocks of preempted (swapped) sequences, such as 1GiB; 0: always recompute
-    #[arg(long, value_name = "BYTES", default_value_t = Bytes(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
-    pub host_cache_bytes: Bytes,
+    #[arg(long, value_name = "BYTES", default_value_t = ByteSize(Options::default().host_cache_bytes), env = "INFLIGHT_WORKER_HOST_CACHE_BYTES")]
+    pub host_cache_bytes: ByteSize,
     /// Scheduling policy: fair, fcfs, priority or static
     #[arg(long, value_name = "POLICY", default_value_t = Options::default().policy, env = "INFLIGHT_WORKER_POLICY")]
     pub policy: PolicyKind,
@@ -77,7 +81,8 @@ pub struct EngineArgs {
     /// Overlap scheduling of the next iteration with the running one; pays off with a spare core
     #[arg(long, env = "INFLIGHT_WORKER_OVERLAP")]
     pub overlap: bool,
-    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them, and so inter-token latency
+    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them, and so
+    /// inter-token latency
     #[arg(long, value_name = "DURATION", default_value_t = Span(Duration::from_millis(50)), env = "INFLIGHT_WORKER_STEP_TARGET")]
     pub step_target: Span,
     /// Tokens per KV block
@@ -114,14 +119,15 @@ pub struct Args {
     /// Name of this worker, stable over restarts [default: worker@ADDRESS]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_WORKER_ID")]
     pub worker_id: Option<String>,
-    /// Heartbeat interval: how often an idle worker sends an update; routers take it for lost after three intervals
+    /// Heartbeat interval: how often an idle worker sends an update; routers take it for lost after three
+    /// intervals
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().heartbeat), env = "INFLIGHT_WORKER_HEARTBEAT")]
     pub heartbeat: Span,
     /// Maximum sessions with routers
     #[arg(long, value_name = "N", default_value_t = Options::default().max_sessions, env = "INFLIGHT_WORKER_MAX_SESSIONS")]
     pub max_sessions: u32,
-    /// GPUs to use, one per tensor-parallel rank, by their index among the visible ones [default: the GPU of --device, or the
-    /// first one, and those after it]
+    /// GPUs to use, one per tensor-parallel rank, by their index among the visible ones [default: the GPU of
+    /// --device, or the first one, and those after it]
     #[arg(long, value_name = "N,...", value_delimiter = ',', env = "INFLIGHT_WORKER_GPU")]
     pub gpu: Vec<u32>,
     /// Record all inputs of the scheduler to this file, for `inflight replay`
@@ -133,7 +139,8 @@ pub struct Args {
     pub tls: tls::ServerArgs,
     #[command(flatten)]
     pub telemetry: telemetry::Args,
-    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables override it
+    /// TOML configuration file; its keys are the names of these flags. Flags and environment variables
+    /// override it
     #[arg(long, value_name = "FILE", env = "INFLIGHT_WORKER_CONFIG")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
@@ -141,7 +148,7 @@ pub struct Args {
 }
 
 impl Args {
-    fn options(&self) -> Result<Options, Failure> {
+    fn options(&self) -> Result<Options, CommandError> {
         let engine = &self.engine;
         Ok(Options {
             listen: self.listen,
@@ -180,30 +187,30 @@ impl Args {
     }
 }
 
-/// Runs a worker until it is told to stop.
+/// Runs a worker until it is signalled to stop.
 ///
 /// # Errors
-/// A bad option, a model that does not load, a taken port.
-pub async fn run(args: Args) -> Result<(), Failure> {
+/// An option is invalid, the model does not load, a port is taken, or the worker did not drain in time.
+pub async fn run(args: Args) -> Result<(), CommandError> {
     let stop = signals::watch(args.role.supervised)
-        .map_err(|error| Failure::chain("cannot watch for signals", &error))?;
+        .map_err(|error| CommandError::chain("cannot watch for signals", &error))?;
     signals::exit_on_abort(&stop);
     let options = args.options()?;
-    options.validate().map_err(|error| Failure::new(Exit::Usage, error.to_string()))?;
+    options.validate().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
     let worker_id = options.worker_id.clone();
     let telemetry =
         telemetry::start(&args.telemetry, "inflight-worker", &worker_id, args.metrics_listen, BUCKETS)
             .await?;
     let metrics = telemetry.metrics;
     let outcome = Box::pin(async {
-        let progress = Progress::new(args.role.supervised);
+        let progress = LoadProgressDisplay::new(args.role.supervised);
         let loading = tokio::task::spawn_blocking(move || {
             Worker::load(&options, &|done, total| progress.show(done, total))
         });
         let worker = tokio::select! {
             loaded = loading => match loaded {
-                Ok(loaded) => loaded.map_err(|error| Failure::chain("", &error))?,
-                Err(panic) => return Err(Failure::chain("loading the model", &panic)),
+                Ok(loaded) => loaded.map_err(|error| CommandError::chain("", &error))?,
+                Err(panic) => return Err(CommandError::chain("loading the model", &panic)),
             },
             () = stop.drain.cancelled() => return Ok(()),
         };
@@ -220,14 +227,14 @@ pub async fn run(args: Args) -> Result<(), Failure> {
     outcome
 }
 
-/// Shows how far loading is: a bar on a terminal, events for a supervisor, nothing otherwise.
-enum Progress {
+/// Display of load progress: a bar on a terminal, events for a supervisor, nothing otherwise.
+enum LoadProgressDisplay {
     Bar(ProgressBar),
     Events(Mutex<Instant>),
     Silent,
 }
 
-impl Progress {
+impl LoadProgressDisplay {
     fn new(supervised: bool) -> Self {
         if supervised {
             return Self::Events(Mutex::new(Instant::now()));

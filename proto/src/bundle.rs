@@ -1,9 +1,13 @@
+//! Digest that names a model bundle.
+
 use sha2::{Digest, Sha256};
 
-/// SHA-256, in hex, of a model bundle: over its files in ascending order of their names, each as the length of
-/// the name (u64, little endian), the name, the length of the data, the data.
+/// Returns the SHA-256 digest of a model bundle, in hex.
 ///
-/// Worker and router both compute it here, so that a bundle fetched once serves every worker of the model.
+/// The hash input is, for each file in ascending order of name: the length of the name (u64, little endian),
+/// the name, the length of the data (u64, little endian), the data.
+///
+/// Workers and routers share this function, so a bundle fetched once serves all workers of the model.
 pub fn bundle_digest<'a>(files: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> String {
     let mut files: Vec<_> = files.into_iter().collect();
     files.sort_unstable_by_key(|(name, _)| *name);
@@ -22,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_digest_depends_on_names_and_data_and_not_on_the_order() {
+    fn bundle_digest_depends_on_names_and_data_but_not_on_file_order() {
         let (a, b) = (("a", b"1".as_slice()), ("b", b"2".as_slice()));
         assert_eq!(bundle_digest([a, b]), bundle_digest([b, a]));
         assert_ne!(bundle_digest([a, b]), bundle_digest([("a", b"12".as_slice()), ("b", b"")]));

@@ -1,3 +1,5 @@
+//! tonic codec that reports malformed messages as INVALID_ARGUMENT.
+
 use std::marker::PhantomData;
 
 use prost::Message;
@@ -5,10 +7,10 @@ use tonic::codec::{BufferSettings, Codec, DecodeBuf, Decoder};
 use tonic::{Code, Status};
 use tonic_prost::{ProstCodec, ProstDecoder, ProstEncoder};
 
-/// Protobuf over gRPC, except that a message which does not decode is the sender's fault.
+/// Protobuf codec that rejects a message which does not decode with INVALID_ARGUMENT.
 ///
-/// tonic's own codec answers INTERNAL to malformed bytes (invalid UTF-8 in a string, say), which reads like a
-/// fault of the server and makes clients retry what can never succeed.
+/// [`ProstCodec`] returns INTERNAL for malformed bytes, such as invalid UTF-8 in a string; that blames the
+/// server and makes clients retry a call that cannot succeed.
 #[derive(Debug)]
 pub struct StrictCodec<T, U>(PhantomData<(T, U)>);
 
@@ -37,7 +39,7 @@ where
     }
 }
 
-/// Decodes with prost and calls what does not decode INVALID_ARGUMENT.
+/// Decoder of [`StrictCodec`]: prost's, with decoding errors mapped to INVALID_ARGUMENT.
 #[derive(Debug)]
 pub struct StrictDecoder<U>(ProstDecoder<U>);
 

@@ -1,3 +1,5 @@
+//! Conversions between generated message types and the types of `inflight-contract`.
+
 use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, SamplingSpec, TokenLogprob};
 
 use crate::v1;
@@ -45,7 +47,7 @@ impl From<FinishReason> for v1::FinishReason {
 }
 
 impl v1::FinishReason {
-    /// The contract's reason; `None` while the sequence goes on.
+    /// Returns the contract's finish reason; `None` for UNSPECIFIED: the sequence has not finished.
     pub fn to_contract(self) -> Option<FinishReason> {
         match self {
             Self::Unspecified => None,
@@ -85,8 +87,8 @@ impl v1::PositionLogprobs {
 }
 
 impl v1::SamplingParams {
-    /// The contract's parameters: what is absent here is taken from `defaults`; min_tokens, stop token ids and
-    /// ignore_eos come from `stop`.
+    /// Returns the contract's sampling parameters. Absent fields are taken from `defaults`; `min_tokens`,
+    /// `stop_token_ids` and `ignore_eos` from `stop`.
     pub fn to_spec(&self, stop: &v1::StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {
             temperature: self.temperature.unwrap_or(defaults.temperature),
@@ -106,7 +108,7 @@ impl v1::SamplingParams {
         }
     }
 
-    /// The message that carries a spec whole, with every field set.
+    /// Returns the message of `spec`, with every optional field set except `logprobs` where it is `None`.
     pub fn from_spec(spec: &SamplingSpec) -> Self {
         Self {
             temperature: Some(spec.temperature),
@@ -125,7 +127,8 @@ impl v1::SamplingParams {
 }
 
 impl v1::StopConditions {
-    /// The conditions a worker checks itself.
+    /// Returns the stop conditions that a worker checks; stop strings are left out, as the router checks
+    /// them.
     pub fn from_spec(spec: &SamplingSpec, max_tokens: u32) -> Self {
         Self {
             max_tokens: Some(max_tokens),
@@ -142,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_spec_survives_the_wire_whole() {
+    fn a_sampling_spec_round_trips_through_its_messages() {
         let spec = SamplingSpec {
             temperature: 0.7,
             top_p: 0.9,

@@ -1,6 +1,7 @@
-//! What travels: the types generated from the .proto files, and their conversions to the contract's types.
+//! Message and service types generated from the .proto files, and conversions to the types of
+//! `inflight-contract`.
 //!
-//! Only this crate and the edges of router and worker know protobuf types.
+//! Only this crate and the RPC layers of router, worker and CLI use protobuf types.
 
 mod bundle;
 mod codec;
@@ -9,26 +10,28 @@ mod convert;
 pub use bundle::bundle_digest;
 pub use codec::StrictCodec;
 
-/// Version 1 of the API; the .proto files carry the documentation.
+/// Version 1 of the API, documented in the .proto files.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::large_futures)]
 pub mod v1 {
     tonic::include_proto!("inflight.v1");
 }
 
-/// KServe v2, the Open Inference Protocol, with Triton's streaming call.
+/// KServe v2 (Open Inference Protocol) with Triton's streaming inference call.
 #[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::large_futures)]
 pub mod kserve {
     tonic::include_proto!("inference");
 }
 
-/// The descriptors of all services, for server reflection.
+/// Encoded file descriptors of all services, for server reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/inflight.bin"));
 
-/// The session protocol this build speaks.
+/// Version of the session protocol between router and worker that this build implements.
 pub const PROTOCOL_VERSION: u32 = 1;
 
-/// Most bytes of a `Submit` that a worker whose sequences hold `context_tokens` can be sent: a prompt, the tokens of every
-/// choice so far, five bytes each, and a mebibyte for everything else. What a router accepts stays below it.
+/// Returns the maximum encoded size in bytes of a `Submit` to a worker with a context of `context_tokens`.
+///
+/// It covers the prompt and the tokens generated so far of all choices, at five bytes a token (the longest
+/// varint of a u32), plus 1 MiB for all other fields. Requests that a router accepts stay below it.
 pub fn submit_bytes_max(context_tokens: u32) -> usize {
     const TOKEN_BYTES: usize = 5;
     const REST: usize = 1 << 20;
@@ -42,7 +45,7 @@ mod tests {
     use prost::Message as _;
 
     #[test]
-    fn no_submission_within_the_limits_of_a_model_is_larger_than_its_bound() {
+    fn the_largest_submission_of_a_model_is_within_its_size_bound() {
         for context in [1, 1000, 100_000] {
             let tokens = vec![u32::MAX; context as usize];
             let choices = 0..inflight_contract::SamplingSpec::CHOICES_MAX;
@@ -56,8 +59,8 @@ mod tests {
                 resumed: resumed.collect(),
                 ..Default::default()
             };
-            let (size, most) = (submit.encoded_len(), submit_bytes_max(context));
-            assert!(size <= most && most <= size + (1 << 20), "{size} bytes, {most} allowed");
+            let (size, bound) = (submit.encoded_len(), submit_bytes_max(context));
+            assert!(size <= bound && bound <= size + (1 << 20), "{size} bytes, {bound} allowed");
         }
     }
 }

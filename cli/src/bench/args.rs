@@ -1,21 +1,22 @@
-//! Options of `inflight bench`.
+//! Options of `inflight bench` and their defaults.
 
 use std::path::PathBuf;
 
 use super::client::PromptForm;
 use super::endpoint::Endpoint;
 use super::lengths::Lengths;
-use super::load::Load;
+use super::load::LoadPattern;
 use super::measure::Quota;
 use super::tenants::Tenant;
 use crate::units::Span;
 
-/// Streams at once if nothing says how requests follow one another.
+/// Concurrent streams of the default closed loop.
 pub const STREAMS_DEFAULT: u32 = 4;
-/// Requests that count in a round, at least and for each stream.
+/// Default number of measured requests of a round, or minimum in a closed loop.
 const REQUESTS_DEFAULT: u64 = 64;
+/// Default number of measured requests for each stream of a closed loop.
 const REQUESTS_PER_STREAM: u64 = 4;
-/// Rounds where servers are compared.
+/// Default number of rounds with several servers.
 const ROUNDS_COMPARED: u32 = 3;
 
 const EXIT_CODES: &str = "Exit codes: 0 done, also if a part of the requests was refused; 1 requests failed; 2 bad flags, or a trace \
@@ -25,8 +26,8 @@ that cannot be read; 3 an endpoint is unreachable; 4 no such model; 5 all reques
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct Args {
-    /// Server under test, as [NAME=]URL: a router (http://HOST:PORT) or, with a path, an OpenAI-compatible API
-    /// (http://HOST:PORT/v1). Several are measured in turns and compared with the first
+    /// Server under test, as [NAME=]URL: a router (http://HOST:PORT) or, with a path, an OpenAI-compatible
+    /// API (http://HOST:PORT/v1). Several are measured in turns and compared with the first
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
     pub endpoint: Vec<Endpoint>,
     /// Model name [default: the only one served]
@@ -41,8 +42,8 @@ pub struct Args {
     /// With --rate: constant intervals instead of a Poisson process
     #[arg(long, requires = "rate")]
     pub constant_rate: bool,
-    /// Trace with lengths, and optionally arrivals and tenants: Azure's or VTC's CSV, a CSV of lengths, Mooncake's JSON lines.
-    /// Without --concurrency and --rate its arrivals are replayed
+    /// Trace with lengths, and optionally arrivals and tenants: Azure's or VTC's CSV, a CSV of lengths,
+    /// Mooncake's JSON lines. Without --concurrency and --rate its arrivals are replayed
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt_tokens", "output_tokens"])]
     pub trace: Option<PathBuf>,
     /// Replay speed of the trace, relative to its own
@@ -66,7 +67,8 @@ pub struct Args {
     /// Length in tokens of a common prefix of each tenant's prompts
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub shared_prefix: u32,
-    /// Tenant, as NAME[,share=S][,weight=W][,priority=P]; repeatable [default: the trace's tenants, else the default tenant]
+    /// Tenant, as NAME[,share=S][,weight=W][,priority=P]; repeatable [default: the trace's tenants, else the
+    /// default tenant]
     #[arg(long, value_name = "TENANT")]
     pub tenant: Vec<Tenant>,
     /// Requests measured in each round [default: 64, or 4 per stream]
@@ -75,7 +77,8 @@ pub struct Args {
     /// Measure the requests that start within this time instead of --requests
     #[arg(long, value_name = "DURATION", conflicts_with = "requests")]
     pub duration: Option<Span>,
-    /// Warm-up requests before those measured [default: one per stream; in an open loop an eighth of --requests, or 8]
+    /// Warm-up requests before those measured [default: one per stream; in an open loop an eighth of
+    /// --requests, or 8]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
     /// Rounds; medians over rounds are reported [default: 1, or 3 with several endpoints]
@@ -84,8 +87,9 @@ pub struct Args {
     /// Seed of lengths, arrivals and tenants [default: random, reported]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Nonce of the prompts: with the same --seed, --nonce and options the same prompts are sent again. Each run draws a new
-    /// one, so that its prompts hit no prefix cache filled by an earlier run [default: random, reported]
+    /// Nonce of the prompts: with the same --seed, --nonce and options the same prompts are sent again. Each
+    /// run draws a new one, so that its prompts hit no prefix cache filled by an earlier run [default:
+    /// random, reported]
     #[arg(long, value_name = "N")]
     pub nonce: Option<u64>,
     /// Form in which prompts are sent
@@ -126,29 +130,29 @@ fn positive(text: &str) -> Result<f64, String> {
 }
 
 impl Args {
-    /// Rounds for this many servers.
+    /// Returns the number of rounds for `servers` servers.
     pub fn rounds(&self, servers: usize) -> u32 {
         self.rounds.unwrap_or(if servers > 1 { ROUNDS_COMPARED } else { 1 })
     }
 
-    /// Which requests of a round count.
-    pub fn quota(&self, load: Load) -> Quota {
+    /// Returns the quota of measured requests of a round.
+    pub fn quota(&self, load: LoadPattern) -> Quota {
         match (self.duration, self.requests, load) {
             (Some(duration), ..) => Quota::Duration(duration.0),
             (None, Some(requests), _) => Quota::Requests(requests),
-            (None, None, Load::Open { .. }) => Quota::Requests(REQUESTS_DEFAULT),
-            (None, None, Load::Closed { streams }) => {
+            (None, None, LoadPattern::Open { .. }) => Quota::Requests(REQUESTS_DEFAULT),
+            (None, None, LoadPattern::Closed { streams }) => {
                 Quota::Requests(REQUESTS_DEFAULT.max(REQUESTS_PER_STREAM * u64::from(streams)))
             }
         }
     }
 
-    /// Requests before those that count.
-    pub fn warmup(&self, load: Load) -> u64 {
+    /// Returns the number of warm-up requests of a round.
+    pub fn warmup(&self, load: LoadPattern) -> u64 {
         self.warmup.unwrap_or(match (load, self.requests) {
-            (Load::Closed { streams }, _) => u64::from(streams),
-            (Load::Open { .. }, Some(requests)) => requests / 8,
-            (Load::Open { .. }, None) => REQUESTS_DEFAULT / 8,
+            (LoadPattern::Closed { streams }, _) => u64::from(streams),
+            (LoadPattern::Open { .. }, Some(requests)) => requests / 8,
+            (LoadPattern::Open { .. }, None) => REQUESTS_DEFAULT / 8,
         })
     }
 }

@@ -1,4 +1,4 @@
-//! A server under test, whichever protocol it speaks.
+//! Client of a server under test, independent of the protocol.
 
 use std::io;
 
@@ -6,81 +6,81 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::grpc::Grpc;
-use super::measure::Flight;
+use super::measure::InFlightRequest;
 use super::openai::OpenAi;
-use crate::exit::Failure;
+use crate::exit::CommandError;
 
-/// What is asked for in one request.
+/// Completion request to a server under test.
 #[derive(Debug, Clone)]
-pub struct Call<'a> {
+pub struct CompletionRequest<'a> {
     /// Token ids of the prompt.
     pub prompt: Vec<u32>,
-    /// Tokens to generate.
+    /// Number of tokens to generate.
     pub output_tokens: u32,
-    /// Whom for.
+    /// Tenant of the request.
     pub tenant: &'a super::tenants::Tenant,
 }
 
-/// How requests are to be answered; the same for all of a run.
+/// Sampling and stop settings of all requests of a run.
 #[derive(Debug, Clone, Copy)]
-pub struct Manner {
-    /// Divides the logits; 0 is greedy.
+pub struct GenerationSettings {
+    /// Sampling temperature; 0 is greedy.
     pub temperature: f32,
-    /// Whether the model may end before it has generated all that was asked for.
+    /// Whether an EOS token may end the output before its requested length.
     pub allow_eos: bool,
 }
 
-/// What a stream said of itself.
+/// Token usage that a server reported for a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Served {
-    /// Tokens of the prompt, if it said.
+pub struct ReportedUsage {
+    /// Tokens of the prompt, if reported.
     pub prompt_tokens: Option<u32>,
-    /// Tokens generated, if it said.
+    /// Generated tokens, if reported.
     pub output_tokens: Option<u32>,
 }
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// It ran to its end.
-    Completed(Served),
-    /// The server would not take it now: a queue is full.
+pub enum RequestOutcome {
+    /// The stream ended regularly.
+    Completed(ReportedUsage),
+    /// The server rejected the request because of overload, such as a full queue.
     Refused {
-        /// What it said, as a stable name.
+        /// Stable name of the refusal, such as a status code.
         kind: String,
-        /// In its own words.
+        /// Message of the server.
         message: String,
     },
-    /// Anything else.
+    /// The request failed for any other reason.
     Failed {
-        /// What went wrong, as a stable name.
+        /// Stable name of the failure, such as a status code.
         kind: String,
-        /// In words.
+        /// Description of the failure.
         message: String,
     },
 }
 
-impl Outcome {
-    /// A failure.
+impl RequestOutcome {
+    /// Creates a [`RequestOutcome::Failed`].
     pub fn failed(kind: impl Into<String>, message: impl Into<String>) -> Self {
         Self::Failed { kind: kind.into(), message: message.into() }
     }
 }
 
-/// What a server said before the first round.
+/// Model and limits of a server, as probed before the first round.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Greeting {
-    /// Name of the model that will answer.
+pub struct ServerInfo {
+    /// Name of the model under test.
     pub model: String,
-    /// Tokens in its vocabulary, if the server tells.
+    /// Vocabulary size in tokens, if reported.
     pub vocab_size: Option<u32>,
-    /// Most tokens of a request, if it tells.
+    /// Context length in tokens, if reported.
     pub context_tokens: Option<u32>,
-    /// Whether prompts go as text, as it takes no token ids.
+    /// Whether prompts are sent as text instead of token ids.
     pub text: bool,
 }
 
-/// How prompts are sent.
+/// Form in which prompts are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum PromptForm {
     /// As token ids where the server takes them, else as text
@@ -91,36 +91,41 @@ pub enum PromptForm {
     Text,
 }
 
-/// A connection to a server.
+/// Client of a server under test.
 #[derive(Debug)]
-pub enum Client {
-    /// Our own protocol.
+pub enum BenchClient {
+    /// Client of the `inflight.v1` gRPC API.
     Grpc(Grpc),
-    /// `/v1/completions` with server-sent events.
+    /// Client of an OpenAI-compatible API.
     OpenAi(OpenAi),
 }
 
-impl Client {
-    /// Asks the server what it serves, and whether it can be asked for what the run will ask.
+impl BenchClient {
+    /// Selects the model and determines its limits and the form of prompts.
     ///
     /// # Errors
-    /// Nobody answers, it does not know the model, or it fails.
-    pub async fn greet(&mut self, model: Option<&str>, form: PromptForm) -> Result<Greeting, Failure> {
+    /// The server is unreachable, does not serve the model, or fails.
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
         match self {
-            Self::Grpc(client) => client.greet(model, form).await,
-            Self::OpenAi(client) => client.greet(model, form).await,
+            Self::Grpc(client) => client.probe(model, form).await,
+            Self::OpenAi(client) => client.probe(model, form).await,
         }
     }
 
-    /// Sends a request and follows its stream to the end.
-    pub async fn generate(&self, call: &Call<'_>, manner: Manner, flight: &mut Flight) -> Outcome {
+    /// Sends a request and reads its stream to the end, recording tokens as they arrive.
+    pub async fn generate(
+        &self,
+        call: &CompletionRequest<'_>,
+        settings: GenerationSettings,
+        in_flight: &mut InFlightRequest,
+    ) -> RequestOutcome {
         match self {
-            Self::Grpc(client) => client.generate(call, manner, flight).await,
-            Self::OpenAi(client) => client.generate(call, manner, flight).await,
+            Self::Grpc(client) => client.generate(call, settings, in_flight).await,
+            Self::OpenAi(client) => client.generate(call, settings, in_flight).await,
         }
     }
 
-    /// Which protocol it is.
+    /// Returns the name of the protocol: `grpc` or `openai`.
     pub fn protocol(&self) -> &'static str {
         match self {
             Self::Grpc(_) => "grpc",
@@ -129,28 +134,28 @@ impl Client {
     }
 }
 
-/// A connection's two directions.
-pub trait Wire: AsyncRead + AsyncWrite + Send + Unpin {}
+/// Bidirectional byte stream of a connection.
+pub trait ConnectionIo: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Wire for T {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> ConnectionIo for T {}
 
-/// How connections are made.
+/// Connector that opens connections to a server.
 #[derive(Debug, Clone)]
-pub enum Dial {
-    /// To this `HOST:PORT`.
+pub enum Connector {
+    /// TCP to this `HOST:PORT`.
     Tcp(String),
-    /// To a server in this process, which takes connections from the channel: no kernel in between, so that a virtual clock stands still
-    /// while bytes are on their way.
+    /// In-memory streams to a server in this process, which receives them from the channel. Without the
+    /// kernel in between, a paused clock does not advance while bytes are in transit.
     #[cfg(test)]
     Memory(tokio::sync::mpsc::UnboundedSender<tokio::io::DuplexStream>),
 }
 
-impl Dial {
-    /// Makes one.
+impl Connector {
+    /// Opens a connection.
     ///
     /// # Errors
-    /// Nobody answers.
-    pub async fn connect(&self) -> io::Result<Box<dyn Wire>> {
+    /// The server is unreachable.
+    pub async fn connect(&self) -> io::Result<Box<dyn ConnectionIo>> {
         match self {
             Self::Tcp(address) => {
                 let stream = TcpStream::connect(address).await?;
@@ -159,9 +164,9 @@ impl Dial {
             }
             #[cfg(test)]
             Self::Memory(listener) => {
-                let (ours, theirs) = tokio::io::duplex(64 << 10);
-                listener.send(theirs).map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
-                Ok(Box::new(ours))
+                let (client, server) = tokio::io::duplex(64 << 10);
+                listener.send(server).map_err(|_| io::Error::from(io::ErrorKind::ConnectionRefused))?;
+                Ok(Box::new(client))
             }
         }
     }

@@ -4,29 +4,30 @@ use std::str::FromStr;
 
 use hyper::Uri;
 
-use super::client::{Client, Dial};
+use super::client::{BenchClient, Connector};
 use super::grpc::Grpc;
 use super::openai::OpenAi;
 
-/// A server: `[NAME=]URL`. A URL without a path is a router of ours; one with a path, such as `/v1`, the base of an OpenAI-compatible API.
+/// Server under test, written `[NAME=]URL`. A URL without a path is a router; one with a path, such as `/v1`,
+/// is the base URL of an OpenAI-compatible API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
-    /// What it is called in tables.
+    /// Name in reports.
     pub name: String,
-    /// Where it is.
+    /// Base URL.
     pub url: String,
     authority: String,
-    /// The path without a slash at its end; empty for a router.
+    /// Path without trailing slash; empty for a router.
     base: String,
 }
 
 impl Endpoint {
-    /// A client for it; nothing is sent yet.
-    pub fn client(&self) -> Client {
-        let dial = Dial::Tcp(self.authority.clone());
+    /// Creates a client, without connecting.
+    pub fn client(&self) -> BenchClient {
+        let connector = Connector::Tcp(self.authority.clone());
         match self.base.as_str() {
-            "" => Client::Grpc(Grpc::new(dial, self.url.clone())),
-            base => Client::OpenAi(OpenAi::new(dial, self.authority.clone(), base.to_owned())),
+            "" => BenchClient::Grpc(Grpc::new(connector, self.url.clone())),
+            base => BenchClient::OpenAi(OpenAi::new(connector, self.authority.clone(), base.to_owned())),
         }
     }
 }
@@ -66,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_tells_an_openai_api_from_a_router() {
+    fn a_url_with_a_path_is_an_openai_api_and_one_without_a_router() {
         let endpoint = |text: &str| text.parse::<Endpoint>().unwrap();
         let router = endpoint("http://127.0.0.1:8650/");
         assert_eq!((router.name.as_str(), router.url.as_str()), ("127.0.0.1:8650", "http://127.0.0.1:8650"));

@@ -1,4 +1,4 @@
-//! A client of our own protocol.
+//! Client of the `inflight.v1` gRPC API.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -13,90 +13,92 @@ use inflight_proto::v1::{
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use super::client::{Call, Dial, Greeting, Manner, Outcome, PromptForm, Served};
-use super::measure::Flight;
+use super::client::{
+    CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
+};
+use super::measure::InFlightRequest;
 use super::workload::as_text;
-use crate::exit::{Exit, Failure};
-use crate::generate::{code_name, exit_of};
+use crate::exit::{CommandError, Exit};
+use crate::generate::{code_name, exit_code};
 
-/// Streams on one connection. HTTP/2 servers allow about a hundred or more, and past their limit a request would wait for another's
-/// end before it is even sent.
+/// Maximum streams on one connection. HTTP/2 servers allow about 100 or more; beyond their limit a request
+/// would be sent only after another one has ended.
 const STREAMS_PER_CONNECTION: usize = 64;
-/// How long to try to connect.
+/// Timeout of connecting to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A server and the connections to it: as many as the streams at once need.
+/// Client of a router, with as many connections as the concurrent streams need.
 #[derive(Debug)]
 pub struct Grpc {
     url: String,
-    dial: Dial,
-    /// Connections; the strong count of the token says how many streams are on each.
+    connector: Connector,
+    /// Connections; the strong count of a token is one more than the number of streams on its connection.
     connections: Mutex<Vec<(Arc<()>, InferenceClient<Channel>)>>,
     model: String,
     text: bool,
 }
 
 impl Grpc {
-    /// A client of the router at `url`.
-    pub fn new(dial: Dial, url: String) -> Self {
-        Self { url, dial, connections: Mutex::default(), model: String::new(), text: false }
+    /// Creates a client of the router at `url`.
+    pub fn new(connector: Connector, url: String) -> Self {
+        Self { url, connector, connections: Mutex::default(), model: String::new(), text: false }
     }
 
-    fn endpoint(&self) -> Result<Endpoint, Failure> {
+    fn endpoint(&self) -> Result<Endpoint, CommandError> {
         let endpoint = Endpoint::from_shared(self.url.clone())
-            .map_err(|error| Failure::new(Exit::Usage, format!("--endpoint {:?}: {error}", self.url)))?;
+            .map_err(|error| CommandError::new(Exit::Usage, format!("--endpoint {:?}: {error}", self.url)))?;
         Ok(endpoint.connect_timeout(CONNECT_TIMEOUT).tcp_nodelay(true))
     }
 
-    fn channel(&self) -> Result<Channel, Failure> {
-        let dial = self.dial.clone();
+    fn channel(&self) -> Result<Channel, CommandError> {
+        let connector = self.connector.clone();
         let connector = tower::service_fn(move |_| {
-            let dial = dial.clone();
-            async move { dial.connect().await.map(TokioIo::new) }
+            let connector = connector.clone();
+            async move { connector.connect().await.map(TokioIo::new) }
         });
         Ok(self.endpoint()?.connect_with_connector_lazy(connector))
     }
 
-    /// Asks which models there are.
+    /// Lists the models and selects the one under test.
     ///
     /// # Errors
-    /// Nobody answers, or the model is not there.
-    pub async fn greet(&mut self, model: Option<&str>, form: PromptForm) -> Result<Greeting, Failure> {
+    /// The router is unreachable or does not serve the model, or the model is ambiguous.
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
         let mut client = InferenceClient::new(self.channel()?);
         let listed = client.list_models(ListModelsRequest {}).await.map_err(|status| {
-            let said = sentence(&status);
+            let text = status_text(&status);
             let message = match status.code() {
-                Code::Unavailable => format!("cannot connect to {} ({said}); start a cluster with `inflight up`", self.url),
+                Code::Unavailable => format!("cannot connect to {} ({text}); start a cluster with `inflight up`", self.url),
                 _ => format!(
-                    "{}: {said}; if it is an OpenAI-compatible server, give the base URL of its API, such as {}/v1",
+                    "{}: {text}; if it is an OpenAI-compatible server, give the base URL of its API, such as {}/v1",
                     self.url,
                     self.url.trim_end_matches('/')
                 ),
             };
-            Failure::new(exit_of(status.code()), message)
+            CommandError::new(exit_code(status.code()), message)
         })?;
         let models = listed.into_inner().models;
         let names = || models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>().join(", ");
         let chosen = match (model, models.as_slice()) {
-            (_, []) => Err(Failure::new(
+            (_, []) => Err(CommandError::new(
                 Exit::Unavailable,
                 format!("{} serves no model: no worker is connected", self.url),
             )),
             (Some(name), models) => models.iter().find(|model| model.name == name).ok_or_else(|| {
-                Failure::new(
+                CommandError::new(
                     Exit::Refused,
                     format!("{} serves no model {name:?}; it serves {}", self.url, names()),
                 )
             }),
             (None, [only]) => Ok(only),
-            (None, _) => Err(Failure::new(
+            (None, _) => Err(CommandError::new(
                 Exit::Usage,
                 format!("{} serves {}; name one with --model", self.url, names()),
             )),
         }?;
         self.model.clone_from(&chosen.name);
         self.text = form == PromptForm::Text;
-        Ok(Greeting {
+        Ok(ServerInfo {
             model: chosen.name.clone(),
             vocab_size: Some(chosen.vocab_size),
             context_tokens: Some(chosen.context_tokens),
@@ -104,8 +106,8 @@ impl Grpc {
         })
     }
 
-    /// A connection with room for a stream, which it counts until the token is dropped.
-    fn connection(&self) -> Result<(Arc<()>, InferenceClient<Channel>), Failure> {
+    /// Returns a connection with capacity for a stream; the stream counts until the token is dropped.
+    fn connection(&self) -> Result<(Arc<()>, InferenceClient<Channel>), CommandError> {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         let free = connections.iter().find(|(token, _)| Arc::strong_count(token) <= STREAMS_PER_CONNECTION);
         if let Some((token, client)) = free {
@@ -116,11 +118,16 @@ impl Grpc {
         Ok((token, client))
     }
 
-    /// Sends a request and follows its stream to the end.
-    pub async fn generate(&self, call: &Call<'_>, manner: Manner, flight: &mut Flight) -> Outcome {
+    /// Sends a request and reads its stream to the end, recording tokens as they arrive.
+    pub async fn generate(
+        &self,
+        call: &CompletionRequest<'_>,
+        settings: GenerationSettings,
+        in_flight: &mut InFlightRequest,
+    ) -> RequestOutcome {
         let (_token, mut client) = match self.connection() {
             Ok(connection) => connection,
-            Err(failure) => return Outcome::failed("connect", failure.to_string()),
+            Err(failure) => return RequestOutcome::failed("connect", failure.to_string()),
         };
         let input = if self.text {
             Input::Text(as_text(&call.prompt))
@@ -131,12 +138,12 @@ impl Grpc {
             model: self.model.clone(),
             input: Some(input),
             sampling: Some(SamplingParams {
-                temperature: Some(manner.temperature),
+                temperature: Some(settings.temperature),
                 ..SamplingParams::default()
             }),
             stop: Some(StopConditions {
                 max_tokens: Some(call.output_tokens),
-                ignore_eos: !manner.allow_eos,
+                ignore_eos: !settings.allow_eos,
                 ..StopConditions::default()
             }),
             return_token_ids: true,
@@ -147,53 +154,56 @@ impl Grpc {
         };
         let mut stream = match client.generate(request).await {
             Ok(response) => response.into_inner(),
-            Err(status) => return outcome_of(&status),
+            Err(status) => return outcome_from_status(&status),
         };
         let mut failure = None;
         loop {
             let event = match stream.message().await {
                 Ok(Some(response)) => response.event,
-                Ok(None) => return Outcome::failed("truncated", "the stream ended without `completed`"),
-                Err(status) => return outcome_of(&status),
+                Ok(None) => {
+                    return RequestOutcome::failed("truncated", "the stream ended without `completed`");
+                }
+                Err(status) => return outcome_from_status(&status),
             };
             match event {
-                Some(Event::Started(started)) => flight.has_prompt_of(started.prompt_tokens),
+                Some(Event::Started(started)) => in_flight.set_prompt_tokens(started.prompt_tokens),
                 Some(Event::Delta(delta)) => {
-                    flight.arrived(u32::try_from(delta.token_ids.len()).unwrap_or(u32::MAX));
+                    in_flight.record_tokens(u32::try_from(delta.token_ids.len()).unwrap_or(u32::MAX));
                 }
                 Some(Event::Finished(finished)) => {
                     if !matches!(finished.reason(), FinishReason::Stop | FinishReason::Length) {
                         let reason = finished.reason().as_str_name();
-                        failure = Some(Outcome::failed(reason, format!("the choice ended with {reason}")));
+                        failure =
+                            Some(RequestOutcome::failed(reason, format!("the choice ended with {reason}")));
                     }
                 }
                 Some(Event::Completed(completed)) => {
                     let usage = completed.usage.unwrap_or_default();
-                    let served = Served {
+                    let served = ReportedUsage {
                         prompt_tokens: Some(usage.prompt_tokens),
                         output_tokens: Some(usage.completion_tokens),
                     };
-                    return failure.unwrap_or(Outcome::Completed(served));
+                    return failure.unwrap_or(RequestOutcome::Completed(served));
                 }
                 Some(Event::FingerprintChanged(_)) => {}
                 None => {
-                    return Outcome::failed("protocol", "a message of the stream is empty");
+                    return RequestOutcome::failed("protocol", "a message of the stream is empty");
                 }
             }
         }
     }
 }
 
-fn outcome_of(status: &Status) -> Outcome {
-    let (kind, message) = (code_name(status.code()).to_owned(), sentence(status));
+fn outcome_from_status(status: &Status) -> RequestOutcome {
+    let (kind, message) = (code_name(status.code()).to_owned(), status_text(status));
     match status.code() {
-        Code::ResourceExhausted => Outcome::Refused { kind, message },
-        _ => Outcome::Failed { kind, message },
+        Code::ResourceExhausted => RequestOutcome::Refused { kind, message },
+        _ => RequestOutcome::Failed { kind, message },
     }
 }
 
-/// A status in words, with what is at the bottom of it.
-fn sentence(status: &Status) -> String {
+/// Formats a status with its root cause.
+fn status_text(status: &Status) -> String {
     let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(status);
     while let Some(deeper) = cause.and_then(std::error::Error::source) {
         cause = Some(deeper);

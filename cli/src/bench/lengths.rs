@@ -1,40 +1,40 @@
-//! How many tokens a prompt or an output has.
+//! Distributions of prompt and output lengths.
 
 use std::fmt;
 use std::str::FromStr;
 
 use inflight_simulator::workload::Random;
 
-/// Most tokens that a length may ask for: beyond every context.
+/// Maximum length in tokens: beyond the context of any model.
 const TOKENS_MAX: u32 = 16 << 20;
 
-/// A distribution of lengths in tokens: `128`, `100..200`, or `lognormal:mean=115,sigma=0.8,max=500`.
+/// Distribution of lengths in tokens, written `128`, `100..200` or `lognormal:mean=115,sigma=0.8,max=500`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Lengths {
-    /// Always this many.
+    /// Constant length.
     Fixed(u32),
-    /// From the first up to and including the last, all equally likely.
+    /// Uniform distribution between minimum and maximum, both inclusive.
     Uniform(u32, u32),
-    /// The logarithm is normally distributed; what is over `max` becomes `max`.
+    /// Log-normal distribution, clamped to `max`.
     Lognormal {
-        /// Mean, before `max` is applied.
+        /// Mean in tokens, before clamping.
         mean: f64,
         /// Standard deviation of the logarithm.
         sigma: f64,
-        /// The most.
+        /// Maximum in tokens.
         max: u32,
     },
 }
 
 impl Lengths {
-    /// A length of at least 1. Takes the same number of random bits whatever it yields.
+    /// Samples a length of at least 1. The number of random bits used does not depend on the result.
     pub fn sample(&self, random: &mut Random) -> u32 {
         match *self {
             Self::Fixed(tokens) => tokens,
-            Self::Uniform(least, most) => least + (random.unit() * (f64::from(most - least) + 1.0)) as u32,
+            Self::Uniform(min, max) => min + (random.unit() * (f64::from(max - min) + 1.0)) as u32,
             Self::Lognormal { mean, sigma, max } => {
                 let tokens = (mean.ln() - sigma * sigma / 2.0 + sigma * random.normal()).exp();
-                // Saturates: a length beyond u32 becomes `max` as well.
+                // The conversion saturates: a length beyond u32 is clamped to `max`, too.
                 (tokens.round() as u32).clamp(1, max)
             }
         }
@@ -71,12 +71,12 @@ impl FromStr for Lengths {
             return Ok(Self::Lognormal { mean, sigma, max });
         }
         match text.split_once("..") {
-            Some((least, most)) => {
-                let (least, most) = (tokens(least)?, tokens(most)?);
-                if least > most {
+            Some((min, max)) => {
+                let (min, max) = (tokens(min)?, tokens(max)?);
+                if min > max {
                     return Err(format!("the range {text} is empty"));
                 }
-                Ok(Self::Uniform(least, most))
+                Ok(Self::Uniform(min, max))
             }
             None => tokens(text).map(Self::Fixed),
         }
@@ -87,7 +87,7 @@ impl fmt::Display for Lengths {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fixed(tokens) => tokens.fmt(out),
-            Self::Uniform(least, most) => write!(out, "{least}..{most}"),
+            Self::Uniform(min, max) => write!(out, "{min}..{max}"),
             Self::Lognormal { mean, sigma, max } if *max == TOKENS_MAX => {
                 write!(out, "lognormal:mean={mean},sigma={sigma}")
             }
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_are_read_as_written() {
+    fn distributions_parse_and_round_trip_through_their_text() {
         for text in ["128", "100..200", "lognormal:mean=115,sigma=0.8,max=500", "lognormal:mean=60.5,sigma=1"]
         {
             let lengths: Lengths = text.parse().unwrap();
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lognormal_has_its_mean_and_a_tail_that_ends_at_its_maximum() {
+    fn a_lognormal_distribution_has_its_mean_and_is_clamped_to_its_maximum() {
         let lengths: Lengths = "lognormal:mean=100,sigma=0.8,max=500".parse().unwrap();
         let mut random = Random::new(7);
         let drawn: Vec<u32> = (0..50_000).map(|_| lengths.sample(&mut random)).collect();
@@ -125,9 +125,9 @@ mod tests {
         assert!((95.0..101.0).contains(&mean), "{mean}");
         assert_eq!(drawn.iter().max(), Some(&500));
         let uniform = Lengths::Uniform(3, 5);
-        let mut seen: Vec<u32> = (0..100).map(|_| uniform.sample(&mut random)).collect();
-        seen.sort_unstable();
-        seen.dedup();
-        assert_eq!(seen, [3, 4, 5]);
+        let mut samples: Vec<u32> = (0..100).map(|_| uniform.sample(&mut random)).collect();
+        samples.sort_unstable();
+        samples.dedup();
+        assert_eq!(samples, [3, 4, 5]);
     }
 }

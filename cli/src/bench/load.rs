@@ -1,5 +1,4 @@
-//! Sends a workload to one server: in a closed loop, where a request follows the end of another, or an open one, where requests are due
-//! whether or not the server keeps up.
+//! Closed-loop and open-loop load on one server. In an open loop requests are due independent of responses.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,37 +8,39 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::client::{Call, Client, Manner, Outcome};
-use super::measure::{Measured, Meter, Quota};
-use super::workload::{Arrivals, PromptKey, Workload};
-use crate::exit::{Exit, Failure};
+use super::client::{BenchClient, CompletionRequest, GenerationSettings, RequestOutcome};
+use super::measure::{Meter, Quota, RoundMeasurements};
+use super::workload::{Arrivals, BenchWorkload, PromptKey};
+use crate::exit::{CommandError, Exit};
 
-/// Failures in a row after which a round is given up: the server is gone, or refuses the very kind of request.
+/// Consecutive failures after which a round is aborted.
 const FAILURES_MAX: u32 = 20;
-/// What a stream of a closed loop waits after a request that did not run, so that a server that refuses is not asked in a frenzy.
-const PAUSE: Duration = Duration::from_millis(100);
-/// Arrivals that may be due and not yet taken up; the pacer keeps to its times whatever the limit, as it is the due time that counts.
-const DUE_MAX: usize = 1024;
+/// Delay of a closed-loop stream after a request that did not complete, so that refusals do not become a busy
+/// loop.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Capacity of the channel of due arrivals. A full channel does not distort latencies: they count from the
+/// due time.
+const DUE_QUEUE_MAX: usize = 1024;
 
-/// How requests follow one another.
+/// Load pattern of a round: closed or open loop.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Load {
-    /// So many streams, each of which sends its next request at the end of the one before.
+pub enum LoadPattern {
+    /// Closed loop: each stream sends its next request when the previous one has ended.
     Closed {
-        /// Streams.
+        /// Number of concurrent streams.
         streams: u32,
     },
-    /// Requests when they are due.
+    /// Open loop: requests are sent when they are due.
     Open {
-        /// When.
+        /// Arrival process.
         arrivals: Arrivals,
-        /// Most of them in flight; further ones wait, and their time counts.
+        /// Maximum requests in flight; further ones wait, and their queueing time counts.
         in_flight_max: usize,
     },
 }
 
-impl Load {
-    /// In a few words.
+impl LoadPattern {
+    /// Returns a short description for the progress bar.
     pub fn short(self) -> String {
         match self {
             Self::Closed { streams: 1 } => "1 stream".to_owned(),
@@ -52,156 +53,167 @@ impl Load {
     }
 }
 
-/// Everything about a round but its load.
+/// Server, workload and meter of a round.
 #[derive(Debug)]
-pub struct Round {
-    /// Whom to ask.
-    pub client: Arc<Client>,
-    /// What.
-    pub workload: Arc<Workload>,
-    /// With which prompts.
+pub struct BenchRound {
+    /// Client of the server under test.
+    pub client: Arc<BenchClient>,
+    /// Requests to send.
+    pub workload: Arc<BenchWorkload>,
+    /// Key of the prompts.
     pub key: PromptKey,
-    /// How.
-    pub manner: Manner,
-    /// Longest time for one request.
+    /// Sampling and stop settings of the requests.
+    pub settings: GenerationSettings,
+    /// Timeout of a request.
     pub timeout: Duration,
-    /// Where the figures go.
+    /// Meter that records the measurements.
     pub meter: Meter,
 }
 
-impl Round {
-    /// Sends request number `place`, due at `due`, and waits for its end. Whether it ran.
-    async fn send(&self, place: u64, due: Instant) -> bool {
-        let plan = self.workload.plan(place);
-        let prompt = self.workload.prompt(place, self.key);
+impl BenchRound {
+    /// Sends request `index`, due at `due`, and waits for its end. Returns whether it completed.
+    async fn send(&self, index: u64, due: Instant) -> bool {
+        let plan = self.workload.plan(index);
+        let prompt = self.workload.prompt(index, self.key);
         let tenant = &self.workload.tenants[plan.tenant];
-        let call = Call { prompt, output_tokens: plan.output_tokens, tenant };
-        let mut flight = self.meter.begin(place, due, plan.tenant, plan.output_tokens, plan.prompt_tokens);
-        let answer =
-            tokio::time::timeout(self.timeout, self.client.generate(&call, self.manner, &mut flight)).await;
-        let outcome = answer.unwrap_or_else(|_| {
-            Outcome::failed("timeout", format!("not done within {} s", self.timeout.as_secs_f64()))
+        let call = CompletionRequest { prompt, output_tokens: plan.output_tokens, tenant };
+        let mut in_flight =
+            self.meter.start_request(index, due, plan.tenant, plan.output_tokens, plan.prompt_tokens);
+        let result =
+            tokio::time::timeout(self.timeout, self.client.generate(&call, self.settings, &mut in_flight))
+                .await;
+        let outcome = result.unwrap_or_else(|_| {
+            RequestOutcome::failed("timeout", format!("not done within {} s", self.timeout.as_secs_f64()))
         });
-        let ran = matches!(outcome, Outcome::Completed(_));
-        flight.end(outcome);
-        ran
+        let completed = matches!(outcome, RequestOutcome::Completed(_));
+        in_flight.finish(outcome);
+        completed
     }
 }
 
-/// Runs a round to the end of its last request that counts. The load stays the same until then: further requests of the workload take
-/// the places of those that end, or come when they are due, and are withdrawn at the end.
+/// Runs a round until its last measured request has ended. The load stays the same until then: further
+/// requests of the workload are sent, and cancelled at the end.
 ///
 /// # Errors
-/// Too many failures in a row.
-pub async fn run(round: Arc<Round>, load: Load, quota: Quota) -> Result<Measured, Failure> {
+/// Too many consecutive requests failed.
+pub async fn run(
+    round: Arc<BenchRound>,
+    load: LoadPattern,
+    quota: Quota,
+) -> Result<RoundMeasurements, CommandError> {
     match load {
-        Load::Closed { streams } => closed(&round, streams, quota).await,
-        Load::Open { arrivals, in_flight_max } => open(&round, arrivals, in_flight_max, quota).await,
+        LoadPattern::Closed { streams } => closed(&round, streams, quota).await,
+        LoadPattern::Open { arrivals, in_flight_max } => open(&round, arrivals, in_flight_max, quota).await,
     }
 }
 
-async fn closed(round: &Arc<Round>, streams: u32, quota: Quota) -> Result<Measured, Failure> {
+async fn closed(
+    round: &Arc<BenchRound>,
+    streams: u32,
+    quota: Quota,
+) -> Result<RoundMeasurements, CommandError> {
     let next = Arc::new(AtomicU64::new(0));
-    let broken = Arc::new(Notify::new());
+    let give_up = Arc::new(Notify::new());
     let mut clients = JoinSet::new();
     for _ in 0..streams {
-        let (round, next, broken) = (Arc::clone(round), Arc::clone(&next), Arc::clone(&broken));
+        let (round, next, give_up) = (Arc::clone(round), Arc::clone(&next), Arc::clone(&give_up));
         clients.spawn(async move {
             loop {
-                let place = next.fetch_add(1, Ordering::Relaxed);
-                if !round.send(place, Instant::now()).await {
-                    if round.meter.failures_in_a_row() >= FAILURES_MAX {
-                        broken.notify_one();
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if !round.send(index, Instant::now()).await {
+                    if round.meter.consecutive_failures() >= FAILURES_MAX {
+                        give_up.notify_one();
                     }
-                    tokio::time::sleep(PAUSE).await;
+                    tokio::time::sleep(RETRY_DELAY).await;
                 }
             }
         });
     }
     tokio::select! {
-        () = round.meter.over() => {}
-        () = time_is_up(&round.meter, quota) => {}
-        () = broken.notified() => return Err(gave_up(&round.meter.read())),
+        () = round.meter.closed() => {}
+        () = duration_elapsed(&round.meter, quota) => {}
+        () = give_up.notified() => return Err(too_many_failures(&round.meter.finish())),
     }
-    let measured = round.meter.read();
+    let measured = round.meter.finish();
     clients.shutdown().await;
     Ok(measured)
 }
 
-/// Where the quota is a time, ends it; returns when what was begun in it has ended.
-async fn time_is_up(meter: &Meter, quota: Quota) {
+/// Stops the measurement after a quota of time; returns when the measured requests have ended. Never returns
+/// for a quota of requests.
+async fn duration_elapsed(meter: &Meter, quota: Quota) {
     let Quota::Duration(time) = quota else { return std::future::pending().await };
     loop {
         let wait = match meter.opened() {
             Some(opened) => (opened + time).saturating_duration_since(Instant::now()),
-            None => PAUSE,
+            None => RETRY_DELAY,
         };
         if wait.is_zero() {
             meter.stop_admitting();
-            return meter.over().await;
+            return meter.closed().await;
         }
         tokio::time::sleep(wait).await;
     }
 }
 
 async fn open(
-    round: &Arc<Round>,
+    round: &Arc<BenchRound>,
     arrivals: Arrivals,
     in_flight_max: usize,
     quota: Quota,
-) -> Result<Measured, Failure> {
+) -> Result<RoundMeasurements, CommandError> {
     let start = Instant::now() + Duration::from_millis(20);
     let mut due = pace(Arc::clone(&round.workload), arrivals, start);
-    let places = Arc::new(Semaphore::new(in_flight_max));
+    let slots = Arc::new(Semaphore::new(in_flight_max));
     let mut in_flight = JoinSet::new();
-    let mut place = 0u64;
-    let over = round.meter.over();
-    let mut over = std::pin::pin!(over);
-    let mut time_is_up = std::pin::pin!(time_is_up(&round.meter, quota));
+    let mut index = 0u64;
+    let mut closed = std::pin::pin!(round.meter.closed());
+    let mut duration_elapsed = std::pin::pin!(duration_elapsed(&round.meter, quota));
     loop {
         tokio::select! {
-            () = &mut over => break,
-            () = &mut time_is_up => break,
+            () = &mut closed => break,
+            () = &mut duration_elapsed => break,
             Some(_) = in_flight.join_next() => {
-                if round.meter.failures_in_a_row() >= FAILURES_MAX {
-                    return Err(gave_up(&round.meter.read()));
+                if round.meter.consecutive_failures() >= FAILURES_MAX {
+                    return Err(too_many_failures(&round.meter.finish()));
                 }
             }
             at = due.recv() => {
                 let Some(at) = at else {
-                    // The trace has ended, and with its last requests so does what counts.
+                    // End of the trace: its last requests end the measurement.
                     while in_flight.join_next().await.is_some() {}
                     round.meter.stop_admitting();
                     break;
                 };
-                let permit = match Arc::clone(&places).try_acquire_owned() {
+                let permit = match Arc::clone(&slots).try_acquire_owned() {
                     Ok(permit) => permit,
                     Err(_) => {
-                        let Ok(permit) = Arc::clone(&places).acquire_owned().await else { break };
-                        round.meter.held_up(at);
+                        let Ok(permit) = Arc::clone(&slots).acquire_owned().await else { break };
+                        round.meter.record_slot_wait(at);
                         permit
                     }
                 };
                 let round = Arc::clone(round);
                 in_flight.spawn(async move {
-                    round.send(place, at).await;
+                    round.send(index, at).await;
                     drop(permit);
                 });
-                place += 1;
+                index += 1;
             }
         }
     }
-    let measured = round.meter.read();
+    let measured = round.meter.finish();
     drop(due);
     in_flight.shutdown().await;
     Ok(measured)
 }
 
-/// Says when each request is due, at that time.
+/// Sends the due time of each request at that time.
 #[cfg(not(test))]
-fn pace(workload: Arc<Workload>, arrivals: Arrivals, start: Instant) -> mpsc::Receiver<Instant> {
-    let (due, taken) = mpsc::channel(DUE_MAX);
-    // The runtime's timers are good to a millisecond, which is long beside a step; a sleeping thread is good to a tenth of that.
+fn pace(workload: Arc<BenchWorkload>, arrivals: Arrivals, start: Instant) -> mpsc::Receiver<Instant> {
+    let (due, receiver) = mpsc::channel(DUE_QUEUE_MAX);
+    // Tokio's timers have a resolution of 1 ms, about the duration of a step; thread sleep is ten times as
+    // precise.
     std::thread::spawn(move || {
         for after in workload.arrivals(arrivals) {
             let Some(at) = start.checked_add(after) else { return };
@@ -211,13 +223,13 @@ fn pace(workload: Arc<Workload>, arrivals: Arrivals, start: Instant) -> mpsc::Re
             }
         }
     });
-    taken
+    receiver
 }
 
-/// The same on the runtime's clock, which tests stop and move.
+/// Sends the due time of each request at that time, on Tokio's clock, which tests pause and advance.
 #[cfg(test)]
-fn pace(workload: Arc<Workload>, arrivals: Arrivals, start: Instant) -> mpsc::Receiver<Instant> {
-    let (due, taken) = mpsc::channel(DUE_MAX);
+fn pace(workload: Arc<BenchWorkload>, arrivals: Arrivals, start: Instant) -> mpsc::Receiver<Instant> {
+    let (due, receiver) = mpsc::channel(DUE_QUEUE_MAX);
     tokio::spawn(async move {
         for after in workload.arrivals(arrivals) {
             let at = start + after;
@@ -227,14 +239,14 @@ fn pace(workload: Arc<Workload>, arrivals: Arrivals, start: Instant) -> mpsc::Re
             }
         }
     });
-    taken
+    receiver
 }
 
-fn gave_up(measured: &Measured) -> Failure {
+fn too_many_failures(measured: &RoundMeasurements) -> CommandError {
     let (kind, message) = measured.last_failure.clone().unwrap_or_default();
     let exit =
         if matches!(kind.as_str(), "connect" | "UNAVAILABLE") { Exit::Unavailable } else { Exit::Failure };
-    Failure::new(
+    CommandError::new(
         exit,
         format!("gave up after {FAILURES_MAX} failures in a row; the last one: {kind}: {message}"),
     )

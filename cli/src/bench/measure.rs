@@ -1,9 +1,9 @@
-//! What a round measured.
+//! Latency and throughput measurements of a round.
 //!
-//! A token's time is that of the message it came with, read when the message reaches the task that waits for it. A message with k tokens
-//! counts as the gap before it and k - 1 gaps of nothing: that is what its reader sees, gaps add up to the time of the stream, and
-//! there is one gap for each token after the first. Gaps of streams that fail later are kept; end-to-end times are those of completed
-//! requests.
+//! The arrival time of a token is that of its message, taken when the message reaches the receiving task. A
+//! message of k tokens counts as the gap before it and k - 1 gaps of zero: gaps add up to the duration of the
+//! stream, and there is one for each token after the first. Gaps of streams that fail later are kept;
+//! end-to-end latencies are those of completed requests only.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,25 +13,26 @@ use hdrhistogram::Histogram;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::client::{Outcome, Served};
+use super::client::{ReportedUsage, RequestOutcome};
 
-/// Histograms keep this many significant digits: values are off by less than 0.1 %.
+/// Significant digits of histograms: relative error below 0.1 %.
 const DIGITS: u8 = 3;
-/// Of times longer than this (about twelve days) the histograms only know that they are no shorter.
-const LONGEST_US: u64 = 1 << 40;
+/// Maximum duration of histograms in microseconds, about twelve days; longer ones saturate.
+const DURATION_US_MAX: u64 = 1 << 40;
 
-/// Durations, to the microsecond.
+/// Histogram of durations with microsecond resolution.
 #[derive(Debug, Clone)]
-pub struct Times(Histogram<u64>);
+pub struct LatencyHistogram(Histogram<u64>);
 
-impl Default for Times {
+impl Default for LatencyHistogram {
     fn default() -> Self {
-        // The arguments are constants within the type's bounds (low >= 1, high >= 2 low, at most 5 digits): a test makes one.
-        Self(Histogram::new_with_bounds(1, LONGEST_US, DIGITS).expect("constant bounds are valid"))
+        // The constants are within the type's bounds (low >= 1, high >= 2 low, at most 5 digits), as tests
+        // show.
+        Self(Histogram::new_with_bounds(1, DURATION_US_MAX, DIGITS).expect("constant bounds are valid"))
     }
 }
 
-impl Times {
+impl LatencyHistogram {
     fn add(&mut self, time: Duration, count: u64) {
         let micros = u64::try_from((time.as_nanos() + 500) / 1000).unwrap_or(u64::MAX);
         if count > 0 {
@@ -39,120 +40,120 @@ impl Times {
         }
     }
 
-    /// Milliseconds under which a share of the times lies; `None` without any.
+    /// Returns the quantile `share`, from 0 to 1, in milliseconds; `None` if the histogram is empty.
     pub fn quantile_ms(&self, share: f64) -> Option<f64> {
         (!self.0.is_empty()).then(|| self.0.value_at_quantile(share) as f64 / 1e3)
     }
 
-    /// Mean in milliseconds; `None` without any.
+    /// Returns the mean in milliseconds; `None` if the histogram is empty.
     pub fn mean_ms(&self) -> Option<f64> {
         (!self.0.is_empty()).then(|| self.0.mean() / 1e3)
     }
 
-    /// How many there are.
+    /// Returns the number of recorded durations.
     pub fn len(&self) -> u64 {
         self.0.len()
     }
 }
 
-/// Bounds that a good request keeps.
+/// Service level objectives of a request; requests that meet all count as goodput.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Slo {
-    /// On the time to the first token.
+    /// Maximum time to first token.
     pub ttft: Option<Duration>,
-    /// On the mean time between the tokens after it.
+    /// Maximum mean time per output token after the first.
     pub tpot: Option<Duration>,
-    /// On the whole.
+    /// Maximum end-to-end latency.
     pub e2e: Option<Duration>,
 }
 
 impl Slo {
-    /// Whether there is a bound at all.
+    /// Returns whether any objective is set.
     pub fn is_set(&self) -> bool {
         self.ttft.is_some() || self.tpot.is_some() || self.e2e.is_some()
     }
 
-    fn is_kept(&self, ttft: Duration, tpot: Option<Duration>, e2e: Duration) -> bool {
-        let keeps = |time: Duration, bound: Option<Duration>| bound.is_none_or(|bound| time <= bound);
-        keeps(ttft, self.ttft) && tpot.is_none_or(|tpot| keeps(tpot, self.tpot)) && keeps(e2e, self.e2e)
+    fn is_met(&self, ttft: Duration, tpot: Option<Duration>, e2e: Duration) -> bool {
+        let meets = |time: Duration, bound: Option<Duration>| bound.is_none_or(|bound| time <= bound);
+        meets(ttft, self.ttft) && tpot.is_none_or(|tpot| meets(tpot, self.tpot)) && meets(e2e, self.e2e)
     }
 }
 
-/// Which requests count.
+/// Quota of measured requests of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
-    /// This many.
+    /// Number of requests.
     Requests(u64),
-    /// Those that are due within this time.
+    /// Time within which measured requests are due.
     Duration(Duration),
 }
 
-/// What one tenant got.
+/// Measurements of a tenant in a round.
 #[derive(Debug, Clone, Default)]
-pub struct TenantTimes {
-    /// Time to the first token.
-    pub ttft: Times,
-    /// End to end.
-    pub e2e: Times,
-    /// Tokens generated in the window.
+pub struct TenantMeasurements {
+    /// Time to first token.
+    pub ttft: LatencyHistogram,
+    /// End-to-end latency.
+    pub e2e: LatencyHistogram,
+    /// Output tokens received in the measurement window.
     pub output_tokens: u64,
 }
 
-/// What was measured so far.
+/// Measurements of a round; latencies and request counts are those of measured requests, without warm-up.
 #[derive(Debug, Clone, Default)]
-pub struct Measured {
-    /// From the time a request was due to its first token.
-    pub ttft: Times,
-    /// Between two tokens.
-    pub itl: Times,
-    /// Mean time between the tokens of each request of two or more.
-    pub tpot: Times,
-    /// From the time a request was due to its end.
-    pub e2e: Times,
-    /// From the time a request was due to when it was sent.
-    pub lag: Times,
-    /// By tenant.
-    pub tenants: Vec<TenantTimes>,
-    /// Requests that count.
+pub struct RoundMeasurements {
+    /// Time to first token, from a request's due time.
+    pub ttft: LatencyHistogram,
+    /// Inter-token latency.
+    pub itl: LatencyHistogram,
+    /// Mean time per output token after the first, of requests with two or more.
+    pub tpot: LatencyHistogram,
+    /// End-to-end latency, from a request's due time.
+    pub e2e: LatencyHistogram,
+    /// Delay from a request's due time until it was sent.
+    pub lag: LatencyHistogram,
+    /// Measurements by tenant.
+    pub tenants: Vec<TenantMeasurements>,
+    /// Number of requests started.
     pub started: u64,
-    /// Those that ended, however.
+    /// Number of requests ended, with any outcome.
     pub ended: u64,
-    /// Those that ran to their end.
+    /// Number of requests completed.
     pub completed: u64,
-    /// Those of them with fewer tokens than asked for.
+    /// Number of requests completed with fewer tokens than requested.
     pub short: u64,
-    /// Those of them that kept all bounds.
-    pub good: u64,
-    /// Those the server would not take, by what it said.
+    /// Number of requests completed that met all objectives.
+    pub slo_met: u64,
+    /// Number of requests refused, by kind.
     pub refused: BTreeMap<String, u64>,
-    /// Those that went wrong, by how.
+    /// Number of requests failed, by kind.
     pub failed: BTreeMap<String, u64>,
-    /// An example of each refusal and failure.
+    /// Message of the first refusal or failure of each kind.
     pub examples: BTreeMap<String, String>,
-    /// Output tokens that arrived in the window, whichever request they belong to.
+    /// Output tokens received in the measurement window, of all requests.
     pub output_tokens: u64,
-    /// Tokens of prompts whose first token arrived in the window.
+    /// Prompt tokens of all requests whose first token was received in the window.
     pub prompt_tokens: u64,
-    /// Requests completed in the window.
+    /// Number of requests completed in the window, including unmeasured ones.
     pub window_completed: u64,
-    /// Messages with tokens in the window.
+    /// Number of messages with tokens in the window, of all requests.
     pub messages: u64,
-    /// Most tokens in one message.
+    /// Maximum tokens in a message of the window.
     pub message_tokens_max: u32,
-    /// When the first request that counts was sent or due.
+    /// Start of the window: due time of the first measured request.
     pub opened: Option<Instant>,
-    /// When the last one ended.
+    /// End of the window: end of the last measured request.
     pub closed: Option<Instant>,
-    /// Seconds of processor time that the load generator took in the window, if the system tells.
+    /// CPU seconds of the load generator in the window, if available.
     pub cpu_s: Option<f64>,
-    /// The longest time a request had to wait for a place among those in flight.
-    pub held_up: Duration,
-    /// The latest failure, whether or not the request counts: its kind and what was said.
+    /// Maximum time that a request waited for a slot among those in flight.
+    pub slot_wait_max: Duration,
+    /// Kind and message of the latest failure, of all requests.
     pub last_failure: Option<(String, String)>,
 }
 
-impl Measured {
-    /// Seconds of the window.
+impl RoundMeasurements {
+    /// Returns the length of the window in seconds; 0 while it is open.
     pub fn seconds(&self) -> f64 {
         match (self.opened, self.closed) {
             (Some(opened), Some(closed)) => closed.duration_since(opened).as_secs_f64(),
@@ -162,41 +163,51 @@ impl Measured {
 }
 
 #[derive(Debug)]
-struct State {
-    measured: Measured,
+struct MeterState {
+    measured: RoundMeasurements,
     admitting: bool,
-    failures_in_a_row: u32,
+    consecutive_failures: u32,
     cpu_at_open: Option<f64>,
 }
 
-/// Keeps a round's measurements; shared by its requests.
+/// Recorder of a round's measurements, shared by its requests.
 #[derive(Debug, Clone)]
 pub struct Meter {
-    state: Arc<Mutex<State>>,
-    over: Arc<Notify>,
+    state: Arc<Mutex<MeterState>>,
+    closed_notify: Arc<Notify>,
     warmup: u64,
     quota: Quota,
     slo: Slo,
 }
 
 impl Meter {
-    /// A meter for the requests after the first `warmup`, as many as the quota says.
+    /// Creates a meter of `quota` requests after `warmup` warm-up requests, with `tenants` tenants.
     pub fn new(warmup: u64, quota: Quota, slo: Slo, tenants: usize) -> Self {
-        let measured = Measured { tenants: vec![TenantTimes::default(); tenants], ..Measured::default() };
-        let state = State { measured, admitting: true, failures_in_a_row: 0, cpu_at_open: None };
-        Self { state: Arc::new(Mutex::new(state)), over: Arc::default(), warmup, quota, slo }
+        let measured = RoundMeasurements {
+            tenants: vec![TenantMeasurements::default(); tenants],
+            ..RoundMeasurements::default()
+        };
+        let state = MeterState { measured, admitting: true, consecutive_failures: 0, cpu_at_open: None };
+        Self { state: Arc::new(Mutex::new(state)), closed_notify: Arc::default(), warmup, quota, slo }
     }
 
-    /// Nobody panics while holding the lock; if one did, the figures up to then stand.
-    fn state(&self) -> MutexGuard<'_, State> {
+    /// Locks the state. No holder of the lock panics; after a panic the measurements so far would be used.
+    fn state(&self) -> MutexGuard<'_, MeterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A request begins that was due at `due`.
-    pub fn begin(&self, place: u64, due: Instant, tenant: usize, asked: u32, prompt_tokens: u32) -> Flight {
+    /// Starts request `index`, due at `due`. It is measured if it is past the warm-up and within the quota.
+    pub fn start_request(
+        &self,
+        index: u64,
+        due: Instant,
+        tenant: usize,
+        requested_tokens: u32,
+        prompt_tokens: u32,
+    ) -> InFlightRequest {
         let sent = Instant::now();
         let mut state = self.state();
-        let mut counts = place >= self.warmup && state.admitting;
+        let mut counts = index >= self.warmup && state.admitting;
         if counts {
             if state.measured.opened.is_none() {
                 state.measured.opened = Some(due);
@@ -217,28 +228,38 @@ impl Meter {
         }
         drop(state);
         if !counts {
-            self.check_over();
+            self.close_if_complete();
         }
         let meter = self.clone();
-        Flight { meter, due, tenant, asked, prompt_tokens, counts, first: None, last: None, tokens: 0 }
+        InFlightRequest {
+            meter,
+            due,
+            tenant,
+            requested_tokens,
+            prompt_tokens,
+            counts,
+            first: None,
+            last: None,
+            tokens: 0,
+        }
     }
 
-    /// Ends the time in which requests are counted in. For a quota of time whose next request may be long in coming.
+    /// Excludes later requests from the measurement, such as at the end of a quota of time.
     pub fn stop_admitting(&self) {
         self.state().admitting = false;
-        self.check_over();
+        self.close_if_complete();
     }
 
-    /// A request was held back, as so many were in flight, until now.
-    pub fn held_up(&self, due: Instant) {
+    /// Records that a request due at `due` waited until now for a slot among those in flight.
+    pub fn record_slot_wait(&self, due: Instant) {
         let mut state = self.state();
-        state.measured.held_up = state.measured.held_up.max(due.elapsed());
+        state.measured.slot_wait_max = state.measured.slot_wait_max.max(due.elapsed());
     }
 
-    /// Returns when all requests that count have ended.
-    pub async fn over(&self) {
+    /// Waits until the window is closed: all measured requests have ended.
+    pub async fn closed(&self) {
         loop {
-            let notified = self.over.notified();
+            let notified = self.closed_notify.notified();
             if self.state().measured.closed.is_some() {
                 return;
             }
@@ -246,24 +267,24 @@ impl Meter {
         }
     }
 
-    /// When the window opened, if it has.
+    /// Returns the start of the window; `None` before the first measured request.
     pub fn opened(&self) -> Option<Instant> {
         self.state().measured.opened
     }
 
-    /// Requests that count and have ended, and output tokens in the window.
+    /// Returns the number of measured requests that have ended, and of output tokens in the window.
     pub fn progress(&self) -> (u64, u64) {
         let state = self.state();
         (state.measured.ended, state.measured.output_tokens)
     }
 
-    /// How many requests failed without one in between that did not.
-    pub fn failures_in_a_row(&self) -> u32 {
-        self.state().failures_in_a_row
+    /// Returns the number of failures since the last request that did not fail.
+    pub fn consecutive_failures(&self) -> u32 {
+        self.state().consecutive_failures
     }
 
-    /// What was measured. Closes the window if it is still open.
-    pub fn read(&self) -> Measured {
+    /// Closes the window if it is open and returns the measurements.
+    pub fn finish(&self) -> RoundMeasurements {
         let mut state = self.state();
         if state.measured.closed.is_none() {
             state.close();
@@ -271,17 +292,17 @@ impl Meter {
         state.measured.clone()
     }
 
-    fn check_over(&self) {
+    fn close_if_complete(&self) {
         let mut state = self.state();
-        let over = !state.admitting && state.measured.ended == state.measured.started;
-        if over && state.measured.closed.is_none() {
+        let complete = !state.admitting && state.measured.ended == state.measured.started;
+        if complete && state.measured.closed.is_none() {
             state.close();
-            self.over.notify_waiters();
+            self.closed_notify.notify_waiters();
         }
     }
 }
 
-impl State {
+impl MeterState {
     fn close(&mut self) {
         self.measured.closed = Some(Instant::now());
         self.measured.cpu_s = cpu_seconds().zip(self.cpu_at_open).map(|(now, then)| now - then);
@@ -292,13 +313,13 @@ impl State {
     }
 }
 
-/// A request on its way.
+/// Request in flight; records its tokens and its outcome in the meter.
 #[derive(Debug)]
-pub struct Flight {
+pub struct InFlightRequest {
     meter: Meter,
     due: Instant,
     tenant: usize,
-    asked: u32,
+    requested_tokens: u32,
     prompt_tokens: u32,
     counts: bool,
     first: Option<Instant>,
@@ -306,9 +327,9 @@ pub struct Flight {
     tokens: u32,
 }
 
-impl Flight {
-    /// A message with this many tokens arrived.
-    pub fn arrived(&mut self, tokens: u32) {
+impl InFlightRequest {
+    /// Records a message of `tokens` tokens, received now.
+    pub fn record_tokens(&mut self, tokens: u32) {
         if tokens == 0 {
             return;
         }
@@ -346,13 +367,13 @@ impl Flight {
         self.tokens += tokens;
     }
 
-    /// A message arrived after which the server had counted this many tokens in all.
-    pub fn arrived_up_to(&mut self, total: u32) {
-        self.arrived(total.saturating_sub(self.tokens));
+    /// Records a message, received now, that brings the number of tokens to `total`.
+    pub fn record_total_tokens(&mut self, total: u32) {
+        self.record_tokens(total.saturating_sub(self.tokens));
     }
 
-    /// The server says how long the prompt is.
-    pub fn has_prompt_of(&mut self, tokens: u32) {
+    /// Sets the prompt length that the server reported, in tokens.
+    pub fn set_prompt_tokens(&mut self, tokens: u32) {
         let before = std::mem::replace(&mut self.prompt_tokens, tokens);
         let mut state = self.meter.state();
         if self.first.is_some() && state.window_is_open() {
@@ -361,30 +382,30 @@ impl Flight {
         }
     }
 
-    /// The request is over.
-    pub fn end(mut self, outcome: Outcome) {
-        if let Outcome::Completed(served) = &outcome {
-            self.settle(served);
+    /// Records the end of the request.
+    pub fn finish(mut self, outcome: RequestOutcome) {
+        if let RequestOutcome::Completed(usage) = &outcome {
+            self.apply_reported_usage(usage);
         }
         let now = Instant::now();
         let mut state = self.meter.state();
-        state.failures_in_a_row = match &outcome {
-            Outcome::Failed { kind, message } => {
+        state.consecutive_failures = match &outcome {
+            RequestOutcome::Failed { kind, message } => {
                 state.measured.last_failure = Some((kind.clone(), message.clone()));
-                state.failures_in_a_row + 1
+                state.consecutive_failures + 1
             }
             _ => 0,
         };
-        if state.window_is_open() && matches!(outcome, Outcome::Completed(_)) {
+        if state.window_is_open() && matches!(outcome, RequestOutcome::Completed(_)) {
             state.measured.window_completed += 1;
         }
         if self.counts {
             let measured = &mut state.measured;
             measured.ended += 1;
             match outcome {
-                Outcome::Completed(_) => {
+                RequestOutcome::Completed(_) => {
                     measured.completed += 1;
-                    measured.short += u64::from(self.tokens < self.asked);
+                    measured.short += u64::from(self.tokens < self.requested_tokens);
                     let e2e = now.duration_since(self.due);
                     measured.e2e.add(e2e, 1);
                     if let Some(tenant) = measured.tenants.get_mut(self.tenant) {
@@ -396,28 +417,28 @@ impl Flight {
                         measured.tpot.add(tpot, 1);
                     }
                     let ttft = self.first.map_or(e2e, |first| first.duration_since(self.due));
-                    measured.good += u64::from(self.meter.slo.is_kept(ttft, tpot, e2e));
+                    measured.slo_met += u64::from(self.meter.slo.is_met(ttft, tpot, e2e));
                 }
-                Outcome::Refused { kind, message } => {
+                RequestOutcome::Refused { kind, message } => {
                     measured.examples.entry(kind.clone()).or_insert(message);
                     *measured.refused.entry(kind).or_default() += 1;
                 }
-                Outcome::Failed { kind, message } => {
+                RequestOutcome::Failed { kind, message } => {
                     measured.examples.entry(kind.clone()).or_insert(message);
                     *measured.failed.entry(kind).or_default() += 1;
                 }
             }
         }
         drop(state);
-        self.meter.check_over();
+        self.meter.close_if_complete();
     }
 
-    /// Brings in what only the end of the stream tells: prompt tokens, and tokens that came in messages counted as one.
-    fn settle(&mut self, served: &Served) {
-        if let Some(prompt) = served.prompt_tokens {
-            self.has_prompt_of(prompt);
+    /// Applies the usage reported at the end: prompt tokens, and tokens in messages that were counted as one.
+    fn apply_reported_usage(&mut self, usage: &ReportedUsage) {
+        if let Some(prompt) = usage.prompt_tokens {
+            self.set_prompt_tokens(prompt);
         }
-        let Some(surplus) = served.output_tokens.and_then(|all| all.checked_sub(self.tokens)) else { return };
+        let Some(surplus) = usage.output_tokens.and_then(|all| all.checked_sub(self.tokens)) else { return };
         if surplus == 0 {
             return;
         }
@@ -429,7 +450,8 @@ impl Flight {
             }
         }
         if self.counts {
-            // They came with others, so no time passed before them; a stream without any message had no gaps.
+            // They arrived in the same messages as others, with a gap of zero; without messages the first has
+            // no gap.
             let gaps = if self.first.is_some() { surplus } else { surplus - 1 };
             state.measured.itl.add(Duration::ZERO, u64::from(gaps));
         }
@@ -438,7 +460,7 @@ impl Flight {
     }
 }
 
-/// Seconds of processor time that this process has taken, where the system tells (Linux).
+/// Returns the user and system CPU seconds of this process (Linux only).
 fn cpu_seconds() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
     // "pid (name) state …": user and system time are fields 14 and 15, in hundredths of a second.
@@ -451,26 +473,26 @@ fn cpu_seconds() -> Option<f64> {
 mod tests {
     use super::*;
 
-    fn completed(output_tokens: u32) -> Outcome {
-        Outcome::Completed(Served { prompt_tokens: None, output_tokens: Some(output_tokens) })
+    fn completed(output_tokens: u32) -> RequestOutcome {
+        RequestOutcome::Completed(ReportedUsage { prompt_tokens: None, output_tokens: Some(output_tokens) })
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_message_of_several_tokens_is_one_gap_and_then_none() {
+    async fn a_message_of_several_tokens_is_one_gap_and_then_gaps_of_zero() {
         let slo = Slo { tpot: Some(Duration::from_millis(9)), ..Slo::default() };
         let meter = Meter::new(0, Quota::Requests(1), slo, 1);
         let due = Instant::now();
         tokio::time::advance(Duration::from_millis(2)).await;
-        let mut flight = meter.begin(0, due, 0, 6, 10);
+        let mut in_flight = meter.start_request(0, due, 0, 6, 10);
         tokio::time::advance(Duration::from_millis(5)).await;
-        flight.arrived(1);
+        in_flight.record_tokens(1);
         tokio::time::advance(Duration::from_millis(40)).await;
-        flight.arrived_up_to(4);
-        flight.arrived_up_to(4);
-        flight.end(completed(6));
-        let measured = meter.read();
+        in_flight.record_total_tokens(4);
+        in_flight.record_total_tokens(4);
+        in_flight.finish(completed(6));
+        let measured = meter.finish();
         let about = |got: Option<f64>, expected: f64| (got.unwrap() - expected).abs() <= expected * 0.001;
-        assert!(about(measured.ttft.quantile_ms(0.5), 7.0), "from when it was due");
+        assert!(about(measured.ttft.quantile_ms(0.5), 7.0), "from its due time");
         assert!(about(measured.lag.quantile_ms(0.5), 2.0));
         assert_eq!(
             (measured.itl.len(), measured.output_tokens),
@@ -479,26 +501,26 @@ mod tests {
         );
         assert_eq!(measured.itl.quantile_ms(0.8), Some(0.0));
         assert!((measured.itl.mean_ms().unwrap() - 8.0).abs() < 0.01, "gaps add up to the stream's time");
-        assert_eq!((measured.good, measured.short, measured.prompt_tokens), (1, 0, 10));
+        assert_eq!((measured.slo_met, measured.short, measured.prompt_tokens), (1, 0, 10));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_the_quota_counts_but_the_window_has_all_tokens() {
+    async fn only_requests_of_the_quota_are_measured_but_all_tokens_of_the_window() {
         let meter = Meter::new(1, Quota::Requests(1), Slo::default(), 1);
-        let mut before = meter.begin(0, Instant::now(), 0, 2, 10);
-        before.arrived(1);
-        let mut counted = meter.begin(1, Instant::now(), 0, 2, 10);
-        let mut after = meter.begin(2, Instant::now(), 0, 2, 10);
+        let mut before = meter.start_request(0, Instant::now(), 0, 2, 10);
+        before.record_tokens(1);
+        let mut counted = meter.start_request(1, Instant::now(), 0, 2, 10);
+        let mut after = meter.start_request(2, Instant::now(), 0, 2, 10);
         tokio::time::advance(Duration::from_secs(1)).await;
-        before.arrived(1);
-        counted.arrived(1);
-        after.arrived(1);
-        before.end(completed(2));
-        counted.end(completed(1));
-        after.arrived(1);
-        after.end(Outcome::Failed { kind: "x".into(), message: String::new() });
-        meter.over().await;
-        let measured = meter.read();
+        before.record_tokens(1);
+        counted.record_tokens(1);
+        after.record_tokens(1);
+        before.finish(completed(2));
+        counted.finish(completed(1));
+        after.record_tokens(1);
+        after.finish(RequestOutcome::Failed { kind: "x".into(), message: String::new() });
+        meter.closed().await;
+        let measured = meter.finish();
         assert_eq!((measured.started, measured.ended, measured.completed), (1, 1, 1));
         assert_eq!((measured.output_tokens, measured.prompt_tokens), (3, 20));
         assert_eq!((measured.short, measured.seconds()), (1, 1.0));

@@ -1,7 +1,7 @@
-//! `inflight bench`: the load generator.
+//! `inflight bench`: load generator for routers and OpenAI-compatible servers.
 //!
-//! A [`workload`] is a pure function of its seed. [`load`] sends it to one server at a time, in rounds that take turns between the
-//! servers; [`measure`] keeps what came of it and [`report`] shows it.
+//! A [`workload`] is a pure function of its seed. [`load`] sends it to one server at a time, in rounds that
+//! alternate between the servers; [`measure`] records latencies and counts, and [`report`] renders them.
 
 mod args;
 mod client;
@@ -27,132 +27,137 @@ use serde_json::json;
 
 pub use args::Args;
 
-use self::client::{Client, Greeting, Manner};
-use self::load::{Load, Round};
-use self::measure::{Measured, Meter, Quota, Slo};
-use self::report::{Point, Report};
+use self::client::{BenchClient, GenerationSettings, ServerInfo};
+use self::load::{BenchRound, LoadPattern};
+use self::measure::{Meter, Quota, RoundMeasurements, Slo};
+use self::report::{BenchReport, LoadPoint};
 use self::tenants::Tenant;
-use self::workload::{Arrivals, PromptKeys, Source, Workload};
-use crate::exit::{Exit, Failure, say};
+use self::workload::{Arrivals, BenchWorkload, LengthSource, PromptKeys};
+use crate::exit::{CommandError, Exit, print_stderr};
 
-/// Token ids of prompts are below this where no server tells its vocabulary: few models have less.
+/// Assumed vocabulary size if no server reports one: few models have a smaller one.
 const VOCAB_SIZE_ASSUMED: u32 = 10_000;
-/// Requests looked at beforehand where it is not known how many there will be.
+/// Number of requests checked against the context if the number to be sent is unknown.
 const PLANNED_MAX: u64 = 1000;
-/// How often the progress bar moves.
+/// Interval of progress bar updates.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Measures, and shows what it measured.
+/// Runs the benchmark and writes its report.
 ///
 /// # Errors
-/// A server that is not there or does not know the model, a workload that it cannot take, or requests that failed.
-pub async fn run(args: Args) -> Result<(), Failure> {
+/// A server is unreachable or does not serve the model, the workload exceeds its context, or requests failed.
+pub async fn run(args: Args) -> Result<(), CommandError> {
     tokio::select! {
         done = bench(args) => done,
-        _ = tokio::signal::ctrl_c() => Err(Failure::Silent(Exit::Interrupted)),
+        _ = tokio::signal::ctrl_c() => Err(CommandError::Silent(Exit::Interrupted)),
     }
 }
 
-async fn bench(mut args: Args) -> Result<(), Failure> {
+async fn bench(mut args: Args) -> Result<(), CommandError> {
     let trace = match &args.trace {
-        Some(path) => read_trace(path).map_err(|error| Failure::new(Exit::Usage, error.to_string()))?,
+        Some(path) => read_trace(path).map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?,
         None => Vec::new(),
     };
     let loads = loads(&args, &trace)?;
-    if matches!(loads[..], [Load::Open { arrivals: Arrivals::Trace { .. }, .. }]) && args.duration.is_none() {
+    if matches!(loads[..], [LoadPattern::Open { arrivals: Arrivals::Trace { .. }, .. }])
+        && args.duration.is_none()
+    {
         // A trace is replayed to its end.
-        let whole = (trace.len() as u64).saturating_sub(args.warmup.unwrap_or(0)).max(1);
-        args.requests = Some(args.requests.map_or(whole, |requests| requests.min(whole)));
+        let traced_requests = (trace.len() as u64).saturating_sub(args.warmup.unwrap_or(0)).max(1);
+        args.requests = Some(args.requests.map_or(traced_requests, |requests| requests.min(traced_requests)));
         args.warmup.get_or_insert(0);
     }
-    let mut clients: Vec<Client> = args.endpoint.iter().map(endpoint::Endpoint::client).collect();
-    let mut greetings = Vec::new();
+    let mut clients: Vec<BenchClient> = args.endpoint.iter().map(endpoint::Endpoint::client).collect();
+    let mut servers = Vec::new();
     for client in &mut clients {
-        greetings.push(client.greet(args.model.as_deref(), args.prompt).await?);
+        servers.push(client.probe(args.model.as_deref(), args.prompt).await?);
     }
     let seed = args.seed.unwrap_or_else(|| u64::from(rand::random::<u32>()));
     let nonce = args.nonce.unwrap_or_else(|| u64::from(rand::random::<u32>()));
     let keys = PromptKeys::new(&options(&args), nonce);
-    let workload = Arc::new(workload(&args, trace, seed, &greetings)?);
+    let workload = Arc::new(workload(&args, trace, seed, &servers)?);
     let names: Vec<String> = args.endpoint.iter().map(|endpoint| endpoint.name.clone()).collect();
-    let context = greetings.iter().filter_map(|greeting| greeting.context_tokens).min();
+    let context = servers.iter().filter_map(|server| server.context_tokens).min();
     for load in &loads {
-        fits(&args, &workload, *load, context)?;
+        check_context(&args, &workload, *load, context)?;
     }
-    let clients: Vec<Arc<Client>> = clients.into_iter().map(Arc::new).collect();
-    let plan = Plan { args: &args, workload: &workload, keys, clients: &clients, names: &names };
+    let clients: Vec<Arc<BenchClient>> = clients.into_iter().map(Arc::new).collect();
+    let plan = BenchPlan { args: &args, workload: &workload, keys, clients: &clients, names: &names };
     let mut points = Vec::new();
-    for (place, load) in (0u64..).zip(loads) {
-        points.push(plan.point(place, load).await?);
+    for (index, load) in (0u64..).zip(loads) {
+        points.push(plan.point(index, load).await?);
     }
     let slo = slo(&args);
-    let report = Report {
+    let report = BenchReport {
         has_slo: slo.is_set(),
-        setting: setting(&args, &workload, nonce, &clients, &greetings),
+        setting: setting(&args, &workload, nonce, &clients, &servers),
         tenants: workload.tenants.iter().map(|tenant| tenant.name.clone()).collect(),
         names,
         points,
     };
-    show(&args, &report, seed, nonce)
+    write_report(&args, &report, seed, nonce)
 }
 
-/// The options that decide what is sent: all but the servers, the report, and the seed, which has a say of its own.
+/// Returns the options that determine the requests, as text: all except servers, seed, nonce and report file.
 fn options(args: &Args) -> String {
     let args = Args { endpoint: Vec::new(), seed: None, nonce: None, json: None, ..args.clone() };
     format!("{args:?}")
 }
 
-/// What is measured and where, for each point.
-struct Plan<'a> {
+/// Configuration of all load points of a run.
+struct BenchPlan<'a> {
     args: &'a Args,
-    workload: &'a Arc<Workload>,
+    workload: &'a Arc<BenchWorkload>,
     keys: PromptKeys,
-    clients: &'a [Arc<Client>],
+    clients: &'a [Arc<BenchClient>],
     names: &'a [String],
 }
 
-impl Plan<'_> {
-    /// Rounds of one load. The servers take turns, and who goes first changes with each round.
-    async fn point(&self, place: u64, load: Load) -> Result<Point, Failure> {
-        let mut rounds: Vec<Vec<Measured>> = vec![Vec::new(); self.clients.len()];
+impl BenchPlan<'_> {
+    /// Runs the rounds of one load pattern. Each round visits every server, starting with another one.
+    async fn point(&self, index: u64, load: LoadPattern) -> Result<LoadPoint, CommandError> {
+        let mut rounds: Vec<Vec<RoundMeasurements>> = vec![Vec::new(); self.clients.len()];
         let all = self.args.rounds(self.clients.len());
         for round in 0..all {
-            for turn in 0..self.clients.len() {
-                let server = (turn + round as usize) % self.clients.len();
-                // The same prompts for all servers, and others in each round.
-                let key = self.keys.key(place, round);
+            for offset in 0..self.clients.len() {
+                let server = (offset + round as usize) % self.clients.len();
+                // The same prompts for all servers, different ones in each round.
+                let key = self.keys.key(index, round);
                 let meter = Meter::new(
                     self.args.warmup(load),
                     self.args.quota(load),
                     slo(self.args),
                     self.workload.tenants.len(),
                 );
-                let session = Round {
+                let bench_round = BenchRound {
                     client: Arc::clone(&self.clients[server]),
                     workload: Arc::clone(self.workload),
                     key,
-                    manner: Manner { temperature: self.args.temperature, allow_eos: self.args.allow_eos },
+                    settings: GenerationSettings {
+                        temperature: self.args.temperature,
+                        allow_eos: self.args.allow_eos,
+                    },
                     timeout: self.args.timeout.0,
                     meter: meter.clone(),
                 };
                 let title = format!("{}: {}, round {} of {all}", self.names[server], load.short(), round + 1);
                 let progress = tokio::spawn(progress(title, meter, self.args.quota(load)));
-                let measured = load::run(Arc::new(session), load, self.args.quota(load)).await;
+                let measured = load::run(Arc::new(bench_round), load, self.args.quota(load)).await;
                 progress.abort();
                 let _ = progress.await;
                 let measured = measured.map_err(|failure| failure.at(&self.names[server]))?;
                 if measured.started == 0 {
                     let message = "no request counted: the trace has no more than the requests to warm up";
-                    return Err(Failure::new(Exit::Usage, message));
+                    return Err(CommandError::new(Exit::Usage, message));
                 }
                 rounds[server].push(measured);
             }
         }
-        Ok(Point { load, rounds })
+        Ok(LoadPoint { load, rounds })
     }
 }
 
-/// Shows how far a round is until it is aborted.
+/// Shows the progress of a round until the task is aborted.
 async fn progress(title: String, meter: Meter, quota: Quota) {
     let length = match quota {
         Quota::Requests(all) => all,
@@ -160,7 +165,8 @@ async fn progress(title: String, meter: Meter, quota: Quota) {
     };
     let template = "{msg} [{bar:30}] {percent}% {elapsed}{prefix}";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    let bar = Cleared(ProgressBar::new(length).with_style(style.progress_chars("=> ")).with_message(title));
+    let bar =
+        TransientBar(ProgressBar::new(length).with_style(style.progress_chars("=> ")).with_message(title));
     let mut ticks = tokio::time::interval(PROGRESS_INTERVAL);
     loop {
         ticks.tick().await;
@@ -178,17 +184,17 @@ async fn progress(title: String, meter: Meter, quota: Quota) {
     }
 }
 
-/// A bar that leaves no trace of itself.
-struct Cleared(ProgressBar);
+/// Progress bar that is cleared when dropped.
+struct TransientBar(ProgressBar);
 
-impl Drop for Cleared {
+impl Drop for TransientBar {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }
 }
 
-fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<Load>, Failure> {
-    let open = |arrivals| Load::Open { arrivals, in_flight_max: args.in_flight_max as usize };
+fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<LoadPattern>, CommandError> {
+    let open = |arrivals| LoadPattern::Open { arrivals, in_flight_max: args.in_flight_max as usize };
     if !args.rate.is_empty() {
         let arrivals = |rate: &f64| {
             if args.constant_rate { Arrivals::Constant(*rate) } else { Arrivals::Poisson(*rate) }
@@ -196,7 +202,11 @@ fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<Load>, Failure> {
         return Ok(args.rate.iter().map(|rate| open(arrivals(rate))).collect());
     }
     if !args.concurrency.is_empty() {
-        return Ok(args.concurrency.iter().map(|streams| Load::Closed { streams: *streams }).collect());
+        return Ok(args
+            .concurrency
+            .iter()
+            .map(|streams| LoadPattern::Closed { streams: *streams })
+            .collect());
     }
     let timed = trace.first().is_some_and(|first| first.arrival_s.is_some());
     if timed {
@@ -204,59 +214,64 @@ fn loads(args: &Args, trace: &[TracedRequest]) -> Result<Vec<Load>, Failure> {
     }
     if args.trace.is_some() {
         let message = "the trace has lengths but no times; say how requests follow one another with --concurrency or --rate";
-        return Err(Failure::new(Exit::Usage, message));
+        return Err(CommandError::new(Exit::Usage, message));
     }
-    Ok(vec![Load::Closed { streams: args::STREAMS_DEFAULT }])
+    Ok(vec![LoadPattern::Closed { streams: args::STREAMS_DEFAULT }])
 }
 
 fn workload(
     args: &Args,
     trace: Vec<TracedRequest>,
     seed: u64,
-    greetings: &[Greeting],
-) -> Result<Workload, Failure> {
+    servers: &[ServerInfo],
+) -> Result<BenchWorkload, CommandError> {
     let traced = trace.iter().filter_map(|request| request.tenant).max();
     let tenants = match (args.tenant.as_slice(), traced) {
         ([], Some(last)) => (0..=last).map(|tenant| Tenant::named(format!("tenant-{tenant}"))).collect(),
         ([], None) => vec![Tenant::named("")],
         (given, _) => given.to_vec(),
     };
-    let told = greetings.iter().filter_map(|greeting| greeting.vocab_size).min();
-    let vocab = args.vocab_size.or(told).unwrap_or(VOCAB_SIZE_ASSUMED);
-    if let Some(told) = told.filter(|told| *told < vocab) {
+    let reported = servers.iter().filter_map(|server| server.vocab_size).min();
+    let vocab = args.vocab_size.or(reported).unwrap_or(VOCAB_SIZE_ASSUMED);
+    if let Some(reported) = reported.filter(|reported| *reported < vocab) {
         let message =
-            format!("--vocab-size {vocab} is more than the {told} tokens of the model's vocabulary");
-        return Err(Failure::new(Exit::Usage, message));
+            format!("--vocab-size {vocab} is more than the {reported} tokens of the model's vocabulary");
+        return Err(CommandError::new(Exit::Usage, message));
     }
     let source = match args.trace {
-        Some(_) => Source::Trace(trace),
-        None => Source::Drawn { prompt: args.prompt_tokens, output: args.output_tokens },
+        Some(_) => LengthSource::Trace(trace),
+        None => LengthSource::Drawn { prompt: args.prompt_tokens, output: args.output_tokens },
     };
-    Ok(Workload {
+    Ok(BenchWorkload {
         seed,
         source,
         caps: (args.max_prompt_tokens.unwrap_or(u32::MAX), args.max_output_tokens.unwrap_or(u32::MAX)),
         tenants,
         shared_prefix: args.shared_prefix,
-        // The first ids are often special tokens, which a prompt may not hold or which mean something.
+        // The lowest ids are often special tokens, which prompts may not contain or which alter the output.
         ids: (vocab / 100).min(1000)..vocab,
     })
 }
 
-/// Refuses a workload of which the servers would refuse a part.
-fn fits(args: &Args, workload: &Workload, load: Load, context: Option<u32>) -> Result<(), Failure> {
+/// Rejects a workload with requests that exceed the smallest context of the servers.
+fn check_context(
+    args: &Args,
+    workload: &BenchWorkload,
+    load: LoadPattern,
+    context: Option<u32>,
+) -> Result<(), CommandError> {
     let Some(context) = context else { return Ok(()) };
-    let places = match args.quota(load) {
+    let requests = match args.quota(load) {
         Quota::Requests(all) => args.warmup(load) + all,
         Quota::Duration(_) => PLANNED_MAX,
     };
-    let Some((first, count)) = workload.too_long(places, context) else { return Ok(()) };
+    let Some((first, count)) = workload.exceeding_context(requests, context) else { return Ok(()) };
     let message = format!(
-        "{count} of the first {places} requests do not fit into the model's context of {context} tokens (the first asks for {} after \
+        "{count} of the first {requests} requests do not fit into the model's context of {context} tokens (the first asks for {} after \
          a prompt of {}); cut them with --max-prompt-tokens and --max-output-tokens",
         first.output_tokens, first.prompt_tokens,
     );
-    Err(Failure::new(Exit::Usage, message))
+    Err(CommandError::new(Exit::Usage, message))
 }
 
 fn slo(args: &Args) -> Slo {
@@ -266,18 +281,18 @@ fn slo(args: &Args) -> Slo {
 
 fn setting(
     args: &Args,
-    workload: &Workload,
+    workload: &BenchWorkload,
     nonce: u64,
-    clients: &[Arc<Client>],
-    greetings: &[Greeting],
+    clients: &[Arc<BenchClient>],
+    infos: &[ServerInfo],
 ) -> serde_json::Value {
-    let servers = args.endpoint.iter().zip(clients).zip(greetings).map(|((endpoint, client), greeting)| {
+    let servers = args.endpoint.iter().zip(clients).zip(infos).map(|((endpoint, client), info)| {
         json!({
             "name": endpoint.name,
             "url": endpoint.url,
             "protocol": client.protocol(),
-            "model": greeting.model,
-            "prompts": if greeting.text { "text" } else { "token ids" },
+            "model": info.model,
+            "prompts": if info.text { "text" } else { "token ids" },
         })
     });
     let drawn = |lengths: lengths::Lengths| args.trace.is_none().then(|| lengths.to_string());
@@ -305,15 +320,18 @@ fn setting(
     })
 }
 
-/// Writes the report where it is wanted, and fails if requests did.
-fn show(args: &Args, report: &Report, seed: u64, nonce: u64) -> Result<(), Failure> {
+/// Writes the report to standard output and the JSON file.
+///
+/// # Errors
+/// The report cannot be written, a request failed, or all requests were refused.
+fn write_report(args: &Args, report: &BenchReport, seed: u64, nonce: u64) -> Result<(), CommandError> {
     use std::io::Write as _;
     let to_stdout = |text: &str| {
         let mut stdout = std::io::stdout().lock();
         match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-            // The reader left, as `head` does.
+            // The pipe is closed, as by `head`.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-            written => written.map_err(|error| Failure::chain("cannot write", &error)),
+            written => written.map_err(|error| CommandError::chain("cannot write", &error)),
         }
     };
     let json = || format!("{:#}\n", report.json());
@@ -322,24 +340,24 @@ fn show(args: &Args, report: &Report, seed: u64, nonce: u64) -> Result<(), Failu
         Some(path) => {
             to_stdout(&report.table())?;
             std::fs::write(path, json())
-                .map_err(|error| Failure::chain(&format!("cannot write {}", path.display()), &error))?;
+                .map_err(|error| CommandError::chain(&format!("cannot write {}", path.display()), &error))?;
         }
         None => to_stdout(&report.table())?,
     }
     if args.seed.is_none() || args.nonce.is_none() {
-        say(format_args!("to send the same requests again: --seed {seed} --nonce {nonce}"));
+        print_stderr(format_args!("to send the same requests again: --seed {seed} --nonce {nonce}"));
     }
     match report.failures() {
         (_, 0, 0, _) => Ok(()),
         (all, 0, refused, _) if refused == all => {
-            Err(Failure::new(Exit::Exhausted, format!("all {all} requests were refused")))
+            Err(CommandError::new(Exit::Exhausted, format!("all {all} requests were refused")))
         }
-        // A server that refuses what it cannot serve in time does its work.
+        // Refusing some requests under overload is not a failure of the server.
         (_, 0, _, _) => Ok(()),
         (all, failed, _, example) => {
             let message =
                 format!("{failed} of {all} requests failed, such as with {}", example.unwrap_or_default());
-            Err(Failure::new(Exit::Failure, message))
+            Err(CommandError::new(Exit::Failure, message))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A client of OpenAI-compatible completions: `POST …/completions`, answered with server-sent events.
+//! Client of OpenAI-compatible completion APIs: `POST …/completions`, streamed as server-sent events.
 
 use std::borrow::Cow;
 use std::sync::{Mutex, PoisonError};
@@ -12,84 +12,86 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::client::{Call, Dial, Greeting, Manner, Outcome, PromptForm, Served};
-use super::measure::{Flight, Meter, Quota, Slo};
-use super::sse::Events;
+use super::client::{
+    CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
+};
+use super::measure::{InFlightRequest, Meter, Quota, Slo};
+use super::sse::SseParser;
 use super::tenants::Tenant;
 use super::workload::as_text;
-use crate::exit::{Exit, Failure};
+use crate::exit::{CommandError, Exit};
 
-/// Most bytes read of an answer that is no stream.
-const ANSWER_BYTES_MAX: usize = 1 << 20;
-/// Most characters of a server's own words in a message.
+/// Maximum bytes read of a response that is not a stream.
+const RESPONSE_BYTES_MAX: usize = 1 << 20;
+/// Maximum characters of a server's response quoted in a message.
 const QUOTE_CHARS_MAX: usize = 300;
 
-type Body = Full<Bytes>;
+type RequestBody = Full<Bytes>;
 
-/// A server and the connections to it that are idle. Each request has a connection to itself while it runs.
+/// Client of a server, with its idle HTTP/1.1 connections. Each request uses a connection exclusively.
 #[derive(Debug)]
 pub struct OpenAi {
-    dial: Dial,
+    connector: Connector,
     /// `HOST:PORT`, for the `Host` header.
     authority: String,
-    /// Path of the API, such as `/v1`.
+    /// Base path of the API, such as `/v1`.
     base: String,
-    idle: Mutex<Vec<SendRequest<Body>>>,
+    idle: Mutex<Vec<SendRequest<RequestBody>>>,
     model: String,
     text: bool,
 }
 
-/// A line of a stream.
+/// Event of a completion stream.
 #[derive(Debug, Deserialize)]
-struct Chunk<'a> {
+struct CompletionChunk<'a> {
     #[serde(default)]
-    choices: Vec<Choice>,
+    choices: Vec<ChunkChoice>,
     #[serde(default)]
-    usage: Option<Usage>,
+    usage: Option<ChunkUsage>,
     #[serde(borrow, default)]
     error: Option<&'a serde_json::value::RawValue>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Choice {
+struct ChunkChoice {
     #[serde(default)]
-    text: Presence,
+    text: NonEmptyText,
     #[serde(default)]
-    finish_reason: Presence,
+    finish_reason: NonEmptyText,
 }
 
 #[derive(Debug, Deserialize)]
-struct Usage {
+struct ChunkUsage {
     #[serde(default)]
     prompt_tokens: Option<u32>,
     #[serde(default)]
     completion_tokens: Option<u32>,
 }
 
-/// Whether a string is there and not empty; its content is nobody's business, so nothing is allocated for it.
+/// Whether a string is present and not empty; deserialized without allocation, as its content is not needed.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-struct Presence(bool);
+struct NonEmptyText(bool);
 
-impl<'de> Deserialize<'de> for Presence {
+impl<'de> Deserialize<'de> for NonEmptyText {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visitor;
         impl<'de> serde::de::Visitor<'de> for Visitor {
-            type Value = Presence;
+            type Value = NonEmptyText;
 
             fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 out.write_str("a string or null")
             }
 
-            fn visit_str<E>(self, text: &str) -> Result<Presence, E> {
-                Ok(Presence(!text.is_empty()))
+            fn visit_str<E>(self, text: &str) -> Result<NonEmptyText, E> {
+                Ok(NonEmptyText(!text.is_empty()))
             }
 
-            fn visit_unit<E>(self) -> Result<Presence, E> {
-                Ok(Presence(false))
+            fn visit_unit<E>(self) -> Result<NonEmptyText, E> {
+                Ok(NonEmptyText(false))
             }
 
-            fn visit_none<E>(self) -> Result<Presence, E> {
-                Ok(Presence(false))
+            fn visit_none<E>(self) -> Result<NonEmptyText, E> {
+                Ok(NonEmptyText(false))
             }
         }
         deserializer.deserialize_any(Visitor)
@@ -97,34 +99,34 @@ impl<'de> Deserialize<'de> for Presence {
 }
 
 impl OpenAi {
-    /// A client of the API at `base` of the server at `authority`.
-    pub fn new(dial: Dial, authority: String, base: String) -> Self {
-        Self { dial, authority, base, idle: Mutex::default(), model: String::new(), text: false }
+    /// Creates a client of the API with base path `base` at `authority`.
+    pub fn new(connector: Connector, authority: String, base: String) -> Self {
+        Self { connector, authority, base, idle: Mutex::default(), model: String::new(), text: false }
     }
 
-    /// Asks which models there are, and for two tokens: whether it takes token ids shows in the answer.
+    /// Selects the model and requests two tokens, to determine whether the server accepts token ids.
     ///
     /// # Errors
-    /// Nobody answers, the model is not there, or the two tokens do not come.
-    pub async fn greet(&mut self, model: Option<&str>, form: PromptForm) -> Result<Greeting, Failure> {
-        let served = self.models().await?;
-        self.model = match (model, served.as_slice()) {
+    /// The server is unreachable or does not serve the model, or the request for two tokens fails.
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
+        let models = self.models().await?;
+        self.model = match (model, models.as_slice()) {
             (Some(name), []) => name.to_owned(),
-            (Some(name), served) if served.iter().any(|model| model == name) => name.to_owned(),
-            (Some(name), served) => {
-                let message = format!("{self} serves no model {name:?}; it serves {}", served.join(", "));
-                return Err(Failure::new(Exit::Refused, message));
+            (Some(name), models) if models.iter().any(|model| model == name) => name.to_owned(),
+            (Some(name), models) => {
+                let message = format!("{self} serves no model {name:?}; it serves {}", models.join(", "));
+                return Err(CommandError::new(Exit::Refused, message));
             }
             (None, [only]) => only.clone(),
             (None, []) => {
-                return Err(Failure::new(
+                return Err(CommandError::new(
                     Exit::Usage,
                     format!("{self} does not say which models it has; name one with --model"),
                 ));
             }
             (None, several) => {
                 let message = format!("{self} serves {}; name one with --model", several.join(", "));
-                return Err(Failure::new(Exit::Usage, message));
+                return Err(CommandError::new(Exit::Usage, message));
             }
         };
         let forms: &[bool] = match form {
@@ -135,18 +137,18 @@ impl OpenAi {
         let mut refusal = None;
         for text in forms {
             self.text = *text;
-            match self.try_out().await {
-                Outcome::Completed(_) => {
+            match self.test_completion().await {
+                RequestOutcome::Completed(_) => {
                     let model = self.model.clone();
-                    return Ok(Greeting { model, vocab_size: None, context_tokens: None, text: *text });
+                    return Ok(ServerInfo { model, vocab_size: None, context_tokens: None, text: *text });
                 }
-                Outcome::Refused { message, .. } => {
-                    return Err(Failure::new(Exit::Exhausted, format!("{self}: {message}")));
+                RequestOutcome::Refused { message, .. } => {
+                    return Err(CommandError::new(Exit::Exhausted, format!("{self}: {message}")));
                 }
-                Outcome::Failed { kind, message } => {
-                    let worth_another = kind.starts_with("http_4");
+                RequestOutcome::Failed { kind, message } => {
+                    let client_error = kind.starts_with("http_4");
                     refusal.get_or_insert((kind, message));
-                    if !worth_another {
+                    if !client_error {
                         break;
                     }
                 }
@@ -154,66 +156,76 @@ impl OpenAi {
         }
         let (kind, message) = refusal.unwrap_or_default();
         let exit = if kind.starts_with("http_4") { Exit::Refused } else { Exit::Failure };
-        Err(Failure::new(exit, format!("{self} did not answer a first request of two tokens: {message}")))
+        Err(CommandError::new(
+            exit,
+            format!("{self} did not answer a first request of two tokens: {message}"),
+        ))
     }
 
-    async fn try_out(&self) -> Outcome {
+    async fn test_completion(&self) -> RequestOutcome {
         let meter = Meter::new(0, Quota::Requests(1), Slo::default(), 1);
-        let mut flight = meter.begin(0, tokio::time::Instant::now(), 0, 2, 8);
-        let call = Call { prompt: (100..108).collect(), output_tokens: 2, tenant: &Tenant::named("") };
-        self.generate(&call, Manner { temperature: 0.0, allow_eos: false }, &mut flight).await
+        let mut in_flight = meter.start_request(0, tokio::time::Instant::now(), 0, 2, 8);
+        let call =
+            CompletionRequest { prompt: (100..108).collect(), output_tokens: 2, tenant: &Tenant::named("") };
+        self.generate(&call, GenerationSettings { temperature: 0.0, allow_eos: false }, &mut in_flight).await
     }
 
-    async fn models(&self) -> Result<Vec<String>, Failure> {
+    async fn models(&self) -> Result<Vec<String>, CommandError> {
         #[derive(Deserialize)]
-        struct List {
-            data: Vec<Entry>,
+        struct ModelList {
+            data: Vec<ModelEntry>,
         }
         #[derive(Deserialize)]
-        struct Entry {
+        struct ModelEntry {
             id: String,
         }
-        let request =
-            self.request(Method::GET, "/models", Bytes::new()).map_err(|error| Failure::chain("", &error))?;
-        let unavailable = |error: Broken| {
-            Failure::new(
+        let request = self
+            .request(Method::GET, "/models", Bytes::new())
+            .map_err(|error| CommandError::chain("", &error))?;
+        let unavailable = |error: HttpError| {
+            CommandError::new(
                 Exit::Unavailable,
                 format!("cannot connect to {self} ({error}); check that the server runs at this address"),
             )
         };
         let mut connection = self.connection(true).await.map_err(unavailable)?;
         let response =
-            connection.send_request(request).await.map_err(|error| unavailable(Broken::Http(error)))?;
+            connection.send_request(request).await.map_err(|error| unavailable(HttpError::Http(error)))?;
         let status = response.status();
         if status == StatusCode::NOT_FOUND || status == StatusCode::METHOD_NOT_ALLOWED {
             return Ok(Vec::new());
         }
-        let body = whole(response).await;
+        let body = read_body(response).await;
         if !status.is_success() {
-            return Err(Failure::new(
+            return Err(CommandError::new(
                 Exit::Failure,
                 format!("{self}/models answers {status}: {}", quote(&body)),
             ));
         }
-        let list: List = serde_json::from_slice(&body).map_err(|_| {
+        let list: ModelList = serde_json::from_slice(&body).map_err(|_| {
             let message = format!("{self}/models is not a list of models ({}); give the base URL of an OpenAI-compatible API, such as http://HOST:PORT/v1", quote(&body));
-            Failure::new(Exit::Failure, message)
+            CommandError::new(Exit::Failure, message)
         })?;
         Ok(list.data.into_iter().map(|entry| entry.id).collect())
     }
 
-    /// Sends a request and follows its stream to the end.
-    pub async fn generate(&self, call: &Call<'_>, manner: Manner, flight: &mut Flight) -> Outcome {
+    /// Sends a request and reads its stream to the end, recording tokens as they arrive.
+    pub async fn generate(
+        &self,
+        call: &CompletionRequest<'_>,
+        settings: GenerationSettings,
+        in_flight: &mut InFlightRequest,
+    ) -> RequestOutcome {
         let prompt = if self.text { json!(as_text(&call.prompt)) } else { json!(call.prompt) };
         let mut body = json!({
             "model": self.model,
             "prompt": prompt,
             "max_tokens": call.output_tokens,
-            "temperature": manner.temperature,
+            "temperature": settings.temperature,
             "stream": true,
             "stream_options": { "include_usage": true, "continuous_usage_stats": true },
         });
-        if !manner.allow_eos {
+        if !settings.allow_eos {
             body["ignore_eos"] = json!(true);
         }
         if !call.tenant.name.is_empty() {
@@ -225,47 +237,55 @@ impl OpenAi {
         let body = Bytes::from(body.to_string());
         let (connection, response) = match self.send(&body).await {
             Ok(sent) => sent,
-            Err(error) => return Outcome::failed(error.kind(), error.to_string()),
+            Err(error) => return RequestOutcome::failed(error.kind(), error.to_string()),
         };
         let status = response.status();
         if !status.is_success() {
-            let message = format!("{status}: {}", quote(&whole(response).await));
+            let message = format!("{status}: {}", quote(&read_body(response).await));
             let kind = format!("http_{}", status.as_u16());
             return match status {
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-                    Outcome::Refused { kind, message }
+                    RequestOutcome::Refused { kind, message }
                 }
-                _ => Outcome::failed(kind, message),
+                _ => RequestOutcome::failed(kind, message),
             };
         }
         let kind =
             response.headers().get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
         if !kind.starts_with("text/event-stream") {
-            return Outcome::failed("no_stream", format!("the answer is {kind:?}, not text/event-stream"));
+            return RequestOutcome::failed(
+                "no_stream",
+                format!("the answer is {kind:?}, not text/event-stream"),
+            );
         }
-        let outcome = follow(response.into_body(), flight).await;
-        if matches!(outcome, Outcome::Completed(_)) {
+        let outcome = read_stream(response.into_body(), in_flight).await;
+        if matches!(outcome, RequestOutcome::Completed(_)) {
             self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
         }
         outcome
     }
 
-    /// Sends the body; once more on a new connection if an idle one turns out to be closed.
-    async fn send(&self, body: &Bytes) -> Result<(SendRequest<Body>, Response<Incoming>), Broken> {
+    /// Sends a completion request; retries on a new connection if an idle one was closed by the server.
+    async fn send(&self, body: &Bytes) -> Result<(SendRequest<RequestBody>, Response<Incoming>), HttpError> {
         let mut fresh = false;
         loop {
             let mut connection = self.connection(fresh).await?;
             let request =
-                self.request(Method::POST, "/completions", body.clone()).map_err(Broken::Request)?;
+                self.request(Method::POST, "/completions", body.clone()).map_err(HttpError::Request)?;
             match connection.send_request(request).await {
                 Ok(response) => return Ok((connection, response)),
                 Err(_) if !fresh => fresh = true,
-                Err(error) => return Err(Broken::Http(error)),
+                Err(error) => return Err(HttpError::Http(error)),
             }
         }
     }
 
-    fn request(&self, method: Method, path: &str, body: Bytes) -> Result<Request<Body>, hyper::http::Error> {
+    fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<Request<RequestBody>, hyper::http::Error> {
         Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.base))
@@ -275,8 +295,8 @@ impl OpenAi {
             .body(Full::new(body))
     }
 
-    /// One that is still open.
-    async fn idle_connection(&self) -> Option<SendRequest<Body>> {
+    /// Returns an idle connection that is still open.
+    async fn idle_connection(&self) -> Option<SendRequest<RequestBody>> {
         loop {
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
             if idle.ready().await.is_ok() {
@@ -285,12 +305,12 @@ impl OpenAi {
         }
     }
 
-    async fn connection(&self, fresh: bool) -> Result<SendRequest<Body>, Broken> {
+    async fn connection(&self, fresh: bool) -> Result<SendRequest<RequestBody>, HttpError> {
         if !fresh && let Some(idle) = self.idle_connection().await {
             return Ok(idle);
         }
-        let wire = self.dial.connect().await.map_err(Broken::Connect)?;
-        let (sender, connection) = http1::handshake(TokioIo::new(wire)).await.map_err(Broken::Http)?;
+        let stream = self.connector.connect().await.map_err(HttpError::Connect)?;
+        let (sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(HttpError::Http)?;
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%error, "connection ended early");
@@ -306,64 +326,64 @@ impl std::fmt::Display for OpenAi {
     }
 }
 
-async fn follow(mut body: Incoming, flight: &mut Flight) -> Outcome {
-    let mut events = Events::default();
-    let mut stream = Stream::default();
+async fn read_stream(mut body: Incoming, in_flight: &mut InFlightRequest) -> RequestOutcome {
+    let mut events = SseParser::default();
+    let mut stream = CompletionStream::default();
     while let Some(frame) = body.frame().await {
         let piece = match frame.map(hyper::body::Frame::into_data) {
             Ok(Ok(piece)) => piece,
             Ok(Err(_)) => continue,
             Err(error) => {
-                return Outcome::failed(
+                return RequestOutcome::failed(
                     "truncated",
-                    format!("the connection broke in mid-stream: {}", cause(&error)),
+                    format!("the connection broke in mid-stream: {}", root_cause(&error)),
                 );
             }
         };
-        if events.feed(&piece, |data| stream.take(data, flight)).is_err() {
-            return Outcome::failed("protocol", "the stream has a line of over a mebibyte");
+        if events.push(&piece, |data| stream.process_event(data, in_flight)).is_err() {
+            return RequestOutcome::failed("protocol", "the stream has a line of over a mebibyte");
         }
         if let Some(failure) = stream.failure.take() {
             return failure;
         }
     }
     if stream.done || stream.finished {
-        return Outcome::Completed(stream.served);
+        return RequestOutcome::Completed(stream.usage);
     }
-    Outcome::failed(
+    RequestOutcome::failed(
         "truncated",
         "the stream ended before its completion did: neither a finish_reason nor [DONE] came",
     )
 }
 
-/// A stream as far as it was read.
+/// State of a completion stream that is being read.
 #[derive(Debug, Default)]
-struct Stream {
-    served: Served,
-    /// Every message says how many tokens there are so far.
-    counted: bool,
+struct CompletionStream {
+    usage: ReportedUsage,
+    /// Whether every event reports the number of tokens so far.
+    has_token_counts: bool,
     finished: bool,
     done: bool,
-    failure: Option<Outcome>,
+    failure: Option<RequestOutcome>,
 }
 
-impl Stream {
-    fn take(&mut self, data: &[u8], flight: &mut Flight) {
+impl CompletionStream {
+    fn process_event(&mut self, data: &[u8], in_flight: &mut InFlightRequest) {
         if data == b"[DONE]" {
             self.done = true;
             return;
         }
-        let chunk: Chunk<'_> = match serde_json::from_slice(data) {
+        let chunk: CompletionChunk<'_> = match serde_json::from_slice(data) {
             Ok(chunk) => chunk,
             Err(error) => {
                 let message = format!("an event is not a completion ({error}): {}", quote(data));
-                self.failure.get_or_insert(Outcome::failed("protocol", message));
+                self.failure.get_or_insert(RequestOutcome::failed("protocol", message));
                 return;
             }
         };
         if let Some(error) = chunk.error {
             let message = format!("an error in mid-stream: {}", quote(error.get().as_bytes()));
-            self.failure.get_or_insert(Outcome::failed("error_event", message));
+            self.failure.get_or_insert(RequestOutcome::failed("error_event", message));
             return;
         }
         let last = chunk.choices.iter().any(|choice| choice.finish_reason.0);
@@ -371,33 +391,33 @@ impl Stream {
         let text = chunk.choices.iter().any(|choice| choice.text.0);
         match chunk.usage {
             Some(usage) => {
-                self.served.prompt_tokens = usage.prompt_tokens.or(self.served.prompt_tokens);
-                self.served.output_tokens = usage.completion_tokens.or(self.served.output_tokens);
-                self.counted |= !chunk.choices.is_empty() && !last;
+                self.usage.prompt_tokens = usage.prompt_tokens.or(self.usage.prompt_tokens);
+                self.usage.output_tokens = usage.completion_tokens.or(self.usage.output_tokens);
+                self.has_token_counts |= !chunk.choices.is_empty() && !last;
                 match usage.completion_tokens {
-                    Some(total) if self.counted => flight.arrived_up_to(total),
-                    // A sum at the end alone says nothing of when they came.
-                    _ => flight.arrived(u32::from(text)),
+                    Some(total) if self.has_token_counts => in_flight.record_total_tokens(total),
+                    // A total at the end alone does not show when tokens arrived.
+                    _ => in_flight.record_tokens(u32::from(text)),
                 }
             }
-            // Nobody says how many tokens it has; what is missing is made up for at the end.
-            None => flight.arrived(u32::from(text)),
+            // The number of tokens is unknown; the final usage corrects the count.
+            None => in_flight.record_tokens(u32::from(text)),
         }
     }
 }
 
-/// Why there is no answer.
+/// Reason for which a request got no response.
 #[derive(Debug, thiserror::Error)]
-enum Broken {
+enum HttpError {
     #[error("{0}")]
     Connect(std::io::Error),
-    #[error("{}", cause(.0))]
+    #[error("{}", root_cause(.0))]
     Http(hyper::Error),
     #[error("{0}")]
     Request(hyper::http::Error),
 }
 
-impl Broken {
+impl HttpError {
     fn kind(&self) -> &'static str {
         match self {
             Self::Connect(_) => "connect",
@@ -407,8 +427,8 @@ impl Broken {
     }
 }
 
-/// The error that is at the bottom of others.
-fn cause(error: &dyn std::error::Error) -> String {
+/// Formats an error with its root cause.
+fn root_cause(error: &dyn std::error::Error) -> String {
     let mut deepest = error;
     while let Some(deeper) = deepest.source() {
         deepest = deeper;
@@ -416,12 +436,12 @@ fn cause(error: &dyn std::error::Error) -> String {
     if std::ptr::addr_eq(deepest, error) { error.to_string() } else { format!("{error}: {deepest}") }
 }
 
-async fn whole(response: Response<Incoming>) -> Bytes {
-    let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
+async fn read_body(response: Response<Incoming>) -> Bytes {
+    let body = Limited::new(response.into_body(), RESPONSE_BYTES_MAX).collect().await;
     body.map(http_body_util::Collected::to_bytes).unwrap_or_default()
 }
 
-/// A server's words: the `message` of its error, if it is JSON, else what it sent, cut short.
+/// Quotes a response: the `message` of a JSON error, otherwise the body; truncated.
 fn quote(body: &[u8]) -> String {
     let value: Option<serde_json::Value> = serde_json::from_slice(body).ok();
     let message = value.as_ref().and_then(|value| {

@@ -1,25 +1,25 @@
-//! On whose behalf requests are sent.
+//! Tenants of a workload, with their shares of its requests.
 
 use std::str::FromStr;
 
-/// Longest name of a tenant that a router takes, in bytes.
+/// Maximum length of a tenant's name in bytes, as accepted by routers.
 const NAME_BYTES_MAX: usize = 128;
 
-/// A tenant of the workload: `NAME[,share=S][,weight=W][,priority=P]`.
+/// Tenant of a workload, written `NAME[,share=S][,weight=W][,priority=P]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tenant {
-    /// Its name; empty is the default tenant.
+    /// Name; empty for the default tenant.
     pub name: String,
-    /// How many of the requests it sends, relative to the others.
+    /// Share of the requests, relative to other tenants.
     pub share: f64,
-    /// Its weight in the scheduler, if one is sent.
+    /// Fair-share weight; `None` sends none.
     pub weight: Option<f32>,
-    /// Priority of its requests.
+    /// Priority of the requests.
     pub priority: i32,
 }
 
 impl Tenant {
-    /// A tenant that sends as much as each other one, of default weight and priority.
+    /// Creates a tenant of share 1 with default weight and priority.
     pub fn named(name: impl Into<String>) -> Self {
         Self { name: name.into(), share: 1.0, weight: None, priority: 0 }
     }
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tenants_are_read_and_what_the_router_would_refuse_is_refused_here() {
+    fn tenants_are_parsed_and_invalid_ones_rejected_as_by_the_router() {
         let tenant: Tenant = "chat,share=3,weight=2,priority=-5".parse().unwrap();
         assert_eq!(tenant, Tenant { name: "chat".into(), share: 3.0, weight: Some(2.0), priority: -5 });
         assert_eq!("b".parse::<Tenant>().unwrap(), Tenant::named("b"));

@@ -1,4 +1,4 @@
-//! The load generator against a server that remembers what it did, on a virtual clock: both must tell the same story.
+//! Tests of the load generator on a paused clock, against a server that logs what it sent: both must agree.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,15 +9,15 @@ use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::client::{Client, Dial, Manner, PromptForm};
+use super::client::{BenchClient, Connector, GenerationSettings, PromptForm};
 use super::grpc::Grpc;
 use super::lengths::Lengths;
-use super::load::{self, Load, Round};
-use super::measure::{Measured, Meter, Quota, Slo, Times};
+use super::load::{self, BenchRound, LoadPattern};
+use super::measure::{LatencyHistogram, Meter, Quota, RoundMeasurements, Slo};
 use super::openai::OpenAi;
 use super::tenants::Tenant;
-use super::workload::{Arrivals, PromptKey, Source, Workload};
-use crate::exit::Failure;
+use super::workload::{Arrivals, BenchWorkload, LengthSource, PromptKey};
+use crate::exit::CommandError;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Protocol {
@@ -27,17 +27,17 @@ enum Protocol {
 
 const BOTH: [Protocol; 2] = [Protocol::Grpc, Protocol::OpenAi];
 
-/// A client of the server, over memory.
-fn connect(server: &TokenServer, protocol: Protocol) -> Client {
+/// Returns a client connected to the server in memory.
+fn connect(server: &TokenServer, protocol: Protocol) -> BenchClient {
     let (listener, mut connections) = mpsc::unbounded_channel::<DuplexStream>();
-    let (server, dial) = (server.clone(), Dial::Memory(listener));
+    let (server, connector) = (server.clone(), Connector::Memory(listener));
     match protocol {
         Protocol::Grpc => {
             let incoming = futures::stream::poll_fn(move |context| {
                 connections.poll_recv(context).map(|next| next.map(Ok))
             });
             tokio::spawn(server.serve_grpc(incoming));
-            Client::Grpc(Grpc::new(dial, "http://memory:1".to_owned()))
+            BenchClient::Grpc(Grpc::new(connector, "http://memory:1".to_owned()))
         }
         Protocol::OpenAi => {
             tokio::spawn(async move {
@@ -45,15 +45,15 @@ fn connect(server: &TokenServer, protocol: Protocol) -> Client {
                     tokio::spawn(server.clone().serve_openai(connection));
                 }
             });
-            Client::OpenAi(OpenAi::new(dial, "memory:1".to_owned(), "/v1".to_owned()))
+            BenchClient::OpenAi(OpenAi::new(connector, "memory:1".to_owned(), "/v1".to_owned()))
         }
     }
 }
 
-fn workload(seed: u64) -> Workload {
-    Workload {
+fn workload(seed: u64) -> BenchWorkload {
+    BenchWorkload {
         seed,
-        source: Source::Drawn {
+        source: LengthSource::Drawn {
             prompt: Lengths::Uniform(3, 30),
             output: Lengths::Lognormal { mean: 12.0, sigma: 0.8, max: 60 },
         },
@@ -66,41 +66,41 @@ fn workload(seed: u64) -> Workload {
 
 const KEY: PromptKey = PromptKey(3);
 
-struct Run {
-    measured: Result<Measured, Failure>,
+struct BenchRun {
+    measured: Result<RoundMeasurements, CommandError>,
     log: Vec<Answered>,
 }
 
-async fn run(script: Script, protocol: Protocol, load: Load, warmup: u64, quota: Quota) -> Run {
+async fn run(script: Script, protocol: Protocol, load: LoadPattern, warmup: u64, quota: Quota) -> BenchRun {
     let server = TokenServer::new(script);
     let mut client = connect(&server, protocol);
-    client.greet(None, PromptForm::Auto).await.unwrap();
-    let greeted = server.log().len();
+    client.probe(None, PromptForm::Auto).await.unwrap();
+    let probes = server.log().len();
     let meter = Meter::new(warmup, quota, Slo::default(), 2);
-    let round = Round {
+    let round = BenchRound {
         client: Arc::new(client),
         workload: Arc::new(workload(5)),
         key: KEY,
-        manner: Manner { temperature: 0.0, allow_eos: false },
+        settings: GenerationSettings { temperature: 0.0, allow_eos: false },
         timeout: Duration::from_secs(1000),
         meter,
     };
     let measured = load::run(Arc::new(round), load, quota).await;
-    Run { measured, log: server.log().split_off(greeted) }
+    BenchRun { measured, log: server.log().split_off(probes) }
 }
 
-/// The value at a share of the sorted times, as histograms define it.
+/// Returns the quantile `share` in milliseconds, as defined by histograms.
 fn quantile(times: &mut [Duration], share: f64) -> f64 {
     times.sort_unstable();
     let rank = ((share * times.len() as f64).ceil() as usize).clamp(1, times.len());
     times[rank - 1].as_secs_f64() * 1e3
 }
 
-fn check(what: &str, measured: &Times, truth: &mut [Duration]) {
+fn check(what: &str, measured: &LatencyHistogram, truth: &mut [Duration]) {
     assert_eq!(measured.len(), truth.len() as u64, "{what}");
     for share in [0.01, 0.5, 0.9, 0.99, 1.0] {
         let (got, expected) = (measured.quantile_ms(share).unwrap_or(0.0), quantile(truth, share));
-        // What histograms round off.
+        // Rounding of histograms.
         assert!(
             (got - expected).abs() <= 0.002 + expected * 0.001,
             "{what} at {share}: {got} ms, and {expected} ms in truth"
@@ -108,11 +108,11 @@ fn check(what: &str, measured: &Times, truth: &mut [Duration]) {
     }
 }
 
-/// The requests that count, and what the server did with each.
-fn counted(run: &Run, warmup: u64, count: u64) -> Vec<Answered> {
+/// Returns the server's log of the measured requests.
+fn counted(run: &BenchRun, warmup: u64, count: u64) -> Vec<Answered> {
     let workload = workload(5);
-    let find = |place| {
-        let prompt = workload.prompt(place, KEY);
+    let find = |index| {
+        let prompt = workload.prompt(index, KEY);
         run.log
             .iter()
             .find(|answered| answered.prompt == prompt)
@@ -145,7 +145,7 @@ proptest! {
             ..Script::default()
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-        let run = runtime.block_on(run(script, protocol, Load::Closed { streams }, warmup, Quota::Requests(count)));
+        let run = runtime.block_on(run(script, protocol, LoadPattern::Closed { streams }, warmup, Quota::Requests(count)));
         let measured = run.measured.as_ref().unwrap();
         let counted = counted(&run, warmup, count);
         prop_assert_eq!((measured.started, measured.ended, measured.completed, measured.short), (count, count, count, 0));
@@ -153,11 +153,12 @@ proptest! {
         check("first token", &measured.ttft, &mut ttft);
         let mut e2e: Vec<Duration> =
             counted.iter().map(|request| request.sent.last().unwrap().0 - request.arrived).collect();
-        // It says that a stream is over with its last token.
+        // The server ends a stream with its last token.
         check("end to end", &measured.e2e, &mut e2e);
         check("gaps", &measured.itl, &mut gaps(&counted));
-        // Tokens in the window: everybody's, from when the first request that counts was sent to the end of the last. Where messages
-        // do not say how many tokens they have, those of requests withdrawn at the end are counted by message.
+        // Output tokens in the window are those of all requests, from the sending of the first measured one
+        // to the end of the last. Without token counts in messages, cancelled requests are counted by
+        // message.
         let (opened, closed) = (measured.opened.unwrap(), measured.closed.unwrap());
         let in_window = |strictly: bool| -> u64 {
             let inside = |at: Instant| if strictly { at > opened && at < closed } else { at >= opened && at <= closed };
@@ -167,7 +168,7 @@ proptest! {
             let (least, most) = (in_window(true), in_window(false));
             prop_assert!((least..=most).contains(&measured.output_tokens), "{} not in {least}..={most}", measured.output_tokens);
         }
-        // No more streams at once than asked for.
+        // At most `streams` streams are concurrent.
         for request in &run.log {
             let overlapping = run.log.iter().filter(|other| {
                 other.arrived <= request.arrived && other.sent.last().is_none_or(|last| last.0 > request.arrived)
@@ -178,42 +179,42 @@ proptest! {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_open_loop_counts_from_when_a_request_was_due_whoever_holds_it_up() {
-    // One at a time, each 20 ms and 5 ms for each further token: far slower than requests are due. Whether they wait at the server
-    // or for a place in flight, they wait.
+async fn an_open_loop_measures_latency_from_the_due_time_wherever_requests_wait() {
+    // One request at a time, 20 ms and 5 ms for each further token: far slower than the arrivals. Requests
+    // wait at the server or for a slot among those in flight.
     let arrivals = Arrivals::Poisson(50.0);
     for protocol in BOTH {
         for in_flight_max in [1, 1000] {
             let script = Script { at_once: 1, ..Script::default() };
-            let load = Load::Open { arrivals, in_flight_max };
+            let load = LoadPattern::Open { arrivals, in_flight_max };
             let run = run(script, protocol, load, 0, Quota::Requests(30)).await;
             let measured = run.measured.as_ref().unwrap();
             let workload = workload(5);
             let (mut free, mut ttft) = (Duration::ZERO, Vec::new());
-            for (place, due) in (0..30).zip(workload.arrivals(arrivals)) {
+            for (index, due) in (0..30).zip(workload.arrivals(arrivals)) {
                 let begins = free.max(due);
                 ttft.push(begins + script.first - due);
-                free = begins + script.first + script.gap * (workload.plan(place).output_tokens - 1);
+                free = begins + script.first + script.gap * (workload.plan(index).output_tokens - 1);
             }
             assert_eq!(measured.completed, 30);
             for share in [0.1, 0.5, 0.9, 1.0] {
                 let (got, expected) = (measured.ttft.quantile_ms(share).unwrap(), quantile(&mut ttft, share));
-                // The virtual clock's timers are good to a millisecond each; and a server may keep its place for a gap more.
+                // Timers have a resolution of 1 ms each, and the server may hold its slot for another gap.
                 assert!(
                     (got - expected).abs() < 0.05 * expected + 5.0,
                     "{protocol:?} {in_flight_max} at {share}: {got}, {expected}"
                 );
             }
-            assert_eq!(measured.held_up > Duration::ZERO, in_flight_max == 1);
+            assert_eq!(measured.slot_wait_max > Duration::ZERO, in_flight_max == 1);
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_time_as_quota_counts_what_begins_in_it() {
+async fn a_quota_of_time_measures_requests_that_start_within_it() {
     for protocol in BOTH {
         let quota = Quota::Duration(Duration::from_secs(2));
-        let run = run(Script::default(), protocol, Load::Closed { streams: 3 }, 3, quota).await;
+        let run = run(Script::default(), protocol, LoadPattern::Closed { streams: 3 }, 3, quota).await;
         let measured = run.measured.unwrap();
         assert!(measured.completed > 30 && measured.completed == measured.started, "{}", measured.completed);
         let (opened, closed) = (measured.opened.unwrap(), measured.closed.unwrap());
@@ -222,7 +223,7 @@ async fn a_time_as_quota_counts_what_begins_in_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_goes_wrong_is_told_by_kind() {
+async fn failures_are_reported_by_kind() {
     let faults = [
         (Fault::Error, "INTERNAL", "http_500", "out of order"),
         (Fault::EndsEarly(0), "truncated", "truncated", "stream ended"),
@@ -231,18 +232,19 @@ async fn what_goes_wrong_is_told_by_kind() {
     ];
     for (fault, grpc, openai, words) in faults {
         for (protocol, kind) in [(Protocol::Grpc, grpc), (Protocol::OpenAi, openai)] {
-            // One goes well, and those after the first few do not.
+            // The first few requests succeed, later ones fail.
             let script = Script { fault: Some(fault), healthy: 6, ..Script::default() };
-            let run = run(script, protocol, Load::Closed { streams: 1 }, 0, Quota::Requests(10)).await;
+            let run = run(script, protocol, LoadPattern::Closed { streams: 1 }, 0, Quota::Requests(10)).await;
             let measured = run.measured.unwrap();
             let failed = measured.failed.get(kind).copied().unwrap_or(0);
             assert_eq!(failed + measured.completed, 10, "{fault:?} {protocol:?}: {:?}", measured.failed);
             assert!(failed >= 4 && measured.completed >= 5, "{fault:?} {protocol:?}");
             assert!(measured.examples[kind].contains(words), "{:?}", measured.examples);
-            // Those that never say a word are given up.
+            // A server on which every request fails is given up.
             let script = Script { healthy: 1, ..script };
             let run =
-                self::run(script, protocol, Load::Closed { streams: 4 }, 0, Quota::Requests(10_000)).await;
+                self::run(script, protocol, LoadPattern::Closed { streams: 4 }, 0, Quota::Requests(10_000))
+                    .await;
             let message = run.measured.unwrap_err().to_string();
             assert!(
                 message.contains("gave up after 20 failures in a row") && message.contains(words),
@@ -253,10 +255,10 @@ async fn what_goes_wrong_is_told_by_kind() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_refusal_is_no_failure() {
+async fn a_refusal_is_not_a_failure() {
     for protocol in BOTH {
         let script = Script { fault: Some(Fault::Refusal), healthy: 1, ..Script::default() };
-        let run = run(script, protocol, Load::Closed { streams: 2 }, 0, Quota::Requests(50)).await;
+        let run = run(script, protocol, LoadPattern::Closed { streams: 2 }, 0, Quota::Requests(50)).await;
         let measured = run.measured.unwrap();
         assert!(measured.failed.is_empty());
         let refused: u64 = measured.refused.values().sum();
@@ -265,24 +267,25 @@ async fn a_refusal_is_no_failure() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn prompts_go_as_text_where_token_ids_are_not_taken() {
+async fn prompts_are_sent_as_text_if_token_ids_are_rejected() {
     let server = TokenServer::new(Script { fault: Some(Fault::NoTokenIds), ..Script::default() });
     let mut client = connect(&server, Protocol::OpenAi);
     assert!(
-        client.greet(None, PromptForm::Ids).await.unwrap_err().to_string().contains("a prompt is a string")
+        client.probe(None, PromptForm::Ids).await.unwrap_err().to_string().contains("a prompt is a string")
     );
-    let greeting = client.greet(None, PromptForm::Auto).await.unwrap();
-    assert!(greeting.text && greeting.model == TOKEN_SERVER_MODEL);
+    let info = client.probe(None, PromptForm::Auto).await.unwrap();
+    assert!(info.text && info.model == TOKEN_SERVER_MODEL);
     let mut client = connect(&server, Protocol::Grpc);
-    assert!(!client.greet(Some(TOKEN_SERVER_MODEL), PromptForm::Auto).await.unwrap().text);
-    let refused = client.greet(Some("nobody"), PromptForm::Auto).await.unwrap_err().to_string();
+    assert!(!client.probe(Some(TOKEN_SERVER_MODEL), PromptForm::Auto).await.unwrap().text);
+    let refused = client.probe(Some("nobody"), PromptForm::Auto).await.unwrap_err().to_string();
     assert!(refused.contains("serves no model \"nobody\"; it serves clockwork"), "{refused}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn many_streams_spread_over_connections() {
-    // More than an HTTP/2 server allows on one connection: were they to share one, the later ones would wait for the earlier.
-    let load = Load::Closed { streams: 500 };
+    // More than an HTTP/2 server allows on one connection: on a shared one, later streams would wait for
+    // earlier ones.
+    let load = LoadPattern::Closed { streams: 500 };
     let run = run(Script::default(), Protocol::Grpc, load, 0, Quota::Requests(500)).await;
     let measured = run.measured.unwrap();
     let slowest = measured.ttft.quantile_ms(1.0).unwrap();

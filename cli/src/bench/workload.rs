@@ -1,4 +1,4 @@
-//! What is asked, and when: a pure function of the seed.
+//! Workloads: prompts, output lengths, tenants and arrival times as a pure function of a seed.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use sha2::{Digest as _, Sha256};
 use super::lengths::Lengths;
 use super::tenants::Tenant;
 
-/// What makes the streams of random numbers of one seed differ.
+/// Independent random number streams of a seed.
 #[derive(Debug, Clone, Copy)]
-enum Purpose {
+enum RandomStream {
     Lengths = 1,
     Tenant = 2,
     Prompt = 3,
@@ -23,73 +23,73 @@ enum Purpose {
     Prompts = 8,
 }
 
-/// A generator for one purpose and one place. The seed goes through the generator once for each, so that neighbours share
-/// nothing.
-fn random(seed: u64, purpose: Purpose, place: u64) -> Random {
-    let purpose = Random::new(seed ^ (purpose as u64) << 56).bits();
-    Random::new(Random::new(purpose ^ place).bits())
+/// Returns the generator of a stream's element `index`. Stream and index each pass through a generator, which
+/// decorrelates adjacent elements.
+fn random(seed: u64, stream: RandomStream, index: u64) -> Random {
+    let stream_seed = Random::new(seed ^ (stream as u64) << 56).bits();
+    Random::new(Random::new(stream_seed ^ index).bits())
 }
 
-/// Where lengths come from.
+/// Source of prompt and output lengths.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Source {
-    /// Two independent distributions.
+pub enum LengthSource {
+    /// Independent distributions.
     Drawn {
-        /// Of the prompts.
+        /// Distribution of prompt lengths.
         prompt: Lengths,
-        /// Of the outputs.
+        /// Distribution of output lengths.
         output: Lengths,
     },
-    /// A trace, from its first request on, and again from there after its last. Not empty.
+    /// Requests of a trace, repeated cyclically. Not empty.
     Trace(Vec<TracedRequest>),
 }
 
-/// When requests are due.
+/// Arrival process of an open loop.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arrivals {
-    /// A Poisson process of this many requests a second.
+    /// Poisson process of this rate in requests per second.
     Poisson(f64),
-    /// Evenly, this many a second.
+    /// Constant intervals at this rate in requests per second.
     Constant(f64),
-    /// As the trace says, this many times as fast.
+    /// Arrivals of the trace.
     Trace {
-        /// Factor.
+        /// Replay speed relative to the trace.
         speed: f64,
-        /// Each arrival is put off by up to this much, at random.
+        /// Maximum random delay added to each arrival.
         jitter: Duration,
     },
 }
 
-/// A request without its prompt.
+/// Request of a workload without the tokens of its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Planned<'a> {
-    /// Tokens of its prompt.
+pub struct PlannedRequest<'a> {
+    /// Length of the prompt in tokens.
     pub prompt_tokens: u32,
-    /// Tokens to generate.
+    /// Number of tokens to generate.
     pub output_tokens: u32,
-    /// Its tenant's place in [`Workload::tenants`].
+    /// Index of the tenant in [`BenchWorkload::tenants`].
     pub tenant: usize,
-    /// Names of the prompt's blocks, if the trace has them.
+    /// Ids of the prompt's blocks, if the trace has them.
     blocks: &'a [u64],
 }
 
-/// Key of the prompts' random tokens: equal keys give equal prompts, request by request, and prompts of different keys have
-/// nothing in common, so that no round finds another's prompts in a prefix cache.
+/// Key of the random tokens of prompts. Equal keys give equal prompts; prompts of different keys share no
+/// prefix, so that no round hits prompts of another one in a prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptKey(pub u64);
 
-/// The prompt keys of one invocation: a hash of its options and of a nonce that no other invocation has.
+/// Derivation of prompt keys from a hash of the invocation's options and nonce.
 #[derive(Debug, Clone)]
 pub struct PromptKeys(Sha256);
 
 impl PromptKeys {
-    /// Of an invocation with these options, in any unambiguous form.
+    /// Creates the derivation for `options`, in any unambiguous text form, and `nonce`.
     pub fn new(options: &str, nonce: u64) -> Self {
         let options = Sha256::digest(options.as_bytes());
         Self(Sha256::new().chain_update(options).chain_update(nonce.to_le_bytes()))
     }
 
-    /// The key of a round at a load point.
+    /// Returns the key of a round of a load point.
     pub fn key(&self, point: u64, round: u32) -> PromptKey {
         let hash = self.0.clone().chain_update(point.to_le_bytes()).chain_update(round.to_le_bytes());
         let hash: [u8; 32] = hash.finalize().into();
@@ -97,46 +97,46 @@ impl PromptKeys {
     }
 }
 
-/// An endless sequence of requests. Equal fields give equal requests; a request depends on its place alone.
+/// Infinite sequence of requests; each is a pure function of the fields and of its index.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Workload {
-    /// Key of all random choices.
+pub struct BenchWorkload {
+    /// Seed of lengths, tenants, arrivals and, with a [`PromptKey`], prompts.
     pub seed: u64,
-    /// Lengths.
-    pub source: Source,
-    /// Most tokens of a prompt and of an output: longer ones are cut.
+    /// Source of prompt and output lengths.
+    pub source: LengthSource,
+    /// Maximum tokens of a prompt and of an output; longer ones are truncated.
     pub caps: (u32, u32),
-    /// Who sends; not empty.
+    /// Tenants that send the requests; not empty.
     pub tenants: Vec<Tenant>,
-    /// Tokens that all prompts of a tenant begin with, as far as they are that long.
+    /// Length in tokens of the common prefix of each tenant's prompts.
     pub shared_prefix: u32,
-    /// Token ids that prompts are made of; not empty.
+    /// Range of the token ids of prompts; not empty.
     pub ids: Range<u32>,
 }
 
-impl Workload {
-    /// Request number `place`.
-    pub fn plan(&self, place: u64) -> Planned<'_> {
+impl BenchWorkload {
+    /// Returns request `index` without the tokens of its prompt.
+    pub fn plan(&self, index: u64) -> PlannedRequest<'_> {
         let traced = match &self.source {
-            Source::Trace(requests) => requests.get((place % requests.len().max(1) as u64) as usize),
-            Source::Drawn { .. } => None,
+            LengthSource::Trace(requests) => requests.get((index % requests.len().max(1) as u64) as usize),
+            LengthSource::Drawn { .. } => None,
         };
         let (prompt, output) = match (&self.source, traced) {
-            (Source::Drawn { prompt, output }, _) => {
-                let mut random = random(self.seed, Purpose::Lengths, place);
+            (LengthSource::Drawn { prompt, output }, _) => {
+                let mut random = random(self.seed, RandomStream::Lengths, index);
                 (prompt.sample(&mut random), output.sample(&mut random))
             }
             (_, Some(traced)) => (traced.prompt_tokens, traced.output_tokens),
-            (Source::Trace(_), None) => (1, 1),
+            (LengthSource::Trace(_), None) => (1, 1),
         };
         let tenant = match traced.and_then(|traced| traced.tenant) {
             Some(tenant) => tenant as usize % self.tenants.len(),
             None => {
                 let shares: Vec<f64> = self.tenants.iter().map(|tenant| tenant.share).collect();
-                random(self.seed, Purpose::Tenant, place).pick(&shares)
+                random(self.seed, RandomStream::Tenant, index).pick(&shares)
             }
         };
-        Planned {
+        PlannedRequest {
             prompt_tokens: prompt.min(self.caps.0),
             output_tokens: output.min(self.caps.1),
             tenant,
@@ -144,41 +144,41 @@ impl Workload {
         }
     }
 
-    /// Token ids of the prompt of request number `place`.
-    pub fn prompt(&self, place: u64, key: PromptKey) -> Vec<u32> {
-        let plan = self.plan(place);
+    /// Returns the token ids of the prompt of request `index`.
+    pub fn prompt(&self, index: u64, key: PromptKey) -> Vec<u32> {
+        let plan = self.plan(index);
         let tokens = plan.prompt_tokens as usize;
-        let seed = random(self.seed, Purpose::Prompts, key.0).bits();
+        let seed = random(self.seed, RandomStream::Prompts, key.0).bits();
         let mut ids = Vec::with_capacity(tokens);
         if plan.blocks.is_empty() {
             let prefix = tokens.min(self.shared_prefix as usize);
-            let mut shared = random(seed, Purpose::Prefix, plan.tenant as u64);
-            ids.extend(self.ids_of(&mut shared).take(prefix));
+            let mut shared = random(seed, RandomStream::Prefix, plan.tenant as u64);
+            ids.extend(self.random_ids(&mut shared).take(prefix));
         } else {
             for block in plan.blocks {
-                let mut block = random(seed, Purpose::Block, *block);
-                ids.extend(self.ids_of(&mut block).take(TRACED_BLOCK_TOKENS as usize));
+                let mut block = random(seed, RandomStream::Block, *block);
+                ids.extend(self.random_ids(&mut block).take(TRACED_BLOCK_TOKENS as usize));
             }
             ids.truncate(tokens);
         }
-        let mut own = random(seed, Purpose::Prompt, place);
-        ids.extend(self.ids_of(&mut own).take(tokens - ids.len()));
+        let mut own = random(seed, RandomStream::Prompt, index);
+        ids.extend(self.random_ids(&mut own).take(tokens - ids.len()));
         ids
     }
 
-    fn ids_of<'a>(&self, random: &'a mut Random) -> impl Iterator<Item = u32> + use<'a> {
+    fn random_ids<'a>(&self, random: &'a mut Random) -> impl Iterator<Item = u32> + use<'a> {
         let (first, width) = (self.ids.start, u64::from(self.ids.end - self.ids.start));
         std::iter::repeat_with(move || first + (random.bits() % width) as u32)
     }
 
-    /// When requests are due after the start, ascending, without end but for a trace's.
+    /// Returns the arrival times relative to the start, ascending; infinite except for a trace.
     pub fn arrivals(&self, arrivals: Arrivals) -> Box<dyn Iterator<Item = Duration> + Send + '_> {
         match arrivals {
             Arrivals::Constant(rate) => {
-                Box::new((0u64..).map(move |place| Duration::from_secs_f64(place as f64 / rate)))
+                Box::new((0u64..).map(move |index| Duration::from_secs_f64(index as f64 / rate)))
             }
             Arrivals::Poisson(rate) => {
-                let mut random = random(self.seed, Purpose::Arrivals, 0);
+                let mut random = random(self.seed, RandomStream::Arrivals, 0);
                 let mut at = 0.0;
                 Box::new(std::iter::repeat_with(move || {
                     at += random.exponential(rate);
@@ -186,13 +186,14 @@ impl Workload {
                 }))
             }
             Arrivals::Trace { speed, jitter } => {
-                let Source::Trace(requests) = &self.source else { return Box::new(std::iter::empty()) };
+                let LengthSource::Trace(requests) = &self.source else { return Box::new(std::iter::empty()) };
                 let mut dues: Vec<Duration> = requests
                     .iter()
                     .zip(0u64..)
-                    .map(|(request, place)| {
-                        let put_off = random(self.seed, Purpose::Jitter, place).unit() * jitter.as_secs_f64();
-                        let at = (request.arrival_s.unwrap_or(0.0).max(0.0) + put_off) / speed;
+                    .map(|(request, index)| {
+                        let delay =
+                            random(self.seed, RandomStream::Jitter, index).unit() * jitter.as_secs_f64();
+                        let at = (request.arrival_s.unwrap_or(0.0).max(0.0) + delay) / speed;
                         Duration::try_from_secs_f64(at).unwrap_or(Duration::MAX)
                     })
                     .collect();
@@ -202,18 +203,19 @@ impl Workload {
         }
     }
 
-    /// The first of `places` requests whose prompt and output do not fit into `context` tokens together, and how many there are.
-    pub fn too_long(&self, places: u64, context: u32) -> Option<(Planned<'_>, u64)> {
-        let over = |plan: &Planned<'_>| {
+    /// Returns the first of `count` requests whose prompt and output together exceed `context` tokens, and
+    /// the number of such requests; `None` if there are none.
+    pub fn exceeding_context(&self, count: u64, context: u32) -> Option<(PlannedRequest<'_>, u64)> {
+        let over = |plan: &PlannedRequest<'_>| {
             u64::from(plan.prompt_tokens) + u64::from(plan.output_tokens) > u64::from(context)
         };
-        let mut long = (0..places).map(|place| self.plan(place)).filter(over);
+        let mut long = (0..count).map(|index| self.plan(index)).filter(over);
         let first = long.next()?;
         Some((first, 1 + long.count() as u64))
     }
 }
 
-/// Token ids as text of about as many tokens, for servers that take no ids.
+/// Converts token ids to text of about as many tokens, for servers that accept no token ids.
 pub fn as_text(ids: &[u32]) -> String {
     const WORDS: [&str; 32] = [
         "time", "water", "house", "light", "stone", "river", "table", "green", "paper", "night", "world",
@@ -221,8 +223,8 @@ pub fn as_text(ids: &[u32]) -> String {
         "heart", "voice", "plant", "chair", "sound", "ocean", "metal", "point", "money", "earth",
     ];
     let mut text = String::with_capacity(ids.len() * 6);
-    for (place, id) in ids.iter().enumerate() {
-        if place > 0 {
+    for (index, id) in ids.iter().enumerate() {
+        if index > 0 {
             text.push(' ');
         }
         text.push_str(WORDS[*id as usize % WORDS.len()]);
@@ -239,7 +241,7 @@ mod tests {
     fn lengths() -> impl Strategy<Value = Lengths> {
         prop_oneof![
             (1..50u32).prop_map(Lengths::Fixed),
-            (1..20u32, 0..20u32).prop_map(|(least, more)| Lengths::Uniform(least, least + more)),
+            (1..20u32, 0..20u32).prop_map(|(min, width)| Lengths::Uniform(min, min + width)),
             (1.0..60.0f64, 0.0..1.5f64).prop_map(|(mean, sigma)| Lengths::Lognormal {
                 mean,
                 sigma,
@@ -252,21 +254,25 @@ mod tests {
         fn workloads()(
             seed: u64, prompt in lengths(), output in lengths(), shares in prop::collection::vec(0.1..5.0f64, 1..4),
             shared_prefix in 0..20u32, first in 0..500u32, width in 1..5000u32, caps in (1..300u32, 1..300u32),
-        ) -> Workload {
+        ) -> BenchWorkload {
             let tenant = |(name, share): (usize, &f64)| Tenant { share: *share, ..Tenant::named(name.to_string()) };
-            Workload {
-                seed, source: Source::Drawn { prompt, output }, caps,
+            BenchWorkload {
+                seed, source: LengthSource::Drawn { prompt, output }, caps,
                 tenants: shares.iter().enumerate().map(tenant).collect(),
                 shared_prefix, ids: first..first + width,
             }
         }
     }
 
-    fn whole(workload: &Workload, key: PromptKey, rate: f64) -> Vec<(Duration, u32, usize, Vec<u32>)> {
+    fn materialize(
+        workload: &BenchWorkload,
+        key: PromptKey,
+        rate: f64,
+    ) -> Vec<(Duration, u32, usize, Vec<u32>)> {
         let dues = workload.arrivals(Arrivals::Poisson(rate));
-        let request = |(place, due)| {
-            let plan = workload.plan(place);
-            (due, plan.output_tokens, plan.tenant, workload.prompt(place, key))
+        let request = |(index, due)| {
+            let plan = workload.plan(index);
+            (due, plan.output_tokens, plan.tenant, workload.prompt(index, key))
         };
         (0..40).zip(dues).map(request).collect()
     }
@@ -274,18 +280,18 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
-        fn equal_seeds_give_equal_requests_in_whatever_order_they_are_asked(
+        fn equal_seeds_give_equal_requests_in_any_order_of_evaluation(
             workload in workloads(), key: u64, rate in 0.1..1e4f64,
         ) {
-            let once = whole(&workload, PromptKey(key), rate);
-            // A second value, asked from the back.
+            let once = materialize(&workload, PromptKey(key), rate);
+            // An equal workload, evaluated backwards.
             let again = workload.clone();
-            for place in (0..40u64).rev() {
-                let (due, output, tenant, prompt) = &once[place as usize];
-                let plan = again.plan(place);
+            for index in (0..40u64).rev() {
+                let (due, output, tenant, prompt) = &once[index as usize];
+                let plan = again.plan(index);
                 prop_assert_eq!((plan.output_tokens, plan.tenant), (*output, *tenant));
-                prop_assert_eq!(&again.prompt(place, PromptKey(key)), prompt);
-                prop_assert_eq!(again.arrivals(Arrivals::Poisson(rate)).nth(place as usize), Some(*due));
+                prop_assert_eq!(&again.prompt(index, PromptKey(key)), prompt);
+                prop_assert_eq!(again.arrivals(Arrivals::Poisson(rate)).nth(index as usize), Some(*due));
                 prop_assert!(prompt.len() as u32 == plan.prompt_tokens && plan.prompt_tokens >= 1);
                 prop_assert!(plan.prompt_tokens <= workload.caps.0 && (1..=workload.caps.1).contains(output));
                 prop_assert!(prompt.iter().all(|id| workload.ids.contains(id)));
@@ -294,15 +300,15 @@ mod tests {
         }
 
         #[test]
-        fn prompts_of_a_tenant_share_the_prefix_and_prompts_of_other_keys_share_nothing(
+        fn prompts_of_a_tenant_share_the_prefix_and_those_of_other_keys_nothing(
             seed: u64, key: u64, prefix in 0..30u32,
         ) {
             let fixed = Lengths::Fixed(64);
-            let workload = Workload {
-                seed, source: Source::Drawn { prompt: fixed, output: fixed }, caps: (1000, 1000),
+            let workload = BenchWorkload {
+                seed, source: LengthSource::Drawn { prompt: fixed, output: fixed }, caps: (1000, 1000),
                 tenants: vec![Tenant::named("")], shared_prefix: prefix, ids: 0..1 << 30,
             };
-            let prompt = |place, key| workload.prompt(place, PromptKey(key));
+            let prompt = |index, key| workload.prompt(index, PromptKey(key));
             let alike = |a: &[u32], b: &[u32]| a.iter().zip(b).take_while(|(a, b)| a == b).count();
             prop_assert_eq!(alike(&prompt(1, key), &prompt(2, key)), prefix as usize);
             prop_assert_eq!(alike(&prompt(1, key), &prompt(1, !key)), 0);
@@ -310,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn every_option_the_nonce_the_point_and_the_round_make_another_key() {
+    fn prompt_keys_depend_on_options_nonce_point_and_round() {
         let key = |options, nonce, point, round| PromptKeys::new(options, nonce).key(point, round);
         let base = key("concurrency: [1]", 7, 0, 0);
         assert_eq!(base, key("concurrency: [1]", 7, 0, 0));
@@ -325,11 +331,11 @@ mod tests {
     }
 
     #[test]
-    fn a_poisson_process_has_its_rate_and_its_spread() {
+    fn a_poisson_process_has_its_rate_and_coefficient_of_variation() {
         let fixed = Lengths::Fixed(1);
-        let workload = Workload {
+        let workload = BenchWorkload {
             seed: 3,
-            source: Source::Drawn { prompt: fixed, output: fixed },
+            source: LengthSource::Drawn { prompt: fixed, output: fixed },
             caps: (1, 1),
             tenants: vec![Tenant::named("")],
             shared_prefix: 0,
@@ -348,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_is_replayed_faster_with_its_lengths_tenants_and_shared_blocks() {
+    fn a_trace_is_replayed_at_speed_with_its_lengths_tenants_and_blocks() {
         let traced = |at: f64, tenant, blocks: &[u64]| TracedRequest {
             arrival_s: Some(at),
             tenant: Some(tenant),
@@ -356,9 +362,9 @@ mod tests {
             output_tokens: 9,
             blocks: blocks.to_vec(),
         };
-        let workload = Workload {
+        let workload = BenchWorkload {
             seed: 3,
-            source: Source::Trace(vec![traced(0.0, 0, &[5, 6]), traced(8.0, 1, &[5, 7])]),
+            source: LengthSource::Trace(vec![traced(0.0, 0, &[5, 6]), traced(8.0, 1, &[5, 7])]),
             caps: (650, 1000),
             tenants: vec![Tenant::named("a"), Tenant::named("b")],
             shared_prefix: 0,
@@ -371,7 +377,7 @@ mod tests {
         let (a, b) = (workload.prompt(0, PromptKey(1)), workload.prompt(1, PromptKey(1)));
         assert_eq!(a[..512], b[..512]);
         assert_ne!(a[512..], b[512..]);
-        assert_eq!(workload.too_long(2, 658).map(|(_, count)| count), Some(2));
-        assert_eq!(workload.too_long(2, 659), None);
+        assert_eq!(workload.exceeding_context(2, 658).map(|(_, count)| count), Some(2));
+        assert_eq!(workload.exceeding_context(2, 659), None);
     }
 }

@@ -1,14 +1,17 @@
+//! Hash chain over KV blocks, the key of the prefix cache.
+
 use sha2::{Digest, Sha256};
 
-/// Names the content of a KV block: its tokens and, through the chain, all tokens before it.
+/// Hash of a KV block's tokens and, through the chain, of all tokens before them.
 ///
-/// 128 bits of a SHA-256 chain. The chain starts from a key of the tenant, so that one tenant can neither hit
-/// another's blocks nor learn from timing whether they are there. Router and worker both hash here.
+/// SHA-256 truncated to 128 bits. The chain is keyed by tenant: a tenant can neither hit the cached blocks of
+/// another nor infer from timing that they are cached. Router and worker share this implementation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockHash(u128);
 
 impl BlockHash {
-    /// The start of a tenant's chains. Models and block sizes are not part of it: blocks of one pool share both.
+    /// Returns the root of a tenant's hash chains. It excludes model and block size, which are the same for
+    /// all blocks of a pool.
     pub fn root(tenant: &str) -> Self {
         let mut hash = Sha256::new();
         hash.update(b"inflight block chain 1");
@@ -16,7 +19,7 @@ impl BlockHash {
         Self::truncate(hash)
     }
 
-    /// The hash of the block with these tokens, which follows the block (or root) of this hash.
+    /// Returns the hash of the block that holds `tokens` and follows the block, or root, `self`.
     pub fn child(self, tokens: &[u32]) -> Self {
         let mut hash = Sha256::new();
         hash.update(self.0.to_le_bytes());
@@ -26,22 +29,23 @@ impl BlockHash {
         Self::truncate(hash)
     }
 
-    /// A hash for tests and simulations whose blocks have names instead of tokens.
+    /// Creates a hash from its 128 bits, for tests and simulations whose blocks have ids instead of tokens.
     pub fn from_raw(raw: u128) -> Self {
         Self(raw)
     }
 
-    /// All 128 bits.
+    /// Returns all 128 bits.
     pub fn raw(self) -> u128 {
         self.0
     }
 
-    /// What travels in KV events: enough for a hint, half the bytes.
+    /// Returns the low 64 bits, which KV cache events carry: precise enough for a placement hint, at half the
+    /// size.
     pub fn short(self) -> u64 {
         self.0 as u64
     }
 
-    /// Appends the hashes of the full blocks of `tokens` that `chain` does not have yet.
+    /// Extends `chain` to the hashes of all full blocks of `tokens`, of `block_tokens` tokens each.
     pub fn extend_chain(chain: &mut Vec<Self>, root: Self, tokens: &[u32], block_tokens: usize) {
         for block in tokens.chunks_exact(block_tokens).skip(chain.len()) {
             let parent = chain.last().copied().unwrap_or(root);
@@ -62,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_chain_names_the_whole_prefix_and_its_tenant() {
+    fn a_block_hash_depends_on_the_whole_prefix_and_the_tenant() {
         let chain = |tenant: &str, tokens: &[u32]| {
             let mut chain = Vec::new();
             BlockHash::extend_chain(&mut chain, BlockHash::root(tenant), tokens, 2);

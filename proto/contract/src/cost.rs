@@ -1,11 +1,11 @@
-//! Cost coefficients of a device: what a worker learns, reports, and what a router places requests by.
+//! Coefficients of a device's linear cost model, which workers fit and report and routers index requests by.
 
 /// Cost of forward passes and of KV block copies on one device. Every coefficient is in seconds.
 ///
 /// A step takes `step_s + token_s * tokens + prefill_key_s * prefill_keys + decode_key_s * decode_keys +
-/// sequence_s * sequences`, where the keys of a token are the positions it attends to, its own included; those of chunks
-/// of more than one token count as prefill keys. Copying `n` blocks between device and host takes
-/// `copy_s + copy_block_s * n`.
+/// sequence_s * sequences`, where the keys of a token are the positions it attends to, its own included;
+/// those of chunks of more than one token count as prefill keys. Copying `n` blocks between device and host
+/// takes `copy_s + copy_block_s * n`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CostCoefficients {
     /// Seconds of a step without any token.
@@ -25,7 +25,8 @@ pub struct CostCoefficients {
 }
 
 impl Default for CostCoefficients {
-    /// A guess for workers that have reported nothing. Only the ratios matter for placement.
+    /// Returns assumed coefficients for a worker that has not reported yet. Placement depends on their ratios
+    /// only.
     fn default() -> Self {
         Self {
             step_s: 1e-2,
@@ -59,31 +60,32 @@ impl CostCoefficients {
         }
     }
 
-    /// Seconds that computing `tokens` from position `start` on adds to steps that run anyway.
+    /// Returns the seconds that prefilling `tokens` tokens from position `start` adds to steps that run
+    /// anyway.
     pub fn prefill(&self, start: u32, tokens: u32) -> f64 {
         let (start, tokens) = (f64::from(start), f64::from(tokens));
         self.token_s * tokens + self.prefill_key_s * tokens * (start + (tokens + 1.0) / 2.0)
     }
 
-    /// Seconds that one more decoding sequence with this many tokens of context adds to a step.
+    /// Returns the seconds that another decoding sequence with `context_tokens` of context adds to a step.
     pub fn decode(&self, context_tokens: u32) -> f64 {
         self.token_s + self.sequence_s + self.decode_key_s * f64::from(context_tokens)
     }
 
-    /// Seconds of copying this many blocks one way.
+    /// Returns the seconds of copying `blocks` KV blocks one way; 0 for no blocks.
     pub fn copy(&self, blocks: u32) -> f64 {
         if blocks == 0 { 0.0 } else { self.copy_s + self.copy_block_s * f64::from(blocks) }
     }
 
-    /// Upper bound in seconds of any step of at most `tokens` tokens and `sequences` sequences, each of at most
-    /// `context_tokens` tokens.
+    /// Returns an upper bound in seconds of a step of at most `tokens` tokens and `sequences` sequences, each
+    /// of at most `context_tokens` tokens.
     pub fn largest_step(&self, tokens: u32, sequences: u32, context_tokens: u32) -> f64 {
         let key_s = self.prefill_key_s.max(self.decode_key_s);
-        let of_tokens = f64::from(tokens) * (self.token_s + key_s * f64::from(context_tokens));
-        self.step_s + of_tokens + self.sequence_s * f64::from(sequences)
+        let token_time = f64::from(tokens) * (self.token_s + key_s * f64::from(context_tokens));
+        self.step_s + token_time + self.sequence_s * f64::from(sequences)
     }
 
-    /// Whether any coefficient differs from that of `other` by more than `share` of the larger of the two.
+    /// Returns whether any coefficient differs from that of `other` by more than `share` of the larger one.
     pub fn differs(&self, other: &Self, share: f64) -> bool {
         let pairs = [
             (self.step_s, other.step_s),
@@ -115,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn each_coefficient_counts_where_its_name_says() {
+    fn each_coefficient_multiplies_the_quantity_it_is_named_after() {
         let cost = distinct();
         assert_eq!(cost.prefill(10, 3), 2.0 * 3.0 + 3.0 * (11.0 + 12.0 + 13.0));
         assert_eq!(cost.decode(4), 2.0 + 7.0 + 5.0 * 4.0);
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_duration_costs_nothing() {
+    fn coefficients_that_are_no_durations_are_replaced_by_zero() {
         let wrong = CostCoefficients { step_s: f64::NAN, token_s: -1.0, copy_s: f64::INFINITY, ..distinct() };
         let expected = CostCoefficients { step_s: 0.0, token_s: 0.0, copy_s: 0.0, ..distinct() };
         assert_eq!(wrong.sanitized(), expected);
@@ -132,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_any_coefficient_is_seen() {
+    fn a_change_of_any_coefficient_is_detected() {
         let cost = distinct();
         assert!(!cost.differs(&cost, 0.0));
         for at in 0..7 {
@@ -146,8 +148,8 @@ mod tests {
                 &mut other.copy_s,
                 &mut other.copy_block_s,
             ];
-            for (place, field) in fields.into_iter().enumerate() {
-                *field *= if place == at { 1.1 } else { 1.0 };
+            for (index, field) in fields.into_iter().enumerate() {
+                *field *= if index == at { 1.1 } else { 1.0 };
             }
             assert!(cost.differs(&other, 0.05) && !cost.differs(&other, 0.2), "coefficient {at}");
         }

@@ -1,20 +1,22 @@
-/// Why a sequence ended. Exactly one is reported for every choice of every request.
+//! Finish reasons of a sequence.
+
+/// Reason for which a sequence finished; exactly one is reported for each choice of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FinishReason {
-    /// An end-of-sequence token, a stop token id or (decided by the router) a stop string.
+    /// EOS token, stop token id or, detected by the router, stop string.
     Stop,
-    /// `max_tokens` were produced or the model's context is full.
+    /// `max_tokens` were generated, or the model's context is full.
     Length,
-    /// The client cancelled, went away, or the router withdrew the request.
+    /// Cancelled by the client, by its disconnect, or by the router.
     Cancelled,
-    /// The request's deadline passed.
+    /// Deadline of the request exceeded.
     Deadline,
-    /// The worker could not go on; the accompanying message says why.
+    /// Failure on the worker, described by the accompanying message.
     Error,
 }
 
 impl FinishReason {
-    /// A stable, lower-case label for metrics and logs.
+    /// Returns the stable, lower-case label for metrics and logs.
     pub fn label(self) -> &'static str {
         match self {
             Self::Stop => "stop",

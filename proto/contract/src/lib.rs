@@ -1,7 +1,8 @@
-//! What router and worker agree on, with no I/O.
+//! Vocabulary shared by router and worker, without I/O: request validation, cost model, block hashes,
+//! fairness.
 //!
-//! Both sides validate and interpret a request by this one module, so that a request the router admits is
-//! never one the worker refuses for its parameters.
+//! Both validate requests with this crate, so a worker never rejects the parameters of a request that a
+//! router has admitted.
 
 mod admission_cost;
 mod block_hash;

@@ -1,38 +1,40 @@
+//! Limits of a loaded model and the validation of requests against them.
+
 use crate::SamplingParams;
 
-/// What a loaded model can take; a worker announces it when a session opens.
+/// Limits of a loaded model, announced by a worker when a session opens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelLimits {
-    /// Tokens in the vocabulary: ids are below this.
+    /// Tokens in the vocabulary; token ids are below this.
     pub vocab_size: u32,
-    /// Most tokens a sequence may hold, prompt and output together.
+    /// Context length: maximum tokens of a sequence, prompt and output together.
     pub context_tokens: u32,
-    /// Most tokens that the whole KV pool can hold; a longer sequence could never run.
+    /// Capacity of the KV block pool in tokens; a longer sequence could never run.
     pub kv_tokens: u32,
 }
 
-/// The size of a request: what its limits are checked against.
+/// Size of a request, as checked against [`ModelLimits`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestShape {
     /// Tokens in the prompt.
     pub prompt_tokens: u32,
-    /// Most tokens to generate for each choice.
+    /// Maximum tokens to generate for each choice.
     pub max_tokens: u32,
 }
 
-/// The most important priority; the least important is its negative.
+/// Highest priority; the lowest is its negative.
 pub const PRIORITY_MAX: i32 = 100;
 
-/// Why a request can never run on this model.
+/// Reason for which a request can never run on a model.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// There is nothing to continue.
+    /// The prompt has no tokens.
     #[error("the prompt is empty; give at least one token")]
     EmptyPrompt,
-    /// Nothing is asked for.
+    /// `max_tokens` is 0.
     #[error("max_tokens is 0; ask for at least one token")]
     NoTokens,
-    /// Prompt and output do not fit the context.
+    /// Prompt and output together exceed the context.
     #[error(
         "the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, together {}, but the model's \
          context is {context_tokens}; shorten the prompt or lower max_tokens",
@@ -41,20 +43,20 @@ pub enum RequestError {
     ContextExceeded {
         /// Tokens in the prompt.
         prompt_tokens: u32,
-        /// Tokens asked for.
+        /// Requested maximum output tokens.
         max_tokens: u32,
-        /// The model's context.
+        /// Longest sequence that the model can run, in tokens.
         context_tokens: u32,
     },
-    /// A priority is out of its range.
+    /// The priority is outside its range.
     #[error("priority is {0}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]")]
     Priority(i32),
-    /// A token id is not in the vocabulary.
+    /// A token id is outside the vocabulary.
     #[error("token id {id} at position {position} is outside the vocabulary of {vocab_size}")]
     TokenOutOfVocabulary {
-        /// The offending id.
+        /// Offending token id.
         id: u32,
-        /// Its place in the list it came in.
+        /// Its index in the list that holds it.
         position: usize,
         /// Tokens in the vocabulary.
         vocab_size: u32,
@@ -71,15 +73,15 @@ pub fn check_priority(priority: i32) -> Result<(), RequestError> {
 }
 
 impl ModelLimits {
-    /// The longest sequence that can run here: the context or, where the KV pool is smaller, the pool.
+    /// Returns the length in tokens of the longest sequence that can run: the smaller of context and KV pool.
     pub fn sequence_tokens(&self) -> u32 {
         self.context_tokens.min(self.kv_tokens)
     }
 
-    /// Checks a request's size. `max_tokens` counts in full: a request is admitted only if it fits to its end.
+    /// Checks a request's size. `max_tokens` counts in full, so that an admitted request can run to its end.
     ///
     /// # Errors
-    /// [`RequestError`] with the first rule broken.
+    /// [`RequestError`] of the first violated rule.
     pub fn check_shape(&self, shape: RequestShape) -> Result<(), RequestError> {
         let RequestShape { prompt_tokens, max_tokens } = shape;
         if prompt_tokens == 0 {
@@ -95,10 +97,10 @@ impl ModelLimits {
         Ok(())
     }
 
-    /// Checks that every id of a prompt, of the stop ids and of the logit biases is in the vocabulary.
+    /// Checks that all token ids of the prompt, the stop tokens and the logit biases are in the vocabulary.
     ///
     /// # Errors
-    /// [`RequestError::TokenOutOfVocabulary`] for the first that is not.
+    /// [`RequestError::TokenOutOfVocabulary`] for the first id that is not.
     pub fn check_tokens(&self, prompt: &[u32], sampling: &SamplingParams) -> Result<(), RequestError> {
         let vocab_size = self.vocab_size;
         let bias_ids = sampling.logit_bias.iter().map(|(id, _)| *id).enumerate();
@@ -134,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_fills_the_smaller_of_context_and_pool_is_the_largest_taken() {
+    fn the_largest_admissible_request_fills_the_smaller_of_context_and_pool() {
         let at = |prompt_tokens, max_tokens| LIMITS.check_shape(RequestShape { prompt_tokens, max_tokens });
         assert_eq!(at(40, 8), Ok(()));
         assert!(matches!(at(40, 9), Err(RequestError::ContextExceeded { context_tokens: 48, .. })));

@@ -1,39 +1,42 @@
+//! Sampling parameters of a request and their validation.
+
 use std::ops::Deref;
 
-/// How tokens are chosen, as asked for: unchecked, see [`SamplingSpec::validate`].
+/// Sampling parameters as requested, not validated; see [`SamplingSpec::validate`].
 ///
-/// The order in which a row of logits is treated is fixed: repetition, frequency and presence penalties; logit
-/// bias; `min_tokens` (which masks the ending tokens); greedy choice if `temperature` is 0, else division by
-/// the temperature, then top-k, top-p and min-p, each on the distribution that the one before left, and a draw.
+/// Logits are processed in a fixed order: repetition, frequency and presence penalties; logit bias;
+/// `min_tokens`, which masks end tokens; then argmax if `temperature` is 0, else division by the temperature,
+/// top-k, top-p and min-p, each on the distribution left by the previous one, and a random draw.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingSpec {
-    /// 0 is greedy; otherwise logits are divided by it. In [0, 100].
+    /// Divisor of the logits, in [0, 100]; 0 is greedy.
     pub temperature: f32,
-    /// Keep the most probable tokens whose probabilities add up to this. In (0, 1]; 1 keeps all.
+    /// Nucleus sampling: cumulative probability of the most probable tokens kept, in (0, 1]; 1 keeps all.
     pub top_p: f32,
-    /// Keep the `top_k` most probable tokens; 0 keeps all.
+    /// Number of most probable tokens kept; 0 keeps all.
     pub top_k: i32,
-    /// Drop tokens less probable than `min_p` times the most probable. In [0, 1]; 0 drops none.
+    /// Minimum probability of a token relative to the most probable one, in [0, 1]; 0 drops none.
     pub min_p: f32,
-    /// Subtracted once from the logit of every token already generated. In [-2, 2].
+    /// Subtracted once from the logit of each token generated so far, in [-2, 2].
     pub presence_penalty: f32,
-    /// Subtracted from a token's logit for each time it was generated. In [-2, 2].
+    /// Subtracted from a token's logit for each time it was generated, in [-2, 2].
     pub frequency_penalty: f32,
-    /// Divides positive and multiplies negative logits of tokens in prompt or output. In (0, 100]; 1 is off.
+    /// Divides positive and multiplies negative logits of tokens in prompt or output, in (0, 100]; 1 is off.
     pub repetition_penalty: f32,
-    /// Added to the logits of these tokens, each in [-100, 100]; sorted by id once validated.
+    /// Pairs of token id and bias added to its logit, in [-100, 100]; sorted by id once validated.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Report the log probability of each chosen token and of this many most probable ones; `None` reports none.
+    /// Number of top alternatives whose log probabilities are reported beside the chosen token's; `None`:
+    /// none.
     pub logprobs: Option<u32>,
-    /// Independent choices to generate for the prompt. In [1, 16].
+    /// Number of independent choices to generate, in [1, 16].
     pub n: u32,
-    /// No ending token before this many tokens are generated.
+    /// Minimum number of generated tokens before an end token.
     pub min_tokens: u32,
-    /// Tokens that end the sequence, beside the model's own; sorted once validated.
+    /// Token ids that end the sequence in addition to the model's EOS tokens; sorted once validated.
     pub stop_token_ids: Vec<u32>,
-    /// The model's own end-of-sequence tokens do not end the sequence.
+    /// Whether the model's EOS tokens do not end the sequence.
     pub ignore_eos: bool,
-    /// Key of all random draws of this request.
+    /// Seed of all random draws of the request.
     pub seed: u64,
 }
 
@@ -58,45 +61,45 @@ impl Default for SamplingSpec {
     }
 }
 
-/// Which parameter is out of its range.
+/// Sampling parameter that is out of range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SamplingError {
-    /// A number is outside its range or not a number.
+    /// A value is outside its range or NaN.
     #[error("{name} is {value}; it must be in {range}")]
     OutOfRange {
-        /// The field's name in the API.
+        /// Name of the field in the API.
         name: &'static str,
-        /// What was given.
+        /// Given value.
         value: f64,
-        /// What is allowed.
+        /// Allowed range.
         range: &'static str,
     },
     /// A list is too long.
     #[error("{name} has {len} entries; at most {most} are allowed")]
     TooMany {
-        /// The field's name in the API.
+        /// Name of the field in the API.
         name: &'static str,
-        /// Entries given.
+        /// Number of entries given.
         len: usize,
-        /// Entries allowed.
+        /// Maximum number of entries.
         most: usize,
     },
 }
 
 impl SamplingSpec {
-    /// Most entries of `logit_bias`.
+    /// Maximum entries of `logit_bias`.
     pub const LOGIT_BIAS_MAX: usize = 1024;
-    /// Most entries of `stop_token_ids`.
+    /// Maximum entries of `stop_token_ids`.
     pub const STOP_TOKEN_IDS_MAX: usize = 128;
-    /// Most alternatives reported with each token.
+    /// Maximum `logprobs`: top alternatives reported with each token.
     pub const LOGPROBS_MAX: u32 = 20;
-    /// Most choices of one request.
+    /// Maximum `n`: choices of one request.
     pub const CHOICES_MAX: u32 = 16;
 
-    /// Checks every field and brings the lists into canonical order.
+    /// Validates every field; sorts and deduplicates the lists.
     ///
     /// # Errors
-    /// [`SamplingError`] naming the first field that is out of range.
+    /// [`SamplingError`] of the first field that is out of range.
     pub fn validate(mut self) -> Result<SamplingParams, SamplingError> {
         let within = |name, value: f32, low: f32, high: f32, range| {
             // Comparisons with NaN are false, so NaN is refused too.
@@ -112,22 +115,22 @@ impl SamplingSpec {
         within("presence_penalty", self.presence_penalty, -2.0, 2.0, "[-2, 2]")?;
         within("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "[-2, 2]")?;
         within("repetition_penalty", self.repetition_penalty, f32::MIN_POSITIVE, 100.0, "(0, 100]")?;
-        let counted = |name, value: i64, low: i64, high: i64, range| {
+        let within_integers = |name, value: i64, low: i64, high: i64, range| {
             if (low..=high).contains(&value) {
                 Ok(())
             } else {
                 Err(SamplingError::OutOfRange { name, value: value as f64, range })
             }
         };
-        counted("top_k", self.top_k.into(), 0, i32::MAX.into(), "[0, 2147483647]")?;
-        counted("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
+        within_integers("top_k", self.top_k.into(), 0, i32::MAX.into(), "[0, 2147483647]")?;
+        within_integers("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
         let logprobs = self.logprobs.unwrap_or(0);
-        counted("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
-        let short = |name, len, most| {
+        within_integers("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
+        let check_len = |name, len, most| {
             if len <= most { Ok(()) } else { Err(SamplingError::TooMany { name, len, most }) }
         };
-        short("logit_bias", self.logit_bias.len(), Self::LOGIT_BIAS_MAX)?;
-        short("stop_token_ids", self.stop_token_ids.len(), Self::STOP_TOKEN_IDS_MAX)?;
+        check_len("logit_bias", self.logit_bias.len(), Self::LOGIT_BIAS_MAX)?;
+        check_len("stop_token_ids", self.stop_token_ids.len(), Self::STOP_TOKEN_IDS_MAX)?;
         for (_, bias) in &self.logit_bias {
             within("logit_bias", *bias, -100.0, 100.0, "[-100, 100]")?;
         }
@@ -139,22 +142,23 @@ impl SamplingSpec {
     }
 }
 
-/// Parameters that passed [`SamplingSpec::validate`]: readable as a spec, not changeable.
+/// Sampling parameters validated by [`SamplingSpec::validate`]; they dereference to the spec and are
+/// immutable.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams(SamplingSpec);
 
 impl SamplingParams {
-    /// Greedy decoding with nothing else set.
+    /// Returns parameters for greedy decoding, with defaults otherwise.
     pub fn greedy() -> Self {
         Self(SamplingSpec { temperature: 0.0, ..SamplingSpec::default() })
     }
 
-    /// Whether the most probable token is taken at each step.
+    /// Returns whether decoding is greedy: `temperature` is 0.
     pub fn is_greedy(&self) -> bool {
         self.0.temperature == 0.0
     }
 
-    /// Whether choosing a token needs to know which tokens came before.
+    /// Returns whether sampling depends on earlier tokens: a penalty is set.
     pub fn needs_history(&self) -> bool {
         self.0.presence_penalty != 0.0 || self.0.frequency_penalty != 0.0 || self.0.repetition_penalty != 1.0
     }
@@ -198,7 +202,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_is_accepted_is_finite_and_in_range(t in any::<f32>(), p in any::<f32>(), k in any::<i32>(),
+        fn accepted_parameters_are_finite_and_in_range(t in any::<f32>(), p in any::<f32>(), k in any::<i32>(),
                                                        m in any::<f32>(), r in any::<f32>()) {
             let spec = SamplingSpec { temperature: t, top_p: p, top_k: k, min_p: m, repetition_penalty: r,
                                       ..SamplingSpec::default() };

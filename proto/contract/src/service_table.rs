@@ -1,136 +1,141 @@
-//! Service counters of tenants at every worker incarnation, as routers and workers exchange them.
+//! Service counters of tenants per worker incarnation, exchanged by routers and workers: a grow-only counter
+//! CRDT.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use crate::tenant_service::Charged;
 
-/// Largest plausible service counter, in tokens as weighted by [`TokenCost`](crate::TokenCost).
+/// Maximum plausible service counter, in tokens weighted by [`TokenCost`](crate::TokenCost).
 pub const SERVICE_COUNTER_MAX: u64 = 1 << 50;
-/// Most service that an incarnation plausibly gives in a second: far more than any worker computes.
+/// Maximum plausible service of an incarnation per second: far more than any worker computes.
 pub const SERVICE_PER_SECOND_MAX: u64 = 1 << 27;
-/// Most service that may be reported at once beyond that, for reports that were read late.
+/// Allowance per report beyond [`SERVICE_PER_SECOND_MAX`], for reports that were read late.
 pub const SERVICE_PER_REPORT_MAX: u64 = 1 << 30;
 
-/// Most service that an incarnation can plausibly have given since it was reported of last.
+/// Returns the maximum plausible growth of an incarnation's counters over the time `since` the last report.
 pub fn plausible_growth(since: Duration) -> u64 {
     let seconds = since.as_secs().saturating_add(1);
     SERVICE_PER_SECOND_MAX.saturating_mul(seconds).saturating_add(SERVICE_PER_REPORT_MAX)
 }
 
-/// Which tenant had how much service at which worker: what a cluster knows of its past, and the way by which several
-/// routers share it with nothing but the workers between them.
+/// Service of each tenant at each worker incarnation, replicated between routers by way of the workers.
 ///
-/// A worker is the only author of the counters of its incarnation; they only grow. Everybody else keeps the largest
-/// value heard of, so that merging is idempotent, commutative and associative: it does not matter who tells whom how
-/// often. Counters of incarnations that are gone stay, for what they served stays served.
+/// A grow-only counter CRDT. A worker is the only writer of its incarnation's counters; every other process
+/// keeps the largest value reported. Merging is idempotent, commutative and associative, so order and
+/// repetition of reports do not matter. Counters of terminated incarnations stay: their service was received.
 ///
-/// Bounds: at most `incarnations_max` incarnations with at most `tenants_max` tenants each, and 16 times as many
-/// counters in all. Past these goes the incarnation heard of least recently, though never one whose author is
-/// connected ([`ServiceTable::open`]), and of an incarnation's tenants the one with the least service. What comes back
-/// after that is not counted twice: of an incarnation, only what grows after it is back; of a tenant, only what is
-/// above all that went.
+/// Bounds: `incarnations_max` incarnations, `tenants_max` tenants for each, `16 * tenants_max` counters in
+/// all. Beyond them the least recently updated incarnation without a session ([`ServiceTable::open`]) is
+/// evicted, and within an incarnation the tenant with the least service. Evicted service that is reported
+/// again is not counted twice: of an incarnation only the growth after its return counts, of a tenant only
+/// what exceeds all evicted counters.
 ///
-/// What is known of an incarnation only by hearsay, because its author was never connected here, is forgotten after a
-/// time ([`ServiceTable::expire`]): a false report does no lasting harm.
+/// An incarnation that never had a session here is known from other routers' reports alone; it expires
+/// ([`ServiceTable::expire`]), so that a false report does no lasting harm.
 #[derive(Debug, Clone)]
 pub struct ServiceTable {
     incarnations: BTreeMap<String, Incarnation>,
     incarnations_max: usize,
     tenants_max: usize,
-    /// Counters in all.
+    /// Number of counters of all incarnations.
     len: usize,
-    /// Counts merges, for recency.
+    /// Number of merges so far: the logical clock of recency.
     merges: u64,
-    /// Names of incarnations that had to go, the latest last.
-    dropped: VecDeque<String>,
-    /// As of the last call of [`ServiceTable::expire`].
+    /// Names of evicted incarnations, the latest last.
+    evicted: VecDeque<String>,
+    /// Time of the last call of [`ServiceTable::expire`].
     now: Duration,
 }
 
+/// Merged counter of a tenant at an incarnation.
 #[derive(Debug, Clone, Copy)]
-struct Counter {
+struct MergedCounter {
     charged: Charged,
-    /// By how much it grew here.
+    /// Sum of the growth that [`ServiceTable::merge`] returned for it.
     grown: u64,
 }
 
-/// Service of a tenant that is not counted any more.
+/// Service of a tenant at an expired incarnation, to be refunded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expired {
-    /// Whose it was.
+    /// Name of the tenant.
     pub tenant: String,
-    /// By how much its counter had grown here.
+    /// Growth counted here, in tokens weighted by [`TokenCost`](crate::TokenCost).
     pub cost: u64,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Incarnation {
-    counters: BTreeMap<String, Counter>,
-    heard: u64,
-    /// Its author is connected.
-    open: bool,
-    /// Its author was connected at some time.
-    first_hand: bool,
-    /// When it was first heard of.
-    since: Duration,
-    /// It was dropped before: what it says first of a tenant was counted then.
+    counters: BTreeMap<String, MergedCounter>,
+    /// Value of `merges` at its last update.
+    updated: u64,
+    /// Whether the worker has a session here.
+    connected: bool,
+    /// Whether the worker has ever had a session here.
+    ever_connected: bool,
+    /// Time of its first report.
+    first_seen: Duration,
+    /// Whether it was evicted before: the first value of each tenant was counted then.
     returned: bool,
-    /// No counter that had to go was above this.
-    gone: u64,
+    /// Upper bound of its evicted counters.
+    evicted_cost_max: u64,
 }
 
 impl ServiceTable {
-    /// An empty table.
+    /// Creates an empty table with the given bounds.
     pub fn new(incarnations_max: usize, tenants_max: usize) -> Self {
-        let (incarnations, dropped) = (BTreeMap::new(), VecDeque::new());
+        let (incarnations, evicted) = (BTreeMap::new(), VecDeque::new());
         let now = Duration::ZERO;
-        Self { incarnations, incarnations_max, tenants_max, len: 0, merges: 0, dropped, now }
+        Self { incarnations, incarnations_max, tenants_max, len: 0, merges: 0, evicted, now }
     }
 
-    /// The author of an incarnation's counters is connected.
+    /// Marks an incarnation as connected: its worker has a session here.
     pub fn open(&mut self, incarnation: &str) {
         self.merges += 1;
         self.touch(incarnation);
         if let Some(entry) = self.incarnations.get_mut(incarnation) {
-            entry.open = true;
-            entry.first_hand = true;
+            entry.connected = true;
+            entry.ever_connected = true;
         }
     }
 
-    /// It is not any more.
+    /// Marks an incarnation as disconnected, which makes it evictable.
     pub fn close(&mut self, incarnation: &str) {
         if let Some(entry) = self.incarnations.get_mut(incarnation) {
-            entry.open = false;
+            entry.connected = false;
         }
         self.shrink(incarnation);
     }
 
-    /// Takes a counter in; returns by how much it grew here.
+    /// Merges a reported counter and returns its growth: the service not counted here before.
     pub fn merge(&mut self, incarnation: &str, tenant: &str, charged: impl Into<Charged>) -> u64 {
         let charged = charged.into();
         self.merges += 1;
         let tenants_max = self.tenants_max;
         self.touch(incarnation);
         let Some(entry) = self.incarnations.get_mut(incarnation) else { return 0 };
-        if let Some(Counter { charged: known, grown: all }) = entry.counters.get_mut(tenant) {
+        if let Some(MergedCounter { charged: known, grown: total }) = entry.counters.get_mut(tenant) {
             let grown = charged.cost.saturating_sub(known.cost.max(charged.base));
             known.cost = known.cost.max(charged.cost);
             known.base = known.base.max(charged.base);
-            *all = all.saturating_add(grown);
+            *total = total.saturating_add(grown);
             return grown;
         }
-        let grown =
-            if entry.returned { 0 } else { charged.cost.saturating_sub(charged.base.max(entry.gone)) };
+        let grown = if entry.returned {
+            0
+        } else {
+            charged.cost.saturating_sub(charged.base.max(entry.evicted_cost_max))
+        };
         let full = entry.counters.len() >= tenants_max;
         if full {
             let costs = entry.counters.iter().map(|(name, counter)| (counter.charged.cost, name));
-            if let Some((cost, least)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
-                entry.counters.remove(&least);
-                entry.gone = entry.gone.max(cost);
+            if let Some((cost, evicted)) = costs.min().map(|(cost, name)| (cost, name.clone())) {
+                entry.counters.remove(&evicted);
+                entry.evicted_cost_max = entry.evicted_cost_max.max(cost);
             }
         }
-        entry.counters.insert(tenant.to_owned(), Counter { charged, grown });
+        entry.counters.insert(tenant.to_owned(), MergedCounter { charged, grown });
         if !full {
             self.len += 1;
             self.shrink(incarnation);
@@ -138,20 +143,19 @@ impl ServiceTable {
         grown
     }
 
-    /// From where a tenant's counter at an incarnation would grow here.
+    /// Returns the value up to which a tenant's counter at an incarnation has been counted; 0 if unknown.
     pub fn counted(&self, incarnation: &str, tenant: &str) -> u64 {
         let Some(entry) = self.incarnations.get(incarnation) else { return 0 };
-        entry.counters.get(tenant).map_or(entry.gone, |counter| counter.charged.cost)
+        entry.counters.get(tenant).map_or(entry.evicted_cost_max, |counter| counter.charged.cost)
     }
 
-    /// Forgets the incarnations that are known by hearsay alone, and were first heard of `hearsay_max` ago or longer.
-    /// `now` never goes back. Returns what their tenants were charged here.
+    /// Removes the incarnations that never had a session here and were first reported `hearsay_max` ago or
+    /// longer. Returns the growth counted for their tenants. `now` must not decrease between calls.
     pub fn expire(&mut self, now: Duration, hearsay_max: Duration) -> Vec<Expired> {
         self.now = now;
-        let old = self
-            .incarnations
-            .iter()
-            .filter(|(_, entry)| !entry.first_hand && now.saturating_sub(entry.since) >= hearsay_max);
+        let old = self.incarnations.iter().filter(|(_, entry)| {
+            !entry.ever_connected && now.saturating_sub(entry.first_seen) >= hearsay_max
+        });
         let old: Vec<String> = old.map(|(name, _)| name.clone()).collect();
         let mut expired = Vec::new();
         for name in old {
@@ -162,73 +166,81 @@ impl ServiceTable {
         expired
     }
 
-    /// All counters, as (incarnation, tenant, counter), one incarnation after the other.
+    /// Iterates over all counters as (incarnation, tenant, counter), grouped by incarnation.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
         self.counters(|_| true)
     }
 
-    /// The counters of incarnations whose authors were connected here, in the same form.
+    /// Iterates over the counters of incarnations that have had a session here, as (incarnation, tenant,
+    /// counter).
     pub fn first_hand(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
-        self.counters(|entry| entry.first_hand)
+        self.counters(|entry| entry.ever_connected)
     }
 
-    fn counters(&self, of: impl Fn(&Incarnation) -> bool) -> impl Iterator<Item = (&str, &str, Charged)> {
-        let incarnations = self.incarnations.iter().filter(move |(_, entry)| of(entry));
+    fn counters(&self, filter: impl Fn(&Incarnation) -> bool) -> impl Iterator<Item = (&str, &str, Charged)> {
+        let incarnations = self.incarnations.iter().filter(move |(_, entry)| filter(entry));
         incarnations.flat_map(|(incarnation, entry)| {
             let counters = entry.counters.iter();
             counters.map(move |(tenant, counter)| (incarnation.as_str(), tenant.as_str(), counter.charged))
         })
     }
 
-    /// What a tenant had at all incarnations together.
+    /// Returns a tenant's service over all incarnations, in tokens weighted by
+    /// [`TokenCost`](crate::TokenCost).
     pub fn total(&self, tenant: &str) -> u64 {
         let counters = self.incarnations.values().filter_map(|entry| entry.counters.get(tenant));
         counters.map(|counter| counter.charged.cost - counter.charged.base).sum()
     }
 
-    /// Makes sure that an incarnation is there, heard of just now.
+    /// Inserts an incarnation if it is absent and marks it as the most recently updated.
     fn touch(&mut self, incarnation: &str) {
         if let Some(entry) = self.incarnations.get_mut(incarnation) {
-            entry.heard = self.merges;
+            entry.updated = self.merges;
         } else {
-            let place = self.dropped.iter().position(|dropped| dropped == incarnation);
-            let returned = place.and_then(|place| self.dropped.remove(place)).is_some();
-            let entry =
-                Incarnation { heard: self.merges, returned, since: self.now, ..Incarnation::default() };
+            let index = self.evicted.iter().position(|evicted| evicted == incarnation);
+            let returned = index.and_then(|index| self.evicted.remove(index)).is_some();
+            let entry = Incarnation {
+                updated: self.merges,
+                returned,
+                first_seen: self.now,
+                ..Incarnation::default()
+            };
             self.incarnations.insert(incarnation.to_owned(), entry);
             self.shrink(incarnation);
         }
     }
 
-    /// Drops incarnations but `kept` until the table is within its bounds, or only what is open is left.
-    fn shrink(&mut self, kept: &str) {
+    /// Evicts incarnations other than `except` until the table is within its bounds or all others are
+    /// connected.
+    fn shrink(&mut self, except: &str) {
         while self.incarnations.len() > self.incarnations_max || self.len > 16 * self.tenants_max {
-            let closed = self.incarnations.iter().filter(|(name, entry)| !entry.open && *name != kept);
-            let oldest = closed.min_by_key(|(_, entry)| entry.heard).map(|(name, _)| name.clone());
+            let evictable =
+                self.incarnations.iter().filter(|(name, entry)| !entry.connected && *name != except);
+            let oldest = evictable.min_by_key(|(_, entry)| entry.updated).map(|(name, _)| name.clone());
             let Some(name) = oldest else { return };
             self.remove(name);
         }
     }
 
-    /// Whether anything is known of an incarnation.
+    /// Returns whether the table holds an incarnation.
     pub fn knows(&self, incarnation: &str) -> bool {
         self.incarnations.contains_key(incarnation)
     }
 
-    /// Forgets an incarnation.
+    /// Evicts an incarnation.
     pub fn forget(&mut self, incarnation: &str) {
         if self.knows(incarnation) {
             self.remove(incarnation.to_owned());
         }
     }
 
-    /// Removes an incarnation and remembers its name; returns its counters.
-    fn remove(&mut self, name: String) -> BTreeMap<String, Counter> {
+    /// Removes an incarnation, records its name as evicted, and returns its counters.
+    fn remove(&mut self, name: String) -> BTreeMap<String, MergedCounter> {
         let counters = self.incarnations.remove(&name).map(|entry| entry.counters).unwrap_or_default();
         self.len -= counters.len();
-        self.dropped.push_back(name);
-        if self.dropped.len() > 16 * self.incarnations_max {
-            self.dropped.pop_front();
+        self.evicted.push_back(name);
+        if self.evicted.len() > 16 * self.incarnations_max {
+            self.evicted.pop_front();
         }
         counters
     }
@@ -240,25 +252,25 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Growing counters told in any order, any number of times, through any of three tables that tell each
-        /// other, come out the same everywhere.
+        /// Growing counters, reported in any order and any number of times to any of three tables that
+        /// exchange reports, converge to the same values in all tables.
         #[test]
-        fn tables_that_heard_the_same_agree_whatever_the_order_and_the_repetitions(
-            told in prop::collection::vec((0usize..3, 0u8..3, 0u8..4, 0u64..1000), 1..200)
+        fn tables_converge_whatever_the_order_and_repetition_of_reports(
+            reports in prop::collection::vec((0usize..3, 0u8..3, 0u8..4, 0u64..1000), 1..200)
         ) {
             let mut tables = vec![ServiceTable::new(10, 10); 3];
             let mut truth = BTreeMap::new();
-            for (table, incarnation, tenant, cost) in told {
+            for (table, incarnation, tenant, cost) in reports {
                 let (incarnation, tenant) = (incarnation.to_string(), tenant.to_string());
                 tables[table].merge(&incarnation, &tenant, cost);
                 let known = truth.entry((incarnation, tenant)).or_insert(0);
                 *known = cost.max(*known);
             }
             for from in [0, 1, 2, 0, 1] {
-                let told: Vec<_> =
+                let reports: Vec<_> =
                     tables[from].iter().map(|(i, t, c)| (i.to_owned(), t.to_owned(), c)).collect();
                 for table in &mut tables {
-                    for (incarnation, tenant, cost) in &told {
+                    for (incarnation, tenant, cost) in &reports {
                         table.merge(incarnation, tenant, *cost);
                     }
                 }
@@ -271,12 +283,12 @@ mod tests {
         }
 
         #[test]
-        fn what_merging_returns_adds_up_to_the_totals(
-            told in prop::collection::vec((0u8..3, 0u8..4, 0u64..1000), 1..100)
+        fn growth_returned_by_merging_adds_up_to_the_totals(
+            reports in prop::collection::vec((0u8..3, 0u8..4, 0u64..1000), 1..100)
         ) {
             let mut table = ServiceTable::new(10, 10);
             let mut sums = BTreeMap::new();
-            for (incarnation, tenant, cost) in told {
+            for (incarnation, tenant, cost) in reports {
                 let grown = table.merge(&incarnation.to_string(), &tenant.to_string(), cost);
                 *sums.entry(tenant.to_string()).or_insert(0) += grown;
             }
@@ -285,11 +297,11 @@ mod tests {
             }
         }
 
-        /// However small the table and whatever it had to drop in between, no service is counted twice, and within the
-        /// bounds of what is open none of theirs is missed.
+        /// However small the table and whatever it evicts, no service is counted twice, and with enough room
+        /// for the tenants all service of connected incarnations is counted.
         #[test]
-        fn what_had_to_go_and_comes_back_is_not_counted_again(
-            told in prop::collection::vec((0u8..6, 0u8..4, 1u64..1000), 1..200), tenants_max in 1usize..5
+        fn evicted_counters_that_return_are_not_counted_again(
+            reports in prop::collection::vec((0u8..6, 0u8..4, 1u64..1000), 1..200), tenants_max in 1usize..5
         ) {
             let mut table = ServiceTable::new(2, tenants_max);
             for incarnation in 0..3u8 {
@@ -297,7 +309,7 @@ mod tests {
             }
             let mut truth: BTreeMap<(u8, u8), u64> = BTreeMap::new();
             let mut counted: BTreeMap<(u8, u8), u64> = BTreeMap::new();
-            for (incarnation, tenant, more) in told {
+            for (incarnation, tenant, more) in reports {
                 let cost = truth.entry((incarnation, tenant)).or_default();
                 *cost += more;
                 let grown = table.merge(&incarnation.to_string(), &tenant.to_string(), *cost);
@@ -306,14 +318,14 @@ mod tests {
             for (key, truth) in truth {
                 prop_assert!(counted[&key] <= truth, "{key:?} had {truth} and is charged {}", counted[&key]);
                 if key.0 < 3 && tenants_max == 4 {
-                    prop_assert_eq!(counted[&key], truth, "{:?} is open all the time", key);
+                    prop_assert_eq!(counted[&key], truth, "{:?} is always connected", key);
                 }
             }
         }
     }
 
     #[test]
-    fn hearsay_expires_with_what_it_charged_and_what_an_author_said_stays() {
+    fn indirect_reports_expire_with_their_charges_and_direct_ones_stay() {
         let second = Duration::from_secs;
         let mut table = ServiceTable::new(10, 10);
         table.open("author");
@@ -326,26 +338,26 @@ mod tests {
         let expired = Expired { tenant: "t".to_owned(), cost: 120 };
         assert_eq!(table.expire(second(10), second(10)), [expired]);
         assert_eq!(table.total("t"), 12);
-        assert_eq!(table.merge("ghost", "t", 130u64), 0, "what it says first now was counted and expired");
+        assert_eq!(table.merge("ghost", "t", 130u64), 0, "its first value after expiry was counted before");
         let first_hand: Vec<_> = table.first_hand().map(|(incarnation, ..)| incarnation).collect();
         assert_eq!(first_hand, ["author"]);
-        // An author that connects is believed.
+        // An incarnation that connects does not expire.
         table.open("late");
         assert_eq!(table.expire(second(100), second(10)).len(), 0);
         assert_eq!(table.total("t"), 12);
     }
 
     #[test]
-    fn the_table_is_bounded_and_keeps_what_was_heard_of_last() {
+    fn the_table_is_bounded_and_evicts_the_least_recently_updated() {
         let mut table = ServiceTable::new(2, 2);
         for (incarnation, tenant, cost) in [("a", "x", 5u64), ("b", "x", 5), ("a", "y", 1), ("c", "x", 5)] {
             table.merge(incarnation, tenant, cost);
         }
-        assert_eq!(table.total("x"), 10, "b is gone");
+        assert_eq!(table.total("x"), 10, "b is evicted");
         table.merge("a", "z", 3u64);
         let of_a: Vec<_> = table.iter().filter(|(i, ..)| *i == "a").collect();
         assert_eq!(of_a, [("a", "x", 5u64.into()), ("a", "z", 3u64.into())]);
-        assert_eq!(table.merge("a", "y", 1u64), 0, "it was counted before it went");
+        assert_eq!(table.merge("a", "y", 1u64), 0, "it was counted before its eviction");
         assert_eq!(table.merge("b", "x", 5u64), 0, "so was this");
         assert_eq!(table.merge("b", "x", 7u64), 2);
     }

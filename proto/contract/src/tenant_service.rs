@@ -1,26 +1,28 @@
+//! Virtual token counters (VTC): weighted fair service of tenants, as in start-time fair queueing.
+
 use std::collections::BTreeMap;
 
-/// What a token costs its tenant.
+/// Service that a token counts for, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenCost {
-    /// A prompt token that was really computed: neither a prefix hit nor computed again.
+    /// Cost of a computed prompt token; prefix cache hits and recomputed tokens cost nothing.
     pub input: u32,
-    /// A generated token.
+    /// Cost of a generated token.
     pub output: u32,
 }
 
 impl Default for TokenCost {
-    /// As in the VTC paper: an output token costs twice an input token.
+    /// Returns the costs of the VTC paper: an output token costs twice an input token.
     fn default() -> Self {
         Self { input: 1, output: 2 }
     }
 }
 
-/// A tenant's share relative to others: in (0, 1000], in steps of 1/1000.
+/// Fair-share weight of a tenant, in (0, 1000] with a resolution of 1/1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Weight(u32);
 
-/// A weight that is not in (0, 1000].
+/// Weight outside (0, 1000].
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[error("weight is {0}; it must be above 0 and at most 1000")]
 pub struct WeightError(pub f32);
@@ -45,183 +47,184 @@ impl TryFrom<f32> for Weight {
 }
 
 impl Weight {
-    /// The weight of those who have none of their own.
+    /// Weight 1, of tenants without one of their own.
     pub const ONE: Self = Self(1000);
 
-    /// As a number.
+    /// Returns the weight as a number.
     pub fn get(self) -> f64 {
         f64::from(self.0) / 1000.0
     }
 }
 
-/// Service received over weight, in thousandths of a token of weight 1: 2^63 of them last for ages.
+/// Virtual time of a tenant: service received over weight, in thousandths of a token at weight 1.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Service(u64);
 
 impl Service {
     fn of(tokens: u64, weight: Weight) -> Self {
-        // Thousandths of a token over thousandths of weight 1: a token at weight 1 is 1000.
+        // `Weight` is in thousandths too, so a token at weight 1 is 10^6 / 10^3 thousandths.
         Self(tokens.saturating_mul(1_000_000) / u64::from(weight.0))
     }
 
-    /// In tokens of weight 1.
+    /// Returns the virtual time in tokens at weight 1.
     pub fn tokens(self) -> f64 {
         self.0 as f64 / 1000.0
     }
 
-    /// As it travels: in thousandths of a token of weight 1.
+    /// Returns the virtual time in thousandths of a token at weight 1, its unit in messages.
     pub fn thousandths(self) -> u64 {
         self.0
     }
 
-    /// From what travels.
+    /// Creates a virtual time from thousandths of a token at weight 1.
     pub fn from_thousandths(thousandths: u64) -> Self {
         Self(thousandths)
     }
 
-    /// With so much less, for a tenant of this weight.
+    /// Returns the virtual time less that of `cost` weighted tokens at `weight`.
     fn minus(self, cost: u64, weight: Weight) -> Self {
         Self(self.0.saturating_sub(Self::of(cost, weight).0))
     }
 
-    /// With so much more, for a tenant of this weight.
+    /// Returns the virtual time plus that of `cost` weighted tokens at `weight`.
     pub fn plus(self, cost: u64, weight: Weight) -> Self {
         Self(self.0.saturating_add(Self::of(cost, weight).0))
     }
 }
 
-/// Names a tenant inside a [`TenantService`]; reused after the tenant was forgotten.
+/// Id of a tenant within a [`TenantService`]; reused after the tenant was evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tenant(u32);
 
 impl Tenant {
-    /// A small number, for tables kept beside the counters.
+    /// Returns the id as an index into dense tables.
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// What a tenant was charged, whatever its weight. Both only grow.
+/// Monotonic service counter of a tenant, independent of its weight.
 ///
-/// A worker that forgets a tenant and meets it again goes on counting from a `base` that no forgotten counter had
-/// passed, so that whoever kept the old value takes for growth nothing but what is above both.
+/// A tenant that is evicted and returns continues at a `base` no lower than any evicted counter, so that a
+/// reader that kept the old value counts as growth only what exceeds both.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Charged {
-    /// The counter, in tokens as weighted by [`TokenCost`].
+    /// Value of the counter, in tokens weighted by [`TokenCost`].
     pub cost: u64,
-    /// What it began at.
+    /// Value at which the counter started.
     pub base: u64,
 }
 
 impl From<u64> for Charged {
-    /// Counted from 0.
+    /// Creates a counter that started at 0.
     fn from(cost: u64) -> Self {
         Self { cost, base: 0 }
     }
 }
 
 #[derive(Debug, Clone)]
-struct Counter {
+struct TenantCounter {
     name: String,
-    /// Unknown until a request of it arrives here.
+    /// Weight of its latest request; `None` until one arrives here.
     weight: Option<Weight>,
     service: Service,
-    /// Requests that wait or run.
+    /// Requests waiting or running.
     active: u32,
-    /// Requests that wait.
+    /// Requests waiting.
     waiting: u32,
-    /// Everything charged since it is known, whatever the weight, and `base`.
+    /// Service charged, independent of the weight, plus `base`.
     charged: u64,
-    /// What `charged` began at: no counter that was forgotten before had come further.
+    /// Value at which `charged` started: the largest evicted counter.
     base: u64,
-    /// It was charged since [`TenantService::drain_charged`].
-    fresh: bool,
+    /// Whether it was charged since [`TenantService::drain_charged`].
+    dirty: bool,
 }
 
-/// Virtual token counters: how much service each tenant has had, over its weight.
+/// Virtual token counters: service received over weight, for each tenant.
 ///
 /// The algorithm is VTC's (Sheng et al., *Fairness in Serving Large Language Models*, OSDI 2024): serve the
-/// backlogged tenant with the least service, charge as service happens, and lift the counter of a tenant that
-/// becomes backlogged to the least among the backlogged ones, so that idle time earns no credit. For two tenants
-/// that stay backlogged the difference of their counters stays bounded. Backlogged means that a request waits: a
-/// tenant whose requests all run takes less than its share, and would hand its low counter to every newcomer.
+/// backlogged tenant with the least service, charge as tokens are computed, and lift the counter of a tenant
+/// that becomes backlogged to the minimum of the backlogged ones, so that idle time earns no credit. The
+/// counters of two tenants that stay backlogged differ by a bounded amount. A tenant is backlogged while a
+/// request of it waits: one whose requests all run uses less than its share, and its low counter would credit
+/// every newcomer.
 #[derive(Debug, Clone)]
 pub struct TenantService {
     cost: TokenCost,
-    tenants: Vec<Option<Counter>>,
+    tenants: Vec<Option<TenantCounter>>,
     by_name: BTreeMap<String, Tenant>,
-    /// Places of those that were forgotten.
+    /// Ids of evicted tenants, for reuse.
     free: Vec<Tenant>,
-    most: usize,
-    /// The furthest `charged` of all that were forgotten.
-    forgotten: u64,
-    /// The most that any had.
-    greatest: Service,
-    /// Where a tenant starts when nobody waits: the most that any had when the last of its requests began.
+    tenants_max: usize,
+    /// Largest `charged` of all evicted tenants.
+    evicted_charged_max: u64,
+    /// Largest service of any tenant.
+    service_max: Service,
+    /// Initial service while no tenant is backlogged: the largest of any tenant when its last waiting request
+    /// started.
     idle_floor: Service,
-    /// Those charged since the last drain.
-    fresh: Vec<Tenant>,
+    /// Tenants charged since the last drain.
+    dirty: Vec<Tenant>,
 }
 
 impl TokenCost {
-    /// What these tokens cost together.
+    /// Returns the cost of `input` computed prompt tokens and `output` generated tokens.
     pub fn of(self, input: u32, output: u32) -> u64 {
         u64::from(input) * u64::from(self.input) + u64::from(output) * u64::from(self.output)
     }
 }
 
 impl TenantService {
-    /// No tenants yet; at most `most` and an eighth more are remembered once they are idle.
-    pub fn new(cost: TokenCost, most: usize) -> Self {
+    /// Creates counters without tenants. Beyond `tenants_max` and an eighth more, idle tenants are evicted.
+    pub fn new(cost: TokenCost, tenants_max: usize) -> Self {
         Self {
             cost,
             tenants: Vec::new(),
             by_name: BTreeMap::new(),
             free: Vec::new(),
-            most,
-            forgotten: 0,
-            greatest: Service::default(),
+            tenants_max,
+            evicted_charged_max: 0,
+            service_max: Service::default(),
             idle_floor: Service::default(),
-            fresh: Vec::new(),
+            dirty: Vec::new(),
         }
     }
 
-    /// A request of a tenant arrives and waits; its weight is the one in force from now on. Where none was known, it
-    /// holds for what was charged before too.
+    /// Adds a waiting request of a tenant and sets the tenant's weight. The first weight also applies to
+    /// service charged before.
     pub fn arrive(&mut self, name: &str, weight: Weight) -> Tenant {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
             None => self.insert(name),
         };
-        // `tenant` was found or inserted just now.
         if let Some(counter) = &mut self.tenants[tenant.index()] {
             counter.active += 1;
             if counter.weight.replace(weight).is_none() {
-                // Nothing but charges has changed it so far.
+                // So far only charges have changed the service.
                 counter.service = Service::of(counter.charged - counter.base, weight);
-                self.greatest = self.greatest.max(counter.service);
+                self.service_max = self.service_max.max(counter.service);
             }
         }
         self.wait(tenant);
         tenant
     }
 
-    /// A request of a tenant waits: it has arrived, or was preempted.
+    /// Marks a request of a tenant as waiting: it arrived or was preempted.
     pub fn wait(&mut self, tenant: Tenant) {
-        let floor = self.backlogged_least().unwrap_or(self.idle_floor);
+        let floor = self.min_backlogged_service().unwrap_or(self.idle_floor);
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
             if counter.waiting == 0 {
                 counter.service = counter.service.max(floor);
-                self.greatest = self.greatest.max(counter.service);
+                self.service_max = self.service_max.max(counter.service);
             }
             counter.waiting += 1;
         }
     }
 
-    /// A request of a tenant waits no more: it begins to be served, or was withdrawn.
+    /// Marks a waiting request of a tenant as no longer waiting: it was started or withdrawn.
     pub fn start(&mut self, tenant: Tenant) {
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
-            debug_assert!(counter.waiting > 0, "more requests began than waited");
+            debug_assert!(counter.waiting > 0, "more requests started than waited");
             counter.waiting = counter.waiting.saturating_sub(1);
             if counter.waiting == 0 {
                 self.idle_floor = self.idle_floor.max(counter.service);
@@ -229,26 +232,26 @@ impl TenantService {
         }
     }
 
-    /// A request of a tenant is over; it does not wait any more.
+    /// Removes a request of a tenant that no longer waits.
     pub fn depart(&mut self, tenant: Tenant) {
         if let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) {
             debug_assert!(counter.active > 0, "more requests departed than arrived");
             counter.active = counter.active.saturating_sub(1);
         }
-        self.forget_idle(None);
+        self.evict_idle(None);
     }
 
-    /// Charges computed prompt tokens and generated tokens.
+    /// Charges a tenant for `input` computed prompt tokens and `output` generated tokens.
     pub fn charge(&mut self, tenant: Tenant, input: u32, output: u32) {
         self.charge_cost(tenant, self.cost.of(input, output));
     }
 
-    /// Charges what was made a cost already, by [`TokenCost::of`].
+    /// Charges a tenant a cost in weighted tokens, as returned by [`TokenCost::of`].
     pub fn charge_cost(&mut self, tenant: Tenant, cost: u64) {
         self.add(tenant, cost);
         let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
-        if cost > 0 && !std::mem::replace(&mut counter.fresh, true) {
-            self.fresh.push(tenant);
+        if cost > 0 && !std::mem::replace(&mut counter.dirty, true) {
+            self.dirty.push(tenant);
         }
     }
 
@@ -256,25 +259,24 @@ impl TenantService {
         let Some(counter) = self.tenants.get_mut(tenant.index()).and_then(Option::as_mut) else { return };
         counter.service = counter.service.plus(cost, counter.weight.unwrap_or_default());
         counter.charged = counter.charged.saturating_add(cost);
-        self.greatest = self.greatest.max(counter.service);
+        self.service_max = self.service_max.max(counter.service);
     }
 
-    /// Charges a tenant for service that somebody else's requests of the same tenant had. One that is not known
-    /// yet becomes known, with a weight once a request of it arrives. [`TenantService::drain_charged`] says nothing
-    /// of it.
+    /// Charges a tenant for service received elsewhere in the cluster. An unknown tenant is added, without a
+    /// weight until a request of it arrives. [`TenantService::drain_charged`] does not report such charges.
     pub fn charge_elsewhere(&mut self, name: &str, cost: u64) {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
             None => self.insert(name),
         };
         self.add(tenant, cost);
-        self.forget_idle(Some(tenant));
+        self.evict_idle(Some(tenant));
     }
 
-    /// Takes back what a tenant was charged by [`TenantService::charge_elsewhere`] and turned out not to be known. The
-    /// tenant comes out no lower than the least of those that wait, so that nobody owes it anything.
+    /// Refunds a charge by [`TenantService::charge_elsewhere`] whose report has expired. The tenant's service
+    /// stays at least at the minimum of the backlogged tenants, so that the refund earns no credit.
     pub fn discharge_elsewhere(&mut self, name: &str, cost: u64) {
-        let floor = self.backlogged_least().unwrap_or(self.idle_floor);
+        let floor = self.min_backlogged_service().unwrap_or(self.idle_floor);
         let tenant = self.by_name.get(name).copied();
         let counter = tenant.and_then(|tenant| self.tenants.get_mut(tenant.index())?.as_mut());
         let Some(counter) = counter else { return };
@@ -283,67 +285,67 @@ impl TenantService {
         counter.service = lowered.max(floor.min(counter.service));
     }
 
-    /// The tenants charged since this was asked last, each with all that it was charged since it is known.
+    /// Yields the counters, by name, of the tenants charged since the last call.
     pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
-        let Self { fresh, tenants, .. } = self;
-        fresh.retain(|tenant| match &mut tenants[tenant.index()] {
-            Some(counter) => std::mem::replace(&mut counter.fresh, false),
+        let Self { dirty, tenants, .. } = self;
+        dirty.retain(|tenant| match &mut tenants[tenant.index()] {
+            Some(counter) => std::mem::replace(&mut counter.dirty, false),
             None => false,
         });
-        let named = fresh.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
+        let named = dirty.drain(..).filter_map(|tenant| tenants[tenant.index()].as_ref());
         named.map(|counter| (counter.name.as_str(), counter.charged()))
     }
 
-    /// All that each tenant was charged since it is known, by name.
+    /// Iterates over the counters of all tenants, by name.
     pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         let known = self.by_name.values().filter_map(|tenant| self.tenants[tenant.index()].as_ref());
         known.map(|counter| (counter.name.as_str(), counter.charged()))
     }
 
-    /// A tenant that becomes backlogged while nobody waits starts at least here, as far as any has come: how far
-    /// service has got elsewhere.
+    /// Raises the initial service of tenants that become backlogged while no tenant is, to the virtual time
+    /// reached elsewhere in the cluster, but not above the largest service of any tenant here.
     pub fn raise_floor(&mut self, floor: Service) {
-        self.idle_floor = self.idle_floor.max(floor.min(self.greatest));
+        self.idle_floor = self.idle_floor.max(floor.min(self.service_max));
     }
 
-    /// A tenant's share.
+    /// Returns a tenant's weight; 1 if it is unknown.
     pub fn weight(&self, tenant: Tenant) -> Weight {
         self.tenants.get(tenant.index()).and_then(Option::as_ref).and_then(|c| c.weight).unwrap_or_default()
     }
 
-    /// Sum of the weights of the tenants with requests that wait.
+    /// Returns the sum of the weights of the backlogged tenants.
     pub fn backlogged_weight(&self) -> f64 {
         let backlogged = self.tenants.iter().flatten().filter(|counter| counter.waiting > 0);
         backlogged.map(|counter| counter.weight.unwrap_or_default().get()).sum()
     }
 
-    /// What a tenant has had.
+    /// Returns a tenant's virtual time; 0 if the tenant is unknown.
     pub fn service(&self, tenant: Tenant) -> Service {
         self.tenants.get(tenant.index()).and_then(Option::as_ref).map_or(Service::default(), |c| c.service)
     }
 
-    /// Every tenant known, by name, with its service and the number of its requests.
+    /// Iterates over all tenants as (name, virtual time, number of waiting and running requests).
     pub fn iter(&self) -> impl Iterator<Item = (&str, Service, u32)> {
         self.by_name.values().filter_map(|tenant| {
             self.tenants[tenant.index()].as_ref().map(|c| (c.name.as_str(), c.service, c.active))
         })
     }
 
-    fn backlogged_least(&self) -> Option<Service> {
+    fn min_backlogged_service(&self) -> Option<Service> {
         let backlogged = self.tenants.iter().flatten().filter(|counter| counter.waiting > 0);
         backlogged.map(|counter| counter.service).min()
     }
 
     fn insert(&mut self, name: &str) -> Tenant {
-        let counter = Some(Counter {
+        let counter = Some(TenantCounter {
             name: name.to_owned(),
             weight: None,
             service: Service::default(),
             active: 0,
             waiting: 0,
-            charged: self.forgotten,
-            base: self.forgotten,
-            fresh: false,
+            charged: self.evicted_charged_max,
+            base: self.evicted_charged_max,
+            dirty: false,
         });
         let tenant = match self.free.pop() {
             Some(tenant) => {
@@ -359,20 +361,19 @@ impl TenantService {
         tenant
     }
 
-    /// Past the bound and an eighth of it, which spreads the cost of looking, forgets the idle tenants with the least
-    /// service: on their return they would be lifted furthest anyway. Those whose charges were not drained go last, and
-    /// `but` stays.
-    fn forget_idle(&mut self, but: Option<Tenant>) {
-        if self.by_name.len() <= self.most + self.most / 8 {
+    /// Evicts the idle tenants with the least service down to `tenants_max`: on their return they would be
+    /// lifted furthest anyway. Starts at an eighth above the bound, which amortises the scan. Tenants with
+    /// undrained charges are evicted last, `except` never.
+    fn evict_idle(&mut self, except: Option<Tenant>) {
+        if self.by_name.len() <= self.tenants_max + self.tenants_max / 8 {
             return;
         }
-        let places = self.tenants.iter().enumerate();
-        let idle = places.filter_map(|(place, counter)| {
+        let idle = self.tenants.iter().enumerate().filter_map(|(index, counter)| {
             let counter = counter.as_ref().filter(|counter| counter.active == 0)?;
-            Some((counter.fresh, counter.service, Tenant(place as u32)))
+            Some((counter.dirty, counter.service, Tenant(index as u32)))
         });
-        let mut idle: Vec<_> = idle.filter(|(.., tenant)| Some(*tenant) != but).collect();
-        let surplus = self.by_name.len() - self.most;
+        let mut idle: Vec<_> = idle.filter(|(.., tenant)| Some(*tenant) != except).collect();
+        let surplus = self.by_name.len() - self.tenants_max;
         if surplus < idle.len() {
             idle.select_nth_unstable(surplus);
             idle.truncate(surplus);
@@ -380,14 +381,14 @@ impl TenantService {
         for (.., tenant) in idle {
             if let Some(counter) = self.tenants[tenant.index()].take() {
                 self.by_name.remove(&counter.name);
-                self.forgotten = self.forgotten.max(counter.charged);
+                self.evicted_charged_max = self.evicted_charged_max.max(counter.charged);
                 self.free.push(tenant);
             }
         }
     }
 }
 
-impl Counter {
+impl TenantCounter {
     fn charged(&self) -> Charged {
         Charged { cost: self.charged, base: self.base }
     }
@@ -423,11 +424,11 @@ mod tests {
             service.depart(tenant);
         }
         let fresh = service.arrive("fresh", weight(1.0));
-        assert_eq!(service.service(fresh).tokens(), 2000.0, "nor does coming when nobody is there");
+        assert_eq!(service.service(fresh).tokens(), 2000.0, "nor does arriving while no tenant waits");
     }
 
     #[test]
-    fn what_is_taken_back_leaves_a_tenant_beside_those_that_wait() {
+    fn a_refund_leaves_a_tenant_at_the_floor_of_the_backlogged_ones() {
         let mut service = TenantService::new(TokenCost::default(), 100);
         let busy = service.arrive("busy", weight(1.0));
         service.charge(busy, 1000, 0);
@@ -443,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_that_only_runs_gives_no_credit_to_those_who_come() {
+    fn a_tenant_without_waiting_requests_gives_no_credit_to_newcomers() {
         let mut service = TenantService::new(TokenCost::default(), 100);
         let light = service.arrive("light", weight(1.0));
         service.start(light);
@@ -455,14 +456,14 @@ mod tests {
         service.start(late);
         service.charge(late, 0, 100);
         service.wait(late);
-        assert_eq!(service.service(late).tokens(), 2200.0, "nor is anything taken away from who waits again");
+        assert_eq!(service.service(late).tokens(), 2200.0, "nor does a tenant that waits again lose service");
     }
 
     proptest! {
-        /// The design's bound for a server that serves one request at a time, whole: at every moment the services
-        /// of any two backlogged tenants differ by at most one request's cost over the smaller weight.
+        /// VTC's bound for a server that runs one whole request at a time: the services of two backlogged
+        /// tenants never differ by more than one request's cost over the smaller weight.
         #[test]
-        fn two_backlogged_tenants_never_drift_apart(
+        fn services_of_two_backlogged_tenants_differ_by_a_bounded_amount(
             weights in (0.1f32..10.0, 0.1f32..10.0), sizes in prop::collection::vec((1u32..200, 1u32..200), 1..300)
         ) {
             let mut service = TenantService::new(TokenCost::default(), 100);
@@ -477,7 +478,9 @@ mod tests {
         }
 
         #[test]
-        fn idle_tenants_are_forgotten_beyond_the_bound_and_active_ones_never(names in prop::collection::vec(0u32..50, 1..200)) {
+        fn beyond_the_bound_idle_tenants_are_evicted_and_active_ones_never(
+            names in prop::collection::vec(0u32..50, 1..200)
+        ) {
             let mut service = TenantService::new(TokenCost::default(), 5);
             let kept = service.arrive("kept", Weight::default());
             for name in names {
@@ -491,25 +494,26 @@ mod tests {
             prop_assert!(service.iter().any(|(name, _, active)| name == "kept" && active == 1));
         }
 
-        /// Whoever hears of charges, in whatever pieces, and of the weights afterwards, knows the same as who served.
+        /// Charges reported in any pieces before the weight is known give the same service as charges after
+        /// it.
         #[test]
-        fn service_learnt_before_a_tenants_weight_counts_by_its_weight(
+        fn service_charged_before_the_weight_is_known_counts_by_that_weight(
             tenants in prop::collection::vec((0.1f32..10.0, prop::collection::vec(1u64..1_000_000, 1..5)), 1..10)
         ) {
-            let mut heard = TenantService::new(TokenCost::default(), 100);
-            for (number, (_, costs)) in tenants.iter().enumerate() {
-                costs.iter().for_each(|cost| heard.charge_elsewhere(&number.to_string(), *cost));
+            let mut remote = TenantService::new(TokenCost::default(), 100);
+            for (index, (_, costs)) in tenants.iter().enumerate() {
+                costs.iter().for_each(|cost| remote.charge_elsewhere(&index.to_string(), *cost));
             }
-            for (number, (share, costs)) in tenants.iter().enumerate() {
-                let tenant = heard.arrive(&number.to_string(), weight(*share));
+            for (index, (share, costs)) in tenants.iter().enumerate() {
+                let tenant = remote.arrive(&index.to_string(), weight(*share));
                 let own = Service::default().plus(costs.iter().sum(), weight(*share));
-                prop_assert_eq!(heard.service(tenant), own.max(heard.least_but(tenant)));
+                prop_assert_eq!(remote.service(tenant), own.max(remote.min_waiting_except(tenant)));
             }
         }
 
-        /// Past the bound no charge is lost, and none is counted twice by who keeps the reported values.
+        /// Beyond the bound no charge is lost, and a reader that keeps the reported values counts none twice.
         #[test]
-        fn charges_of_tenants_that_are_forgotten_in_between_are_reported_once(
+        fn charges_of_tenants_evicted_in_between_are_reported_once(
             served in prop::collection::vec((0u32..40, 1u32..100), 1..300)
         ) {
             let mut service = TenantService::new(TokenCost::default(), 5);
@@ -534,26 +538,26 @@ mod tests {
         }
 
         #[test]
-        fn what_is_learnt_past_the_bound_is_kept_for_those_who_had_most(
+        fn beyond_the_bound_the_tenants_with_the_most_service_are_kept(
             costs in prop::collection::vec(1u64..1000, 1..200)
         ) {
             let mut service = TenantService::new(TokenCost::default(), 16);
-            for (number, cost) in costs.iter().enumerate() {
-                service.charge_elsewhere(&number.to_string(), *cost);
+            for (index, cost) in costs.iter().enumerate() {
+                service.charge_elsewhere(&index.to_string(), *cost);
                 let last = service.charged().any(|(name, charged)| {
-                    name == number.to_string() && charged.cost - charged.base == *cost
+                    name == index.to_string() && charged.cost - charged.base == *cost
                 });
                 prop_assert!(last, "the tenant just charged is known with its charge");
                 prop_assert!(service.iter().count() <= 18);
             }
             prop_assert_eq!(service.drain_charged().count(), 0, "nothing was served here");
-            let most = costs.iter().max().unwrap();
-            prop_assert!(service.iter().any(|(_, had, _)| had.tokens() == *most as f64));
+            let largest = costs.iter().max().unwrap();
+            prop_assert!(service.iter().any(|(_, service, _)| service.tokens() == *largest as f64));
         }
     }
 
     #[test]
-    fn a_floor_above_all_that_any_tenant_had_is_none() {
+    fn the_floor_is_capped_at_the_largest_service_of_any_tenant() {
         let mut service = TenantService::new(TokenCost::default(), 5);
         service.charge_elsewhere("a", 500);
         service.raise_floor(Service::from_thousandths(u64::MAX));
@@ -562,9 +566,9 @@ mod tests {
     }
 
     impl TenantService {
-        /// The least of others that wait.
-        fn least_but(&self, but: Tenant) -> Service {
-            let others = self.tenants.iter().enumerate().filter(|(place, _)| *place != but.index());
+        /// Returns the minimum service of the other backlogged tenants.
+        fn min_waiting_except(&self, except: Tenant) -> Service {
+            let others = self.tenants.iter().enumerate().filter(|(index, _)| *index != except.index());
             let waiting = others.filter_map(|(_, counter)| counter.as_ref()).filter(|c| c.waiting > 0);
             waiting.map(|counter| counter.service).min().unwrap_or_default()
         }
