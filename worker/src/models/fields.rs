@@ -1,21 +1,23 @@
+//! Typed access to the fields of a JSON configuration, with errors that name file and field.
+
 use serde_json::{Map, Value};
 
 use super::Error;
 use super::files::Files;
 
-/// The fields of a JSON object in a file, read with errors that name file and field.
+/// Fields of a JSON object, with the label of their file for errors.
 pub(super) struct Fields {
     file: String,
     map: Map<String, Value>,
 }
 
 impl Fields {
-    /// Fields that `file` holds in some form of its own.
+    /// Wraps fields that were converted from another format of `file`.
     pub(super) fn of(file: String, map: Map<String, Value>) -> Self {
         Self { file, map }
     }
 
-    /// Reads a file, if it is there.
+    /// Reads a JSON file; `None` if it does not exist.
     pub(super) fn read(files: &Files, name: &str) -> Result<Option<Self>, Error> {
         let Some(bytes) = files.open(name)? else { return Ok(None) };
         let file = files.label(name);
@@ -26,12 +28,12 @@ impl Fields {
         }
     }
 
-    /// The value of a field; null counts as absent.
+    /// Returns the value of a field; null counts as absent.
     pub(super) fn get(&self, field: &str) -> Option<&Value> {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
-    /// An object within this one, as fields of its own.
+    /// Returns a nested object as fields, if present.
     pub(super) fn object(&self, field: &str) -> Result<Option<Self>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -40,10 +42,12 @@ impl Fields {
         }
     }
 
+    /// Error for a missing field.
     pub(super) fn missing(&self, field: &str) -> Error {
         Error::MissingField { file: self.file.clone(), field: field.to_owned() }
     }
 
+    /// Error for a field with an invalid value.
     pub(super) fn bad(&self, field: &str, expected: &str) -> Error {
         let found = self.map.get(field).map_or("absent".to_owned(), Value::to_string);
         Error::Field {
@@ -54,6 +58,7 @@ impl Fields {
         }
     }
 
+    /// Error for a field that requests an unsupported feature.
     pub(super) fn unsupported(&self, field: &str, found: &str, supported: &str) -> Error {
         Error::Unsupported {
             file: self.file.clone(),
@@ -63,7 +68,7 @@ impl Fields {
         }
     }
 
-    /// A count from 1 to `most`, if given.
+    /// Returns an integer from 1 to `most`, if present.
     pub(super) fn count(&self, field: &str, most: u32) -> Result<Option<usize>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_u64() {
@@ -72,11 +77,12 @@ impl Fields {
         }
     }
 
-    /// A count that must be given.
+    /// Returns an integer from 1 to `most` that must be present.
     pub(super) fn needed_count(&self, field: &str, most: u32) -> Result<usize, Error> {
         self.count(field, most)?.ok_or_else(|| self.missing(field))
     }
 
+    /// Returns a boolean, if present.
     pub(super) fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -85,6 +91,7 @@ impl Fields {
         }
     }
 
+    /// Returns a string, if present.
     pub(super) fn text(&self, field: &str) -> Result<Option<&str>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -93,7 +100,7 @@ impl Fields {
         }
     }
 
-    /// A finite number, if given.
+    /// Returns a finite number, if present.
     pub(super) fn number(&self, field: &str) -> Result<Option<f64>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -104,7 +111,7 @@ impl Fields {
         }
     }
 
-    /// A number above 0, if given.
+    /// Returns a number above 0, if present.
     pub(super) fn positive(&self, field: &str) -> Result<Option<f64>, Error> {
         match self.number(field)? {
             Some(number) if number <= 0.0 => Err(self.bad(field, "a number above 0")),
@@ -112,7 +119,7 @@ impl Fields {
         }
     }
 
-    /// Token ids, given as one or as a list; ids that no vocabulary has, as some files give for "none", are left out.
+    /// Returns token ids, written as one id or a list. Negative ids, which some files use for "none", are skipped.
     pub(super) fn tokens(&self, field: &str) -> Result<Option<Vec<u32>>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let ids = match value {
