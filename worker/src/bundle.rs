@@ -23,7 +23,8 @@ impl Bundle {
         &self.digest
     }
 
-    /// Iterates over (name, chunk) with chunks of at most `bytes_max` bytes, in order; an empty file has one empty chunk.
+    /// Iterates over (name, chunk) with chunks of at most `bytes_max` bytes, in order; an empty file has one
+    /// empty chunk.
     pub fn chunks(&self, bytes_max: usize) -> impl Iterator<Item = (&str, &[u8])> {
         self.files.iter().flat_map(move |(name, data)| {
             let empty = data.is_empty().then_some((name.as_str(), data.as_slice()));

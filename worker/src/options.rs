@@ -22,7 +22,8 @@ pub enum Device {
     Auto,
     /// CPU cores.
     Cpu,
-    /// NVIDIA GPU by ordinal among the visible ones, by default 0; with tensor parallelism, the GPU of rank 0.
+    /// NVIDIA GPU by ordinal among the visible ones, by default 0; with tensor parallelism, the GPU of rank
+    /// 0.
     Cuda(Option<u32>),
     /// Simulated device: takes the time that the profile says and generates meaningless tokens.
     Sim(DeviceProfile),
@@ -114,8 +115,8 @@ pub struct Options {
     pub model_name: Option<String>,
     /// Device to run on.
     pub device: Device,
-    /// GPU ordinals by rank, among the visible GPUs; by default consecutive from the one that [`Options::device`]
-    /// names, or from 0.
+    /// GPU ordinals by rank, among the visible GPUs; by default consecutive from the one that
+    /// [`Options::device`] names, or from 0.
     pub gpus: Vec<u32>,
     /// Threads of the CPU runtime; defaults to the CPUs available to the process.
     pub threads: Option<usize>,
@@ -133,7 +134,8 @@ pub struct Options {
     pub deterministic: bool,
     /// Autotunes GEMM algorithms at load, on GPUs without `deterministic`.
     pub autotune: bool,
-    /// Bytes of the host pool for swapped sequences and evicted cache blocks; 0: preemption is by recompute only.
+    /// Bytes of the host pool for swapped sequences and evicted cache blocks; 0: preemption is by recompute
+    /// only.
     pub host_cache_bytes: u64,
     /// Scheduling policy.
     pub policy: PolicyKind,
@@ -141,8 +143,8 @@ pub struct Options {
     pub prefix_cache: bool,
     /// Target duration of an iteration with decodes; bounds the prefill chunks beside them. `None`: no bound.
     pub step_target: Option<Duration>,
-    /// Plans the next iteration while one runs. On CPUs, steps then run on a dedicated thread, which pays where a
-    /// core is idle.
+    /// Plans the next iteration while one runs. On CPUs, steps then run on a dedicated thread, which pays
+    /// where a core is idle.
     pub overlap: bool,
     /// Tokens per KV block; a power of two.
     pub block_tokens: u32,

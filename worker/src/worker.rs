@@ -32,7 +32,9 @@ use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
 use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
 use crate::runtime::sim::{SimOptions, SimRuntime};
-use crate::session::{COMMANDS_MAX, Clock, EngineThread, Message, WorkerService, ServiceTables, SessionContext, Watchdog};
+use crate::session::{
+    COMMANDS_MAX, Clock, EngineThread, Message, ServiceTables, SessionContext, Watchdog, WorkerService,
+};
 
 /// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
@@ -205,7 +207,8 @@ impl Core {
     /// Creates a worker for `served`; `incarnation` must be unique per start.
     ///
     /// # Errors
-    /// The limits contradict each other, the recording can't be created, or the device fails during calibration.
+    /// The limits contradict each other, the recording can't be created, or the device fails during
+    /// calibration.
     pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
         let Served { runtime, prior, name, architecture, eos_token_ids, bundle } = served;
         let recording = options.record.as_ref().map(|path| {
@@ -216,7 +219,8 @@ impl Core {
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
         let settings = Settings {
-            // The waiting queue must hold everything that was granted, or granted submissions would be rejected.
+            // The waiting queue must hold everything that was granted, or granted submissions would be
+            // rejected.
             waiting_max: options
                 .max_waiting
                 .max(options.max_sequences + 2 * queue_ahead + SamplingSpec::CHOICES_MAX),
@@ -271,7 +275,8 @@ impl Core {
         Ok(Self { engine, sessions, drain_timeout: options.drain_timeout })
     }
 
-    /// Serves connections until `drain` is cancelled and running sequences have finished, or until the device fails.
+    /// Serves connections until `drain` is cancelled and running sequences have finished, or until the device
+    /// fails.
     ///
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
@@ -358,8 +363,8 @@ impl Core {
     }
 }
 
-/// Returns the byte budget for all messages being received. A session receives one message at a time, so correct
-/// routers never exhaust it.
+/// Returns the byte budget for all messages being received. A session receives one message at a time, so
+/// correct routers never exhaust it.
 fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget {
     let max = (submit_bytes_max as u64).saturating_mul(sessions_max as u64 + 1);
     let spent =

@@ -17,8 +17,8 @@ const SHAPES: [(u32, u32, u32); 8] =
     [(1, 1, 0), (1, 16, 0), (1, 64, 0), (4, 1, 48), (8, 1, 16), (2, 32, 16), (1, 128, 0), (1, 1, 127)];
 
 impl Engine {
-    /// Fits the cost model to a few measured steps and copies. Must run before the first submission; the model is
-    /// refined by the steps that follow.
+    /// Fits the cost model to a few measured steps and copies. Must run before the first submission; the
+    /// model is refined by the steps that follow.
     ///
     /// # Errors
     /// The runtime failed.

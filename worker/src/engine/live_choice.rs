@@ -34,7 +34,8 @@ pub(super) struct LiveChoice {
 }
 
 impl LiveChoice {
-    /// Creates a waiting choice. `tokens` is prompt and resumed output, `chain` the hashes of its full blocks from `root`.
+    /// Creates a waiting choice. `tokens` is prompt and resumed output, `chain` the hashes of its full blocks
+    /// from `root`.
     pub fn new(
         request: &Request,
         choice: u32,
@@ -92,7 +93,8 @@ impl LiveChoice {
         ends(&self.sampling, token, self.tokens.len() - self.prompt_len, eos_token_ids)
     }
 
-    /// Returns the tokens computed before the first new token on the first call, then 0. Enters the decode phase.
+    /// Returns the tokens computed before the first new token on the first call, then 0. Enters the decode
+    /// phase.
     pub fn report_computed(&mut self) -> u32 {
         if std::mem::replace(&mut self.computed_reported, true) {
             return 0;

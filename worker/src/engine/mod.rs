@@ -1,7 +1,7 @@
 //! Engine: runs the continuous-batching loop over scheduler and runtime.
 //!
-//! [`Engine::step`] is synchronous and takes the time as an argument, so both the engine thread (`session`) and a
-//! deterministic simulation can drive it.
+//! [`Engine::step`] is synchronous and takes the time as an argument, so both the engine thread (`session`)
+//! and a deterministic simulation can drive it.
 
 mod calibrate;
 mod live_choice;
@@ -31,8 +31,8 @@ pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, Re
 pub struct EngineOptions {
     /// Maximum waiting sequences.
     pub waiting_max: u32,
-    /// Maximum sequences granted to routers beyond the running ones; [`QueueAhead`] uses as few as hide the round trip
-    /// between worker and router.
+    /// Maximum sequences granted to routers beyond the running ones; [`QueueAhead`] uses as few as hide the
+    /// round trip between worker and router.
     pub queue_ahead: u32,
     /// Scheduling policy.
     pub policy: PolicyKind,
@@ -137,7 +137,12 @@ impl Engine {
             sequence_tokens: capabilities.context_tokens,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
-            ..Limits::new(capabilities.block_tokens, capabilities.blocks, capabilities.slots, capabilities.batch_tokens)
+            ..Limits::new(
+                capabilities.block_tokens,
+                capabilities.blocks,
+                capabilities.slots,
+                capabilities.batch_tokens,
+            )
         };
         let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
@@ -211,7 +216,8 @@ impl Engine {
         self.grants.divide(self.scheduler.load().blocks_used)
     }
 
-    /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in flight.
+    /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
+    /// flight.
     pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
         self.grants.urgent(self.priority_sequences_max)
     }
@@ -322,16 +328,12 @@ impl Engine {
         self.settle(events);
     }
 
-    /// Launches an iteration if fewer than `depth` are in flight. Then, if `depth` are in flight or nothing was
-    /// launched, completes the oldest one.
+    /// Launches an iteration if fewer than `depth` are in flight. Then, if `depth` are in flight or nothing
+    /// was launched, completes the oldest one.
     ///
     /// # Errors
     /// [`EngineFailed`] if the device failed; `events` then end every choice of the iterations in flight.
-    pub fn step(
-        &mut self,
-        now: Time,
-        events: &mut Vec<ChoiceEvent>,
-    ) -> Result<StepReport, EngineFailed> {
+    pub fn step(&mut self, now: Time, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
         self.take_transfers(now)?;
         let depth = self.scheduler.limits().depth as usize;
         let has_launched = self.launched.len() < depth && self.launch(now, events)?;
@@ -470,7 +472,8 @@ impl Engine {
         let mut sampled = self.sampled.drain(..);
         for chunk in &launched.chunks {
             let sample = if chunk.samples { sampled.next() } else { None };
-            // The index is not reused while the iteration is in flight: the entry is this sequence, or empty if it has ended.
+            // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
+            // if it has ended.
             let Some(live) = &mut self.live[chunk.id.index()] else {
                 self.verdicts.extend(sample.map(|_| Verdict::CONTINUE));
                 continue;

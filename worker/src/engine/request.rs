@@ -86,7 +86,7 @@ pub enum Command {
 /// Progress or end of one choice.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChoiceEvent {
-/// Key of the request.
+    /// Key of the request.
     pub key: RequestKey,
     /// Attempt number of the request.
     pub attempt: u32,

@@ -54,7 +54,12 @@ impl Engine {
     }
 
     /// Submits every unfinished choice, or none of them on failure.
-    fn enqueue(&mut self, request: &Request, now: Time, events: &mut Vec<ChoiceEvent>) -> Result<(), Failure> {
+    fn enqueue(
+        &mut self,
+        request: &Request,
+        now: Time,
+        events: &mut Vec<ChoiceEvent>,
+    ) -> Result<(), Failure> {
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let root = BlockHash::root(&request.tenant);
         let mut chain = Vec::new();
@@ -105,7 +110,8 @@ impl Engine {
             );
             match submitted {
                 Ok(id) => {
-                    let cost = Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
+                    let cost =
+                        Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
                     lives.push((id, LiveChoice::new(request, choice as u32, tokens, root, chain, cost)));
                 }
                 Err(error) => {

@@ -7,7 +7,8 @@ use super::Error;
 use super::fields::Fields;
 use super::files::Files;
 
-/// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of memory.
+/// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of
+/// memory.
 const WIDTH_MAX: u32 = 1 << 20;
 const LAYERS_MAX: u32 = 1 << 10;
 const TOKENS_MAX: u32 = 1 << 28;
@@ -193,7 +194,8 @@ fn head_dim(
     Ok(head_dim)
 }
 
-/// Returns base and scaling of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+/// Returns base and scaling of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and
+/// `rope_scaling`.
 fn rope(fields: &Fields) -> Result<(f64, RopeScaling), Error> {
     const THETA: f64 = 10_000.0;
     let base = fields.positive("rope_theta")?;

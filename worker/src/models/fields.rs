@@ -119,7 +119,8 @@ impl Fields {
         }
     }
 
-    /// Returns token ids, written as one id or a list. Negative ids, which some files use for "none", are skipped.
+    /// Returns token ids, written as one id or a list. Negative ids, which some files use for "none", are
+    /// skipped.
     pub(super) fn tokens(&self, field: &str) -> Result<Option<Vec<u32>>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let ids = match value {

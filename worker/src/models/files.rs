@@ -99,8 +99,8 @@ impl Bytes {
         let page = page_size();
         let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
         if start < end {
-            // SAFETY: the mapping is file-backed and read-only, so MADV_DONTNEED only drops clean pages, which later reads
-            // fault in from the file again; the range lies within the mapping.
+            // SAFETY: the mapping is file-backed and read-only, so MADV_DONTNEED only drops clean pages,
+            // which later reads fault in from the file again; the range lies within the mapping.
             let advised =
                 unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
             if let Err(error) = advised {
@@ -142,8 +142,8 @@ fn map(path: &Path) -> io::Result<Bytes> {
         // mmap rejects empty files.
         return Ok(Bytes::Static(&[]));
     }
-    // SAFETY: the mapping is private to this process and read-only. That the file is not modified while it is mapped
-    // is an operating requirement, as for every engine that maps weights.
+    // SAFETY: the mapping is private to this process and read-only. That the file is not modified while it is
+    // mapped is an operating requirement, as for every engine that maps weights.
     let map = unsafe { Mmap::map(&file)? };
     Ok(Bytes::Mapped(Arc::new(map)))
 }

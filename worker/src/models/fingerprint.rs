@@ -14,20 +14,21 @@ const WHOLE_BYTES_MAX: u64 = 256 << 20;
 const SAMPLE_BYTES: usize = 4 << 10;
 const SAMPLES: usize = 14;
 
-/// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a token's bits.
-/// Workers with equal fingerprints generate equal tokens.
+/// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a
+/// token's bits. Workers with equal fingerprints generate equal tokens.
 ///
-/// It covers the configuration, the KV cache dtype, the storage `formats` of the weights, the instruction set, the
-/// kernels' version, and name, type, shape and content of every tensor. It excludes the number of threads.
+/// It covers the configuration, the KV cache dtype, the storage `formats` of the weights, the instruction
+/// set, the kernels' version, and name, type, shape and content of every tensor. It excludes the number of
+/// threads.
 ///
-/// Weights over 256 MiB are sampled: of each tensor the first and the last 4 KiB and 14 evenly spaced stretches of
-/// 4 KiB. Retraining or requantization changes the samples, and start-up stays fast.
+/// Weights over 256 MiB are sampled: of each tensor the first and the last 4 KiB and 14 evenly spaced
+/// stretches of 4 KiB. Retraining or requantization changes the samples, and start-up stays fast.
 pub fn fingerprint(model: &ModelDir, kv_dtype: &str, formats: &str, isa: Isa) -> String {
     fingerprint_of(model, kv_dtype, &format!("{formats} {}", isa.name()))
 }
 
-/// Computes the numerics fingerprint of any runtime; `arithmetic` names everything that decides bits besides model, KV
-/// cache dtype and kernel version.
+/// Computes the numerics fingerprint of any runtime; `arithmetic` names everything that decides bits besides
+/// model, KV cache dtype and kernel version.
 pub fn fingerprint_of(model: &ModelDir, kv_dtype: &str, arithmetic: &str) -> String {
     let mut hash = Sha256::new();
     let mut field = |bytes: &[u8]| {

@@ -1,7 +1,8 @@
 //! Model checkpoints: Hugging Face directories and GGUF files, memory-mapped and validated.
 //!
-//! A [`ModelDir`] is opened from a directory, a GGUF file or the embedded model ([`ModelSource`]) by the same code.
-//! Opening reads and validates configuration and headers, not weights; a runtime then reads the tensors it needs.
+//! A [`ModelDir`] is opened from a directory, a GGUF file or the embedded model ([`ModelSource`]) by the same
+//! code. Opening reads and validates configuration and headers, not weights; a runtime then reads the tensors
+//! it needs.
 
 mod bundle;
 mod config;
@@ -30,7 +31,8 @@ use gguf::Gguf;
 /// Source of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
-    /// Directory in the Hugging Face layout (config.json, safetensors, tokenizer.json and companions), or a `.gguf` file.
+    /// Directory in the Hugging Face layout (config.json, safetensors, tokenizer.json and companions), or a
+    /// `.gguf` file.
     Directory(PathBuf),
     /// Small demo model embedded in the binary.
     Embedded,
@@ -65,7 +67,8 @@ impl ModelDir {
         Ok(Self { name: files.model_name(), config, generation, tensors, bundle })
     }
 
-    /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the file.
+    /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the
+    /// file.
     fn open_gguf(path: &Path) -> Result<Self, Error> {
         let (beside, bytes) = files::open_file(path)?;
         let label = path.display().to_string();

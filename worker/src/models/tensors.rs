@@ -83,7 +83,8 @@ impl Tensor {
         Rows { bytes, rows: rows.len(), ..self.rows() }
     }
 
-    /// Copies the given columns of a matrix [rows, columns] in the file's encoding; whole quantization blocks.
+    /// Copies the given columns of a matrix [rows, columns] in the file's encoding; whole quantization
+    /// blocks.
     ///
     /// # Panics
     /// If the columns are out of range or split a block.
@@ -99,8 +100,8 @@ impl Tensor {
         columns
     }
 
-    /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding; whole
-    /// quantization blocks. Logical rows are those after de-interleaving; see [`Rows::interleaved`].
+    /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding;
+    /// whole quantization blocks. Logical rows are those after de-interleaving; see [`Rows::interleaved`].
     ///
     /// # Panics
     /// If row or columns are out of range.
@@ -188,8 +189,8 @@ impl Tensors {
         Ok(tensors)
     }
 
-    /// Wraps the tensors of a GGUF file under their Hugging Face names. `head_dim` is set if the rows of query and key
-    /// heads are interleaved.
+    /// Wraps the tensors of a GGUF file under their Hugging Face names. `head_dim` is set if the rows of
+    /// query and key heads are interleaved.
     pub(super) fn of_gguf(gguf: Gguf, bytes: Bytes, head_dim: Option<usize>) -> Self {
         let mut entries = BTreeMap::new();
         for info in gguf.tensors {
@@ -229,7 +230,8 @@ impl Tensors {
                 range: from..from + view.data().len(),
             };
             if let Some(other) = self.entries.insert(name.to_owned(), entry) {
-                let reason = format!("tensor {name} is also in {}", self.weight_files[other.file_index].label);
+                let reason =
+                    format!("tensor {name} is also in {}", self.weight_files[other.file_index].label);
                 return Err(broken(reason));
             }
         }

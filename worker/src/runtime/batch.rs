@@ -33,9 +33,9 @@ pub struct BlockCopy {
 
 /// Input of one step: a ragged batch without padding, of prefill chunks and decodes in any mix.
 ///
-/// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence have consecutive positions, and keys and
-/// values of all positions before its first row are cached. Its block table covers every position up to its last row.
-/// Buffers are reused from step to step.
+/// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence have consecutive positions, and
+/// keys and values of all positions before its first row are cached. Its block table covers every position up
+/// to its last row. Buffers are reused from step to step.
 #[derive(Debug, Clone, Default)]
 pub struct Batch {
     /// Token ids; [rows].
@@ -86,8 +86,8 @@ impl Batch {
         self.samples.push(SampleRow { row: row as u32, slot, position: self.positions[row] + 1 });
     }
 
-    /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from entry `sample` of
-    /// the previous batch's samples.
+    /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from
+    /// entry `sample` of the previous batch's samples.
     pub fn feed_last_row(&mut self, sample: u32) {
         let row = self.tokens.len() as u32 - 1;
         self.feedback.push(Feedback { row, sample });

@@ -1,7 +1,7 @@
 //! Structure of a decoder layer, common to checkpoints and devices.
 
-/// Weights of a decoder layer, generic over vectors (`V`) and linear layers (`P`): tensors in files, or weights on a
-/// device.
+/// Weights of a decoder layer, generic over vectors (`V`) and linear layers (`P`): tensors in files, or
+/// weights on a device.
 pub(super) struct DecoderLayer<V, P> {
     /// RMSNorm before attention.
     pub(super) attention_norm: V,

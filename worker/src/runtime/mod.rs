@@ -1,7 +1,8 @@
 //! Runtime interface: one forward pass over a ragged batch, sampling included.
 //!
-//! A runtime owns the weights, the KV block pool and a table of **slots**, one per running sequence, with the sampling
-//! state that outlives a step (parameters, random key, token counts). The engine owns everything else.
+//! A runtime owns the weights, the KV block pool and a table of **slots**, one per running sequence, with the
+//! sampling state that outlives a step (parameters, random key, token counts). The engine owns everything
+//! else.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +46,8 @@ pub struct Capabilities {
     pub batch_tokens: u32,
     /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,
-    /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version and
-    /// tensor-parallel degree, but not of the number of threads.
+    /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
+    /// and tensor-parallel degree, but not of the number of threads.
     pub fingerprint: String,
 }
 
@@ -70,7 +71,8 @@ pub struct SlotSetup<'a> {
 pub struct TokenLogprob {
     /// Token id.
     pub token: u32,
-    /// Natural logarithm of the probability, after penalties, bias and masks, before temperature and truncation.
+    /// Natural logarithm of the probability, after penalties, bias and masks, before temperature and
+    /// truncation.
     pub logprob: f32,
 }
 
@@ -128,16 +130,16 @@ pub trait Runtime: Send {
     /// Frees a slot. Detaching a free slot has no effect.
     fn detach(&mut self, slot: Slot);
 
-    /// Launches a step: block copies, then the forward pass, which writes keys and values of all tokens of the batch, then
-    /// sampling. The step sees the calls of `attach` and `detach` before it and none after it. The content of `batch` is
-    /// consumed; its buffers can be reused.
+    /// Launches a step: block copies, then the forward pass, which writes keys and values of all tokens of
+    /// the batch, then sampling. The step sees the calls of `attach` and `detach` before it and none after
+    /// it. The content of `batch` is consumed; its buffers can be reused.
     ///
     /// # Errors
     /// [`Error::Malformed`] before anything runs; other errors are returned by [`Runtime::complete`].
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error>;
 
-    /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one entry per
-    /// sample row, in order. Each sampled token is added to its slot's history.
+    /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one
+    /// entry per sample row, in order. Each sampled token is added to its slot's history.
     ///
     /// # Errors
     /// [`Error::Malformed`] if no step is launched, [`Error::Device`] if the step failed.
@@ -152,8 +154,9 @@ pub trait Runtime: Send {
         self.complete(sampled)
     }
 
-    /// Starts an asynchronous copy of blocks between the device's block pool and the host pool. Steps continue meanwhile;
-    /// the caller launches none that accesses these blocks before the transfer is reported as finished.
+    /// Starts an asynchronous copy of blocks between the device's block pool and the host pool. Steps
+    /// continue meanwhile; the caller launches none that accesses these blocks before the transfer is
+    /// reported as finished.
     ///
     /// # Errors
     /// [`Error::Malformed`] if a block index is out of range.

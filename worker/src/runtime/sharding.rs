@@ -1,13 +1,13 @@
 //! Tensor-parallel sharding: partition of a model's matrices among the ranks of a group.
 //!
-//! As in Megatron-LM (Shoeybi et al., 2019): the QKV projections are partitioned by heads, and the gate and up
-//! projections by columns of the intermediate state (column parallel), so each rank computes attention or activation on
-//! its own columns. The output and down projections are partitioned along the reduction (row parallel), followed by an
-//! all-reduce. The LM head is partitioned by vocabulary. The embedding is not: one row per token is read, from a file
-//! that all ranks map.
+//! As in Megatron-LM (Shoeybi et al., 2019): the QKV projections are partitioned by heads, and the gate and
+//! up projections by columns of the intermediate state (column parallel), so each rank computes attention or
+//! activation on its own columns. The output and down projections are partitioned along the reduction (row
+//! parallel), followed by an all-reduce. The LM head is partitioned by vocabulary. The embedding is not: one
+//! row per token is read, from a file that all ranks map.
 //!
-//! A group of query heads stays with its KV head. With more ranks than KV heads, a KV head is replicated on several
-//! ranks, each with a part of its query heads.
+//! A group of query heads stays with its KV head. With more ranks than KV heads, a KV head is replicated on
+//! several ranks, each with a part of its query heads.
 
 use std::ops::Range;
 
@@ -59,8 +59,8 @@ pub enum Cut {
     Inputs(Range<usize>),
 }
 
-/// Alignment of row-parallel partitions in inputs: that of quantization groups and of blocks in the file; 1 without
-/// either.
+/// Alignment of row-parallel partitions in inputs: that of quantization groups and of blocks in the file; 1
+/// without either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grain {
     /// Alignment of [`Matrix::Output`].
@@ -116,8 +116,8 @@ fn list(numbers: &[usize]) -> String {
     numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Partitions a model into `world` shards, by rank. They are disjoint and complete, except that KV heads are replicated
-/// if there are fewer of them than ranks. `grain` returns the alignment for a number of ranks.
+/// Partitions a model into `world` shards, by rank. They are disjoint and complete, except that KV heads are
+/// replicated if there are fewer of them than ranks. `grain` returns the alignment for a number of ranks.
 ///
 /// # Errors
 /// [`Indivisible`], with the supported numbers of ranks.
@@ -159,7 +159,9 @@ fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> 
         () if !kv_heads.is_multiple_of(world) && !world.is_multiple_of(kv_heads) => {
             Some(IndivisibleCause::KvHeads(kv_heads))
         }
-        () if !intermediate_size.is_multiple_of(world) => Some(IndivisibleCause::Intermediate(intermediate_size)),
+        () if !intermediate_size.is_multiple_of(world) => {
+            Some(IndivisibleCause::Intermediate(intermediate_size))
+        }
         () if vocab_size < world => Some(IndivisibleCause::Vocabulary(vocab_size)),
         () => {
             let Grain { output, down } = grain(world);

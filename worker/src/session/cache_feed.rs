@@ -11,11 +11,12 @@ const PIECE_BLOCKS: usize = 1 << 13;
 
 /// Prefix-cache snapshot and events that a session has not sent yet.
 ///
-/// A router first receives the cache's content, piece by piece, then every event since. If it does not read and the
-/// queue overflows, events are dropped, and it receives a new snapshot once it reads again.
+/// A router first receives the cache's content, piece by piece, then every event since. If it does not read
+/// and the queue overflows, events are dropped, and it receives a new snapshot once it reads again.
 ///
-/// **Invariant**: the sequence of taken items is a snapshot followed by all events after it, without a gap; or the
-/// next taken item is the first piece of a new snapshot. At most one snapshot and [`EVENTS_MAX`] events are held.
+/// **Invariant**: the sequence of taken items is a snapshot followed by all events after it, without a gap;
+/// or the next taken item is the first piece of a new snapshot. At most one snapshot and [`EVENTS_MAX`]
+/// events are held.
 #[derive(Debug, Default)]
 pub(super) struct CacheFeed {
     snapshot: Option<PendingSnapshot>,

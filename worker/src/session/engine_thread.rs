@@ -161,7 +161,8 @@ impl EngineThread {
         }
     }
 
-    /// Like [`EngineThread::run`] as an async task on tokio's clock: sleeps for the reported duration of each step.
+    /// Like [`EngineThread::run`] as an async task on tokio's clock: sleeps for the reported duration of each
+    /// step.
     ///
     /// # Errors
     /// [`EngineFailed`] if the device failed.
@@ -200,8 +201,8 @@ impl EngineThread {
         }
     }
 
-    /// Handles queued messages: at most a queue's length, so that a flood of commands can't starve the engine. Returns
-    /// false to stop.
+    /// Handles queued messages: at most a queue's length, so that a flood of commands can't starve the
+    /// engine. Returns false to stop.
     fn handle_queued(&mut self) -> bool {
         for _ in 0..COMMANDS_MAX {
             let Ok(message) = self.messages.try_recv() else { break };
@@ -311,10 +312,9 @@ impl EngineThread {
         for (tenant, charged) in self.engine.drain_charged() {
             self.outboxes.values().for_each(|outbox| outbox.set_charged(tenant, charged));
         }
-        // A tenant that becomes active again starts at the minimum virtual time of the tenants waiting at any router, or,
-        // if none wait, at the maximum of those that ran (start-time fair queueing).
-        let min_waiting =
-            self.outboxes.values().filter_map(|outbox| outbox.min_waiting_virtual_time()).min();
+        // A tenant that becomes active again starts at the minimum virtual time of the tenants waiting at any
+        // router, or, if none wait, at the maximum of those that ran (start-time fair queueing).
+        let min_waiting = self.outboxes.values().filter_map(|outbox| outbox.min_waiting_virtual_time()).min();
         let virtual_time = min_waiting.unwrap_or_else(|| self.engine.virtual_time().thousandths());
         let routers = self.count_routers();
         let (load, iteration) = (self.engine.load(), self.engine.iteration());

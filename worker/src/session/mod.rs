@@ -187,7 +187,9 @@ async fn receive(
                     Command::Backlog { session: id, has_waiting: backlog.has_waiting_requests }
                 }
                 session_request::Message::ServiceTable(report) => {
-                    if let Err(implausible) = sessions.service_tables.report(id, &report, sessions.clock.now()) {
+                    if let Err(implausible) =
+                        sessions.service_tables.report(id, &report, sessions.clock.now())
+                    {
                         tracing::warn!(session = id.0, error = %implausible, "closing session after a protocol violation");
                         crate::metrics::protocol_violation("service_counter");
                         break;

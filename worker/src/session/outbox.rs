@@ -12,16 +12,16 @@ use super::cache_feed::CacheFeed;
 use crate::engine::{ChoiceEvent, Failure, Finish};
 use crate::runtime::{PositionLogprobs, TokenLogprob};
 
-/// Maximum pending events of a session; a router that does not read and exceeds it loses the session, and resubmits
-/// its requests to other workers.
+/// Maximum pending events of a session; a router that does not read and exceeds it loses the session, and
+/// resubmits its requests to other workers.
 const PENDING_MAX: usize = 1 << 20;
 /// Maximum service counters of other incarnations in one update, beyond the first table.
 const COUNTERS_PER_UPDATE: usize = 10_000;
 
 /// Pending update of a session, written by the engine thread and taken by the session's response stream.
 ///
-/// The engine never blocks on a router: events that a slow one has not read are merged by choice into one larger
-/// update.
+/// The engine never blocks on a router: events that a slow one has not read are merged by choice into one
+/// larger update.
 pub(crate) struct Outbox {
     state: Mutex<OutboxState>,
     wake: Notify,
@@ -88,8 +88,9 @@ impl Outbox {
         self.state().extend(std::iter::once(event));
     }
 
-    /// Adds the events and the report of a step atomically: no update has a token without the end that came with it, or
-    /// a rejection without the drain that caused it. Wakes the session if there is a change to send.
+    /// Adds the events and the report of a step atomically: no update has a token without the end that came
+    /// with it, or a rejection without the drain that caused it. Wakes the session if there is a change to
+    /// send.
     pub fn deliver(&self, events: impl Iterator<Item = ChoiceEvent>, report: &WorkerReport) {
         let mut state = self.state();
         state.extend(events);
@@ -98,8 +99,7 @@ impl Outbox {
         state.load = report.load;
         state.virtual_time = report.virtual_time;
         let Grant { sequences, blocks } = report.grant;
-        let grant =
-            v1::Grant { sequences, kv_blocks: blocks, priority_sequences: report.priority_sequences };
+        let grant = v1::Grant { sequences, kv_blocks: blocks, priority_sequences: report.priority_sequences };
         // A changed load alone can wait for the heartbeat or the next token.
         state.changed |=
             state.grant != grant || state.draining != report.draining || state.routers != report.routers;
@@ -120,11 +120,7 @@ impl Outbox {
     }
 
     /// Starts a snapshot of the prefix cache; later events are numbered from `next`.
-    pub fn start_cache_snapshot(
-        &self,
-        contents: impl Iterator<Item = (CacheTier, BlockHash)>,
-        next: u64,
-    ) {
+    pub fn start_cache_snapshot(&self, contents: impl Iterator<Item = (CacheTier, BlockHash)>, next: u64) {
         let mut state = self.state();
         state.cache.start_snapshot(contents, next);
         state.changed = true;
@@ -166,8 +162,8 @@ impl Outbox {
         self.state().service_tables.extend(tables);
     }
 
-    /// Sets the minimum virtual time of the tenants waiting at the router, in thousandths of a token at weight 1; `None`
-    /// if none wait.
+    /// Sets the minimum virtual time of the tenants waiting at the router, in thousandths of a token at
+    /// weight 1; `None` if none wait.
     pub fn set_min_waiting_virtual_time(&self, min: Option<u64>) {
         self.state().min_waiting_virtual_time = min;
     }

@@ -1,4 +1,5 @@
-//! Service counters of other worker incarnations, reported by routers and passed on to routers that connect later.
+//! Service counters of other worker incarnations, reported by routers and passed on to routers that connect
+//! later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};

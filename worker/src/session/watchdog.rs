@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use inflight_worker_core::Time;
 
-/// Start time and time limit of the engine's current step. Sessions run on their own tasks, so without it a hung
-/// device would go unnoticed: heartbeats would continue, and streams would wait forever.
+/// Start time and time limit of the engine's current step. Sessions run on their own tasks, so without it a
+/// hung device would go unnoticed: heartbeats would continue, and streams would wait forever.
 ///
 /// A step may take [`Watchdog::MARGIN`] times the predicted duration of the largest step, but at least three
-/// heartbeats. Past that the engine counts as hung and its sessions close, so that routers resubmit their requests.
+/// heartbeats. Past that the engine counts as hung and its sessions close, so that routers resubmit their
+/// requests.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     /// Start of the current step in nanoseconds; 0 between steps.
@@ -66,7 +67,10 @@ mod tests {
         assert!(!watchdog.is_stuck(at(1000)), "idle is no hang");
         for (step_max, limit) in [(0, 3), (100, 3), (500, 10), (10_000, 60), (u64::MAX, 60)] {
             watchdog.begin(at(1000), Duration::from_millis(step_max));
-            assert!(!watchdog.is_stuck(at(1000 + limit)) && watchdog.is_stuck(at(1001 + limit)), "{step_max} ms");
+            assert!(
+                !watchdog.is_stuck(at(1000 + limit)) && watchdog.is_stuck(at(1001 + limit)),
+                "{step_max} ms"
+            );
         }
         watchdog.end();
         assert!(!watchdog.is_stuck(at(2000)));

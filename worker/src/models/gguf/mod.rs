@@ -1,4 +1,5 @@
-//! GGUF parser: metadata, and tensors in the encodings of ggml. The format is specified in ggml's `docs/gguf.md`.
+//! GGUF parser: metadata, and tensors in the encodings of ggml. The format is specified in ggml's
+//! `docs/gguf.md`.
 
 mod config;
 mod tokenizer;
@@ -87,8 +88,8 @@ struct TensorHeader {
 }
 
 impl TensorHeader {
-    /// Validates shape and size; returns the tensor's range in the file. `data` is the offset of the tensor data, `size`
-    /// that of the end of the file.
+    /// Validates shape and size; returns the tensor's range in the file. `data` is the offset of the tensor
+    /// data, `size` that of the end of the file.
     fn locate(self, reader: &GgufReader<'_>, data: u64, size: u64) -> Result<GgufTensor, Error> {
         let Self { name, shape, kind, offset } = self;
         let lies = |what: &str| reader.broken(&format!("tensor {name} {what}"));

@@ -1,8 +1,8 @@
 //! Collectives between the ranks of a tensor-parallel group.
 //!
-//! All ranks of a group make the same calls in the same order. Sums are taken in ascending order of the ranks, so their
-//! bits depend on the degree alone, never on timing. A group fails as a whole: a failure of one rank ends all calls of
-//! the others, including blocked ones, with an error that names it.
+//! All ranks of a group make the same calls in the same order. Sums are taken in ascending order of the
+//! ranks, so their bits depend on the degree alone, never on timing. A group fails as a whole: a failure of
+//! one rank ends all calls of the others, including blocked ones, with an error that names it.
 
 mod shared_memory;
 #[cfg(test)]
@@ -28,15 +28,16 @@ pub trait Collective: Send {
     /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// Replaces `elements` on every rank by their sum over all ranks, in f32 and in ascending order of the ranks. All
-    /// ranks pass equally many.
+    /// Replaces `elements` on every rank by their sum over all ranks, in f32 and in ascending order of the
+    /// ranks. All ranks pass equally many.
     ///
     /// # Errors
     /// The group failed, or the lengths differ; `elements` is then undefined.
     fn all_reduce(&self, elements: &mut [f32]) -> Result<(), GroupFailed>;
 
-    /// Concatenates the columns of all ranks in ascending order. `part` is this rank's [rows, columns]; the number of
-    /// columns may differ by rank. Ranks that pass `whole`, [rows, columns of all ranks], receive the result.
+    /// Concatenates the columns of all ranks in ascending order. `part` is this rank's [rows, columns]; the
+    /// number of columns may differ by rank. Ranks that pass `whole`, [rows, columns of all ranks], receive
+    /// the result.
     ///
     /// # Errors
     /// The group failed, or the shapes do not match; `whole` is then undefined.

@@ -1,7 +1,8 @@
 //! Shared-memory collectives between ranks that are threads of one process.
 //!
-//! A collective has two barriers. Before the first, each rank posts its operation and buffers; between the two, each
-//! does its share of the work on the buffers of all ranks. So no buffer is accessed outside of its owner's call.
+//! A collective has two barriers. Before the first, each rank posts its operation and buffers; between the
+//! two, each does its share of the work on the buffers of all ranks. So no buffer is accessed outside of its
+//! owner's call.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -103,8 +104,9 @@ impl SharedMemory {
         &self.group.posts
     }
 
-    /// Waits until all ranks have arrived. Once all have, each of them returns `Ok`, even if the group fails meanwhile: a
-    /// failure ends only waits that would never end, as a rank that has seen the failure does not arrive again.
+    /// Waits until all ranks have arrived. Once all have, each of them returns `Ok`, even if the group fails
+    /// meanwhile: a failure ends only waits that would never end, as a rank that has seen the failure does
+    /// not arrive again.
     fn wait(&self) -> Result<(), GroupFailed> {
         let SharedGroup { posts, barrier, failed, .. } = &*self.group;
         if failed.load(Ordering::SeqCst) {
@@ -147,8 +149,8 @@ impl SharedMemory {
         self.failure().unwrap_or_else(unknown)
     }
 
-    /// Runs a collective: posts operation and buffers, waits for all posts, does this rank's share of `work`, waits for the
-    /// others' shares. Every rank must find the same errors in `work`.
+    /// Runs a collective: posts operation and buffers, waits for all posts, does this rank's share of `work`,
+    /// waits for the others' shares. Every rank must find the same errors in `work`.
     fn call(
         &self,
         call: Operation,
@@ -165,7 +167,8 @@ impl SharedMemory {
         post.whole.store(whole, Ordering::Relaxed);
         post.whole_len.store(whole_len, Ordering::Relaxed);
         self.wait()?;
-        let same = |post: &RankPost| post.call.load(Ordering::Relaxed) == posts[0].call.load(Ordering::Relaxed);
+        let same =
+            |post: &RankPost| post.call.load(Ordering::Relaxed) == posts[0].call.load(Ordering::Relaxed);
         let worked = match posts.iter().position(|post| !same(post)) {
             Some(rank) => Err(format!("rank {rank} makes another call than rank 0")),
             None => work(posts),
@@ -229,8 +232,9 @@ impl Collective for SharedMemory {
             for first in share.clone().step_by(BLOCK) {
                 let sums = &mut sums[..BLOCK.min(share.end - first)];
                 for (rank, post) in posts.iter().enumerate() {
-                    // SAFETY: every rank is between its two barriers, so its posted buffer is mutably borrowed by its call
-                    // and `len` long, as checked above; this rank alone accesses this share of all buffers.
+                    // SAFETY: every rank is between its two barriers, so its posted buffer is mutably
+                    // borrowed by its call and `len` long, as checked above; this rank alone accesses this
+                    // share of all buffers.
                     let theirs = unsafe {
                         let from = post.elements.load(Ordering::Relaxed).add(first);
                         std::slice::from_raw_parts(from, sums.len())
@@ -241,8 +245,8 @@ impl Collective for SharedMemory {
                     }
                 }
                 for post in posts {
-                    // SAFETY: the buffer is borrowed by its rank's call, `len` long, and this share is accessed by this
-                    // rank alone; `sums` is local, so the ranges do not overlap.
+                    // SAFETY: the buffer is borrowed by its rank's call, `len` long, and this share is
+                    // accessed by this rank alone; `sums` is local, so the ranges do not overlap.
                     unsafe {
                         let to = post.elements.load(Ordering::Relaxed).add(first);
                         std::ptr::copy_nonoverlapping(sums.as_ptr(), to, sums.len());
@@ -273,8 +277,9 @@ impl Collective for SharedMemory {
                     continue;
                 }
                 for (row, part) in part.chunks_exact(columns.max(1)).enumerate() {
-                    // SAFETY: every rank is between its two barriers, so its `whole` is mutably borrowed by its call and
-                    // `total` = rows * width long, as checked above; this rank alone writes these columns.
+                    // SAFETY: every rank is between its two barriers, so its `whole` is mutably borrowed by
+                    // its call and `total` = rows * width long, as checked above; this rank alone writes
+                    // these columns.
                     unsafe {
                         std::ptr::copy_nonoverlapping(part.as_ptr(), to.add(row * width + first), columns);
                     }

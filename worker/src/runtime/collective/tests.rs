@@ -119,7 +119,10 @@ fn mismatched_calls_fail_on_every_rank() {
         (|handle| handle.gather(&[1.0; 6], 2 + handle.rank(), None), "another call"),
         (|handle| handle.gather(&[1.0; 5], 2, None), "shapes"),
         (|handle| handle.gather(&[1.0; 6], 2, Some(&mut [0.0; 5])), "shapes"),
-        (|handle| if handle.rank() == 1 { handle.barrier() } else { handle.all_reduce(&mut [1.0; 5]) }, "another call"),
+        (
+            |handle| if handle.rank() == 1 { handle.barrier() } else { handle.all_reduce(&mut [1.0; 5]) },
+            "another call",
+        ),
     ];
     for (call, clue) in wrong {
         for outcome in on_all(3, call) {

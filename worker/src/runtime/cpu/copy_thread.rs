@@ -27,7 +27,8 @@ pub(super) struct CopyThread {
 }
 
 impl CopyThread {
-    /// Starts the thread if there is a host pool. There is one copier per rank; each holds its shard of every block.
+    /// Starts the thread if there is a host pool. There is one copier per rank; each holds its shard of every
+    /// block.
     ///
     /// # Errors
     /// Starting the thread failed.
@@ -46,9 +47,9 @@ impl CopyThread {
                     Direction::In => KvDirection::In,
                 };
                 for copier in &mut copiers {
-                    // SAFETY: the scheduler starts no transfer of blocks that an iteration in flight writes, and reuses
-                    // the blocks only after the transfer is reported as finished; the indices were checked in `submit`,
-                    // and this thread owns the only copier of the pools.
+                    // SAFETY: the scheduler starts no transfer of blocks that an iteration in flight writes,
+                    // and reuses the blocks only after the transfer is reported as finished; the indices were
+                    // checked in `submit`, and this thread owns the only copier of the pools.
                     unsafe { copier.copy(direction, &transfer.blocks) };
                 }
                 let finished = TransferDone { id: transfer.id, succeeded: true, took: begun.elapsed() };
@@ -75,7 +76,8 @@ impl CopyThread {
     /// Queues a transfer.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if there is no host pool or a block is out of range, [`Error::Device`] if the thread has ended.
+    /// [`Error::Malformed`] if there is no host pool or a block is out of range, [`Error::Device`] if the
+    /// thread has ended.
     pub(super) fn submit(&mut self, transfer: &Transfer) -> Result<(), Error> {
         let malformed = |what: &str| Err(Error::Malformed(what.to_owned()));
         let Some(jobs) = &self.jobs else { return malformed("there is no host pool to transfer to") };

@@ -15,8 +15,8 @@ const MLP_ROWS: usize = 256;
 
 /// Forward pass of one rank, with its buffers.
 ///
-/// The hidden state is replicated. For a residual addition, rank 0 adds its partial sum to the state and the others
-/// replace the state by theirs; the all-reduce then yields the new state on every rank.
+/// The hidden state is replicated. For a residual addition, rank 0 adds its partial sum to the state and the
+/// others replace the state by theirs; the all-reduce then yields the new state on every rank.
 pub(super) struct Forward {
     config: ModelConfig,
     /// Rank 0, which keeps the residual, adds biases and gathers the logits.
@@ -108,8 +108,8 @@ impl Forward {
         Ok(())
     }
 
-    /// Computes the logits of the sample rows and writes keys and values of all rows. Requires [`Batch::check`] and
-    /// [`Forward::place`].
+    /// Computes the logits of the sample rows and writes keys and values of all rows. Requires
+    /// [`Batch::check`] and [`Forward::place`].
     ///
     /// # Errors
     /// Another rank failed.

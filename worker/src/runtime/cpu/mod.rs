@@ -1,7 +1,7 @@
 //! CPU runtime: the decoder forward pass on SIMD kernels, with tensor parallelism over threads.
 //!
-//! Results are batch invariant, see the invariant of [`inflight_kernels`]: this module only sequences its kernels.
-//! Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
+//! Results are batch invariant, see the invariant of [`inflight_kernels`]: this module only sequences its
+//! kernels. Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
 
 mod copy_thread;
 mod forward;
@@ -162,8 +162,8 @@ fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_token
 
 /// CPU runtime whose steps run synchronously, on the caller's thread and the thread pools.
 ///
-/// Each rank has a shard of the weights and of the KV block pool, and its own threads. Block operations apply to every
-/// rank; tokens are sampled from the gathered logits. A failure of one rank fails the runtime.
+/// Each rank has a shard of the weights and of the KV block pool, and its own threads. Block operations apply
+/// to every rank; tokens are sampled from the gathered logits. A failure of one rank fails the runtime.
 pub struct CpuRuntime {
     compute: Compute,
     copies: CopyThread,
@@ -183,8 +183,8 @@ struct Compute {
 }
 
 impl CpuRuntime {
-    /// Loads a model: validates tensors, packs weights for the kernels and allocates the pools. Calls `progress` with bytes
-    /// packed and bytes in total.
+    /// Loads a model: validates tensors, packs weights for the kernels and allocates the pools. Calls
+    /// `progress` with bytes packed and bytes in total.
     ///
     /// # Errors
     /// [`Error`]; invalid options and models are rejected before large allocations.
@@ -300,7 +300,8 @@ impl CpuRuntime {
         Ok(Self { compute, copies, last: Vec::new(), took: None })
     }
 
-    /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one meanwhile.
+    /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
+    /// meanwhile.
     ///
     /// # Errors
     /// Starting the thread failed.
@@ -372,8 +373,8 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
 }
 
 impl Compute {
-    /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous step and is
-    /// replaced by those of this one.
+    /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous
+    /// step and is replaced by those of this one.
     fn step(&mut self, batch: &mut Batch, last: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
         let begun = Instant::now();
         batch.feed(last)?;

@@ -40,8 +40,8 @@ struct StepResult {
 
 /// CPU runtime whose steps run on a dedicated thread.
 ///
-/// Commands are executed in order, so a slot detached after a launch is still attached in that step. A token that one
-/// step samples and the next one needs does not leave the thread.
+/// Commands are executed in order, so a slot detached after a launch is still attached in that step. A token
+/// that one step samples and the next one needs does not leave the thread.
 pub struct Overlapped {
     capabilities: Capabilities,
     commands: Option<SyncSender<StepCommand>>,

@@ -7,16 +7,16 @@ use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{GROUP_MAX, GROUP_STEP, Isa, WeightFormat};
 
 /// Default int8 group sizes: the first that divides a row, else the last. Each group costs a conversion, two
-/// multiplications and a load of every sum (1/6 of the arithmetic at 64, 1/12 at 128), and padding a row to whole groups
-/// costs more than that.
+/// multiplications and a load of every sum (1/6 of the arithmetic at 64, 1/12 at 128), and padding a row to
+/// whole groups costs more than that.
 const GROUPS_INT8: [usize; 3] = [192, 128, 64];
 /// Default int4 group size.
 const GROUP_INT4: usize = 32;
 
 /// Weight quantization of a model at load.
 ///
-/// Matrices are quantized in groups of consecutive inputs that share a scale. Norms and biases stay f32, and the
-/// embedding keeps the checkpoint's type. The LM head has at least 8 bits, as it decides every token.
+/// Matrices are quantized in groups of consecutive inputs that share a scale. Norms and biases stay f32, and
+/// the embedding keeps the checkpoint's type. The LM head has at least 8 bits, as it decides every token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
     four_bits: bool,

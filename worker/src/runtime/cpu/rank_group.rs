@@ -46,14 +46,15 @@ impl RankGroup {
         Self { lead, rest: rest.into_iter().map(Mutex::new).collect(), threads }
     }
 
-    /// Runs `work` concurrently for each of `world` ranks. Ranks wait for each other, so `threads` must have exactly one
-    /// thread per rank.
+    /// Runs `work` concurrently for each of `world` ranks. Ranks wait for each other, so `threads` must have
+    /// exactly one thread per rank.
     pub(super) fn on_each(threads: &Pool, world: usize, work: &(dyn Fn(usize) + Sync)) {
         assert_eq!(threads.threads(), world, "a rank would wait for one that has no thread");
         threads.each(world, work);
     }
 
-    /// Runs a step on all ranks: logits of the sample rows, keys and values of all rows. The batch must be checked.
+    /// Runs a step on all ranks: logits of the sample rows, keys and values of all rows. The batch must be
+    /// checked.
     ///
     /// # Errors
     /// [`Error::Malformed`] before anything runs; [`Error::Device`] if a rank fails, and on every later call.

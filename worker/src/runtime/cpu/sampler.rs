@@ -41,7 +41,8 @@ impl Sampler {
         let logits = group.logits();
         let vocab = logits.len() / samples.len();
         self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
-        // A slot's next row must see the token of its previous one, so a parallel run ends where a slot repeats.
+        // A slot's next row must see the token of its previous one, so a parallel run ends where a slot
+        // repeats.
         let mut first = 0;
         while first < samples.len() {
             let end = (first + 1..samples.len())

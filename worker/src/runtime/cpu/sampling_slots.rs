@@ -18,7 +18,8 @@ pub(super) struct SlotState {
     /// EOS and stop tokens, masked until `min_tokens` are generated.
     ending: Vec<u32>,
     generated: u32,
-    /// Tokens of prompt and output, if penalties need them, sorted by id; at most as many as the context has tokens.
+    /// Tokens of prompt and output, if penalties need them, sorted by id; at most as many as the context has
+    /// tokens.
     history: Vec<TokenCount>,
 }
 
@@ -113,7 +114,8 @@ impl SlotState {
         !self.history.is_empty() || !self.sampling.logit_bias.is_empty() || self.masks()
     }
 
-    /// Applies penalties, then biases, then the mask of ending tokens, to the logits of one row; [vocab_size].
+    /// Applies penalties, then biases, then the mask of ending tokens, to the logits of one row;
+    /// [vocab_size].
     pub(super) fn adjust(&self, logits: &mut [f32]) {
         let sampling = &*self.sampling;
         for entry in &self.history {

@@ -181,7 +181,11 @@ impl CheckpointWeights {
     }
 
     /// Returns all linear layers with their packed formats for `ranks` ranks.
-    fn formats(&self, quantization: Option<Quantization>, ranks: usize) -> Vec<(&CheckpointLinear, WeightFormat)> {
+    fn formats(
+        &self,
+        quantization: Option<Quantization>,
+        ranks: usize,
+    ) -> Vec<(&CheckpointLinear, WeightFormat)> {
         self.layers
             .iter()
             .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
@@ -300,8 +304,9 @@ mod tests {
                 let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
                 let checkpoint = find(&model).unwrap();
                 let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
-                let sharded =
-                    |ranks| shards(model.config(), ranks, &|ranks| checkpoint.grain(quantize, ranks)).unwrap();
+                let sharded = |ranks| {
+                    shards(model.config(), ranks, &|ranks| checkpoint.grain(quantize, ranks)).unwrap()
+                };
                 let (isa, whole) = (Isa::detect(), sharded(1));
                 let group = if quantize.is_some() { sharded(2) } else { sharded(4) };
                 for (linear, format) in checkpoint.formats(quantize, group.len()) {

@@ -1,8 +1,9 @@
-//! Simulated device: takes the time that a [`DeviceProfile`] says and generates deterministic, meaningless tokens.
+//! Simulated device: takes the time that a [`DeviceProfile`] says and generates deterministic, meaningless
+//! tokens.
 //!
-//! For tests and load tests of routers: scheduler, sessions, prefix cache and limits are the real ones, a core serves
-//! hundreds of thousands of tokens per second, and tokens are a pure function of prompt, seed and choice, so streams can
-//! be compared byte for byte across workers.
+//! For tests and load tests of routers: scheduler, sessions, prefix cache and limits are the real ones, a
+//! core serves hundreds of thousands of tokens per second, and tokens are a pure function of prompt, seed and
+//! choice, so streams can be compared byte for byte across workers.
 
 mod profile;
 mod tokens;
@@ -52,8 +53,8 @@ struct PendingCopy {
 
 /// Simulated device.
 ///
-/// Steps are serialized, and so are copies, which overlap with steps. Waiting sleeps, so a worker uses the CPU only for
-/// scheduling and sending.
+/// Steps are serialized, and so are copies, which overlap with steps. Waiting sleeps, so a worker uses the
+/// CPU only for scheduling and sending.
 pub struct SimRuntime {
     capabilities: Capabilities,
     profile: DeviceProfile,
@@ -103,7 +104,8 @@ impl SimRuntime {
         })
     }
 
-    /// Returns the prefill and the decode work of a batch; a sequence with a single row past position 0 is a decode.
+    /// Returns the prefill and the decode work of a batch; a sequence with a single row past position 0 is a
+    /// decode.
     fn work(batch: &Batch) -> (StepWork, StepWork) {
         let (mut prefill, mut decode) = (StepWork::default(), StepWork::default());
         for rows in batch.starts.windows(2) {
@@ -124,12 +126,13 @@ impl SimRuntime {
             };
             while feedback.next_if(|fed| fed.row < sample.row).is_some() {}
             let fed = feedback.peek().is_some_and(|fed| fed.row == sample.row);
-            // A real device would continue from this token, so an engine that feeds a wrong one must fail here.
+            // A real device would continue from this token, so an engine that feeds a wrong one must fail
+            // here.
             let row = batch.tokens[sample.row as usize];
             if !fed && row != chain.last() {
                 let last = chain.last();
                 return Err(Error::Malformed(format!(
-                    "slot {slot} goes on from token {row}, but its newest is {last}"
+                    "slot {slot} continues from token {row}, but its newest is {last}"
                 )));
             }
             sampled.push(chain.sample());

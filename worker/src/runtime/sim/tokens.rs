@@ -8,8 +8,8 @@ use super::super::{PositionLogprobs, Sampled, SlotSetup, TokenLogprob};
 
 /// Generator of a sequence's tokens.
 ///
-/// A token is a pure function of seed, choice and *all* tokens before it. That makes it a test oracle: a stream resumed
-/// with a token lost, duplicated or swapped continues differently.
+/// A token is a pure function of seed, choice and *all* tokens before it. That makes it a test oracle: a
+/// stream resumed with a token lost, duplicated or swapped continues differently.
 pub(super) struct TokenChain {
     hash: u64,
     /// Newest token, the expected input of the next step.
@@ -47,8 +47,8 @@ impl TokenChain {
         Sampled { token, logprobs }
     }
 
-    /// Returns the `nth` candidate for the next token, from the middle half of the vocabulary, as special tokens are at its
-    /// ends.
+    /// Returns the `nth` candidate for the next token, from the middle half of the vocabulary, as special
+    /// tokens are at its ends.
     fn token(&self, nth: u64) -> u32 {
         let (from, count) = (self.vocab_size / 4, (self.vocab_size / 2).max(1));
         let first = (mix(self.hash, nth.wrapping_add(1 << 32)) % u64::from(count)) as u32;
