@@ -29,7 +29,6 @@ const BLOCK_TOKENS: usize = 16;
 const CONTEXT: usize = 1024;
 /// Sequences of the mixed workload.
 const STREAMS: usize = 32;
-/// Duration of one measurement of a hardware limit.
 const LIMIT_TIME: Duration = Duration::from_millis(120);
 /// Context of decoding sequences in tokens.
 const DECODE_CONTEXT: usize = 128;
@@ -109,7 +108,6 @@ impl Options {
 /// Results of one round by name.
 type Round = BTreeMap<&'static str, f64>;
 
-/// Measures one shape with one weight format and prints a table row.
 fn measure(
     options: &Options,
     shape: Shape,
@@ -209,7 +207,6 @@ impl<'a> Workload<'a> {
         Self { runtime, config, kv, weight_bytes, batch: Batch::default(), sampled: Vec::new() }
     }
 
-    /// Attaches a greedy sequence to a slot.
     fn attach(&mut self, slot: usize) -> BenchResult<()> {
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),
@@ -247,7 +244,6 @@ impl<'a> Workload<'a> {
         2.0 * config.layers as f64 * (layer as f64 * count as f64 + 2.0 * (queries * attended) as f64)
     }
 
-    /// Operations of the LM head for one token.
     fn head_operations(&self) -> f64 {
         2.0 * (self.config.hidden_size * self.config.vocab_size) as f64
     }

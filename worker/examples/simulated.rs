@@ -15,10 +15,8 @@ use tokio_util::sync::CancellationToken;
 
 type BenchResult<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
-/// Output tokens per request.
 const OUTPUT: u32 = 400;
 
-/// Returns the submission of one request.
 fn submit(request: u64) -> v1::SessionRequest {
     let prompt = (0..64).map(|at| 300 + ((request as u32).wrapping_mul(31) + at * 7) % 400).collect();
     let submit = v1::Submit {

@@ -204,12 +204,10 @@ pub(crate) fn blocked(reason: &'static str) {
     metrics::counter!(BLOCKED, "reason" => reason).increment(1);
 }
 
-/// Adds `change` to the gauge of open sessions.
 pub(crate) fn sessions(change: f64) {
     metrics::gauge!(SESSIONS).increment(change);
 }
 
-/// Counts a session rejected because the limit is reached.
 pub(crate) fn session_rejected() {
     metrics::counter!(REFUSED_SESSIONS).increment(1);
 }

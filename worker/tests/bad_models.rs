@@ -31,7 +31,6 @@ fn load(path: &Path) -> Result<CpuRuntime, Error> {
     CpuRuntime::load(&model, &OPTIONS, &|_, _| {})
 }
 
-/// Error message of a model that must not load.
 fn message(path: &Path) -> String {
     match load(path) {
         Ok(_) => panic!("{} loads", path.display()),

@@ -22,7 +22,6 @@ const VOCAB: u32 = 50;
 const EOS: u32 = 7;
 const NOW: Time = Time::ZERO;
 
-/// Returns the token that follows `context`.
 fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
     let mut hash = seed ^ (u64::from(choice) << 32) ^ 0x9e37_79b9_7f4a_7c15;
     for token in context {
@@ -49,7 +48,6 @@ fn expected_output(request: &Request, choice: u32) -> (Vec<u32>, FinishReason) {
 /// Seed and choice of each attached slot.
 type AttachedSlots = Vec<Option<(u64, u32)>>;
 
-/// Runtime whose KV cache holds the tokens themselves.
 struct RecordingRuntime {
     capabilities: Capabilities,
     memory: Vec<Option<u32>>,

@@ -35,7 +35,6 @@ fn logits(path: &Path) -> Result<Vec<f32>, String> {
     logits_of_ranks(path, 1)
 }
 
-/// Logits after a fixed prompt, with tensor parallelism.
 fn logits_of_ranks(path: &Path, tensor_parallel: usize) -> Result<Vec<f32>, String> {
     let options = CpuOptions { tensor_parallel, ..OPTIONS };
     let mut runtime =

@@ -57,7 +57,6 @@ fn storage_formats() -> Vec<StorageFormat> {
 }
 
 impl StorageFormat {
-    /// Key in the golden file.
     fn name(&self) -> String {
         let kv = if self.kv.is_some() { "int8" } else { "auto" };
         let weights = self.weights.unwrap_or("none");
@@ -186,7 +185,6 @@ fn compute(isa: Isa, wide: &Path) -> BTreeMap<String, String> {
     found
 }
 
-/// Path of the golden file.
 fn file() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/bits.txt")
 }

@@ -96,7 +96,7 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
 }
 
 #[test]
-fn groups_that_do_not_divide_a_row_work_and_formats_have_distinct_fingerprints() {
+fn padded_groups_work_and_formats_have_distinct_fingerprints() {
     let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let mut fingerprints = Vec::new();

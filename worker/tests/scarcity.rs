@@ -31,7 +31,6 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 /// Token, and the bits of its log probability and of the top ones.
 type TokenBits = (u32, Vec<u32>);
 
-/// Random request with its events.
 #[derive(Debug, Clone)]
 struct RequestSpec {
     text: u32,
@@ -234,7 +233,6 @@ impl Coverage {
     }
 }
 
-/// Runs requests until the engine is idle; returns the output of each choice.
 fn run(engine: &mut Engine, specs: &[RequestSpec], coverage: &mut Coverage) -> BTreeMap<(u64, u32), Output> {
     let vocab = engine.model_limits().vocab_size;
     let mut events = Vec::new();

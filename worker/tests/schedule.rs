@@ -56,7 +56,6 @@ struct ScheduleRng {
 }
 
 impl ScheduleRng {
-    /// Returns a number below `bound`.
     fn below(&mut self, bound: usize) -> usize {
         self.count += 1;
         philox4x32([self.count, 0, 0, 0], [self.key, 0])[0] as usize % bound.max(1)
@@ -115,7 +114,6 @@ fn attach(runtime: &mut CpuRuntime, slot: u32, request: &Request, prompt: &[u32]
     runtime.attach(slot, &setup).unwrap();
 }
 
-/// Bits of the logits of one sample row.
 fn bits(runtime: &CpuRuntime, sample: usize) -> Vec<u32> {
     let vocab = runtime.capabilities().vocab_size as usize;
     runtime.logits()[sample * vocab..(sample + 1) * vocab].iter().map(|logit| logit.to_bits()).collect()

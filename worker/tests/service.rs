@@ -20,7 +20,6 @@ use tonic::Streaming;
 const CONTEXT: u32 = 400_000;
 const VOCAB: u32 = 1 << 17;
 
-/// Router with an open session to a worker.
 struct Router {
     commands: mpsc::UnboundedSender<v1::SessionRequest>,
     updates: Streaming<v1::SessionResponse>,
@@ -76,7 +75,6 @@ impl Router {
         Self { commands, updates, hello, address, drain, serving }
     }
 
-    /// Sends a message on the session.
     fn send(&self, message: RequestMessage) {
         self.commands.send(v1::SessionRequest { message: Some(message) }).unwrap();
     }

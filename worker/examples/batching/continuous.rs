@@ -46,7 +46,6 @@ struct PassResult {
     kv: f64,
 }
 
-/// Runs the scenario and prints a table.
 pub fn run(options: &Options) -> BenchResult<()> {
     let model = BenchModel::open(options, None)?;
     let size = EngineSize::of(options, 16, 2048, 16)?;

@@ -87,7 +87,6 @@ impl EngineDriver {
         self.begun.elapsed()
     }
 
-    /// Submits a request.
     pub fn submit(&mut self, request: u64, prompt: &Arc<[u32]>, max_tokens: u32) {
         let request = Request {
             key: RequestKey { session: SESSION, request },
@@ -108,9 +107,6 @@ impl EngineDriver {
     }
 
     /// Runs one iteration.
-    ///
-    /// # Errors
-    /// The device failed or a request was rejected, which invalidates the measurement.
     pub fn step(&mut self) -> BenchResult<StepTokens> {
         let now = time(self.now());
         let report = self.engine.step(now, &mut self.events)?;

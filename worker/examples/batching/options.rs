@@ -31,7 +31,6 @@ pub struct Options {
 }
 
 impl Options {
-    /// Parses the command line.
     pub fn parse(arguments: impl Iterator<Item = String>) -> BenchResult<Self> {
         let mut arguments = arguments.peekable();
         let scenario = arguments.next().ok_or("name a scenario: `continuous` or `storm`")?;

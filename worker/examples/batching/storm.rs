@@ -19,7 +19,6 @@ const ANSWER: u32 = 16;
 /// Warm-up in seconds, until the streams are out of phase.
 const WARM_UP: f64 = 2.0;
 
-/// Load of a phase.
 #[derive(Debug, Clone, Copy)]
 struct StormLoad {
     streams: u64,
@@ -47,7 +46,6 @@ struct PhaseResult {
     off: Vec<f64>,
 }
 
-/// Runs the scenario and prints a table.
 pub fn run(options: &Options) -> BenchResult<()> {
     let load = StormLoad {
         streams: options.number("streams", 8, 1)?,

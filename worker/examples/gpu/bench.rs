@@ -38,7 +38,6 @@ fn word(i: u32, j: u32) -> u32 {
     philox4x32([i, j, 0, 0], [8, 0])[0]
 }
 
-/// Runs the task.
 pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     attach(runtime, capabilities.slots)?;

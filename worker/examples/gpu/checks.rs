@@ -35,13 +35,11 @@ pub struct Logits {
     /// Tokens computed in prefill chunks; the rest is computed one by one. Logits are written for the last
     /// prefill token and every later one.
     prefill: usize,
-    /// Tokens per prefill chunk.
     chunk: usize,
     /// Output file: little-endian f32, row by row.
     out: PathBuf,
 }
 
-/// Runs the task.
 pub fn logits(runtime: &mut CudaRuntime, task: &Logits) -> JobResult<Value> {
     attach(runtime, 1)?;
     // Descending block ids, so that kernels must use the block table.

@@ -82,7 +82,6 @@ fn yes() -> bool {
     true
 }
 
-/// Runs the job in `argument`: JSON, or the path of a file with it.
 fn run(argument: &str) -> JobResult<Value> {
     let job: Job = if argument.starts_with('{') {
         serde_json::from_str(argument).map_err(|error| format!("the job is no valid one: {error}"))?

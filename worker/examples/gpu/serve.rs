@@ -24,7 +24,6 @@ pub struct Serve {
 
 const SESSION: SessionId = SessionId(0);
 
-/// Runs the task; reports output tokens per second.
 pub fn serve(runtime: CudaRuntime, task: &Serve) -> JobResult<Value> {
     let vocabulary = runtime.capabilities().vocab_size;
     let options = EngineOptions {

@@ -27,7 +27,6 @@ pub struct Swap {
     steps: u32,
 }
 
-/// Generator of transfers.
 struct TransferSource {
     next: u64,
     blocks: u32,
@@ -48,7 +47,6 @@ impl TransferSource {
     }
 }
 
-/// Waits for `left` transfers.
 fn drain(runtime: &mut CudaRuntime, mut left: usize) -> JobResult<Vec<TransferDone>> {
     let mut all = Vec::new();
     while left > 0 {
@@ -63,7 +61,6 @@ fn drain(runtime: &mut CudaRuntime, mut left: usize) -> JobResult<Vec<TransferDo
     }
 }
 
-/// Runs the task.
 pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
     let capabilities = runtime.capabilities().clone();
     let each = task.context.div_ceil(capabilities.block_tokens) + 1;

@@ -103,7 +103,6 @@ impl LiveChoice {
         self.computed_tokens
     }
 
-    /// Returns an event of this choice without content.
     pub fn event(&self) -> ChoiceEvent {
         ChoiceEvent {
             key: self.key,

@@ -111,7 +111,6 @@ pub struct Engine {
     verdicts: Vec<Verdict>,
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
-    /// Transfers started and not finished.
     transfers: usize,
     cache_events: Vec<(CacheTier, CacheEvent)>,
     /// Groups of choices that share a prefill, numbered from 1.
@@ -542,7 +541,6 @@ fn live_mut(live: &mut [Option<LiveChoice>], id: SequenceId) -> &mut LiveChoice 
     live[id.index()].as_mut().expect("a planned sequence is live")
 }
 
-/// Returns an event without content.
 fn empty_event(request: &Request, choice: u32) -> ChoiceEvent {
     ChoiceEvent {
         key: request.key,

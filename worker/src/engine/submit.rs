@@ -24,7 +24,6 @@ impl Engine {
         }
     }
 
-    /// Validates a request against limits and contract.
     fn check(&self, request: &Request) -> Result<(), Failure> {
         if self.draining {
             return Err(Failure::Draining);

@@ -24,9 +24,6 @@ struct Tokenizer {
 }
 
 /// Reads the bundle files that exist.
-///
-/// # Errors
-/// tokenizer.json is missing or malformed, or a file can't be read.
 pub(super) fn read(files: &Files) -> Result<Vec<(String, Vec<u8>)>, Error> {
     let mut bundle = Vec::new();
     for name in NAMES {

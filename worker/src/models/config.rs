@@ -22,7 +22,7 @@ pub enum Architecture {
     Mistral,
     /// Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
     Qwen2,
-    /// Qwen3: Llama with normalised queries and keys.
+    /// Qwen3: Llama with normalized queries and keys.
     Qwen3,
 }
 
@@ -99,10 +99,6 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads config.json.
-    ///
-    /// # Errors
-    /// The file is missing or malformed, or describes an unsupported model.
     pub(super) fn read(files: &Files) -> Result<Self, Error> {
         let fields = Fields::read(files, "config.json")?.ok_or_else(|| Error::MissingFile {
             file: files.label("config.json"),
@@ -171,7 +167,6 @@ impl ModelConfig {
     }
 }
 
-/// Returns the elements of a head, explicit or by the architecture's default.
 fn head_dim(
     fields: &Fields,
     architecture: Architecture,

@@ -42,12 +42,10 @@ impl Fields {
         }
     }
 
-    /// Error for a missing field.
     pub(super) fn missing(&self, field: &str) -> Error {
         Error::MissingField { file: self.file.clone(), field: field.to_owned() }
     }
 
-    /// Error for a field with an invalid value.
     pub(super) fn bad(&self, field: &str, expected: &str) -> Error {
         let found = self.map.get(field).map_or("absent".to_owned(), Value::to_string);
         Error::Field {
@@ -58,7 +56,6 @@ impl Fields {
         }
     }
 
-    /// Error for a field that requests an unsupported feature.
     pub(super) fn unsupported(&self, field: &str, found: &str, supported: &str) -> Error {
         Error::Unsupported {
             file: self.file.clone(),
@@ -82,7 +79,6 @@ impl Fields {
         self.count(field, most)?.ok_or_else(|| self.missing(field))
     }
 
-    /// Returns a boolean, if present.
     pub(super) fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -91,7 +87,6 @@ impl Fields {
         }
     }
 
-    /// Returns a string, if present.
     pub(super) fn text(&self, field: &str) -> Result<Option<&str>, Error> {
         match self.get(field) {
             None => Ok(None),

@@ -18,10 +18,6 @@ pub(super) enum Files {
 }
 
 impl Files {
-    /// Returns the location for a model source.
-    ///
-    /// # Errors
-    /// [`Error::NoDirectory`] if the path is not a directory.
     pub(super) fn of(source: &ModelSource) -> Result<Self, Error> {
         match source {
             ModelSource::Embedded => Ok(Self::Embedded(embedded::FILES)),

@@ -24,10 +24,6 @@ pub struct GenerationDefaults {
 }
 
 impl GenerationDefaults {
-    /// Reads generation_config.json, if it exists.
-    ///
-    /// # Errors
-    /// The file is malformed or a field is invalid.
     pub(super) fn read(files: &Files, config: &ModelConfig) -> Result<Self, Error> {
         let in_vocabulary = |ids: &[u32]| -> Vec<u32> {
             let mut ids: Vec<u32> =

@@ -13,9 +13,7 @@ use super::Error;
 use super::files::{Bytes, Files};
 use super::gguf::Gguf;
 
-/// File name of an unsharded checkpoint.
 const SINGLE: &str = "model.safetensors";
-/// File name of a sharded checkpoint's index.
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Memory-mapped tensors of a model's weight files.
@@ -147,7 +145,6 @@ impl Tensor {
     }
 }
 
-/// Schema of model.safetensors.index.json.
 #[derive(Deserialize)]
 struct SafetensorsIndex {
     weight_map: BTreeMap<String, String>,
@@ -155,9 +152,6 @@ struct SafetensorsIndex {
 
 impl Tensors {
     /// Opens model.safetensors, or the files of model.safetensors.index.json.
-    ///
-    /// # Errors
-    /// A file is missing or malformed, or two files have the same tensor.
     pub(super) fn open(files: &Files) -> Result<Self, Error> {
         let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new() };
         if let Some(bytes) = files.open(SINGLE)? {
@@ -208,7 +202,6 @@ impl Tensors {
         Self { weight_files: vec![WeightFile { label: gguf.label, bytes }], entries }
     }
 
-    /// Adds the tensors of a safetensors file.
     fn add(&mut self, label: String, bytes: Bytes) -> Result<(), Error> {
         let broken = |reason: String| Error::Broken { file: label.clone(), reason };
         let header =

@@ -29,7 +29,6 @@ pub(crate) struct RouterName {
 }
 
 impl RouterName {
-    /// Returns whether both are known to be the same process.
     fn is_same_process(&self, other: &Self) -> bool {
         !self.incarnation.is_empty() && self == other
     }
@@ -45,7 +44,7 @@ pub(crate) enum Message {
     Resync(SessionId),
     /// Diagnose the worker's bottlenecks.
     Diagnose {
-        /// Number of recent iterations to summarise.
+        /// Number of recent iterations to summarize.
         iterations: u32,
         /// Channel for the response.
         reply: oneshot::Sender<v1::DiagnoseResponse>,
@@ -61,12 +60,10 @@ pub(crate) enum Message {
 pub(crate) struct Clock(tokio::time::Instant);
 
 impl Clock {
-    /// Starts the clock at 0.
     pub fn start() -> Self {
         Self(tokio::time::Instant::now())
     }
 
-    /// Time since the start.
     pub fn now(self) -> Time {
         Time::from_nanos(u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
@@ -213,7 +210,6 @@ impl EngineThread {
         true
     }
 
-    /// Publishes the results of a step.
     fn finish_step(&mut self, stepped: Result<StepReport, EngineFailed>) -> Result<(), EngineFailed> {
         if let Ok(step) = &stepped {
             self.measure(step);
@@ -276,7 +272,6 @@ impl EngineThread {
         true
     }
 
-    /// Closes a session: cancels its requests and closes its outbox.
     fn close(&mut self, session: SessionId) {
         self.routers.remove(&session);
         self.engine.command(Command::Close(session), self.clock.now(), &mut self.events);
@@ -305,7 +300,6 @@ impl EngineThread {
         }
     }
 
-    /// Publishes events, load and grants of the step to all sessions and to the metrics.
     fn deliver(&mut self) {
         self.publish_cache_events();
         self.publish_cost();
@@ -379,7 +373,6 @@ impl EngineThread {
         }
     }
 
-    /// Records the metrics of a completed iteration.
     fn measure(&mut self, step: &StepReport) {
         if step.tokens == 0 {
             return;

@@ -41,7 +41,6 @@ pub(crate) struct SessionContext {
     pub engine: mpsc::Sender<Message>,
     pub permits: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
-    /// Id of the next session.
     pub next: AtomicU64,
     pub watchdog: Arc<Watchdog>,
     /// Service tables of other incarnations.

@@ -39,7 +39,6 @@ struct OutboxState {
     cost: Option<v1::CostCoefficients>,
     /// Submissions that reached the engine or were rejected before it.
     arrived: u64,
-    /// Value of `arrived` at the last report.
     reported_arrived: u64,
     /// Total charges of the tenants charged since the last update.
     charges: BTreeMap<String, Charged>,
@@ -73,7 +72,6 @@ pub(crate) struct WorkerReport {
 }
 
 impl Outbox {
-    /// Creates an empty outbox.
     pub fn new() -> Self {
         Self { state: Mutex::default(), wake: Notify::new() }
     }
@@ -262,7 +260,6 @@ impl OutboxState {
         }
     }
 
-    /// Merges one event into the update of its choice.
     fn push(&mut self, event: ChoiceEvent) {
         let key = (event.key.request, event.attempt, event.choice);
         let index = match self.open.get(&key) {

@@ -136,7 +136,6 @@ impl ServiceTables {
 }
 
 impl ReportedTables {
-    /// Removes incarnations without a reporting session for [`ORPHANED_MAX`].
     fn forget_orphaned(&mut self, now: Time) {
         let Self { table, reported } = self;
         reported.retain(|incarnation, reporters| {
@@ -166,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_reach_other_routers_and_those_of_the_own_incarnation_are_ignored() {
+    fn reports_reach_other_routers_except_those_of_the_own_incarnation() {
         let tables = ServiceTables::new("own");
         for report in
             [table("own", 1), table("gone", 5), table("gone", 3), table("", 1), table(&"x".repeat(200), 1)]

@@ -81,7 +81,6 @@ fn span(submit: &v1::Submit) -> tracing::Span {
     span
 }
 
-/// W3C trace context of a submission.
 struct Carrier<'a>(&'a v1::Submit);
 
 impl Extractor for Carrier<'_> {

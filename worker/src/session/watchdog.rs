@@ -17,7 +17,6 @@ pub(crate) struct Watchdog {
     began: AtomicU64,
     /// Time limit of the current step in nanoseconds.
     limit: AtomicU64,
-    /// Minimum time limit.
     limit_min: Duration,
 }
 
@@ -26,7 +25,6 @@ impl Watchdog {
     const MARGIN: u32 = 20;
     /// Lower bound of `limit_min`: a device may stall briefly, as when memory is touched for the first time.
     const LIMIT_MIN: Duration = Duration::from_secs(3);
-    /// Upper bound of the time limit.
     const LIMIT_MAX: Duration = Duration::from_secs(60);
 
     /// Creates an idle watchdog for a worker with this heartbeat interval.

@@ -15,7 +15,6 @@ use super::Error;
 pub(super) use config::config;
 pub(super) use tokenizer::tokenizer;
 
-/// First bytes of a GGUF file.
 const MAGIC: &[u8; 4] = b"GGUF";
 /// Default alignment of the tensor data in bytes.
 const ALIGNMENT: u64 = 32;
@@ -145,7 +144,6 @@ struct GgufReader<'a> {
 }
 
 impl<'a> GgufReader<'a> {
-    /// Error for a malformed file.
     fn broken(&self, reason: &str) -> Error {
         Error::Broken { file: self.label.to_owned(), reason: reason.to_owned() }
     }
@@ -180,7 +178,6 @@ impl<'a> GgufReader<'a> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// Reads a length-prefixed UTF-8 string.
     fn text(&mut self, what: &str) -> Result<String, Error> {
         let count = self.u64(what)?;
         let bytes = self.take(count, what)?;
@@ -218,7 +215,6 @@ impl<'a> GgufReader<'a> {
         })
     }
 
-    /// Reads an entry of the tensor list.
     fn tensor_header(&mut self) -> Result<TensorHeader, Error> {
         let name = self.text("the name of a tensor")?;
         let dimensions = self.u32(&name)?;

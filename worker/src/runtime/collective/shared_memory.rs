@@ -55,7 +55,6 @@ enum Operation {
 }
 
 impl Operation {
-    /// Encodes the operation as a unique integer.
     fn code(self) -> usize {
         match self {
             Self::Barrier => 0,
@@ -143,7 +142,6 @@ impl SharedMemory {
         }
     }
 
-    /// Returns the failure of a group that has failed.
     fn failed(&self) -> GroupFailed {
         let unknown = || GroupFailed { rank: self.rank, reason: "it does not say why".to_owned() };
         self.failure().unwrap_or_else(unknown)

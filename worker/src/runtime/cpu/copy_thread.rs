@@ -74,10 +74,6 @@ impl CopyThread {
     }
 
     /// Queues a transfer.
-    ///
-    /// # Errors
-    /// [`Error::Malformed`] if there is no host pool or a block is out of range, [`Error::Device`] if the
-    /// thread has ended.
     pub(super) fn submit(&mut self, transfer: &Transfer) -> Result<(), Error> {
         let malformed = |what: &str| Err(Error::Malformed(what.to_owned()));
         let Some(jobs) = &self.jobs else { return malformed("there is no host pool to transfer to") };
@@ -92,17 +88,13 @@ impl CopyThread {
         Ok(())
     }
 
-    /// Appends the transfers that finished since the last call.
     pub(super) fn finished(&mut self, finished: &mut Vec<TransferDone>) {
         self.arrived.extend(self.done.try_iter());
         self.in_flight -= self.arrived.len();
         finished.append(&mut self.arrived);
     }
 
-    /// Blocks until a transfer finishes; returns immediately if none is in flight.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the thread has panicked.
+    /// Blocks until a transfer finishes, if one is in flight; [`Error::Device`] if the thread has panicked.
     pub(super) fn wait(&mut self) -> Result<(), Error> {
         if self.in_flight > 0 && self.arrived.is_empty() {
             self.arrived.push(self.done.recv().map_err(|_| thread_ended())?);
@@ -111,7 +103,6 @@ impl CopyThread {
     }
 }
 
-/// Error for a copy thread that has panicked.
 fn thread_ended() -> Error {
     Error::Device("the thread that copies blocks to and from the host is gone".to_owned())
 }

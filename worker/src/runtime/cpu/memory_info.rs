@@ -36,7 +36,6 @@ pub(super) fn memory_info() -> Option<MemoryInfo> {
     }))
 }
 
-/// Parses /proc/meminfo.
 fn parse_meminfo(text: &str) -> Option<MemoryInfo> {
     let field = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;

@@ -149,13 +149,11 @@ pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
     kv_layout(config, dtype, 1).block_bytes()
 }
 
-/// KV block layout of the unsharded model.
 fn kv_layout(config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
     let ModelConfig { layers, kv_heads, head_dim, .. } = *config;
     KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
 }
 
-/// KV block layout of one shard.
 fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
     KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
 }

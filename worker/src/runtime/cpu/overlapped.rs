@@ -53,7 +53,6 @@ pub struct Overlapped {
 }
 
 impl Overlapped {
-    /// Starts the step thread.
     pub(super) fn start(mut compute: Compute, copies: CopyThread) -> std::io::Result<Self> {
         let capabilities = Capabilities { depth: DEPTH, ..compute.capabilities.clone() };
         let (commands, inbox) = sync_channel(COMMANDS_MAX);
@@ -98,7 +97,6 @@ impl Overlapped {
     }
 }
 
-/// Error for a step thread that has panicked.
 fn thread_ended() -> Error {
     Error::Device("the thread that runs the steps is gone".to_owned())
 }

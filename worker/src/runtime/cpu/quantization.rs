@@ -10,7 +10,6 @@ use inflight_kernels::cpu::{GROUP_MAX, GROUP_STEP, Isa, WeightFormat};
 /// multiplications and a load of every sum (1/6 of the arithmetic at 64, 1/12 at 128), and padding a row to
 /// whole groups costs more than that.
 const GROUPS_INT8: [usize; 3] = [192, 128, 64];
-/// Default int4 group size.
 const GROUP_INT4: usize = 32;
 
 /// Weight quantization of a model at load.

@@ -94,7 +94,6 @@ impl RankGroup {
         self.check()
     }
 
-    /// Returns the failure of the group as an error, if it has failed.
     fn check(&self) -> Result<(), Error> {
         self.lead.collective.failure().map_or(Ok(()), |failed| Err(device(failed)))
     }

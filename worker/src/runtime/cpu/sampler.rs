@@ -73,7 +73,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Samples the token of one row.
 fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
     let sampling = &*state.sampling;
     if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() {

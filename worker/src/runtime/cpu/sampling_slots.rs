@@ -34,7 +34,6 @@ impl SamplingSlots {
         Self { slots: (0..slots).map(|_| None).collect() }
     }
 
-    /// Attaches a sequence to a slot.
     pub(super) fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
         let slots = self.slots.len();
         let Some(entry) = self.slots.get_mut(slot as usize) else {
@@ -44,7 +43,6 @@ impl SamplingSlots {
         Ok(())
     }
 
-    /// Frees a slot.
     pub(super) fn detach(&mut self, slot: Slot) {
         if let Some(entry) = self.slots.get_mut(slot as usize) {
             *entry = None;
@@ -59,12 +57,10 @@ impl SamplingSlots {
         }
     }
 
-    /// Returns the state of an attached slot.
     pub(super) fn get(&self, slot: Slot) -> Option<&SlotState> {
         self.slots.get(slot as usize).and_then(Option::as_ref)
     }
 
-    /// Adds a generated token to the slot's history.
     pub(super) fn count(&mut self, slot: Slot, token: u32) {
         if let Some(Some(state)) = self.slots.get_mut(slot as usize) {
             state.count(token);

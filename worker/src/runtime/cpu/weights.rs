@@ -19,10 +19,8 @@ pub(super) struct Weights {
     pub(super) head: PackedMatrix,
 }
 
-/// Packed weights of a decoder layer.
 pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
 
-/// Packed linear layer.
 pub(super) struct Linear {
     pub(super) matrix: PackedMatrix,
     pub(super) bias: Option<Vec<f32>>,
@@ -56,9 +54,6 @@ struct CheckpointLinear {
 }
 
 /// Looks up every tensor that the configuration requires.
-///
-/// # Errors
-/// A tensor is missing, has another shape, or an unsupported encoding.
 pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
     let (config, tensors) = (model.config(), model.tensors());
     let hidden = config.hidden_size;

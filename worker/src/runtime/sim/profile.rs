@@ -56,7 +56,6 @@ pub fn read_profile(spec: &str) -> Result<DeviceProfile, SpecError> {
     Ok(profile)
 }
 
-/// Reads a profile from a JSON file.
 fn read_file(name: &str) -> Result<DeviceProfile, SpecError> {
     let path = PathBuf::from(name);
     let format = |what: String| SpecError::Format { path: path.clone(), what };

@@ -21,7 +21,6 @@ pub(super) struct TokenChain {
 }
 
 impl TokenChain {
-    /// Creates the generator of a sequence.
     pub fn new(setup: &SlotSetup<'_>, vocab_size: u32) -> Self {
         let mut hash = mix(setup.sampling.seed, u64::from(setup.choice));
         let mut last = 0;
@@ -33,7 +32,6 @@ impl TokenChain {
         Self { hash, last, vocab_size, eos_token_ids, sampling: setup.sampling.clone() }
     }
 
-    /// Newest token.
     pub fn last(&self) -> u32 {
         self.last
     }

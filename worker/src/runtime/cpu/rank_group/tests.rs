@@ -20,7 +20,6 @@ struct Faulty {
 }
 
 impl Faulty {
-    /// Counts a call and fails in call number `at`.
     fn count_call(&self) -> Result<(), GroupFailed> {
         self.calls.set(self.calls.get() + 1);
         if self.calls.get() != self.at {
