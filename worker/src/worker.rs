@@ -24,7 +24,7 @@ use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
-use crate::engine::{Engine, Settings};
+use crate::engine::{Engine, EngineOptions};
 use crate::models::{self, ModelDir};
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::runtime::Runtime;
@@ -218,7 +218,7 @@ impl Core {
         let recording = recording.transpose()?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
-        let settings = Settings {
+        let engine_options = EngineOptions {
             // The waiting queue must hold everything that was granted, or granted submissions would be
             // rejected.
             waiting_max: options
@@ -231,7 +231,7 @@ impl Core {
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };
-        let mut engine = Engine::new(runtime, &eos_token_ids, settings)?;
+        let mut engine = Engine::new(runtime, &eos_token_ids, engine_options)?;
         // The costs of a simulated device are its profile's; there is nothing to measure.
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;

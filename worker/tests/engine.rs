@@ -283,7 +283,9 @@ proptest! {
         runtime.capabilities.depth = depth;
         let policy = if fcfs { PolicyKind::Fcfs } else { PolicyKind::Fair };
         let prior = CostPrior { trust: 1e-3, ..CostPrior::default().with_copies(0.0, 1e-9) };
-        let engine_options = EngineOptions { waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true };
+        let engine_options = EngineOptions {
+            waiting_max: 64, queue_ahead: 4, policy, prefix_cache, prior, step_target: None, record: true,
+        };
         let mut engine = Engine::new(Box::new(runtime), &[EOS], engine_options).unwrap();
         let mut events = Vec::new();
         for session in 0..3 {

@@ -10,12 +10,12 @@ use inflight_worker::engine::{
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
 use inflight_worker_core::{Iteration, Load, Time};
 
-use crate::model::Model;
+use crate::model::BenchModel;
 use crate::options::{BenchResult, Options};
 
 const SESSION: SessionId = SessionId(0);
 
-/// EngineSize of an engine.
+/// Size of an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineSize {
     pub threads: Option<usize>,
@@ -57,7 +57,7 @@ pub struct EngineDriver {
 
 impl EngineDriver {
     /// Creates a calibrated engine without prefix cache and with KV blocks for all slots.
-    pub fn new(model: &Model, size: &EngineSize, engine_options: EngineOptions) -> BenchResult<Self> {
+    pub fn new(model: &BenchModel, size: &EngineSize, engine_options: EngineOptions) -> BenchResult<Self> {
         let options = CpuOptions {
             threads: size.threads,
             kv_bytes: 2 << 30,

@@ -1,3 +1,5 @@
+//! Tests of the collectives: bit-exact sums, gathers, failures.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 

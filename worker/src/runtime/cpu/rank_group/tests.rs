@@ -1,3 +1,5 @@
+//! Tests of rank failures in a tensor-parallel group.
+
 use std::cell::Cell;
 use std::sync::Arc;
 
