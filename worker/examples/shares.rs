@@ -1,10 +1,10 @@
-//! What share of the machine's limits whole models reach:
-//! `cargo run --release -p inflight-worker --example shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4]
-//! [--kv int8] [--threads N] [--ranks N] [--rounds N] [--models DIR]`.
+//! Roofline benchmark of whole models on the CPU runtime: `cargo run --release -p inflight-worker --example
+//! shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4] [--kv int8] [--threads N] [--ranks N]
+//! [--rounds N] [--models DIR]`.
 //!
-//! Models have random weights and real shapes. Each round measures the limits and then the model, so that a ratio
-//! compares neighbours; figures are medians over rounds. `--models` keeps the checkpoints in a directory, where they
-//! are found the next time. Run it on an idle machine.
+//! Models have real shapes and random weights. Each round measures memory bandwidth and peak arithmetic
+//! beside the model, so that ratios compare adjacent measurements; results are medians over rounds.
+//! `--models` caches the checkpoints in a directory. Run it on an idle machine.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,22 +20,24 @@ use inflight_worker::models::{ModelConfig, ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
 
-type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
+/// Tokens of the measured prefill, and token budget of a batch.
 const PROMPT: usize = 512;
 const BLOCK_TOKENS: usize = 16;
-/// Most tokens of one sequence here.
+/// Maximum tokens per sequence.
 const CONTEXT: usize = 1024;
+/// Sequences of the mixed workload.
 const STREAMS: usize = 32;
 const LIMIT_TIME: Duration = Duration::from_millis(120);
-/// Where sequences stand that decode.
-const DECODED: usize = 128;
-/// How often steps and the memory's limit are measured in turns.
-const TURNS: usize = 7;
-/// Least time for one figure of a round.
-const LEAST: Duration = Duration::from_millis(400);
+/// Context of decoding sequences in tokens.
+const DECODE_CONTEXT: usize = 128;
+/// Alternations between decode steps and memory bandwidth.
+const ALTERNATIONS: usize = 7;
+/// Minimum duration of one measurement of a model.
+const MEASURE_TIME_MIN: Duration = Duration::from_millis(400);
 
-fn main() -> Outcome<()> {
+fn main() -> BenchResult<()> {
     let options = Options::parse()?;
     let folder = match &options.models {
         Some(folder) => folder.clone(),
@@ -75,7 +77,7 @@ struct Options {
 }
 
 impl Options {
-    fn parse() -> Outcome<Self> {
+    fn parse() -> BenchResult<Self> {
         let mut options = Self {
             shapes: Shape::all().to_vec(),
             weights: ["bf16", "int8", "int4"].map(str::to_owned).to_vec(),
@@ -103,7 +105,7 @@ impl Options {
     }
 }
 
-/// Figures of one round, by what they are.
+/// Results of one round by name.
 type Round = BTreeMap<&'static str, f64>;
 
 fn measure(
@@ -113,7 +115,7 @@ fn measure(
     path: &std::path::Path,
     pool: &Pool,
     memory: &Memory,
-) -> Outcome<()> {
+) -> BenchResult<()> {
     let isa = Isa::detect();
     let before = resident();
     let begun = Instant::now();
@@ -136,15 +138,15 @@ fn measure(
     };
     let mut runtime = CpuRuntime::load(&model, &cpu, &|_, _| {})?;
     let ready = begun.elapsed().as_secs_f64();
-    let mut driver = Driver::new(&mut runtime, &config, options.kv);
+    let mut workload = Workload::new(&mut runtime, &config, options.kv);
     let kind = if weights == "bf16" { Arithmetic::Bf16 } else { Arithmetic::Int8 };
     let mut rounds: Vec<Round> = Vec::new();
     for round in 0..options.rounds {
         let peak = arithmetic(pool, isa, kind, LIMIT_TIME);
-        let (alone, read) = driver.decode_beside(&|| memory.read(pool, isa, LIMIT_TIME / 4))?;
-        let prefill = driver.prefill()?;
-        let crowd = driver.decode(16, LEAST)?;
-        let all = driver.mixed(round as u32)?;
+        let (alone, read) = workload.decode_and_read(&|| memory.read(pool, isa, LIMIT_TIME / 4))?;
+        let prefill = workload.prefill()?;
+        let batched = workload.decode(16, MEASURE_TIME_MIN)?;
+        let all = workload.mixed(round as u32)?;
         let peak_after = arithmetic(pool, isa, kind, LIMIT_TIME);
         let peak = peak.max(peak_after);
         rounds.push(Round::from([
@@ -154,7 +156,7 @@ fn measure(
             ("reading", alone.bytes / read),
             ("prefill", prefill.tokens),
             ("computing", prefill.operations / peak),
-            ("crowd", crowd.tokens / alone.tokens),
+            ("batched", batched.tokens / alone.tokens),
             ("all", all.tokens),
             ("share", all.operations / peak),
         ]));
@@ -174,14 +176,14 @@ fn measure(
         of("reading") * 100.0,
         of("prefill"),
         of("computing") * 100.0,
-        of("crowd"),
+        of("batched"),
         of("all"),
         of("share") * 100.0,
     );
     Ok(())
 }
 
-/// Rates a second.
+/// Rates per second.
 #[derive(Default, Clone, Copy)]
 struct Rates {
     tokens: f64,
@@ -189,8 +191,8 @@ struct Rates {
     operations: f64,
 }
 
-/// Feeds a runtime with sequences that have places of their own in the KV pool.
-struct Driver<'a> {
+/// Runs batches on a runtime; each slot has its own KV blocks.
+struct Workload<'a> {
     runtime: &'a mut CpuRuntime,
     config: &'a ModelConfig,
     kv: KvDtype,
@@ -199,13 +201,13 @@ struct Driver<'a> {
     sampled: Vec<Sampled>,
 }
 
-impl<'a> Driver<'a> {
+impl<'a> Workload<'a> {
     fn new(runtime: &'a mut CpuRuntime, config: &'a ModelConfig, kv: KvDtype) -> Self {
         let weight_bytes = runtime.weight_bytes() as f64;
         Self { runtime, config, kv, weight_bytes, batch: Batch::default(), sampled: Vec::new() }
     }
 
-    fn attach(&mut self, slot: usize) -> Outcome<()> {
+    fn attach(&mut self, slot: usize) -> BenchResult<()> {
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),
             choice: 0,
@@ -216,7 +218,8 @@ impl<'a> Driver<'a> {
         Ok(self.runtime.attach(slot as u32, &setup)?)
     }
 
-    /// Adds tokens of a sequence from `position` on; the last one is sampled if `sample`.
+    /// Adds `count` pseudo-random tokens of a sequence from `position` on; samples from the last one if
+    /// `sample`.
     fn push(&mut self, slot: usize, position: usize, count: usize, sample: bool) {
         let per_sequence = CONTEXT / BLOCK_TOKENS;
         let first = slot * per_sequence;
@@ -231,41 +234,41 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Operations of `count` tokens from `position` on, a multiplication and an addition being two: products with the
-    /// layers' matrices and attention, without the head.
+    /// Operations of GEMMs and attention for `count` tokens from `position` on, without the LM head; a
+    /// multiply-add is two.
     fn operations(&self, position: usize, count: usize) -> f64 {
         let config = self.config;
         let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
         let layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size);
-        let seen: usize = (position + 1..=position + count).sum();
-        2.0 * config.layers as f64 * (layer as f64 * count as f64 + 2.0 * (queries * seen) as f64)
+        let attended: usize = (position + 1..=position + count).sum();
+        2.0 * config.layers as f64 * (layer as f64 * count as f64 + 2.0 * (queries * attended) as f64)
     }
 
     fn head_operations(&self) -> f64 {
         2.0 * (self.config.hidden_size * self.config.vocab_size) as f64
     }
 
-    /// Steps of one token for one sequence in turns with what `read` measures: medians over turns, as what the memory
-    /// gives may change within a second.
-    fn decode_beside(&mut self, read: &dyn Fn() -> f64) -> Outcome<(Rates, f64)> {
-        let mut turns = Vec::new();
+    /// Alternates decode steps of one sequence with measurements of memory bandwidth by `read`, in bytes per
+    /// second, which may drift within a second. Returns the pair of median ratio.
+    fn decode_and_read(&mut self, read: &dyn Fn() -> f64) -> BenchResult<(Rates, f64)> {
+        let mut pairs = Vec::new();
         let mut before = read();
-        for _ in 0..TURNS {
-            let rates = self.decode(1, LEAST / 4)?;
+        for _ in 0..ALTERNATIONS {
+            let rates = self.decode(1, MEASURE_TIME_MIN / 4)?;
             let after = read();
-            turns.push((rates, before.max(after)));
+            pairs.push((rates, before.max(after)));
             before = after;
         }
-        turns.sort_by(|a, b| (a.0.bytes / a.1).total_cmp(&(b.0.bytes / b.1)));
-        Ok(turns[TURNS / 2])
+        pairs.sort_by(|a, b| (a.0.bytes / a.1).total_cmp(&(b.0.bytes / b.1)));
+        Ok(pairs[ALTERNATIONS / 2])
     }
 
-    /// Steps of one token for each of `streams` sequences, at least five.
-    fn decode(&mut self, streams: usize, least: Duration) -> Outcome<Rates> {
+    /// Measures decode steps of `streams` sequences for at least `least`, at least five.
+    fn decode(&mut self, streams: usize, least: Duration) -> BenchResult<Rates> {
         for slot in 0..streams {
             self.attach(slot)?;
             self.batch.clear();
-            self.push(slot, 0, DECODED, false);
+            self.push(slot, 0, DECODE_CONTEXT, false);
             self.runtime.execute(&mut self.batch, &mut self.sampled)?;
         }
         let per_token = kv_bytes_per_token(self.config, self.kv) as f64;
@@ -273,22 +276,22 @@ impl<'a> Driver<'a> {
         let mut times = Vec::new();
         while begun.elapsed() < least || times.len() < 5 {
             self.batch.clear();
-            (0..streams).for_each(|slot| self.push(slot, DECODED, 1, true));
+            (0..streams).for_each(|slot| self.push(slot, DECODE_CONTEXT, 1, true));
             let took = self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64();
             times.push(took);
         }
         times.sort_by(f64::total_cmp);
         let took = times[times.len() / 2];
-        let bytes = self.weight_bytes + per_token * (streams * DECODED) as f64;
+        let bytes = self.weight_bytes + per_token * (streams * DECODE_CONTEXT) as f64;
         Ok(Rates { tokens: streams as f64 / took, bytes: bytes / took, operations: 0.0 })
     }
 
-    /// One prompt in one step.
-    fn prefill(&mut self) -> Outcome<Rates> {
+    /// Measures the prefill of one prompt in one step.
+    fn prefill(&mut self) -> BenchResult<Rates> {
         self.attach(0)?;
         let begun = Instant::now();
         let mut times = Vec::new();
-        while begun.elapsed() < 2 * LEAST || times.len() < 3 {
+        while begun.elapsed() < 2 * MEASURE_TIME_MIN || times.len() < 3 {
             self.batch.clear();
             self.push(0, 0, PROMPT, true);
             times.push(self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64());
@@ -299,10 +302,10 @@ impl<'a> Driver<'a> {
         Ok(Rates { tokens: PROMPT as f64 / took, bytes: 0.0, operations: operations / took })
     }
 
-    /// A closed loop of 32 streams with lognormal lengths: prompts of about 115 tokens up to 500, outputs of about 62 up
-    /// to 390. Each step takes one token of every stream that decodes and fills up with prompts. Counted once the
-    /// first prompts are through.
-    fn mixed(&mut self, seed: u32) -> Outcome<Rates> {
+    /// Measures a closed loop of 32 streams with lognormal lengths: prompts with a mean of 115 tokens up to
+    /// 500, outputs with a mean of 62 up to 390. Each step decodes all streams and fills the batch with
+    /// prefill chunks.
+    fn mixed(&mut self, seed: u32) -> BenchResult<Rates> {
         let mut drawn = 0;
         let mut lognormal = |mean: f64, sigma: f64, most: usize| {
             drawn += 1;
@@ -312,16 +315,15 @@ impl<'a> Driver<'a> {
             let value = (mean.ln() - sigma * sigma / 2.0 + sigma * normal).exp();
             (value.round() as usize).clamp(4, most)
         };
-        // Prompt, output, tokens fed.
+        // Prompt tokens, output tokens, tokens computed so far.
         let mut streams: Vec<(usize, usize, usize)> = Vec::new();
         for slot in 0..STREAMS {
             self.attach(slot)?;
-            // At the start everyone is somewhere on the way.
             let (prompt, output) = (lognormal(115.0, 0.8, 500), lognormal(62.0, 0.9, 390));
             streams.push((prompt, output, 0));
         }
         let (mut tokens, mut operations, mut took, mut steps) = (0.0, 0.0, 0.0, 0);
-        while took < 4.0 * LEAST.as_secs_f64() {
+        while took < 4.0 * MEASURE_TIME_MIN.as_secs_f64() {
             self.batch.clear();
             let mut done = 0.0;
             for slot in 0..STREAMS {
@@ -338,7 +340,7 @@ impl<'a> Driver<'a> {
             for slot in 0..STREAMS {
                 let (prompt, _, fed) = streams[slot];
                 let count = prompt.saturating_sub(fed).min(PROMPT - self.batch.rows());
-                // A stream that has just ended begins in the next step.
+                // A stream that has just ended starts again in the next step.
                 let in_step =
                     self.batch.blocks.iter().any(|block| *block as usize / (CONTEXT / BLOCK_TOKENS) == slot);
                 if count == 0 || in_step {
@@ -352,7 +354,7 @@ impl<'a> Driver<'a> {
             let rows = self.batch.rows();
             let time = self.runtime.execute(&mut self.batch, &mut self.sampled)?.as_secs_f64();
             steps += 1;
-            // The first steps are prompts only.
+            // Warm-up: the first steps are prefill only.
             if steps > STREAMS / 4 {
                 tokens += rows as f64;
                 operations += done;
@@ -363,7 +365,7 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// Bytes of memory that the process holds.
+/// Resident set size of the process in bytes.
 fn resident() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or("0");

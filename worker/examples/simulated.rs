@@ -1,6 +1,6 @@
-//! What a worker on a simulated device costs: `cargo run --release -p inflight-worker --example simulated -- [SEQUENCES
-//! [SECONDS]]`. One session keeps all sequences busy; CPU time is that of the engine's thread and of the threads that
-//! serve, not of the session's other side.
+//! CPU cost of a worker on a simulated device: `cargo run --release -p inflight-worker --example simulated --
+//! [SEQUENCES [SECONDS]]`. One session keeps all sequences busy; CPU time is that of the engine thread and
+//! the serving threads, without the client.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
 
-type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+type BenchResult<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 const OUTPUT: u32 = 400;
 
@@ -41,21 +41,22 @@ fn submit(request: u64) -> v1::SessionRequest {
     v1::SessionRequest { message: Some(Request::Submit(submit)) }
 }
 
-/// Seconds of CPU that this process's threads with one of these names have taken.
-fn cpu_seconds(names: &[&str]) -> Outcome<f64> {
+/// CPU seconds of this process's threads with one of these names.
+fn cpu_seconds(names: &[&str]) -> BenchResult<f64> {
     let mut ticks = 0;
     for task in std::fs::read_dir("/proc/self/task")? {
         let stat = std::fs::read_to_string(task?.path().join("stat"))?;
         let (name, rest) = stat.split_once('(').and_then(|(_, rest)| rest.rsplit_once(") ")).ok_or("stat")?;
         if names.contains(&name) {
-            // Fields 14 and 15 of the whole line: user and system time.
+            // Fields 14 and 15 of the line: user and system time.
             ticks += rest.split(' ').skip(11).take(2).map(|field| field.parse().unwrap_or(0)).sum::<u64>();
         }
     }
     Ok(ticks as f64 / 100.0)
 }
 
-async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
+/// Opens a session, keeps `sequences` requests in flight, and prints the rates measured over `seconds`.
+async fn drive(address: String, sequences: u64, seconds: f64) -> BenchResult<()> {
     let mut client =
         WorkerClient::connect(format!("http://{address}")).await?.max_decoding_message_size(64 << 20);
     let (commands, receiver) = mpsc::unbounded_channel();
@@ -82,7 +83,7 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
             }
         }
         match begun {
-            // The first round brings every buffer to its size.
+            // Warm-up: buffers grow during the first round.
             None if tokens > sequences as usize * OUTPUT as usize / 2 => {
                 begun = Some((Instant::now(), cpu_seconds(&names)?, tokens, messages));
             }
@@ -104,9 +105,9 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> Outcome<()> {
     }
 }
 
-fn main() -> Outcome<()> {
+fn main() -> BenchResult<()> {
     let arguments: Vec<f64> = std::env::args().skip(1).map(|text| text.parse()).collect::<Result<_, _>>()?;
-    let argument = |place: usize, default: f64| arguments.get(place).copied().unwrap_or(default);
+    let argument = |index: usize, default: f64| arguments.get(index).copied().unwrap_or(default);
     let (sequences, seconds) = (argument(0, 256.0) as u32, argument(1, 4.0));
     let options = Options {
         device: "sim:flat".parse()?,

@@ -1,6 +1,8 @@
+//! Model bundle: the files that a router fetches from a worker, named by their digest.
+
 use std::sync::Arc;
 
-/// The files a router needs to speak for a model: tokenizer, chat template, generation config.
+/// Files that a router needs to serve a model: tokenizer, chat template, generation config.
 #[derive(Debug, Clone)]
 pub struct Bundle {
     files: Arc<[(String, Vec<u8>)]>,
@@ -8,7 +10,7 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// A bundle of these files, each with its name.
+    /// Creates a bundle of `files`, pairs of name and content.
     pub fn new(mut files: Vec<(String, Vec<u8>)>) -> Self {
         files.sort_by(|a, b| a.0.cmp(&b.0));
         let named = files.iter().map(|(name, data)| (name.as_str(), data.as_slice()));
@@ -16,16 +18,17 @@ impl Bundle {
         Self { files: files.into(), digest }
     }
 
-    /// SHA-256 of the content, in hex.
+    /// SHA-256 over names and contents, in hex.
     pub fn digest(&self) -> &str {
         &self.digest
     }
 
-    /// The files cut into pieces of at most `most` bytes, in order; an empty file is one empty piece.
-    pub fn pieces(&self, most: usize) -> impl Iterator<Item = (&str, &[u8])> {
+    /// Iterates over (name, chunk) with chunks of at most `bytes_max` bytes, in order; an empty file has one
+    /// empty chunk.
+    pub fn chunks(&self, bytes_max: usize) -> impl Iterator<Item = (&str, &[u8])> {
         self.files.iter().flat_map(move |(name, data)| {
             let empty = data.is_empty().then_some((name.as_str(), data.as_slice()));
-            data.chunks(most).map(move |piece| (name.as_str(), piece)).chain(empty)
+            data.chunks(bytes_max).map(move |chunk| (name.as_str(), chunk)).chain(empty)
         })
     }
 }

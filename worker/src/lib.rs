@@ -1,7 +1,7 @@
-//! A worker: model, runtime, engine, and the session service that drives them.
+//! The worker process: model, runtime, engine, and the gRPC service for sessions with routers.
 //!
 //! ```text
-//! session ▶ inbox ▶ [ scheduler.plan ▶ runtime.execute ▶ sample ▶ scheduler.commit ]* ▶ mailbox ▶ session
+//! session ▶ inbox ▶ [ scheduler.plan ▶ runtime.execute ▶ sample ▶ scheduler.commit ]* ▶ outbox ▶ session
 //! ```
 
 mod bundle;

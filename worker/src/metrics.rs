@@ -1,4 +1,4 @@
-//! Every metric of a worker, in one table.
+//! Inventory of the worker's Prometheus metrics, and handles to those that change with every iteration.
 
 use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
@@ -30,18 +30,18 @@ const RECEIVE_BYTES: &str = "inflight_worker_receive_bytes";
 const VIOLATIONS: &str = "inflight_worker_protocol_violations_total";
 const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
 
-/// What kind of metric a name is.
+/// Type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Goes up only.
+    /// Monotonic counter.
     Counter,
-    /// Goes up and down.
+    /// Value that rises and falls.
     Gauge,
-    /// A distribution.
+    /// Histogram with fixed buckets.
     Histogram,
 }
 
-/// Name, kind, unit and meaning of every metric a worker exports.
+/// Name, kind, unit and help text of every metric that a worker exports.
 pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (RUNNING, Kind::Gauge, Unit::Count, "Sequences in the running batch"),
     (WAITING, Kind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
@@ -96,18 +96,18 @@ pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
     (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "Sessions rejected because the limit is reached"),
 ];
 
-/// Buckets of [`STEP_TOKENS`], in tokens; the time histograms use the exporter's own.
+/// Histogram buckets of the tokens per iteration.
 pub const STEP_TOKENS_BUCKETS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0];
-/// Buckets of the step time, in seconds.
+/// Histogram buckets of the iteration time, in seconds.
 pub const STEP_SECONDS_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
 
-/// Buckets for each histogram of a worker, by name.
+/// Histogram buckets by metric name.
 pub const BUCKETS: &[(&str, &[f64])] =
     &[(STEP_TOKENS, STEP_TOKENS_BUCKETS), (STEP_SECONDS, STEP_SECONDS_BUCKETS)];
 
-/// Registers and describes every metric, so that all are visible from the start.
+/// Describes every metric to the exporter.
 pub fn describe() {
     inflight_transport::metrics::describe();
     for &(name, kind, unit, help) in INVENTORY {
@@ -119,17 +119,17 @@ pub fn describe() {
     }
 }
 
-/// Counts a session that was closed because its router violated the protocol.
+/// Counts a session closed after a protocol violation by its router.
 pub(crate) fn protocol_violation(kind: &'static str) {
     metrics::counter!(VIOLATIONS, "kind" => kind).increment(1);
 }
 
-/// The gauge of bytes being received.
+/// Gauge of the bytes of messages being received.
 pub(crate) fn receive_bytes() -> Gauge {
     metrics::gauge!(RECEIVE_BYTES)
 }
 
-/// Handles of the metrics that change with every iteration: looked up once.
+/// Handles of the metrics that change with every iteration, looked up once.
 pub(crate) struct StepMetrics {
     running: Gauge,
     waiting: Gauge,
@@ -180,7 +180,7 @@ impl StepMetrics {
         }
     }
 
-    /// Sets the gauges, and advances the counters from what they said before.
+    /// Sets the gauges to `now` and adds the difference between `before` and `now` to the counters.
     pub fn record(&self, before: &Load, now: &Load) {
         self.running.set(now.running);
         self.waiting.set(now.waiting);
@@ -199,6 +199,7 @@ impl StepMetrics {
     }
 }
 
+/// Counts an iteration in which the first waiting sequence was not admitted.
 pub(crate) fn blocked(reason: &'static str) {
     metrics::counter!(BLOCKED, "reason" => reason).increment(1);
 }
@@ -207,6 +208,6 @@ pub(crate) fn sessions(change: f64) {
     metrics::gauge!(SESSIONS).increment(change);
 }
 
-pub(crate) fn session_refused() {
+pub(crate) fn session_rejected() {
     metrics::counter!(REFUSED_SESSIONS).increment(1);
 }

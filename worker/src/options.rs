@@ -1,3 +1,5 @@
+//! Worker options, their defaults and their validation.
+
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -12,33 +14,34 @@ use crate::runtime::cpu::Quantization;
 use crate::runtime::sharding::RANKS_MAX;
 use crate::runtime::sim::{SpecError, read_profile};
 
-/// What runs the model.
+/// Device that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Device {
-    /// The best device that is there and can run the model: GPUs ([`Options::gpus`]), else the CPU.
+    /// GPUs ([`Options::gpus`]) if they are available and can run the model, else the CPU.
     #[default]
     Auto,
     /// CPU cores.
     Cpu,
-    /// An NVIDIA GPU, by its number among those visible, or the first; where several share the model, the first of them.
+    /// NVIDIA GPU by ordinal among the visible ones, by default 0; with tensor parallelism, the GPU of rank
+    /// 0.
     Cuda(Option<u32>),
-    /// None: answers come as slowly as these costs say, and mean nothing.
+    /// Simulated device: takes the time that the profile says and generates meaningless tokens.
     Sim(DeviceProfile),
 }
 
-/// What keys and values are stored as.
+/// Element type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KvCacheDtype {
-    /// As the model computes them, in 16 bits.
+    /// The model's own 16-bit type.
     #[default]
     Auto,
-    /// As integers of 8 bits with a scale for each token's head; on CPUs only.
+    /// 8-bit integers with a scale per token and head; CPUs only.
     Int8,
-    /// In 8 bits, e4m3, with a scale for each token's head; on GPUs only.
+    /// FP8 e4m3 with a scale per token and head; GPUs only.
     Fp8,
 }
 
-/// A dtype that keys and values can't be stored as.
+/// Error for an unknown KV cache dtype.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "unknown dtype `{0}` of the KV cache; it is `auto`, as the model computes, `int8` on CPUs, or `fp8` on GPUs"
@@ -68,13 +71,13 @@ impl std::fmt::Display for KvCacheDtype {
     }
 }
 
-/// A device that this build does not know.
+/// Error for an unknown device.
 #[derive(Debug, thiserror::Error)]
 pub enum UnknownDevice {
-    /// No device is called so.
+    /// Unknown device name.
     #[error("unknown device `{0}`; this build knows `auto`, `cpu`, `cuda`, `cuda:N` and `sim:PROFILE`")]
     Name(String),
-    /// A simulated device of unknown costs.
+    /// Invalid profile of a simulated device.
     #[error(transparent)]
     Profile(#[from] SpecError),
 }
@@ -99,68 +102,69 @@ impl FromStr for Device {
     }
 }
 
-/// How a worker is set up.
+/// Configuration of a worker.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where it listens for routers; port 0 takes a free one.
+    /// Listening address for routers; port 0 picks a free port.
     pub listen: SocketAddr,
-    /// Certificate and key for routers, and whom of them to trust; without it connections are in the clear.
+    /// TLS certificate, key and trusted client CAs; `None`: plaintext.
     pub tls: Option<ServerTlsFiles>,
-    /// What it serves.
+    /// Model to serve.
     pub model: ModelSource,
-    /// The name clients ask for; by default that of the model's directory.
+    /// Model name that clients request; defaults to the name of the model's directory.
     pub model_name: Option<String>,
-    /// What runs it.
+    /// Device to run on.
     pub device: Device,
-    /// The GPUs to take, one for each rank, by their numbers among those visible; by default they follow the one that
-    /// [`Options::device`] names, or the first.
+    /// GPU ordinals by rank, among the visible GPUs; by default consecutive from the one that
+    /// [`Options::device`] names, or from 0.
     pub gpus: Vec<u32>,
-    /// Threads of the CPU runtime; by default as many as the process may use.
+    /// Threads of the CPU runtime; defaults to the CPUs available to the process.
     pub threads: Option<usize>,
-    /// What weights are rounded to when they are loaded; by default they stay as they are.
+    /// Weight quantization at load; `None` keeps the checkpoint's types.
     pub quantize: Option<Quantization>,
-    /// What keys and values are stored as.
+    /// Element type of the KV cache.
     pub kv_cache_dtype: KvCacheDtype,
-    /// Ranks that share the model, each with a shard of it, and a GPU or its part of the threads.
+    /// Tensor-parallel degree; each rank has a GPU or an equal part of the threads.
     pub tensor_parallel: usize,
-    /// Bytes of the KV pool, on CPUs; on a GPU it is what `gpu_memory_utilization` leaves.
+    /// Bytes of the KV block pool on CPUs; on GPUs the pool gets what `gpu_memory_utilization` leaves.
     pub kv_cache_bytes: u64,
-    /// The part of each GPU's memory to use for weights, buffers and KV pool.
+    /// Fraction of each GPU's memory for weights, buffers and KV block pool.
     pub gpu_memory_utilization: f32,
-    /// On a GPU, the bits of an answer do not depend on what else runs, at a price; on CPUs they never do.
+    /// Batch-invariant kernels on GPUs, at a cost in speed; CPU kernels always are.
     pub deterministic: bool,
-    /// On a GPU that is not to be deterministic, the ways to make each product are timed at load, and the fastest is taken.
+    /// Autotunes GEMM algorithms at load, on GPUs without `deterministic`.
     pub autotune: bool,
-    /// Bytes of the host pool, for sequences that give way; 0: they are computed again.
+    /// Bytes of the host pool for swapped sequences and evicted cache blocks; 0: preemption is by recompute
+    /// only.
     pub host_cache_bytes: u64,
-    /// Who goes first.
+    /// Scheduling policy.
     pub policy: PolicyKind,
-    /// Whether prompts that begin alike share the computed blocks, within a tenant.
+    /// Enables prefix caching, per tenant.
     pub prefix_cache: bool,
-    /// How long an iteration with decodes in it should take at most: bounds the prefill beside them.
+    /// Target duration of an iteration with decodes; bounds the prefill chunks beside them. `None`: no bound.
     pub step_target: Option<Duration>,
-    /// Whether the next iteration is planned while one runs. Steps then have a thread of their own, which pays where
-    /// a core is left for it.
+    /// Plans the next iteration while one runs. On CPUs, steps then run on a dedicated thread, which pays
+    /// where a core is idle.
     pub overlap: bool,
-    /// Tokens in a KV block: a power of two.
+    /// Tokens per KV block; a power of two.
     pub block_tokens: u32,
-    /// Sequences that run at once.
+    /// Maximum running sequences.
     pub max_sequences: u32,
-    /// Tokens computed in one iteration.
+    /// Token budget of an iteration.
     pub max_batch_tokens: u32,
-    /// Most tokens of one sequence; by default, and at most, what the model was trained for.
+    /// Maximum tokens per sequence; by default, and at most, the model's context length.
     pub max_context_tokens: Option<u32>,
-    /// Sequences that wait at once.
+    /// Maximum waiting sequences.
     pub max_waiting: u32,
-    /// Routers connected at once.
+    /// Maximum open sessions.
     pub max_sessions: u32,
-    /// How often a session hears from the worker when nothing happens.
+    /// Interval of heartbeat updates on an otherwise silent session.
     pub heartbeat: Duration,
-    /// How long a drain waits for what runs before it gives up.
+    /// Maximum time that a drain waits for running sequences.
     pub drain_timeout: Duration,
-    /// Names the worker in logs; stable over restarts.
+    /// Worker id in logs; stable across restarts.
     pub worker_id: String,
-    /// A file that gets everything which reaches the scheduler, to replay its plans offline.
+    /// File that records all scheduler inputs, for `replay`.
     pub record: Option<PathBuf>,
 }
 
@@ -200,30 +204,30 @@ impl Default for Options {
     }
 }
 
-/// Options that can't work.
+/// Error for invalid options.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
-    /// A number is out of its range.
+    /// A value is out of its range.
     #[error("{name} is {value}; it must be {range}")]
     OutOfRange {
-        /// The option.
+        /// Name of the option.
         name: &'static str,
-        /// What was given.
+        /// Given value.
         value: String,
-        /// What is allowed.
+        /// Allowed range.
         range: &'static str,
     },
 }
 
 impl Options {
-    /// What the KV cache's dtype must be on CPUs, and on GPUs.
+    /// Allowed KV cache dtypes on CPUs and on GPUs, as error sentences.
     pub(crate) const KV_CACHE_DTYPES_ON_CPUS: &str = "auto or int8 on CPUs: only GPUs compute with fp8";
     pub(crate) const KV_CACHE_DTYPES_ON_GPUS: &str = "auto or fp8 on GPUs: int8 is for CPUs (--device cpu)";
 
     /// Checks every option that does not depend on the model.
     ///
     /// # Errors
-    /// [`OptionsError`] naming the first at fault.
+    /// [`OptionsError`] for the first invalid option.
     pub fn validate(&self) -> Result<(), OptionsError> {
         let check = |ok: bool, name, value: &dyn std::fmt::Display, range| {
             if ok { Ok(()) } else { Err(OptionsError::OutOfRange { name, value: value.to_string(), range }) }
@@ -281,7 +285,7 @@ impl Options {
 }
 
 impl Options {
-    /// The GPUs that the ranks take, by rank, where they take any.
+    /// GPU ordinals by rank, if the model runs on GPUs.
     pub fn gpus_of_ranks(&self) -> Vec<u32> {
         let first = match self.device {
             Device::Cuda(Some(first)) => first,
@@ -299,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_no_worker_can_do_is_refused_by_name() {
+    fn invalid_options_are_rejected_by_name() {
         let named =
             |options: Options| options.validate().err().map(|error| error.to_string()).unwrap_or_default();
         for block_tokens in [0, 3, 24, 512] {
@@ -347,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rank_has_a_gpu_and_lists_that_give_none_or_one_twice_are_refused() {
+    fn each_rank_has_a_gpu_and_short_or_duplicate_lists_are_rejected() {
         let options = |device: &str, gpus: &[u32], tensor_parallel| Options {
             device: device.parse().unwrap(),
             gpus: gpus.to_vec(),
@@ -381,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_read_as_they_are_written_and_others_are_refused() {
+    fn device_names_are_parsed_and_unknown_ones_are_rejected() {
         for (name, device) in
             [("auto", Device::Auto), ("cpu", Device::Cpu), ("cuda:3", Device::Cuda(Some(3)))]
         {

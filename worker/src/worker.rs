@@ -1,3 +1,5 @@
+//! Worker lifecycle: load a model onto a device, start the engine, serve gRPC, drain.
+
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +24,7 @@ use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
-use crate::engine::{Engine, Settings};
+use crate::engine::{Engine, EngineOptions};
 use crate::models::{self, ModelDir};
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
 use crate::runtime::Runtime;
@@ -30,11 +32,13 @@ use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
 #[cfg(feature = "cuda")]
 use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
 use crate::runtime::sim::{SimOptions, SimRuntime};
-use crate::session::{COMMANDS_MAX, Clock, Driver, Message, Pulse, Service, Services, Sessions};
+use crate::session::{
+    COMMANDS_MAX, Clock, EngineThread, Message, ServiceTables, SessionContext, Watchdog, WorkerService,
+};
 
-/// A router that was cut off is noticed, and what it submitted is freed, after the two together.
+/// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
-/// Limits of connections: those of routers, which stay as long as their sessions, and of probes.
+/// Connection limits for routers, which stay connected for as long as their sessions, and for probes.
 const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
     connections_max: 1024,
     per_address_max: 256,
@@ -43,101 +47,100 @@ const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
     unauthenticated_idle_max: Duration::from_secs(30),
     idle_max: Duration::from_secs(300),
 };
-/// Calls open at once on one connection: a router has one session and fetches one bundle.
+/// Maximum concurrent HTTP/2 streams per connection; a router opens one session and fetches one bundle.
 const CONNECTION_STREAMS_MAX: u32 = 32;
-/// Longest time for a message to arrive.
+/// Maximum time to receive one message.
 const MESSAGE_TIME_MAX: Duration = Duration::from_secs(30);
-/// Largest message to anything but a session: a digest, a number, the name of a service.
+/// Maximum size of a request message outside of sessions: a digest, a number or a service name.
 const SMALL_MESSAGE_BYTES_MAX: usize = 4 << 10;
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Hears how far loading is: bytes done, bytes in all.
+/// Load progress callback: bytes done, bytes in total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// Why a worker could not start or had to stop.
+/// Failure of a worker to start or to keep running.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The options can't work.
+    /// The options are invalid.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// The address can't be listened on.
+    /// Binding the listening address failed.
     #[error("can't listen on {address}: {source}; is another process using the port?")]
     Listen {
-        /// The address.
+        /// Address to listen on.
         address: SocketAddr,
-        /// Why not.
+        /// Cause.
         source: std::io::Error,
     },
-    /// The recording can't be written.
+    /// The recording file can't be created.
     #[error("can't record to {}: {source}", path.display())]
     Record {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Cause.
         source: std::io::Error,
     },
     /// The model can't be loaded.
     #[error(transparent)]
     Model(#[from] models::Error),
-    /// The runtime can't run it.
+    /// The CPU runtime can't run the model.
     #[error(transparent)]
     Runtime(#[from] cpu::Error),
-    /// The GPU can't run it.
+    /// The CUDA runtime can't run the model.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] cuda::Error),
-    /// This build has no GPUs.
+    /// A GPU was requested of a build without the feature `cuda`.
     #[cfg(not(feature = "cuda"))]
     #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
     NoCuda,
-    /// Limits that contradict each other.
+    /// Scheduler limits that contradict each other.
     #[error(transparent)]
     Limits(#[from] inflight_worker_core::LimitsError),
-    /// A certificate or key can't be used.
+    /// A TLS certificate or key can't be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The server failed.
+    /// The gRPC server failed.
     #[error("the gRPC server failed: {0}")]
     Server(#[from] tonic::transport::Error),
-    /// The device failed.
+    /// The device or its engine failed.
     #[error("{0}")]
     Device(String),
 }
 
-/// What turns the engine.
+/// Where the engine loop runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turning {
-    /// A thread of its own.
+    /// On a dedicated thread.
     Thread,
-    /// A task of the runtime, which sleeps as long as each step says it took: for simulations, whose clock is not the
-    /// system's.
+    /// On a tokio task that sleeps for the reported duration of each step, for simulations on a paused clock.
     Task,
 }
 
-/// What a worker serves.
+/// Loaded model with its runtime, as a worker serves it.
 pub struct Served {
-    /// Runs it.
+    /// Runtime that executes the model.
     pub runtime: Box<dyn Runtime>,
-    /// What its steps cost, if that is known beforehand; else it is measured.
+    /// Prior of the cost model; `None` calibrates it at start-up.
     pub prior: Option<CostPrior>,
-    /// The name clients ask for.
+    /// Model name that clients request.
     pub name: String,
-    /// Architecture, such as "LlamaForCausalLM".
+    /// Architecture name from config.json, such as "LlamaForCausalLM".
     pub architecture: String,
-    /// Tokens that end a sequence.
+    /// Ids of EOS tokens.
     pub eos_token_ids: Vec<u32>,
-    /// What routers need of it.
+    /// Model bundle for routers.
     pub bundle: Bundle,
 }
 
-/// A worker without a network.
+/// Worker without a listener: engine and session service, for any transport.
 pub struct Core {
-    driver: Driver,
-    sessions: Arc<Sessions>,
+    engine: EngineThread,
+    sessions: Arc<SessionContext>,
     drain_timeout: Duration,
 }
 
-/// A loaded worker, listening but not yet serving.
+/// Loaded worker that listens but does not serve yet.
 pub struct Worker {
     listener: TcpListener,
     address: SocketAddr,
@@ -146,10 +149,10 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Takes the port, then loads the model. Blocks for as long as that takes.
+    /// Binds the port, then loads the model; blocks until it is loaded.
     ///
     /// # Errors
-    /// [`Error`], saying what is wrong and where.
+    /// [`Error`] if an option, the address, TLS files, the model or the device can't be used.
     pub fn load(options: &Options, progress: Progress<'_>) -> Result<Self, Error> {
         options.validate()?;
         let listen = |source| Error::Listen { address: options.listen, source };
@@ -171,22 +174,22 @@ impl Worker {
         Ok(Self { listener, address, tls, core: Core::new(options, served, incarnation())? })
     }
 
-    /// Where it listens.
+    /// Bound listening address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Name of the model it serves.
+    /// Name of the served model.
     pub fn model(&self) -> &str {
         &self.core.sessions.hello.model
     }
 
-    /// What routers are told of its bounds.
+    /// Limits that the worker reports to routers.
     pub fn limits(&self) -> v1::WorkerLimits {
         self.core.sessions.hello.limits.unwrap_or_default()
     }
 
-    /// Serves until `drain` is cancelled and what runs has ended, or until the device fails.
+    /// Serves until `drain` is cancelled and running sequences have finished, or until the device fails.
     ///
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
@@ -201,10 +204,11 @@ impl Worker {
 }
 
 impl Core {
-    /// A worker that serves this; `incarnation` differs from one start to the next.
+    /// Creates a worker for `served`; `incarnation` must be unique per start.
     ///
     /// # Errors
-    /// The limits contradict each other, the recording can't be written, or the device fails at once.
+    /// The limits contradict each other, the recording can't be created, or the device fails during
+    /// calibration.
     pub fn new(options: &Options, served: Served, incarnation: String) -> Result<Self, Error> {
         let Served { runtime, prior, name, architecture, eos_token_ids, bundle } = served;
         let recording = options.record.as_ref().map(|path| {
@@ -214,8 +218,9 @@ impl Core {
         let recording = recording.transpose()?;
         let fingerprint = runtime.capabilities().fingerprint.clone();
         let queue_ahead = (options.max_sequences / 8).max(1);
-        let settings = Settings {
-            // Whatever the routers were granted must find room, or they would be refused what they may send.
+        let engine_options = EngineOptions {
+            // The waiting queue must hold everything that was granted, or granted submissions would be
+            // rejected.
             waiting_max: options
                 .max_waiting
                 .max(options.max_sequences + 2 * queue_ahead + SamplingSpec::CHOICES_MAX),
@@ -226,8 +231,8 @@ impl Core {
             prior: prior.unwrap_or_default(),
             record: options.record.is_some(),
         };
-        let mut engine = Engine::new(runtime, &eos_token_ids, settings)?;
-        // A simulated device costs what its profile says: nothing is to be found out.
+        let mut engine = Engine::new(runtime, &eos_token_ids, engine_options)?;
+        // The costs of a simulated device are its profile's; there is nothing to measure.
         if prior.is_none() {
             engine.calibrate().map_err(|error| Error::Device(error.to_string()))?;
         }
@@ -250,11 +255,11 @@ impl Core {
             }),
             heartbeat_interval_ms: u32::try_from(options.heartbeat.as_millis()).unwrap_or(u32::MAX),
         };
-        let services = Services::new(&hello.incarnation);
+        let service_tables = ServiceTables::new(&hello.incarnation);
         let (sender, messages) = mpsc::channel(COMMANDS_MAX);
         let clock = Clock::start();
-        let pulse = Arc::new(Pulse::new(options.heartbeat));
-        let sessions = Arc::new(Sessions {
+        let watchdog = Arc::new(Watchdog::new(options.heartbeat));
+        let sessions = Arc::new(SessionContext {
             hello,
             bundle,
             heartbeat: options.heartbeat,
@@ -263,14 +268,15 @@ impl Core {
             permits: Arc::new(Semaphore::new(options.max_sessions as usize)),
             draining: Arc::new(AtomicBool::new(false)),
             next: AtomicU64::new(1),
-            pulse: pulse.clone(),
-            services,
+            watchdog: watchdog.clone(),
+            service_tables,
         });
-        let driver = Driver::new(engine, messages, clock, recording, pulse);
-        Ok(Self { driver, sessions, drain_timeout: options.drain_timeout })
+        let engine = EngineThread::new(engine, messages, clock, recording, watchdog);
+        Ok(Self { engine, sessions, drain_timeout: options.drain_timeout })
     }
 
-    /// Serves connections until `drain` is cancelled and what runs has ended, or until the device fails.
+    /// Serves connections until `drain` is cancelled and running sequences have finished, or until the device
+    /// fails.
     ///
     /// # Errors
     /// [`Error::Server`] or [`Error::Device`].
@@ -284,23 +290,23 @@ impl Core {
         I: Stream<Item = std::io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { driver, sessions, drain_timeout } = self;
+        let Self { engine: engine_thread, sessions, drain_timeout } = self;
         let sessions_max = sessions.permits.available_permits();
         crate::metrics::describe();
         let (ended, mut engine) = oneshot::channel();
         match turning {
-            Turning::Thread => turn_in_thread(driver, ended)?,
+            Turning::Thread => spawn_engine_thread(engine_thread, ended)?,
             Turning::Task => {
                 tokio::spawn(async move {
-                    let outcome = driver.run_as_task().await;
-                    let _ = ended.send(outcome.map_err(|fatal| Error::Device(fatal.to_string())));
+                    let outcome = engine_thread.run_as_task().await;
+                    let _ = ended.send(outcome.map_err(|failed| Error::Device(failed.to_string())));
                 });
             }
         }
 
         let (health, health_service) = tonic_health::server::health_reporter();
-        health.set_serving::<WorkerServer<Service>>().await;
-        // For probes that ask whether the process lives, also while it drains.
+        health.set_serving::<WorkerServer<WorkerService>>().await;
+        // For liveness probes: serving also while the worker drains.
         health.set_service_status("liveness", tonic_health::ServingStatus::Serving).await;
         let reflection = || {
             tonic_reflection::server::Builder::configure()
@@ -313,7 +319,7 @@ impl Core {
         let context_tokens = sessions.hello.limits.map_or(0, |limits| limits.context_tokens);
         let submit_bytes_max = inflight_proto::submit_bytes_max(context_tokens);
         let service =
-            WorkerServer::new(Service(sessions.clone())).max_decoding_message_size(submit_bytes_max);
+            WorkerServer::new(WorkerService(sessions.clone())).max_decoding_message_size(submit_bytes_max);
         let shutdown = CancellationToken::new();
         let server = Server::builder()
             .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
@@ -335,7 +341,7 @@ impl Core {
             () = drain.cancelled() => {
                 tracing::info!("draining");
                 sessions.draining.store(true, Ordering::Release);
-                health.set_not_serving::<WorkerServer<Service>>().await;
+                health.set_not_serving::<WorkerServer<WorkerService>>().await;
                 health.set_service_status("", tonic_health::ServingStatus::NotServing).await;
                 let _ = sessions.engine.send(Message::Drain).await;
                 match tokio::time::timeout(drain_timeout, &mut engine).await {
@@ -349,7 +355,7 @@ impl Core {
             }
         };
         shutdown.cancel();
-        // Sessions end with the engine; a connection that stays is not worth more than a moment.
+        // SessionContext end with the engine; wait only briefly for connections that stay open.
         if let Ok(Ok(served)) = tokio::time::timeout(KEEP_ALIVE_TIMEOUT, server).await {
             served?
         }
@@ -357,7 +363,8 @@ impl Core {
     }
 }
 
-/// The budget of all messages being received. Each session has at most one on its way, so sound routers never spend it.
+/// Returns the byte budget for all messages being received. A session receives one message at a time, so
+/// correct routers never exhaust it.
 fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget {
     let max = (submit_bytes_max as u64).saturating_mul(sessions_max as u64 + 1);
     let spent =
@@ -365,7 +372,7 @@ fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget
     ReceiveBudget::new(max, crate::metrics::receive_bytes(), spent)
 }
 
-/// The limits within which the messages of a path are received.
+/// Receive limits for the messages of a gRPC path.
 fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
     let session = path == "/inflight.v1.Worker/Session";
     ReceiveLimits {
@@ -376,19 +383,19 @@ fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
     }
 }
 
-fn turn_in_thread(driver: Driver, ended: oneshot::Sender<Result<(), Error>>) -> Result<(), Error> {
+fn spawn_engine_thread(engine: EngineThread, ended: oneshot::Sender<Result<(), Error>>) -> Result<(), Error> {
     let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| driver.run()));
-        // Nobody listens any more if the server has failed already.
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.run()));
+        // The receiver is gone if the server has failed already.
         let _ = ended.send(match outcome {
-            Ok(outcome) => outcome.map_err(|fatal| Error::Device(fatal.to_string())),
+            Ok(outcome) => outcome.map_err(|failed| Error::Device(failed.to_string())),
             Err(_) => Err(Error::Device("the engine panicked; the log above says where".to_owned())),
         });
     });
     thread.map(drop).map_err(|error| Error::Device(format!("no thread for the engine: {error}")))
 }
 
-/// The device, and what is known of its costs beforehand.
+/// Loads the runtime for the chosen device; returns it with the prior of its cost model, if known.
 fn runtime(
     options: &Options,
     model: &ModelDir,
@@ -399,7 +406,7 @@ fn runtime(
         let sim = SimOptions {
             profile,
             vocab_size: config.vocab_size as u32,
-            // There are no positions to be out of range of, so it takes longer sequences than the model would.
+            // A simulated device has no positional limit, so contexts may exceed the model's.
             context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
             block_tokens: options.block_tokens,
             slots: options.max_sequences,
@@ -422,7 +429,7 @@ fn runtime(
                 Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
             },
             Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
-            // Who names GPUs wants these.
+            // Explicitly listed GPUs are required: no fallback to the CPU.
             Err(reason) => return Err(cuda::Error::from(reason).into()),
         },
         #[cfg(not(feature = "cuda"))]
@@ -453,13 +460,13 @@ fn runtime(
     Ok((runtime, None))
 }
 
-/// What [`Device::Auto`] took stores no keys and values of the dtype asked for.
+/// Error for a KV cache dtype that the device chosen by [`Device::Auto`] does not support.
 fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
     let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
     OptionsError::OutOfRange { name, value, range }.into()
 }
 
-/// The GPUs that a worker can use, by their numbers among those visible; none in a build without the feature `cuda`.
+/// Ordinals of the visible GPUs that a worker can use; empty in a build without the feature `cuda`.
 pub fn usable_gpus() -> Vec<u32> {
     #[cfg(feature = "cuda")]
     return (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect();
@@ -502,7 +509,7 @@ fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Res
     Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
-/// Differs from one start to the next.
+/// Id that is unique per start: time since the epoch and process id.
 fn incarnation() -> String {
     let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     format!("{:x}-{:x}", since_epoch.as_nanos(), std::process::id())

@@ -1,5 +1,5 @@
-//! A model directory that can't be used gives an error that names the file and, where there is one, the field or the
-//! tensor, with what was expected and what was found.
+//! Errors of unusable model directories: they name the file and, where applicable, field or tensor, with
+//! expected and found values.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -25,7 +25,7 @@ const OPTIONS: CpuOptions = CpuOptions {
     tensor_parallel: 1,
 };
 
-/// Opens and loads, as a worker does.
+/// Opens and loads a model like a worker.
 fn load(path: &Path) -> Result<CpuRuntime, Error> {
     let model = ModelDir::open(&ModelSource::Directory(path.to_path_buf()))?;
     CpuRuntime::load(&model, &OPTIONS, &|_, _| {})
@@ -38,7 +38,7 @@ fn message(path: &Path) -> String {
     }
 }
 
-/// A checkpoint with one field of its config.json changed; null removes it.
+/// Writes a checkpoint with one field of config.json changed; null removes it.
 fn with(arch: Arch, field: &str, value: Value) -> TempDir {
     let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
     let path = folder.path().join("config.json");
@@ -52,7 +52,7 @@ fn with(arch: Arch, field: &str, value: Value) -> TempDir {
 }
 
 #[test]
-fn every_damage_is_refused_with_a_message_that_names_the_culprit() {
+fn every_damage_is_rejected_with_its_location() {
     for arch in [Arch::Llama2, Arch::Qwen3] {
         for shards in [1, 2] {
             for style in [ConfigStyle::Transformers4, ConfigStyle::Transformers5] {
@@ -81,7 +81,7 @@ fn a_wrong_shape_names_tensor_and_both_shapes() {
 }
 
 #[test]
-fn every_needed_field_is_named_when_it_is_missing() {
+fn every_missing_required_field_is_named() {
     let needed = [
         "architectures",
         "hidden_size",
@@ -100,7 +100,7 @@ fn every_needed_field_is_named_when_it_is_missing() {
 }
 
 #[test]
-fn an_unsupported_architecture_is_told_what_is_supported() {
+fn unsupported_architectures_are_rejected_with_the_supported_ones() {
     let message = message(with(Arch::Llama2, "architectures", json!(["BertModel"])).path());
     for name in
         ["BertModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
@@ -110,7 +110,7 @@ fn an_unsupported_architecture_is_told_what_is_supported() {
 }
 
 #[test]
-fn fields_that_mean_something_unsupported_or_absurd_are_refused_by_name() {
+fn unsupported_or_absurd_fields_are_rejected_by_name() {
     let cases = [
         ("rope_scaling", json!({ "type": "yarn", "factor": 4.0 }), "yarn"),
         ("rope_scaling", json!({ "rope_type": "dynamic", "factor": 4.0 }), "dynamic"),
@@ -137,7 +137,7 @@ fn fields_that_mean_something_unsupported_or_absurd_are_refused_by_name() {
 }
 
 #[test]
-fn sliding_windows_follow_the_rules_of_each_family() {
+fn sliding_windows_follow_the_rules_of_each_architecture() {
     let windows = |folder: &TempDir| {
         let source = ModelSource::Directory(folder.path().to_path_buf());
         ModelDir::open(&source).map(|model| model.config().windows.clone()).map_err(|error| error.to_string())
@@ -170,7 +170,7 @@ fn sliding_windows_follow_the_rules_of_each_family() {
 }
 
 #[test]
-fn a_path_that_is_no_model_directory_is_refused() {
+fn a_path_without_a_model_is_rejected() {
     let folder = TempDir::new("inflight-none").unwrap();
     let missing = folder.path().join("nowhere");
     assert!(message(&missing).contains("nowhere"));
@@ -180,7 +180,7 @@ fn a_path_that_is_no_model_directory_is_refused() {
 }
 
 #[test]
-fn options_out_of_range_say_what_would_do() {
+fn options_out_of_range_are_rejected_with_the_allowed_values() {
     let folder = Checkpoint::new(Arch::Llama2, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let refused = |options: CpuOptions| match CpuRuntime::load(&model, &options, &|_, _| {}) {
@@ -202,10 +202,10 @@ fn options_out_of_range_say_what_would_do() {
     }
     let odd = refused(CpuOptions { tensor_parallel: 3, ..OPTIONS });
     assert!(odd.contains("4 attention heads") && odd.contains("1, 2, 4 would do"), "{odd}");
-    // Both divide 176, but not into groups of 64.
-    let cut = CpuOptions { tensor_parallel: 2, quantize: Some(Quantization::INT8), ..OPTIONS };
-    let cut = refused(cut);
-    assert!(cut.contains("32 of the 64 inputs of o_proj") && cut.contains("groups of 64"), "{cut}");
+    // Two ranks divide the model, but split a quantization group of 64.
+    let split = CpuOptions { tensor_parallel: 2, quantize: Some(Quantization::INT8), ..OPTIONS };
+    let split = refused(split);
+    assert!(split.contains("32 of the 64 inputs of o_proj") && split.contains("groups of 64"), "{split}");
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn the_embedded_model_opens_and_runs_like_any_other() {
 }
 
 #[test]
-fn the_fingerprint_is_that_of_numbers_and_kernels_and_not_of_threads() {
+fn the_fingerprint_covers_weights_and_kernels_but_not_threads() {
     let fingerprint = |checkpoint: &Checkpoint, options: &CpuOptions| {
         let folder = checkpoint.write_temp().unwrap();
         let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
@@ -234,7 +234,7 @@ fn the_fingerprint_is_that_of_numbers_and_kernels_and_not_of_threads() {
     assert_eq!(base, fingerprint(&checkpoint, &other_shape));
     assert_ne!(base, fingerprint(&checkpoint.clone().seeded(1), &OPTIONS));
     assert_ne!(base, fingerprint(&Checkpoint::new(Arch::Llama31, Dtype::F16), &OPTIONS));
-    // The ranks add up in an order of their own.
+    // The tensor-parallel degree decides the summation order.
     let divided = |tensor_parallel| CpuOptions { tensor_parallel, ..other_shape.clone() };
     let (halves, quarters) = (fingerprint(&checkpoint, &divided(2)), fingerprint(&checkpoint, &divided(4)));
     assert!(base != halves && base != quarters && halves != quarters);

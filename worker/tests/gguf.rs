@@ -1,4 +1,4 @@
-//! A GGUF file is the same model as the directory that it was converted from, and one that can't be used says why.
+//! GGUF files: bitwise equal to the directories that they were converted from; errors of unusable files.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -30,7 +30,7 @@ fn open(path: &Path) -> Result<ModelDir, String> {
     ModelDir::open(&ModelSource::Directory(path.to_path_buf())).map_err(|error| error.to_string())
 }
 
-/// The logits after some tokens.
+/// Logits after a fixed prompt.
 fn logits(path: &Path) -> Result<Vec<f32>, String> {
     logits_of_ranks(path, 1)
 }
@@ -55,7 +55,7 @@ fn logits_of_ranks(path: &Path, tensor_parallel: usize) -> Result<Vec<f32>, Stri
     Ok(runtime.logits().to_vec())
 }
 
-/// The checkpoint as a file with its tokenizer beside it.
+/// Writes a GGUF file with a tokenizer.json in the same directory.
 fn written(bytes: &[u8]) -> (TempDir, std::path::PathBuf) {
     let folder = TempDir::new("inflight-gguf").unwrap();
     std::fs::write(folder.path().join("tokenizer.json"), Family::Llama3.tokenizer_json()).unwrap();
@@ -65,7 +65,7 @@ fn written(bytes: &[u8]) -> (TempDir, std::path::PathBuf) {
 }
 
 #[test]
-fn a_converted_checkpoint_computes_the_same_bits_as_its_directory() {
+fn a_converted_checkpoint_computes_the_bits_of_its_directory() {
     for arch in [Arch::Llama2, Arch::Llama2Linear, Arch::Qwen2, Arch::Qwen25, Arch::Qwen3] {
         for dtype in Dtype::all() {
             let checkpoint = Checkpoint::new(arch, *dtype);
@@ -84,7 +84,8 @@ fn a_converted_checkpoint_computes_the_same_bits_as_its_directory() {
     }
 }
 
-/// A small Llama whose matrices are of one encoding, made of random blocks, or the same numbers in f32.
+/// Returns a small Llama file with matrices of random blocks in one encoding, or of the same values in f32 if
+/// `widened`.
 fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
     let (hidden, inner, vocab, heads) = (256usize, 512usize, 64usize, 4usize);
     let count = |value: usize| GgufValue::U32(value as u32);
@@ -114,15 +115,15 @@ fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
     let names = ["blk.0.", "blk.1."];
     let mut tensors = Vec::new();
     let mut add = |name: String, shape: Vec<usize>| {
-        let numbers: usize = shape.iter().product();
+        let elements: usize = shape.iter().product();
         let seed = name.bytes().fold(7u32, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
         if shape.len() == 1 {
-            let bytes = vec![1.0f32; numbers].iter().flat_map(|one| one.to_le_bytes()).collect();
+            let bytes = vec![1.0f32; elements].iter().flat_map(|one| one.to_le_bytes()).collect();
             tensors.push(GgufTensor { name, shape, kind: 0, bytes });
             return;
         }
         let random = |i: usize| philox4x32([i as u32, 0, 0, 0], [seed, 0])[0] as u8;
-        let mut bytes: Vec<u8> = (0..encoding.bytes(numbers)).map(random).collect();
+        let mut bytes: Vec<u8> = (0..encoding.bytes(elements)).map(random).collect();
         let scale = |value: f32| half::f16::from_f32(value).to_le_bytes();
         for block in bytes.chunks_exact_mut(encoding.block_bytes()) {
             match encoding {
@@ -144,7 +145,7 @@ fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
         let (kind, bytes) = match widened {
             false => (kind, bytes),
             true => {
-                let mut wide = vec![0.0; numbers];
+                let mut wide = vec![0.0; elements];
                 encoding.widen(&bytes, &mut wide);
                 (0, wide.iter().flat_map(|x| x.to_le_bytes()).collect())
             }
@@ -163,7 +164,7 @@ fn blocks(encoding: Encoding, widened: bool) -> Vec<u8> {
 }
 
 #[test]
-fn quantised_files_compute_what_their_numbers_say() {
+fn quantized_files_compute_the_values_of_their_elements() {
     for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
         let (_a, exact) = written(&blocks(encoding, true));
         let (_b, stored) = written(&blocks(encoding, false));
@@ -177,7 +178,7 @@ fn quantised_files_compute_what_their_numbers_say() {
 }
 
 #[test]
-fn quantised_files_are_divided_between_blocks_or_not_at_all() {
+fn quantized_files_are_partitioned_at_block_boundaries_or_rejected() {
     for encoding in [Encoding::Q8_0, Encoding::Q4_0, Encoding::Q4K, Encoding::Q6K] {
         let (_folder, path) = written(&blocks(encoding, false));
         match (encoding, logits_of_ranks(&path, 2)) {
@@ -186,7 +187,7 @@ fn quantised_files_are_divided_between_blocks_or_not_at_all() {
                 let size = whole.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 let off = whole.iter().zip(&divided).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
                 println!("{encoding}, two ranks: off by {off:e} of {size}");
-                // Activations that lie between two integers may go the other way.
+                // Quantized activations may round the other way.
                 assert!(off <= 0.01 * size, "{encoding}: off by {off} of {size}");
             }
             (_, refused) => {
@@ -200,7 +201,7 @@ fn quantised_files_are_divided_between_blocks_or_not_at_all() {
 }
 
 #[test]
-fn a_vocabulary_inside_the_file_becomes_a_tokenizer_and_one_that_cannot_says_what_to_do() {
+fn an_embedded_vocabulary_becomes_a_tokenizer_or_a_helpful_error() {
     let original: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
     let mut tokens: Vec<(u64, String)> = original["model"]["vocab"]
         .as_object()
@@ -270,7 +271,7 @@ fn a_vocabulary_inside_the_file_becomes_a_tokenizer_and_one_that_cannot_says_wha
 }
 
 #[test]
-fn files_that_end_early_or_lie_are_refused_with_the_reason() {
+fn truncated_or_inconsistent_files_are_rejected_with_the_reason() {
     let whole = Checkpoint::new(Arch::Llama2, Dtype::F16).gguf().unwrap();
     let message = |bytes: &[u8]| {
         let (_folder, path) = written(bytes);
@@ -278,7 +279,7 @@ fn files_that_end_early_or_lie_are_refused_with_the_reason() {
         assert!(message.contains("tiny.gguf"), "{message}");
         message
     };
-    // At every length at first, then here and there: no panic, and never a model.
+    // Densely truncated in the header, then sparsely: never a panic, never a model.
     for end in (0..2000.min(whole.len())).step_by(3).chain((2000..whole.len()).step_by(4999)) {
         let message = message(&whole[..end]);
         assert!(message.contains("truncated") || message.contains("GGUF"), "{end}: {message}");

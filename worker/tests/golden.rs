@@ -1,10 +1,10 @@
-//! Golden bits: hashes of logits and tokens of the tiny checkpoints, for every instruction set, dtype, quantisation and KV
-//! dtype. Routers move streams between workers of one numerics version and instruction set in mid-sentence, so a changed
-//! bit without a new version is an error, whatever else it improves.
+//! Golden bits: hashes of logits and tokens of the tiny checkpoints, for every instruction set, dtype,
+//! quantization and KV cache dtype. Failover moves streams between workers with one numerics fingerprint in
+//! mid-sentence, so changed bits under an unchanged version are an error.
 //!
-//! `golden/bits.txt` has the hashes of the version in its first line. After a change of arithmetic: raise
-//! `inflight_kernels::VERSION`, then record on a machine of each instruction set with `INFLIGHT_GOLDEN=record cargo test
-//! --release -p inflight-worker --test golden`.
+//! The first line of `golden/bits.txt` is the version of its hashes. After a change of arithmetic: raise
+//! `inflight_kernels::VERSION`, then record on a machine of each instruction set with `INFLIGHT_GOLDEN=record
+//! cargo test --release -p inflight-worker --test golden`.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -22,41 +22,41 @@ use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
 use sha2::{Digest as _, Sha256};
 
-/// Instruction sets whose hashes are kept; a machine has the first ones of the list.
+/// Recorded instruction sets; each machine supports a prefix of the list.
 const ISAS: [&str; 5] = ["portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16"];
-/// Prompts that end within the first attention tile and beyond several, and tokens generated after each.
+/// Prompt and output tokens; the prompts end within the first attention tile and after several.
 const PROMPTS: [(usize, usize); 2] = [(37, 24), (600, 4)];
-/// The same for a layer of real width, whose reductions are cut into several blocks.
+/// Prompt and output tokens for a layer of real width, whose reductions span several cache blocks.
 const WIDE_PROMPTS: [(usize, usize); 1] = [(37, 4)];
 
-/// How a model is stored and divided.
+/// Storage and partitioning of a model.
 #[derive(Debug, Clone, Copy)]
-struct Stored {
+struct StorageFormat {
     dtype: Dtype,
     weights: Option<&'static str>,
     kv: Option<KvDtype>,
     ranks: usize,
 }
 
-const PLAIN: Stored = Stored { dtype: Dtype::Bf16, weights: None, kv: None, ranks: 1 };
+const PLAIN: StorageFormat = StorageFormat { dtype: Dtype::Bf16, weights: None, kv: None, ranks: 1 };
 
-/// Every combination that decides bits.
-fn stored() -> Vec<Stored> {
-    let int8_kv = Stored { kv: Some(KvDtype::Int8), ..PLAIN };
+/// Returns every combination that decides bits.
+fn storage_formats() -> Vec<StorageFormat> {
+    let int8_kv = StorageFormat { kv: Some(KvDtype::Int8), ..PLAIN };
     vec![
         PLAIN,
-        Stored { dtype: Dtype::F32, ..PLAIN },
-        Stored { dtype: Dtype::F16, ..PLAIN },
-        Stored { weights: Some("int8"), ..PLAIN },
-        Stored { weights: Some("int4"), ..PLAIN },
+        StorageFormat { dtype: Dtype::F32, ..PLAIN },
+        StorageFormat { dtype: Dtype::F16, ..PLAIN },
+        StorageFormat { weights: Some("int8"), ..PLAIN },
+        StorageFormat { weights: Some("int4"), ..PLAIN },
         int8_kv,
-        Stored { weights: Some("int8"), ..int8_kv },
-        Stored { weights: Some("int4"), ..int8_kv },
-        Stored { ranks: 2, ..PLAIN },
+        StorageFormat { weights: Some("int8"), ..int8_kv },
+        StorageFormat { weights: Some("int4"), ..int8_kv },
+        StorageFormat { ranks: 2, ..PLAIN },
     ]
 }
 
-impl Stored {
+impl StorageFormat {
     fn name(&self) -> String {
         let kv = if self.kv.is_some() { "int8" } else { "auto" };
         let weights = self.weights.unwrap_or("none");
@@ -64,7 +64,7 @@ impl Stored {
     }
 }
 
-fn load(path: &Path, isa: Isa, stored: Stored) -> CpuRuntime {
+fn load(path: &Path, isa: Isa, format: StorageFormat) -> CpuRuntime {
     let model = ModelDir::open(&ModelSource::Directory(path.to_path_buf())).unwrap();
     let options = CpuOptions {
         threads: Some(1),
@@ -75,9 +75,9 @@ fn load(path: &Path, isa: Isa, stored: Stored) -> CpuRuntime {
         batch_tokens: 1024,
         context_tokens: None,
         isa: Some(isa),
-        quantize: stored.weights.map(|weights| weights.parse::<Quantization>().unwrap()),
-        kv_dtype: stored.kv,
-        tensor_parallel: stored.ranks,
+        quantize: format.weights.map(|weights| weights.parse::<Quantization>().unwrap()),
+        kv_dtype: format.kv,
+        tensor_parallel: format.ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
 }
@@ -86,7 +86,7 @@ fn greedy() -> SamplingSpec {
     SamplingSpec { temperature: 0.0, ..SamplingSpec::default() }
 }
 
-/// Sampling that every step of the sampler takes part in.
+/// Sampling parameters that enable every step of the sampler.
 fn sampled() -> SamplingSpec {
     SamplingSpec {
         temperature: 1.1,
@@ -102,7 +102,7 @@ fn sampled() -> SamplingSpec {
     }
 }
 
-/// Runs a prompt in one chunk and generates; the bits of all sampled logits, and the tokens.
+/// Runs a prompt in one chunk and generates; returns the hash of all sampled logits, and the tokens.
 fn run(runtime: &mut CpuRuntime, spec: &SamplingSpec, prompt: usize, output: usize) -> (Sha256, Vec<u32>) {
     let vocab = runtime.capabilities().vocab_size;
     let mut tokens: Vec<u32> =
@@ -128,15 +128,16 @@ fn run(runtime: &mut CpuRuntime, spec: &SamplingSpec, prompt: usize, output: usi
     (logits, tokens.split_off(prompt))
 }
 
+/// First 8 bytes of a hash, in hex.
 fn short(hash: Sha256) -> String {
     hash.finalize().iter().take(8).fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
+        // Writing to a string can't fail.
         let _ = write!(text, "{byte:02x}");
         text
     })
 }
 
-/// The hashes of one model: logits and tokens, greedy and sampled.
+/// Hashes of one model: logits and tokens, greedy and sampled.
 fn hashes(runtime: &mut CpuRuntime, prompts: &[(usize, usize)]) -> String {
     let mut parts = Vec::new();
     for spec in [greedy(), sampled()] {
@@ -151,34 +152,34 @@ fn hashes(runtime: &mut CpuRuntime, prompts: &[(usize, usize)]) -> String {
     parts.join(" ")
 }
 
-/// The hashes of an instruction set, by model and storage.
+/// Hashes of an instruction set by model and storage format.
 fn compute(isa: Isa, wide: &Path) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     for arch in Arch::all() {
         for dtype in Dtype::all() {
             let folder = Checkpoint::new(*arch, *dtype).write_temp().unwrap();
-            // Room for prompts beyond several tiles.
+            // A longer context, for prompts over several tiles.
             let path = folder.path().join("config.json");
             let mut config: serde_json::Value =
                 serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
             config["max_position_embeddings"] = 1024.into();
             std::fs::write(&path, config.to_string()).unwrap();
-            // Heads of the others cannot be divided by two.
+            // The heads of these two are not divisible by two.
             let divisible = ![Arch::Llama2Linear, Arch::Qwen25].contains(arch);
-            let applies = |stored: &Stored| stored.dtype == *dtype && (stored.ranks == 1 || divisible);
-            for stored in stored().into_iter().filter(applies) {
-                let mut runtime = load(folder.path(), isa, stored);
+            let applies = |format: &StorageFormat| format.dtype == *dtype && (format.ranks == 1 || divisible);
+            for format in storage_formats().into_iter().filter(applies) {
+                let mut runtime = load(folder.path(), isa, format);
                 found.insert(
-                    format!("{} {} {}", isa.name(), arch.name(), stored.name()),
+                    format!("{} {} {}", isa.name(), arch.name(), format.name()),
                     hashes(&mut runtime, &PROMPTS),
                 );
             }
         }
     }
     for weights in [None, Some("int8"), Some("int4")] {
-        let stored = Stored { weights, ..PLAIN };
-        let mut runtime = load(wide, isa, stored);
-        let key = format!("{} {} {}", isa.name(), Shape::Layer.name(), stored.name());
+        let format = StorageFormat { weights, ..PLAIN };
+        let mut runtime = load(wide, isa, format);
+        let key = format!("{} {} {}", isa.name(), Shape::Layer.name(), format.name());
         found.insert(key, hashes(&mut runtime, &WIDE_PROMPTS));
     }
     found
@@ -188,7 +189,7 @@ fn file() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/bits.txt")
 }
 
-/// The version and the hashes of the file.
+/// Reads version and hashes of the golden file.
 fn read() -> (u32, BTreeMap<String, String>) {
     let text = std::fs::read_to_string(file()).unwrap_or_default();
     let mut lines = text.lines();
@@ -212,7 +213,7 @@ fn no_bit_changes_without_a_new_version() {
     let record = std::env::var("INFLIGHT_GOLDEN").is_ok_and(|value| value == "record");
     if version != VERSION {
         assert!(record, "golden/bits.txt is of version {version}, the kernels of {VERSION}: record it anew");
-        // What other instruction sets computed then says nothing of now.
+        // Hashes of an older version do not apply, those of other instruction sets included.
         golden.clear();
     }
     let wide = TempDir::new("golden").unwrap();
@@ -237,7 +238,7 @@ fn no_bit_changes_without_a_new_version() {
     println!("golden bits: {compared} hashes compared");
     assert!(
         changed.is_empty(),
-        "{} of {compared} hashes differ under version {VERSION}: a stream that moved to this build would go on with other \
+        "{} of {compared} hashes differ under version {VERSION}: a stream that moved to this build would continue with other \
          tokens. Raise inflight_kernels::VERSION and record the hashes anew, or keep the arithmetic as it was:\n{}",
         changed.len(),
         changed.join("\n")

@@ -1,4 +1,5 @@
-//! The runtime for GPUs with its own calls of driver, cuBLASLt and NCCL, on GPUs that are simulated, against the runtime for CPUs.
+//! CUDA runtime, with real calls of driver, cuBLASLt and NCCL on simulated GPUs, compared with the CPU
+//! runtime.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -19,9 +20,9 @@ const BATCH_TOKENS: u32 = 48;
 const PROMPT: usize = 70;
 const STEPS: usize = 4;
 
-/// What the runtime says of the last positions of [`SLOTS`] texts, whose tokens are all given: prompts in chunks, side by side,
-/// then token by token.
-fn told(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
+/// Log probabilities at the last positions of [`SLOTS`] teacher-forced texts: prompts in chunks, side by
+/// side, then token by token.
+fn teacher_forced(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
     let spec = SamplingSpec { temperature: 0.0, logprobs: Some(12), ..SamplingSpec::default() };
     let sampling = Arc::new(spec.validate().unwrap());
     let text = |slot: u32| -> Vec<u32> {
@@ -33,7 +34,7 @@ fn told(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
         let setup = SlotSetup { sampling, choice: 0, prompt: &[], generated: &[], eos_token_ids: &[] };
         runtime.attach(slot, &setup).unwrap();
     }
-    let (mut batch, mut sampled, mut told) = (Batch::default(), Vec::new(), Vec::new());
+    let (mut batch, mut sampled, mut logprobs) = (Batch::default(), Vec::new(), Vec::new());
     let mut at = 0;
     while at < PROMPT + STEPS {
         let count = PROMPT.saturating_sub(at).clamp(1, BATCH_TOKENS as usize / SLOTS as usize);
@@ -47,15 +48,15 @@ fn told(runtime: &mut dyn Runtime) -> Vec<PositionLogprobs> {
         }
         at += count;
         runtime.execute(&mut batch, &mut sampled).unwrap();
-        told.extend(sampled.drain(..).map(|sampled| *sampled.logprobs.unwrap()));
+        logprobs.extend(sampled.drain(..).map(|sampled| *sampled.logprobs.unwrap()));
     }
-    assert_eq!(told.len(), SLOTS as usize * (STEPS + 1));
-    told
+    assert_eq!(logprobs.len(), SLOTS as usize * (STEPS + 1));
+    logprobs
 }
 
 #[test]
-fn a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_model() {
-    let test = "a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_model";
+fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
+    let test = "a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel";
     if !SimulatedGpu::within("gpus=2,memory=1024,ptx=90", test).unwrap() {
         return;
     }
@@ -75,7 +76,7 @@ fn a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_m
         kv_dtype: None,
         tensor_parallel: 1,
     };
-    let expected = told(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
+    let expected = teacher_forced(&mut CpuRuntime::load(&model, &cpu, &|_, _| {}).unwrap());
     let fast = CudaOptions {
         gpus: vec![0],
         lone_communicator: false,
@@ -92,19 +93,19 @@ fn a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_m
         autotune: false,
         overlap: true,
     };
-    // Activations are rounded to 16 bits on both.
+    // Both round activations to 16 bits.
     for (what, options, bound) in [
         ("cuBLASLt's first algorithms", fast.clone(), 0.1),
-        ("what was found to be the fastest", CudaOptions { autotune: true, ..fast.clone() }, 0.1),
+        ("autotuned algorithms", CudaOptions { autotune: true, ..fast.clone() }, 0.1),
         ("no graphs, no overlap", CudaOptions { graphs: false, overlap: false, ..fast.clone() }, 0.1),
-        ("our own products", CudaOptions { deterministic: true, ..fast.clone() }, 0.1),
+        ("deterministic GEMMs", CudaOptions { deterministic: true, ..fast.clone() }, 0.1),
         ("keys and values in 8 bits", CudaOptions { kv_store: KvStore::Fp8, ..fast.clone() }, 0.4),
         ("a communicator of one", CudaOptions { lone_communicator: true, ..fast.clone() }, 0.1),
         ("two GPUs", CudaOptions { gpus: vec![0, 1], ..fast.clone() }, 0.1),
     ] {
         let mut gpu = CudaRuntime::load(&model, &options, &|_, _| {}).unwrap();
         assert_eq!(gpu.tuned().is_empty(), !options.autotune, "{what}");
-        for (position, (expected, got)) in expected.iter().zip(told(&mut gpu)).enumerate() {
+        for (position, (expected, got)) in expected.iter().zip(teacher_forced(&mut gpu)).enumerate() {
             let mut compared = 0;
             for ours in &got.top {
                 let Some(theirs) = expected.top.iter().find(|theirs| theirs.token == ours.token) else {
@@ -114,7 +115,7 @@ fn a_gpu_agrees_with_the_cpu_whoever_makes_products_and_however_many_share_the_m
                 assert!(apart <= bound, "{what}, position {position}: {ours:?} and on the CPU {theirs:?}");
                 compared += 1;
             }
-            // The least probable of the list may be others.
+            // The least probable entries may differ.
             assert!(compared >= 9, "{what}, position {position}: {got:?} and on the CPU {expected:?}");
             let spread = expected.top[0].logprob - expected.top[11].logprob;
             assert!(spread > 0.5, "all tokens are as probable as each other: {expected:?}");

@@ -1,4 +1,4 @@
-//! Where there is no driver, `auto` computes on the CPU and `cuda` says what is missing.
+//! Machines without a driver: `auto` falls back to the CPU, and `cuda` is rejected with the reason.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -7,7 +7,7 @@ use inflight_worker::runtime::cuda::{Unavailable, available};
 use inflight_worker::{Device, Options, Worker};
 
 #[test]
-fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
+fn without_a_driver_cuda_is_rejected_and_auto_falls_back() {
     match available(&[0]) {
         Err(Unavailable::NoDriver) => {}
         other => {
@@ -29,7 +29,7 @@ fn without_a_driver_cuda_is_refused_with_the_reason_and_auto_falls_back() {
 }
 
 #[test]
-fn a_gpu_that_is_not_there_is_refused_by_its_number() {
+fn a_missing_gpu_is_rejected_by_its_ordinal() {
     if available(&[0]).is_ok() {
         let refused = available(&[0, 4096]).unwrap_err().to_string();
         assert!(refused.contains("4096"), "{refused}");

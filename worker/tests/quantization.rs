@@ -1,5 +1,5 @@
-//! Weights rounded to integers cost little: on a text of our own, the demo model's perplexity stays close to what it is
-//! with the weights as they are.
+//! Quality of quantization: the demo model's perplexity with quantized weights or KV cache stays close to the
+//! original.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -13,7 +13,7 @@ use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_worker::runtime::{Batch, Runtime, SampleRow, SlotSetup};
 use tokenizers::Tokenizer;
 
-/// Stories by the grammar that the demo model was trained with (`worker/demo/train/corpus/stories.py`).
+/// Stories of the grammar that the demo model was trained on (`worker/demo/train/corpus/stories.py`).
 const TEXT: &str = include_str!("data/stories.txt");
 
 fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Option<KvDtype>) -> CpuRuntime {
@@ -33,7 +33,7 @@ fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Op
     CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
 }
 
-/// e to the mean of -ln p over all tokens but the first of each story, each story by itself.
+/// Perplexity over all tokens but the first of each story; stories are independent.
 fn perplexity(runtime: &mut CpuRuntime, stories: &[Vec<u32>]) -> f64 {
     let setup = SlotSetup {
         sampling: Arc::new(SamplingParams::greedy()),
@@ -96,7 +96,7 @@ fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
 }
 
 #[test]
-fn a_group_that_does_not_divide_a_row_is_filled_up_and_kinds_have_fingerprints_of_their_own() {
+fn padded_groups_work_and_formats_have_distinct_fingerprints() {
     let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let mut fingerprints = Vec::new();

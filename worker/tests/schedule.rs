@@ -1,7 +1,6 @@
-//! The schedule never changes the answer: whatever a request shares its batches with, however its prompt is chunked,
-//! wherever its blocks lie, whether it is preempted and recomputed, and on however many threads, it gets the logits
-//! and tokens, bit for bit, that it gets alone, one token at a time, on one thread. So it is where ranks share the model,
-//! with as many of them.
+//! Batch invariance of the CPU runtime: under any batching, prefill chunking, block placement, preemption by
+//! recompute and number of threads, a request gets the logits and tokens, bit for bit, that it gets alone,
+//! one token at a time, on one thread with the same tensor-parallel degree.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -33,37 +32,37 @@ struct Request {
 #[derive(Debug, Clone)]
 struct Workload {
     requests: Vec<Request>,
-    /// Most tokens of a prompt in one batch; 0 draws a size each time.
+    /// Maximum prefill chunk in tokens; 0: random sizes.
     chunk: usize,
     threads: usize,
-    /// Ranks that share the model, where they can.
+    /// Tensor-parallel degree.
     ranks: usize,
     block_tokens: u32,
-    /// Key of every decision of the schedule.
+    /// Seed of the schedule.
     schedule: u32,
 }
 
-/// What a request got at one step.
+/// Result of a request at one step.
 #[derive(Debug, Clone, PartialEq)]
-struct Step {
+struct StepBits {
     logits: Vec<u32>,
     sampled: Sampled,
 }
 
-/// Decisions by formula, so that a failure replays.
-struct Dice {
+/// Counter-based random numbers (Philox4x32-10), so that failures replay.
+struct ScheduleRng {
     key: u32,
     count: u32,
 }
 
-impl Dice {
+impl ScheduleRng {
     fn below(&mut self, bound: usize) -> usize {
         self.count += 1;
         philox4x32([self.count, 0, 0, 0], [self.key, 0])[0] as usize % bound.max(1)
     }
 }
 
-/// A checkpoint with room for prompts beyond the largest chunk.
+/// Writes a checkpoint with a context length beyond the largest chunk.
 fn checkpoint(arch: Arch, dtype: Dtype) -> TempDir {
     let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
     let path = folder.path().join("config.json");
@@ -73,9 +72,9 @@ fn checkpoint(arch: Arch, dtype: Dtype) -> TempDir {
     folder
 }
 
-/// How weights, keys and values are stored, where not as in the checkpoint.
+/// Storage of weights and KV cache; `None`: as in the checkpoint.
 #[derive(Debug, Clone, Copy, Default)]
-struct Stored {
+struct StorageFormat {
     weights: Option<Quantization>,
     kv: Option<KvDtype>,
 }
@@ -83,7 +82,7 @@ struct Stored {
 fn load(
     path: PathBuf,
     isa: Isa,
-    stored: Stored,
+    format: StorageFormat,
     threads: usize,
     ranks: usize,
     block_tokens: u32,
@@ -98,8 +97,8 @@ fn load(
         batch_tokens: 2048,
         context_tokens: None,
         isa: Some(isa),
-        quantize: stored.weights,
-        kv_dtype: stored.kv,
+        quantize: format.weights,
+        kv_dtype: format.kv,
         tensor_parallel: ranks,
     };
     CpuRuntime::load(&model, &options, &|_, _| {}).unwrap()
@@ -120,8 +119,8 @@ fn bits(runtime: &CpuRuntime, sample: usize) -> Vec<u32> {
     runtime.logits()[sample * vocab..(sample + 1) * vocab].iter().map(|logit| logit.to_bits()).collect()
 }
 
-/// One token at a time, and nobody else there.
-fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<Step> {
+/// Runs a request alone, one token at a time.
+fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<StepBits> {
     let mut tokens = prompt(request, runtime.capabilities().vocab_size);
     attach(runtime, 0, request, &tokens, &[]);
     let block_tokens = runtime.capabilities().block_tokens as usize;
@@ -136,54 +135,54 @@ fn alone(runtime: &mut CpuRuntime, request: &Request) -> Vec<Step> {
         runtime.execute(&mut batch, &mut sampled).unwrap();
         if let Some(chosen) = sampled.pop() {
             tokens.push(chosen.token);
-            steps.push(Step { logits: bits(runtime, 0), sampled: chosen });
+            steps.push(StepBits { logits: bits(runtime, 0), sampled: chosen });
         }
     }
     runtime.detach(0);
     steps
 }
 
-/// A request under way.
-struct Live {
+/// Running request.
+struct RunningSequence {
     request: usize,
     slot: u32,
     tokens: Vec<u32>,
-    /// Tokens whose keys and values are in the pool.
+    /// Tokens with KV computed.
     fed: usize,
     blocks: Vec<u32>,
 }
 
-/// All together under a random schedule; `got` hears the request, the index of its step and what it got.
+/// Runs all requests under a random schedule; calls `got` with request, step and result.
 fn together(
     runtime: &mut CpuRuntime,
     workload: &Workload,
-    mut got: impl FnMut(usize, usize, Step) -> Result<(), TestCaseError>,
+    mut got: impl FnMut(usize, usize, StepBits) -> Result<(), TestCaseError>,
 ) -> Result<(), TestCaseError> {
-    let mut dice = Dice { key: workload.schedule, count: 0 };
+    let mut rng = ScheduleRng { key: workload.schedule, count: 0 };
     let bounds = runtime.capabilities().clone();
     let mut free: Vec<u32> = (0..bounds.blocks.min(4096)).collect();
     let mut slots: Vec<u32> = (0..bounds.slots).collect();
     let mut waiting: Vec<usize> = (0..workload.requests.len()).rev().collect();
-    let mut live: Vec<Live> = Vec::new();
-    // Bounded, or a long prompt in small chunks might never end.
-    let mut preemptions = dice.below(12);
+    let mut live: Vec<RunningSequence> = Vec::new();
+    // Bounded, or a long prompt in small chunks might never finish.
+    let mut preemptions = rng.below(12);
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     while !waiting.is_empty() || !live.is_empty() {
-        while !waiting.is_empty() && (live.is_empty() || dice.below(3) > 0) {
+        while !waiting.is_empty() && (live.is_empty() || rng.below(3) > 0) {
             let request = waiting.pop().unwrap();
-            let slot = slots.swap_remove(dice.below(slots.len()));
+            let slot = slots.swap_remove(rng.below(slots.len()));
             let tokens = prompt(&workload.requests[request], bounds.vocab_size);
             attach(runtime, slot, &workload.requests[request], &tokens, &[]);
-            live.push(Live { request, slot, tokens, fed: 0, blocks: Vec::new() });
+            live.push(RunningSequence { request, slot, tokens, fed: 0, blocks: Vec::new() });
         }
-        if preemptions > 0 && dice.below(8) == 0 {
+        if preemptions > 0 && rng.below(8) == 0 {
             preemptions -= 1;
-            // Preempt one: its blocks go, and it computes all its tokens again, in another slot.
-            let index = dice.below(live.len());
+            // Preempt by recompute, to another slot.
+            let index = rng.below(live.len());
             let victim = &mut live[index];
             runtime.detach(victim.slot);
             slots.push(victim.slot);
-            victim.slot = slots.swap_remove(dice.below(slots.len()));
+            victim.slot = slots.swap_remove(rng.below(slots.len()));
             free.append(&mut victim.blocks);
             victim.fed = 0;
             let request = &workload.requests[victim.request];
@@ -193,29 +192,29 @@ fn together(
         batch.clear();
         let mut ran = Vec::new();
         let count = live.len();
-        let first = dice.below(count);
+        let first = rng.below(count);
         for i in 0..count {
             let index = (first + i) % count;
             let sequence = &mut live[index];
-            if batch.rows() > 0 && dice.below(4) == 0 {
+            if batch.rows() > 0 && rng.below(4) == 0 {
                 continue;
             }
             let pending = sequence.tokens.len() - sequence.fed;
-            let most = if workload.chunk == 0 { 1 + dice.below(100) } else { workload.chunk };
+            let most = if workload.chunk == 0 { 1 + rng.below(100) } else { workload.chunk };
             let chunk = pending.min(most).min(bounds.batch_tokens as usize - batch.rows());
             if chunk == 0 {
                 continue;
             }
-            if !sequence.blocks.is_empty() && dice.below(8) == 0 {
+            if !sequence.blocks.is_empty() && rng.below(8) == 0 {
                 // Move a block.
-                let at = dice.below(sequence.blocks.len());
-                let to = free.swap_remove(dice.below(free.len()));
+                let at = rng.below(sequence.blocks.len());
+                let to = free.swap_remove(rng.below(free.len()));
                 batch.copies.push(BlockCopy { from: sequence.blocks[at], to });
                 sequence.blocks[at] = to;
             }
             let end = sequence.fed + chunk;
             while sequence.blocks.len() * (bounds.block_tokens as usize) < end {
-                sequence.blocks.push(free.swap_remove(dice.below(free.len())));
+                sequence.blocks.push(free.swap_remove(rng.below(free.len())));
             }
             let part = &sequence.tokens[sequence.fed..end];
             batch.push_sequence(part, sequence.fed as u32, &sequence.blocks);
@@ -225,7 +224,7 @@ fn together(
                 ran.push(index);
             }
         }
-        // What was moved away from is free only after the step.
+        // The sources of copies are free only after the step.
         let copied: Vec<u32> = batch.copies.iter().map(|copy| copy.from).collect();
         runtime.execute(&mut batch, &mut sampled).unwrap();
         free.extend(copied);
@@ -234,7 +233,11 @@ fn together(
             let sequence = &mut live[*index];
             let step = sequence.tokens.len() - workload.requests[sequence.request].prompt;
             sequence.tokens.push(sampled.token);
-            got(sequence.request, step, Step { logits: bits(runtime, sample), sampled: sampled.clone() })?;
+            got(
+                sequence.request,
+                step,
+                StepBits { logits: bits(runtime, sample), sampled: sampled.clone() },
+            )?;
         }
         live.retain_mut(|sequence| {
             let request = &workload.requests[sequence.request];
@@ -300,25 +303,31 @@ fn workload(ranks: &'static [usize]) -> impl Strategy<Value = Workload> {
         })
 }
 
-fn check(isa: Isa, dtype: Dtype, stored: Stored, ranks: &'static [usize], archs: &[Arch], cases: u32) {
+fn check(isa: Isa, dtype: Dtype, format: StorageFormat, ranks: &'static [usize], archs: &[Arch], cases: u32) {
     let config = Config { cases, failure_persistence: None, max_shrink_iters: 64, ..Config::default() };
     let archs = prop::sample::select(archs.to_vec());
     let mut runner = TestRunner::new(config);
     let outcome =
-        runner.run(&(archs, workload(ranks)), |(arch, workload)| one(isa, dtype, stored, arch, &workload));
+        runner.run(&(archs, workload(ranks)), |(arch, workload)| one(isa, dtype, format, arch, &workload));
     if let Err(failure) = outcome {
-        panic!("{} {dtype} {stored:?}: {failure}", isa.name());
+        panic!("{} {dtype} {format:?}: {failure}", isa.name());
     }
 }
 
-fn one(isa: Isa, dtype: Dtype, stored: Stored, arch: Arch, workload: &Workload) -> Result<(), TestCaseError> {
+fn one(
+    isa: Isa,
+    dtype: Dtype,
+    format: StorageFormat,
+    arch: Arch,
+    workload: &Workload,
+) -> Result<(), TestCaseError> {
     let folder = checkpoint(arch, dtype);
     let ranks = workload.ranks;
-    let mut single = load(folder.path().to_path_buf(), isa, stored, 1, ranks, 16);
-    let expected: Vec<Vec<Step>> =
+    let mut single = load(folder.path().to_path_buf(), isa, format, 1, ranks, 16);
+    let expected: Vec<Vec<StepBits>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
     let mut runtime =
-        load(folder.path().to_path_buf(), isa, stored, workload.threads, ranks, workload.block_tokens);
+        load(folder.path().to_path_buf(), isa, format, workload.threads, ranks, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {
         let expected = &expected[request][step];
         prop_assert_eq!(&got.sampled, &expected.sampled, "request {} step {}", request, step);
@@ -327,25 +336,25 @@ fn one(isa: Isa, dtype: Dtype, stored: Stored, arch: Arch, workload: &Workload) 
     })
 }
 
-/// Threads wait by spinning, so tests side by side would mostly measure each other's patience.
-static ALONE: Mutex<()> = Mutex::new(());
+/// Serializes the tests: kernel threads wait by spinning, so concurrent tests slow each other down.
+static SERIAL: Mutex<()> = Mutex::new(());
 
-/// Random workloads on one instruction set, every dtype and quantisation. Slower sets get fewer.
+/// Checks random workloads on one instruction set, for every dtype and quantization.
 fn on(name: &str, cases: u32) {
-    let _alone = ALONE.lock();
+    let _serial = SERIAL.lock();
     let Some(isa) = Isa::by_name(name) else {
         skipped("schedules", &format!("this machine has no {name}"));
         return;
     };
     for dtype in Dtype::all() {
-        check(isa, *dtype, Stored::default(), &[1], Arch::all(), cases);
+        check(isa, *dtype, StorageFormat::default(), &[1], Arch::all(), cases);
     }
     for weights in [Quantization::INT8, Quantization::INT4] {
-        check(isa, Dtype::Bf16, Stored { weights: Some(weights), kv: None }, &[1], Arch::all(), cases);
+        check(isa, Dtype::Bf16, StorageFormat { weights: Some(weights), kv: None }, &[1], Arch::all(), cases);
     }
     for weights in [None, Some(Quantization::INT8)] {
-        let stored = Stored { weights, kv: Some(KvDtype::Int8) };
-        check(isa, Dtype::Bf16, stored, &[1], Arch::all(), cases);
+        let format = StorageFormat { weights, kv: Some(KvDtype::Int8) };
+        check(isa, Dtype::Bf16, format, &[1], Arch::all(), cases);
     }
 }
 
@@ -376,16 +385,16 @@ fn the_schedule_never_changes_the_answer_on_avx512_bf16() {
 
 #[test]
 fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
-    let _alone = ALONE.lock();
-    // Several key heads to a rank, one each, and one that two or four share.
+    let _serial = SERIAL.lock();
+    // Several KV heads per rank, one per rank, and one replicated on two or four ranks.
     let archs = [Arch::Llama2, Arch::Llama31, Arch::Llama32, Arch::Mistral, Arch::Qwen2, Arch::Qwen3];
     for isa in [Isa::detect(), Isa::PORTABLE] {
         for dtype in Dtype::all() {
-            check(isa, *dtype, Stored::default(), &[2, 2, 4], &archs, 2);
+            check(isa, *dtype, StorageFormat::default(), &[2, 2, 4], &archs, 2);
         }
         for (weights, kv) in [("int8:8", None), ("int4:8", None), ("int8:8", Some(KvDtype::Int8))] {
-            let stored = Stored { weights: Some(weights.parse().unwrap()), kv };
-            check(isa, Dtype::Bf16, stored, &[2], &archs, 2);
+            let format = StorageFormat { weights: Some(weights.parse().unwrap()), kv };
+            check(isa, Dtype::Bf16, format, &[2], &archs, 2);
         }
     }
 }

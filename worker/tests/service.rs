@@ -1,11 +1,11 @@
-//! The worker's service over real connections, with a router that the test plays.
+//! gRPC service of the worker over TCP, with a scripted router.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::time::Duration;
 
-use inflight_proto::v1::session_request::Message as Say;
-use inflight_proto::v1::session_response::Message as Hear;
+use inflight_proto::v1::session_request::Message as RequestMessage;
+use inflight_proto::v1::session_response::Message as ResponseMessage;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
 use inflight_worker::runtime::sim::{SimOptions, SimRuntime};
@@ -30,6 +30,7 @@ struct Router {
 }
 
 impl Router {
+    /// Starts a worker on a simulated device with steps of `step` seconds, and opens a session.
     async fn start(step: f64, protocol_version: u32) -> Self {
         let flat = DeviceProfile::built_in("flat").unwrap();
         let profile = DeviceProfile { step, pool_tokens: 2 * CONTEXT, host_tokens: 0, ..flat };
@@ -66,21 +67,21 @@ impl Router {
         let (commands, outgoing) = mpsc::unbounded_channel();
         let open =
             v1::SessionOpen { protocol_version, router_id: "test".to_owned(), incarnation: String::new() };
-        commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
+        commands.send(v1::SessionRequest { message: Some(RequestMessage::Open(open)) }).unwrap();
         let mut updates = client.session(UnboundedReceiverStream::new(outgoing)).await.unwrap().into_inner();
-        let Some(Hear::Hello(hello)) = updates.message().await.unwrap().unwrap().message else {
+        let Some(ResponseMessage::Hello(hello)) = updates.message().await.unwrap().unwrap().message else {
             panic!("a worker says hello first")
         };
         Self { commands, updates, hello, address, drain, serving }
     }
 
-    fn say(&self, message: Say) {
+    fn send(&self, message: RequestMessage) {
         self.commands.send(v1::SessionRequest { message: Some(message) }).unwrap();
     }
 
     fn submit(&self, request: u64, prompt: Vec<u32>, max_tokens: u32, resumed: Vec<v1::ResumedChoice>) {
         let n = resumed.len().max(1) as u32;
-        self.say(Say::Submit(v1::Submit {
+        self.send(RequestMessage::Submit(v1::Submit {
             submission_id: request,
             attempt: 1,
             request_id: request.to_string(),
@@ -98,18 +99,19 @@ impl Router {
         }));
     }
 
+    /// Receives the next update; `None` at the end of the session.
     async fn update(&mut self) -> Option<v1::Update> {
         match self.updates.message().await.unwrap()?.message.unwrap() {
-            Hear::Update(update) => Some(update),
-            Hear::Hello(_) => panic!("hello comes once"),
+            ResponseMessage::Update(update) => Some(update),
+            ResponseMessage::Hello(_) => panic!("hello comes once"),
         }
     }
 
-    /// The tokens and the end of a request's only choice.
+    /// Waits for the end of a request's only choice; returns its number of tokens and the last update.
     async fn end_of(&mut self, request: u64) -> (usize, v1::SequenceUpdate) {
         let mut tokens = 0;
         loop {
-            let update = self.update().await.expect("the session goes on");
+            let update = self.update().await.expect("the session continues");
             for sequence in update.sequences.into_iter().filter(|sequence| sequence.submission_id == request)
             {
                 tokens += sequence.token_ids.len();
@@ -122,16 +124,17 @@ impl Router {
 }
 
 #[tokio::test]
-async fn the_largest_submission_that_the_limits_allow_breaks_no_session() {
+async fn the_largest_allowed_submission_keeps_the_session_open() {
     let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
-    // 16 choices far in: more than 16 MiB on the wire, and more than the pool can hold at once, which is no error.
+    // 16 long resumed choices: over 16 MiB on the wire, and more than the pool holds at once, which is no
+    // error.
     let choice = |choice| v1::ResumedChoice { choice, token_ids: vec![VOCAB - 1; 390_000], finished: false };
     let submit: Vec<_> = (0..16).map(choice).collect();
     router.submit(1, vec![1; 100], 390_000, submit);
-    // All of them hold max_tokens already: there is nothing left to generate.
+    // All of them have max_tokens already, so nothing is generated.
     let mut ended = 0;
     while ended < 16 {
-        for end in router.update().await.expect("the session goes on").sequences {
+        for end in router.update().await.expect("the session continues").sequences {
             assert_eq!((end.token_ids.len(), end.finish_reason()), (0, v1::FinishReason::Length), "{end:?}");
             ended += 1;
         }
@@ -142,7 +145,7 @@ async fn the_largest_submission_that_the_limits_allow_breaks_no_session() {
 }
 
 #[tokio::test]
-async fn a_draining_worker_grants_nothing_finishes_what_it_has_and_goes() {
+async fn a_draining_worker_grants_nothing_finishes_its_requests_and_stops() {
     let mut router = Router::start(0.002, PROTOCOL_VERSION).await;
     router.submit(1, vec![1; 20], 200, Vec::new());
     while router.update().await.unwrap().sequences.is_empty() {}
@@ -170,20 +173,20 @@ async fn a_draining_worker_grants_nothing_finishes_what_it_has_and_goes() {
 }
 
 #[tokio::test]
-async fn a_newer_router_is_answered_in_the_version_that_both_speak() {
+async fn a_newer_router_gets_the_protocol_version_that_both_support() {
     let router = Router::start(0.0, PROTOCOL_VERSION + 7).await;
     assert_eq!(router.hello.protocol_version, PROTOCOL_VERSION);
 }
 
 #[tokio::test]
-async fn how_far_service_has_got_is_the_least_that_waits_and_else_the_furthest_that_began() {
+async fn virtual_time_is_the_minimum_waiting_or_else_the_maximum_started() {
     let mut router = Router::start(0.0, PROTOCOL_VERSION).await;
-    for (request, order, least_waiting, told) in [
+    for (request, virtual_start_time, min_waiting, reported) in [
         (1, 9_000_000, Some(5_000), 5_000),
         (2, 9_000_000, Some(7_000), 7_000),
         (3, 8_000_000, None, 9_000_000),
     ] {
-        router.say(Say::Submit(v1::Submit {
+        router.send(RequestMessage::Submit(v1::Submit {
             submission_id: request,
             attempt: 1,
             prompt_token_ids: vec![1; 20],
@@ -191,14 +194,14 @@ async fn how_far_service_has_got_is_the_least_that_waits_and_else_the_furthest_t
             stop: Some(v1::StopConditions { max_tokens: Some(1), ignore_eos: true, ..Default::default() }),
             tenant: "a".to_owned(),
             weight: 1.0,
-            virtual_start_time: Some(order),
-            min_waiting_virtual_time: least_waiting,
+            virtual_start_time: Some(virtual_start_time),
+            min_waiting_virtual_time: min_waiting,
             ..Default::default()
         }));
         loop {
-            let update = router.update().await.expect("the session goes on");
+            let update = router.update().await.expect("the session continues");
             if update.sequences.iter().any(|sequence| sequence.submission_id == request) {
-                assert_eq!(update.virtual_time, told, "at request {request}");
+                assert_eq!(update.virtual_time, reported, "at request {request}");
                 break;
             }
         }
@@ -206,31 +209,31 @@ async fn how_far_service_has_got_is_the_least_that_waits_and_else_the_furthest_t
 }
 
 #[tokio::test]
-async fn routers_count_once_however_many_sessions_they_open_and_the_newest_is_the_one_that_stays() {
+async fn a_router_counts_once_and_its_newest_session_stays() {
     let router = Router::start(0.0, PROTOCOL_VERSION).await;
     let client = WorkerClient::connect(router.address.clone()).await.unwrap();
     let open = async |incarnation: &str| {
         let (commands, outgoing) = mpsc::unbounded_channel();
         let (router_id, incarnation) = ("same".to_owned(), incarnation.to_owned());
         let open = v1::SessionOpen { protocol_version: PROTOCOL_VERSION, router_id, incarnation };
-        commands.send(v1::SessionRequest { message: Some(Say::Open(open)) }).unwrap();
+        commands.send(v1::SessionRequest { message: Some(RequestMessage::Open(open)) }).unwrap();
         let updates = client.clone().session(UnboundedReceiverStream::new(outgoing)).await.unwrap();
         (commands, updates.into_inner())
     };
     let routers_of = async |updates: &mut Streaming<v1::SessionResponse>, expected: u32| {
         loop {
-            match updates.message().await.unwrap().expect("the session goes on").message.unwrap() {
-                Hear::Update(update) if update.router_count == expected => break,
-                Hear::Update(_) | Hear::Hello(_) => {}
+            match updates.message().await.unwrap().expect("the session continues").message.unwrap() {
+                ResponseMessage::Update(update) if update.router_count == expected => break,
+                ResponseMessage::Update(_) | ResponseMessage::Hello(_) => {}
             }
         }
     };
     let (_kept, mut first) = open("1").await;
     routers_of(&mut first, 2).await;
-    // Another process of the same name is another router.
+    // Another process with the same id is another router.
     let (_kept, mut other) = open("2").await;
     routers_of(&mut first, 3).await;
-    // Its connection is gone without a word: the same process comes back.
+    // The same process reconnects after its connection was lost.
     let (_kept, mut again) = open("1").await;
     routers_of(&mut again, 3).await;
     routers_of(&mut other, 3).await;

@@ -1,5 +1,5 @@
-//! A model that ranks share computes what it computes whole: the logits of mixed ragged batches, for every architecture
-//! that can be divided, within rounding of the order of sums.
+//! Tensor parallelism of the CPU runtime: logits of mixed ragged batches agree with those of one rank, within
+//! the rounding of another summation order, for every architecture that can be partitioned.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -12,7 +12,7 @@ use inflight_kernels::philox4x32;
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
 use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
-use safetensors::tensor::{Dtype as Stored, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype as TensorDtype, SafeTensors, TensorView};
 
 const SEQUENCES: usize = 5;
 const BLOCK_TOKENS: u32 = 8;
@@ -55,8 +55,8 @@ fn open(folder: &TempDir) -> ModelDir {
     ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap()
 }
 
-/// Batches that mix chunks of prompts of every size with decodes, over given tokens, each with a sample of every sequence
-/// in it. They end when every sequence is 100 tokens long.
+/// Returns batches that mix prefill chunks of random sizes with decodes, of random tokens, with a sample of
+/// each sequence in a batch, until every sequence has 100 tokens.
 fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
     let mut draws = 0;
     let mut below = |bound: usize| {
@@ -77,7 +77,7 @@ fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
             let most = if below(3) == 0 { 70 } else { 1 };
             let count = (1 + below(most) as u32).min(longest - *done);
             let tokens: Vec<u32> = (0..count).map(|_| below(vocab as usize) as u32).collect();
-            // Scattered, and no sequence's blocks in order.
+            // Block tables are interleaved and descending.
             let block = |i: u32| (per_sequence - 1 - i) * SEQUENCES as u32 + sequence as u32;
             let blocks: Vec<u32> = (0..(*done + count).div_ceil(BLOCK_TOKENS)).map(block).collect();
             batch.push_sequence(&tokens, *done, &blocks);
@@ -91,7 +91,7 @@ fn batches(vocab: u32, seed: u32) -> Vec<Batch> {
     batches
 }
 
-/// The logits of every sample of every batch, and the tokens chosen.
+/// Runs batches; returns logits and token of every sample.
 fn run(runtime: &mut CpuRuntime, batches: &[Batch]) -> (Vec<Vec<f32>>, Vec<Sampled>) {
     let vocab = runtime.capabilities().vocab_size as usize;
     let (mut all, mut chosen, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
@@ -103,7 +103,7 @@ fn run(runtime: &mut CpuRuntime, batches: &[Batch]) -> (Vec<Vec<f32>>, Vec<Sampl
     (all, chosen)
 }
 
-/// By how much rows of logits are apart, in parts of the largest of the row.
+/// Maximum difference of logits, relative to the largest absolute logit of the row.
 fn deviation(whole: &[Vec<f32>], divided: &[Vec<f32>]) -> f32 {
     assert_eq!(whole.len(), divided.len());
     let rows = whole.iter().zip(divided).map(|(whole, divided)| {
@@ -114,8 +114,7 @@ fn deviation(whole: &[Vec<f32>], divided: &[Vec<f32>]) -> f32 {
     rows.fold(0.0, f32::max)
 }
 
-/// A Llama with biases wherever the architecture allows them, those of the products that are cut along their inputs
-/// included.
+/// Writes a Llama checkpoint with all optional biases, including those of row-parallel projections.
 fn biased(tied: bool) -> TempDir {
     let folder =
         Checkpoint::new(if tied { Arch::Llama32 } else { Arch::Llama31 }, Dtype::F32).write_temp().unwrap();
@@ -132,14 +131,14 @@ fn biased(tied: bool) -> TempDir {
         .filter(|(name, _)| name.ends_with("_proj.weight"))
         .enumerate()
         .map(|(which, (name, view))| {
-            let number = |i: usize| philox4x32([i as u32, which as u32, 0, 0], [9, 0])[0] as f32 / 4e9 - 0.5;
-            let numbers = (0..view.shape()[0]).flat_map(|i| number(i).to_le_bytes()).collect();
-            (name.replace(".weight", ".bias"), numbers)
+            let element = |i: usize| philox4x32([i as u32, which as u32, 0, 0], [9, 0])[0] as f32 / 4e9 - 0.5;
+            let elements = (0..view.shape()[0]).flat_map(|i| element(i).to_le_bytes()).collect();
+            (name.replace(".weight", ".bias"), elements)
         })
         .collect();
     assert!(biases.iter().any(|(name, _)| name.ends_with("down_proj.bias")));
     let added = biases.iter().map(|(name, bytes)| {
-        (name.clone(), TensorView::new(Stored::F32, vec![bytes.len() / 4], bytes).unwrap())
+        (name.clone(), TensorView::new(TensorDtype::F32, vec![bytes.len() / 4], bytes).unwrap())
     });
     let tensors = file.iter().map(|(name, view)| (name.to_owned(), view.clone()));
     let written = safetensors::serialize(tensors.chain(added), None).unwrap();
@@ -176,13 +175,14 @@ fn two_and_four_ranks_agree_with_one_within_1e_5_in_f32() {
 }
 
 #[test]
-fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
+fn sixteen_bit_and_quantized_models_agree_within_their_rounding() {
     for arch in [Arch::Llama31, Arch::Qwen2, Arch::Qwen3] {
         for (dtype, quantize, most) in [
             (Dtype::Bf16, None, 1e-2),
             (Dtype::F16, None, 2e-3),
-            // Groups as they are in the whole, so only activations between two integers can go another way: each by 1/127 of the
-            // largest of its group, and how many do depends on the instruction set (1.03 hundredths on AVX2).
+            // Groups are those of the unsharded model, so only activations between two integers can round
+            // differently, each by 1/127 of its group's maximum; how many do depends on the instruction set
+            // (1.03e-2 on AVX2).
             (Dtype::F32, Some("int8:8"), 2e-2),
             (Dtype::F32, Some("int4:8"), 2e-2),
         ] {
@@ -200,7 +200,7 @@ fn sixteen_bit_and_quantised_models_agree_within_their_rounding() {
 }
 
 #[test]
-fn pools_and_progress_are_those_of_the_whole_model() {
+fn pools_and_progress_equal_those_of_the_unsharded_model() {
     let model = ModelDir::open(&ModelSource::Embedded).unwrap();
     let loaded = |ranks: usize| {
         let options = CpuOptions {
@@ -217,19 +217,19 @@ fn pools_and_progress_are_those_of_the_whole_model() {
             tensor_parallel: ranks,
         };
         let most = std::sync::Mutex::new((0, 0));
-        let hear = |done: u64, total: u64| {
+        let progress = |done: u64, total: u64| {
             let mut most = most.lock().unwrap();
             *most = (most.0.max(done), total);
         };
-        let runtime = CpuRuntime::load(&model, &options, &hear).unwrap();
+        let runtime = CpuRuntime::load(&model, &options, &progress).unwrap();
         let capabilities = runtime.capabilities();
         let (done, total) = most.into_inner().unwrap();
         assert_eq!(done, total, "loading ends");
         (capabilities.blocks, capabilities.host_blocks, total)
     };
-    // Two key heads: each rank has one, and together they have what one rank has alone.
+    // Two KV heads: one per rank.
     assert_eq!(loaded(1), loaded(2));
-    // Six ranks hold each of them three times.
+    // Six ranks hold three replicas of each.
     let (blocks, host_blocks, _) = loaded(1);
     let (sixth, host_sixth, _) = loaded(6);
     assert_eq!((sixth, host_sixth), (blocks / 3, host_blocks / 3));

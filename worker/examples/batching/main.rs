@@ -1,36 +1,37 @@
-//! What batching is worth, measured on the real engine over the CPU runtime, on the real clock.
+//! Benchmark of batching policies on the engine with the CPU runtime, in real time.
 //!
 //! ```text
 //! cargo run --release -p inflight-worker --example batching -- continuous
 //! cargo run --release -p inflight-worker --example batching -- storm
 //! ```
 //!
-//! `continuous` serves one list of requests three times at the same cap: continuously, in static groups, and in static
-//! groups whose finished members are computed as padding until the longest is done. `storm` measures the time
-//! between tokens of steady streams: alone, beside long prompts in chunks under a step target, and beside long
-//! prompts computed at once. What is compared comes from one run, its parts take turns, and figures are medians.
+//! `continuous` serves one list of requests three times with the same number of slots: with continuous
+//! batching, with static batching, and with static batching whose finished sequences are computed as padding
+//! until the longest is done. `storm` measures the inter-token latency of steady streams: alone, beside long
+//! prompts with chunked prefill under a step target, and beside long prompts without chunking. Compared
+//! variants alternate within one run; results are medians.
 //!
 //! | option | default | |
 //! |---|---|---|
 //! | `--model DIR` | the demo model | a Hugging Face directory |
 //! | `--random WxL` | | a Llama of width W and L layers with random weights instead |
-//! | `--context N` | storm: 4500 | serves so many positions whatever the model was trained for: the answers mean nothing, the work is the same |
+//! | `--context N` | storm: 4500 | overrides the model's context length; output is then meaningless, the work realistic |
 //! | `--threads N` | all | threads of the kernels |
 //! | `--runs N` | 3 | rounds |
-//! | `--seed N` | 1 | of lengths and contents |
-//! | `--sequences N` | 16, storm: 32 | the cap: sequences that run at once |
-//! | `--batch-tokens N` | 2048, storm: 512 | tokens in an iteration |
-//! | `--block-tokens N` | 16 | tokens in a KV block |
+//! | `--seed N` | 1 | seed of lengths and contents |
+//! | `--sequences N` | 16, storm: 32 | slots |
+//! | `--batch-tokens N` | 2048, storm: 512 | token budget of an iteration |
+//! | `--block-tokens N` | 16 | tokens per KV block |
 //! | `--requests N` | 480 | continuous: length of the list |
-//! | `--clients N` | 3 × the cap | continuous: each sends its next request when the one before is done |
+//! | `--clients N` | 3 × slots | continuous: closed-loop clients |
 //! | `--streams N` | 8 | storm: steady streams |
 //! | `--prompt N` | 4000 | storm: tokens of a long prompt |
-//! | `--every S` | 3 | storm: seconds from one long prompt to the next |
-//! | `--seconds S` | 15 | storm: length of each part |
-//! | `--target-factor F` | 1.8 | storm: the step target, as a multiple of the 99th percentile of the time between tokens in the calm part before |
+//! | `--every S` | 3 | storm: seconds between long prompts |
+//! | `--seconds S` | 15 | storm: duration of each phase |
+//! | `--target-factor F` | 1.8 | storm: step target as a multiple of the P99 inter-token latency of the calm phase before |
 
 mod continuous;
-mod driver;
+mod engine_driver;
 mod model;
 mod options;
 mod stats;

@@ -1,4 +1,4 @@
-//! The models to measure with.
+//! Models of the benchmark: a checkpoint, one with a longer context, or random weights.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,22 +10,23 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
-use crate::options::{Options, Outcome};
-use crate::stats::Dice;
+use crate::options::{BenchResult, Options};
+use crate::stats::SplitMix64;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/demo");
 
-/// An opened model.
-pub struct Model {
+/// Opened model.
+pub struct BenchModel {
     pub dir: ModelDir,
     pub name: String,
-    /// Where its files are while it is open, if they were made for it.
+    /// Temporary directory of a generated model.
     _folder: Option<TempDir>,
 }
 
-impl Model {
-    /// The model that the options name, with `context` positions if so many are asked for.
-    pub fn open(options: &Options, context: Option<u32>) -> Outcome<Self> {
+impl BenchModel {
+    /// Opens the model that the options name; its context length is `--context`, else `context`, else the
+    /// model's own.
+    pub fn open(options: &Options, context: Option<u32>) -> BenchResult<Self> {
         let context = options.get("context")?.or(context);
         let shape: Option<String> = options.get("random")?;
         let given: Option<PathBuf> = options.get("model")?;
@@ -46,8 +47,8 @@ impl Model {
     }
 }
 
-/// A directory with the files of a model, but for the number of positions in its config.json.
-fn stretch(model: &Path, context: u32) -> Outcome<TempDir> {
+/// Creates a copy of a model directory with `context` as the context length.
+fn stretch(model: &Path, context: u32) -> BenchResult<TempDir> {
     let folder = TempDir::new("inflight-batching")?;
     let config = link(model, &folder, &["config.json"])?;
     let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(config)?)?;
@@ -56,9 +57,8 @@ fn stretch(model: &Path, context: u32) -> Outcome<TempDir> {
     Ok(folder)
 }
 
-/// A Llama of the shape `WIDTHxLAYERS` with random bf16 weights: its answers mean nothing, its work is that of a
-/// model of this size.
-fn random(shape: &str, context: u32) -> Outcome<TempDir> {
+/// Creates a Llama model of the shape `WIDTHxLAYERS` with random bf16 weights.
+fn random(shape: &str, context: u32) -> BenchResult<TempDir> {
     let wrong = || format!("--random is `{shape}`; it must be WIDTHxLAYERS, the width a multiple of 128");
     let (width, layers) = shape.split_once('x').ok_or_else(wrong)?;
     let (width, layers): (usize, usize) = (width.parse()?, layers.parse()?);
@@ -102,14 +102,14 @@ fn random(shape: &str, context: u32) -> Outcome<TempDir> {
         let named = of_layer.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape));
         shapes.extend(named);
     }
-    let mut dice = Dice(7);
+    let mut random_bits = SplitMix64(7);
     let scale = 2.0 / (width as f64).sqrt();
     let tensors: Vec<_> = shapes
         .into_iter()
         .map(|(name, shape)| {
             let mut value = || match shape.len() {
                 1 => 1.0, // a norm
-                _ => scale * ((dice.next() >> 32) as f64 / f64::from(u32::MAX) - 0.5),
+                _ => scale * ((random_bits.next() >> 32) as f64 / f64::from(u32::MAX) - 0.5),
             };
             let count: usize = shape.iter().product();
             let bytes: Vec<u8> = (0..count).flat_map(|_| bf16::from_f64(value()).to_le_bytes()).collect();
@@ -126,8 +126,8 @@ fn random(shape: &str, context: u32) -> Outcome<TempDir> {
     Ok(folder)
 }
 
-/// Links a model's files but for some into a folder. Returns the path of its config.json.
-fn link(model: &Path, folder: &TempDir, without: &[&str]) -> Outcome<PathBuf> {
+/// Symlinks a model's files except `without` into `folder`. Returns the path of the model's config.json.
+fn link(model: &Path, folder: &TempDir, without: &[&str]) -> BenchResult<PathBuf> {
     for entry in std::fs::read_dir(model)? {
         let path = std::path::absolute(entry?.path())?;
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };

@@ -1,9 +1,9 @@
-//! The command line.
+//! Command-line options.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+pub type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
 const NAMES: [&str; 16] = [
     "model",
@@ -24,14 +24,14 @@ const NAMES: [&str; 16] = [
     "target-factor",
 ];
 
-/// A scenario and its options, `--name value`.
+/// Scenario with its options, `--name value`.
 pub struct Options {
     pub scenario: String,
     given: BTreeMap<String, String>,
 }
 
 impl Options {
-    pub fn parse(arguments: impl Iterator<Item = String>) -> Outcome<Self> {
+    pub fn parse(arguments: impl Iterator<Item = String>) -> BenchResult<Self> {
         let mut arguments = arguments.peekable();
         let scenario = arguments.next().ok_or("name a scenario: `continuous` or `storm`")?;
         let mut given = BTreeMap::new();
@@ -47,21 +47,21 @@ impl Options {
         Ok(Self { scenario, given })
     }
 
-    /// The value of `--name`, if given.
-    pub fn get<T: FromStr>(&self, name: &str) -> Outcome<Option<T>> {
+    /// Returns the value of `--name`, if given.
+    pub fn get<T: FromStr>(&self, name: &str) -> BenchResult<Option<T>> {
         let parse = |value: &String| {
             value.parse().map_err(|_| format!("--{name} is `{value}`, which is not what it takes"))
         };
         Ok(self.given.get(name).map(parse).transpose()?)
     }
 
-    /// The value of `--name`, at least `least`.
+    /// Returns the value of `--name` or `default`; an error if it is less than `least`.
     pub fn number<T: FromStr + PartialOrd + std::fmt::Display>(
         &self,
         name: &str,
         default: T,
         least: T,
-    ) -> Outcome<T> {
+    ) -> BenchResult<T> {
         let value = self.get(name)?.unwrap_or(default);
         if value >= least { Ok(value) } else { Err(format!("--{name} is {value}, less than {least}").into()) }
     }

@@ -1,4 +1,4 @@
-//! How long steps take, over keys and values that prefills left there.
+//! Step times of decode and prefill batches over a filled KV cache.
 
 use std::time::Instant;
 
@@ -8,21 +8,21 @@ use inflight_worker::runtime::{Batch, Feedback, Runtime as _};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::Outcome;
+use crate::JobResult;
 use crate::checks::attach;
 
-/// Steps to measure.
+/// Task: measure step times.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Steps {
     cases: Vec<Case>,
-    /// Steps measured of each, at most; the median counts.
+    /// Maximum steps per case; the median is reported.
     repeats: usize,
-    /// Once five were measured, none begins after so many seconds.
+    /// Time limit per case in seconds, once five steps are measured.
     #[serde(default = "seconds")]
     seconds: f64,
 }
 
-/// So many sequences with so many tokens there already, each with so many tokens in the step.
+/// Batch shape: sequences, cached tokens and new tokens per sequence.
 #[derive(Debug, Clone, Deserialize)]
 struct Case {
     sequences: u32,
@@ -38,17 +38,18 @@ fn word(i: u32, j: u32) -> u32 {
     philox4x32([i, j, 0, 0], [8, 0])[0]
 }
 
-pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
-    let has = runtime.capabilities().clone();
-    attach(runtime, has.slots)?;
-    let blocks = |case: &Case| case.sequences * (case.context + case.tokens).div_ceil(has.block_tokens);
+pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> JobResult<Value> {
+    let capabilities = runtime.capabilities().clone();
+    attach(runtime, capabilities.slots)?;
+    let blocks =
+        |case: &Case| case.sequences * (case.context + case.tokens).div_ceil(capabilities.block_tokens);
     fill(runtime, task.cases.iter().map(blocks).max().unwrap_or(0))?;
     let mut rows = Vec::new();
     for case in &task.cases {
-        let each = (case.context + case.tokens).div_ceil(has.block_tokens);
-        if case.sequences > has.slots
-            || each * case.sequences > has.blocks
-            || case.tokens * case.sequences > has.batch_tokens
+        let each = (case.context + case.tokens).div_ceil(capabilities.block_tokens);
+        if case.sequences > capabilities.slots
+            || each * case.sequences > capabilities.blocks
+            || case.tokens * case.sequences > capabilities.batch_tokens
         {
             rows.push(
                 json!({ "case": [case.sequences, case.context, case.tokens], "skipped": "it does not fit" }),
@@ -61,7 +62,7 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
             for s in 0..case.sequences {
                 let table: Vec<u32> = (s * each..(s + 1) * each).collect();
                 let tokens: Vec<u32> =
-                    (0..case.tokens).map(|i| word(s + round, i) % has.vocab_size).collect();
+                    (0..case.tokens).map(|i| word(s + round, i) % capabilities.vocab_size).collect();
                 batch.push_sequence(&tokens, case.context, &table);
                 batch.sample_last_row(s);
             }
@@ -74,7 +75,7 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
         for round in 0..3 {
             runtime.execute(&mut batch(false, round), &mut sampled)?;
         }
-        // Two in flight, as the engine runs it.
+        // Two steps in flight, as in the engine.
         let (mut device, begun) = (Vec::new(), Instant::now());
         runtime.launch(&mut batch(false, 3))?;
         for round in 0..task.repeats as u32 {
@@ -97,16 +98,18 @@ pub fn steps(runtime: &mut CudaRuntime, task: &Steps) -> Outcome<Value> {
     Ok(Value::Array(rows))
 }
 
-/// Fills the first blocks with keys and values of random texts, for zeros are faster than they should be.
-pub fn fill(runtime: &mut CudaRuntime, blocks: u32) -> Outcome<()> {
-    let has = runtime.capabilities().clone();
-    let tokens = has.batch_tokens.min(has.context_tokens) / has.block_tokens * has.block_tokens;
-    let each = (tokens / has.block_tokens).max(1);
+/// Fills the first `blocks` blocks with keys and values of random tokens; kernels run unrealistically fast on
+/// zeros.
+pub fn fill(runtime: &mut CudaRuntime, blocks: u32) -> JobResult<()> {
+    let capabilities = runtime.capabilities().clone();
+    let tokens = capabilities.batch_tokens.min(capabilities.context_tokens) / capabilities.block_tokens
+        * capabilities.block_tokens;
+    let each = (tokens / capabilities.block_tokens).max(1);
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
-    for first in (0..blocks.min(has.blocks)).step_by(each as usize) {
-        let table: Vec<u32> = (first..(first + each).min(has.blocks)).collect();
-        let rows = table.len() as u32 * has.block_tokens;
-        let text: Vec<u32> = (0..rows).map(|i| word(first, i) % has.vocab_size).collect();
+    for first in (0..blocks.min(capabilities.blocks)).step_by(each as usize) {
+        let table: Vec<u32> = (first..(first + each).min(capabilities.blocks)).collect();
+        let rows = table.len() as u32 * capabilities.block_tokens;
+        let text: Vec<u32> = (0..rows).map(|i| word(first, i) % capabilities.vocab_size).collect();
         batch.clear();
         batch.push_sequence(&text, 0, &table);
         runtime.execute(&mut batch, &mut sampled)?;

@@ -1,4 +1,4 @@
-//! Is it right, and is it always the same.
+//! Logits for comparison with a reference, and batch invariance.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use inflight_worker::runtime::{Batch, Runtime as _, SlotSetup};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::Outcome;
+use crate::JobResult;
 
-/// Attaches slots with nothing set but greedy choice.
-pub fn attach(runtime: &mut CudaRuntime, slots: u32) -> Outcome<()> {
+/// Attaches greedy sequences to the first `slots` slots.
+pub fn attach(runtime: &mut CudaRuntime, slots: u32) -> JobResult<()> {
     for slot in 0..slots {
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),
@@ -27,22 +27,22 @@ pub fn attach(runtime: &mut CudaRuntime, slots: u32) -> Outcome<()> {
     Ok(())
 }
 
-/// Logits of the last positions of a text, all tokens given.
+/// Task: write teacher-forced logits to a file.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Logits {
-    /// The text, as token ids.
+    /// Token ids of the text.
     tokens: Vec<u32>,
-    /// So many tokens come in prefill chunks, the rest one by one; logits are those of the last one of the chunks and
-    /// of each that follows.
+    /// Tokens computed in prefill chunks; the rest is computed one by one. Logits are written for the last
+    /// prefill token and every later one.
     prefill: usize,
     chunk: usize,
-    /// Gets the logits as little-endian f32, row by row.
+    /// Output file: little-endian f32, row by row.
     out: PathBuf,
 }
 
-pub fn logits(runtime: &mut CudaRuntime, task: &Logits) -> Outcome<Value> {
+pub fn logits(runtime: &mut CudaRuntime, task: &Logits) -> JobResult<Value> {
     attach(runtime, 1)?;
-    // Blocks in falling order, so that a table is needed to find them.
+    // Descending block ids, so that kernels must use the block table.
     let blocks: Vec<u32> = (0..task.tokens.len().div_ceil(16) as u32).rev().collect();
     let (mut batch, mut sampled, mut bytes) = (Batch::default(), Vec::new(), Vec::new());
     let mut at = 0;
@@ -66,18 +66,19 @@ pub fn logits(runtime: &mut CudaRuntime, task: &Logits) -> Outcome<Value> {
     Ok(json!({ "rows": greedy.len(), "greedy": greedy }))
 }
 
-/// The logits of one text, in many ways.
+/// Task: compare the logits of one text over chunk and batch sizes.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Determinism {
     /// Tokens of the text.
     length: usize,
-    /// Rows of the batches that its last token is computed in.
+    /// Batch sizes for decoding the last token.
     companions: Vec<u32>,
-    /// Sizes of the chunks it is computed in.
+    /// Prefill chunk sizes.
     chunks: Vec<usize>,
 }
 
-pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> Outcome<Value> {
+/// Runs the task; reports the variants whose logits differ from those of the first one.
+pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> JobResult<Value> {
     let vocabulary = runtime.capabilities().vocab_size;
     let tokens: Vec<u32> =
         (0..task.length as u32).map(|i| philox4x32([i, 0, 0, 0], [5, 0])[0] % vocabulary).collect();
@@ -86,12 +87,12 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> Outcome<Val
     let each = task.length.div_ceil(16) as u32;
     let table = |s: u32| (s * each..(s + 1) * each).collect::<Vec<u32>>();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
-    let mut ways = 0u32;
+    let mut variants = 0u32;
     let mut different = Vec::new();
     let mut reference: Option<Vec<u32>> = None;
     let mut compare = |what: String, logits: Vec<f32>| {
         let bits: Vec<u32> = logits[..vocabulary as usize].iter().map(|x| x.to_bits()).collect();
-        ways += 1;
+        variants += 1;
         match &reference {
             None => reference = Some(bits),
             Some(reference) if *reference == bits => {}
@@ -112,7 +113,7 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> Outcome<Val
         }
         compare(format!("in chunks of {chunk}"), runtime.logits()?);
     }
-    // Others that decode beside it, each over keys of its own.
+    // Companion sequences, each with its own KV blocks.
     let companions = task.companions.iter().copied().max().unwrap_or(1).min(slots);
     for s in 1..companions {
         let text: Vec<u32> = tokens.iter().map(|token| (token + s) % vocabulary).collect();
@@ -132,5 +133,5 @@ pub fn determinism(runtime: &mut CudaRuntime, task: &Determinism) -> Outcome<Val
         runtime.execute(&mut batch, &mut sampled)?;
         compare(format!("decoded in a batch of {rows}"), runtime.logits()?);
     }
-    Ok(json!({ "ways": ways, "different": different }))
+    Ok(json!({ "ways": variants, "different": different }))
 }

@@ -1,10 +1,9 @@
-//! Measures and checks the CUDA runtime, without router or network: one job in, one line of JSON out.
+//! Measures and checks the CUDA runtime without router or network: one job in, one line of JSON out.
 //!
-//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB`, where JOB is a JSON object or the path of a
-//! file with one; `tests/gpu/run` makes the jobs.
-//! A job names a model's directory and what to do: `logits` (teacher-forced, to a file), `steps` (how long decoding and
-//! prefill take), `determinism` (bits over batch sizes and chunks), `swap` (copies beside decoding), `serve` (an engine
-//! under a list of lengths).
+//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB`, where JOB is a JSON object
+//! or the path of a file with one; `tests/gpu/run` creates the jobs. A job has a model directory and a task:
+//! `logits` (teacher-forced, to a file), `steps` (times of decode and prefill), `determinism` (bits over
+//! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests).
 
 #![allow(clippy::print_stdout, reason = "its output is its purpose")]
 
@@ -21,18 +20,18 @@ use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore, Tuned};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// What a measurement comes to, or why there is none.
-pub type Outcome<T> = Result<T, Box<dyn Error>>;
+/// Result of a job.
+pub type JobResult<T> = Result<T, Box<dyn Error>>;
 
-/// The model and its runtime.
+/// Job: runtime configuration and task. Field names are the JSON format.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Job {
     model: PathBuf,
-    /// One for each rank.
+    /// GPU ordinals by rank.
     #[serde(default = "gpus")]
     gpus: Vec<usize>,
-    /// A single GPU has a communicator, too.
+    /// Uses an NCCL communicator even for a single GPU.
     #[serde(default)]
     lone_communicator: bool,
     #[serde(default = "utilization")]
@@ -83,7 +82,7 @@ fn yes() -> bool {
     true
 }
 
-fn run(argument: &str) -> Outcome<Value> {
+fn run(argument: &str) -> JobResult<Value> {
     let job: Job = if argument.starts_with('{') {
         serde_json::from_str(argument).map_err(|error| format!("the job is no valid one: {error}"))?
     } else {
@@ -110,7 +109,7 @@ fn run(argument: &str) -> Outcome<Value> {
     let begun = std::time::Instant::now();
     let mut runtime = CudaRuntime::load(&model, &options, &|_, _| {})?;
     let loaded = begun.elapsed().as_secs_f64();
-    let products: Vec<Value> = runtime.tuned().iter().map(product).collect();
+    let gemms: Vec<Value> = runtime.tuned().iter().map(gemm).collect();
     let result = match job.task {
         Task::Logits(task) => checks::logits(&mut runtime, &task)?,
         Task::Determinism(task) => checks::determinism(&mut runtime, &task)?,
@@ -118,11 +117,11 @@ fn run(argument: &str) -> Outcome<Value> {
         Task::Swap(task) => swap::swap(&mut runtime, &task)?,
         Task::Serve(task) => serve::serve(runtime, &task)?,
     };
-    Ok(json!({ "load_seconds": loaded, "products": products, "result": result }))
+    Ok(json!({ "load_seconds": loaded, "products": gemms, "result": result }))
 }
 
-/// The library's first algorithm against the one that was chosen.
-fn product(tuned: &Tuned) -> Value {
+/// Describes an autotuned GEMM: the chosen algorithm and the library's first one.
+fn gemm(tuned: &Tuned) -> Value {
     json!({
         "shape": [tuned.m, tuned.n, tuned.k],
         "ways": tuned.ways,

@@ -1,20 +1,22 @@
-//! An engine under a list of requests that all come at once: how many tokens a second.
+//! Offline throughput: an engine with a list of requests that all arrive at once.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use inflight_contract::{SamplingSpec, Weight};
 use inflight_kernels::philox4x32;
-use inflight_worker::engine::{Command, Engine, Finish, Request, RequestKey, Resumed, SessionId, Settings};
+use inflight_worker::engine::{
+    Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
+};
 use inflight_worker::runtime::Runtime as _;
 use inflight_worker::runtime::cuda::CudaRuntime;
 use inflight_worker_core::Time;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::Outcome;
+use crate::JobResult;
 
-/// Requests, as (prompt tokens, output tokens).
+/// Task: requests as (prompt tokens, output tokens).
 #[derive(Debug, Clone, Deserialize)]
 pub struct Serve {
     lengths: Vec<(u32, u32)>,
@@ -22,11 +24,15 @@ pub struct Serve {
 
 const SESSION: SessionId = SessionId(0);
 
-pub fn serve(runtime: CudaRuntime, task: &Serve) -> Outcome<Value> {
+pub fn serve(runtime: CudaRuntime, task: &Serve) -> JobResult<Value> {
     let vocabulary = runtime.capabilities().vocab_size;
-    let settings =
-        Settings { waiting_max: 65_536, prefix_cache: false, step_target: None, ..Settings::default() };
-    let mut engine = Engine::new(Box::new(runtime), &[], settings)?;
+    let options = EngineOptions {
+        waiting_max: 65_536,
+        prefix_cache: false,
+        step_target: None,
+        ..EngineOptions::default()
+    };
+    let mut engine = Engine::new(Box::new(runtime), &[], options)?;
     engine.calibrate()?;
     let mut events = Vec::new();
     engine.command(Command::Open(SESSION), Time::ZERO, &mut events);
@@ -42,10 +48,10 @@ pub fn serve(runtime: CudaRuntime, task: &Serve) -> Outcome<Value> {
             prompt,
             max_tokens: *output,
             sampling: sampling.clone(),
-            choices: vec![Resumed::default()],
+            choices: vec![ResumedChoice::default()],
             tenant: "benchmark".into(),
             weight: Weight::default(),
-            order: None,
+            virtual_start_time: None,
             priority: 0,
             deadline: None,
             span: tracing::Span::none(),
@@ -54,9 +60,9 @@ pub fn serve(runtime: CudaRuntime, task: &Serve) -> Outcome<Value> {
     }
     let (mut tokens, mut ended, mut steps, mut busy) = (0u64, 0usize, 0u64, 0.0);
     while ended < task.lengths.len() {
-        let turn = engine.turn(Time::ZERO.after(begun.elapsed()), &mut events)?;
+        let step = engine.step(Time::ZERO.after(begun.elapsed()), &mut events)?;
         steps += 1;
-        busy += turn.took.as_secs_f64();
+        busy += step.took.as_secs_f64();
         for event in events.drain(..) {
             tokens += u64::from(event.token.is_some());
             match event.finish {

@@ -1,4 +1,4 @@
-//! Copies of blocks to the host and back, alone and beside decoding.
+//! Transfers of KV blocks to the host and back, alone and beside decoding.
 
 use std::time::{Duration, Instant};
 
@@ -8,44 +8,46 @@ use inflight_worker_core::{Direction, Transfer, TransferId};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::Outcome;
+use crate::JobResult;
 use crate::bench::fill;
 use crate::checks::attach;
 
-/// What to copy beside what.
+/// Task: measure transfers and decode steps.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Swap {
-    /// Blocks of a transfer.
+    /// Blocks per transfer.
     blocks: u32,
-    /// Transfers of each measurement.
+    /// Transfers per measurement and direction.
     transfers: u32,
-    /// Sequences that decode, and tokens each has.
+    /// Decoding sequences.
     sequences: u32,
+    /// Cached tokens per decoding sequence.
     context: u32,
+    /// Decode steps per measurement.
     steps: u32,
 }
 
-struct Mover {
+struct TransferSource {
     next: u64,
     blocks: u32,
     first: u32,
 }
 
-impl Mover {
-    /// Transfers of blocks that no step touches.
+impl TransferSource {
+    /// Returns a transfer of blocks that no step accesses.
     fn transfer(&mut self, direction: Direction) -> Transfer {
         let id = TransferId(self.next);
-        // Each way has a half of its own, on both sides.
+        // Each direction has its own half of the blocks, on both sides.
         let half = if direction == Direction::Out { 0 } else { self.blocks };
         self.next += 1;
-        // Neighbours on the device are not neighbours on the host, as in a worker that has run for a while: each block is a
-        // copy of its own.
+        // Consecutive device blocks map to descending host blocks, as after a long run, so each block is a
+        // separate copy.
         let blocks = (0..self.blocks).map(|i| (self.first + half + i, half + self.blocks - 1 - i)).collect();
         Transfer { id, direction, blocks }
     }
 }
 
-fn drain(runtime: &mut CudaRuntime, mut left: usize) -> Outcome<Vec<TransferDone>> {
+fn drain(runtime: &mut CudaRuntime, mut left: usize) -> JobResult<Vec<TransferDone>> {
     let mut all = Vec::new();
     while left > 0 {
         runtime.wait_for_transfer()?;
@@ -59,22 +61,22 @@ fn drain(runtime: &mut CudaRuntime, mut left: usize) -> Outcome<Vec<TransferDone
     }
 }
 
-pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
-    let has = runtime.capabilities().clone();
-    let each = task.context.div_ceil(has.block_tokens) + 1;
+pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> JobResult<Value> {
+    let capabilities = runtime.capabilities().clone();
+    let each = task.context.div_ceil(capabilities.block_tokens) + 1;
     let used = each * task.sequences;
-    if used + 2 * task.blocks > has.blocks || 2 * task.blocks > has.host_blocks {
+    if used + 2 * task.blocks > capabilities.blocks || 2 * task.blocks > capabilities.host_blocks {
         return Err("the pools are too small for this measurement".into());
     }
-    attach(runtime, has.slots)?;
+    attach(runtime, capabilities.slots)?;
     fill(runtime, used + 2 * task.blocks)?;
-    let mut mover = Mover { next: 1, blocks: task.blocks, first: used };
-    let mut measure = |runtime: &mut CudaRuntime, directions: &[Direction]| -> Outcome<f64> {
+    let mut source = TransferSource { next: 1, blocks: task.blocks, first: used };
+    let mut measure = |runtime: &mut CudaRuntime, directions: &[Direction]| -> JobResult<f64> {
         let begun = Instant::now();
         let mut count = 0;
         for _ in 0..task.transfers {
             for direction in directions {
-                runtime.start_transfer(&mover.transfer(*direction))?;
+                runtime.start_transfer(&source.transfer(*direction))?;
                 count += 1;
             }
         }
@@ -84,7 +86,7 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
     let out = measure(runtime, &[Direction::Out])?;
     let back = measure(runtime, &[Direction::In])?;
     let both = measure(runtime, &[Direction::Out, Direction::In])?;
-    let decode = |runtime: &mut CudaRuntime, seconds: &mut Vec<f64>| -> Outcome<()> {
+    let decode = |runtime: &mut CudaRuntime, seconds: &mut Vec<f64>| -> JobResult<()> {
         let mut batch = Batch::default();
         let mut sampled = Vec::new();
         batch.clear();
@@ -101,14 +103,14 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
     for _ in 0..task.steps {
         decode(runtime, &mut calm)?;
     }
-    let (mut under_way, mut moved, begun) = (0, 0, Instant::now());
+    let (mut in_flight, mut moved, begun) = (0, 0, Instant::now());
     let mut done = Vec::new();
     for _ in 0..task.steps {
-        // Always a few of each way under way.
-        while under_way < 4 {
-            let direction = if mover.next.is_multiple_of(2) { Direction::Out } else { Direction::In };
-            runtime.start_transfer(&mover.transfer(direction))?;
-            under_way += 1;
+        // Keep a few transfers of each direction in flight.
+        while in_flight < 4 {
+            let direction = if source.next.is_multiple_of(2) { Direction::Out } else { Direction::In };
+            runtime.start_transfer(&source.transfer(direction))?;
+            in_flight += 1;
         }
         decode(runtime, &mut loaded)?;
         done.clear();
@@ -116,10 +118,10 @@ pub fn swap(runtime: &mut CudaRuntime, task: &Swap) -> Outcome<Value> {
         if done.iter().any(|done| !done.succeeded) {
             return Err("a transfer failed".into());
         }
-        (under_way, moved) = (under_way - done.len(), moved + done.len());
+        (in_flight, moved) = (in_flight - done.len(), moved + done.len());
     }
     let beside = begun.elapsed().as_secs_f64();
-    drain(runtime, under_way)?;
+    drain(runtime, in_flight)?;
     let median = |seconds: &mut Vec<f64>| {
         seconds.sort_by(f64::total_cmp);
         seconds[seconds.len() / 2]

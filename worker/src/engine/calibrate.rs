@@ -1,3 +1,5 @@
+//! Calibration: steps and copies of a few sizes at start-up, from which the cost model starts.
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,22 +9,22 @@ use inflight_worker_core::{Direction, StepWork, Transfer, TransferId};
 use super::Engine;
 use crate::runtime::{Error, SlotSetup};
 
-/// Time after which no further step is tried: start-up must stay short with any model.
-const ENOUGH: Duration = Duration::from_millis(300);
+/// Total step time after which no further step runs, so that start-up stays short with any model.
+const TOTAL_TIME_MAX: Duration = Duration::from_millis(300);
 
-/// What is tried: sequences, tokens of each, and tokens that each has in the pool before.
+/// Measured batches: sequences, new tokens per sequence, cached tokens per sequence.
 const SHAPES: [(u32, u32, u32); 8] =
     [(1, 1, 0), (1, 16, 0), (1, 64, 0), (4, 1, 48), (8, 1, 16), (2, 32, 16), (1, 128, 0), (1, 1, 127)];
 
 impl Engine {
-    /// Teaches the cost model by a few steps and copies, before anything is submitted. The model starts from knowledge
-    /// of this device, however rough, and learns on from what it serves.
+    /// Fits the cost model to a few measured steps and copies. Must run before the first submission; the
+    /// model is refined by the steps that follow.
     ///
     /// # Errors
     /// The runtime failed.
     pub fn calibrate(&mut self) -> Result<(), Error> {
-        debug_assert!(self.scheduler.is_idle(), "calibration uses blocks that belong to nobody");
-        let has = self.runtime.capabilities().clone();
+        debug_assert!(self.scheduler.is_idle(), "calibration overwrites arbitrary blocks");
+        let capabilities = self.runtime.capabilities().clone();
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),
             choice: 0,
@@ -31,15 +33,15 @@ impl Engine {
             eos_token_ids: &[],
         };
         let mut spent = Duration::ZERO;
-        // The first round touches memory for the first time and is not representative.
+        // The first round faults memory in and is not representative.
         for round in 0..3 {
             for (sequences, len, context) in SHAPES {
-                let blocks_each = (context + len).div_ceil(has.block_tokens);
-                let fits = sequences <= has.slots
-                    && sequences * len <= has.batch_tokens
-                    && context + len < has.context_tokens
-                    && sequences * blocks_each <= has.blocks;
-                if !fits || spent > ENOUGH {
+                let blocks_each = (context + len).div_ceil(capabilities.block_tokens);
+                let fits = sequences <= capabilities.slots
+                    && sequences * len <= capabilities.batch_tokens
+                    && context + len < capabilities.context_tokens
+                    && sequences * blocks_each <= capabilities.blocks;
+                if !fits || spent > TOTAL_TIME_MAX {
                     continue;
                 }
                 self.batch.clear();
@@ -59,7 +61,7 @@ impl Engine {
                     self.scheduler.observe_step(&work, took);
                 }
             }
-            self.calibrate_copies(round, has.blocks.min(has.host_blocks))?;
+            self.calibrate_copies(round, capabilities.blocks.min(capabilities.host_blocks))?;
         }
         self.sampled.clear();
         Ok(())
@@ -68,7 +70,7 @@ impl Engine {
     fn calibrate_copies(&mut self, round: u64, blocks: u32) -> Result<(), Error> {
         for (nth, count) in [1, 8].into_iter().enumerate().filter(|(_, count)| *count <= blocks) {
             for direction in [Direction::Out, Direction::In] {
-                // Ids of its own: the scheduler counts from 1.
+                // Ids that the scheduler, which counts from 1, does not use.
                 let id = TransferId(u64::MAX - round * 4 - nth as u64);
                 let pairs = (0..count).map(|block| (block, block)).collect();
                 self.runtime.start_transfer(&Transfer { id, direction, blocks: pairs })?;

@@ -1,10 +1,10 @@
-//! The engine: the only place where scheduler and runtime meet.
+//! Engine: runs the continuous-batching loop over scheduler and runtime.
 //!
-//! [`Engine::turn`] is synchronous and takes the time as an argument; the thread that turns it is a shell (see
-//! `session`), so that a deterministic simulation can turn it too.
+//! [`Engine::step`] is synchronous and takes the time as an argument, so both the engine thread (`session`)
+//! and a deterministic simulation can drive it.
 
 mod calibrate;
-mod live;
+mod live_choice;
 mod request;
 mod submit;
 
@@ -23,30 +23,30 @@ use inflight_worker_core::{
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
-use live::Live;
-pub use request::{Command, Event, Failure, Finish, Request, RequestKey, Resumed, SessionId};
+use live_choice::LiveChoice;
+pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
-/// How the engine is set up beyond its runtime's capabilities.
+/// Engine configuration beyond the runtime's capabilities.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Settings {
-    /// Sequences that wait at once.
+pub struct EngineOptions {
+    /// Maximum waiting sequences.
     pub waiting_max: u32,
-    /// Most sequences beyond the running ones that routers may have in flight here; as few of them as hide the way
-    /// between worker and router, see [`QueueAhead`].
+    /// Maximum sequences granted to routers beyond the running ones; [`QueueAhead`] uses as few as hide the
+    /// round trip between worker and router.
     pub queue_ahead: u32,
-    /// Who goes first.
+    /// Scheduling policy.
     pub policy: PolicyKind,
-    /// Whether blocks whose content is known are shared and found again.
+    /// Enables prefix caching.
     pub prefix_cache: bool,
-    /// How long a step with decodes in it should take at most.
+    /// Target duration of an iteration with decodes.
     pub step_target: Option<Duration>,
-    /// What the cost model knows before the first step.
+    /// Prior of the cost model.
     pub prior: CostPrior,
-    /// Whether everything that reaches the scheduler is recorded.
+    /// Records all scheduler inputs for replay.
     pub record: bool,
 }
 
-impl Default for Settings {
+impl Default for EngineOptions {
     fn default() -> Self {
         Self {
             waiting_max: 1024,
@@ -60,52 +60,52 @@ impl Default for Settings {
     }
 }
 
-/// What a turn did.
+/// Result of [`Engine::step`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Turn {
-    /// Tokens that went through the model; 0 if nothing ran.
+pub struct StepReport {
+    /// Tokens of the completed iteration; 0 if none completed.
     pub tokens: u32,
-    /// Tokens sampled.
+    /// Tokens sampled in the completed iteration.
     pub sampled: u32,
-    /// How long the step took.
+    /// Duration of the completed iteration.
     pub took: Duration,
-    /// Nothing is left to do until a command comes.
+    /// No work is left until the next command.
     pub idle: bool,
 }
 
-/// An iteration that the runtime works on.
+/// Iteration launched on the runtime and not completed.
 #[derive(Debug, Default)]
-struct Flight {
+struct LaunchedIteration {
     number: u64,
     chunks: Vec<Chunk>,
 }
 
-/// The device failed: what ran has ended, and the engine can't go on.
+/// Fatal device failure: running sequences have ended with an error, and the engine can't be used any more.
 #[derive(Debug, thiserror::Error)]
 #[error("engine stopped: {0}")]
-pub struct Fatal(String);
+pub struct EngineFailed(String);
 
-/// Scheduler, runtime and the tokens of all live sequences.
+/// Scheduler, runtime and the tokens of all live choices.
 pub struct Engine {
     scheduler: Scheduler,
     runtime: Box<dyn Runtime>,
     model: ModelLimits,
     eos_token_ids: Arc<[u32]>,
     grants: Grants<SessionId>,
-    ahead: QueueAhead,
-    /// Most sequences in flight beyond what the grants divide.
-    urgent_max: u32,
-    /// Sequences that ended since the iteration completed last.
-    ended_since: u32,
-    /// Beside the scheduler's table: indexed by `SequenceId::index`.
-    live: Vec<Option<Live>>,
-    /// The sequence of each choice that still runs.
+    queue_ahead: QueueAhead,
+    /// Maximum priority sequences in flight beyond the grants.
+    priority_sequences_max: u32,
+    /// Sequences that ended since the last completed iteration.
+    ended_since_completion: u32,
+    /// Live choices by `SequenceId::index`.
+    live: Vec<Option<LiveChoice>>,
+    /// Sequence of each unfinished choice, by request.
     requests: BTreeMap<RequestKey, Vec<Option<SequenceId>>>,
     batch: Batch,
     /// Iterations launched and not completed, oldest first.
-    flights: VecDeque<Flight>,
-    spare: Vec<Flight>,
-    /// By `SequenceId::index`: which sample of the batch launched last is the sequence's.
+    launched: VecDeque<LaunchedIteration>,
+    spare: Vec<LaunchedIteration>,
+    /// Index of the sequence's sample in the batch launched last, by `SequenceId::index`.
     sample_of: Vec<u32>,
     sampled: Vec<Sampled>,
     verdicts: Vec<Verdict>,
@@ -113,59 +113,65 @@ pub struct Engine {
     transfers_done: Vec<TransferDone>,
     transfers: usize,
     cache_events: Vec<(CacheTier, CacheEvent)>,
+    /// Groups of choices that share a prefill, numbered from 1.
     groups: u64,
     draining: bool,
 }
 
 impl Engine {
-    /// An idle engine over a runtime.
+    /// Creates an idle engine.
     ///
     /// # Errors
-    /// [`LimitsError`] if the runtime's capabilities and the settings contradict each other.
+    /// [`LimitsError`] if the runtime's capabilities and `options` contradict each other.
     pub fn new(
         runtime: Box<dyn Runtime>,
         eos_token_ids: &[u32],
-        settings: Settings,
+        options: EngineOptions,
     ) -> Result<Self, LimitsError> {
-        let has = runtime.capabilities();
+        let capabilities = runtime.capabilities();
         let limits = Limits {
-            host_blocks: has.host_blocks,
-            depth: has.depth,
-            waiting_max: settings.waiting_max,
-            sequence_tokens: has.context_tokens,
-            prefix_cache: settings.prefix_cache,
-            step_target: settings.step_target,
-            ..Limits::new(has.block_tokens, has.blocks, has.slots, has.batch_tokens)
+            host_blocks: capabilities.host_blocks,
+            depth: capabilities.depth,
+            waiting_max: options.waiting_max,
+            sequence_tokens: capabilities.context_tokens,
+            prefix_cache: options.prefix_cache,
+            step_target: options.step_target,
+            ..Limits::new(
+                capabilities.block_tokens,
+                capabilities.blocks,
+                capabilities.slots,
+                capabilities.batch_tokens,
+            )
         };
         let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
-            vocab_size: has.vocab_size,
-            context_tokens: has.context_tokens,
+            vocab_size: capabilities.vocab_size,
+            context_tokens: capabilities.context_tokens,
             kv_tokens: limits.pool_tokens(),
         };
         let capacity =
             Capacity { sequences: limits.running_max + 1, blocks: limits.blocks - limits.watermark_blocks };
-        let cost = CostModel::new(settings.prior);
-        let mut scheduler = Scheduler::new(limits, settings.policy.build(), cost, tenants)?;
-        if settings.record {
-            scheduler.record(settings.policy, &settings.prior);
+        let cost = CostModel::new(options.prior);
+        let mut scheduler = Scheduler::new(limits, options.policy.build(), cost, tenants)?;
+        if options.record {
+            scheduler.record(options.policy, &options.prior);
         }
-        // Only where the important overtake can what outranks something in flight do without a grant.
-        let ranks = matches!(settings.policy, PolicyKind::Fair | PolicyKind::Priority);
-        let urgent_max = if ranks { settings.queue_ahead } else { 0 };
+        // Priority sequences need a policy that schedules by priority.
+        let by_priority = matches!(options.policy, PolicyKind::Fair | PolicyKind::Priority);
+        let priority_sequences_max = if by_priority { options.queue_ahead } else { 0 };
         Ok(Self {
             scheduler,
             runtime,
             model,
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
-            ahead: QueueAhead::new(settings.queue_ahead),
-            urgent_max,
-            ended_since: 0,
+            queue_ahead: QueueAhead::new(options.queue_ahead),
+            priority_sequences_max,
+            ended_since_completion: 0,
             live: Vec::new(),
             requests: BTreeMap::new(),
             batch: Batch::default(),
-            flights: VecDeque::new(),
+            launched: VecDeque::new(),
             spare: Vec::new(),
             sample_of: Vec::new(),
             sampled: Vec::new(),
@@ -179,47 +185,48 @@ impl Engine {
         })
     }
 
-    /// What the model takes.
+    /// Limits that the model sets on requests.
     pub fn model_limits(&self) -> ModelLimits {
         self.model
     }
 
-    /// The scheduler's limits.
+    /// Limits of the scheduler.
     pub fn limits(&self) -> &Limits {
         self.scheduler.limits()
     }
 
-    /// How busy the scheduler is.
+    /// Load of the scheduler.
     pub fn load(&self) -> Load {
         self.scheduler.load()
     }
 
-    /// What the last iterations did.
+    /// Statistics of recent iterations.
     pub fn history(&self) -> &History {
         self.scheduler.history()
     }
 
-    /// Number of the iteration that ran last.
+    /// Number of the iteration planned last.
     pub fn iteration(&self) -> u64 {
         self.scheduler.iteration().number
     }
 
-    /// Each session's grant.
+    /// Grant of each open session.
     pub fn grants(&self) -> impl Iterator<Item = (SessionId, Grant)> + '_ {
         self.grants.divide(self.scheduler.load().blocks_used)
     }
 
-    /// What each session may have in flight beyond its grant, for what is more important than something else of it.
-    pub fn urgent(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
-        self.grants.urgent(self.urgent_max)
+    /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
+    /// flight.
+    pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
+        self.grants.urgent(self.priority_sequences_max)
     }
 
-    /// Iterations launched and not completed.
+    /// Number of iterations launched and not completed.
     pub fn in_flight(&self) -> usize {
-        self.flights.len()
+        self.launched.len()
     }
 
-    /// Makes a choice give way at the next moment it can, if it runs: see [`Scheduler::preempt`].
+    /// Preempts a choice as soon as possible if it runs; see [`Scheduler::preempt`].
     pub fn preempt(&mut self, key: RequestKey, choice: u32) {
         let ids = self.requests.get(&key);
         if let Some(Some(id)) = ids.and_then(|ids| ids.get(choice as usize)) {
@@ -227,68 +234,68 @@ impl Engine {
         }
     }
 
-    /// What the sessions hold of their grants.
-    pub fn held(&self) -> Grant {
+    /// Sum of the grants in use over all sessions.
+    pub fn granted_in_use(&self) -> Grant {
         self.grants.held()
     }
 
-    /// From now on every new request is refused.
+    /// Rejects every new request from now on.
     pub fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// The iteration planned last, for metrics.
+    /// Iteration planned last.
     pub fn last_plan(&self) -> &Iteration {
         self.scheduler.iteration()
     }
 
-    /// Takes what was recorded since the last call; empty unless [`Settings::record`].
+    /// Takes the recording since the last call; empty unless [`EngineOptions::record`].
     pub fn take_log(&mut self) -> Vec<u8> {
         self.scheduler.take_log()
     }
 
-    /// Takes the changes of the prefix cache since the last call, in order.
+    /// Takes the prefix-cache events since the last call, in order.
     pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
         self.cache_events.extend(self.scheduler.drain_cache_events());
         self.cache_events.drain(..)
     }
 
-    /// All that the prefix cache can find again, changes not taken yet included.
+    /// Blocks in the prefix cache, including changes whose events were not taken yet.
     pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
         self.scheduler.cache_contents()
     }
 
-    /// The cost model's coefficients.
+    /// Coefficients of the cost model.
     pub fn cost_coefficients(&self) -> CostCoefficients {
         self.scheduler.cost().coefficients()
     }
 
-    /// What a prompt that comes now has ahead of it.
+    /// Estimated prefill backlog ahead of a prompt that arrives now.
     pub fn prefill_outlook(&self) -> PrefillOutlook {
         self.scheduler.prefill_outlook()
     }
 
-    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    /// Takes the tenants charged since the last call, with their total charges.
     pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.scheduler.drain_charged()
     }
 
-    /// All that each tenant was charged since it is known.
+    /// Total charges of all known tenants.
     pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.scheduler.tenants().charged()
     }
 
-    /// The highest order of the sequences that began to run.
-    pub fn begun(&self) -> Service {
+    /// Virtual time: the highest virtual start time of the sequences that have started.
+    pub fn virtual_time(&self) -> Service {
         self.scheduler.begun()
     }
 
-    /// Predicted time to the first token of a new prompt with this many tokens to compute.
+    /// Predicted TTFT of a new prompt with `tokens` tokens to compute.
     pub fn predict_first_token(&self, tokens: u32) -> Duration {
         self.scheduler.predict_first_token(tokens)
     }
 
-    /// Predicted duration of the largest step: a full batch of tokens, each at the end of the longest sequence.
+    /// Predicted duration of the largest iteration: a full token budget at the end of the longest contexts.
     pub fn predict_largest_step(&self) -> Duration {
         let limits = self.scheduler.limits();
         let seconds = self.cost_coefficients().largest_step(
@@ -299,11 +306,11 @@ impl Engine {
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
-    /// Takes one command. Events go to `events`.
-    pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<Event>) {
+    /// Executes one command and appends the resulting events to `events`.
+    pub fn command(&mut self, command: Command, now: Time, events: &mut Vec<ChoiceEvent>) {
         match command {
             Command::Open(session) => self.grants.open(session),
-            Command::Backlog { session, waits } => self.grants.set_backlog(session, waits),
+            Command::Backlog { session, has_waiting } => self.grants.set_backlog(session, has_waiting),
             Command::Close(session) => {
                 let of_session =
                     RequestKey { session, request: 0 }..=RequestKey { session, request: u64::MAX };
@@ -320,34 +327,34 @@ impl Engine {
         self.settle(events);
     }
 
-    /// Plans and launches an iteration if there may be one more in flight, then waits for the oldest if there may
-    /// not, or if nothing else is to be done.
+    /// Launches an iteration if fewer than `depth` are in flight. Then, if `depth` are in flight or nothing
+    /// was launched, completes the oldest one.
     ///
     /// # Errors
-    /// [`Fatal`] if the device failed; the events say so for every sequence that took part.
-    pub fn turn(&mut self, now: Time, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+    /// [`EngineFailed`] if the device failed; `events` then end every choice of the iterations in flight.
+    pub fn step(&mut self, now: Time, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
         self.take_transfers(now)?;
         let depth = self.scheduler.limits().depth as usize;
-        let launched = self.flights.len() < depth && self.launch(now, events)?;
-        if launched && self.flights.len() < depth {
-            return Ok(Turn::default());
+        let has_launched = self.launched.len() < depth && self.launch(now, events)?;
+        if has_launched && self.launched.len() < depth {
+            return Ok(StepReport::default());
         }
-        if !self.flights.is_empty() {
+        if !self.launched.is_empty() {
             return self.complete(events);
         }
         if self.transfers > 0 {
-            // Nothing else to do: wait for a fence rather than spin.
+            // Wait for a transfer rather than spin.
             if let Err(error) = self.runtime.wait_for_transfer() {
                 return Err(self.fail(&error, events));
             }
         }
-        Ok(Turn { idle: self.scheduler.is_idle(), ..Turn::default() })
+        Ok(StepReport { idle: self.scheduler.is_idle(), ..StepReport::default() })
     }
 
-    /// Plans an iteration and launches it. Returns whether there was anything to compute.
-    fn launch(&mut self, now: Time, events: &mut Vec<Event>) -> Result<bool, Fatal> {
+    /// Plans an iteration and launches it. Returns false if there is nothing to compute.
+    fn launch(&mut self, now: Time, events: &mut Vec<ChoiceEvent>) -> Result<bool, EngineFailed> {
         self.scheduler.plan(now);
-        // Deadlines end sequences in `plan`: their slots must be free before others get them.
+        // `plan` ends sequences past their deadline: detach their slots before they are attached again.
         self.settle(events);
         let plan = self.scheduler.iteration();
         for preempted in &plan.preempted {
@@ -370,7 +377,7 @@ impl Engine {
                 generated,
                 eos_token_ids,
             };
-            self.runtime.attach(*slot, &setup).map_err(|error| Fatal(error.to_string()))?;
+            self.runtime.attach(*slot, &setup).map_err(|error| EngineFailed(error.to_string()))?;
         }
         if plan.chunks.is_empty() {
             return Ok(false);
@@ -385,7 +392,7 @@ impl Engine {
             if end <= live.tokens.len() {
                 self.batch.push_sequence(&live.tokens[start..end], chunk.start, table);
             } else {
-                // Its token is sampled by the iteration in flight: the device fills it in.
+                // The token is sampled by the iteration in flight and filled in by the device.
                 self.batch.push_sequence(&[0], chunk.start, table);
                 self.batch.feed_last_row(self.sample_of[chunk.id.index()]);
             }
@@ -396,76 +403,76 @@ impl Engine {
         if self.sample_of.len() < self.live.len() {
             self.sample_of.resize(self.live.len(), 0);
         }
-        let mut flight = self.spare.pop().unwrap_or_default();
-        flight.number = plan.number;
-        flight.chunks.clear();
-        flight.chunks.extend_from_slice(&plan.chunks);
-        for (sample, chunk) in flight.chunks.iter().filter(|chunk| chunk.samples).enumerate() {
+        let mut launched = self.spare.pop().unwrap_or_default();
+        launched.number = plan.number;
+        launched.chunks.clear();
+        launched.chunks.extend_from_slice(&plan.chunks);
+        for (sample, chunk) in launched.chunks.iter().filter(|chunk| chunk.samples).enumerate() {
             self.sample_of[chunk.id.index()] = sample as u32;
         }
-        self.flights.push_back(flight);
+        self.launched.push_back(launched);
         match self.runtime.launch(&mut self.batch) {
             Ok(()) => Ok(true),
             Err(error) => Err(self.fail(&error, events)),
         }
     }
 
-    /// Waits for the oldest iteration in flight, takes its tokens and commits it.
-    fn complete(&mut self, events: &mut Vec<Event>) -> Result<Turn, Fatal> {
+    /// Waits for the oldest launched iteration, appends its tokens and commits it.
+    fn complete(&mut self, events: &mut Vec<ChoiceEvent>) -> Result<StepReport, EngineFailed> {
         let took = match self.runtime.complete(&mut self.sampled) {
             Ok(took) => took,
             Err(error) => return Err(self.fail(&error, events)),
         };
-        let Some(flight) = self.flights.pop_front() else { return Ok(Turn::default()) };
+        let Some(launched) = self.launched.pop_front() else { return Ok(StepReport::default()) };
         let sampled = self.sampled.len() as u32;
-        let tokens = flight.chunks.iter().map(|chunk| chunk.len).sum();
-        self.take_samples(&flight, events);
+        let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
+        self.take_samples(&launched, events);
         let outcome = Outcome { verdicts: &self.verdicts, took };
-        self.scheduler.commit(flight.number, outcome).map_err(|error| Fatal(error.to_string()))?;
-        self.spare.push(flight);
+        self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
+        self.spare.push(launched);
         self.settle(events);
-        self.ahead.learn(took, std::mem::take(&mut self.ended_since));
-        self.grants.set_sequences(self.scheduler.limits().running_max + self.ahead.depth());
-        // The next plan finds out whether there is nothing left to do, cold blocks to keep included.
-        Ok(Turn { tokens, sampled, took, idle: false })
+        self.queue_ahead.learn(took, std::mem::take(&mut self.ended_since_completion));
+        self.grants.set_sequences(self.scheduler.limits().running_max + self.queue_ahead.depth());
+        // Whether the engine is idle is known after the next plan, which may still offload cold blocks.
+        Ok(StepReport { tokens, sampled, took, idle: false })
     }
 
-    /// Reports the transfers that reached their fences.
-    fn take_transfers(&mut self, now: Time) -> Result<(), Fatal> {
+    /// Reports finished transfers to the scheduler.
+    fn take_transfers(&mut self, now: Time) -> Result<(), EngineFailed> {
         self.runtime.finished_transfers(&mut self.transfers_done);
         for TransferDone { id, succeeded, took } in self.transfers_done.drain(..) {
             self.transfers -= 1;
             let known = self.scheduler.transfer_done(id, succeeded, took, now);
-            known.map_err(|error| Fatal(error.to_string()))?;
+            known.map_err(|error| EngineFailed(error.to_string()))?;
         }
         Ok(())
     }
 
-    /// Ends all that takes part in any iteration in flight, and tells why.
-    fn fail(&mut self, error: &runtime::Error, events: &mut Vec<Event>) -> Fatal {
-        for chunk in self.flights.iter().flat_map(|flight| &flight.chunks) {
+    /// Ends all choices of the iterations in flight with `error`.
+    fn fail(&mut self, error: &runtime::Error, events: &mut Vec<ChoiceEvent>) -> EngineFailed {
+        for chunk in self.launched.iter().flat_map(|launched| &launched.chunks) {
             if let Some(live) = &mut self.live[chunk.id.index()] {
                 live.failure.get_or_insert(Failure::Device(error.to_string()));
             }
         }
-        if let Some(oldest) = self.flights.front() {
-            // It was planned and not committed, so it is known.
+        if let Some(oldest) = self.launched.front() {
+            // The scheduler knows every iteration that is planned and not committed.
             let _ = self.scheduler.fail(oldest.number);
         }
-        self.flights.clear();
+        self.launched.clear();
         self.settle(events);
-        Fatal(error.to_string())
+        EngineFailed(error.to_string())
     }
 
-    /// Appends each sampled token to its sequence, judges it and reports it.
-    fn take_samples(&mut self, flight: &Flight, events: &mut Vec<Event>) {
+    /// Appends each sampled token to its choice, checks stop conditions and pushes an event.
+    fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
         self.verdicts.clear();
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let mut sampled = self.sampled.drain(..);
-        for chunk in &flight.chunks {
+        for chunk in &launched.chunks {
             let sample = if chunk.samples { sampled.next() } else { None };
-            // Its index is nobody else's while it is in flight, so what is here is the sequence itself, or nothing if
-            // that has ended in the meantime.
+            // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
+            // if it has ended.
             let Some(live) = &mut self.live[chunk.id.index()] else {
                 self.verdicts.extend(sample.map(|_| Verdict::CONTINUE));
                 continue;
@@ -476,13 +483,13 @@ impl Engine {
             let stop = live.ends_with(token, &self.eos_token_ids);
             self.verdicts.push(Verdict { stop, hash });
             let computed_tokens = live.report_computed();
-            let event = Event { token: Some(token), logprobs, computed_tokens, ..live.event() };
+            let event = ChoiceEvent { token: Some(token), logprobs, computed_tokens, ..live.event() };
             events.push(event);
         }
     }
 
-    /// What requests count against their sessions' grants.
-    fn cost(&self) -> AdmissionCost {
+    /// Cost of requests against their sessions' grants.
+    fn admission_cost(&self) -> AdmissionCost {
         AdmissionCost::new(self.scheduler.limits().block_tokens)
     }
 
@@ -498,8 +505,8 @@ impl Engine {
         }
     }
 
-    /// Reports every ended sequence and frees what it held.
-    fn settle(&mut self, events: &mut Vec<Event>) {
+    /// Reports every ended sequence and frees its slot and its share of the grant.
+    fn settle(&mut self, events: &mut Vec<ChoiceEvent>) {
         let mut ended = std::mem::take(&mut self.ended);
         ended.extend(self.scheduler.drain_ended());
         for slot in self.scheduler.drain_freed_slots() {
@@ -509,7 +516,7 @@ impl Engine {
         for Ended { id, reason } in ended.drain(..) {
             let Some(mut live) = self.live[id.index()].take() else { continue };
             self.grants.release(live.key.session, live.cost);
-            self.ended_since += 1;
+            self.ended_since_completion += 1;
             if let Some(ids) = self.requests.get_mut(&live.key) {
                 if let Some(entry) = ids.get_mut(live.choice as usize) {
                     *entry = None;
@@ -523,19 +530,19 @@ impl Engine {
             }
             metrics::counter!(crate::metrics::ENDED, "reason" => reason.label()).increment(1);
             let finish = live.failure.take().map_or(Finish::Ended(reason), Finish::Failed);
-            events.push(Event { finish: Some(finish), ..live.event() });
+            events.push(ChoiceEvent { finish: Some(finish), ..live.event() });
         }
         self.ended = ended;
     }
 }
 
-fn live_mut(live: &mut [Option<Live>], id: SequenceId) -> &mut Live {
-    // A planned sequence has not ended, and `settle` alone takes entries out.
+fn live_mut(live: &mut [Option<LiveChoice>], id: SequenceId) -> &mut LiveChoice {
+    // Planned sequences have not ended, and only `settle` removes entries.
     live[id.index()].as_mut().expect("a planned sequence is live")
 }
 
-fn bare_event(request: &Request, choice: u32) -> Event {
-    Event {
+fn empty_event(request: &Request, choice: u32) -> ChoiceEvent {
+    ChoiceEvent {
         key: request.key,
         attempt: request.attempt,
         choice,

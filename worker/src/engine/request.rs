@@ -1,3 +1,5 @@
+//! Commands to the engine and events from it.
+
 use std::sync::Arc;
 
 use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
@@ -5,120 +7,120 @@ use inflight_worker_core::Time;
 
 use crate::runtime::PositionLogprobs;
 
-/// Names a session for as long as the worker lives.
+/// Id of a session, unique within the worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub u64);
 
-/// A router's handle for a request, with the session it is unique in.
+/// Key of a request: session, and the submission id that is unique within it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestKey {
-    /// Which session.
+    /// Session of the router that submitted the request.
     pub session: SessionId,
-    /// The handle.
+    /// Submission id.
     pub request: u64,
 }
 
-/// A request to run.
+/// Request to run.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// Its name.
+    /// Key for cancellation and events.
     pub key: RequestKey,
-    /// Echoed in every event.
+    /// Attempt number, echoed in every event.
     pub attempt: u32,
-    /// Prompt; at least one token.
+    /// Prompt token ids; at least one.
     pub prompt: Arc<[u32]>,
-    /// Most tokens of each choice, those of earlier attempts included.
+    /// Maximum output tokens per choice, including those of earlier attempts.
     pub max_tokens: u32,
-    /// How tokens are chosen.
+    /// Sampling parameters.
     pub sampling: Arc<SamplingParams>,
-    /// What earlier attempts produced; one entry for each choice, in order.
-    pub choices: Vec<Resumed>,
-    /// Whom the work is for: its share of the service, and the key of its prefix cache.
+    /// Output of earlier attempts by choice; `n` entries.
+    pub choices: Vec<ResumedChoice>,
+    /// Tenant that the service is accounted to and whose prefix cache is used.
     pub tenant: Arc<str>,
-    /// The tenant's share.
+    /// Weight of the tenant.
     pub weight: Weight,
-    /// A higher number is more important.
+    /// Priority; higher is more important.
     pub priority: i32,
-    /// What its tenant had cluster-wide over its weight when the router handed it over: its turn among those that wait.
-    pub order: Option<Service>,
-    /// When to give up.
+    /// Virtual start time: the tenant's cluster-wide service over its weight at dispatch.
+    pub virtual_start_time: Option<Service>,
+    /// Time at which the request is aborted.
     pub deadline: Option<Time>,
-    /// The request's span; phases become its children.
+    /// Tracing span of the request; spans of phases are its children.
     pub span: tracing::Span,
 }
 
-/// Where a choice starts from.
+/// State of a choice after earlier attempts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Resumed {
-    /// Tokens it has.
+pub struct ResumedChoice {
+    /// Output token ids so far.
     pub tokens: Vec<u32>,
-    /// It is over and is not run.
+    /// The choice has finished and is not run.
     pub finished: bool,
 }
 
-/// What the shell tells the engine.
+/// Command of a session to the engine.
 #[derive(Debug)]
 pub enum Command {
-    /// A session began: it is granted its share of the capacity.
+    /// Session opened: it gets a grant.
     Open(SessionId),
-    /// A session is over: cancel what it has, and forget it.
+    /// Session closed: cancel its requests and withdraw its grant.
     Close(SessionId),
-    /// Whether anything waits at the session's router.
+    /// The backlog at the session's router changed.
     Backlog {
-        /// The session.
+        /// Session that reports.
         session: SessionId,
-        /// Something waits.
-        waits: bool,
+        /// Requests wait in the router's queue.
+        has_waiting: bool,
     },
     /// Run a request.
     Submit(Box<Request>),
-    /// Withdraw a request or one choice of it.
+    /// Cancel a request or one choice of it.
     Cancel {
-        /// Which request.
+        /// Key of the request.
         key: RequestKey,
-        /// Which choice; `None` is all.
+        /// Index of the choice; `None`: all choices.
         choice: Option<u32>,
     },
 }
 
-/// What happened to one choice.
+/// Progress or end of one choice.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Event {
-    /// Its request.
+pub struct ChoiceEvent {
+    /// Key of the request.
     pub key: RequestKey,
-    /// Its attempt.
+    /// Attempt number of the request.
     pub attempt: u32,
-    /// Which choice.
+    /// Index of the choice.
     pub choice: u32,
-    /// A new token.
+    /// New output token.
     pub token: Option<u32>,
-    /// Its log probabilities, if asked for.
+    /// Log probabilities of `token`, if requested.
     pub logprobs: Option<Box<PositionLogprobs>>,
-    /// Tokens computed before the first new one; set with it.
+    /// Tokens computed before the first new token; set with that token, else 0.
     pub computed_tokens: u32,
-    /// Set once, with the last event.
+    /// End of the choice; set in the last event.
     pub finish: Option<Finish>,
 }
 
-/// How a choice ended.
+/// End of a choice.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Finish {
-    /// As the reason says.
+    /// Regular end.
     Ended(FinishReason),
-    /// It was refused or failed.
+    /// Rejection or failure.
     Failed(Failure),
 }
 
-/// Why a request was refused or failed.
+/// Reason why a request was rejected or failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// The request breaks the contract: the router should not have sent it.
+    /// The request is invalid; a correct router does not send it.
     #[error("{0}")]
     Invalid(String),
-    /// A queue is full.
+    /// The waiting queue is full.
     #[error("{0}")]
     Overloaded(String),
-    /// The worker takes nothing new.
+    /// The worker is draining.
     #[error("the worker is draining")]
     Draining,
     /// The device failed.

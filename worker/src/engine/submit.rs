@@ -1,15 +1,16 @@
-//! Taking a request: it is checked once more, and becomes a sequence for each choice.
+//! Submission: validates a request and submits a sequence per choice to the scheduler.
 
 use inflight_contract::{BlockHash, FinishReason, RequestShape, check_priority};
 use inflight_worker_core::{Grant, NewSequence, SequenceId, SubmitError, Time};
 
-use super::live::{self, Live};
-use super::{Engine, Event, Failure, Finish, Request, bare_event};
+use super::live_choice::{self, LiveChoice};
+use super::{ChoiceEvent, Engine, Failure, Finish, Request, empty_event};
 
 impl Engine {
-    pub(super) fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) {
+    /// Submits a request, or pushes the events that reject it.
+    pub(super) fn submit(&mut self, request: &Request, now: Time, events: &mut Vec<ChoiceEvent>) {
         if !self.grants.is_open(request.key.session) {
-            return; // it was closed while the request was on its way, so nobody waits for an answer
+            return; // the session was closed in the meantime, and with it the response stream
         }
         let outcome = match self.check(request) {
             Ok(()) => self.enqueue(request, now, events),
@@ -18,7 +19,7 @@ impl Engine {
         if let Err(failure) = outcome {
             for (choice, _) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
                 let finish = Some(Finish::Failed(failure.clone()));
-                events.push(Event { finish, ..bare_event(request, choice as u32) });
+                events.push(ChoiceEvent { finish, ..empty_event(request, choice as u32) });
             }
         }
     }
@@ -51,24 +52,29 @@ impl Engine {
         Ok(())
     }
 
-    /// Submits every choice that is not over, or none.
-    fn enqueue(&mut self, request: &Request, now: Time, events: &mut Vec<Event>) -> Result<(), Failure> {
+    /// Submits every unfinished choice, or none of them on failure.
+    fn enqueue(
+        &mut self,
+        request: &Request,
+        now: Time,
+        events: &mut Vec<ChoiceEvent>,
+    ) -> Result<(), Failure> {
         let block_tokens = self.scheduler.limits().block_tokens as usize;
         let root = BlockHash::root(&request.tenant);
         let mut chain = Vec::new();
         BlockHash::extend_chain(&mut chain, root, &request.prompt, block_tokens);
-        // Choices that start from the prompt alone share its computation.
+        // Choices without resumed tokens share the prefill of the prompt.
         let fresh =
             request.choices.len() > 1 && request.choices.iter().all(|resumed| resumed.tokens.is_empty());
         self.groups += u64::from(fresh);
         let group = fresh.then_some(self.groups);
-        let mut over = Vec::new();
-        let mut lives: Vec<(SequenceId, Live)> = Vec::with_capacity(request.choices.len());
+        let mut finished = Vec::new();
+        let mut lives: Vec<(SequenceId, LiveChoice)> = Vec::with_capacity(request.choices.len());
         for (choice, resumed) in request.choices.iter().enumerate().filter(|(_, resumed)| !resumed.finished) {
             let remaining = request.max_tokens - resumed.tokens.len() as u32;
-            // The lost worker had made the last token but could not say so any more.
+            // The previous worker may have generated the last token without reporting the end.
             let ended = resumed.tokens.last().is_some_and(|last| {
-                live::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
+                live_choice::ends(&request.sampling, *last, resumed.tokens.len(), &self.eos_token_ids)
             });
             let reason = match (ended, remaining) {
                 (true, _) => Some(FinishReason::Stop),
@@ -77,7 +83,7 @@ impl Engine {
             };
             if let Some(reason) = reason {
                 let finish = Some(Finish::Ended(reason));
-                over.push(Event { finish, ..bare_event(request, choice as u32) });
+                finished.push(ChoiceEvent { finish, ..empty_event(request, choice as u32) });
                 continue;
             }
             let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
@@ -95,20 +101,21 @@ impl Engine {
                     weight: request.weight,
                     hashes: &chain,
                     group,
-                    order: request.order,
-                    // A choice that has tokens was charged for its prompt where it got them.
+                    order: request.virtual_start_time,
+                    // A resumed choice was charged for its prompt by the worker that generated its tokens.
                     charged_tokens: if resumed.tokens.is_empty() { 0 } else { tokens.len() as u32 },
                 },
                 now,
             );
             match submitted {
                 Ok(id) => {
-                    let cost = Grant { sequences: 1, blocks: self.cost().choice(resumed.tokens.len()) };
-                    lives.push((id, Live::new(request, choice as u32, tokens, root, chain, cost)));
+                    let cost =
+                        Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
+                    lives.push((id, LiveChoice::new(request, choice as u32, tokens, root, chain, cost)));
                 }
                 Err(error) => {
                     lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
-                    // These never became live, so `settle` must not report them.
+                    // These choices were never live, so `settle` must not report them.
                     self.scheduler.drain_ended().for_each(drop);
                     return Err(match error {
                         SubmitError::QueueFull { .. } => Failure::Overloaded(error.to_string()),
@@ -119,7 +126,7 @@ impl Engine {
                 }
             }
         }
-        events.append(&mut over);
+        events.append(&mut finished);
         if lives.is_empty() {
             return Ok(());
         }
@@ -132,7 +139,7 @@ impl Engine {
             self.grants.charge(request.key.session, live.cost);
             self.live[id.index()] = Some(live);
         }
-        let prompt = Grant { sequences: 0, blocks: self.cost().prompt(request.prompt.len()) };
+        let prompt = Grant { sequences: 0, blocks: self.admission_cost().prompt(request.prompt.len()) };
         self.grants.charge(request.key.session, prompt);
         self.requests.insert(request.key, ids);
         Ok(())

@@ -1,10 +1,12 @@
+//! Model bundle: the files of a model directory that routers need.
+
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::Error;
 use super::files::Files;
 
-/// What a router may need of a model, in the order in which it is handed over.
+/// Names of bundle files, in the order of the bundle.
 const NAMES: [&str; 6] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -14,14 +16,14 @@ const NAMES: [&str; 6] = [
     "config.json",
 ];
 
-/// As much of tokenizer.json as tells a tokenizer from something else.
+/// Minimal schema of tokenizer.json, to detect other content.
 #[derive(Deserialize)]
 struct Tokenizer {
     #[serde(rename = "model")]
     _model: IgnoredAny,
 }
 
-/// Reads the files of the bundle that are there; tokenizer.json must be.
+/// Reads the bundle files that exist.
 pub(super) fn read(files: &Files) -> Result<Vec<(String, Vec<u8>)>, Error> {
     let mut bundle = Vec::new();
     for name in NAMES {

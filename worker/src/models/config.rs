@@ -1,3 +1,5 @@
+//! Model configuration: architecture and shape, from config.json.
+
 use inflight_kernels::cpu::{HEAD_DIM_MAX, RopeScaling};
 use serde_json::Value;
 
@@ -5,12 +7,13 @@ use super::Error;
 use super::fields::Fields;
 use super::files::Files;
 
-/// Bounds that no supported model comes near; they keep a broken file from asking for absurd amounts of memory.
+/// Sanity bounds far above every supported model, so that a broken file can't request absurd amounts of
+/// memory.
 const WIDTH_MAX: u32 = 1 << 20;
 const LAYERS_MAX: u32 = 1 << 10;
 const TOKENS_MAX: u32 = 1 << 28;
 
-/// A family of models that share one decoder block.
+/// Model architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
     /// Llama 1, 2 and 3.x.
@@ -19,14 +22,14 @@ pub enum Architecture {
     Mistral,
     /// Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
     Qwen2,
-    /// Qwen3: Llama with normalised queries and keys.
+    /// Qwen3: Llama with normalized queries and keys.
     Qwen3,
 }
 
 impl Architecture {
     const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
-    /// Its name in the `architectures` of config.json.
+    /// Name in the `architectures` field of config.json.
     pub fn name(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
@@ -50,48 +53,48 @@ impl Architecture {
     }
 }
 
-/// The shape and options of a decoder, from config.json.
+/// Shape and options of a decoder-only transformer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Which family it is of.
+    /// Model architecture.
     pub architecture: Architecture,
-    /// Tokens in the vocabulary: rows of the embedding.
+    /// Vocabulary size: rows of the embedding.
     pub vocab_size: usize,
-    /// Numbers of a hidden state.
+    /// Elements of a hidden state.
     pub hidden_size: usize,
-    /// Numbers between the two halves of the feed-forward part.
+    /// MLP hidden size.
     pub intermediate_size: usize,
-    /// Number of layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`.
+    /// Number of KV heads; divides `heads`.
     pub kv_heads: usize,
-    /// Numbers of a head; even.
+    /// Elements of a head; even.
     pub head_dim: usize,
-    /// Base of the rotary frequencies.
+    /// Base of the rotary embedding (RoPE).
     pub rope_theta: f64,
-    /// How rotary frequencies are stretched.
+    /// RoPE scaling.
     pub rope_scaling: RopeScaling,
-    /// Added to the mean square before its root is taken.
+    /// Epsilon of RMSNorm.
     pub norm_eps: f32,
-    /// The head is the embedding.
+    /// The LM head shares the embedding's weights.
     pub tied_embeddings: bool,
-    /// Queries, keys and values have biases.
+    /// The QKV projections have biases.
     pub qkv_bias: bool,
-    /// The attention's output has a bias.
+    /// The attention's output projection has a bias.
     pub output_bias: bool,
-    /// The products of the feed-forward part have biases.
+    /// The MLP projections have biases.
     pub mlp_bias: bool,
-    /// Queries and keys are normalised head by head.
+    /// Queries and keys are normalized per head (QK-norm).
     pub qk_norm: bool,
-    /// Per layer, how many positions up to its own a token attends to; `None` is all.
+    /// Sliding window of each layer in positions, including the query's own; `None`: full attention.
     pub windows: Vec<Option<u32>>,
-    /// Most tokens of a sequence.
+    /// Maximum tokens of a sequence.
     pub context_tokens: u32,
-    /// Tokens that end a sequence, as config.json has them.
+    /// EOS token ids of config.json.
     pub eos_token_ids: Vec<u32>,
-    /// Token that begins a sequence.
+    /// BOS token id.
     pub bos_token_id: Option<u32>,
 }
 
@@ -104,7 +107,7 @@ impl ModelConfig {
         Self::of(&fields)
     }
 
-    /// The configuration that these fields of a config.json describe.
+    /// Validates the fields of a config.json.
     pub(super) fn of(fields: &Fields) -> Result<Self, Error> {
         let architecture = Architecture::read(fields)?;
         let hidden_size = fields.needed_count("hidden_size", WIDTH_MAX)?;
@@ -172,7 +175,7 @@ fn head_dim(
 ) -> Result<usize, Error> {
     let head_dim = match (fields.count("head_dim", WIDTH_MAX)?, architecture) {
         (Some(head_dim), _) => head_dim,
-        // The family's own default; it does not follow from the hidden size.
+        // The architecture's default; it is not derived from the hidden size.
         (None, Architecture::Qwen3) => 128,
         (None, _) if hidden.is_multiple_of(heads) => hidden / heads,
         (None, _) => {
@@ -186,7 +189,8 @@ fn head_dim(
     Ok(head_dim)
 }
 
-/// Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+/// Returns base and scaling of RoPE, from `rope_parameters` (transformers 5) or from `rope_theta` and
+/// `rope_scaling`.
 fn rope(fields: &Fields) -> Result<(f64, RopeScaling), Error> {
     const THETA: f64 = 10_000.0;
     let base = fields.positive("rope_theta")?;
@@ -224,7 +228,7 @@ fn rope(fields: &Fields) -> Result<(f64, RopeScaling), Error> {
     Ok((theta, scaling))
 }
 
-/// The sliding window of each layer.
+/// Returns the sliding window of each layer.
 fn windows(fields: &Fields, architecture: Architecture, layers: usize) -> Result<Vec<Option<u32>>, Error> {
     let qwen = matches!(architecture, Architecture::Qwen2 | Architecture::Qwen3);
     let switched_on = match architecture {
@@ -257,7 +261,7 @@ fn windows(fields: &Fields, architecture: Architecture, layers: usize) -> Result
             })
             .collect();
     }
-    // In Qwen the first layers attend to everything.
+    // In Qwen models the first `max_window_layers` layers use full attention.
     let first = match (qwen, fields.get("max_window_layers").map(Value::as_u64)) {
         (false, _) => 0,
         (true, Some(Some(first))) => first.min(layers as u64) as usize,

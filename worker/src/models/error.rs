@@ -1,110 +1,112 @@
-/// Why a model can't be used.
+//! Errors of model loading, with file, field or tensor.
+
+/// Error for a model that can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The model's directory is not there or not a directory.
+    /// The model path is missing or not a directory.
     #[error("no model at {path}: {reason}; give the directory that holds config.json")]
     NoDirectory {
-        /// The path given.
+        /// Given path.
         path: String,
-        /// What the operating system says.
+        /// Cause.
         reason: String,
     },
-    /// The model's file is not there or not a file.
+    /// The GGUF path is missing or not a file.
     #[error("no model at {path}: {reason}")]
     NoFile {
-        /// The path given.
+        /// Given path.
         path: String,
-        /// What the operating system says.
+        /// Cause.
         reason: String,
     },
-    /// A file can't be read.
+    /// Reading a file failed.
     #[error("cannot read {file}: {source}")]
     Read {
-        /// The file.
+        /// File label.
         file: String,
-        /// What the operating system says.
+        /// Cause.
         source: std::io::Error,
     },
-    /// A file that every model needs is not there.
+    /// A required file is missing.
     #[error("{file} is missing; {advice}")]
     MissingFile {
-        /// The file.
+        /// File label.
         file: String,
-        /// What to do.
+        /// Remedy.
         advice: &'static str,
     },
-    /// A file does not hold what its name promises.
+    /// A file is malformed.
     #[error("{file} is broken: {reason}")]
     Broken {
-        /// The file.
+        /// File label.
         file: String,
-        /// What is wrong with it.
+        /// Defect.
         reason: String,
     },
-    /// A needed field is not there.
+    /// A required field is missing.
     #[error("{file} has no field `{field}`, which this architecture needs")]
     MissingField {
-        /// The file.
+        /// File label.
         file: String,
-        /// The field.
+        /// Field name.
         field: String,
     },
-    /// A field has an unusable value.
+    /// A field has an invalid value.
     #[error("{file}: `{field}` is {found}; it must be {expected}")]
     Field {
-        /// The file.
+        /// File label.
         file: String,
-        /// The field.
+        /// Field name.
         field: String,
-        /// Its value.
+        /// Value in the file.
         found: String,
-        /// What would do.
+        /// Valid values.
         expected: String,
     },
-    /// A field asks for something that does not exist here.
+    /// A field requests an unsupported feature.
     #[error("{file}: `{field}` asks for {found}, which is not supported; supported: {supported}")]
     Unsupported {
-        /// The file.
+        /// File label.
         file: String,
-        /// The field.
+        /// Field name.
         field: String,
-        /// What it asks for.
+        /// Requested feature.
         found: String,
-        /// What there is.
+        /// Supported features.
         supported: String,
     },
-    /// No file has the tensor.
+    /// A required tensor is missing.
     #[error("{file} has no tensor {tensor}; expected one of shape {expected:?}")]
     MissingTensor {
-        /// The weight file, or the directory's files if there are several.
+        /// Label of the weight file, or a description of several.
         file: String,
-        /// The tensor.
+        /// Tensor name.
         tensor: String,
-        /// The shape that config.json implies.
+        /// Shape that config.json implies.
         expected: Vec<usize>,
     },
-    /// A tensor's shape contradicts config.json.
+    /// The shape of a tensor contradicts config.json.
     #[error("{file}: tensor {tensor} has shape {found:?}; config.json implies {expected:?}")]
     Shape {
-        /// The weight file.
+        /// Label of the weight file.
         file: String,
-        /// The tensor.
+        /// Tensor name.
         tensor: String,
-        /// The shape that config.json implies.
+        /// Shape that config.json implies.
         expected: Vec<usize>,
-        /// The shape in the file.
+        /// Shape in the file.
         found: Vec<usize>,
     },
-    /// A tensor's numbers are of a type that kernels don't have.
+    /// The element type of a tensor is not supported.
     #[error(
         "{file}: tensor {tensor} is {found}; supported: f32, bf16, f16, and in GGUF files q8_0, q4_0, q4_k, q6_k"
     )]
     Dtype {
-        /// The weight file.
+        /// Label of the weight file.
         file: String,
-        /// The tensor.
+        /// Tensor name.
         tensor: String,
-        /// Its type.
+        /// Element type in the file.
         found: String,
     },
 }

@@ -1,21 +1,23 @@
+//! Typed access to the fields of a JSON configuration, with errors that name file and field.
+
 use serde_json::{Map, Value};
 
 use super::Error;
 use super::files::Files;
 
-/// The fields of a JSON object in a file, read with errors that name file and field.
+/// Fields of a JSON object, with the label of their file for errors.
 pub(super) struct Fields {
     file: String,
     map: Map<String, Value>,
 }
 
 impl Fields {
-    /// Fields that `file` holds in some form of its own.
+    /// Wraps fields that were converted from another format of `file`.
     pub(super) fn of(file: String, map: Map<String, Value>) -> Self {
         Self { file, map }
     }
 
-    /// Reads a file, if it is there.
+    /// Reads a JSON file; `None` if it does not exist.
     pub(super) fn read(files: &Files, name: &str) -> Result<Option<Self>, Error> {
         let Some(bytes) = files.open(name)? else { return Ok(None) };
         let file = files.label(name);
@@ -26,12 +28,12 @@ impl Fields {
         }
     }
 
-    /// The value of a field; null counts as absent.
+    /// Returns the value of a field; null counts as absent.
     pub(super) fn get(&self, field: &str) -> Option<&Value> {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
-    /// An object within this one, as fields of its own.
+    /// Returns a nested object as fields, if present.
     pub(super) fn object(&self, field: &str) -> Result<Option<Self>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -63,7 +65,7 @@ impl Fields {
         }
     }
 
-    /// A count from 1 to `most`, if given.
+    /// Returns an integer from 1 to `most`, if present.
     pub(super) fn count(&self, field: &str, most: u32) -> Result<Option<usize>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         match value.as_u64() {
@@ -72,7 +74,7 @@ impl Fields {
         }
     }
 
-    /// A count that must be given.
+    /// Returns an integer from 1 to `most` that must be present.
     pub(super) fn needed_count(&self, field: &str, most: u32) -> Result<usize, Error> {
         self.count(field, most)?.ok_or_else(|| self.missing(field))
     }
@@ -93,7 +95,7 @@ impl Fields {
         }
     }
 
-    /// A finite number, if given.
+    /// Returns a finite number, if present.
     pub(super) fn number(&self, field: &str) -> Result<Option<f64>, Error> {
         match self.get(field) {
             None => Ok(None),
@@ -104,7 +106,7 @@ impl Fields {
         }
     }
 
-    /// A number above 0, if given.
+    /// Returns a number above 0, if present.
     pub(super) fn positive(&self, field: &str) -> Result<Option<f64>, Error> {
         match self.number(field)? {
             Some(number) if number <= 0.0 => Err(self.bad(field, "a number above 0")),
@@ -112,7 +114,8 @@ impl Fields {
         }
     }
 
-    /// Token ids, given as one or as a list; ids that no vocabulary has, as some files give for "none", are left out.
+    /// Returns token ids, written as one id or a list. Negative ids, which some files use for "none", are
+    /// skipped.
     pub(super) fn tokens(&self, field: &str) -> Result<Option<Vec<u32>>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let ids = match value {

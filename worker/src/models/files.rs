@@ -1,3 +1,5 @@
+//! Read access to model files: memory-mapped from a directory, or embedded in the binary.
+
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -9,7 +11,7 @@ use memmap2::{Mmap, UncheckedAdvice};
 
 use super::{Error, ModelSource, embedded};
 
-/// Where a model's files are.
+/// Location of a model's files.
 pub(super) enum Files {
     Directory(PathBuf),
     Embedded(&'static [(&'static str, &'static [u8])]),
@@ -31,11 +33,11 @@ impl Files {
         }
     }
 
-    /// What the model is called.
+    /// Default name of the model.
     pub(super) fn model_name(&self) -> String {
         match self {
             Self::Embedded(_) => embedded::NAME.to_owned(),
-            // `.` and `..` have no name of their own.
+            // Canonicalized, because `.` and `..` have no file name.
             Self::Directory(path) => {
                 let absolute = path.canonicalize().unwrap_or_else(|_| path.clone());
                 absolute.file_name().map_or("model".into(), |name| name.to_string_lossy()).into_owned()
@@ -43,7 +45,7 @@ impl Files {
         }
     }
 
-    /// How messages call a file.
+    /// Label of a file for messages.
     pub(super) fn label(&self, name: &str) -> String {
         match self {
             Self::Directory(path) => path.join(name).display().to_string(),
@@ -51,7 +53,7 @@ impl Files {
         }
     }
 
-    /// A file's content, if it is there.
+    /// Opens a file; `None` if it does not exist.
     pub(super) fn open(&self, name: &str) -> Result<Option<Bytes>, Error> {
         let path = match self {
             Self::Directory(path) => path.join(name),
@@ -70,7 +72,7 @@ impl Files {
     }
 }
 
-/// A file of a name that was given, and the directory that it lies in.
+/// Opens the file at `path`; returns its directory and content.
 pub(super) fn open_file(path: &Path) -> Result<(Files, Bytes), Error> {
     let refuse =
         |error: io::Error| Error::NoFile { path: path.display().to_string(), reason: error.to_string() };
@@ -79,7 +81,7 @@ pub(super) fn open_file(path: &Path) -> Result<(Files, Bytes), Error> {
     Ok((Files::Directory(folder.unwrap_or(Path::new(".")).to_owned()), bytes))
 }
 
-/// A file's content, mapped or part of the binary. Cheap to clone.
+/// Content of a file, memory-mapped or embedded. Cheap to clone.
 #[derive(Clone)]
 pub(super) enum Bytes {
     Mapped(Arc<Mmap>),
@@ -87,13 +89,14 @@ pub(super) enum Bytes {
 }
 
 impl Bytes {
-    /// Gives the whole pages within a range back to the operating system, which has them in its cache of files.
+    /// Releases the resident pages within `range`; they stay in the page cache and can be read again.
     pub(super) fn release(&self, range: Range<usize>) {
         let Self::Mapped(map) = self else { return };
         let page = page_size();
         let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
         if start < end {
-            // SAFETY: the mapping is shared and read-only, so what is dropped is read from the file again.
+            // SAFETY: the mapping is file-backed and read-only, so MADV_DONTNEED only drops clean pages,
+            // which later reads fault in from the file again; the range lies within the mapping.
             let advised =
                 unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
             if let Err(error) = advised {
@@ -104,7 +107,7 @@ impl Bytes {
 }
 
 fn page_size() -> usize {
-    // SAFETY: it only asks for a constant of the system.
+    // SAFETY: sysconf has no preconditions.
     usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
@@ -132,11 +135,11 @@ fn map(path: &Path) -> io::Result<Bytes> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file"));
     }
     if metadata.len() == 0 {
-        // There is nothing to map, which some systems refuse.
+        // mmap rejects empty files.
         return Ok(Bytes::Static(&[]));
     }
-    // SAFETY: a model's files are not changed while a worker has them open; that is part of how workers are
-    // operated, as for every engine that maps weights. All reads go through this immutable view.
+    // SAFETY: the mapping is private to this process and read-only. That the file is not modified while it is
+    // mapped is an operating requirement, as for every engine that maps weights.
     let map = unsafe { Mmap::map(&file)? };
     Ok(Bytes::Mapped(Arc::new(map)))
 }

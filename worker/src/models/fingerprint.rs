@@ -1,3 +1,5 @@
+//! Numerics fingerprint: digest of all that decides the bits of generated tokens.
+
 use std::fmt::Write;
 
 use inflight_kernels::VERSION;
@@ -6,26 +8,27 @@ use sha2::{Digest, Sha256};
 
 use super::ModelDir;
 
-/// Models up to this size are hashed whole, larger ones by sample.
+/// Maximum size of weights that are hashed completely; larger ones are sampled.
 const WHOLE_BYTES_MAX: u64 = 256 << 20;
-/// A sample takes this much at a tensor's start and end and at [`SAMPLES`] places evenly between.
+/// Bytes per sample of a tensor: at its start, its end and [`SAMPLES`] evenly spaced offsets between.
 const SAMPLE_BYTES: usize = 4 << 10;
 const SAMPLES: usize = 14;
 
-/// The numerics fingerprint: SHA-256, in hex, over everything that decides a token's bits, so that two workers of one
-/// fingerprint give equal answers. That is the configuration, the dtype of the KV pool, `formats` (how the
-/// matrices are stored), the instruction set, the
-/// kernels' version, and name, type, shape and numbers of every tensor. It is not the number of threads.
+/// Computes the numerics fingerprint of the CPU runtime: SHA-256, in hex, over everything that decides a
+/// token's bits. Workers with equal fingerprints generate equal tokens.
 ///
-/// Of a model over 256 MiB, the numbers that count are a sample: of each tensor the first and the last 4 KiB and 14
-/// stretches of 4 KiB evenly between. Any retraining or requantisation shows there, and start-up stays fast.
+/// It covers the configuration, the KV cache dtype, the storage `formats` of the weights, the instruction
+/// set, the kernels' version, and name, type, shape and content of every tensor. It excludes the number of
+/// threads.
 ///
-/// `formats` names how the weights are held.
+/// Weights over 256 MiB are sampled: of each tensor the first and the last 4 KiB and 14 evenly spaced
+/// stretches of 4 KiB. Retraining or requantization changes the samples, and start-up stays fast.
 pub fn fingerprint(model: &ModelDir, kv_dtype: &str, formats: &str, isa: Isa) -> String {
     fingerprint_of(model, kv_dtype, &format!("{formats} {}", isa.name()))
 }
 
-/// The same for whatever computes: `arithmetic` names all of it that decides a bit, beside the kernels' version.
+/// Computes the numerics fingerprint of any runtime; `arithmetic` names everything that decides bits besides
+/// model, KV cache dtype and kernel version.
 pub fn fingerprint_of(model: &ModelDir, kv_dtype: &str, arithmetic: &str) -> String {
     let mut hash = Sha256::new();
     let mut field = |bytes: &[u8]| {
@@ -36,7 +39,7 @@ pub fn fingerprint_of(model: &ModelDir, kv_dtype: &str, arithmetic: &str) -> Str
     field(kv_dtype.as_bytes());
     field(arithmetic.as_bytes());
     field(&VERSION.to_le_bytes());
-    // Cosines, sines and powers of the rotary tables come from this crate.
+    // The crate that computes cosines, sines and powers of the rotary tables.
     field(b"libm 0.2");
     let whole = model.tensors.total_bytes() <= WHOLE_BYTES_MAX;
     for (name, dtype, shape, bytes) in model.tensors.iter() {

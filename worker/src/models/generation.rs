@@ -1,13 +1,15 @@
+//! Defaults for generation, from generation_config.json.
+
 use super::fields::Fields;
 use super::files::Files;
 use super::{Error, ModelConfig};
 
-/// A model's own defaults for generation.
+/// Defaults for generation of a model.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
-    /// Tokens that end a sequence: those of generation_config.json or, where it has none, of config.json.
+    /// EOS token ids, ascending, of generation_config.json or, if it has none, of config.json.
     pub eos_token_ids: Vec<u32>,
-    /// Whether tokens are drawn rather than chosen greedily.
+    /// Sampling instead of greedy decoding.
     pub do_sample: Option<bool>,
     /// Temperature.
     pub temperature: Option<f32>,

@@ -1,8 +1,8 @@
-//! Models: Hugging Face directories and GGUF files, memory-mapped and validated.
+//! Model checkpoints: Hugging Face directories and GGUF files, memory-mapped and validated.
 //!
-//! A [`ModelDir`] comes from a directory or from the binary itself ([`ModelSource`]); both go through the same code, so
-//! whatever holds for one holds for the other. Opening reads and checks every file but no weights; a runtime
-//! then takes the tensors it needs.
+//! A [`ModelDir`] is opened from a directory, a GGUF file or the embedded model ([`ModelSource`]) by the same
+//! code. Opening reads and validates configuration and headers, not weights; a runtime then reads the tensors
+//! it needs.
 
 mod bundle;
 mod config;
@@ -28,17 +28,17 @@ use fields::Fields;
 use files::Files;
 use gguf::Gguf;
 
-/// Where a model comes from.
+/// Source of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
-    /// A directory in the layout of Hugging Face (config.json, safetensors, tokenizer.json and companions), or a file
-    /// whose name ends in `.gguf`.
+    /// Directory in the Hugging Face layout (config.json, safetensors, tokenizer.json and companions), or a
+    /// `.gguf` file.
     Directory(PathBuf),
-    /// The small model inside the binary.
+    /// Small demo model embedded in the binary.
     Embedded,
 }
 
-/// An opened model: configuration, tensors (memory-mapped) and the files that routers need.
+/// Opened model: configuration, memory-mapped tensors and bundle files.
 #[derive(Debug)]
 pub struct ModelDir {
     name: String,
@@ -49,10 +49,10 @@ pub struct ModelDir {
 }
 
 impl ModelDir {
-    /// Opens and validates a model. No weight is read yet.
+    /// Opens and validates a model without reading weights.
     ///
     /// # Errors
-    /// [`Error`] naming the file and, where there is one, the field or tensor at fault.
+    /// [`Error`] with the file and, where applicable, the invalid field or tensor.
     pub fn open(source: &ModelSource) -> Result<Self, Error> {
         let files = match source {
             ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
@@ -67,7 +67,8 @@ impl ModelDir {
         Ok(Self { name: files.model_name(), config, generation, tensors, bundle })
     }
 
-    /// Opens a GGUF file. Its tokenizer is that of a tokenizer.json beside it or, if there is none, the one inside.
+    /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the
+    /// file.
     fn open_gguf(path: &Path) -> Result<Self, Error> {
         let (beside, bytes) = files::open_file(path)?;
         let label = path.display().to_string();
@@ -82,47 +83,47 @@ impl ModelDir {
             let files = gguf::tokenizer(&gguf)?.into_iter();
             files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes())).collect()
         };
-        // A config.json beside the file may be that of some other model.
+        // A config.json in the same directory may belong to another model.
         bundle.retain(|(name, _)| name != "config.json");
         bundle.push(("config.json".to_owned(), text));
         let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy()).into_owned();
-        // Only this family's files have the halves of a head interleaved.
+        // llama.cpp permutes the rows of query and key heads only for the Llama architecture.
         let interleaved = (config.architecture == Architecture::Llama).then_some(config.head_dim);
         let tensors = Tensors::of_gguf(gguf, bytes, interleaved);
         Ok(Self { name, config, generation, tensors, bundle })
     }
 
-    /// What to call it where no name is given: the directory's, or `inflight-demo`.
+    /// Default model name: the directory's or file's name, or `inflight-demo`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What its config.json says, validated.
+    /// Validated model configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// The architecture's name in config.json.
+    /// Architecture name in config.json, such as "LlamaForCausalLM".
     pub fn architecture(&self) -> &'static str {
         self.config.architecture.name()
     }
 
-    /// What its generation_config.json says, completed from config.json.
+    /// Defaults for generation from generation_config.json, with EOS tokens of config.json as a fallback.
     pub fn generation(&self) -> &GenerationDefaults {
         &self.generation
     }
 
-    /// Tokens that end a sequence, ascending.
+    /// EOS token ids, ascending.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.generation.eos_token_ids
     }
 
-    /// Its tensors.
+    /// Tensors of the weight files.
     pub fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 
-    /// Files to hand to routers, by name: tokenizer, chat template, configurations.
+    /// Bundle files for routers, as (name, content): tokenizer, chat template, configurations.
     pub fn bundle_files(&self) -> &[(String, Vec<u8>)] {
         &self.bundle
     }

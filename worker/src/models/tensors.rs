@@ -1,3 +1,5 @@
+//! Tensors of a checkpoint, memory-mapped from safetensors or GGUF files under their Hugging Face names.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -14,49 +16,50 @@ use super::gguf::Gguf;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// The tensors of a model's weight files, still in the files.
+/// Memory-mapped tensors of a model's weight files.
 #[derive(Debug)]
 pub struct Tensors {
-    shards: Vec<Shard>,
-    entries: BTreeMap<String, Entry>,
+    weight_files: Vec<WeightFile>,
+    entries: BTreeMap<String, TensorEntry>,
 }
 
 #[derive(Debug)]
-struct Shard {
+struct WeightFile {
     label: String,
     bytes: Bytes,
 }
 
 #[derive(Debug, Clone)]
-struct Entry {
-    shard: usize,
-    /// `Err`: the name of a type that kernels don't have.
+struct TensorEntry {
+    file_index: usize,
+    /// Element encoding, or the name of an unsupported one.
     encoding: Result<Encoding, String>,
+    /// Head size if the rows of a head are interleaved; see [`Rows::interleaved`].
     interleaved: Option<usize>,
     shape: Vec<usize>,
     range: Range<usize>,
 }
 
-/// A tensor whose shape was checked. Holds its file open.
+/// Tensor of validated shape. Keeps its file mapped.
 #[derive(Debug, Clone)]
 pub struct Tensor {
-    /// How its numbers are stored.
+    /// Encoding of the elements.
     pub encoding: Encoding,
-    /// Its shape.
+    /// Dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// See [`Rows::interleaved`].
+    /// Head size if the rows of a head are interleaved; see [`Rows::interleaved`].
     interleaved: Option<usize>,
     bytes: Bytes,
     range: Range<usize>,
 }
 
 impl Tensor {
-    /// Its numbers, little-endian, row-major, at any alignment.
+    /// Encoded elements: little-endian, row-major, unaligned.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[self.range.clone()]
     }
 
-    /// As rows of a matrix [shape[0], ...].
+    /// Returns the rows of the matrix [shape[0], ...].
     pub fn rows(&self) -> Rows<'_> {
         Rows {
             encoding: self.encoding,
@@ -66,10 +69,10 @@ impl Tensor {
         }
     }
 
-    /// Some of the rows of a matrix; whole heads where those are interleaved.
+    /// Returns the given rows of a matrix; whole heads if the rows are interleaved.
     ///
     /// # Panics
-    /// If there are no such rows.
+    /// If the rows are out of range or split a head.
     pub fn rows_in(&self, rows: Range<usize>) -> Rows<'_> {
         let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
         assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
@@ -78,10 +81,11 @@ impl Tensor {
         Rows { bytes, rows: rows.len(), ..self.rows() }
     }
 
-    /// Some of the columns of a matrix [rows, columns], copied as the file stores them: whole blocks.
+    /// Copies the given columns of a matrix [rows, columns] in the file's encoding; whole quantization
+    /// blocks.
     ///
     /// # Panics
-    /// If there are no such columns, or a block would be cut.
+    /// If the columns are out of range or split a block.
     pub fn columns_in(&self, columns: Range<usize>) -> Vec<u8> {
         let (block, width) = (self.encoding.block(), self.shape[1]);
         let whole = columns.start.is_multiple_of(block) && columns.end.is_multiple_of(block);
@@ -94,37 +98,37 @@ impl Tensor {
         columns
     }
 
-    /// Some of the columns of a row of a matrix [rows, columns], as the file stores them: whole blocks. Rows are counted as
-    /// [`Rows::interleaved`] brings them apart.
+    /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding;
+    /// whole quantization blocks. Logical rows are those after de-interleaving; see [`Rows::interleaved`].
     ///
     /// # Panics
-    /// If there are no such columns.
+    /// If row or columns are out of range.
     pub fn columns_of_row(&self, row: usize, columns: Range<usize>) -> &[u8] {
         let bytes = self.encoding.bytes(self.shape[1]);
         let at = self.rows().row(row) * bytes;
         &self.bytes()[at..at + bytes][self.encoding.bytes(columns.start)..self.encoding.bytes(columns.end)]
     }
 
-    /// Whether its rows lie in their order.
+    /// Returns whether the rows are stored in logical order, not interleaved.
     pub fn in_order(&self) -> bool {
         self.interleaved.is_none()
     }
 
-    /// Widens row `row` of a matrix.
+    /// Converts stored row `row` of a matrix to f32.
     ///
     /// # Panics
-    /// If there is no such row, or `out` is not as long as one.
+    /// If the row is out of range, or `out` is not as long as a row.
     pub fn row(&self, row: usize, out: &mut [f32]) {
         let bytes = self.encoding.bytes(out.len());
         self.encoding.widen(&self.bytes()[row * bytes..(row + 1) * bytes], out);
     }
 
-    /// Lets go of the memory that reading it from its file took. It can be read again.
+    /// Releases the tensor's resident pages; it can be read again.
     pub fn release(&self) {
         self.bytes.release(self.range.clone());
     }
 
-    /// All its numbers.
+    /// Converts all elements to f32, de-interleaved if the tensor is one-dimensional.
     pub fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.shape.iter().product()];
         self.encoding.widen(self.bytes(), &mut out);
@@ -142,13 +146,14 @@ impl Tensor {
 }
 
 #[derive(Deserialize)]
-struct Index {
+struct SafetensorsIndex {
     weight_map: BTreeMap<String, String>,
 }
 
 impl Tensors {
+    /// Opens model.safetensors, or the files of model.safetensors.index.json.
     pub(super) fn open(files: &Files) -> Result<Self, Error> {
-        let mut tensors = Self { shards: Vec::new(), entries: BTreeMap::new() };
+        let mut tensors = Self { weight_files: Vec::new(), entries: BTreeMap::new() };
         if let Some(bytes) = files.open(SINGLE)? {
             tensors.add(files.label(SINGLE), bytes)?;
             return Ok(tensors);
@@ -159,7 +164,7 @@ impl Tensors {
                 advice: "nor is there a model.safetensors.index.json; convert the weights to safetensors",
             });
         };
-        let index: Index = serde_json::from_slice(&bytes)
+        let index: SafetensorsIndex = serde_json::from_slice(&bytes)
             .map_err(|error| Error::Broken { file: files.label(INDEX), reason: error.to_string() })?;
         let names: BTreeSet<&String> = index.weight_map.values().collect();
         for name in names {
@@ -178,15 +183,15 @@ impl Tensors {
         Ok(tensors)
     }
 
-    /// The tensors of a GGUF file under the names that safetensors files have. `head_dim` is given where the file
-    /// holds the rows of queries and keys interleaved.
+    /// Wraps the tensors of a GGUF file under their Hugging Face names. `head_dim` is set if the rows of
+    /// query and key heads are interleaved.
     pub(super) fn of_gguf(gguf: Gguf, bytes: Bytes, head_dim: Option<usize>) -> Self {
         let mut entries = BTreeMap::new();
         for info in gguf.tensors {
             let Some(name) = hugging_face_name(&info.name) else { continue };
             let rotated = [".q_proj.", ".k_proj."].iter().any(|part| name.contains(part));
-            let entry = Entry {
-                shard: 0,
+            let entry = TensorEntry {
+                file_index: 0,
                 encoding: info.encoding.map_err(|kind| format!("of ggml's type {kind}")),
                 interleaved: head_dim.filter(|_| rotated),
                 shape: info.shape,
@@ -194,7 +199,7 @@ impl Tensors {
             };
             entries.insert(name, entry);
         }
-        Self { shards: vec![Shard { label: gguf.label, bytes }], entries }
+        Self { weight_files: vec![WeightFile { label: gguf.label, bytes }], entries }
     }
 
     fn add(&mut self, label: String, bytes: Bytes) -> Result<(), Error> {
@@ -202,11 +207,11 @@ impl Tensors {
         let header =
             SafeTensors::deserialize(&bytes).map_err(|error| broken(explain(&error, bytes.len())))?;
         let start = bytes.as_ptr() as usize;
-        let shard = self.shards.len();
+        let file_index = self.weight_files.len();
         for (name, view) in header.iter() {
             let from = view.data().as_ptr() as usize - start;
-            let entry = Entry {
-                shard,
+            let entry = TensorEntry {
+                file_index,
                 encoding: match view.dtype() {
                     safetensors::Dtype::F32 => Ok(Dtype::F32.into()),
                     safetensors::Dtype::BF16 => Ok(Dtype::Bf16.into()),
@@ -218,34 +223,35 @@ impl Tensors {
                 range: from..from + view.data().len(),
             };
             if let Some(other) = self.entries.insert(name.to_owned(), entry) {
-                let reason = format!("tensor {name} is also in {}", self.shards[other.shard].label);
+                let reason =
+                    format!("tensor {name} is also in {}", self.weight_files[other.file_index].label);
                 return Err(broken(reason));
             }
         }
         drop(header);
-        self.shards.push(Shard { label, bytes });
+        self.weight_files.push(WeightFile { label, bytes });
         Ok(())
     }
 
-    /// Whether a tensor is there.
+    /// Returns whether the tensor exists.
     pub fn contains(&self, name: &str) -> bool {
         self.entries.contains_key(name)
     }
 
-    /// A tensor of known shape.
+    /// Returns a tensor of the expected shape.
     ///
     /// # Errors
-    /// It is missing, has another shape, or numbers of a type that kernels don't have.
+    /// The tensor is missing, has another shape, or an unsupported encoding.
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor, Error> {
         let Some(entry) = self.entries.get(name) else {
-            let file = match self.shards.as_slice() {
+            let file = match self.weight_files.as_slice() {
                 [only] => only.label.clone(),
-                shards => format!("none of the {} weight files", shards.len()),
+                several => format!("none of the {} weight files", several.len()),
             };
             return Err(Error::MissingTensor { file, tensor: name.to_owned(), expected: shape.to_vec() });
         };
-        let shard = &self.shards[entry.shard];
-        let (file, tensor) = (shard.label.clone(), name.to_owned());
+        let weight_file = &self.weight_files[entry.file_index];
+        let (file, tensor) = (weight_file.label.clone(), name.to_owned());
         if entry.shape != shape {
             return Err(Error::Shape { file, tensor, expected: shape.to_vec(), found: entry.shape.clone() });
         }
@@ -257,20 +263,20 @@ impl Tensors {
             encoding,
             interleaved: entry.interleaved,
             shape: entry.shape.clone(),
-            bytes: shard.bytes.clone(),
+            bytes: weight_file.bytes.clone(),
             range: entry.range.clone(),
         })
     }
 
-    /// Bytes of all tensors.
+    /// Total bytes of all tensors.
     pub fn total_bytes(&self) -> u64 {
         self.entries.values().map(|entry| entry.range.len() as u64).sum()
     }
 
-    /// Name, type, shape and bytes of every tensor, by name.
+    /// Iterates over name, type, shape and bytes of every tensor, by name.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, String, &[usize], &[u8])> {
         self.entries.iter().map(|(name, entry)| {
-            let bytes = &self.shards[entry.shard].bytes[entry.range.clone()];
+            let bytes = &self.weight_files[entry.file_index].bytes[entry.range.clone()];
             let kind = match &entry.encoding {
                 Ok(encoding) => encoding.to_string(),
                 Err(other) => other.clone(),
@@ -280,7 +286,7 @@ impl Tensors {
     }
 }
 
-/// What a tensor of a GGUF file is called in safetensors files; `None` if kernels have no use for it.
+/// Returns the Hugging Face name of a GGUF tensor; `None` if no runtime uses it.
 fn hugging_face_name(name: &str) -> Option<String> {
     let plain = match name {
         "token_embd.weight" => "model.embed_tokens.weight",
@@ -309,7 +315,7 @@ fn hugging_face_name(name: &str) -> Option<String> {
     Some(plain.to_owned())
 }
 
-/// What a header's error means for whoever has the file.
+/// Explains a safetensors error to the user.
 fn explain(error: &SafeTensorError, bytes: usize) -> String {
     match error {
         SafeTensorError::HeaderTooSmall | SafeTensorError::InvalidHeaderLength => {

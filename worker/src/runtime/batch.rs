@@ -1,39 +1,41 @@
+//! Ragged batch: the input of one step.
+
 use super::{Block, Capabilities, Error, Sampled, Slot};
 
-/// A row of the batch whose logits are wanted.
+/// Row of the batch to compute logits for and to sample from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleRow {
     /// Index into [`Batch::tokens`].
     pub row: u32,
-    /// The slot of its sequence.
+    /// Slot of the sequence.
     pub slot: Slot,
-    /// Absolute position of the token to be chosen: that of the row, plus one. Part of the random key.
+    /// Absolute position of the sampled token: that of the row, plus one. Part of the random key.
     pub position: u32,
 }
 
-/// A row whose token is not known yet: it is what the step before samples.
+/// Row whose token is sampled by the previous step and filled in by the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Feedback {
-    /// Index into [`Batch::tokens`], which holds any valid token there.
+    /// Index into [`Batch::tokens`], which holds an arbitrary valid token there.
     pub row: u32,
-    /// Index into the samples of the batch launched before.
+    /// Index into the samples of the previous batch.
     pub sample: u32,
 }
 
-/// Copies the whole of one block over another, in all layers.
+/// Copy of one KV block to another, in all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockCopy {
-    /// Block read.
+    /// Source block.
     pub from: Block,
-    /// Block written.
+    /// Destination block.
     pub to: Block,
 }
 
-/// The input of one step: a ragged batch without padding. Prefill chunks and decodes mix freely.
+/// Input of one step: a ragged batch without padding, of prefill chunks and decodes in any mix.
 ///
-/// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence are at consecutive positions, and
-/// everything before its first row is in the KV pool already. Its block table covers every position up to
-/// its last row. The buffers are reused from step to step.
+/// Sequence `s` holds rows `starts[s]..starts[s + 1]`. The rows of a sequence have consecutive positions, and
+/// keys and values of all positions before its first row are cached. Its block table covers every position up
+/// to its last row. Buffers are reused from step to step.
 #[derive(Debug, Clone, Default)]
 pub struct Batch {
     /// Token ids; [rows].
@@ -42,13 +44,13 @@ pub struct Batch {
     pub positions: Vec<u32>,
     /// First row of each sequence, and the number of rows at the end; [sequences + 1].
     pub starts: Vec<u32>,
-    /// Block tables, one after the other.
+    /// Concatenated block tables.
     pub blocks: Vec<Block>,
     /// First entry of each sequence's table in `blocks`, and the length at the end; [sequences + 1].
     pub block_starts: Vec<u32>,
-    /// Rows to sample from, by ascending row.
+    /// Rows to sample from, ascending.
     pub samples: Vec<SampleRow>,
-    /// Copies to make before the forward pass.
+    /// Block copies to make before the forward pass.
     pub copies: Vec<BlockCopy>,
     /// Rows whose tokens the device fills in.
     pub feedback: Vec<Feedback>,
@@ -69,7 +71,7 @@ impl Batch {
         self.feedback.clear();
     }
 
-    /// Appends a sequence's tokens, the first of them at `position`, with its block table.
+    /// Appends a sequence: tokens from `position` on, and its block table.
     pub fn push_sequence(&mut self, tokens: &[u32], position: u32, blocks: &[Block]) {
         self.tokens.extend_from_slice(tokens);
         self.positions.extend((position..).take(tokens.len()));
@@ -78,23 +80,23 @@ impl Batch {
         self.block_starts.push(self.blocks.len() as u32);
     }
 
-    /// Asks for a sample from the last row of the sequence pushed last.
+    /// Requests a sample from the last row of the sequence pushed last.
     pub fn sample_last_row(&mut self, slot: Slot) {
         let row = self.tokens.len() - 1;
         self.samples.push(SampleRow { row: row as u32, slot, position: self.positions[row] + 1 });
     }
 
-    /// Leaves the token of the last row, the only one of the sequence pushed last, to the device: it is what `sample`
-    /// of the batch launched before yields.
+    /// Lets the device fill in the token of the last row, the only one of the sequence pushed last, from
+    /// entry `sample` of the previous batch's samples.
     pub fn feed_last_row(&mut self, sample: u32) {
         let row = self.tokens.len() as u32 - 1;
         self.feedback.push(Feedback { row, sample });
     }
 
-    /// Fills in the tokens that were not known, now that the step before has sampled them.
+    /// Fills in the feedback tokens from the samples of the previous step.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if that step has no such sample.
+    /// [`Error::Malformed`] if the previous step has no such sample.
     pub fn feed(&mut self, before: &[Sampled]) -> Result<(), Error> {
         for Feedback { row, sample } in self.feedback.drain(..) {
             let (Some(token), Some(sampled)) =
@@ -119,10 +121,10 @@ impl Batch {
         self.tokens.len()
     }
 
-    /// Checks every index against a runtime's bounds, so that kernels need not.
+    /// Checks every index against a runtime's bounds; kernels rely on it.
     ///
     /// # Errors
-    /// [`Error::Malformed`] naming the first rule broken.
+    /// [`Error::Malformed`] for the first violation.
     pub fn check(&self, bounds: &Capabilities) -> Result<(), Error> {
         let rows = self.tokens.len();
         let sequences = self.sequences();

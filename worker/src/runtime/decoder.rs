@@ -1,24 +1,26 @@
-/// What a decoder layer consists of, whatever its vectors (`V`) and its products (`P`) are: tensors in files, or weights on a
-/// device.
+//! Structure of a decoder layer, common to checkpoints and devices.
+
+/// Weights of a decoder layer, generic over vectors (`V`) and linear layers (`P`): tensors in files, or
+/// weights on a device.
 pub(super) struct DecoderLayer<V, P> {
-    /// Before attention.
+    /// RMSNorm before attention.
     pub(super) attention_norm: V,
-    /// Queries, keys and values, stacked.
+    /// Stacked query, key and value projections.
     pub(super) qkv: P,
-    /// Of each query's and each key's head, if the model has them.
+    /// RMSNorm of query heads and of key heads (QK-norm), if the model has it.
     pub(super) qk_norm: Option<(V, V)>,
-    /// Of what attention makes.
+    /// Output projection of attention.
     pub(super) output: P,
-    /// Before the MLP.
+    /// RMSNorm before the MLP.
     pub(super) mlp_norm: V,
-    /// Gates and ups, stacked.
+    /// Stacked gate and up projections.
     pub(super) gate_up: P,
-    /// Back to the hidden size.
+    /// Down projection.
     pub(super) down: P,
 }
 
 impl<V, P> DecoderLayer<V, P> {
-    /// Its products.
+    /// Linear layers in the order of the forward pass.
     pub(super) fn products(&self) -> [&P; 4] {
         [&self.qkv, &self.output, &self.gate_up, &self.down]
     }

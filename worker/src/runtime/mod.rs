@@ -1,7 +1,8 @@
-//! The runtime contract: one forward pass over a ragged batch, sampling included.
+//! Runtime interface: one forward pass over a ragged batch, sampling included.
 //!
-//! A runtime owns the weights, the KV pool and a table of **slots**, one for each running sequence, which hold
-//! what sampling needs between steps (parameters, key, token counts). The engine owns everything else.
+//! A runtime owns the weights, the KV block pool and a table of **slots**, one per running sequence, with the
+//! sampling state that outlives a step (parameters, random key, token counts). The engine owns everything
+//! else.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,151 +21,153 @@ pub mod sim;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
 
-/// Index of a sequence's place in the runtime's slot table; below [`Capabilities::slots`].
+/// Index in the runtime's slot table; below [`Capabilities::slots`].
 pub type Slot = u32;
 
-/// Index of a KV block in the pool; below [`Capabilities::blocks`].
+/// Index of a KV block in the block pool; below [`Capabilities::blocks`].
 pub type Block = u32;
 
-/// What a runtime was built with.
+/// Limits and identity of a runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Tokens in the vocabulary.
+    /// Vocabulary size.
     pub vocab_size: u32,
-    /// Most tokens of one sequence.
+    /// Maximum tokens per sequence.
     pub context_tokens: u32,
-    /// Tokens in a KV block.
+    /// Tokens per KV block.
     pub block_tokens: u32,
-    /// Blocks in the KV pool.
+    /// Blocks in the KV block pool.
     pub blocks: u32,
-    /// Blocks in the host pool behind it; 0 if there is none.
+    /// Blocks in the host pool; 0 if there is none.
     pub host_blocks: u32,
-    /// Slots: sequences that may be attached at once.
+    /// Slots: maximum attached sequences.
     pub slots: u32,
-    /// Most tokens in one batch.
+    /// Maximum tokens per batch.
     pub batch_tokens: u32,
-    /// Steps that may be launched before the first of them is completed: 1, or 2 where steps run beside the caller.
+    /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
     pub depth: u32,
-    /// Digest of everything that decides a token's bits: weights, dtypes, instruction set, kernel version,
-    /// number of tensor-parallel ranks. Not the number of threads.
+    /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
+    /// and tensor-parallel degree, but not of the number of threads.
     pub fingerprint: String,
 }
 
-/// What sampling knows of a sequence before its first step here.
+/// Initial sampling state of a sequence.
 #[derive(Debug, Clone)]
 pub struct SlotSetup<'a> {
-    /// How its tokens are chosen.
+    /// Sampling parameters.
     pub sampling: Arc<SamplingParams>,
-    /// Which of the request's choices it is: part of the random key.
+    /// Index of the choice within the request; part of the random key.
     pub choice: u32,
-    /// Its prompt.
+    /// Prompt token ids.
     pub prompt: &'a [u32],
-    /// What it generated before, on another worker or before it was preempted.
+    /// Output token ids generated earlier, on another worker or before a preemption.
     pub generated: &'a [u32],
-    /// The model's end-of-sequence tokens: masked until `min_tokens` are generated, as are the stop ids.
+    /// EOS token ids; masked, like the stop ids, until `min_tokens` are generated.
     pub eos_token_ids: &'a [u32],
 }
 
-/// A token with its natural-log probability.
+/// Token with its log probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenLogprob {
     /// Token id.
     pub token: u32,
-    /// Logarithm of its probability after penalties, bias and masks, before temperature and truncation.
+    /// Natural logarithm of the probability, after penalties, bias and masks, before temperature and
+    /// truncation.
     pub logprob: f32,
 }
 
 /// Log probabilities at one position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PositionLogprobs {
-    /// The chosen token.
+    /// Sampled token.
     pub chosen: TokenLogprob,
-    /// The most probable ones, most probable first, ties by lower id.
+    /// Most probable tokens, in descending order, ties by lower id.
     pub top: Vec<TokenLogprob>,
 }
 
-/// What one [`SampleRow`] yielded.
+/// Result of one [`SampleRow`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampled {
-    /// The chosen token.
+    /// Sampled token.
     pub token: u32,
-    /// Set if the slot's parameters ask for it.
+    /// Log probabilities, if the slot's parameters request them.
     pub logprobs: Option<Box<PositionLogprobs>>,
 }
 
-/// A transfer between device and host that reached its fence.
+/// Finished transfer between device and host pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferDone {
-    /// Which.
+    /// Id of the transfer.
     pub id: TransferId,
-    /// Whether the blocks arrived.
+    /// Whether the blocks were copied.
     pub succeeded: bool,
-    /// How long the copy ran.
+    /// Duration of the copy.
     pub took: Duration,
 }
 
-/// Why a step failed. The batch's effects on the KV pool and on slots are then undefined.
+/// Error of a step. Its effects on KV blocks and slots are undefined.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The caller broke the contract of [`Batch`].
+    /// The input violates the contract of [`Batch`] or [`Runtime`].
     #[error("the batch is malformed: {0}")]
     Malformed(String),
-    /// The device failed; the runtime can't be used any more.
+    /// The device failed, and the runtime can't be used any more.
     #[error("the device failed: {0}")]
     Device(String),
 }
 
-/// One device, or one group of devices that works as one.
+/// Device, or group of devices that works as one.
 pub trait Runtime: Send {
-    /// What it was built with.
+    /// Limits and identity of the runtime.
     fn capabilities(&self) -> &Capabilities;
 
-    /// Gives a slot to a sequence, replacing whatever was there.
+    /// Attaches a sequence to a slot, replacing a previous one.
     ///
     /// # Errors
     /// [`Error::Malformed`] if the slot is out of range.
     fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error>;
 
-    /// Frees what a slot holds. Detaching a free slot does nothing.
+    /// Frees a slot. Detaching a free slot has no effect.
     fn detach(&mut self, slot: Slot);
 
-    /// Begins one step: block copies, then the forward pass, which writes keys and values of all the batch's
-    /// tokens, then sampling. Calls to `attach` and `detach` before it are effective in it, those after it are not.
-    /// The batch's content is the runtime's afterwards: the caller gets buffers to fill again.
+    /// Launches a step: block copies, then the forward pass, which writes keys and values of all tokens of
+    /// the batch, then sampling. The step sees the calls of `attach` and `detach` before it and none after
+    /// it. The content of `batch` is consumed; its buffers can be reused.
     ///
     /// # Errors
-    /// [`Error::Malformed`] before anything ran; other errors come with [`Runtime::complete`].
+    /// [`Error::Malformed`] before anything runs; other errors are returned by [`Runtime::complete`].
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error>;
 
-    /// Waits for the oldest step launched. `sampled` is cleared and gets one entry for each of its batch's sample
-    /// rows, in order; each sampled token is counted in its slot's history. Returns how long the step took.
+    /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one
+    /// entry per sample row, in order. Each sampled token is added to its slot's history.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if no step was launched, [`Error::Device`] if it failed.
+    /// [`Error::Malformed`] if no step is launched, [`Error::Device`] if the step failed.
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
 
     /// Launches a step and waits for it.
     ///
     /// # Errors
-    /// As `launch` and `complete`.
+    /// Those of [`Runtime::launch`] and [`Runtime::complete`].
     fn execute(&mut self, batch: &mut Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         self.launch(batch)?;
         self.complete(sampled)
     }
 
-    /// Starts to copy blocks between the device's pool and the host's, in the background: steps go on meanwhile,
-    /// and none of them touches these blocks before the transfer was reported as finished.
+    /// Starts an asynchronous copy of blocks between the device's block pool and the host pool. Steps
+    /// continue meanwhile; the caller launches none that accesses these blocks before the transfer is
+    /// reported as finished.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if a block is out of its pool.
+    /// [`Error::Malformed`] if a block index is out of range.
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error>;
 
-    /// Appends the transfers that finished since the last call.
+    /// Appends the transfers that finished since the last call to `finished`.
     fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>);
 
-    /// Returns when a transfer has finished that was not reported yet; at once if none is under way.
+    /// Blocks until a transfer finishes that was not reported yet; returns immediately if none is in flight.
     ///
     /// # Errors
-    /// [`Error::Device`] if none of those under way will ever finish.
+    /// [`Error::Device`] if no transfer in flight can finish any more.
     fn wait_for_transfer(&mut self) -> Result<(), Error>;
 }

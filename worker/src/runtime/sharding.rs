@@ -1,112 +1,113 @@
-//! How a model is cut into the shards of a tensor-parallel group.
+//! Tensor-parallel sharding: partition of a model's matrices among the ranks of a group.
 //!
-//! As in Megatron-LM (Shoeybi et al., 2019): queries, keys and values are cut by heads and gates and ups by columns of the
-//! intermediate state, so that each rank goes from its own columns through attention or activation without the others;
-//! the products after that are cut along the reduction, and their sums added over the ranks. The head is cut by rows of
-//! the vocabulary. The embedding is not cut: one row a token is read, from a file that all ranks map.
+//! As in Megatron-LM (Shoeybi et al., 2019): the QKV projections are partitioned by heads, and the gate and
+//! up projections by columns of the intermediate state (column parallel), so each rank computes attention or
+//! activation on its own columns. The output and down projections are partitioned along the reduction (row
+//! parallel), followed by an all-reduce. The LM head is partitioned by vocabulary. The embedding is not: one
+//! row per token is read, from a file that all ranks map.
 //!
-//! A group of query heads stays with its key and value head. Where there are more ranks than those, several ranks hold the
-//! same one, each with a part of its query heads.
+//! A group of query heads stays with its KV head. With more ranks than KV heads, a KV head is replicated on
+//! several ranks, each with a part of its query heads.
 
 use std::ops::Range;
 
 use crate::models::ModelConfig;
 
-/// Most ranks of a group.
+/// Maximum ranks of a group.
 pub const RANKS_MAX: usize = 64;
 
-/// What one rank holds of a model.
+/// Part of a model that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shard {
-    /// Which rank's it is.
+    /// Index of the rank.
     pub rank: usize,
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub ranks: usize,
-    /// Query heads.
+    /// Indices of the rank's query heads.
     pub heads: Range<usize>,
-    /// Key and value heads.
+    /// Indices of the rank's KV heads.
     pub kv_heads: Range<usize>,
-    /// Numbers of a head.
+    /// Elements of a head.
     pub head_dim: usize,
-    /// Columns of the intermediate state.
+    /// Columns of the MLP's intermediate state.
     pub intermediate: Range<usize>,
-    /// Rows of the head.
+    /// Rows of the LM head.
     pub vocabulary: Range<usize>,
 }
 
-/// The matrices of a model that are cut.
+/// Partitioned matrix of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Matrix {
-    /// Queries, keys and values, three matrices.
+    /// Query, key and value projections.
     Qkv,
-    /// What goes from attention back to the hidden state.
+    /// Output projection of attention.
     Output,
-    /// Gates and ups, two matrices.
+    /// Gate and up projections.
     GateUp,
-    /// What goes from the intermediate back to the hidden state.
+    /// Down projection.
     Down,
-    /// From the hidden state to logits.
+    /// LM head.
     Head,
 }
 
-/// A rank's part of a matrix [outputs, inputs].
+/// Partition of a matrix [outputs, inputs] that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cut {
-    /// Outputs, of each of the matrices that are one product. Biases go the same way.
+    /// Column parallel: outputs of each stacked matrix. Biases are partitioned likewise.
     Outputs(Vec<Range<usize>>),
-    /// Inputs: the product is a part of the sum. A bias is added by rank 0 alone.
+    /// Row parallel: inputs, so each rank computes a partial sum. Only rank 0 adds the bias.
     Inputs(Range<usize>),
 }
 
-/// How many neighbouring inputs of the matrices that are cut along them must stay together: those of a quantised group, of
-/// a block in the file; 1 if each number stands for itself.
+/// Alignment of row-parallel partitions in inputs: that of quantization groups and of blocks in the file; 1
+/// without either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grain {
-    /// Of [`Matrix::Output`].
+    /// Alignment of [`Matrix::Output`].
     pub output: usize,
-    /// Of [`Matrix::Down`].
+    /// Alignment of [`Matrix::Down`].
     pub down: usize,
 }
 
-/// A model that can't be cut into so many shards.
+/// Error for a tensor-parallel degree that the model can't be partitioned into.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("--tensor-parallel {world} can't divide this model: {fault}; {} would do", list(.works))]
 pub struct Indivisible {
-    /// Ranks asked for.
+    /// Requested number of ranks.
     pub world: usize,
-    /// What is in the way.
-    pub fault: Fault,
-    /// Numbers of ranks that the model can be divided among.
+    /// Obstacle.
+    pub fault: IndivisibleCause,
+    /// Supported numbers of ranks.
     pub works: Vec<usize>,
 }
 
-/// Why not.
+/// Obstacle to a tensor-parallel degree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
-    /// Ranks would have unequal numbers of heads.
+pub enum IndivisibleCause {
+    /// The query heads do not divide evenly among the ranks.
     #[error("its {0} attention heads are no multiple of it")]
     Heads(usize),
-    /// A key and value head would be cut, or ranks would hold unequal numbers of them.
+    /// The KV heads do not divide evenly among the ranks, nor the ranks among them.
     #[error("its {0} key and value heads neither divide it nor are a multiple of it")]
     KvHeads(usize),
-    /// Ranks would have unequal parts of the intermediate state.
+    /// The intermediate size does not divide evenly among the ranks.
     #[error("its intermediate size of {0} is no multiple of it")]
     Intermediate(usize),
-    /// A rank would have no token.
+    /// There are more ranks than tokens in the vocabulary.
     #[error("its vocabulary has {0} tokens only")]
     Vocabulary(usize),
-    /// A group of numbers that share a scale would be cut.
+    /// A partition would split a quantization group.
     #[error(
         "a rank's {share} of the {inputs} inputs of {matrix} are not whole groups of {group} that share a scale"
     )]
     Group {
-        /// The matrix's name.
+        /// Name of the matrix.
         matrix: &'static str,
-        /// Its inputs.
+        /// Number of its inputs.
         inputs: usize,
-        /// A rank's part of them.
+        /// Inputs per rank.
         share: usize,
-        /// Inputs that must stay together.
+        /// Alignment in inputs.
         group: usize,
     },
 }
@@ -115,11 +116,11 @@ fn list(numbers: &[usize]) -> String {
     numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Cuts a model into `world` shards, by rank. Together they hold everything, and nothing twice but key and value heads
-/// where there are fewer of those than ranks. `grain` knows what so many ranks must leave together.
+/// Partitions a model into `world` shards, by rank. They are disjoint and complete, except that KV heads are
+/// replicated if there are fewer of them than ranks. `grain` returns the alignment for a number of ranks.
 ///
 /// # Errors
-/// [`Indivisible`], with the numbers of ranks that would do.
+/// [`Indivisible`], with the supported numbers of ranks.
 pub fn shards(
     config: &ModelConfig,
     world: usize,
@@ -145,42 +146,46 @@ pub fn shards(
     Ok((0..world).map(shard).collect())
 }
 
-fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> Option<Fault> {
+/// Returns the first obstacle to partitioning among `world` ranks, if any.
+fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> Option<IndivisibleCause> {
     let ModelConfig { heads, kv_heads, head_dim, intermediate_size, vocab_size, .. } = *config;
-    let group = |matrix, inputs: usize, group: usize| {
+    let misaligned = |matrix, inputs: usize, group: usize| {
         let share = inputs / world;
-        let cut = world > 1 && !share.is_multiple_of(group);
-        cut.then_some(Fault::Group { matrix, inputs, share, group })
+        let splits = world > 1 && !share.is_multiple_of(group);
+        splits.then_some(IndivisibleCause::Group { matrix, inputs, share, group })
     };
     match () {
-        () if !heads.is_multiple_of(world) => Some(Fault::Heads(heads)),
+        () if !heads.is_multiple_of(world) => Some(IndivisibleCause::Heads(heads)),
         () if !kv_heads.is_multiple_of(world) && !world.is_multiple_of(kv_heads) => {
-            Some(Fault::KvHeads(kv_heads))
+            Some(IndivisibleCause::KvHeads(kv_heads))
         }
-        () if !intermediate_size.is_multiple_of(world) => Some(Fault::Intermediate(intermediate_size)),
-        () if vocab_size < world => Some(Fault::Vocabulary(vocab_size)),
+        () if !intermediate_size.is_multiple_of(world) => {
+            Some(IndivisibleCause::Intermediate(intermediate_size))
+        }
+        () if vocab_size < world => Some(IndivisibleCause::Vocabulary(vocab_size)),
         () => {
             let Grain { output, down } = grain(world);
-            group("o_proj", heads * head_dim, output).or_else(|| group("down_proj", intermediate_size, down))
+            misaligned("o_proj", heads * head_dim, output)
+                .or_else(|| misaligned("down_proj", intermediate_size, down))
         }
     }
 }
 
 impl Shard {
-    /// The configuration of a model that is what this rank computes between two sums.
-    pub fn config(&self, whole: &ModelConfig) -> ModelConfig {
+    /// Returns the configuration of the model that this rank computes between two all-reduces.
+    pub fn config(&self, unsharded: &ModelConfig) -> ModelConfig {
         ModelConfig {
             heads: self.heads.len(),
             kv_heads: self.kv_heads.len(),
             intermediate_size: self.intermediate.len(),
-            ..whole.clone()
+            ..unsharded.clone()
         }
     }
 
-    /// This rank's part of a matrix.
+    /// Returns this rank's partition of a matrix.
     pub fn cut(&self, matrix: Matrix) -> Cut {
-        let numbers = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;
-        let (queries, keys) = (numbers(&self.heads), numbers(&self.kv_heads));
+        let rows = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;
+        let (queries, keys) = (rows(&self.heads), rows(&self.kv_heads));
         match matrix {
             Matrix::Qkv => Cut::Outputs(vec![queries, keys.clone(), keys]),
             Matrix::Output => Cut::Inputs(queries),
@@ -197,7 +202,7 @@ mod tests {
     use crate::models::{ModelDir, ModelSource};
     use proptest::prelude::*;
 
-    const PLAIN: Grain = Grain { output: 1, down: 1 };
+    const UNALIGNED: Grain = Grain { output: 1, down: 1 };
 
     fn config(
         heads: usize,
@@ -218,7 +223,7 @@ mod tests {
         }
     }
 
-    /// The ranges, one after the other, are 0..`whole`.
+    /// Returns whether the concatenated ranges are 0..`whole`.
     fn tile(whole: usize, mut ranges: impl Iterator<Item = Range<usize>>) -> bool {
         let mut at = 0;
         let mut next = |range: Range<usize>| std::mem::replace(&mut at, range.end) == range.start;
@@ -264,7 +269,7 @@ mod tests {
             for shard in &shards {
                 prop_assert_eq!(shard.heads.len(), heads / world);
                 prop_assert!(!shard.vocabulary.is_empty());
-                // By its place in the shard, a query finds the very key head that it has in the whole model.
+                // A query head's index in the shard maps to the same KV head as in the unsharded model.
                 let own_group = shard.heads.len() / shard.kv_heads.len();
                 prop_assert_eq!(shard.heads.len() % shard.kv_heads.len(), 0);
                 for (place, head) in shard.heads.clone().enumerate() {
@@ -278,16 +283,16 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_divided_is_named_with_what_can() {
+    fn unsupported_degrees_are_rejected_with_the_supported_ones() {
         let refused =
             |config: &ModelConfig, world, grain| shards(config, world, &|_| grain).unwrap_err().to_string();
         // Qwen2.5-0.5B and the demo model.
         let qwen = config(14, 2, 64, 4864, 151_936);
         let demo = config(6, 2, 32, 480, 2048);
         for (model, world, grain, clues) in [
-            (&qwen, 4, PLAIN, ["--tensor-parallel 4", "14 attention heads", "1, 2 would do"]),
-            (&qwen, 7, PLAIN, ["--tensor-parallel 7", "2 key and value heads", "1, 2 would do"]),
-            (&qwen, 14, PLAIN, ["--tensor-parallel 14", "intermediate size of 4864", "1, 2 would do"]),
+            (&qwen, 4, UNALIGNED, ["--tensor-parallel 4", "14 attention heads", "1, 2 would do"]),
+            (&qwen, 7, UNALIGNED, ["--tensor-parallel 7", "2 key and value heads", "1, 2 would do"]),
+            (&qwen, 14, UNALIGNED, ["--tensor-parallel 14", "intermediate size of 4864", "1, 2 would do"]),
             (
                 &demo,
                 6,
@@ -300,7 +305,7 @@ mod tests {
                 Grain { output: 32, down: 64 },
                 ["240 of the 480 inputs of down_proj", "groups of 64", "1 would"],
             ),
-            (&demo, 0, PLAIN, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
+            (&demo, 0, UNALIGNED, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
         ] {
             let message = refused(model, world, grain);
             for clue in clues {

@@ -1,12 +1,12 @@
-//! The worker's gRPC service: sessions with routers, and the bundle they need.
+//! gRPC service of the worker: sessions with routers, model bundles, diagnosis.
 
-mod cache_news;
-mod driver;
-mod inbound;
-mod mailbox;
-mod pulse;
-mod report;
-mod services;
+mod cache_feed;
+mod engine_thread;
+mod load_report;
+mod outbox;
+mod service_tables;
+mod submission;
+mod watchdog;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,18 +22,18 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
-pub(crate) use driver::{COMMANDS_MAX, Clock, Driver, Message, RouterName};
-use mailbox::Mailbox;
-pub(crate) use pulse::Pulse;
-pub(crate) use services::Services;
+pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
+use outbox::Outbox;
+pub(crate) use service_tables::ServiceTables;
+pub(crate) use watchdog::Watchdog;
 
-/// How long a router may take to say who it is.
+/// Maximum time from the start of a session to its `open` message.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a bundle in one message; far below the default limit of a message.
-const BUNDLE_PIECE: usize = 1 << 20;
+/// Bundle bytes per message; far below gRPC's default message limit of 4 MiB.
+const BUNDLE_CHUNK_BYTES: usize = 1 << 20;
 
-/// What every session is told and shares.
-pub(crate) struct Sessions {
+/// State shared by all sessions.
+pub(crate) struct SessionContext {
     pub hello: v1::Hello,
     pub bundle: Bundle,
     pub heartbeat: Duration,
@@ -42,21 +42,21 @@ pub(crate) struct Sessions {
     pub permits: Arc<Semaphore>,
     pub draining: Arc<AtomicBool>,
     pub next: AtomicU64,
-    pub pulse: Arc<Pulse>,
-    /// Of other incarnations.
-    pub services: Services,
+    pub watchdog: Arc<Watchdog>,
+    /// Service tables of other incarnations.
+    pub service_tables: ServiceTables,
 }
 
-/// The service itself; cheap to clone.
+/// Implementation of the gRPC service `Worker`; cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Service(pub Arc<Sessions>);
+pub(crate) struct WorkerService(pub Arc<SessionContext>);
 
-type Out<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl worker_server::Worker for Service {
-    type SessionStream = Out<v1::SessionResponse>;
-    type FetchBundleStream = Out<v1::FetchBundleResponse>;
+impl worker_server::Worker for WorkerService {
+    type SessionStream = ResponseStream<v1::SessionResponse>;
+    type FetchBundleStream = ResponseStream<v1::FetchBundleResponse>;
 
     async fn session(
         &self,
@@ -66,25 +66,25 @@ impl worker_server::Worker for Service {
         if sessions.draining.load(Ordering::Acquire) {
             return Err(Status::unavailable("the worker is draining"));
         }
-        if sessions.pulse.is_stuck(sessions.clock.now()) {
+        if sessions.watchdog.is_stuck(sessions.clock.now()) {
             return Err(Status::unavailable("the worker's device does not answer"));
         }
         let Ok(permit) = sessions.permits.clone().try_acquire_owned() else {
-            crate::metrics::session_refused();
+            crate::metrics::session_rejected();
             return Err(Status::resource_exhausted("the worker has as many sessions as it takes"));
         };
         let peer = request.extensions().get::<Peer>().cloned();
         let mut requests = request.into_inner();
-        let (router, protocol_version) = opened(&mut requests).await?;
+        let (router, protocol_version) = receive_open(&mut requests).await?;
         if let Some(peer) = peer {
             peer.set_authenticated();
         }
         let id = SessionId(sessions.next.fetch_add(1, Ordering::Relaxed));
-        let mailbox = Arc::new(Mailbox::new());
-        mailbox.teach(sessions.services.all(sessions.clock.now()));
+        let outbox = Arc::new(Outbox::new());
+        outbox.send_service_tables(sessions.service_tables.all(sessions.clock.now()));
         let stopped = || Status::unavailable("the worker is stopping");
         tracing::info!(session = id.0, router_id = router.id, "session opened");
-        sessions.engine.send(Message::Open(id, router, mailbox.clone())).await.map_err(|_| stopped())?;
+        sessions.engine.send(Message::Open(id, router, outbox.clone())).await.map_err(|_| stopped())?;
         crate::metrics::sessions(1.0);
         let guard = SessionGuard {
             id,
@@ -92,10 +92,10 @@ impl worker_server::Worker for Service {
             inbound: CancellationToken::new(),
             _permit: permit,
         };
-        tokio::spawn(receive(requests, id, sessions.clone(), mailbox.clone(), guard.inbound.clone()));
+        tokio::spawn(receive(requests, id, sessions.clone(), outbox.clone(), guard.inbound.clone()));
         let hello = v1::Hello { protocol_version, ..sessions.hello.clone() };
         let hello = session_response::Message::Hello(hello);
-        let updates = updates(mailbox, sessions.clone(), guard);
+        let updates = updates(outbox, sessions.clone(), guard);
         let messages = futures::stream::once(async { hello }).chain(updates);
         let responses = messages.map(|message| Ok(v1::SessionResponse { message: Some(message) }));
         Ok(Response::new(Box::pin(responses)))
@@ -108,14 +108,14 @@ impl worker_server::Worker for Service {
         let digest = request.into_inner().digest;
         let bundle = self.0.bundle.clone();
         if digest != bundle.digest() {
-            let have = bundle.digest();
-            return Err(Status::not_found(format!("no bundle {digest} here; this worker has {have}")));
+            let own = bundle.digest();
+            return Err(Status::not_found(format!("no bundle {digest} here; this worker has {own}")));
         }
-        let pieces = bundle
-            .pieces(BUNDLE_PIECE)
+        let chunks = bundle
+            .chunks(BUNDLE_CHUNK_BYTES)
             .map(|(file, data)| Ok(v1::FetchBundleResponse { file: file.to_owned(), data: data.to_vec() }));
-        let pieces: Vec<_> = pieces.collect();
-        Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
+        let chunks: Vec<_> = chunks.collect();
+        Ok(Response::new(Box::pin(futures::stream::iter(chunks))))
     }
 
     async fn diagnose(
@@ -130,8 +130,8 @@ impl worker_server::Worker for Service {
     }
 }
 
-/// Waits for the opening message and returns the router's name and the protocol version that both speak.
-async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(RouterName, u32), Status> {
+/// Waits for the `open` message; returns the router's name and the protocol version that both sides support.
+async fn receive_open(requests: &mut Streaming<v1::SessionRequest>) -> Result<(RouterName, u32), Status> {
     let first = tokio::time::timeout(OPEN_TIMEOUT, requests.message()).await;
     let first = first.map_err(|_| Status::deadline_exceeded("the session was not opened in time"))??;
     match first.and_then(|request| request.message) {
@@ -148,15 +148,15 @@ async fn opened(requests: &mut Streaming<v1::SessionRequest>) -> Result<(RouterN
     }
 }
 
-/// Takes a router's messages until it has no more, the session is dropped, or the engine is gone.
+/// Receives a router's messages until its stream ends, the session is dropped, or the engine is gone.
 async fn receive(
     mut requests: Streaming<v1::SessionRequest>,
     id: SessionId,
-    sessions: Arc<Sessions>,
-    mailbox: Arc<Mailbox>,
+    sessions: Arc<SessionContext>,
+    outbox: Arc<Outbox>,
     dropped: CancellationToken,
 ) {
-    while !mailbox.is_closed() {
+    while !outbox.is_closed() {
         let message = tokio::select! {
             () = dropped.cancelled() => break,
             message = requests.message() => message,
@@ -164,13 +164,13 @@ async fn receive(
         let command = match message {
             Ok(Some(v1::SessionRequest { message: Some(message) })) => match message {
                 session_request::Message::Submit(submit) => {
-                    mailbox.set_least_waiting(submit.min_waiting_virtual_time);
-                    match inbound::decode(submit, id, sessions.clock.now()) {
+                    outbox.set_min_waiting_virtual_time(submit.min_waiting_virtual_time);
+                    match submission::decode(submit, id, sessions.clock.now()) {
                         Ok(request) => Command::Submit(Box::new(request)),
-                        Err(refusals) => {
-                            mailbox.arrive();
-                            refusals.into_iter().for_each(|event| mailbox.push(event));
-                            mailbox.wake();
+                        Err(rejections) => {
+                            outbox.count_submission();
+                            rejections.into_iter().for_each(|event| outbox.push(event));
+                            outbox.wake();
                             continue;
                         }
                     }
@@ -181,12 +181,14 @@ async fn receive(
                 },
                 session_request::Message::Backlog(backlog) => {
                     if !backlog.has_waiting_requests {
-                        mailbox.set_least_waiting(None);
+                        outbox.set_min_waiting_virtual_time(None);
                     }
-                    Command::Backlog { session: id, waits: backlog.has_waiting_requests }
+                    Command::Backlog { session: id, has_waiting: backlog.has_waiting_requests }
                 }
                 session_request::Message::ServiceTable(report) => {
-                    if let Err(implausible) = sessions.services.report(id, &report, sessions.clock.now()) {
+                    if let Err(implausible) =
+                        sessions.service_tables.report(id, &report, sessions.clock.now())
+                    {
                         tracing::warn!(session = id.0, error = %implausible, "closing session after a protocol violation");
                         crate::metrics::protocol_violation("service_counter");
                         break;
@@ -217,30 +219,31 @@ async fn receive(
             break;
         }
     }
-    mailbox.close();
-    sessions.services.close(id, sessions.clock.now());
-    // Its work ends now, whether or not the router reads the rest; closing twice is closing once.
+    outbox.close();
+    sessions.service_tables.close(id, sessions.clock.now());
+    // Cancel its requests now, even if the router still reads updates; closing twice is harmless.
     let _ = sessions.engine.send(Message::Command(Command::Close(id))).await;
 }
 
+/// Stream of the session's updates, with heartbeats while nothing changes.
 fn updates(
-    mailbox: Arc<Mailbox>,
-    sessions: Arc<Sessions>,
+    outbox: Arc<Outbox>,
+    sessions: Arc<SessionContext>,
     guard: SessionGuard,
 ) -> impl Stream<Item = session_response::Message> + Send {
-    futures::stream::unfold((mailbox, sessions, guard), |(mailbox, sessions, guard)| async move {
-        // A timeout is a heartbeat: the update then says how the worker is and nothing else.
-        let silent = tokio::time::timeout(sessions.heartbeat, mailbox.changed()).await.is_err();
-        if silent && sessions.pulse.is_stuck(sessions.clock.now()) {
+    futures::stream::unfold((outbox, sessions, guard), |(outbox, sessions, guard)| async move {
+        // A timeout makes a heartbeat: an update with the worker's state only.
+        let silent = tokio::time::timeout(sessions.heartbeat, outbox.changed()).await.is_err();
+        if silent && sessions.watchdog.is_stuck(sessions.clock.now()) {
             tracing::error!(session = guard.id.0, "closing session: the device does not respond");
             return None;
         }
-        let update = mailbox.take()?;
-        Some((session_response::Message::Update(update), (mailbox, sessions, guard)))
+        let update = outbox.take()?;
+        Some((session_response::Message::Update(update), (outbox, sessions, guard)))
     })
 }
 
-/// Lives in the response stream: when that is dropped, for whatever reason, the session is over.
+/// Closes the session when the response stream, which owns the guard, is dropped.
 struct SessionGuard {
     id: SessionId,
     engine: mpsc::Sender<Message>,

@@ -1,12 +1,14 @@
+//! Conversion of GGUF metadata to the fields of a config.json.
+
 use serde_json::{Map, Value, json};
 
 use super::super::Error;
 use super::Gguf;
 
-/// The metadata as the config.json of the same model.
+/// Converts the metadata to the config.json of the same model.
 ///
 /// # Errors
-/// A needed entry is missing, or it asks for something that is not supported.
+/// A required entry is missing, or an entry requests an unsupported feature.
 pub(in super::super) fn config(gguf: &Gguf) -> Result<Map<String, Value>, Error> {
     let unsupported = |field: &str, found: &str, supported: &str| Error::Unsupported {
         file: gguf.label.clone(),
@@ -62,7 +64,7 @@ pub(in super::super) fn config(gguf: &Gguf) -> Result<Map<String, Value>, Error>
     if let Some(kind) = own("rope.scaling.type").as_ref().and_then(Value::as_str)
         && kind != "none"
     {
-        // Checked like that of a config.json, whose names it shares.
+        // GGUF uses the names of config.json, so `ModelConfig` validates them.
         config["rope_scaling"] = json!({ "rope_type": kind, "factor": own("rope.scaling.factor") });
     }
     match config {

@@ -1,4 +1,4 @@
-//! GGUF files: metadata, and tensors in the encodings of the ggml library. The format is specified in ggml's
+//! GGUF parser: metadata, and tensors in the encodings of ggml. The format is specified in ggml's
 //! `docs/gguf.md`.
 
 mod config;
@@ -16,34 +16,35 @@ pub(super) use config::config;
 pub(super) use tokenizer::tokenizer;
 
 const MAGIC: &[u8; 4] = b"GGUF";
+/// Default alignment of the tensor data in bytes.
 const ALIGNMENT: u64 = 32;
-/// ggml's own bound.
+/// Maximum rank of a tensor in ggml (`GGML_MAX_DIMS`).
 const DIMENSIONS_MAX: u32 = 4;
 
-/// What a file says of itself.
+/// Header of a GGUF file: metadata and tensors.
 pub(super) struct Gguf {
     pub(super) label: String,
     pub(super) metadata: BTreeMap<String, Value>,
-    pub(super) tensors: Vec<Info>,
+    pub(super) tensors: Vec<GgufTensor>,
 }
 
-/// A tensor of the file, by its name there.
-pub(super) struct Info {
+/// Location and encoding of a tensor in the file.
+pub(super) struct GgufTensor {
     pub(super) name: String,
-    /// Outermost first, as everywhere but in the file.
+    /// Dimensions, outermost first: the reverse of the file's order.
     pub(super) shape: Vec<usize>,
-    /// `Err`: the number of an encoding that is not supported.
+    /// Encoding, or ggml's type id of an unsupported one.
     pub(super) encoding: Result<Encoding, u32>,
     pub(super) range: Range<usize>,
 }
 
 impl Gguf {
-    /// Reads header, metadata and the list of tensors, and checks that every tensor lies within the file.
+    /// Parses header, metadata and tensor list, and checks that every tensor lies within the file.
     ///
     /// # Errors
-    /// It is no GGUF file, of another version, truncated, or contradicts itself.
+    /// The file is not GGUF, has an unsupported version, is truncated, or is inconsistent.
     pub(super) fn parse(label: &str, bytes: &[u8]) -> Result<Self, Error> {
-        let mut reader = Reader { label, bytes, at: 0 };
+        let mut reader = GgufReader { label, bytes, at: 0 };
         if reader.take(4, "the magic number")? != MAGIC {
             return Err(reader.broken("it does not begin with `GGUF`; it is no GGUF file"));
         }
@@ -65,28 +66,30 @@ impl Gguf {
             Some(Some(alignment)) if alignment.is_power_of_two() => alignment,
             Some(_) => return Err(reader.broken("`general.alignment` is not a power of two")),
         };
-        let mut infos = Vec::new();
+        let mut headers = Vec::new();
         for _ in 0..tensors {
-            infos.push(reader.info()?);
+            headers.push(reader.tensor_header()?);
         }
         let data = (reader.at as u64).next_multiple_of(alignment);
         let size = bytes.len() as u64;
         let tensors =
-            infos.into_iter().map(|info| info.locate(&reader, data, size)).collect::<Result<_, _>>()?;
+            headers.into_iter().map(|header| header.locate(&reader, data, size)).collect::<Result<_, _>>()?;
         Ok(Self { label: label.to_owned(), metadata, tensors })
     }
 }
 
-/// A tensor as the list has it.
-struct Listed {
+/// Entry of the tensor list, before validation.
+struct TensorHeader {
     name: String,
     shape: Vec<u64>,
     kind: u32,
     offset: u64,
 }
 
-impl Listed {
-    fn locate(self, reader: &Reader<'_>, data: u64, size: u64) -> Result<Info, Error> {
+impl TensorHeader {
+    /// Validates shape and size; returns the tensor's range in the file. `data` is the offset of the tensor
+    /// data, `size` that of the end of the file.
+    fn locate(self, reader: &GgufReader<'_>, data: u64, size: u64) -> Result<GgufTensor, Error> {
         let Self { name, shape, kind, offset } = self;
         let lies = |what: &str| reader.broken(&format!("tensor {name} {what}"));
         let encoding = match kind {
@@ -113,13 +116,13 @@ impl Listed {
                 }
                 encoding.bytes(count as usize) as u64
             }
-            // How long it is is unknown, which matters only if somebody asks for it.
+            // The size of an unsupported encoding is unknown; requesting the tensor is an error later.
             Err(_) => 0,
         };
         let start = data.checked_add(offset);
         let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= size);
         match (start, end) {
-            (Some(start), Some(end)) => Ok(Info {
+            (Some(start), Some(end)) => Ok(GgufTensor {
                 shape: shape.iter().map(|n| *n as usize).collect(),
                 encoding,
                 range: start as usize..end as usize,
@@ -133,18 +136,19 @@ impl Listed {
     }
 }
 
-/// Reads from a file that may end anywhere.
-struct Reader<'a> {
+/// Bounds-checked little-endian reader.
+struct GgufReader<'a> {
     label: &'a str,
     bytes: &'a [u8],
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> GgufReader<'a> {
     fn broken(&self, reason: &str) -> Error {
         Error::Broken { file: self.label.to_owned(), reason: reason.to_owned() }
     }
 
+    /// Reads `count` bytes; `what` names them in errors.
     fn take(&mut self, count: u64, what: &str) -> Result<&'a [u8], Error> {
         let rest = &self.bytes[self.at..];
         match usize::try_from(count).ok().and_then(|count| rest.get(..count)) {
@@ -180,6 +184,7 @@ impl<'a> Reader<'a> {
         String::from_utf8(bytes.to_vec()).map_err(|_| self.broken(&format!("{what} is not UTF-8")))
     }
 
+    /// Reads a metadata value of ggml's type id `kind`.
     fn value(&mut self, kind: u32, key: &str) -> Result<Value, Error> {
         Ok(match kind {
             0 => self.array::<1>(key)?[0].into(),
@@ -196,7 +201,7 @@ impl<'a> Reader<'a> {
                 if kind == 9 {
                     return Err(self.broken(&format!("`{key}` is a list of lists, which is not supported")));
                 }
-                // Each item takes at least a byte, so a lying count ends with the file.
+                // Not preallocated: each item takes at least a byte, so a false count ends with the file.
                 let mut items = Vec::new();
                 for _ in 0..count {
                     items.push(self.value(kind, key)?);
@@ -210,7 +215,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    fn info(&mut self) -> Result<Listed, Error> {
+    fn tensor_header(&mut self) -> Result<TensorHeader, Error> {
         let name = self.text("the name of a tensor")?;
         let dimensions = self.u32(&name)?;
         if dimensions > DIMENSIONS_MAX {
@@ -220,6 +225,6 @@ impl<'a> Reader<'a> {
         }
         let mut shape = (0..dimensions).map(|_| self.u64(&name)).collect::<Result<Vec<_>, _>>()?;
         shape.reverse();
-        Ok(Listed { kind: self.u32(&name)?, offset: self.u64(&name)?, name, shape })
+        Ok(TensorHeader { kind: self.u32(&name)?, offset: self.u64(&name)?, name, shape })
     }
 }

@@ -1,13 +1,15 @@
+//! Conversion of a GGUF vocabulary to tokenizer.json and tokenizer_config.json.
+
 use serde_json::{Map, Value, json};
 
 use super::super::Error;
 use super::Gguf;
 
-/// Types of tokens that text never becomes.
+/// Values of `tokenizer.ggml.token_type` for added tokens.
 const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
 
-/// How text is cut before merges, by the name that the file gives.
+/// Returns the pre-tokenization regex of the pre-tokenizer `name`, if known.
 fn pattern(name: &str) -> Option<&'static str> {
     match name {
         "llama-bpe" | "llama3" | "llama-v3" => Some(
@@ -23,10 +25,10 @@ fn pattern(name: &str) -> Option<&'static str> {
     }
 }
 
-/// The tokenizer.json and tokenizer_config.json of the vocabulary inside the file.
+/// Converts the vocabulary in the file to tokenizer.json and tokenizer_config.json.
 ///
 /// # Errors
-/// The vocabulary is of a kind that can't be rebuilt; then the model's own tokenizer.json has to lie beside it.
+/// The vocabulary is of an unsupported kind; then the model's tokenizer.json must be in the same directory.
 pub(in super::super) fn tokenizer(gguf: &Gguf) -> Result<[(&'static str, Value); 2], Error> {
     let unusable = |what: String| Error::Broken {
         file: gguf.label.clone(),

@@ -1,8 +1,8 @@
-//! What the ranks of a tensor-parallel group tell each other within a step.
+//! Collectives between the ranks of a tensor-parallel group.
 //!
-//! All ranks of a group make the same calls in the same order. A sum is taken in the order of the ranks, first to last,
-//! whoever comes first: its bits depend on the degree alone, never on timing. A group fails as one: what goes wrong
-//! on one rank ends every call of the others, those under way included, with an error that names it.
+//! All ranks of a group make the same calls in the same order. Sums are taken in ascending order of the
+//! ranks, so their bits depend on the degree alone, never on timing. A group fails as a whole: a failure of
+//! one rank ends all calls of the others, including blocked ones, with an error that names it.
 
 mod shared_memory;
 #[cfg(test)]
@@ -10,57 +10,57 @@ mod tests;
 
 pub use shared_memory::SharedMemory;
 
-/// A rank of the group failed, and with it the group: it can't be used any more.
+/// Failure of a rank, after which the group can't be used any more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank} of the tensor-parallel group failed: {reason}")]
 pub struct GroupFailed {
-    /// Which.
+    /// Index of the failed rank.
     pub rank: usize,
-    /// What went wrong on it.
+    /// Cause of the failure.
     pub reason: String,
 }
 
-/// One rank's end of a group.
+/// Handle of one rank to its group.
 pub trait Collective: Send {
-    /// Which of the ranks it is; below [`Collective::world`].
+    /// Index of this rank; below [`Collective::world`].
     fn rank(&self) -> usize;
 
     /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// Replaces `numbers` on every rank by the sum over all ranks, taken in ascending order of the ranks in f32. As
-    /// many on each rank.
+    /// Replaces `elements` on every rank by their sum over all ranks, in f32 and in ascending order of the
+    /// ranks. All ranks pass equally many.
     ///
     /// # Errors
-    /// The group failed, or the ranks' numbers differ in length; what is in `numbers` is then undefined.
-    fn all_reduce(&self, numbers: &mut [f32]) -> Result<(), GroupFailed>;
+    /// The group failed, or the lengths differ; `elements` is then undefined.
+    fn all_reduce(&self, elements: &mut [f32]) -> Result<(), GroupFailed>;
 
-    /// Puts the columns of all ranks side by side. `part` is this rank's [rows, columns], of as many columns as it
-    /// likes; each rank that gives `whole`, [rows, columns of all], gets there the columns of rank 0, then those of rank 1
-    /// and so on.
+    /// Concatenates the columns of all ranks in ascending order. `part` is this rank's [rows, columns]; the
+    /// number of columns may differ by rank. Ranks that pass `whole`, [rows, columns of all ranks], receive
+    /// the result.
     ///
     /// # Errors
-    /// The group failed, or the shapes do not match; what is in `whole` is then undefined.
+    /// The group failed, or the shapes do not match; `whole` is then undefined.
     fn gather(&self, part: &[f32], rows: usize, whole: Option<&mut [f32]>) -> Result<(), GroupFailed>;
 
-    /// Returns when every rank has called it.
+    /// Blocks until every rank has called it.
     ///
     /// # Errors
     /// The group failed.
     fn barrier(&self) -> Result<(), GroupFailed>;
 
-    /// Fails the group on behalf of this rank. The first reason stays.
+    /// Fails the group on behalf of this rank. Only the first reason is kept.
     fn fail(&self, reason: &str);
 
-    /// Why the group failed, if it has.
+    /// Returns the failure of the group, if it has failed.
     fn failure(&self) -> Option<GroupFailed>;
 }
 
-/// A group of one rank: everything is there already.
+/// Group of one rank: every collective is a no-op or a copy.
 #[derive(Debug, Default, Clone, Copy)]
-pub struct Alone;
+pub struct SingleRank;
 
-impl Collective for Alone {
+impl Collective for SingleRank {
     fn rank(&self) -> usize {
         0
     }
@@ -69,14 +69,14 @@ impl Collective for Alone {
         1
     }
 
-    fn all_reduce(&self, _numbers: &mut [f32]) -> Result<(), GroupFailed> {
+    fn all_reduce(&self, _elements: &mut [f32]) -> Result<(), GroupFailed> {
         Ok(())
     }
 
     fn gather(&self, part: &[f32], _rows: usize, whole: Option<&mut [f32]>) -> Result<(), GroupFailed> {
         match whole {
             Some(whole) if whole.len() != part.len() => {
-                let reason = format!("{} numbers are gathered into {}", part.len(), whole.len());
+                let reason = format!("{} elements are gathered into {}", part.len(), whole.len());
                 Err(GroupFailed { rank: 0, reason })
             }
             Some(whole) => {
@@ -91,7 +91,7 @@ impl Collective for Alone {
         Ok(())
     }
 
-    // A failure of the only rank is its caller's already.
+    // The only rank knows its own failure.
     fn fail(&self, _reason: &str) {}
 
     fn failure(&self) -> Option<GroupFailed> {
@@ -99,10 +99,10 @@ impl Collective for Alone {
     }
 }
 
-/// The ends of a group of `world` threads of this process, by rank.
+/// Returns the handles, by rank, of a group of `world` threads of this process.
 pub fn host_group(world: usize) -> Vec<Box<dyn Collective>> {
     match world {
-        1 => vec![Box::new(Alone)],
+        1 => vec![Box::new(SingleRank)],
         _ => SharedMemory::group(world).into_iter().map(|end| Box::new(end) as Box<dyn Collective>).collect(),
     }
 }

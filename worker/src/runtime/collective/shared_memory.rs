@@ -1,7 +1,8 @@
-//! Ranks that are threads of one process.
+//! Shared-memory collectives between ranks that are threads of one process.
 //!
-//! A call has two barriers. Before the first, each rank says what it calls and where its numbers lie; between the two,
-//! each does its share of the work on the numbers of all. So nobody's numbers are touched outside of its own call.
+//! A collective has two barriers. Before the first, each rank posts its operation and buffers; between the
+//! two, each does its share of the work on the buffers of all ranks. So no buffer is accessed outside of its
+//! owner's call.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -11,49 +12,49 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use super::{Collective, GroupFailed};
 
-/// Rounds of `spin_loop` before the first yield: some 50 us, more than ranks of equal work are apart.
+/// Rounds of `spin_loop` before the first yield: some 50 us, more than the skew between ranks of equal work.
 const SPINS: u32 = 1 << 12;
-/// Yields before a rank goes to sleep. Ranks may share cores, so waiting must let others run.
+/// Yields before a rank sleeps. Ranks may share cores, so waiting must let others run.
 const YIELDS: u32 = 64;
-/// Numbers summed at a time: the sums stay in the first-level cache.
+/// Elements summed at a time, so that the sums stay in the L1 cache.
 const BLOCK: usize = 1024;
-/// Numbers of a cache line: no two ranks write to one.
+/// Elements per cache line; no two ranks write to the same line.
 const LINE: usize = 16;
 
-/// One rank's end of a group of threads.
+/// Handle of one rank to a group of threads.
 pub struct SharedMemory {
     rank: usize,
-    group: Arc<Group>,
-    /// A rank makes one call at a time: not `Sync`.
+    group: Arc<SharedGroup>,
+    /// Makes the type `!Sync`: a rank makes one call at a time.
     _one_thread: PhantomData<Cell<()>>,
 }
 
-struct Group {
-    posts: Vec<Post>,
+struct SharedGroup {
+    posts: Vec<RankPost>,
     barrier: Barrier,
     failed: AtomicBool,
     failure: OnceLock<GroupFailed>,
 }
 
-/// What a rank calls, and where its numbers lie meanwhile.
+/// Operation and buffers of a rank during a collective.
 #[repr(align(64))]
-struct Post {
+struct RankPost {
     call: AtomicUsize,
-    numbers: AtomicPtr<f32>,
+    elements: AtomicPtr<f32>,
     len: AtomicUsize,
     whole: AtomicPtr<f32>,
     whole_len: AtomicUsize,
 }
 
-/// What is called; of a gathering, the rows.
+/// Collective operation, compared across ranks; a gather with its rows.
 #[derive(Clone, Copy)]
-enum Call {
+enum Operation {
     Barrier,
     AllReduce,
     Gather(usize),
 }
 
-impl Call {
+impl Operation {
     fn code(self) -> usize {
         match self {
             Self::Barrier => 0,
@@ -63,9 +64,10 @@ impl Call {
     }
 }
 
+/// Reusable barrier that spins, yields, then sleeps.
 struct Barrier {
     arrived: AtomicUsize,
-    /// How often all have arrived.
+    /// Number of times that all ranks have arrived.
     round: AtomicUsize,
     asleep: AtomicUsize,
     lock: Mutex<()>,
@@ -73,16 +75,16 @@ struct Barrier {
 }
 
 impl SharedMemory {
-    /// The ends of a group of `world` ranks, by rank. Each may be moved to a thread of its own.
+    /// Returns the handles of a group of `world` ranks, by rank. Each may be moved to its own thread.
     pub fn group(world: usize) -> Vec<Self> {
-        let post = || Post {
+        let post = || RankPost {
             call: AtomicUsize::new(0),
-            numbers: AtomicPtr::default(),
+            elements: AtomicPtr::default(),
             len: AtomicUsize::new(0),
             whole: AtomicPtr::default(),
             whole_len: AtomicUsize::new(0),
         };
-        let group = Arc::new(Group {
+        let group = Arc::new(SharedGroup {
             posts: (0..world).map(|_| post()).collect(),
             barrier: Barrier {
                 arrived: AtomicUsize::new(0),
@@ -97,14 +99,15 @@ impl SharedMemory {
         (0..world).map(|rank| Self { rank, group: Arc::clone(&group), _one_thread: PhantomData }).collect()
     }
 
-    fn posts(&self) -> &[Post] {
+    fn posts(&self) -> &[RankPost] {
         &self.group.posts
     }
 
-    /// Waits until all ranks are here. Once all have come, every one of them gets `Ok`: what a failure ends is a wait that
-    /// would have no end, as a rank that failed or was told so never comes again.
+    /// Waits until all ranks have arrived. Once all have, each of them returns `Ok`, even if the group fails
+    /// meanwhile: a failure ends only waits that would never end, as a rank that has seen the failure does
+    /// not arrive again.
     fn wait(&self) -> Result<(), GroupFailed> {
-        let Group { posts, barrier, failed, .. } = &*self.group;
+        let SharedGroup { posts, barrier, failed, .. } = &*self.group;
         if failed.load(Ordering::SeqCst) {
             return Err(self.failed());
         }
@@ -117,7 +120,7 @@ impl SharedMemory {
         }
         let arrived = || barrier.round.load(Ordering::SeqCst) != round;
         let over = || arrived() || failed.load(Ordering::SeqCst);
-        if !patiently(&over) {
+        if !spin_until(&over) {
             barrier.asleep.fetch_add(1, Ordering::SeqCst);
             let mut held = barrier.lock.lock().unwrap_or_else(PoisonError::into_inner);
             while !over() {
@@ -129,11 +132,11 @@ impl SharedMemory {
         if arrived() { Ok(()) } else { Err(self.failed()) }
     }
 
-    /// Wakes those who sleep in the barrier, now that what they wait for is true.
+    /// Wakes the ranks asleep in the barrier after their condition has become true.
     fn wake(&self) {
         let barrier = &self.group.barrier;
         if barrier.asleep.load(Ordering::SeqCst) > 0 {
-            // Whoever is about to sleep holds the lock from its last look until it sleeps.
+            // A rank holds the lock between its last check and its sleep, so no wake-up is lost.
             drop(barrier.lock.lock().unwrap_or_else(PoisonError::into_inner));
             barrier.wake.notify_all();
         }
@@ -144,25 +147,26 @@ impl SharedMemory {
         self.failure().unwrap_or_else(unknown)
     }
 
-    /// Makes a call: says what and where, waits until all have, does this rank's part of the `work`, waits for that of the
-    /// others. An error of `work` must be found by every rank alike.
+    /// Runs a collective: posts operation and buffers, waits for all posts, does this rank's share of `work`,
+    /// waits for the others' shares. Every rank must find the same errors in `work`.
     fn call(
         &self,
-        call: Call,
-        (numbers, len): (*mut f32, usize),
+        call: Operation,
+        (elements, len): (*mut f32, usize),
         (whole, whole_len): (*mut f32, usize),
-        work: impl FnOnce(&[Post]) -> Result<(), String>,
+        work: impl FnOnce(&[RankPost]) -> Result<(), String>,
     ) -> Result<(), GroupFailed> {
         let posts = self.posts();
         let post = &posts[self.rank];
-        // The barrier publishes them.
+        // Relaxed: the barrier publishes the post.
         post.call.store(call.code(), Ordering::Relaxed);
-        post.numbers.store(numbers, Ordering::Relaxed);
+        post.elements.store(elements, Ordering::Relaxed);
         post.len.store(len, Ordering::Relaxed);
         post.whole.store(whole, Ordering::Relaxed);
         post.whole_len.store(whole_len, Ordering::Relaxed);
         self.wait()?;
-        let same = |post: &Post| post.call.load(Ordering::Relaxed) == posts[0].call.load(Ordering::Relaxed);
+        let same =
+            |post: &RankPost| post.call.load(Ordering::Relaxed) == posts[0].call.load(Ordering::Relaxed);
         let worked = match posts.iter().position(|post| !same(post)) {
             Some(rank) => Err(format!("rank {rank} makes another call than rank 0")),
             None => work(posts),
@@ -174,7 +178,7 @@ impl SharedMemory {
         })
     }
 
-    /// This rank's share of `len` numbers, in whole cache lines.
+    /// Returns this rank's share of `len` elements, in whole cache lines.
     fn share(&self, len: usize) -> Range<usize> {
         let (lines, world) = (len.div_ceil(LINE), self.posts().len());
         let at = |rank: usize| (lines * rank / world * LINE).min(len);
@@ -182,8 +186,8 @@ impl SharedMemory {
     }
 }
 
-/// Spins, then yields until `done`; false if it is time to sleep.
-fn patiently(done: &dyn Fn() -> bool) -> bool {
+/// Spins, then yields until `done`; returns false if the caller should sleep.
+fn spin_until(done: &dyn Fn() -> bool) -> bool {
     for _ in 0..SPINS {
         if done() {
             return true;
@@ -199,7 +203,7 @@ fn patiently(done: &dyn Fn() -> bool) -> bool {
     false
 }
 
-impl Post {
+impl RankPost {
     fn len(&self) -> usize {
         self.len.load(Ordering::Relaxed)
     }
@@ -214,22 +218,23 @@ impl Collective for SharedMemory {
         self.posts().len()
     }
 
-    fn all_reduce(&self, numbers: &mut [f32]) -> Result<(), GroupFailed> {
-        let len = numbers.len();
-        self.call(Call::AllReduce, (numbers.as_mut_ptr(), len), (std::ptr::null_mut(), 0), |posts| {
+    fn all_reduce(&self, elements: &mut [f32]) -> Result<(), GroupFailed> {
+        let len = elements.len();
+        self.call(Operation::AllReduce, (elements.as_mut_ptr(), len), (std::ptr::null_mut(), 0), |posts| {
             if let Some(rank) = posts.iter().position(|post| post.len() != posts[0].len()) {
                 let (first, other) = (posts[0].len(), posts[rank].len());
-                return Err(format!("rank {rank} adds {other} numbers where rank 0 adds {first}"));
+                return Err(format!("rank {rank} adds {other} elements where rank 0 adds {first}"));
             }
             let mut sums = [0.0f32; BLOCK];
             let share = self.share(len);
             for first in share.clone().step_by(BLOCK) {
                 let sums = &mut sums[..BLOCK.min(share.end - first)];
                 for (rank, post) in posts.iter().enumerate() {
-                    // SAFETY: every rank is between its two barriers, so what it posted is borrowed by its call; this
-                    // rank alone touches this share of it.
+                    // SAFETY: every rank is between its two barriers, so its posted buffer is mutably
+                    // borrowed by its call and `len` long, as checked above; this rank alone accesses this
+                    // share of all buffers.
                     let theirs = unsafe {
-                        let from = post.numbers.load(Ordering::Relaxed).add(first);
+                        let from = post.elements.load(Ordering::Relaxed).add(first);
                         std::slice::from_raw_parts(from, sums.len())
                     };
                     match rank {
@@ -238,9 +243,10 @@ impl Collective for SharedMemory {
                     }
                 }
                 for post in posts {
-                    // SAFETY: as above, and `sums` is nobody's but this call's.
+                    // SAFETY: the buffer is borrowed by its rank's call, `len` long, and this share is
+                    // accessed by this rank alone; `sums` is local, so the ranges do not overlap.
                     unsafe {
-                        let to = post.numbers.load(Ordering::Relaxed).add(first);
+                        let to = post.elements.load(Ordering::Relaxed).add(first);
                         std::ptr::copy_nonoverlapping(sums.as_ptr(), to, sums.len());
                     }
                 }
@@ -251,17 +257,17 @@ impl Collective for SharedMemory {
 
     fn gather(&self, part: &[f32], rows: usize, whole: Option<&mut [f32]>) -> Result<(), GroupFailed> {
         let to = whole.map_or((std::ptr::null_mut(), 0), |whole| (whole.as_mut_ptr(), whole.len()));
-        self.call(Call::Gather(rows), (part.as_ptr().cast_mut(), part.len()), to, |posts| {
-            let total: usize = posts.iter().map(Post::len).sum();
-            let fits = |post: &Post| {
+        self.call(Operation::Gather(rows), (part.as_ptr().cast_mut(), part.len()), to, |posts| {
+            let total: usize = posts.iter().map(RankPost::len).sum();
+            let fits = |post: &RankPost| {
                 let whole = post.whole.load(Ordering::Relaxed);
                 whole.is_null() || post.whole_len.load(Ordering::Relaxed) == total
             };
-            let even = |post: &Post| rows > 0 && post.len().is_multiple_of(rows);
+            let even = |post: &RankPost| rows > 0 && post.len().is_multiple_of(rows);
             if let Some(rank) = posts.iter().position(|post| !even(post) || !fits(post)) {
                 return Err(format!("rank {rank} gathers shapes that do not match, {rows} rows of {total}"));
             }
-            let before: usize = posts[..self.rank].iter().map(Post::len).sum();
+            let before: usize = posts[..self.rank].iter().map(RankPost::len).sum();
             let (columns, width, first) = (part.len() / rows, total / rows, before / rows);
             for post in posts {
                 let to = post.whole.load(Ordering::Relaxed);
@@ -269,8 +275,9 @@ impl Collective for SharedMemory {
                     continue;
                 }
                 for (row, part) in part.chunks_exact(columns.max(1)).enumerate() {
-                    // SAFETY: every rank is between its two barriers, so what it posted is borrowed by its call; this
-                    // rank alone writes these columns.
+                    // SAFETY: every rank is between its two barriers, so its `whole` is mutably borrowed by
+                    // its call and `total` = rows * width long, as checked above; this rank alone writes
+                    // these columns.
                     unsafe {
                         std::ptr::copy_nonoverlapping(part.as_ptr(), to.add(row * width + first), columns);
                     }
@@ -282,11 +289,11 @@ impl Collective for SharedMemory {
 
     fn barrier(&self) -> Result<(), GroupFailed> {
         let nothing = (std::ptr::null_mut(), 0);
-        self.call(Call::Barrier, nothing, nothing, |_| Ok(()))
+        self.call(Operation::Barrier, nothing, nothing, |_| Ok(()))
     }
 
     fn fail(&self, reason: &str) {
-        // Later ones are mostly consequences of the first.
+        // Later failures are mostly consequences of the first.
         let _ = self.group.failure.set(GroupFailed { rank: self.rank, reason: reason.to_owned() });
         self.group.failed.store(true, Ordering::SeqCst);
         self.wake();

@@ -1,3 +1,5 @@
+//! Forward pass of one rank: embedding, decoder layers, LM head.
+
 use super::super::collective::{Collective, GroupFailed};
 use super::super::sharding::Shard;
 use super::super::{Batch, Capabilities, Error};
@@ -8,25 +10,26 @@ use inflight_kernels::cpu::{
     gemm_swiglu, rms_norm,
 };
 
-/// Rows that go through the feed-forward part together.
+/// Rows per pass through the MLP.
 const MLP_ROWS: usize = 256;
 
-/// A rank's forward pass: its buffers, and the order of its kernels.
+/// Forward pass of one rank, with its buffers.
 ///
-/// The hidden state is the same on every rank. What is added to it comes in parts: rank 0 adds its part to the state, the
-/// others put theirs in its place, and the sum over the ranks is the new state on all of them.
+/// The hidden state is replicated. For a residual addition, rank 0 adds its partial sum to the state and the
+/// others replace the state by theirs; the all-reduce then yields the new state on every rank.
 pub(super) struct Forward {
     config: ModelConfig,
-    /// Whether it is rank 0, which keeps the state, adds biases, and gets all logits.
+    /// Rank 0, which keeps the residual, adds biases and gathers the logits.
     leads: bool,
-    /// Columns of the intermediate state, and of the logits, that are this rank's.
+    /// This rank's columns of the intermediate state.
     inner: usize,
+    /// This rank's columns of the logits.
     vocabulary: usize,
     shape: QkvShape,
     rope: RopeTable,
     ragged: Ragged,
     places: Vec<KvPlace>,
-    /// Per block, the last step that wrote to it.
+    /// Last step that wrote to each block.
     written: Vec<u64>,
     step: u64,
     activations: Activations,
@@ -37,13 +40,13 @@ pub(super) struct Forward {
     gate_up: Vec<f32>,
     gated: Vec<f32>,
     logits: Vec<f32>,
-    /// This rank's columns of the logits, where they are not all.
+    /// This rank's columns of the logits, if the group has several ranks.
     own_logits: Vec<f32>,
     samples: usize,
 }
 
 impl Forward {
-    /// Buffers for the largest batch; memory is taken as batches use it.
+    /// Allocates buffers for the largest batch; they take memory at first use.
     pub(super) fn new(config: &ModelConfig, shard: &Shard, rope: RopeTable, bounds: &Capabilities) -> Self {
         let Shard { head_dim, .. } = *shard;
         let shape = QkvShape { heads: shard.heads.len(), kv_heads: shard.kv_heads.len(), head_dim };
@@ -74,15 +77,15 @@ impl Forward {
         }
     }
 
-    /// The logits of the last step, on rank 0; [samples, vocab_size].
+    /// Logits of the last step, on rank 0; [samples, vocab_size].
     pub(super) fn logits(&self) -> &[f32] {
         &self.logits[..self.samples * self.config.vocab_size]
     }
 
-    /// Finds out where each row's key and value go.
+    /// Computes block and offset of each row's key and value.
     ///
     /// # Errors
-    /// Two sequences write to one block.
+    /// [`Error::Malformed`] if two sequences write to one block.
     pub(super) fn place(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
         self.step += 1;
         self.places.clear();
@@ -105,8 +108,8 @@ impl Forward {
         Ok(())
     }
 
-    /// Computes the logits of the batch's sample rows and writes all rows' keys and values. The batch was checked
-    /// and placed.
+    /// Computes the logits of the sample rows and writes keys and values of all rows. Requires
+    /// [`Batch::check`] and [`Forward::place`].
     ///
     /// # Errors
     /// Another rank failed.
@@ -142,14 +145,14 @@ impl Forward {
 
         for (index, layer) in weights.layers.iter().enumerate() {
             rms_norm(pool, isa, hidden, &layer.attention_norm, eps, normed);
-            multiply(pool, &layer.qkv, normed, rows, qkv, activations);
+            linear(pool, &layer.qkv, normed, rows, qkv, activations);
             let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
             finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, index);
             attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
-            add(pool, &layer.output, attended, rows, hidden, leads, activations);
+            linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
             collective.all_reduce(hidden)?;
             rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
-            // So many rows at a time that what lies between the products stays in the last-level cache.
+            // In tiles of rows whose intermediate states stay in the last-level cache.
             for first in (0..rows).step_by(MLP_ROWS) {
                 let count = MLP_ROWS.min(rows - first);
                 let normed = &normed[first * width..(first + count) * width];
@@ -158,12 +161,12 @@ impl Forward {
                 let gated = &mut gated[..count * inner];
                 let (gates, bias) = (&layer.gate_up.matrix, layer.gate_up.bias.as_deref());
                 gemm_swiglu(pool, gates, normed, count, bias, gate_up, gated, activations);
-                add(pool, &layer.down, gated, count, hidden, leads, activations);
+                linear_residual(pool, &layer.down, gated, count, hidden, leads, activations);
             }
             collective.all_reduce(hidden)?;
         }
 
-        // Only sampled rows go through the head. They ascend, so each moves to a place before its own.
+        // Only sampled rows go through the LM head.
         let (samples, vocab, own) = (batch.samples.len(), config.vocab_size, self.vocabulary);
         self.samples = samples;
         if samples == 0 {
@@ -196,13 +199,13 @@ impl Forward {
 }
 
 /// y = x W^T + bias
-fn multiply(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+fn linear(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
     let start = linear.bias.as_deref().map_or(Start::Zero, Start::Bias);
     gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }
 
-/// y += x W^T + bias on rank 0; y = x W^T, its part of the sum, on the others.
-fn add(
+/// y += x W^T + bias on rank 0; y = x W^T, a partial sum, on the others.
+fn linear_residual(
     pool: &Pool,
     linear: &Linear,
     x: &[f32],

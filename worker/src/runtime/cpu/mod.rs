@@ -1,17 +1,16 @@
-//! Runs the model on CPU cores.
+//! CPU runtime: the decoder forward pass on SIMD kernels, with tensor parallelism over threads.
 //!
-//! The answer for a sequence depends on its own tokens alone, see the invariant of [`inflight_kernels`]: this module
-//! only strings its kernels together. Activations are f32 throughout; keys and values are stored in the model's
-//! own dtype.
+//! Results are batch invariant, see the invariant of [`inflight_kernels`]: this module only sequences its
+//! kernels. Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
 
-mod copies;
+mod copy_thread;
 mod forward;
-mod group;
-mod memory;
+mod memory_info;
 mod overlapped;
 mod quantization;
+mod rank_group;
 mod sampler;
-mod slots;
+mod sampling_slots;
 mod weights;
 
 use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
@@ -26,77 +25,77 @@ use super::collective::{Collective, host_group};
 use super::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use super::{Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use crate::models::{self, ModelConfig, ModelDir};
-use copies::Copies;
+use copy_thread::CopyThread;
 use forward::Forward;
-use group::{Group, Rank};
-use memory::{Readable, memory};
+use memory_info::{Readable, memory_info};
 pub use overlapped::Overlapped;
 pub use quantization::{Quantization, UnknownQuantization};
+use rank_group::{Rank, RankGroup};
 use sampler::Sampler;
-use slots::Slots;
-use weights::{Found, Weights};
+use sampling_slots::SamplingSlots;
+use weights::{CheckpointWeights, Weights};
 
-/// How a [`CpuRuntime`] is sized.
+/// Configuration of a [`CpuRuntime`].
 #[derive(Debug, Clone)]
 pub struct CpuOptions {
-    /// Threads to compute with; all that the process may use if not given.
+    /// Compute threads; defaults to the CPUs available to the process.
     pub threads: Option<usize>,
-    /// Most bytes of the KV pool. Blocks never used take no memory.
+    /// Maximum bytes of the KV block pool. Blocks take memory at first use.
     pub kv_bytes: u64,
-    /// Most bytes of the host pool behind it, for swapped sequences; 0: none.
+    /// Maximum bytes of the host pool for swapped sequences; 0: no host pool.
     pub host_bytes: u64,
-    /// Tokens in a KV block; a power of two.
+    /// Tokens per KV block; a power of two.
     pub block_tokens: u32,
-    /// Sequences that may be attached at once.
+    /// Maximum attached sequences.
     pub slots: u32,
-    /// Most tokens in one batch.
+    /// Maximum tokens per batch.
     pub batch_tokens: u32,
-    /// Most tokens of one sequence; the model's own limit if not given.
+    /// Maximum tokens per sequence; defaults to the model's context length.
     pub context_tokens: Option<u32>,
-    /// Instruction set; the best one here if not given.
+    /// Instruction set; defaults to the best one that the CPU supports.
     pub isa: Option<Isa>,
-    /// What weights are rounded to; they stay as they are if not given.
+    /// Weight quantization; `None` keeps the checkpoint's types.
     pub quantize: Option<Quantization>,
-    /// What keys and values are stored as; what suits the weights if not given.
+    /// Element type of the KV cache; defaults to that of the weights, or bf16 for quantized ones.
     pub kv_dtype: Option<KvDtype>,
-    /// Ranks that share the model, each with its part of the threads; 1: it is not divided.
+    /// Tensor-parallel degree; the threads are divided among the ranks.
     pub tensor_parallel: usize,
 }
 
-/// Why a runtime can't be built.
+/// Error of [`CpuRuntime::load`].
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The model is unusable.
+    /// The model can't be used.
     #[error(transparent)]
     Model(#[from] models::Error),
     /// An option is out of its range.
     #[error("{name} is {value}; it must be {range}")]
     Option {
-        /// The option.
+        /// Name of the option.
         name: &'static str,
-        /// What was given.
+        /// Given value.
         value: u64,
-        /// What is allowed.
+        /// Allowed range.
         range: String,
     },
-    /// The model can't be divided among so many ranks.
+    /// The model can't be partitioned among the ranks.
     #[error(transparent)]
     Indivisible(#[from] Indivisible),
-    /// The KV pool can't hold a single block.
+    /// The KV block pool can't hold one block.
     #[error(
         "the KV pool of {} can't hold one block of {block_tokens} tokens, which takes {block_bytes} bytes with this model; \
          give at least that much",
         Readable(*kv_bytes)
     )]
     KvTooSmall {
-        /// Bytes given.
+        /// Bytes of the pool.
         kv_bytes: u64,
-        /// Tokens in a block.
+        /// Tokens per block.
         block_tokens: u32,
-        /// Bytes of a block.
+        /// Bytes per block.
         block_bytes: u64,
     },
-    /// There is no such amount of memory.
+    /// Allocating the pools failed.
     #[error(
         "this machine can't give {} to the KV pool and {} to the host pool behind it; lower --kv-cache-bytes or \
          --host-cache-bytes",
@@ -104,12 +103,12 @@ pub enum Error {
         Readable(*host_bytes)
     )]
     Memory {
-        /// Bytes asked for the KV pool.
+        /// Bytes requested for the KV block pool.
         kv_bytes: u64,
-        /// Bytes asked for the host pool.
+        /// Bytes requested for the host pool.
         host_bytes: u64,
     },
-    /// The weights do not fit beside what runs already.
+    /// The packed weights exceed the available memory.
     #[error(
         "the packed weights take {}, and {} are available; free some memory, or store them smaller with --quantize",
         Readable(*needed),
@@ -118,10 +117,10 @@ pub enum Error {
     WeightMemory {
         /// Bytes of the packed weights.
         needed: u64,
-        /// Bytes to be had.
+        /// Bytes of available memory.
         available: u64,
     },
-    /// Weights and pools together exceed what the process may ever use.
+    /// Weights and pools together exceed the memory limit of the process.
     #[error(
         "the packed weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
          lower --kv-cache-bytes or --host-cache-bytes",
@@ -133,19 +132,19 @@ pub enum Error {
     TotalMemory {
         /// Bytes of the packed weights.
         weight_bytes: u64,
-        /// Bytes asked for the KV pool.
+        /// Bytes requested for the KV block pool.
         kv_bytes: u64,
-        /// Bytes asked for the host pool.
+        /// Bytes requested for the host pool.
         host_bytes: u64,
-        /// Bytes that the process may use.
+        /// Memory limit of the process in bytes.
         total: u64,
     },
-    /// The operating system refused threads.
+    /// Starting threads failed.
     #[error("cannot start the kernels' threads: {0}")]
     Threads(#[from] std::io::Error),
 }
 
-/// Bytes that the keys and values of one token take, all layers together.
+/// KV cache bytes per token, over all layers.
 pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
     kv_layout(config, dtype, 1).block_bytes()
 }
@@ -159,53 +158,54 @@ fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_token
     KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
 }
 
-/// A model on CPU cores: steps run on the caller's thread and the pools'.
+/// CPU runtime whose steps run synchronously, on the caller's thread and the thread pools.
 ///
-/// With several ranks, each has a shard of the weights and of the KV pool, and threads of its own. Whatever is done to
-/// blocks is done on every rank; tokens are chosen from the logits of all. The group fails as one.
+/// Each rank has a shard of the weights and of the KV block pool, and its own threads. Block operations apply
+/// to every rank; tokens are sampled from the gathered logits. A failure of one rank fails the runtime.
 pub struct CpuRuntime {
     compute: Compute,
-    copies: Copies,
-    /// What the last step launched yielded.
+    copies: CopyThread,
+    /// Samples of the step launched last.
     last: Vec<Sampled>,
+    /// Duration of a launched step that is not completed.
     took: Option<Duration>,
 }
 
-/// What computes: all that a step touches.
+/// State used by steps; moves to the step thread in [`Overlapped`].
 struct Compute {
     capabilities: Capabilities,
     isa: Isa,
-    group: Group,
-    slots: Slots,
+    group: RankGroup,
+    slots: SamplingSlots,
     sampler: Sampler,
 }
 
 impl CpuRuntime {
-    /// Loads a model: checks its tensors, packs them for the kernels, and sets up the KV pool. `progress` hears the
-    /// bytes packed so far and in all.
+    /// Loads a model: validates tensors, packs weights for the kernels and allocates the pools. Calls
+    /// `progress` with bytes packed and bytes in total.
     ///
     /// # Errors
-    /// [`Error`], before anything large is allocated unless threads are refused.
+    /// [`Error`]; invalid options and models are rejected before large allocations.
     pub fn load(
         model: &ModelDir,
         options: &CpuOptions,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         check(options, model.config())?;
-        Self::load_over(model, options, host_group(options.tensor_parallel), progress)
+        Self::load_with_group(model, options, host_group(options.tensor_parallel), progress)
     }
 
-    /// The same over given ends of a group, as many as there are to be ranks.
-    fn load_over(
+    /// Loads a model on the ranks of a given collective group.
+    fn load_with_group(
         model: &ModelDir,
         options: &CpuOptions,
-        ends: Vec<Box<dyn Collective>>,
+        collectives: Vec<Box<dyn Collective>>,
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         let config = model.config();
         let context_tokens = check(options, config)?;
         let tensors = weights::find(model)?;
-        let world = ends.len();
+        let world = collectives.len();
         let shards = sharding::shards(config, world, &|ranks| tensors.grain(options.quantize, ranks))?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
         let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
@@ -220,13 +220,13 @@ impl CpuRuntime {
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        // Pools are taken as they are used, so they need not be available now, but must not exceed what there is.
-        if let Some(memory) = memory() {
-            let all = weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes);
+        // Pools take memory at first use, so they are checked against total rather than available memory.
+        if let Some(memory) = memory_info() {
+            let sum = weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes);
             if weight_bytes > memory.available {
                 return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
             }
-            if all > memory.total {
+            if sum > memory.total {
                 return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
             }
         }
@@ -250,15 +250,15 @@ impl CpuRuntime {
             );
         }
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
-        let teams = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
+        let rank_pools = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
         let rank_threads = Pool::new(world)?;
         let mut formats = tensors.format_names(options.quantize, world);
         if world > 1 {
-            // The order of sums over ranks.
+            // The degree decides the summation order over ranks.
             formats.push_str(&format!(" tensor-parallel {world}"));
         }
         let fingerprint = models::fingerprint(model, kv_dtype.name(), &formats, isa);
-        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &teams, progress)
+        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress)
             .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
@@ -273,14 +273,14 @@ impl CpuRuntime {
         };
         let mut ranks = Vec::with_capacity(world);
         for ((((shard, pool), weights), kv), collective) in
-            shards.iter().zip(teams).zip(weights).zip(pools).zip(ends)
+            shards.iter().zip(rank_pools).zip(weights).zip(pools).zip(collectives)
         {
             let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
             let forward = Forward::new(config, shard, RopeTable::new(frequencies), &capabilities);
             ranks.push(Rank { pool, isa, weights, kv, forward, collective });
         }
         let lead = ranks.remove(0);
-        let group = Group::new(lead, ranks, rank_threads);
+        let group = RankGroup::new(lead, ranks, rank_threads);
         tracing::info!(
             model = model.name(),
             isa = isa.name(),
@@ -292,44 +292,45 @@ impl CpuRuntime {
             block_bytes,
             "model weights packed"
         );
-        let copies = Copies::start(copiers, blocks, host_blocks)?;
-        let slots = Slots::new(options.slots as usize);
+        let copies = CopyThread::start(copiers, blocks, host_blocks)?;
+        let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
         Ok(Self { compute, copies, last: Vec::new(), took: None })
     }
 
-    /// The same with steps on a thread of their own, so that the next one is planned while one runs.
+    /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
+    /// meanwhile.
     ///
     /// # Errors
-    /// The operating system refused the thread.
+    /// Starting the thread failed.
     pub fn overlapped(self) -> Result<Overlapped, Error> {
         Ok(Overlapped::start(self.compute, self.copies)?)
     }
 
-    /// The logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
+    /// Logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
     pub fn logits(&self) -> &[f32] {
         self.compute.group.logits()
     }
 
-    /// Bytes of the packed weights: what a step with one token reads, but for keys and values.
+    /// Bytes of the packed weights, which a decode step reads once besides the KV cache.
     pub fn weight_bytes(&self) -> usize {
         self.compute.group.weight_bytes()
     }
 
-    /// The instruction set it computes with.
+    /// Instruction set of the kernels.
     pub fn isa(&self) -> Isa {
         self.compute.isa
     }
 }
 
-/// Packs every shard, each on its rank's threads.
+/// Packs every shard on its rank's threads.
 fn pack(
-    tensors: &Found,
+    tensors: &CheckpointWeights,
     shards: &[Shard],
     quantize: Option<Quantization>,
     isa: Isa,
     threads: &Pool,
-    teams: &[Pool],
+    rank_pools: &[Pool],
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> std::io::Result<Vec<Weights>> {
     let total = shards.iter().map(|shard| tensors.file_bytes(shard)).sum();
@@ -337,17 +338,17 @@ fn pack(
     progress(0, total);
     let read = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
     let packed: Vec<_> = shards.iter().map(|_| Mutex::new(None)).collect();
-    Group::on_each(threads, shards.len(), &|rank| {
-        let weights = tensors.pack(&teams[rank], isa, quantize, &shards[rank], &read);
+    RankGroup::on_each(threads, shards.len(), &|rank| {
+        let weights = tensors.pack(&rank_pools[rank], isa, quantize, &shards[rank], &read);
         *packed[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(weights);
     });
     let taken =
         packed.into_iter().map(|weights| weights.into_inner().unwrap_or_else(PoisonError::into_inner));
-    // A rank that did not get so far panicked, and so did `on_each`.
+    // All are set: if a rank panics, `on_each` panics, too.
     taken.flatten().collect()
 }
 
-/// Checks every option; the context to serve.
+/// Validates all options; returns the maximum tokens per sequence.
 fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
     let within = |name, value: u64, low: u64, high: u64| {
         if (low..=high).contains(&value) {
@@ -370,7 +371,8 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
 }
 
 impl Compute {
-    /// One step, from a batch that was checked. `last` is what the step before yielded, and gets what this one does.
+    /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous
+    /// step and is replaced by those of this one.
     fn step(&mut self, batch: &mut Batch, last: &mut Vec<Sampled>) -> Result<Duration, super::Error> {
         let begun = Instant::now();
         batch.feed(last)?;

@@ -1,3 +1,5 @@
+//! Asynchronous CPU runtime: steps on a dedicated thread, fed through a command queue.
+
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -8,14 +10,15 @@ use inflight_worker_core::Transfer;
 
 use super::super::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use super::Compute;
-use super::copies::Copies;
+use super::copy_thread::CopyThread;
 
-/// Steps launched and not completed.
+/// Maximum steps launched and not completed.
 const DEPTH: u32 = 2;
-/// Commands that may wait for the thread: those of two steps, of which each attaches and detaches every slot at most.
+/// Capacity of the command queue: two steps, each of which attaches and detaches every slot at most.
 const COMMANDS_MAX: usize = 1 << 14;
 
-enum Command {
+/// Command to the step thread.
+enum StepCommand {
     Attach {
         slot: Slot,
         sampling: Arc<SamplingParams>,
@@ -28,29 +31,29 @@ enum Command {
     Step(Batch),
 }
 
-/// What a step yielded, with its batch's buffers.
-struct Done {
+/// Result of a step, with the batch for reuse of its buffers.
+struct StepResult {
     outcome: Result<Duration, Error>,
     sampled: Vec<Sampled>,
     batch: Batch,
 }
 
-/// A CPU runtime whose steps run on a thread of their own.
+/// CPU runtime whose steps run on a dedicated thread.
 ///
-/// Commands reach it in order, so a slot detached after a launch is still attached in that step. A token that one step
-/// samples and the next one needs never leaves the thread.
+/// Commands are executed in order, so a slot detached after a launch is still attached in that step. A token
+/// that one step samples and the next one needs does not leave the thread.
 pub struct Overlapped {
     capabilities: Capabilities,
-    commands: Option<SyncSender<Command>>,
-    done: Receiver<Done>,
+    commands: Option<SyncSender<StepCommand>>,
+    done: Receiver<StepResult>,
     thread: Option<JoinHandle<()>>,
-    copies: Copies,
+    copies: CopyThread,
     in_flight: u32,
     spare: Vec<Batch>,
 }
 
 impl Overlapped {
-    pub(super) fn start(mut compute: Compute, copies: Copies) -> std::io::Result<Self> {
+    pub(super) fn start(mut compute: Compute, copies: CopyThread) -> std::io::Result<Self> {
         let capabilities = Capabilities { depth: DEPTH, ..compute.capabilities.clone() };
         let (commands, inbox) = sync_channel(COMMANDS_MAX);
         let (outbox, done) = sync_channel(DEPTH as usize);
@@ -58,19 +61,19 @@ impl Overlapped {
             let mut last = Vec::new();
             for command in inbox {
                 match command {
-                    Command::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
+                    StepCommand::Attach { slot, sampling, choice, prompt, generated, eos_token_ids } => {
                         let (prompt, generated) = (&prompt, &generated);
                         let eos_token_ids = &eos_token_ids;
                         let setup = SlotSetup { sampling, choice, prompt, generated, eos_token_ids };
-                        // The slot was checked before it was sent, and that is all that can be wrong.
+                        // Fails only for a slot out of range, which the sender has checked.
                         let _ = compute.slots.attach(slot, &setup);
                     }
-                    Command::Detach(slot) => compute.slots.detach(slot),
-                    Command::Step(mut batch) => {
+                    StepCommand::Detach(slot) => compute.slots.detach(slot),
+                    StepCommand::Step(mut batch) => {
                         let outcome = compute.step(&mut batch, &mut last);
-                        let done = Done { outcome, sampled: last.clone(), batch };
+                        let done = StepResult { outcome, sampled: last.clone(), batch };
                         if outbox.send(done).is_err() {
-                            return; // the runtime is gone
+                            return; // the runtime was dropped
                         }
                     }
                 }
@@ -88,13 +91,13 @@ impl Overlapped {
         })
     }
 
-    fn send(&self, command: Command) -> Result<(), Error> {
+    fn send(&self, command: StepCommand) -> Result<(), Error> {
         let sent = self.commands.as_ref().is_some_and(|commands| commands.send(command).is_ok());
-        if sent { Ok(()) } else { Err(gone()) }
+        if sent { Ok(()) } else { Err(thread_ended()) }
     }
 }
 
-fn gone() -> Error {
+fn thread_ended() -> Error {
     Error::Device("the thread that runs the steps is gone".to_owned())
 }
 
@@ -108,7 +111,7 @@ impl Runtime for Overlapped {
             let slots = self.capabilities.slots;
             return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
         }
-        self.send(Command::Attach {
+        self.send(StepCommand::Attach {
             slot,
             sampling: setup.sampling.clone(),
             choice: setup.choice,
@@ -119,8 +122,8 @@ impl Runtime for Overlapped {
     }
 
     fn detach(&mut self, slot: Slot) {
-        // If the thread is gone, so is the slot; the next step says so.
-        let _ = self.send(Command::Detach(slot));
+        // If the thread has ended, the next step reports it.
+        let _ = self.send(StepCommand::Detach(slot));
     }
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error> {
@@ -129,7 +132,7 @@ impl Runtime for Overlapped {
             return Err(Error::Malformed("as many steps are launched as there may be".to_owned()));
         }
         let launched = std::mem::replace(batch, self.spare.pop().unwrap_or_default());
-        self.send(Command::Step(launched))?;
+        self.send(StepCommand::Step(launched))?;
         self.in_flight += 1;
         Ok(())
     }
@@ -138,7 +141,7 @@ impl Runtime for Overlapped {
         if self.in_flight == 0 {
             return Err(Error::Malformed("no step was launched".to_owned()));
         }
-        let Done { outcome, sampled: mut got, batch } = self.done.recv().map_err(|_| gone())?;
+        let StepResult { outcome, sampled: mut got, batch } = self.done.recv().map_err(|_| thread_ended())?;
         self.in_flight -= 1;
         self.spare.push(batch);
         sampled.clear();
@@ -163,9 +166,9 @@ impl Drop for Overlapped {
     fn drop(&mut self) {
         self.commands = None;
         if let Some(thread) = self.thread.take() {
-            // It may wait to hand over the results of what was launched.
+            // Drain the results, as the thread may block on sending one.
             while self.done.recv().is_ok() {}
-            // If it panicked, the panic hook has said so.
+            // A panic was logged by the panic hook.
             let _ = thread.join();
         }
     }

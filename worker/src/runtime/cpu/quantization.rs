@@ -1,27 +1,29 @@
+//! Weight quantization at load: bits and group sizes by matrix.
+
 use std::fmt;
 use std::str::FromStr;
 
 use inflight_kernels::Dtype;
 use inflight_kernels::cpu::{GROUP_MAX, GROUP_STEP, Isa, WeightFormat};
 
-/// Numbers that share a scale where nothing else is asked for. Of 8 bits, the first that divides a row, else the last: each
-/// group costs a conversion, two products and a load of every sum, a sixth of the arithmetic at 64 and a twelfth at 128, and
-/// what is filled up costs more than that.
+/// Default int8 group sizes: the first that divides a row, else the last. Each group costs a conversion, two
+/// multiplications and a load of every sum (1/6 of the arithmetic at 64, 1/12 at 128), and padding a row to
+/// whole groups costs more than that.
 const GROUPS_INT8: [usize; 3] = [192, 128, 64];
 const GROUP_INT4: usize = 32;
 
-/// How the weights of a model become integers when it is loaded.
+/// Weight quantization of a model at load.
 ///
-/// Matrices are quantised by groups of neighbouring inputs; norms and biases stay f32, the embedding stays as it is
-/// in its file. The head is never below 8 bits, as every token's choice goes through it.
+/// Matrices are quantized in groups of consecutive inputs that share a scale. Norms and biases stay f32, and
+/// the embedding keeps the checkpoint's type. The LM head has at least 8 bits, as it decides every token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Quantization {
     four_bits: bool,
-    /// Numbers that share a scale, if they were given.
+    /// Explicit group size.
     group: Option<usize>,
 }
 
-/// A quantisation that does not exist.
+/// Error for an unknown quantization.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no quantisation `{0}`; there are `int8` and `int4`, with `:GROUP` for another group size: a multiple of \
@@ -30,12 +32,12 @@ pub struct Quantization {
 pub struct UnknownQuantization(String);
 
 impl Quantization {
-    /// 8 bits, groups of 192, 128 or 64: the largest that divides a row.
+    /// 8 bits in groups of 192, 128 or 64: the largest that divides a row.
     pub const INT8: Self = Self { four_bits: false, group: None };
-    /// 4 bits, groups of 32.
+    /// 4 bits in groups of 32.
     pub const INT4: Self = Self { four_bits: true, group: None };
 
-    /// How a layer's matrix with so many inputs is stored.
+    /// Returns the format of a decoder layer's matrix with `inputs` inputs.
     pub(super) fn layer(self, inputs: usize) -> WeightFormat {
         match self.four_bits {
             true => WeightFormat::Int4 { group: self.group.unwrap_or(GROUP_INT4) },
@@ -47,7 +49,7 @@ impl Quantization {
         }
     }
 
-    /// How a head with so many inputs is stored.
+    /// Returns the format of an LM head with `inputs` inputs.
     pub(super) fn head(self, inputs: usize) -> WeightFormat {
         if self.four_bits { Self::INT8 } else { self }.layer(inputs)
     }
@@ -80,7 +82,7 @@ impl FromStr for Quantization {
     }
 }
 
-/// Keys and values are 16-bit numbers where the weights are integers.
+/// Returns the default KV cache dtype for a weight format; 16 bits for integer weights.
 pub(super) fn kv_dtype(format: WeightFormat) -> Dtype {
     match format {
         WeightFormat::F32 => Dtype::F32,
@@ -89,7 +91,7 @@ pub(super) fn kv_dtype(format: WeightFormat) -> Dtype {
     }
 }
 
-/// Bytes that a matrix [n, k] takes once packed.
+/// Returns the bytes of a packed matrix [n, k].
 pub(super) fn packed_bytes(format: WeightFormat, isa: Isa, n: usize, k: usize) -> u64 {
     format.packed_bytes(isa, n, k) as u64
 }
@@ -99,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_say_bits_and_group_and_nothing_else_is_taken() {
+    fn quantization_names_are_parsed_and_unknown_ones_are_rejected() {
         for (name, inputs, layer, head) in [
             ("int8", 576, "int8:192", "int8:192"),
             ("int8", 2048, "int8:128", "int8:128"),

@@ -1,3 +1,5 @@
+//! Sampler: penalties, truncation and token choice per sample row, in parallel.
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_contract::SamplingParams;
@@ -5,13 +7,13 @@ use inflight_kernels::Draw;
 use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
 
 use super::super::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
-use super::group::Group;
-use super::slots::{Slots, State};
+use super::rank_group::RankGroup;
+use super::sampling_slots::{SamplingSlots, SlotState};
 
-/// Chooses tokens from logits, row by row on all threads.
+/// Samples tokens from logits, rows in parallel on all threads.
 #[derive(Default)]
 pub(super) struct Sampler {
-    /// Scratch that threads take and give back; never more than there are threads.
+    /// Pool of scratch buffers, at most one per thread.
     scratch: Mutex<Vec<Scratch>>,
     outcomes: Vec<Mutex<Option<Sampled>>>,
 }
@@ -23,12 +25,12 @@ struct Scratch {
 }
 
 impl Sampler {
-    /// Chooses a token for each of the batch's sample rows and counts it in its slot. All slots are attached.
+    /// Samples a token for each sample row and adds it to its slot's history. All slots must be attached.
     pub(super) fn run(
         &mut self,
         batch: &Batch,
-        slots: &mut Slots,
-        group: &Group,
+        slots: &mut SamplingSlots,
+        group: &RankGroup,
         isa: Isa,
         sampled: &mut Vec<Sampled>,
     ) {
@@ -39,13 +41,14 @@ impl Sampler {
         let logits = group.logits();
         let vocab = logits.len() / samples.len();
         self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
-        // A slot's next row must see the token of the one before, so a run ends where a slot comes again.
+        // A slot's next row must see the token of its previous one, so a parallel run ends where a slot
+        // repeats.
         let mut first = 0;
         while first < samples.len() {
             let end = (first + 1..samples.len())
                 .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
                 .unwrap_or(samples.len());
-            let read: &Slots = slots;
+            let read: &SamplingSlots = slots;
             group.each(end - first, &|i| {
                 let i = first + i;
                 let Some(state) = read.get(samples[i].slot) else { return };
@@ -70,7 +73,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn choose(state: &State, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
+fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
     let sampling = &*state.sampling;
     if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() {
         return Sampled { token: argmax(isa, logits), logprobs: None };
@@ -90,7 +93,7 @@ fn choose(state: &State, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mu
         let total = log_sum_exp(isa, adjusted, workspace);
         let entry = |token: u32, logit: f32| {
             let logprob = match (f64::from(logit) - total) as f32 {
-                // Both infinite: the token shares all the probability there is, or there is none.
+                // Infinity minus infinity: the token has all the probability mass, or there is none.
                 logprob if logprob.is_nan() => 0.0,
                 logprob => logprob,
             };

@@ -1,3 +1,5 @@
+//! Weights of the CPU runtime: lookup in the checkpoint, sharding and packing for the kernels.
+
 use std::io;
 use std::ops::Range;
 
@@ -9,7 +11,7 @@ use super::quantization::{Quantization, kv_dtype, packed_bytes};
 use crate::models::{Error, ModelDir, Tensor};
 use crate::runtime::decoder::DecoderLayer;
 
-/// A rank's weights in the form that kernels read.
+/// Packed weights of one rank.
 pub(super) struct Weights {
     pub(super) embedding: Tensor,
     pub(super) layers: Vec<Layer>,
@@ -25,38 +27,39 @@ pub(super) struct Linear {
 }
 
 impl Weights {
-    /// Bytes held in memory; the embedding stays in its file.
+    /// Bytes of the packed matrices; the embedding stays memory-mapped.
     pub(super) fn bytes(&self) -> usize {
         let linears = self.layers.iter().flat_map(Layer::products);
         linears.map(|linear| linear.matrix.bytes()).sum::<usize>() + self.head.bytes()
     }
 }
 
-/// The tensors of a model, all found and of the right shape.
-pub(super) struct Found {
+/// Tensors of a model in the checkpoint, with validated shapes.
+pub(super) struct CheckpointWeights {
     embedding: Tensor,
-    layers: Vec<FoundLayer>,
+    layers: Vec<CheckpointLayer>,
     norm: Tensor,
-    head: FoundLinear,
+    head: CheckpointLinear,
 }
 
-type FoundLayer = DecoderLayer<Tensor, FoundLinear>;
+type CheckpointLayer = DecoderLayer<Tensor, CheckpointLinear>;
 
-/// Matrices to be stacked, and their biases if they have any.
-struct FoundLinear {
+/// Linear layer in the checkpoint: matrices to be stacked, and their biases if any.
+struct CheckpointLinear {
     matrix: Matrix,
     matrices: Vec<Tensor>,
     biases: Vec<Tensor>,
+    /// Inputs of the unsharded matrices.
     k: usize,
 }
 
-/// Finds every tensor that the configuration calls for.
-pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
+/// Looks up every tensor that the configuration requires.
+pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
     let (config, tensors) = (model.config(), model.tensors());
     let hidden = config.hidden_size;
     let (queries, keys) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
     let linear = |matrix: Matrix, prefix: &str, parts: &[(&str, usize)], k: usize, bias: bool| {
-        let mut found = FoundLinear { matrix, matrices: Vec::new(), biases: Vec::new(), k };
+        let mut found = CheckpointLinear { matrix, matrices: Vec::new(), biases: Vec::new(), k };
         for (part, n) in parts {
             found.matrices.push(tensors.get(&format!("{prefix}.{part}.weight"), &[*n, k])?);
             if bias {
@@ -74,7 +77,7 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
         let parts = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
         let head_norm = |which: &str| tensors.get(&format!("{attention}.{which}.weight"), &[config.head_dim]);
         let inner = config.intermediate_size;
-        layers.push(FoundLayer {
+        layers.push(CheckpointLayer {
             attention_norm: tensors.get(&format!("{at}.input_layernorm.weight"), &[hidden])?,
             qkv: linear(Matrix::Qkv, &attention, &parts, hidden, config.qkv_bias)?,
             qk_norm: match config.qk_norm {
@@ -98,12 +101,12 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
         true => embedding.clone(),
         false => tensors.get("lm_head.weight", &[config.vocab_size, hidden])?,
     };
-    let head = FoundLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new(), k: hidden };
-    Ok(Found { embedding, layers, norm, head })
+    let head = CheckpointLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new(), k: hidden };
+    Ok(CheckpointWeights { embedding, layers, norm, head })
 }
 
-impl FoundLinear {
-    /// How it is stored once packed by each of so many ranks.
+impl CheckpointLinear {
+    /// Returns the packed format for `ranks` ranks.
     fn format(&self, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
         let Some(quantization) = quantization else {
             let sources: Vec<Rows<'_>> = self.matrices.iter().map(Tensor::rows).collect();
@@ -112,12 +115,12 @@ impl FoundLinear {
         match self.matrix {
             Matrix::Head => quantization.head(self.k),
             Matrix::Qkv | Matrix::GateUp => quantization.layer(self.k),
-            // What a rank gets should be whole groups.
+            // By a rank's inputs, so that partitions are whole groups.
             Matrix::Output | Matrix::Down => quantization.layer(self.k / ranks),
         }
     }
 
-    /// Outputs and inputs of a shard's part.
+    /// Returns outputs and inputs of a shard's partition.
     fn shape(&self, shard: &Shard) -> (usize, usize) {
         match shard.cut(self.matrix) {
             Cut::Outputs(outputs) => (outputs.iter().map(Range::len).sum(), self.k),
@@ -125,15 +128,15 @@ impl FoundLinear {
         }
     }
 
-    /// Bytes of a shard's part in the file.
+    /// Returns the bytes of a shard's partition in the file.
     fn bytes(&self, shard: &Shard) -> u64 {
         let (n, k) = self.shape(shard);
-        let whole: usize = self.matrices.iter().map(|matrix| matrix.bytes().len()).sum();
-        let numbers: usize = self.matrices.iter().map(|matrix| matrix.shape[0]).sum::<usize>() * self.k;
-        (whole as u128 * (n * k) as u128 / numbers as u128) as u64
+        let bytes: usize = self.matrices.iter().map(|matrix| matrix.bytes().len()).sum();
+        let elements: usize = self.matrices.iter().map(|matrix| matrix.shape[0]).sum::<usize>() * self.k;
+        (bytes as u128 * (n * k) as u128 / elements as u128) as u64
     }
 
-    /// Packs a shard's part.
+    /// Packs a shard's partition.
     fn pack(&self, pool: &Pool, isa: Isa, format: WeightFormat, shard: &Shard) -> io::Result<Linear> {
         let (_, k) = self.shape(shard);
         let wide = |biases: &[Tensor]| biases.iter().flat_map(Tensor::to_f32).collect::<Vec<f32>>();
@@ -160,20 +163,24 @@ impl FoundLinear {
                 (PackedMatrix::pack(pool, isa, k, &sources, format)?, bias)
             }
         };
-        // What is packed is not read again, but for the embedding, which may be the head.
+        // Packed tensors are not read again, except an embedding that is also the LM head.
         self.matrices.iter().for_each(Tensor::release);
         Ok(Linear { matrix, bias: (!bias.is_empty()).then_some(bias) })
     }
 }
 
-impl Found {
-    /// The dtype of keys and values: that of the model's first projection, or bf16 where weights are integers.
+impl CheckpointWeights {
+    /// Default KV cache dtype: that of the first layer's QKV projection, or bf16 if its encoding is integer.
     pub(super) fn kv_dtype(&self) -> Dtype {
         kv_dtype(self.layers[0].qkv.format(None, 1))
     }
 
-    /// The matrices, with how each is to be stored by a group of ranks.
-    fn formats(&self, quantization: Option<Quantization>, ranks: usize) -> Vec<(&FoundLinear, WeightFormat)> {
+    /// Returns all linear layers with their packed formats for `ranks` ranks.
+    fn formats(
+        &self,
+        quantization: Option<Quantization>,
+        ranks: usize,
+    ) -> Vec<(&CheckpointLinear, WeightFormat)> {
         self.layers
             .iter()
             .flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down])
@@ -182,31 +189,31 @@ impl Found {
             .collect()
     }
 
-    /// How every matrix will be stored, in their order: part of what decides a token's bits.
+    /// Returns the formats of all matrices in order, for the numerics fingerprint.
     pub(super) fn format_names(&self, quantization: Option<Quantization>, ranks: usize) -> String {
         let names = self.formats(quantization, ranks).into_iter().map(|(_, format)| format.to_string());
         names.collect::<Vec<_>>().join(" ")
     }
 
-    /// Bytes that the matrices of a shard take once packed.
+    /// Returns the packed bytes of a shard.
     pub(super) fn packed_bytes(&self, quantization: Option<Quantization>, isa: Isa, shard: &Shard) -> u64 {
-        let packed = |(linear, format): (&FoundLinear, WeightFormat)| {
+        let packed = |(linear, format): (&CheckpointLinear, WeightFormat)| {
             let (n, k) = linear.shape(shard);
             packed_bytes(format, isa, n, k)
         };
         self.formats(quantization, shard.ranks).into_iter().map(packed).sum()
     }
 
-    /// Bytes that [`Found::pack`] reads of the files for a shard.
+    /// Returns the bytes that [`CheckpointWeights::pack`] reads from the files for a shard.
     pub(super) fn file_bytes(&self, shard: &Shard) -> u64 {
         self.formats(None, shard.ranks).into_iter().map(|(linear, _)| linear.bytes(shard)).sum()
     }
 
-    /// How the matrices may be cut along their inputs among so many ranks.
+    /// Returns the alignment of row-parallel partitions for `ranks` ranks.
     pub(super) fn grain(&self, quantization: Option<Quantization>, ranks: usize) -> Grain {
         let mut grain = Grain { output: 1, down: 1 };
         for (linear, format) in self.formats(quantization, ranks) {
-            let numbers = match linear.matrix {
+            let alignment = match linear.matrix {
                 Matrix::Output => &mut grain.output,
                 Matrix::Down => &mut grain.down,
                 Matrix::Qkv | Matrix::GateUp | Matrix::Head => continue,
@@ -216,15 +223,15 @@ impl Found {
                 WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 1,
                 WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => group,
             };
-            *numbers = blocks.chain([group]).fold(*numbers, least_common_multiple);
+            *alignment = blocks.chain([group]).fold(*alignment, least_common_multiple);
         }
         grain
     }
 
-    /// Packs a shard of all matrices. `read` hears of the bytes of the files that were packed.
+    /// Packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
     ///
     /// # Errors
-    /// There is no memory for them.
+    /// Allocating memory failed.
     pub(super) fn pack(
         &self,
         pool: &Pool,
@@ -233,7 +240,7 @@ impl Found {
         shard: &Shard,
         read: &(dyn Fn(u64) + Sync),
     ) -> io::Result<Weights> {
-        let pack = |linear: &FoundLinear| {
+        let pack = |linear: &CheckpointLinear| {
             let packed = linear.pack(pool, isa, linear.format(quantization, shard.ranks), shard)?;
             read(linear.bytes(shard));
             Ok::<_, io::Error>(packed)
@@ -272,8 +279,8 @@ mod tests {
     use super::*;
     use crate::models::{ModelDir, ModelSource};
 
-    /// Every number of a packed matrix [n, k], as products see them; [k, n].
-    fn numbers(pool: &Pool, matrix: &PackedMatrix) -> Vec<f32> {
+    /// Elements of a packed matrix [n, k] as a GEMM computes with them; [k, n].
+    fn elements(pool: &Pool, matrix: &PackedMatrix) -> Vec<f32> {
         let (n, k) = (matrix.n(), matrix.k());
         let one = |i: usize| if i.is_multiple_of(k + 1) { 1.0 } else { 0.0 };
         let identity: Vec<f32> = (0..k * k).map(one).collect();
@@ -283,22 +290,23 @@ mod tests {
     }
 
     #[test]
-    fn every_number_of_every_shard_is_that_of_the_whole_and_biases_are_added_once() {
+    fn shards_hold_the_elements_of_the_unsharded_weights_and_one_bias() {
         let pool = Pool::new(1).unwrap();
         let mut compared = 0;
         for arch in [Arch::Llama2, Arch::Llama32, Arch::Qwen2, Arch::Qwen3] {
             for quantize in [None, Some("int8:8"), Some("int4:8")] {
                 let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
                 let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
-                let found = find(&model).unwrap();
+                let checkpoint = find(&model).unwrap();
                 let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
-                let cut =
-                    |ranks| shards(model.config(), ranks, &|ranks| found.grain(quantize, ranks)).unwrap();
-                let (isa, whole) = (Isa::detect(), cut(1));
-                let group = if quantize.is_some() { cut(2) } else { cut(4) };
-                for (linear, format) in found.formats(quantize, group.len()) {
+                let sharded = |ranks| {
+                    shards(model.config(), ranks, &|ranks| checkpoint.grain(quantize, ranks)).unwrap()
+                };
+                let (isa, whole) = (Isa::detect(), sharded(1));
+                let group = if quantize.is_some() { sharded(2) } else { sharded(4) };
+                for (linear, format) in checkpoint.formats(quantize, group.len()) {
                     let whole = linear.pack(&pool, isa, format, &whole[0]).unwrap();
-                    let (n, all) = (whole.matrix.n(), numbers(&pool, &whole.matrix));
+                    let (n, all) = (whole.matrix.n(), elements(&pool, &whole.matrix));
                     for shard in &group {
                         let part = linear.pack(&pool, isa, format, shard).unwrap();
                         let (outputs, inputs) = match shard.cut(linear.matrix) {
@@ -317,7 +325,7 @@ mod tests {
                         };
                         let expected = inputs.clone().flat_map(|k| outputs.iter().map(move |o| k * n + o));
                         let expected: Vec<u32> = expected.map(|at| all[at].to_bits()).collect();
-                        let got = numbers(&pool, &part.matrix);
+                        let got = elements(&pool, &part.matrix);
                         let got: Vec<u32> = got.iter().map(|x| x.to_bits()).collect();
                         assert!(
                             got == expected,

@@ -1,8 +1,9 @@
-//! A device that computes nothing: it answers in real time, as slowly as a [`DeviceProfile`] says.
+//! Simulated device: takes the time that a [`DeviceProfile`] says and generates deterministic, meaningless
+//! tokens.
 //!
-//! Routers are tested and loaded with it: scheduler, sessions, prefix cache and limits are the real ones, a core serves
-//! hundreds of thousands of tokens a second, and the tokens are a pure function of prompt, seed and choice, so that
-//! streams can be compared byte for byte whichever worker they ran on.
+//! For tests and load tests of routers: scheduler, sessions, prefix cache and limits are the real ones, a
+//! core serves hundreds of thousands of tokens per second, and tokens are a pure function of prompt, seed and
+//! choice, so streams can be compared byte for byte across workers.
 
 mod profile;
 mod tokens;
@@ -15,57 +16,59 @@ use sha2::{Digest as _, Sha256};
 
 use super::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 pub use profile::{SpecError, read_profile};
-use tokens::Chain;
+use tokens::TokenChain;
 
-/// How a [`SimRuntime`] is sized.
+/// Configuration of a [`SimRuntime`].
 #[derive(Debug, Clone)]
 pub struct SimOptions {
-    /// What it costs, and what its pools hold.
+    /// Costs of steps and copies, and sizes of the pools.
     pub profile: DeviceProfile,
-    /// Tokens in the vocabulary.
+    /// Vocabulary size.
     pub vocab_size: u32,
-    /// Most tokens of one sequence.
+    /// Maximum tokens per sequence.
     pub context_tokens: u32,
-    /// Tokens in a KV block.
+    /// Tokens per KV block.
     pub block_tokens: u32,
-    /// Sequences that may be attached at once.
+    /// Maximum attached sequences.
     pub slots: u32,
-    /// Most tokens in one batch.
+    /// Maximum tokens per batch.
     pub batch_tokens: u32,
-    /// Whether a step may be launched while another runs, as on an accelerator.
+    /// Allows launching a step while another runs, as on an accelerator.
     pub overlap: bool,
 }
 
-struct Step {
+/// Launched step: its results and the time at which it completes.
+struct PendingStep {
     took: Duration,
     ends: Instant,
     sampled: Vec<Sampled>,
 }
 
-struct Copying {
+/// Started transfer and the time at which it finishes.
+struct PendingCopy {
     id: TransferId,
     took: Duration,
     ends: Instant,
 }
 
-/// A simulated device.
+/// Simulated device.
 ///
-/// Steps run one after the other, copies beside them, one after the other too. Waiting is sleeping, so a worker on it
-/// takes a core only for what it schedules and sends.
+/// Steps are serialized, and so are copies, which overlap with steps. Waiting sleeps, so a worker uses the
+/// CPU only for scheduling and sending.
 pub struct SimRuntime {
     capabilities: Capabilities,
     profile: DeviceProfile,
-    slots: Vec<Option<Chain>>,
-    steps: VecDeque<Step>,
+    slots: Vec<Option<TokenChain>>,
+    steps: VecDeque<PendingStep>,
     spare: Vec<Vec<Sampled>>,
-    copies: VecDeque<Copying>,
+    copies: VecDeque<PendingCopy>,
 }
 
 impl SimRuntime {
-    /// A device with empty pools.
+    /// Creates a device with empty pools.
     ///
     /// # Errors
-    /// [`Error::Malformed`] if its pool can't hold a block.
+    /// [`Error::Malformed`] if the block pool can't hold one block.
     pub fn new(options: &SimOptions) -> Result<Self, Error> {
         let SimOptions { profile, block_tokens, .. } = *options;
         let blocks = profile.pool_tokens / block_tokens.max(1);
@@ -75,7 +78,7 @@ impl SimRuntime {
                 "a simulated pool of {tokens} tokens can't hold one block of {block_tokens}; raise pool_tokens"
             )));
         }
-        // Costs are no part of it: the tokens of a slow device are those of a fast one.
+        // Costs are not part of the fingerprint: tokens do not depend on the profile.
         let mut hash = Sha256::new();
         hash.update(b"inflight simulated tokens 1");
         hash.update(options.vocab_size.to_le_bytes());
@@ -101,7 +104,8 @@ impl SimRuntime {
         })
     }
 
-    /// What the batch's rows cost: a single row at the end of a context is a decode, everything else prefill.
+    /// Returns the prefill and the decode work of a batch; a sequence with a single row past position 0 is a
+    /// decode.
     fn work(batch: &Batch) -> (StepWork, StepWork) {
         let (mut prefill, mut decode) = (StepWork::default(), StepWork::default());
         for rows in batch.starts.windows(2) {
@@ -112,6 +116,7 @@ impl SimRuntime {
         (prefill, decode)
     }
 
+    /// Samples a token for each sample row, and checks that input tokens match the sequence.
     fn sample(&mut self, batch: &Batch, sampled: &mut Vec<Sampled>) -> Result<(), Error> {
         let mut feedback = batch.feedback.iter().peekable();
         for sample in &batch.samples {
@@ -121,12 +126,13 @@ impl SimRuntime {
             };
             while feedback.next_if(|fed| fed.row < sample.row).is_some() {}
             let fed = feedback.peek().is_some_and(|fed| fed.row == sample.row);
-            // A device with weights would go on from that token: a wrong one must not pass here.
+            // A real device would continue from this token, so an engine that feeds a wrong one must fail
+            // here.
             let row = batch.tokens[sample.row as usize];
             if !fed && row != chain.last() {
                 let last = chain.last();
                 return Err(Error::Malformed(format!(
-                    "slot {slot} goes on from token {row}, but its newest is {last}"
+                    "slot {slot} continues from token {row}, but its newest is {last}"
                 )));
             }
             sampled.push(chain.sample());
@@ -142,16 +148,16 @@ impl Runtime for SimRuntime {
 
     fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
         let (slots, vocab_size) = (self.slots.len(), self.capabilities.vocab_size);
-        let Some(place) = self.slots.get_mut(slot as usize) else {
+        let Some(entry) = self.slots.get_mut(slot as usize) else {
             return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
         };
-        *place = Some(Chain::new(setup, vocab_size));
+        *entry = Some(TokenChain::new(setup, vocab_size));
         Ok(())
     }
 
     fn detach(&mut self, slot: Slot) {
-        if let Some(place) = self.slots.get_mut(slot as usize) {
-            *place = None;
+        if let Some(entry) = self.slots.get_mut(slot as usize) {
+            *entry = None;
         }
     }
 
@@ -167,7 +173,7 @@ impl Runtime for SimRuntime {
         let mut sampled = self.spare.pop().unwrap_or_default();
         sampled.clear();
         self.sample(batch, &mut sampled)?;
-        self.steps.push_back(Step { took, ends: begins + took, sampled });
+        self.steps.push_back(PendingStep { took, ends: begins + took, sampled });
         Ok(())
     }
 
@@ -190,7 +196,7 @@ impl Runtime for SimRuntime {
         let took = self.profile.copy_time(transfer.blocks.len() as u64 * u64::from(block_tokens));
         let now = Instant::now();
         let begins = self.copies.back().map_or(now, |copy| copy.ends.max(now));
-        self.copies.push_back(Copying { id: transfer.id, took, ends: begins + took });
+        self.copies.push_back(PendingCopy { id: transfer.id, took, ends: begins + took });
         Ok(())
     }
 

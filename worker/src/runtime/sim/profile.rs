@@ -1,40 +1,42 @@
+//! Parsing of simulated device profiles: built-in names, JSON files and overrides.
+
 use std::path::PathBuf;
 
 use inflight_worker_core::{DeviceProfile, ProfileError};
 use serde_json::Value;
 
-/// A specification of a simulated device that can't be used.
+/// Error for an invalid device profile.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
-    /// A name or a coefficient is wrong.
+    /// Unknown name or invalid coefficient.
     #[error(transparent)]
     Profile(#[from] ProfileError),
     /// An override is not `KEY=NUMBER`.
     #[error("`{0}` is not KEY=NUMBER")]
     Override(String),
-    /// The file can't be read.
+    /// Reading the file failed.
     #[error("can't read the device profile {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// Cause.
         source: std::io::Error,
     },
-    /// The file is not an object of numbers.
+    /// The file is not a JSON object of numbers.
     #[error("the device profile {} {what}", path.display())]
     Format {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Defect, as the predicate of the error sentence.
         what: String,
     },
 }
 
-/// Reads `PROFILE[,KEY=NUMBER]...`: a built-in name, or a file whose name has a `/` or ends in `.json`, with
-/// coefficients that replace the profile's.
+/// Parses `PROFILE[,KEY=NUMBER]...`: a built-in name or the path of a JSON file, which contains a `/` or ends
+/// in `.json`, and coefficients that override the profile's.
 ///
-/// The file is a JSON object of coefficients by name, each a number; those left out are taken from the built-in
-/// profile that `"base"` names, or from `flat`.
+/// The file is an object of coefficients by name. Missing ones are those of the built-in profile in `"base"`,
+/// by default `flat`.
 ///
 /// # Errors
 /// [`SpecError`].
@@ -42,7 +44,7 @@ pub fn read_profile(spec: &str) -> Result<DeviceProfile, SpecError> {
     let mut parts = spec.split(',');
     let name = parts.next().unwrap_or_default();
     let mut profile = if name.contains('/') || name.ends_with(".json") {
-        file(name)?
+        read_file(name)?
     } else {
         DeviceProfile::built_in(name)?
     };
@@ -54,7 +56,7 @@ pub fn read_profile(spec: &str) -> Result<DeviceProfile, SpecError> {
     Ok(profile)
 }
 
-fn file(name: &str) -> Result<DeviceProfile, SpecError> {
+fn read_file(name: &str) -> Result<DeviceProfile, SpecError> {
     let path = PathBuf::from(name);
     let format = |what: String| SpecError::Format { path: path.clone(), what };
     let text =
@@ -80,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_or_a_file_and_overrides_make_a_profile_and_the_rest_a_clear_error() {
+    fn profiles_are_read_by_name_or_file_with_overrides() {
         let base = DeviceProfile::built_in("h200-llama3-8b").unwrap();
         assert_eq!(read_profile("h200-llama3-8b").unwrap(), base);
         let changed = read_profile("h200-llama3-8b,step=0.001, pool_tokens = 4096").unwrap();

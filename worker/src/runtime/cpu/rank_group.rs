@@ -1,3 +1,5 @@
+//! Tensor-parallel group of CPU ranks, each with its own threads.
+
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +11,7 @@ use super::super::{Batch, Capabilities, Error};
 use super::forward::Forward;
 use super::weights::Weights;
 
-/// One rank: a shard of the model, with the threads that compute it.
+/// Tensor-parallel rank: a shard of the model and its threads.
 pub(super) struct Rank {
     pub(super) pool: Pool,
     pub(super) isa: Isa,
@@ -20,7 +22,7 @@ pub(super) struct Rank {
 }
 
 impl Rank {
-    /// Block copies, then the forward pass. The batch was checked and placed.
+    /// Runs block copies and the forward pass. The batch must be checked and placed.
     fn run(&mut self, batch: &Batch) -> Result<(), GroupFailed> {
         for copy in &batch.copies {
             self.kv.copy_block(copy.from, copy.to);
@@ -30,34 +32,35 @@ impl Rank {
     }
 }
 
-/// The ranks that share a model, each on a thread of its own. A step of the group is one of every rank.
-pub(super) struct Group {
+/// All ranks of a model, driven from one thread each.
+pub(super) struct RankGroup {
     lead: Rank,
     rest: Vec<Mutex<Rank>>,
-    /// A thread for each rank, that of the lead being the caller's.
+    /// One thread per rank; that of the lead is the caller's.
     threads: Pool,
 }
 
-impl Group {
-    /// A group of these ranks, in their order, over as many threads.
+impl RankGroup {
+    /// Creates a group from its ranks in order; `threads` has one thread per rank.
     pub(super) fn new(lead: Rank, rest: Vec<Rank>, threads: Pool) -> Self {
         Self { lead, rest: rest.into_iter().map(Mutex::new).collect(), threads }
     }
 
-    /// Runs `work` for each of `world` ranks at once, each on a thread of its own, as ranks wait for each other. `threads`
-    /// has as many: then each thread of the pool has one share of the job, and while it waits in it the others find theirs.
+    /// Runs `work` concurrently for each of `world` ranks. Ranks wait for each other, so `threads` must have
+    /// exactly one thread per rank.
     pub(super) fn on_each(threads: &Pool, world: usize, work: &(dyn Fn(usize) + Sync)) {
         assert_eq!(threads.threads(), world, "a rank would wait for one that has no thread");
         threads.each(world, work);
     }
 
-    /// Computes the logits of the batch's sample rows and writes all rows' keys and values. The batch was checked.
+    /// Runs a step on all ranks: logits of the sample rows, keys and values of all rows. The batch must be
+    /// checked.
     ///
     /// # Errors
-    /// [`Error::Malformed`] before anything ran, [`Error::Device`] if a rank fails, and ever after.
+    /// [`Error::Malformed`] before anything runs; [`Error::Device`] if a rank fails, and on every later call.
     ///
     /// # Panics
-    /// A panic of a group of one is its caller's. That of one rank of several is the failure of the group.
+    /// If a single rank panics; with several ranks, a panic fails the group instead.
     pub(super) fn step(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
         self.check()?;
         self.lead.forward.place(batch, bounds)?;
@@ -81,11 +84,11 @@ impl Group {
                 }
                 rank.run(batch).map_err(|failed| failed.reason)
             });
-            // Told before anything else, so that the others do not wait for this rank.
+            // Fail the group first, so that the other ranks do not wait for this one.
             match catch_unwind(run) {
                 Ok(Ok(())) => {}
                 Ok(Err(reason)) => rank.collective.fail(&reason),
-                Err(panic) => rank.collective.fail(&words(&*panic)),
+                Err(panic) => rank.collective.fail(&panic_reason(&*panic)),
             }
         });
         self.check()
@@ -95,7 +98,7 @@ impl Group {
         self.lead.collective.failure().map_or(Ok(()), |failed| Err(device(failed)))
     }
 
-    /// Runs `unit` on every index below `units`, each once, on the threads of all ranks.
+    /// Runs `unit` once for every index below `units`, on the threads of all ranks.
     pub(super) fn each(&self, units: usize, unit: &(dyn Fn(usize) + Sync)) {
         let (first, rest, world) = (&self.lead.pool, &self.rest, self.rest.len() + 1);
         if units <= 1 || rest.is_empty() {
@@ -111,18 +114,18 @@ impl Group {
         });
     }
 
-    /// The logits of the last step; [samples, vocab_size].
+    /// Logits of the last step; [samples, vocab_size].
     pub(super) fn logits(&self) -> &[f32] {
         self.lead.forward.logits()
     }
 
-    /// Bytes of the packed weights, all ranks together.
+    /// Bytes of the packed weights of all ranks.
     pub(super) fn weight_bytes(&self) -> usize {
         let rest = self.rest.iter().map(|rank| lock(rank).weights.bytes()).sum::<usize>();
         self.lead.weights.bytes() + rest
     }
 
-    /// Whether every rank's threads have CPUs of their own.
+    /// Returns whether the threads of all ranks are pinned to CPUs.
     pub(super) fn is_pinned(&self) -> bool {
         self.lead.pool.is_pinned() && self.rest.iter().all(|rank| lock(rank).pool.is_pinned())
     }
@@ -132,8 +135,8 @@ fn device(failed: GroupFailed) -> Error {
     Error::Device(failed.to_string())
 }
 
-/// What a panic said.
-fn words(panic: &(dyn Any + Send)) -> String {
+/// Returns the message of a panic.
+fn panic_reason(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
     format!("it panicked: {}", text.as_deref().unwrap_or("the log above says where"))

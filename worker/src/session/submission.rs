@@ -1,3 +1,5 @@
+//! Wire decoding of submissions: protobuf `Submit` to an engine request.
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,19 +9,19 @@ use inflight_worker_core::Time;
 use opentelemetry::propagation::Extractor;
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
-use crate::engine::{Event, Failure, Finish, Request, RequestKey, Resumed, SessionId};
+use crate::engine::{ChoiceEvent, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 
-/// Turns a submission into a request of the engine.
+/// Decodes a submission into a request of the engine.
 ///
 /// # Errors
-/// The events that refuse it, one for each choice that the router waits for.
-pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Result<Request, Vec<Event>> {
+/// Rejection events, one for each unfinished choice, if the submission is invalid.
+pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Result<Request, Vec<ChoiceEvent>> {
     let key = RequestKey { session, request: submit.submission_id };
     let attempt = submit.attempt;
     let wanted = submit.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
-    let over: Vec<u32> = submit.resumed.iter().filter(|one| one.finished).map(|one| one.choice).collect();
+    let finished: Vec<u32> = submit.resumed.iter().filter(|one| one.finished).map(|one| one.choice).collect();
     request(submit, key, now).map_err(|what| {
-        let refuse = |choice| Event {
+        let reject = |choice| ChoiceEvent {
             key,
             attempt,
             choice,
@@ -29,7 +31,7 @@ pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Resul
             finish: Some(Finish::Failed(Failure::Invalid(what.clone()))),
         };
         let choices = 0..wanted.clamp(1, SamplingSpec::CHOICES_MAX);
-        choices.filter(|choice| !over.contains(choice)).map(refuse).collect()
+        choices.filter(|choice| !finished.contains(choice)).map(reject).collect()
     })
 }
 
@@ -38,12 +40,12 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
     let stop = submit.stop.unwrap_or_default();
     let sampling = submit.sampling.unwrap_or_default().to_spec(&stop, &SamplingSpec::default());
     let sampling = sampling.validate().map_err(|error| error.to_string())?;
-    let mut choices = vec![Resumed::default(); sampling.n as usize];
+    let mut choices = vec![ResumedChoice::default(); sampling.n as usize];
     for resumed in submit.resumed {
         let choice = resumed.choice as usize;
         let entry =
             choices.get_mut(choice).ok_or_else(|| format!("choice {choice} is resumed, but n is less"))?;
-        *entry = Resumed { tokens: resumed.token_ids, finished: resumed.finished };
+        *entry = ResumedChoice { tokens: resumed.token_ids, finished: resumed.finished };
     }
     Ok(Request {
         key,
@@ -55,13 +57,13 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
         tenant: submit.tenant.into(),
         weight: Weight::try_from(submit.weight).map_err(|error| error.to_string())?,
         priority: submit.priority,
-        order: submit.virtual_start_time.map(Service::from_thousandths),
+        virtual_start_time: submit.virtual_start_time.map(Service::from_thousandths),
         deadline: submit.deadline_us.map(|us| now.after(Duration::from_micros(us))),
         span,
     })
 }
 
-/// The request's span on this worker, a child of the router's if that is traced.
+/// Creates the request's span on this worker; a child of the router's span if the submission carries one.
 fn span(submit: &v1::Submit) -> tracing::Span {
     let span = tracing::info_span!(
         "run",
@@ -73,7 +75,7 @@ fn span(submit: &v1::Submit) -> tracing::Span {
     if !submit.traceparent.is_empty() {
         let parent =
             opentelemetry::global::get_text_map_propagator(|propagator| propagator.extract(&Carrier(submit)));
-        // Without an OpenTelemetry layer there is nothing to set, and nothing is lost.
+        // Fails only without an OpenTelemetry layer, where there is no parent to set.
         let _ = span.set_parent(parent);
     }
     span
@@ -100,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_submission_with_a_weight_that_is_none_is_refused_for_each_choice_by_name() {
+    fn a_submission_with_an_invalid_weight_is_rejected_for_each_choice() {
         for weight in [0.0, -1.0, f32::NAN, f32::INFINITY, 1000.5] {
             let sampling = v1::SamplingParams { n: Some(2), ..v1::SamplingParams::default() };
             let submit = v1::Submit { weight, sampling: Some(sampling), ..v1::Submit::default() };

@@ -1,3 +1,5 @@
+//! Tests of rank failures in a tensor-parallel group.
+
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -8,57 +10,57 @@ use crate::models::{ModelDir, ModelSource};
 use crate::runtime::collective::{Collective, GroupFailed, host_group};
 use crate::runtime::{Batch, Error, Runtime, Sampled, SlotSetup};
 
-/// Two sums a layer of the demo model, and the gathering of logits.
+/// Collectives per step of the demo model: two all-reduces per layer and one gather.
 const CALLS: usize = 4 * 2 + 1;
 
-/// An end whose rank goes wrong when it makes its call number `at`.
+/// Collective whose rank fails or panics in its call number `at`.
 struct Faulty {
-    end: Box<dyn Collective>,
+    inner: Box<dyn Collective>,
     calls: Cell<usize>,
     at: usize,
     panics: bool,
 }
 
 impl Faulty {
-    fn strike(&self) -> Result<(), GroupFailed> {
+    fn count_call(&self) -> Result<(), GroupFailed> {
         self.calls.set(self.calls.get() + 1);
         if self.calls.get() != self.at {
             return Ok(());
         }
-        assert!(!self.panics, "a wire came off");
-        Err(GroupFailed { rank: self.rank(), reason: "a wire came off".to_owned() })
+        assert!(!self.panics, "injected fault");
+        Err(GroupFailed { rank: self.rank(), reason: "injected fault".to_owned() })
     }
 }
 
 impl Collective for Faulty {
     fn rank(&self) -> usize {
-        self.end.rank()
+        self.inner.rank()
     }
 
     fn world(&self) -> usize {
-        self.end.world()
+        self.inner.world()
     }
 
-    fn all_reduce(&self, numbers: &mut [f32]) -> Result<(), GroupFailed> {
-        self.strike()?;
-        self.end.all_reduce(numbers)
+    fn all_reduce(&self, elements: &mut [f32]) -> Result<(), GroupFailed> {
+        self.count_call()?;
+        self.inner.all_reduce(elements)
     }
 
     fn gather(&self, part: &[f32], rows: usize, whole: Option<&mut [f32]>) -> Result<(), GroupFailed> {
-        self.strike()?;
-        self.end.gather(part, rows, whole)
+        self.count_call()?;
+        self.inner.gather(part, rows, whole)
     }
 
     fn barrier(&self) -> Result<(), GroupFailed> {
-        self.end.barrier()
+        self.inner.barrier()
     }
 
     fn fail(&self, reason: &str) {
-        self.end.fail(reason);
+        self.inner.fail(reason);
     }
 
     fn failure(&self) -> Option<GroupFailed> {
-        self.end.failure()
+        self.inner.failure()
     }
 }
 
@@ -77,12 +79,12 @@ fn load(culprit: usize, at: usize, panics: bool) -> CpuRuntime {
         kv_dtype: None,
         tensor_parallel: 2,
     };
-    let faulty = |end: Box<dyn Collective>| -> Box<dyn Collective> {
-        let at = if end.rank() == culprit { at } else { usize::MAX };
-        Box::new(Faulty { end, calls: Cell::new(0), at, panics })
+    let faulty = |inner: Box<dyn Collective>| -> Box<dyn Collective> {
+        let at = if inner.rank() == culprit { at } else { usize::MAX };
+        Box::new(Faulty { inner, calls: Cell::new(0), at, panics })
     };
-    let ends = host_group(2).into_iter().map(faulty).collect();
-    let mut runtime = CpuRuntime::load_over(&model, &options, ends, &|_, _| {}).unwrap();
+    let collectives = host_group(2).into_iter().map(faulty).collect();
+    let mut runtime = CpuRuntime::load_with_group(&model, &options, collectives, &|_, _| {}).unwrap();
     let setup = SlotSetup {
         sampling: Arc::new(SamplingParams::greedy()),
         choice: 0,
@@ -103,7 +105,7 @@ fn step(runtime: &mut dyn Runtime, position: u32) -> Result<Vec<Sampled>, Error>
     Ok(sampled)
 }
 
-/// Steps until one fails; how many did not, and what it said.
+/// Runs steps until one fails; returns the number of successful ones and the error.
 fn until_failure(runtime: &mut dyn Runtime) -> (usize, String) {
     for position in 0.. {
         match step(runtime, position) {
@@ -119,13 +121,13 @@ fn until_failure(runtime: &mut dyn Runtime) -> (usize, String) {
 fn a_rank_that_fails_fails_the_step_and_every_one_after_it() {
     for culprit in 0..2 {
         for panics in [false, true] {
-            // In the first sum, in a later one of another step, in a gathering.
+            // In the first all-reduce, in a later one of another step, in a gather.
             for at in [1, 2 * CALLS + 4, 3 * CALLS] {
                 let mut runtime = load(culprit, at, panics);
                 let (steps, reason) = until_failure(&mut runtime);
                 assert_eq!(steps, (at - 1) / CALLS, "the step it happens in fails");
                 assert!(reason.contains(&format!("rank {culprit}")), "{reason}");
-                assert!(reason.contains("a wire came off"), "{reason}");
+                assert!(reason.contains("injected fault"), "{reason}");
                 assert_eq!(reason.contains("panicked"), panics, "{reason}");
                 assert_eq!(until_failure(&mut runtime), (0, reason.clone()), "it stays so");
                 let mut overlapped = load(culprit, at, panics).overlapped().unwrap();
@@ -136,7 +138,7 @@ fn a_rank_that_fails_fails_the_step_and_every_one_after_it() {
 }
 
 #[test]
-fn a_batch_that_is_refused_fails_nobody() {
+fn a_rejected_batch_does_not_fail_the_group() {
     let mut runtime = load(0, usize::MAX, false);
     let mut batch = Batch::default();
     for _ in 0..2 {

@@ -1,32 +1,32 @@
-//! An engine over the CPU runtime, turned on the real clock.
+//! Engine with the CPU runtime, stepped in real time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{SamplingParams, SamplingSpec, Weight};
 use inflight_worker::engine::{
-    Command, Engine, Event, Finish, Request, RequestKey, Resumed, SessionId, Settings,
+    ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
 use inflight_worker_core::{Iteration, Load, Time};
 
-use crate::model::Model;
-use crate::options::{Options, Outcome};
+use crate::model::BenchModel;
+use crate::options::{BenchResult, Options};
 
 const SESSION: SessionId = SessionId(0);
 
-/// How an engine is sized.
+/// Size of an engine.
 #[derive(Debug, Clone, Copy)]
-pub struct Size {
+pub struct EngineSize {
     pub threads: Option<usize>,
     pub sequences: u32,
     pub batch_tokens: u32,
     pub block_tokens: u32,
 }
 
-impl Size {
-    /// What the options say, else these defaults.
-    pub fn of(options: &Options, sequences: u32, batch_tokens: u32, block_tokens: u32) -> Outcome<Self> {
+impl EngineSize {
+    /// Reads the size from the options, with the given defaults.
+    pub fn of(options: &Options, sequences: u32, batch_tokens: u32, block_tokens: u32) -> BenchResult<Self> {
         Ok(Self {
             threads: options.get("threads")?,
             sequences: options.number("sequences", sequences, 1)?,
@@ -36,28 +36,28 @@ impl Size {
     }
 }
 
-/// What came of a turn.
+/// Result of one step.
 #[derive(Debug, Default)]
-pub struct Turned {
-    /// Requests that got a token, in the order of the iteration's sampling chunks, which then hold this very moment.
+pub struct StepTokens {
+    /// Requests that got a token, in the order of the iteration's sampling chunks.
     pub tokens: Vec<u64>,
-    /// Requests that ended.
+    /// Finished requests.
     pub ended: Vec<u64>,
-    /// Nothing is left to do.
+    /// No work is left.
     pub idle: bool,
 }
 
-/// One iteration at a time: the plan looked at after a turn is the one that ran in it.
-pub struct Driver {
+/// Driver with one iteration in flight, so that the last plan is the iteration of the last step.
+pub struct EngineDriver {
     engine: Engine,
     sampling: Arc<SamplingParams>,
     begun: Instant,
-    events: Vec<Event>,
+    events: Vec<ChoiceEvent>,
 }
 
-impl Driver {
-    /// A calibrated engine. Nothing is shared between prompts, and there is memory for all that may run.
-    pub fn new(model: &Model, size: &Size, settings: Settings) -> Outcome<Self> {
+impl EngineDriver {
+    /// Creates a calibrated engine without prefix cache and with KV blocks for all slots.
+    pub fn new(model: &BenchModel, size: &EngineSize, engine_options: EngineOptions) -> BenchResult<Self> {
         let options = CpuOptions {
             threads: size.threads,
             kv_bytes: 2 << 30,
@@ -72,17 +72,17 @@ impl Driver {
             tensor_parallel: 1,
         };
         let runtime = CpuRuntime::load(&model.dir, &options, &|_, _| {})?;
-        let settings = Settings { waiting_max: 65_536, prefix_cache: false, ..settings };
-        let mut engine = Engine::new(Box::new(runtime), &[], settings)?;
+        let engine_options = EngineOptions { waiting_max: 65_536, prefix_cache: false, ..engine_options };
+        let mut engine = Engine::new(Box::new(runtime), &[], engine_options)?;
         engine.calibrate()?;
         let mut events = Vec::new();
         engine.command(Command::Open(SESSION), Time::ZERO, &mut events);
-        // Greedy and to the full length: which token comes costs nothing and ends nothing.
+        // Greedy and to the full length: sampling is cheap, and output lengths are fixed.
         let spec = SamplingSpec { temperature: 0.0, ignore_eos: true, ..SamplingSpec::default() };
         Ok(Self { engine, sampling: Arc::new(spec.validate()?), begun: Instant::now(), events })
     }
 
-    /// Time since the engine was ready.
+    /// Time since the engine was created.
     pub fn now(&self) -> Duration {
         self.begun.elapsed()
     }
@@ -94,10 +94,10 @@ impl Driver {
             prompt: prompt.clone(),
             max_tokens,
             sampling: self.sampling.clone(),
-            choices: vec![Resumed::default()],
+            choices: vec![ResumedChoice::default()],
             tenant: "benchmark".into(),
             weight: Weight::default(),
-            order: None,
+            virtual_start_time: None,
             priority: 0,
             deadline: None,
             span: tracing::Span::none(),
@@ -106,35 +106,35 @@ impl Driver {
         self.engine.command(Command::Submit(Box::new(request)), now, &mut self.events);
     }
 
-    /// Runs one iteration. Fails if a request was refused: then the measurement is void.
-    pub fn turn(&mut self) -> Outcome<Turned> {
+    /// Runs one iteration.
+    pub fn step(&mut self) -> BenchResult<StepTokens> {
         let now = time(self.now());
-        let turn = self.engine.turn(now, &mut self.events)?;
-        let mut turned = Turned { idle: turn.idle, ..Turned::default() };
+        let report = self.engine.step(now, &mut self.events)?;
+        let mut step_tokens = StepTokens { idle: report.idle, ..StepTokens::default() };
         for event in self.events.drain(..) {
             if event.token.is_some() {
-                turned.tokens.push(event.key.request);
+                step_tokens.tokens.push(event.key.request);
             }
             match event.finish {
                 Some(Finish::Failed(failure)) => return Err(failure.into()),
-                Some(Finish::Ended(_)) => turned.ended.push(event.key.request),
+                Some(Finish::Ended(_)) => step_tokens.ended.push(event.key.request),
                 None => {}
             }
         }
-        Ok(turned)
+        Ok(step_tokens)
     }
 
-    /// The iteration that ran in the last turn.
+    /// Iteration of the last step.
     pub fn plan(&self) -> &Iteration {
         self.engine.last_plan()
     }
 
-    /// What it was predicted to take, and what it took.
+    /// Predicted and measured duration of the last step.
     pub fn last_step(&self) -> Option<(Duration, Duration)> {
         self.engine.history().iter().next_back().and_then(|step| Some((step.predicted, step.took?)))
     }
 
-    /// The load when it was planned.
+    /// Load when the last iteration was planned.
     pub fn load(&self) -> Load {
         self.engine.history().iter().next_back().map(|step| step.load).unwrap_or_default()
     }

@@ -1,38 +1,41 @@
+//! State of a choice while it waits or runs in the engine.
+
 use std::sync::Arc;
 
 use inflight_contract::{BlockHash, SamplingParams};
 use inflight_worker_core::{Grant, Preemption};
 use tracing::Span;
 
-use super::{Event, Failure, Request, RequestKey};
+use super::{ChoiceEvent, Failure, Request, RequestKey};
 
-/// A choice from its submission to its end.
-pub(super) struct Live {
+/// Choice of a request, from submission to finish.
+pub(super) struct LiveChoice {
     pub key: RequestKey,
     pub attempt: u32,
     pub choice: u32,
-    /// Prompt and generated tokens.
+    /// Token ids of prompt and output.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
     pub sampling: Arc<SamplingParams>,
-    /// Where its block hashes start from.
+    /// Seed of the block hash chain, keyed per tenant.
     root: BlockHash,
-    /// Hashes of its full blocks.
+    /// Hashes of the full blocks.
     chain: Vec<BlockHash>,
-    /// What it counts against its session's grant.
+    /// Share of the session's grant in use by this choice.
     pub cost: Grant,
-    /// Tokens computed since the submission.
+    /// Tokens computed since submission.
     pub computed_tokens: u32,
-    /// Why it is about to end with an error.
+    /// Error to report at the end instead of the finish reason.
     pub failure: Option<Failure>,
     computed_reported: bool,
     span: Span,
-    /// The phase it is in, a child of `span`; closed when replaced or dropped.
+    /// Span of the current phase, a child of `span`; closed when replaced or dropped.
     phase: Span,
 }
 
-impl Live {
-    /// `tokens` are all it has, `chain` the hashes of their full blocks, starting from `root`.
+impl LiveChoice {
+    /// Creates a waiting choice. `tokens` is prompt and resumed output, `chain` the hashes of its full blocks
+    /// from `root`.
     pub fn new(
         request: &Request,
         choice: u32,
@@ -61,13 +64,13 @@ impl Live {
         }
     }
 
-    /// It was given a slot.
+    /// Enters the prefill phase: the choice got a slot.
     pub fn start(&mut self) {
         let tokens = self.tokens.len();
         self.phase = tracing::info_span!(parent: &self.span, "prefill", choice = self.choice, tokens);
     }
 
-    /// It was preempted and waits again.
+    /// Enters the phase of a preempted choice.
     pub fn requeue(&mut self, kind: Preemption) {
         self.phase = match kind {
             Preemption::Recompute => {
@@ -77,7 +80,7 @@ impl Live {
         };
     }
 
-    /// Appends a token. Returns the hash of the block that it fills, if it fills one.
+    /// Appends a token. Returns the block hash if the token completes a block.
     pub fn push(&mut self, token: u32, block_tokens: usize) -> Option<BlockHash> {
         self.tokens.push(token);
         let known = self.chain.len();
@@ -85,12 +88,13 @@ impl Live {
         self.chain.get(known).copied()
     }
 
-    /// Whether its newest token ends it.
+    /// Returns whether `token`, the newest one, stops the choice.
     pub fn ends_with(&self, token: u32, eos_token_ids: &[u32]) -> bool {
         ends(&self.sampling, token, self.tokens.len() - self.prompt_len, eos_token_ids)
     }
 
-    /// Tokens computed before its first new one: reported once, with that.
+    /// Returns the tokens computed before the first new token on the first call, then 0. Enters the decode
+    /// phase.
     pub fn report_computed(&mut self) -> u32 {
         if std::mem::replace(&mut self.computed_reported, true) {
             return 0;
@@ -99,8 +103,8 @@ impl Live {
         self.computed_tokens
     }
 
-    pub fn event(&self) -> Event {
-        Event {
+    pub fn event(&self) -> ChoiceEvent {
+        ChoiceEvent {
             key: self.key,
             attempt: self.attempt,
             choice: self.choice,
@@ -112,7 +116,7 @@ impl Live {
     }
 }
 
-/// Whether a token, the last of so many generated, ends its choice.
+/// Returns whether `token` is an EOS or stop token that ends a choice with `generated` output tokens.
 pub(super) fn ends(sampling: &SamplingParams, token: u32, generated: usize, eos_token_ids: &[u32]) -> bool {
     let is_end = (!sampling.ignore_eos && eos_token_ids.contains(&token))
         || sampling.stop_token_ids.binary_search(&token).is_ok();

@@ -1,12 +1,14 @@
+//! Load and diagnosis of the worker as protobuf messages.
+
 use std::time::Duration;
 
 use inflight_proto::v1;
 use inflight_worker_core::{History, Limits, Load, Objectives, Step, diagnose};
 
-/// Tokens of the prompt whose time to first token a load predicts.
-pub(super) const PROMPT_TOKENS: u32 = 256;
+/// Prompt length of the predicted TTFT in a reported load.
+pub(super) const TTFT_PROMPT_TOKENS: u32 = 256;
 
-/// The load as routers and operators are told it, but for the prediction.
+/// Converts the load, without predictions; `step_us` is the mean iteration time in microseconds.
 pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     v1::Load {
         running_sequences: load.running,
@@ -20,7 +22,7 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
     }
 }
 
-/// What limits the worker, with its last `iterations` iterations.
+/// Diagnoses the worker's bottlenecks and summarises its last `iterations` iterations.
 pub(super) fn diagnosis(
     history: &History,
     now: &Load,

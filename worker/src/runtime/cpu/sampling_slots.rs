@@ -1,48 +1,51 @@
+//! Sampling state of the running sequences: penalties, logit bias, masks of ending tokens.
+
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
 
 use super::super::{Batch, Error, Slot, SlotSetup};
 
-/// What sampling knows of the running sequences.
-pub(super) struct Slots {
-    slots: Vec<Option<State>>,
+/// Slot table.
+pub(super) struct SamplingSlots {
+    slots: Vec<Option<SlotState>>,
 }
 
-/// What sampling knows of one sequence.
-pub(super) struct State {
+/// Sampling state of one sequence.
+pub(super) struct SlotState {
     pub(super) sampling: Arc<SamplingParams>,
     pub(super) choice: u32,
-    /// Tokens that would end it, to be masked before `min_tokens`.
+    /// EOS and stop tokens, masked until `min_tokens` are generated.
     ending: Vec<u32>,
     generated: u32,
-    /// The tokens of prompt and output, if penalties need them: sorted by id, each with how often it was generated.
-    /// Never more entries than the context has tokens.
-    history: Vec<Seen>,
+    /// Tokens of prompt and output, if penalties need them, sorted by id; at most as many as the context has
+    /// tokens.
+    history: Vec<TokenCount>,
 }
 
-struct Seen {
+/// Token of a sequence and the number of times that it was generated.
+struct TokenCount {
     token: u32,
     generated: u32,
 }
 
-impl Slots {
+impl SamplingSlots {
     pub(super) fn new(slots: usize) -> Self {
         Self { slots: (0..slots).map(|_| None).collect() }
     }
 
     pub(super) fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
         let slots = self.slots.len();
-        let Some(place) = self.slots.get_mut(slot as usize) else {
+        let Some(entry) = self.slots.get_mut(slot as usize) else {
             return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
         };
-        *place = Some(State::new(setup));
+        *entry = Some(SlotState::new(setup));
         Ok(())
     }
 
     pub(super) fn detach(&mut self, slot: Slot) {
-        if let Some(place) = self.slots.get_mut(slot as usize) {
-            *place = None;
+        if let Some(entry) = self.slots.get_mut(slot as usize) {
+            *entry = None;
         }
     }
 
@@ -54,7 +57,7 @@ impl Slots {
         }
     }
 
-    pub(super) fn get(&self, slot: Slot) -> Option<&State> {
+    pub(super) fn get(&self, slot: Slot) -> Option<&SlotState> {
         self.slots.get(slot as usize).and_then(Option::as_ref)
     }
 
@@ -65,7 +68,7 @@ impl Slots {
     }
 }
 
-impl State {
+impl SlotState {
     fn new(setup: &SlotSetup<'_>) -> Self {
         let sampling = Arc::clone(&setup.sampling);
         let mut ending = Vec::new();
@@ -80,7 +83,7 @@ impl State {
             let mut prompt = setup.prompt.to_vec();
             prompt.sort_unstable();
             prompt.dedup();
-            history.extend(prompt.into_iter().map(|token| Seen { token, generated: 0 }));
+            history.extend(prompt.into_iter().map(|token| TokenCount { token, generated: 0 }));
         }
         let mut state = Self { sampling, choice: setup.choice, ending, generated: 0, history };
         setup.generated.iter().for_each(|token| state.count(*token));
@@ -90,31 +93,33 @@ impl State {
     fn count(&mut self, token: u32) {
         self.generated += 1;
         if self.sampling.needs_history() {
-            match self.history.binary_search_by_key(&token, |seen| seen.token) {
+            match self.history.binary_search_by_key(&token, |entry| entry.token) {
                 Ok(at) => self.history[at].generated += 1,
-                Err(at) => self.history.insert(at, Seen { token, generated: 1 }),
+                Err(at) => self.history.insert(at, TokenCount { token, generated: 1 }),
             }
         }
     }
 
+    /// Returns whether ending tokens are masked now.
     fn masks(&self) -> bool {
         self.generated < self.sampling.min_tokens && !self.ending.is_empty()
     }
 
-    /// Whether [`State::adjust`] would change anything.
+    /// Returns whether [`SlotState::adjust`] changes logits.
     pub(super) fn adjusts(&self) -> bool {
         !self.history.is_empty() || !self.sampling.logit_bias.is_empty() || self.masks()
     }
 
-    /// Applies penalties, then biases, then the mask of ending tokens.
+    /// Applies penalties, then biases, then the mask of ending tokens, to the logits of one row;
+    /// [vocab_size].
     pub(super) fn adjust(&self, logits: &mut [f32]) {
         let sampling = &*self.sampling;
-        for seen in &self.history {
-            let Some(logit) = logits.get_mut(seen.token as usize) else { continue };
+        for entry in &self.history {
+            let Some(logit) = logits.get_mut(entry.token as usize) else { continue };
             let penalty = sampling.repetition_penalty;
             *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
-            if seen.generated > 0 {
-                *logit -= seen.generated as f32 * sampling.frequency_penalty;
+            if entry.generated > 0 {
+                *logit -= entry.generated as f32 * sampling.frequency_penalty;
                 *logit -= sampling.presence_penalty;
             }
         }

@@ -1,4 +1,5 @@
-//! Service counters of other worker incarnations, as routers report them, kept for routers that connect later.
+//! Service counters of other worker incarnations, reported by routers and passed on to routers that connect
+//! later.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,67 +11,68 @@ use inflight_worker_core::Time;
 
 use crate::engine::SessionId;
 
-/// Incarnations of workers that are remembered, and tenants of each.
+/// Maximum remembered worker incarnations, and tenants of each.
 const INCARNATIONS_MAX: usize = 256;
 const TENANTS_MAX: usize = 10_000;
-/// Longest name that is taken.
+/// Maximum length of an accepted name in bytes.
 const NAME_BYTES_MAX: usize = 128;
-/// How long an incarnation is remembered after the last session that reported of it is closed.
+/// Retention of an incarnation after the last session that reported it has closed.
 const ORPHANED_MAX: Duration = Duration::from_secs(3600);
 
-/// A report that no sound router makes.
+/// Protocol violation: a report that no correct router sends.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Implausible {
-    /// A counter beyond what any worker can have served.
+pub(crate) enum ImplausibleReport {
+    /// A counter exceeds what any worker can have served.
     #[error("service counter {counter} of incarnation {incarnation:?} exceeds the limit of {most}")]
     Counter { incarnation: String, counter: u64, most: u64 },
-    /// Counters that grew faster than any worker serves.
+    /// Counters grew faster than any worker serves.
     #[error(
         "service counters of incarnation {incarnation:?} grew by {grown} since the last report, more than {most}"
     )]
     Growth { incarnation: String, grown: u64, most: u64 },
 }
 
-/// What routers reported of the services of other incarnations.
-pub(crate) struct Services {
+/// Service tables of other incarnations, as reported by routers.
+pub(crate) struct ServiceTables {
     own: String,
-    state: Mutex<State>,
+    state: Mutex<ReportedTables>,
 }
 
-struct State {
+struct ReportedTables {
     table: ServiceTable,
-    reported: BTreeMap<String, Reported>,
+    reported: BTreeMap<String, Reporters>,
 }
 
-/// Who reported of an incarnation.
-struct Reported {
-    /// Sessions that are open.
-    by: BTreeSet<SessionId>,
+/// Sessions whose routers reported an incarnation.
+struct Reporters {
+    /// Open sessions.
+    sessions: BTreeSet<SessionId>,
+    /// Time of the last report, or of the close of a reporting session.
     last: Time,
 }
 
-impl Services {
-    /// Of others than the incarnation `own`, for which the engine's own counters speak.
+impl ServiceTables {
+    /// Creates empty tables. Reports of the incarnation `own` are ignored: the engine has its counters.
     pub fn new(own: &str) -> Self {
         let table = ServiceTable::new(INCARNATIONS_MAX, TENANTS_MAX);
-        Self { own: own.to_owned(), state: Mutex::new(State { table, reported: BTreeMap::new() }) }
+        Self { own: own.to_owned(), state: Mutex::new(ReportedTables { table, reported: BTreeMap::new() }) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Every critical section leaves the state whole, so a panic elsewhere does not spoil it.
+    fn lock(&self) -> MutexGuard<'_, ReportedTables> {
+        // Every critical section leaves the state consistent, so poisoning can be ignored.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in what a session's router reports.
+    /// Merges a router's report.
     ///
     /// # Errors
-    /// [`Implausible`]; then nothing of the report was taken in, and the session should be closed.
+    /// [`ImplausibleReport`]; then nothing is merged, and the session should be closed.
     pub fn report(
         &self,
         session: SessionId,
         report: &v1::ServiceTable,
         now: Time,
-    ) -> Result<(), Implausible> {
+    ) -> Result<(), ImplausibleReport> {
         let valid = |name: &str| name.len() <= NAME_BYTES_MAX;
         let incarnation = &report.incarnation;
         if *incarnation == self.own || incarnation.is_empty() || !valid(incarnation) {
@@ -82,7 +84,7 @@ impl Services {
         let largest = charges().map(|charge| charge.service.max(charge.baseline)).max().unwrap_or(0);
         if largest > SERVICE_COUNTER_MAX {
             let (incarnation, most) = (incarnation.clone(), SERVICE_COUNTER_MAX);
-            return Err(Implausible::Counter { incarnation, counter: largest, most });
+            return Err(ImplausibleReport::Counter { incarnation, counter: largest, most });
         }
         if let Some(known) = state.reported.get(incarnation) {
             let most = plausible_growth(now.since(known.last));
@@ -92,30 +94,30 @@ impl Services {
             });
             let grown = growth.fold(0, u64::saturating_add);
             if grown > most {
-                return Err(Implausible::Growth { incarnation: incarnation.clone(), grown, most });
+                return Err(ImplausibleReport::Growth { incarnation: incarnation.clone(), grown, most });
             }
         }
         for charge in charges() {
             let charged = Charged { cost: charge.service, base: charge.baseline.min(charge.service) };
             state.table.merge(incarnation, &charge.tenant, charged);
         }
-        let new = || Reported { by: BTreeSet::new(), last: now };
-        let reported = state.reported.entry(incarnation.clone()).or_insert_with(new);
-        reported.by.insert(session);
-        reported.last = now;
+        let new = || Reporters { sessions: BTreeSet::new(), last: now };
+        let reporters = state.reported.entry(incarnation.clone()).or_insert_with(new);
+        reporters.sessions.insert(session);
+        reporters.last = now;
         Ok(())
     }
 
-    /// A session is closed: what only its router reported is forgotten after a while.
+    /// Removes a closed session; incarnations that only its router reported expire after [`ORPHANED_MAX`].
     pub fn close(&self, session: SessionId, now: Time) {
-        for reported in self.lock().reported.values_mut() {
-            if reported.by.remove(&session) {
-                reported.last = now;
+        for reporters in self.lock().reported.values_mut() {
+            if reporters.sessions.remove(&session) {
+                reporters.last = now;
             }
         }
     }
 
-    /// All that is known, for a new session.
+    /// Returns all tables, for a new session.
     pub fn all(&self, now: Time) -> Vec<v1::ServiceTable> {
         let mut state = self.lock();
         state.forget_orphaned(now);
@@ -133,12 +135,12 @@ impl Services {
     }
 }
 
-impl State {
+impl ReportedTables {
     fn forget_orphaned(&mut self, now: Time) {
         let Self { table, reported } = self;
-        reported.retain(|incarnation, reported| {
+        reported.retain(|incarnation, reporters| {
             let known = table.knows(incarnation);
-            let orphaned = reported.by.is_empty() && now.since(reported.last) >= ORPHANED_MAX;
+            let orphaned = reporters.sessions.is_empty() && now.since(reporters.last) >= ORPHANED_MAX;
             if orphaned {
                 table.forget(incarnation);
             }
@@ -163,41 +165,41 @@ mod tests {
     }
 
     #[test]
-    fn what_one_router_reported_another_is_told_and_nobody_speaks_for_this_incarnation() {
-        let services = Services::new("own");
+    fn reports_reach_other_routers_except_those_of_the_own_incarnation() {
+        let tables = ServiceTables::new("own");
         for report in
             [table("own", 1), table("gone", 5), table("gone", 3), table("", 1), table(&"x".repeat(200), 1)]
         {
-            services.report(SessionId(1), &report, NOW).unwrap();
+            tables.report(SessionId(1), &report, NOW).unwrap();
         }
-        assert_eq!(services.all(NOW), [table("gone", 5)]);
+        assert_eq!(tables.all(NOW), [table("gone", 5)]);
     }
 
     #[test]
-    fn counters_that_no_worker_reaches_are_refused_and_leave_nothing_behind() {
-        let services = Services::new("own");
-        let refused = services.report(SessionId(1), &table("ghost", 1 << 63), NOW).unwrap_err();
+    fn implausible_counters_are_rejected_without_a_trace() {
+        let tables = ServiceTables::new("own");
+        let refused = tables.report(SessionId(1), &table("ghost", 1 << 63), NOW).unwrap_err();
         assert_eq!(
             refused.to_string(),
             "service counter 9223372036854775808 of incarnation \"ghost\" exceeds the limit of 1125899906842624"
         );
-        assert_eq!(services.all(NOW), []);
-        services.report(SessionId(1), &table("gone", 1000), NOW).unwrap();
-        let refused = services.report(SessionId(1), &table("gone", 1 << 40), after(1)).unwrap_err();
-        assert!(matches!(refused, Implausible::Growth { .. }), "{refused}");
-        assert_eq!(services.all(NOW), [table("gone", 1000)]);
-        services.report(SessionId(1), &table("gone", 1 << 40), after(1 << 14)).unwrap();
+        assert_eq!(tables.all(NOW), []);
+        tables.report(SessionId(1), &table("gone", 1000), NOW).unwrap();
+        let refused = tables.report(SessionId(1), &table("gone", 1 << 40), after(1)).unwrap_err();
+        assert!(matches!(refused, ImplausibleReport::Growth { .. }), "{refused}");
+        assert_eq!(tables.all(NOW), [table("gone", 1000)]);
+        tables.report(SessionId(1), &table("gone", 1 << 40), after(1 << 14)).unwrap();
     }
 
     #[test]
-    fn an_incarnation_is_forgotten_an_hour_after_the_last_router_that_reported_it_is_gone() {
-        let services = Services::new("own");
-        services.report(SessionId(1), &table("gone", 5), NOW).unwrap();
-        services.report(SessionId(2), &table("gone", 5), NOW).unwrap();
-        services.close(SessionId(1), after(10));
-        assert_eq!(services.all(after(100_000)), [table("gone", 5)], "one still speaks for it");
-        services.close(SessionId(2), after(100_000));
-        assert_eq!(services.all(after(103_599)), [table("gone", 5)]);
-        assert_eq!(services.all(after(103_600)), []);
+    fn an_incarnation_is_forgotten_an_hour_after_its_last_reporter_is_gone() {
+        let tables = ServiceTables::new("own");
+        tables.report(SessionId(1), &table("gone", 5), NOW).unwrap();
+        tables.report(SessionId(2), &table("gone", 5), NOW).unwrap();
+        tables.close(SessionId(1), after(10));
+        assert_eq!(tables.all(after(100_000)), [table("gone", 5)], "one reporter is left");
+        tables.close(SessionId(2), after(100_000));
+        assert_eq!(tables.all(after(103_599)), [table("gone", 5)]);
+        assert_eq!(tables.all(after(103_600)), []);
     }
 }

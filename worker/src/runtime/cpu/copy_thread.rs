@@ -1,3 +1,5 @@
+//! Copy thread: asynchronous transfers between the KV block pool and the host pool.
+
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -7,27 +9,29 @@ use inflight_worker_core::{Direction, Transfer};
 
 use super::super::{Error, TransferDone};
 
-/// Transfers that may wait for the thread. Each belongs to a sequence that was running, so there are never many.
+/// Maximum queued transfers. Each belongs to a sequence that was running, so there are never many.
 const QUEUED_MAX: usize = 1024;
 
-/// The copy engine: a thread that moves blocks between the KV pool and the host's while others compute.
-pub(super) struct Copies {
-    /// `None` where there is no host pool, and once the thread is told to end.
+/// Handle of a thread that copies blocks between the KV block pool and the host pool while others compute.
+pub(super) struct CopyThread {
+    /// Queue of transfers; `None` without a host pool and after shutdown.
     jobs: Option<SyncSender<Transfer>>,
     done: Receiver<TransferDone>,
     thread: Option<JoinHandle<()>>,
     device_blocks: u32,
     host_blocks: u32,
-    under_way: usize,
-    /// Received while waiting, not reported yet.
+    /// Transfers submitted and not reported.
+    in_flight: usize,
+    /// Finished transfers that were received but not reported.
     arrived: Vec<TransferDone>,
 }
 
-impl Copies {
-    /// Starts the thread, if there is a host pool. A block has a part in each copier's pools, all of one number of blocks.
+impl CopyThread {
+    /// Starts the thread if there is a host pool. There is one copier per rank; each holds its shard of every
+    /// block.
     ///
     /// # Errors
-    /// The operating system refused the thread.
+    /// Starting the thread failed.
     pub(super) fn start(
         mut copiers: Vec<KvCopier>,
         device_blocks: u32,
@@ -43,14 +47,14 @@ impl Copies {
                     Direction::In => KvDirection::In,
                 };
                 for copier in &mut copiers {
-                    // SAFETY: the scheduler gives the blocks of a transfer to nobody else before it is reported as
-                    // finished, and starts none while an iteration in flight writes to them; this is the only
-                    // copier of its pools.
+                    // SAFETY: the scheduler starts no transfer of blocks that an iteration in flight writes,
+                    // and reuses the blocks only after the transfer is reported as finished; the indices were
+                    // checked in `submit`, and this thread owns the only copier of the pools.
                     unsafe { copier.copy(direction, &transfer.blocks) };
                 }
                 let finished = TransferDone { id: transfer.id, succeeded: true, took: begun.elapsed() };
                 if outbox.send(finished).is_err() {
-                    return; // the runtime is gone
+                    return; // the runtime was dropped
                 }
             }
         };
@@ -64,11 +68,12 @@ impl Copies {
             thread,
             device_blocks,
             host_blocks,
-            under_way: 0,
+            in_flight: 0,
             arrived: Vec::new(),
         })
     }
 
+    /// Queues a transfer.
     pub(super) fn submit(&mut self, transfer: &Transfer) -> Result<(), Error> {
         let malformed = |what: &str| Err(Error::Malformed(what.to_owned()));
         let Some(jobs) = &self.jobs else { return malformed("there is no host pool to transfer to") };
@@ -77,44 +82,43 @@ impl Copies {
             return malformed("a transferred block is out of its pool");
         }
         if jobs.send(transfer.clone()).is_err() {
-            return Err(gone());
+            return Err(thread_ended());
         }
-        self.under_way += 1;
+        self.in_flight += 1;
         Ok(())
     }
 
     pub(super) fn finished(&mut self, finished: &mut Vec<TransferDone>) {
         self.arrived.extend(self.done.try_iter());
-        self.under_way -= self.arrived.len();
+        self.in_flight -= self.arrived.len();
         finished.append(&mut self.arrived);
     }
 
-    /// # Errors
-    /// [`Error::Device`] if the thread is gone: it panicked.
+    /// Blocks until a transfer finishes, if one is in flight; [`Error::Device`] if the thread has panicked.
     pub(super) fn wait(&mut self) -> Result<(), Error> {
-        if self.under_way > 0 && self.arrived.is_empty() {
-            self.arrived.push(self.done.recv().map_err(|_| gone())?);
+        if self.in_flight > 0 && self.arrived.is_empty() {
+            self.arrived.push(self.done.recv().map_err(|_| thread_ended())?);
         }
         Ok(())
     }
 }
 
-fn gone() -> Error {
+fn thread_ended() -> Error {
     Error::Device("the thread that copies blocks to and from the host is gone".to_owned())
 }
 
-impl Drop for Copies {
+impl Drop for CopyThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // It may wait to report a finished transfer.
-            while self.under_way > self.arrived.len() {
+            // Drain the results, as the thread may block on sending one.
+            while self.in_flight > self.arrived.len() {
                 match self.done.recv() {
                     Ok(done) => self.arrived.push(done),
                     Err(_) => break,
                 }
             }
-            // If it panicked, the panic hook has said so.
+            // A panic was logged by the panic hook.
             let _ = thread.join();
         }
     }
@@ -125,19 +129,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_for_a_copy_of_a_dead_thread_fails_instead_of_returning() {
+    fn waiting_for_a_copy_of_a_dead_thread_fails() {
         let (_, done) = sync_channel(1);
-        let mut copies = Copies {
+        let mut copies = CopyThread {
             jobs: None,
             done,
             thread: None,
             device_blocks: 4,
             host_blocks: 4,
-            under_way: 1,
+            in_flight: 1,
             arrived: Vec::new(),
         };
         assert!(matches!(copies.wait(), Err(Error::Device(_))));
-        copies.under_way = 0;
-        assert!(copies.wait().is_ok(), "with nothing under way there is nothing to wait for");
+        copies.in_flight = 0;
+        assert!(copies.wait().is_ok(), "with nothing in flight there is nothing to wait for");
     }
 }

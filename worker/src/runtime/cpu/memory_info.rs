@@ -1,7 +1,9 @@
+//! MemoryInfo limits of the process, from /proc/meminfo and control groups.
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// A number of bytes as people read it.
+/// Displays bytes in human-readable units.
 pub(super) struct Readable(pub(super) u64);
 
 impl fmt::Display for Readable {
@@ -15,34 +17,34 @@ impl fmt::Display for Readable {
     }
 }
 
-/// Bytes of memory that this process may use in all, and those that are free right now: the machine's or, if less,
-/// its control group's. `None` where the system does not say.
+/// Total and available memory of this process in bytes: the machine's or, if less, its control groups'.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Memory {
+pub(super) struct MemoryInfo {
     pub(super) total: u64,
     pub(super) available: u64,
 }
 
-pub(super) fn memory() -> Option<Memory> {
-    let machine = parse_machine(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
+/// Reads the memory limits; `None` if the system does not report them.
+pub(super) fn memory_info() -> Option<MemoryInfo> {
+    let machine = parse_meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     Some(group_files(&groups).fold(machine, |memory, (limit, usage)| {
-        let number = |path: &Path| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-        let Some(limit) = number(&limit) else { return memory };
-        let free = limit.saturating_sub(number(&usage).unwrap_or(0));
-        Memory { total: memory.total.min(limit), available: memory.available.min(free) }
+        let bytes = |path: &Path| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+        let Some(limit) = bytes(&limit) else { return memory };
+        let free = limit.saturating_sub(bytes(&usage).unwrap_or(0));
+        MemoryInfo { total: memory.total.min(limit), available: memory.available.min(free) }
     }))
 }
 
-fn parse_machine(text: &str) -> Option<Memory> {
+fn parse_meminfo(text: &str) -> Option<MemoryInfo> {
     let field = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
         line.trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kilobytes| kilobytes << 10)
     };
-    Some(Memory { total: field("MemTotal:")?, available: field("MemAvailable:")? })
+    Some(MemoryInfo { total: field("MemTotal:")?, available: field("MemAvailable:")? })
 }
 
-/// Files with limit and usage of the process's control group and of those above it, in both versions.
+/// Returns limit and usage files of the process's control groups and their ancestors, for cgroup v1 and v2.
 fn group_files(groups: &str) -> impl Iterator<Item = (PathBuf, PathBuf)> + '_ {
     groups.lines().flat_map(|line| {
         let mut parts = line.splitn(3, ':').skip(1);
@@ -65,10 +67,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_and_every_group_above_the_process_count() {
+    fn limits_are_those_of_the_machine_and_all_ancestor_cgroups() {
         let machine = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:    1024 kB\n";
-        assert_eq!(parse_machine(machine), Some(Memory { total: 2 << 20, available: 1 << 20 }));
-        assert_eq!(parse_machine("MemTotal: many\n"), None);
+        assert_eq!(parse_meminfo(machine), Some(MemoryInfo { total: 2 << 20, available: 1 << 20 }));
+        assert_eq!(parse_meminfo("MemTotal: many\n"), None);
         let files = |groups| group_files(groups).map(|(limit, _)| limit).collect::<Vec<_>>();
         let levels =
             ["/sys/fs/cgroup/a/b/memory.max", "/sys/fs/cgroup/a/memory.max", "/sys/fs/cgroup/memory.max"];
@@ -76,7 +78,7 @@ mod tests {
         let first =
             ["/sys/fs/cgroup/memory/x/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
         assert_eq!(files("3:cpu,cpuacct:/y\n4:memory:/x\n"), first.map(PathBuf::from));
-        let here = memory().expect("this is Linux");
+        let here = memory_info().expect("this is Linux");
         assert!(here.available <= here.total && here.total > 0);
     }
 }

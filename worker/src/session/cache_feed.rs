@@ -1,80 +1,83 @@
+//! Prefix-cache feed of a session: a snapshot in pieces, then the events since.
+
 use inflight_proto::v1;
 use inflight_worker_core::{BlockHash, CacheEvent, CacheTier};
 
-/// Changes of the prefix cache that may wait for a router.
+/// Maximum events queued for a router.
 const EVENTS_MAX: usize = 1 << 14;
 
-/// Blocks in one piece of a snapshot: 64 KiB on the wire.
+/// Blocks per piece of a snapshot: 64 KiB on the wire.
 const PIECE_BLOCKS: usize = 1 << 13;
 
-/// What a session still has to be told of the prefix cache.
+/// Prefix-cache snapshot and events that a session has not sent yet.
 ///
-/// A router first gets all that the cache holds, piece by piece, then every change since. One that does not read loses
-/// changes in the end, and once it reads again it gets all from the start.
+/// A router first receives the cache's content, piece by piece, then every event since. If it does not read
+/// and the queue overflows, events are dropped, and it receives a new snapshot once it reads again.
 ///
-/// **Invariant**: what was taken, in order, is a snapshot followed by all changes after it, without a gap; or the next
-/// thing taken is the first piece of a new snapshot. It holds at most one snapshot and [`EVENTS_MAX`] changes.
+/// **Invariant**: the sequence of taken items is a snapshot followed by all events after it, without a gap;
+/// or the next taken item is the first piece of a new snapshot. At most one snapshot and [`EVENTS_MAX`]
+/// events are held.
 #[derive(Debug, Default)]
-pub(super) struct CacheNews {
-    snapshot: Option<Snapshot>,
+pub(super) struct CacheFeed {
+    snapshot: Option<PendingSnapshot>,
     events: v1::KvEvents,
-    /// Changes were dropped.
+    /// Events were dropped since the last snapshot.
     lost: bool,
-    /// A snapshot is to be made.
-    wanted: bool,
+    /// A snapshot must be started.
+    needs_snapshot: bool,
 }
 
 #[derive(Debug)]
-struct Snapshot {
+struct PendingSnapshot {
     blocks: Vec<(CacheTier, u64)>,
     sent: usize,
     next: u64,
 }
 
-impl CacheNews {
-    /// Adds changes, the first of which has this number.
+impl CacheFeed {
+    /// Queues consecutive events, the first of which is number `first`.
     pub fn push(&mut self, first: u64, events: &[(CacheTier, CacheEvent)]) {
         if self.lost {
             return;
         }
-        let kept = self.events.events.len();
-        let gap = kept > 0 && self.events.first_event + kept as u64 != first;
-        if gap || kept + events.len() > EVENTS_MAX {
+        let queued = self.events.events.len();
+        let gap = queued > 0 && self.events.first_event + queued as u64 != first;
+        if gap || queued + events.len() > EVENTS_MAX {
             *self = Self { lost: true, ..Self::default() };
             return;
         }
-        if kept == 0 {
+        if queued == 0 {
             self.events.first_event = first;
         }
         self.events.events.extend(events.iter().map(|(tier, event)| event_of(*tier, *event)));
     }
 
-    /// Begins anew with all that the cache holds; changes are numbered from `next` on.
-    pub fn begin(&mut self, contents: impl Iterator<Item = (CacheTier, BlockHash)>, next: u64) {
+    /// Starts a snapshot of `contents`, dropping queued items; later events are numbered from `next`.
+    pub fn start_snapshot(&mut self, contents: impl Iterator<Item = (CacheTier, BlockHash)>, next: u64) {
         let blocks = contents.map(|(tier, hash)| (tier, hash.short())).collect();
-        *self = Self { snapshot: Some(Snapshot { blocks, sent: 0, next }), ..Self::default() };
+        *self = Self { snapshot: Some(PendingSnapshot { blocks, sent: 0, next }), ..Self::default() };
     }
 
-    /// The router has asked for a snapshot. One that is under way answers it.
-    pub fn request(&mut self) {
-        self.wanted |= self.snapshot.is_none();
+    /// Requests a snapshot on behalf of the router, unless one is being sent.
+    pub fn request_snapshot(&mut self) {
+        self.needs_snapshot |= self.snapshot.is_none();
     }
 
-    /// Whether [`CacheNews::begin`] is to be called.
-    pub fn is_wanted(&self) -> bool {
-        self.wanted
+    /// Returns whether the owner must call [`CacheFeed::start_snapshot`].
+    pub fn needs_snapshot(&self) -> bool {
+        self.needs_snapshot
     }
 
-    /// Whether there is something to take.
+    /// Returns whether [`CacheFeed::take`] would return nothing.
     pub fn is_empty(&self) -> bool {
         self.snapshot.is_none() && self.events.events.is_empty()
     }
 
-    /// Takes what goes into the next update.
+    /// Takes the snapshot piece and the events for the next update.
     pub fn take(&mut self) -> (Option<v1::KvSnapshot>, Option<v1::KvEvents>) {
-        // It reads, so it is worth a snapshot.
-        self.wanted |= self.lost;
-        let piece = self.snapshot.as_mut().map(Snapshot::piece);
+        // The router reads again, so a new snapshot reaches it.
+        self.needs_snapshot |= self.lost;
+        let piece = self.snapshot.as_mut().map(PendingSnapshot::piece);
         if piece.as_ref().is_some_and(|piece| piece.next_event.is_some()) {
             self.snapshot = None;
         }
@@ -84,7 +87,7 @@ impl CacheNews {
     }
 }
 
-impl Snapshot {
+impl PendingSnapshot {
     fn piece(&mut self) -> v1::KvSnapshot {
         let left = &self.blocks[self.sent..];
         let mut piece = v1::KvSnapshot { is_first: self.sent == 0, ..v1::KvSnapshot::default() };
@@ -124,13 +127,13 @@ mod tests {
     #[test]
     fn a_snapshot_comes_in_pieces_before_the_changes_after_it() {
         let total = 2 * PIECE_BLOCKS + 5;
-        let mut news = CacheNews::default();
+        let mut feed = CacheFeed::default();
         let tier = |raw: u128| if raw.is_multiple_of(3) { CacheTier::Host } else { CacheTier::Device };
-        news.begin((0..total as u128).map(|raw| (tier(raw), BlockHash::from_raw(raw))), 70);
-        news.push(70, &stored(900_000..900_002));
+        feed.start_snapshot((0..total as u128).map(|raw| (tier(raw), BlockHash::from_raw(raw))), 70);
+        feed.push(70, &stored(900_000..900_002));
         let mut blocks = BTreeSet::new();
         for number in 0..3 {
-            let (piece, events) = news.take();
+            let (piece, events) = feed.take();
             let piece = piece.unwrap();
             assert!(piece.device_block_hashes.len() + piece.host_block_hashes.len() <= PIECE_BLOCKS);
             assert_eq!(piece.is_first, number == 0);
@@ -143,34 +146,34 @@ mod tests {
             blocks.extend(piece.device_block_hashes.into_iter().chain(piece.host_block_hashes));
         }
         assert_eq!(blocks.len(), total);
-        assert!(news.is_empty());
-        news.begin(std::iter::empty(), 72);
+        assert!(feed.is_empty());
+        feed.start_snapshot(std::iter::empty(), 72);
         assert_eq!(
-            news.take().0.map(|piece| (piece.is_first, piece.next_event)),
+            feed.take().0.map(|piece| (piece.is_first, piece.next_event)),
             Some((true, Some(72))),
-            "also of nothing"
+            "also of an empty cache"
         );
     }
 
     #[test]
-    fn a_router_that_does_not_read_costs_no_more_than_the_bound_and_begins_anew_once_it_reads() {
-        let mut news = CacheNews::default();
+    fn a_router_that_does_not_read_overflows_and_gets_a_new_snapshot() {
+        let mut feed = CacheFeed::default();
         let mut first = 0;
         for _ in 0..100 {
-            news.push(first, &stored(0..1000));
+            feed.push(first, &stored(0..1000));
             first += 1000;
-            assert!(news.events.events.len() <= EVENTS_MAX);
+            assert!(feed.events.events.len() <= EVENTS_MAX);
         }
-        assert!(!news.is_wanted(), "nobody reads");
-        assert_eq!(news.take(), (None, None));
-        assert!(news.is_wanted());
-        news.begin(std::iter::once((CacheTier::Device, BlockHash::from_raw(1))), first);
-        news.request();
-        assert!(!news.is_wanted(), "one is under way");
-        news.push(first, &stored(5..6));
-        let (piece, events) = news.take();
+        assert!(!feed.needs_snapshot(), "the router does not read");
+        assert_eq!(feed.take(), (None, None));
+        assert!(feed.needs_snapshot());
+        feed.start_snapshot(std::iter::once((CacheTier::Device, BlockHash::from_raw(1))), first);
+        feed.request_snapshot();
+        assert!(!feed.needs_snapshot(), "one is being sent");
+        feed.push(first, &stored(5..6));
+        let (piece, events) = feed.take();
         assert_eq!((piece.unwrap().next_event, events.unwrap().first_event), (Some(first), first));
-        news.request();
-        assert!(news.is_wanted());
+        feed.request_snapshot();
+        assert!(feed.needs_snapshot());
     }
 }

@@ -1,0 +1,393 @@
+//! Engine thread: receives messages of sessions, steps the engine and publishes updates to the outboxes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::sync::Arc;
+use std::time::Duration;
+
+use inflight_contract::CostCoefficients;
+use inflight_proto::v1;
+use inflight_worker_core::{CacheEvent, CacheTier, Grant, Load, Time};
+use tokio::sync::{mpsc, oneshot};
+
+use super::load_report;
+use super::outbox::{Outbox, WorkerReport};
+use super::watchdog::Watchdog;
+use crate::engine::{ChoiceEvent, Command, Engine, EngineFailed, SessionId, StepReport};
+use crate::metrics::StepMetrics;
+
+/// Capacity of the engine's message queue; a full queue back-pressures the sessions' request streams.
+pub(crate) const COMMANDS_MAX: usize = 4096;
+
+/// Identity of the router at the other end of a session.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct RouterName {
+    pub id: String,
+    /// Random id of the router process; empty if the router does not send one.
+    pub incarnation: String,
+}
+
+impl RouterName {
+    fn is_same_process(&self, other: &Self) -> bool {
+        !self.incarnation.is_empty() && self == other
+    }
+}
+
+/// Message to the engine thread.
+pub(crate) enum Message {
+    /// Session opened by this router; its updates go to the outbox.
+    Open(SessionId, RouterName, Arc<Outbox>),
+    /// Command of an open session.
+    Command(Command),
+    /// The session's router requests a snapshot of the prefix cache.
+    Resync(SessionId),
+    /// Diagnose the worker's bottlenecks.
+    Diagnose {
+        /// Number of recent iterations to summarize.
+        iterations: u32,
+        /// Channel for the response.
+        reply: oneshot::Sender<v1::DiagnoseResponse>,
+    },
+    /// Reject new requests, finish running ones, then return.
+    Drain,
+    /// Return immediately.
+    Stop,
+}
+
+/// Clock of the engine: time since its start. Follows tokio's clock, so simulations can pause it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Clock(tokio::time::Instant);
+
+impl Clock {
+    pub fn start() -> Self {
+        Self(tokio::time::Instant::now())
+    }
+
+    pub fn now(self) -> Time {
+        Time::from_nanos(u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    }
+}
+
+/// Engine loop with everything that it publishes to sessions.
+pub(crate) struct EngineThread {
+    engine: Engine,
+    messages: mpsc::Receiver<Message>,
+    clock: Clock,
+    outboxes: BTreeMap<SessionId, Arc<Outbox>>,
+    routers: BTreeMap<SessionId, RouterName>,
+    events: Vec<ChoiceEvent>,
+    metrics: StepMetrics,
+    /// Exponential moving average of the step duration, in microseconds.
+    step_us: u64,
+    draining: bool,
+    recording: Option<BufWriter<File>>,
+    cache_events: Vec<(CacheTier, CacheEvent)>,
+    /// Number of the next prefix-cache event.
+    cache_sequence: u64,
+    /// Load at the last metrics update.
+    recorded_load: Load,
+    watchdog: Arc<Watchdog>,
+    /// Cost coefficients last sent to the routers.
+    last_sent_cost: CostCoefficients,
+}
+
+impl EngineThread {
+    /// Creates the loop; the engine's recording is written to `recording`.
+    pub fn new(
+        engine: Engine,
+        messages: mpsc::Receiver<Message>,
+        clock: Clock,
+        recording: Option<File>,
+        watchdog: Arc<Watchdog>,
+    ) -> Self {
+        let metrics = StepMetrics::new(engine.limits().blocks);
+        Self {
+            engine,
+            messages,
+            clock,
+            outboxes: BTreeMap::new(),
+            routers: BTreeMap::new(),
+            events: Vec::new(),
+            metrics,
+            step_us: 0,
+            draining: false,
+            recording: recording.map(BufWriter::new),
+            cache_events: Vec::new(),
+            cache_sequence: 0,
+            recorded_load: Load::default(),
+            watchdog,
+            last_sent_cost: CostCoefficients::default(),
+        }
+    }
+
+    /// Runs until it is drained or stopped, all senders are gone, or the device fails.
+    ///
+    /// # Errors
+    /// [`EngineFailed`] if the device failed.
+    pub fn run(mut self) -> Result<(), EngineFailed> {
+        let outcome = self.run_loop();
+        self.write_log(true);
+        for outbox in self.outboxes.values() {
+            outbox.close();
+        }
+        outcome
+    }
+
+    fn run_loop(&mut self) -> Result<(), EngineFailed> {
+        let mut idle = true;
+        loop {
+            if idle {
+                if self.draining {
+                    return Ok(());
+                }
+                let Some(message) = self.messages.blocking_recv() else { return Ok(()) };
+                if !self.handle(message) {
+                    return Ok(());
+                }
+            }
+            if !self.handle_queued() {
+                return Ok(());
+            }
+            let now = self.clock.now();
+            self.watchdog.begin(now, self.engine.predict_largest_step());
+            let stepped = self.engine.step(now, &mut self.events);
+            self.watchdog.end();
+            idle = stepped.as_ref().is_ok_and(|step| step.idle);
+            self.finish_step(stepped)?;
+        }
+    }
+
+    /// Like [`EngineThread::run`] as an async task on tokio's clock: sleeps for the reported duration of each
+    /// step.
+    ///
+    /// # Errors
+    /// [`EngineFailed`] if the device failed.
+    pub async fn run_as_task(mut self) -> Result<(), EngineFailed> {
+        let outcome = self.run_loop_as_task().await;
+        self.outboxes.values().for_each(|outbox| outbox.close());
+        outcome
+    }
+
+    async fn run_loop_as_task(&mut self) -> Result<(), EngineFailed> {
+        /// Minimum sleep per step, so that simulated time advances.
+        const STEP_MIN: Duration = Duration::from_micros(10);
+        let mut idle = true;
+        loop {
+            if idle {
+                if self.draining {
+                    return Ok(());
+                }
+                let Some(message) = self.messages.recv().await else { return Ok(()) };
+                if !self.handle(message) {
+                    return Ok(());
+                }
+            }
+            if !self.handle_queued() {
+                return Ok(());
+            }
+            let now = self.clock.now();
+            self.watchdog.begin(now, self.engine.predict_largest_step());
+            let stepped = self.engine.step(now, &mut self.events);
+            self.watchdog.end();
+            idle = stepped.as_ref().is_ok_and(|step| step.idle);
+            if let Ok(step) = &stepped {
+                tokio::time::sleep(step.took.max(STEP_MIN)).await;
+            }
+            self.finish_step(stepped)?;
+        }
+    }
+
+    /// Handles queued messages: at most a queue's length, so that a flood of commands can't starve the
+    /// engine. Returns false to stop.
+    fn handle_queued(&mut self) -> bool {
+        for _ in 0..COMMANDS_MAX {
+            let Ok(message) = self.messages.try_recv() else { break };
+            if !self.handle(message) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn finish_step(&mut self, stepped: Result<StepReport, EngineFailed>) -> Result<(), EngineFailed> {
+        if let Ok(step) = &stepped {
+            self.measure(step);
+        }
+        self.deliver();
+        self.write_log(stepped.as_ref().map_or(true, |step| step.idle));
+        stepped.map(drop)
+    }
+
+    /// Handles one message. Returns false to stop.
+    fn handle(&mut self, message: Message) -> bool {
+        match message {
+            Message::Open(session, router, outbox) => {
+                // A router process has one session per worker: opening another one abandons the first.
+                let same = self.routers.iter().filter(|(_, other)| router.is_same_process(other));
+                let abandoned: Vec<SessionId> = same.map(|(session, _)| *session).collect();
+                for old in abandoned {
+                    tracing::info!(session = old.0, "closing session: its router has opened another one");
+                    self.close(old);
+                }
+                self.routers.insert(session, router);
+                self.publish_cache_events();
+                outbox.start_cache_snapshot(self.engine.cache_contents(), self.cache_sequence);
+                outbox.set_cost(self.engine.cost_coefficients().into());
+                self.engine.charged().for_each(|(tenant, charged)| outbox.set_charged(tenant, charged));
+                self.outboxes.insert(session, outbox);
+                self.engine.command(Command::Open(session), self.clock.now(), &mut self.events);
+            }
+            Message::Resync(session) => {
+                if let Some(outbox) = self.outboxes.get(&session) {
+                    outbox.request_cache_snapshot();
+                }
+            }
+            Message::Command(command) => {
+                if let Command::Submit(request) = &command
+                    && let Some(outbox) = self.outboxes.get(&request.key.session)
+                {
+                    outbox.count_submission();
+                }
+                match command {
+                    Command::Close(session) => self.close(session),
+                    command => self.engine.command(command, self.clock.now(), &mut self.events),
+                }
+            }
+            Message::Diagnose { iterations, reply } => {
+                let (history, load, limits) =
+                    (self.engine.history(), self.engine.load(), self.engine.limits());
+                let Grant { sequences, blocks } = self.engine.granted_in_use();
+                let in_use = v1::Grant { sequences, kv_blocks: blocks, priority_sequences: 0 };
+                let diagnosis = load_report::diagnosis(history, &load, limits, self.step_us, iterations);
+                // The caller may have disconnected.
+                let _ = reply.send(v1::DiagnoseResponse { granted_in_use: Some(in_use), ..diagnosis });
+            }
+            Message::Drain => {
+                self.draining = true;
+                self.engine.drain();
+            }
+            Message::Stop => return false,
+        }
+        true
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.routers.remove(&session);
+        self.engine.command(Command::Close(session), self.clock.now(), &mut self.events);
+        if let Some(outbox) = self.outboxes.remove(&session) {
+            outbox.close();
+        }
+    }
+
+    /// Returns the number of router processes; sessions without an incarnation count as one process each.
+    fn count_routers(&self) -> u32 {
+        let named: BTreeSet<&RouterName> =
+            self.routers.values().filter(|router| !router.incarnation.is_empty()).collect();
+        let unnamed = self.routers.values().filter(|router| router.incarnation.is_empty()).count();
+        (named.len() + unnamed) as u32
+    }
+
+    /// Writes the engine's new recording; with `flush`, through to the file.
+    fn write_log(&mut self, flush: bool) {
+        let log = self.engine.take_log(); // also without a file, or it would grow without bound
+        let Some(file) = &mut self.recording else { return };
+        let written = file.write_all(&log);
+        let flushed = if flush { file.flush() } else { Ok(()) };
+        if let Err(error) = written.and(flushed) {
+            tracing::error!(%error, "recording stopped: cannot write the file");
+            self.recording = None;
+        }
+    }
+
+    fn deliver(&mut self) {
+        self.publish_cache_events();
+        self.publish_cost();
+        for (tenant, charged) in self.engine.drain_charged() {
+            self.outboxes.values().for_each(|outbox| outbox.set_charged(tenant, charged));
+        }
+        // A tenant that becomes active again starts at the minimum virtual time of the tenants waiting at any
+        // router, or, if none wait, at the maximum of those that ran (start-time fair queueing).
+        let min_waiting = self.outboxes.values().filter_map(|outbox| outbox.min_waiting_virtual_time()).min();
+        let virtual_time = min_waiting.unwrap_or_else(|| self.engine.virtual_time().thousandths());
+        let routers = self.count_routers();
+        let (load, iteration) = (self.engine.load(), self.engine.iteration());
+        let first_token = self.engine.predict_first_token(load_report::TTFT_PROMPT_TOKENS);
+        let outlook = self.engine.prefill_outlook();
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let reported_load = v1::Load {
+            predicted_ttft_us: micros(first_token),
+            prefill_backlog_us: micros(outlook.ahead),
+            prefill_slowdown: outlook.stretch as f32,
+            decode_iteration_us: micros(outlook.decode_step),
+            ..load_report::load(&load, self.step_us)
+        };
+        // The sort is stable: it groups by session and keeps each session's order.
+        self.events.sort_by_key(|event| event.key.session);
+        let mut events = self.events.drain(..).peekable();
+        let priority_sequences = self.engine.priority_sequences();
+        for ((session, grant), (_, priority_sequences)) in self.engine.grants().zip(priority_sequences) {
+            // Drop the events of closed sessions.
+            while events.next_if(|event| event.key.session < session).is_some() {}
+            let Some(outbox) = self.outboxes.get(&session) else { continue };
+            let report = WorkerReport {
+                iteration,
+                load: reported_load,
+                // A draining worker grants nothing, whatever its free capacity.
+                grant: if self.draining { Grant::default() } else { grant },
+                priority_sequences: if self.draining { 0 } else { priority_sequences },
+                draining: self.draining,
+                virtual_time,
+                routers,
+            };
+            let of_session = std::iter::from_fn(|| events.next_if(|event| event.key.session == session));
+            outbox.deliver(of_session, &report);
+        }
+        drop(events);
+        self.metrics.record(&self.recorded_load, &load);
+        self.metrics.commands.set(self.messages.len() as f64);
+        self.recorded_load = load;
+    }
+
+    /// Publishes prefix-cache events to all sessions, and starts snapshots for sessions that need one.
+    fn publish_cache_events(&mut self) {
+        self.cache_events.extend(self.engine.drain_cache_events());
+        if !self.cache_events.is_empty() {
+            for outbox in self.outboxes.values() {
+                outbox.push_cache_events(self.cache_sequence, &self.cache_events);
+            }
+            self.cache_sequence += self.cache_events.len() as u64;
+            self.cache_events.clear();
+        }
+        for outbox in self.outboxes.values().filter(|outbox| outbox.needs_cache_snapshot()) {
+            outbox.start_cache_snapshot(self.engine.cache_contents(), self.cache_sequence);
+        }
+    }
+
+    /// Publishes the cost coefficients if they changed by more than 3 % since the last time.
+    fn publish_cost(&mut self) {
+        let now = self.engine.cost_coefficients();
+        if now.differs(&self.last_sent_cost, 0.03) {
+            self.last_sent_cost = now;
+            self.outboxes.values().for_each(|outbox| outbox.set_cost(now.into()));
+        }
+    }
+
+    fn measure(&mut self, step: &StepReport) {
+        if step.tokens == 0 {
+            return;
+        }
+        let elapsed = step.took;
+        let micros = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        // Exponential moving average with a window of about eight steps.
+        self.step_us = if self.step_us == 0 { micros } else { (self.step_us * 7 + micros) / 8 };
+        self.metrics.iterations.increment(1);
+        self.metrics.step_seconds.record(elapsed.as_secs_f64());
+        self.metrics.step_tokens.record(step.tokens);
+        self.metrics.tokens.increment(step.tokens.into());
+        self.metrics.sampled.increment(step.sampled.into());
+        if let Some(blocked) = self.engine.last_plan().blocked {
+            crate::metrics::blocked(blocked.by.label());
+        }
+    }
+}
