@@ -1,9 +1,9 @@
 //! Paged attention of a ragged batch, with online softmax (Milakov and Gimelshein, 2018).
 //!
-//! Each query passes over its keys in tiles at absolute multiples of 16 positions, first to last; with bf16 dot products
-//! in spans of four tiles, see [`bf16`]. A query's result depends only on its position and on the keys and values up to it,
-//! so decode, any prefill chunking, any block size and any block table give the same bits. Queries are grouped only to
-//! share loads.
+//! Each query passes over its keys in tiles at absolute multiples of 16 positions, first to last; with bf16
+//! dot products in spans of four tiles, see [`bf16`]. A query's result depends only on its position and on
+//! the keys and values up to it, so decode, any prefill chunking, any block size and any block table give the
+//! same bits. Queries are grouped only to share loads.
 
 use super::isa::Isa;
 use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPool, KvElement, TILE};
@@ -46,12 +46,12 @@ struct TaskRows {
 }
 
 impl Ragged {
-    /// Sets the batch and reuses its buffers: rows `starts[s]..starts[s + 1]` belong to sequence `s`, whose block table is
-    /// `blocks[block_starts[s]..block_starts[s + 1]]`.
+    /// Sets the batch and reuses its buffers: rows `starts[s]..starts[s + 1]` belong to sequence `s`, whose
+    /// block table is `blocks[block_starts[s]..block_starts[s + 1]]`.
     ///
     /// # Panics
-    /// If a block table does not cover its rows' positions, positions of a sequence do not ascend, or a block is not below
-    /// `pool_blocks`.
+    /// If a block table does not cover its rows' positions, positions of a sequence do not ascend, or a block
+    /// is not below `pool_blocks`.
     pub fn set(
         &mut self,
         starts: &[u32],
@@ -81,8 +81,8 @@ impl Ragged {
     }
 }
 
-/// Computes out[rows, heads * head_dim] = softmax(q k^T / sqrt(head_dim)) v for every row and head, with a causal mask and
-/// an optional sliding window of `window` positions.
+/// Computes out[rows, heads * head_dim] = softmax(q k^T / sqrt(head_dim)) v for every row and head, with a
+/// causal mask and an optional sliding window of `window` positions.
 ///
 /// `qkv` holds rows finished by [`super::finish_qkv`]; keys and values are read from the pool only.
 ///
@@ -184,8 +184,8 @@ struct AttentionTask<'a> {
     layout: KvLayout,
     layer: usize,
     window: Option<u32>,
-    /// Factor of scores: log2(e) / sqrt(head_dim), so that softmax weights are powers of 2, which are cheaper than powers
-    /// of e.
+    /// Factor of scores: log2(e) / sqrt(head_dim), so that softmax weights are powers of 2, which are cheaper
+    /// than powers of e.
     scale: f32,
     out: *mut f32,
 }
@@ -203,7 +203,8 @@ struct NextRange<'a> {
 impl Kernel for AttentionTask<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the caller guarantees `S`'s instruction set; `attention` checked all shapes, blocks and positions.
+        // SAFETY: the caller guarantees `S`'s instruction set; `attention` checked all shapes, blocks and
+        // positions.
         unsafe {
             match self.layout.dtype {
                 KvDtype::Plain(Dtype::F32) => self.online_softmax::<S, f32>(),

@@ -10,8 +10,8 @@ const CACHE_LINE: usize = 64;
 
 /// Minimum size of a buffer with huge pages, in bytes.
 const HUGE_BYTES_MIN: usize = 64 << 10;
-/// Maximum size of a buffer that shares a mapping with others of its thread, in bytes; with a mapping of its own, its last
-/// huge page would be mostly empty.
+/// Maximum size of a buffer that shares a mapping with others of its thread, in bytes; with a mapping of its
+/// own, its last huge page would be mostly empty.
 const SHARED_BUFFER_MAX: usize = 32 << 20;
 /// Address space of a shared mapping, in bytes. Untouched pages cost no memory.
 const SHARED_MAPPING_BYTES: usize = 128 << 20;
@@ -103,7 +103,8 @@ impl Buffer {
 }
 
 impl OpenMapping {
-    /// Takes `bytes`, at most [`SHARED_BUFFER_MAX`], from the open mapping, or from a new one if they do not fit.
+    /// Takes `bytes`, at most [`SHARED_BUFFER_MAX`], from the open mapping, or from a new one if they do not
+    /// fit.
     fn take(&mut self, bytes: usize) -> io::Result<Buffer> {
         let open = self.mapping.upgrade().filter(|_| self.used + bytes <= SHARED_MAPPING_BYTES);
         let mapping = match open {
@@ -156,7 +157,8 @@ impl Mapping {
                 Pages::Huge => (bytes.next_multiple_of(HUGE_PAGE), libc::MADV_HUGEPAGE),
                 Pages::Small => (bytes, libc::MADV_NOHUGEPAGE),
             };
-            // SAFETY: the range lies within the mapping created above. On failure the pages are merely of another size.
+            // SAFETY: the range lies within the mapping created above. On failure the pages are merely of
+            // another size.
             unsafe { libc::madvise(first.cast(), bytes, advice) };
         }
         Ok(Self { start: mapping, bytes: size, first })
@@ -165,7 +167,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `start` and `bytes` are those of `mmap` in `new`, and every buffer in it holds an `Arc`, so none is left.
+        // SAFETY: `start` and `bytes` are those of `mmap` in `new`, and every buffer in it holds an `Arc`, so
+        // none is left.
         unsafe { libc::munmap(self.start, self.bytes) };
     }
 }

@@ -1,9 +1,9 @@
 //! GEMM with packed weights: y[rows, n] = x[rows, k] W[n, k]^T.
 //!
-//! Every output element is one chain of additions in ascending k, held in an f32 lane (for bf16: in ascending pairs of k;
-//! for integers: in ascending groups, whose own sums are exact). Tiles, cache blocks and threads only decide when a chain
-//! advances, never its order: spilling an accumulator to `y` between cache blocks is exact, as both are f32. Hence the
-//! same bits for any number of rows (batch invariance).
+//! Every output element is one chain of additions in ascending k, held in an f32 lane (for bf16: in ascending
+//! pairs of k; for integers: in ascending groups, whose own sums are exact). Tiles, cache blocks and threads
+//! only decide when a chain advances, never its order: spilling an accumulator to `y` between cache blocks is
+//! exact, as both are f32. Hence the same bits for any number of rows (batch invariance).
 
 use std::hint::black_box;
 use std::marker::PhantomData;
@@ -33,12 +33,13 @@ use integers::{Int8Widened, IntegerKernel, Int4Widened};
 
 /// Maximum rows that pass over the panels together.
 const ROW_BLOCK: usize = 256;
-/// Maximum bytes of their packed activations: half of a 1 MiB second-level cache, as they are read once per panel. Fewer
-/// rows mean that weights are read more often, but even from memory these arrive faster than some dozens of rows are
-/// multiplied with them.
+/// Maximum bytes of their packed activations: half of a 1 MiB second-level cache, as they are read once per
+/// panel. Fewer rows mean that weights are read more often, but even from memory these arrive faster than
+/// some dozens of rows are multiplied with them.
 const ACTIVATION_BYTES: usize = 512 << 10;
-/// Maximum bytes of a panel's cache block, which every tile reads. The largest do not fit a second-level cache entirely,
-/// but spilling accumulators more often cost more (measured with 1 MiB of it and 32 MiB behind it).
+/// Maximum bytes of a panel's cache block, which every tile reads. The largest do not fit a second-level
+/// cache entirely, but spilling accumulators more often cost more (measured with 1 MiB of it and 32 MiB
+/// behind it).
 const PANEL_BLOCK_BYTES: usize = 384 << 10;
 /// Maximum tiles over a panel that share the prefetch of the next cache block.
 const PREFETCH_TILES: usize = 8;
@@ -50,8 +51,8 @@ const LINE: usize = 64;
 
 /// Minimum weight bytes, times passes over them, that justify a second thread.
 const SHARED_BYTES: usize = 64 << 10;
-/// Minimum weight bytes, times passes over them, of a work unit, for few and for many rows: with few rows, memory is read
-/// in long streams, each of which takes time to ramp up.
+/// Minimum weight bytes, times passes over them, of a work unit, for few and for many rows: with few rows,
+/// memory is read in long streams, each of which takes time to ramp up.
 const UNIT_BYTES: (usize, usize) = (1 << 20, 256 << 10);
 /// Work units per thread, for few and for many rows: enough to balance a late thread.
 const UNITS_PER_THREAD: (usize, usize) = (4, 16);
@@ -100,7 +101,8 @@ enum Epilogue {
     SwiGlu,
 }
 
-/// Packs the activations and distributes the panels over the threads. `x` and `y` have the shapes that `epilogue` implies.
+/// Packs the activations and distributes the panels over the threads. `x` and `y` have the shapes that
+/// `epilogue` implies.
 fn gemm_with_epilogue(
     pool: &Pool,
     w: &PackedMatrix,
@@ -346,8 +348,9 @@ impl CacheBlockOrder {
         (ACTIVATION_BYTES / (size_of::<u32>() * words)).clamp(1, ROW_BLOCK)
     }
 
-    /// Returns cache block `index`. Normally one cache block of all panels after the other, so that activations stay in cache;
-    /// with SwiGLU all cache blocks of a gate and up panel, so that their accumulators stay.
+    /// Returns cache block `index`. Normally one cache block of all panels after the other, so that
+    /// activations stay in cache; with SwiGLU all cache blocks of a gate and up panel, so that their
+    /// accumulators stay.
     fn get(&self, job: &GemmTask<'_>, index: usize) -> CacheBlock {
         let (panel, block, part) = match self.gated {
             false => (index % self.panels, index / self.panels, 0),
@@ -413,9 +416,9 @@ impl GemmTask<'_> {
         PrefetchRange { from: self.w.data.as_ptr().wrapping_add(at), bytes: cache_block.steps * step_bytes }
     }
 
-    /// Multiplies one or two rows, for which the accumulators of one panel are too few to hide the latency of an addition.
-    /// Each of the interleaved panels continues in memory where the one before ended, so that a thread reads few long
-    /// streams.
+    /// Multiplies one or two rows, for which the accumulators of one panel are too few to hide the latency of
+    /// an addition. Each of the interleaved panels continues in memory where the one before ended, so that a
+    /// thread reads few long streams.
     #[inline(always)]
     unsafe fn interleave_panels<S: Simd, F: MicroKernel<S>>(&self, row: usize, rows: usize) {
         let Range { start, end } = self.panels;
@@ -449,8 +452,8 @@ impl GemmTask<'_> {
     unsafe fn column<S: Simd, F: MicroKernel<S>>(&self, tiles: Range<usize>, at: TilePosition) {
         let Range { start: first, end } = tiles;
         for tile in first..end {
-            // The first tiles each prefetch a part of the next cache block, so that memory stays busy; not all, as parts below a
-            // cache line gain nothing.
+            // The first tiles each prefetch a part of the next cache block, so that memory stays busy; not
+            // all, as parts below a cache line gain nothing.
             let sharing = (end - first).min(PREFETCH_TILES);
             let next = if tile - first < sharing { at.next.part(tile - first, sharing) } else { PrefetchRange::NONE };
             // The next tile's accumulators are far apart in memory, so they are prefetched during this tile.
@@ -506,7 +509,8 @@ impl GemmTask<'_> {
         position: &TilePosition,
     ) -> [[[S::V; 2]; P]; M] {
         let columns = 2 * S::LANES;
-        // SAFETY: rows and panels are within `y` and the bias; whole vectors are read only where all their columns exist.
+        // SAFETY: rows and panels are within `y` and the bias; whole vectors are read only where all their
+        // columns exist.
         unsafe {
             let mut sums = [[[S::splat(0.0); 2]; P]; M];
             let (from, stride) = match self.start {
@@ -543,7 +547,8 @@ impl GemmTask<'_> {
         sums: &[[[S::V; 2]; P]; M],
     ) {
         let columns = 2 * S::LANES;
-        // SAFETY: rows and panels are within `y`; whole vectors are written only where all their columns exist.
+        // SAFETY: rows and panels are within `y`; whole vectors are written only where all their columns
+        // exist.
         unsafe {
             for p in 0..P {
                 let column = (position.panel + p * position.gap) * columns;

@@ -17,8 +17,8 @@ pub(crate) const TILE: usize = 16;
 pub enum KvDtype {
     /// Unquantised elements.
     Plain(Dtype),
-    /// Integers from -127 to 127 with an f32 scale per token and head, separate for keys and values. A token is quantised
-    /// on its own, so that its bits do not depend on other contents of the pool.
+    /// Integers from -127 to 127 with an f32 scale per token and head, separate for keys and values. A token
+    /// is quantised on its own, so that its bits do not depend on other contents of the pool.
     Int8,
 }
 
@@ -89,14 +89,15 @@ impl KvLayout {
         block as usize * self.block_elements() + (layer * self.kv_heads + head) * self.head_elements()
     }
 
-    /// Returns the offset from a head's keys to its values, in elements; a multiple of 4, so that scales are aligned.
+    /// Returns the offset from a head's keys to its values, in elements; a multiple of 4, so that scales are
+    /// aligned.
     #[inline(always)]
     pub(crate) fn values_after_keys(&self) -> usize {
         (self.head_dim * self.block_tokens).next_multiple_of(size_of::<f32>())
     }
 
-    /// Returns the offset from a head's keys to their scales, in elements. There is one f32 per token; the values' scales
-    /// follow. Only for scaled dtypes.
+    /// Returns the offset from a head's keys to their scales, in elements. There is one f32 per token; the
+    /// values' scales follow. Only for scaled dtypes.
     #[inline(always)]
     pub(crate) fn scales_after_keys(&self) -> usize {
         self.values_after_keys() + self.value_stride() * self.block_tokens
@@ -114,20 +115,20 @@ pub struct KvPlace {
 
 /// Keys and values of all sequences, in blocks.
 ///
-/// A block is contiguous over all layers, [layers, kv_heads, (keys, values, scales)], so that copying it is one copy.
-/// Keys are [head_dim, block_tokens], so that a vector holds one component of neighbouring positions and scores need
-/// no horizontal sums; values are [block_tokens, head_dim].
+/// A block is contiguous over all layers, [layers, kv_heads, (keys, values, scales)], so that copying it is
+/// one copy. Keys are [head_dim, block_tokens], so that a vector holds one component of neighbouring
+/// positions and scores need no horizontal sums; values are [block_tokens, head_dim].
 ///
-/// Fresh pages are the operating system's zero pages, huge ones where available: unused blocks cost no memory, except
-/// those that share a huge page with used ones.
+/// Fresh pages are the operating system's zero pages, huge ones where available: unused blocks cost no
+/// memory, except those that share a huge page with used ones.
 pub struct KvPool {
     layout: KvLayout,
     blocks: usize,
     memory: Arc<PoolMemory>,
 }
 
-/// PoolMemory that kernels and a [`KvCopier`] write concurrently, never to the same block: kernels access it through
-/// `&mut KvPool`, copiers under the contract of `KvCopier::copy`.
+/// PoolMemory that kernels and a [`KvCopier`] write concurrently, never to the same block: kernels access it
+/// through `&mut KvPool`, copiers under the contract of `KvCopier::copy`.
 struct PoolMemory(Buffer);
 
 impl PoolMemory {
@@ -183,13 +184,14 @@ impl KvCopier {
     /// If a block index exceeds its pool.
     ///
     /// # Safety
-    /// Until it returns, no kernel reads or writes device blocks that are written, or writes those that are read, and no
-    /// other copier accesses any of the blocks.
+    /// Until it returns, no kernel reads or writes device blocks that are written, or writes those that are
+    /// read, and no other copier accesses any of the blocks.
     pub unsafe fn copy(&mut self, direction: KvDirection, blocks: &[(u32, u32)]) {
         for &(device, host) in blocks {
             let (device, host) = (device as usize, host as usize);
             assert!(device < self.device_blocks && host < self.host_blocks, "a block is out of its pool");
-            // SAFETY: the assertion bounds the offsets, and the caller excludes concurrent access to the blocks.
+            // SAFETY: the assertion bounds the offsets, and the caller excludes concurrent access to the
+            // blocks.
             unsafe {
                 let device = self.device.as_ptr().add(device * self.block_bytes);
                 let host = self.host.as_ptr().add(host * self.block_bytes);
@@ -335,7 +337,8 @@ impl KvElement for Int8 {
 
     #[inline(always)]
     fn round(x: f32) -> Int8 {
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of the bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of
+        // the bits.
         Int8((x + 12_582_912.0).to_bits() as i8)
     }
 }

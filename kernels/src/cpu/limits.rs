@@ -1,7 +1,7 @@
 //! Roofline measurements: peak memory bandwidth and arithmetic throughput of this machine.
 //!
-//! Each measurement runs only the named work, on every thread of a pool at once, and returns a rate. A kernel's
-//! efficiency is its own rate over this one, taken in the same run.
+//! Each measurement runs only the named work, on every thread of a pool at once, and returns a rate. A
+//! kernel's efficiency is its own rate over this one, taken in the same run.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ use super::simd::{self, Kernel, Simd};
 const CHAINS: usize = 12;
 /// Steps of a chain in one unit of work, some 20 us.
 const STEPS: usize = 8 << 10;
-/// Candidate distances between the streams that a thread reads concurrently, in bytes. The best one differs between
-/// machines, so all are measured.
+/// Candidate distances between the streams that a thread reads concurrently, in bytes. The best one differs
+/// between machines, so all are measured.
 const STREAM_BYTES: [usize; 3] = [4 << 10, 64 << 10, 256 << 10];
 /// Streams that a thread reads concurrently.
 const STREAMS: usize = 4;
@@ -28,9 +28,11 @@ const STREAMS: usize = 4;
 pub enum Arithmetic {
     /// Multiply and add in f32.
     F32,
-    /// Dot products of bf16 pairs with f32 accumulation; [`Arithmetic::F32`] if the instruction set lacks them.
+    /// Dot products of bf16 pairs with f32 accumulation; [`Arithmetic::F32`] if the instruction set lacks
+    /// them.
     Bf16,
-    /// Dot products of four 8-bit integers with 32-bit accumulation; by way of 16 bits if the instruction set lacks them.
+    /// Dot products of four 8-bit integers with 32-bit accumulation; by way of 16 bits if the instruction set
+    /// lacks them.
     Int8,
 }
 
@@ -73,8 +75,8 @@ impl Memory {
     }
 }
 
-/// Returns the throughput of all threads together in operations per second, where a multiply-add counts as two: the best
-/// pass within `time`.
+/// Returns the throughput of all threads together in operations per second, where a multiply-add counts as
+/// two: the best pass within `time`.
 pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f64 {
     let per_step = match (kind, isa.0) {
         #[cfg(target_arch = "x86_64")]

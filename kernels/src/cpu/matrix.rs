@@ -28,8 +28,8 @@ pub struct Rows<'a> {
     pub bytes: &'a [u8],
     /// Number of rows.
     pub rows: usize,
-    /// Head dimension whose two halves are interleaved row by row, as in some files' query and key projections; packing
-    /// de-interleaves them.
+    /// Head dimension whose two halves are interleaved row by row, as in some files' query and key
+    /// projections; packing de-interleaves them.
     pub interleaved: Option<usize>,
 }
 
@@ -45,8 +45,8 @@ impl Rows<'_> {
 
 /// Element format of a packed matrix.
 ///
-/// Integers are quantised in groups of neighbouring k with an f16 scale each. Activations are quantised to 8 bits in the
-/// same groups, per row, so that rows do not affect each other.
+/// Integers are quantised in groups of neighbouring k with an f16 scale each. Activations are quantised to 8
+/// bits in the same groups, per row, so that rows do not affect each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WeightFormat {
     /// IEEE single precision.
@@ -80,8 +80,8 @@ impl fmt::Display for WeightFormat {
 }
 
 impl WeightFormat {
-    /// Returns the format that loses least: unquantised sources of one dtype keep it, `q8_0` and `q4_0` keep every bit, other
-    /// quantised sources become 8-bit integers, and mixtures with unquantised ones f32.
+    /// Returns the format that loses least: unquantised sources of one dtype keep it, `q8_0` and `q4_0` keep
+    /// every bit, other quantised sources become 8-bit integers, and mixtures with unquantised ones f32.
     pub fn of(sources: &[Rows<'_>]) -> Self {
         let all = |encoding| sources.iter().all(|source| source.encoding == encoding);
         let plain = |source: &Rows<'_>| matches!(source.encoding, Encoding::Plain(_));
@@ -131,10 +131,10 @@ impl From<Dtype> for WeightFormat {
 
 /// Weight matrix W[n, k] in the order in which [`super::gemm`] reads it.
 ///
-/// Output columns are grouped in **panels** of two vectors. A panel holds, step by step, its columns' elements for that
-/// step, so that GEMMs stream memory linearly. A step is one k; for bf16 a pair of neighbouring k; for integers a group:
-/// the columns' scales, then four k (eight for 4-bit integers) at a time. Missing columns of the last panel and missing k
-/// of the last step are 0.
+/// Output columns are grouped in **panels** of two vectors. A panel holds, step by step, its columns'
+/// elements for that step, so that GEMMs stream memory linearly. A step is one k; for bf16 a pair of
+/// neighbouring k; for integers a group: the columns' scales, then four k (eight for 4-bit integers) at a
+/// time. Missing columns of the last panel and missing k of the last step are 0.
 pub struct PackedMatrix {
     pub(crate) isa: Isa,
     pub(crate) format: WeightFormat,
@@ -152,7 +152,8 @@ impl PackedMatrix {
     /// If the memory cannot be allocated.
     ///
     /// # Panics
-    /// If a source's bytes do not match its shape, there are no rows or columns, or a group size is out of range.
+    /// If a source's bytes do not match its shape, there are no rows or columns, or a group size is out of
+    /// range.
     pub fn pack(
         pool: &Pool,
         isa: Isa,
@@ -181,7 +182,8 @@ impl PackedMatrix {
         let start = SharedPtr(data.as_mut_ptr());
         pool.split(n.div_ceil(width), 1, &|panels| {
             for panel in panels {
-                // SAFETY: panels are disjoint ranges of the buffer, which holds them all, and each belongs to one task.
+                // SAFETY: panels are disjoint ranges of the buffer, which holds them all, and each belongs to
+                // one task.
                 let out = unsafe {
                     std::slice::from_raw_parts_mut(start.get().add(panel * panel_bytes), panel_bytes)
                 };
@@ -330,7 +332,8 @@ impl PackPanel<'_> {
                 };
                 scales[2 * j..2 * j + 2].copy_from_slice(&scale.to_ne_bytes());
                 if four_bits {
-                    // A byte holds elements four apart, so that the nibbles of a word are two runs of four neighbours.
+                    // A byte holds elements four apart, so that the nibbles of a word are two runs of four
+                    // neighbours.
                     let mut packed = [0u8; GROUP_MAX / 2];
                     for (packed, chunk) in packed.chunks_exact_mut(4).zip(quants.chunks_exact(8)) {
                         for i in 0..4 {
@@ -375,7 +378,8 @@ fn widen_row(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f
     }
 }
 
-/// Returns the scale and quants of a group as stored, if the file's blocks equal the group, to avoid double rounding.
+/// Returns the scale and quants of a group as stored, if the file's blocks equal the group, to avoid double
+/// rounding.
 #[inline(always)]
 fn stored_group(
     source: &Rows<'_>,
@@ -408,7 +412,8 @@ fn quantize_8(x: &[f32], quants: &mut [u8]) -> f16 {
     let (low, high) = range(x);
     let (scale, inverse) = round_scale(high.max(-low) / 127.0);
     for (x, quant) in x.iter().zip(quants) {
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of the bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of
+        // the bits.
         *quant = ((x * inverse).clamp(-127.0, 127.0) + 12_582_912.0).to_bits() as u8 ^ 0x80;
     }
     scale

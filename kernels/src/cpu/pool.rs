@@ -22,10 +22,10 @@ const UNITS_PER_THREAD: usize = 4;
 
 /// Fixed set of threads that help the caller with one job at a time.
 ///
-/// A job is a number of units. Each thread owns a share of them, the same for equal jobs, so that the data it reads
-/// stays in its cache; a thread that is done steals from other shares. The caller therefore never waits for a thread
-/// that has not started, as happens where cores are shared: it runs that thread's units itself. Results must not
-/// depend on which thread runs a unit.
+/// A job is a number of units. Each thread owns a share of them, the same for equal jobs, so that the data it
+/// reads stays in its cache; a thread that is done steals from other shares. The caller therefore never waits
+/// for a thread that has not started, as happens where cores are shared: it runs that thread's units itself.
+/// Results must not depend on which thread runs a unit.
 pub struct Pool {
     shared: Arc<PoolState>,
     handles: Vec<JoinHandle<()>>,
@@ -59,10 +59,11 @@ struct PoolState {
 #[repr(align(64))]
 struct PaddedCounter(AtomicUsize);
 
-// SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished. It is
-// read only by threads with a claimed, unfinished unit, and claiming synchronises with the write.
+// SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished.
+// It is read only by threads with a claimed, unfinished unit, and claiming synchronises with the write.
 unsafe impl Sync for PoolState {}
-// SAFETY: the closure behind the job pointer is `Sync` and lives until all units are finished, see `Pool::each`.
+// SAFETY: the closure behind the job pointer is `Sync` and lives until all units are finished, see
+// `Pool::each`.
 unsafe impl Send for PoolState {}
 
 impl Pool {
@@ -74,9 +75,9 @@ impl Pool {
         Self::start(threads, None)
     }
 
-    /// Creates a pool whose threads are pinned, each to a CPU that no other pinned pool of this machine uses. One more CPU is
-    /// reserved for the caller, which is not pinned because threads that it starts would inherit that. Without enough
-    /// free CPUs, as beside another worker, threads are not pinned.
+    /// Creates a pool whose threads are pinned, each to a CPU that no other pinned pool of this machine uses.
+    /// One more CPU is reserved for the caller, which is not pinned because threads that it starts would
+    /// inherit that. Without enough free CPUs, as beside another worker, threads are not pinned.
     ///
     /// # Errors
     /// If the operating system cannot start a thread.
@@ -123,8 +124,8 @@ impl Pool {
         self.handles.len() + 1
     }
 
-    /// Runs `unit` once for every index below `units` and returns when all are done. A nested call, or a concurrent call from
-    /// another thread, runs all units itself.
+    /// Runs `unit` once for every index below `units` and returns when all are done. A nested call, or a
+    /// concurrent call from another thread, runs all units itself.
     ///
     /// # Panics
     /// If a unit panics.
@@ -139,8 +140,8 @@ impl Pool {
         };
         let shared = &*self.shared;
         *lock(&shared.caller) = Some(thread::current());
-        // SAFETY: only the lifetime is erased. This function returns only when every unit is finished, even if one panics, and
-        // the pointer is used only by threads with a claimed, unfinished unit.
+        // SAFETY: only the lifetime is erased. This function returns only when every unit is finished, even
+        // if one panics, and the pointer is used only by threads with a claimed, unfinished unit.
         let unit = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(unit)
         };
@@ -165,7 +166,8 @@ impl Pool {
         }
     }
 
-    /// Splits `0..items` into contiguous ranges of at least `grain` items, except the last, and runs `job` on each.
+    /// Splits `0..items` into contiguous ranges of at least `grain` items, except the last, and runs `job` on
+    /// each.
     pub fn split(&self, items: usize, grain: usize, job: &(dyn Fn(Range<usize>) + Sync)) {
         let grain = grain.max(1);
         let grains = items.div_ceil(grain);
@@ -216,7 +218,8 @@ impl PoolState {
                 if let Some(PoolJob { unit, units }) = job {
                     // In ascending order, so that memory is read in one direction.
                     let index = self.share(owner, units).end - left;
-                    // SAFETY: `Pool::each` does not return, so the closure lives, until this unit is finished.
+                    // SAFETY: `Pool::each` does not return, so the closure lives, until this unit is
+                    // finished.
                     let unit = unsafe { &*unit };
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| unit(index))) {
                         *lock(&self.panic) = Some(panic);
@@ -245,7 +248,8 @@ fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
     None
 }
 
-/// Spins, then yields, then sleeps until `done`. The thread that makes `done` true swaps `asleep` and unparks if it was set.
+/// Spins, then yields, then sleeps until `done`. The thread that makes `done` true swaps `asleep` and unparks
+/// if it was set.
 fn wait(asleep: &AtomicBool, done: impl Fn() -> bool) {
     for _ in 0..SPINS {
         if done() {

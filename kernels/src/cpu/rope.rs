@@ -34,8 +34,8 @@ pub enum RopeScaling {
     },
 }
 
-/// Returns the rotary frequencies of a head in radians per token; [head_dim / 2]. Rounded to f32 at the same places as in
-/// training frameworks, because models were trained with those roundings.
+/// Returns the rotary frequencies of a head in radians per token; [head_dim / 2]. Rounded to f32 at the same
+/// places as in training frameworks, because models were trained with those roundings.
 pub fn inverse_frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -> Vec<f32> {
     let plain = (0..head_dim / 2).map(|i| {
         let exponent = (2 * i) as f32 / head_dim as f32;
@@ -83,7 +83,8 @@ impl RopeTable {
         let target = positions.next_power_of_two().max(256);
         self.entries.reserve_exact((target - have) * self.frequencies.len());
         for position in have..target {
-            // The angle is rounded to f32 as in training; cosine and sine are then computed in f64 by libm's pure Rust.
+            // The angle is rounded to f32 as in training; cosine and sine are then computed in f64 by libm's
+            // pure Rust.
             self.entries.extend(self.frequencies.iter().map(|f| {
                 let angle = f64::from(position as f32 * f);
                 (libm::cos(angle) as f32, libm::sin(angle) as f32)
@@ -116,9 +117,9 @@ impl QkvShape {
     }
 }
 
-/// Finishes rows of the QKV projection: normalises queries and keys per head where `norms` (weights for queries and keys,
-/// and epsilon) are given, applies RoPE to both, and writes keys and values to the pool, rounded to its dtype. `places`
-/// must be distinct.
+/// Finishes rows of the QKV projection: normalises queries and keys per head where `norms` (weights for
+/// queries and keys, and epsilon) are given, applies RoPE to both, and writes keys and values to the pool,
+/// rounded to its dtype. `places` must be distinct.
 ///
 /// # Panics
 /// If shapes do not match, a place exceeds the pool, or the table lacks a position.
@@ -210,7 +211,8 @@ impl Kernel for FinishQkv<'_> {
                 }
             }
             let keys = &rotated[heads * head_dim..];
-            // SAFETY: `finish_qkv` checked that the place is in the pool; the caller guarantees that places are distinct.
+            // SAFETY: `finish_qkv` checked that the place is in the pool; the caller guarantees that places
+            // are distinct.
             unsafe {
                 match self.layout.dtype {
                     KvDtype::Plain(Dtype::F32) => self.write::<f32>(row, keys, values),

@@ -1,7 +1,7 @@
 //! Sampling of a token from a row of logits.
 //!
-//! All sums run in ascending token id in f64, and ties go to the lower id, so that a sample does not depend on the vector
-//! width. Infinities are allowed; NaN must be removed first by [`mask_nan`].
+//! All sums run in ascending token id in f64, and ties go to the lower id, so that a sample does not depend
+//! on the vector width. Infinities are allowed; NaN must be removed first by [`mask_nan`].
 
 use super::isa::Isa;
 use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
@@ -11,8 +11,8 @@ const SHORT_LIST: usize = 64;
 /// Candidates of the first top-p pass; quadrupled while they do not reach `top_p`.
 const NUCLEUS_FIRST: usize = 256;
 
-/// Temperature and truncation of a distribution before sampling. The fields apply in order, each to the tokens that the
-/// one before kept.
+/// Temperature and truncation of a distribution before sampling. The fields apply in order, each to the
+/// tokens that the one before kept.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Truncation {
     /// Divisor of the logits; above 0.
@@ -223,7 +223,8 @@ impl Kernel for SoftmaxWeights<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for (from, to) in self.logits.chunks(S::LANES).zip(self.weights.chunks_mut(S::LANES)) {
-            // SAFETY: the caller guarantees `S`'s instruction set; loads and stores are within the chunks, which have equal lengths.
+            // SAFETY: the caller guarantees `S`'s instruction set; loads and stores are within the chunks,
+            // which have equal lengths.
             unsafe {
                 let (best, temperature) = (S::splat(self.best), S::splat(self.temperature));
                 let whole = from.len() == S::LANES;

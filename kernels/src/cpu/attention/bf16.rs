@@ -1,9 +1,9 @@
 //! Attention over a bf16 or int8 KV cache with AVX-512 bf16 dot products and online softmax.
 //!
-//! Queries and weights are rounded to bf16; scores, maxima and sums are f32. int8 elements are exact in bf16: scores are
-//! multiplied with the keys' scales, and weights with the values' scales before rounding. The online softmax advances in
-//! spans at absolute multiples of 64 positions. All queries of a block are processed per span, so that keys and values
-//! come from the first-level cache.
+//! Queries and weights are rounded to bf16; scores, maxima and sums are f32. int8 elements are exact in bf16:
+//! scores are multiplied with the keys' scales, and weights with the values' scales before rounding. The
+//! online softmax advances in spans at absolute multiples of 64 positions. All queries of a block are
+//! processed per span, so that keys and values come from the first-level cache.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -31,8 +31,8 @@ const BLOCK_QUERIES: usize = 64;
 const _: () = assert!(BLOCK_QUERIES.is_multiple_of(QUERIES));
 /// Queries whose accumulators are in registers at once.
 const QUERIES: usize = 8;
-/// Maximum queries of a task that read [`InPlace`]: converting a tile to pairs once costs about what it saves for three
-/// times [`QUERIES`].
+/// Maximum queries of a task that read [`InPlace`]: converting a tile to pairs once costs about what it saves
+/// for three times [`QUERIES`].
 pub(super) const FEW_QUERIES: usize = 2 * QUERIES;
 
 /// Attention kernel for KV elements read through `N`.
@@ -47,7 +47,8 @@ impl<'a, N> Bf16Attention<'a, N> {
 impl<N: KvSource> Kernel for Bf16Attention<'_, N> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; `attention` checked the operands.
+        // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; `attention` checked the
+        // operands.
         unsafe { self.0.run_bf16::<N>() }
     }
 }
@@ -112,8 +113,8 @@ impl AttentionTask<'_> {
             let row = self.task.first as usize + (first + i) / group;
             (row, self.kv_head * group + (first + i) % group)
         };
-        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; block tables cover positions
-        // before `high`.
+        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; block tables cover
+        // positions before `high`.
         unsafe {
             for at in (0..count).step_by(QUERIES) {
                 let batch = QUERIES.min(count - at);
@@ -138,8 +139,8 @@ impl AttentionTask<'_> {
             let next_range = self.range_after(first + count);
             for base in (low / SPAN * SPAN..high).step_by(SPAN) {
                 let tiles = self.prepare_span::<N>(base, low, high, buffers);
-                // The first queries prefetch the next span, a line or two at each step, so that memory stays busy and no
-                // prefetch waits for a free line buffer.
+                // The first queries prefetch the next span, a line or two at each step, so that memory stays
+                // busy and no prefetch waits for a free line buffer.
                 let prefetch = self.span_prefetch::<N::Stored>(base + SPAN, high, next_range);
                 let mut at = 0;
                 while at < count {
@@ -226,8 +227,9 @@ impl AttentionTask<'_> {
         let half = self.shape.head_dim / 2;
         let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
         let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
-        // SAFETY: vectors are within tiles, maxima, totals, queries and sums of the given queries; scores are read at visible
-        // positions, whose tiles exist; weights are all written, with 0 where a query sees nothing.
+        // SAFETY: vectors are within tiles, maxima, totals, queries and sums of the given queries; scores are
+        // read at visible positions, whose tiles exist; weights are all written, with 0 where a query sees
+        // nothing.
         unsafe {
             let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
             for t in (0..SPAN_TILES).step_by(2) {
@@ -301,7 +303,8 @@ impl AttentionTask<'_> {
                 }
                 for (t, tile) in tiles.iter().enumerate() {
                     let Some(tile) = tile else { continue };
-                    // Opaque, with an address that depends on `d`: the compiler would otherwise keep broadcast weights in memory.
+                    // Opaque, with an address that depends on `d`: the compiler would otherwise keep
+                    // broadcast weights in memory.
                     let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
                     let PairRanges { before, all, after } = pair_ranges[t];
                     let visible_bits = visible_bits.map(|span| span >> (t * TILE));
@@ -323,7 +326,8 @@ impl AttentionTask<'_> {
     }
 }
 
-/// Rounds `batch` queries of `head_dim` elements, an even number, to bf16 pairs; `to` is [head_dim / 2, batch].
+/// Rounds `batch` queries of `head_dim` elements, an even number, to bf16 pairs; `to` is [head_dim / 2,
+/// batch].
 #[inline(always)]
 unsafe fn pack_queries(queries: &[*const f32; QUERIES], batch: usize, head_dim: usize, to: *mut u32) {
     // SAFETY: masks keep loads within the queries and stores within `to`.
@@ -461,8 +465,8 @@ unsafe fn visible_maximum<const ALL: bool>(scores: *const f32, visible: VisibleR
     }
 }
 
-/// One step of the online softmax: turns visible scores into weights relative to the maximum, rounded to bf16, and returns
-/// lanes that add up to `total` plus the sum of the weights.
+/// One step of the online softmax: turns visible scores into weights relative to the maximum, rounded to
+/// bf16, and returns lanes that add up to `total` plus the sum of the weights.
 #[inline(always)]
 unsafe fn softmax_step<N: KvSource, const ALL: bool>(
     scores: *const f32,
@@ -491,8 +495,8 @@ unsafe fn softmax_step<N: KvSource, const ALL: bool>(
     }
 }
 
-/// Computes sums += weights * values for some pairs of positions of a tile that are visible to all Q queries, in order. The
-/// weights of queries are `SPAN` apart.
+/// Computes sums += weights * values for some pairs of positions of a tile that are visible to all Q queries,
+/// in order. The weights of queries are `SPAN` apart.
 #[inline(always)]
 unsafe fn accumulate_values<N: KvSource, const Q: usize, const PREFETCH: bool>(
     tile: &PairedTile,
@@ -521,8 +525,8 @@ unsafe fn accumulate_values<N: KvSource, const Q: usize, const PREFETCH: bool>(
     }
 }
 
-/// Computes sums += weights * values for some pairs of positions of a tile with a mask per query: a bit per position, lowest
-/// bit first.
+/// Computes sums += weights * values for some pairs of positions of a tile with a mask per query: a bit per
+/// position, lowest bit first.
 #[inline(always)]
 unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
     tile: &PairedTile,
@@ -539,8 +543,8 @@ unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
             for i in 0..Q {
                 let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
                 let weight = _mm512_set1_epi32(weight);
-                // A masked weight is 0, but its value may be NaN, so it is zeroed. Fully masked pairs add nothing, not even 0,
-                // as the sign of a zero must not depend on other queries.
+                // A masked weight is 0, but its value may be NaN, so it is zeroed. Fully masked pairs add
+                // nothing, not even 0, as the sign of a zero must not depend on other queries.
                 let visible_pair = (visible_bits[i] >> (2 * pair)) as u32 & 3;
                 let value_mask = visible_pair * 0x5555_5555;
                 let lane_mask = ((visible_pair != 0) as __mmask16).wrapping_neg();

@@ -1,7 +1,7 @@
 //! Attention in f32 with online softmax, for every instruction set; elements are widened on load.
 //!
-//! For each tile, all queries of a block are processed in turn, several at once, so that keys and values stay in cache.
-//! With many queries, a tile is widened once for all.
+//! For each tile, all queries of a block are processed in turn, several at once, so that keys and values stay
+//! in cache. With many queries, a tile is widened once for all.
 
 use std::mem::MaybeUninit;
 
@@ -65,7 +65,8 @@ impl AttentionTask<'_> {
     /// The machine supports `S`'s instruction set, and all operands of the task are valid.
     #[inline(always)]
     pub(super) unsafe fn online_softmax<S: Simd, N: KvElement>(&self) {
-        // SAFETY: the caller guarantees the instruction set and operands; a tile's scores fill one or two vectors.
+        // SAFETY: the caller guarantees the instruction set and operands; a tile's scores fill one or two
+        // vectors.
         unsafe { if S::LANES == TILE { self.process_queries::<S, N, 1>() } else { self.process_queries::<S, N, 2>() } }
     }
 
@@ -100,8 +101,8 @@ impl AttentionTask<'_> {
         let (wide_keys, wide_values) =
             (block.keys.as_mut_ptr().cast::<f32>(), block.values.as_mut_ptr().cast::<f32>());
         let mut gathered = None;
-        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; vectors are within tiles, buffers
-        // and sums; block tables cover positions before `high`.
+        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; vectors are within
+        // tiles, buffers and sums; block tables cover positions before `high`.
         unsafe {
             for i in 0..count {
                 let row = self.task.first as usize + (first + i) / group;
@@ -233,7 +234,8 @@ impl AttentionTask<'_> {
             if whole {
                 return accumulate_values::<S, N, T, Q>(tile.values, stride, (0, TILE), &weights, &decay, sums);
             }
-            // Positions visible to all queries are accumulated for all at once, others before and after per query.
+            // Positions visible to all queries are accumulated for all at once, others before and after per
+            // query.
             let mut all = (0, TILE);
             for visible in visible {
                 all = (all.0.max(visible.0), all.1.min(visible.1));
@@ -262,7 +264,8 @@ impl AttentionTask<'_> {
         }
     }
 
-    /// Returns q k^T times the scale for each query and the 16 keys of a tile; sums even and odd components separately.
+    /// Returns q k^T times the scale for each query and the 16 keys of a tile; sums even and odd components
+    /// separately.
     #[inline(always)]
     unsafe fn scores<S: Simd, N: KvElement, const T: usize, const Q: usize>(
         &self,
@@ -318,8 +321,8 @@ unsafe fn widen<S: Simd, N: KvElement>(
     }
 }
 
-/// One step of the online softmax for one query: turns the scores of the visible positions into weights relative to the
-/// updated maximum, and returns the factor for earlier sums.
+/// One step of the online softmax for one query: turns the scores of the visible positions into weights
+/// relative to the updated maximum, and returns the factor for earlier sums.
 #[inline(always)]
 unsafe fn softmax_step<S: Simd, const T: usize>(
     mut scores: [S::V; T],
@@ -358,8 +361,8 @@ unsafe fn softmax_step<S: Simd, const T: usize>(
     }
 }
 
-/// Computes sums[Q, stride] = sums * decay + weights * values over some positions of a tile, in order. T vectors are
-/// interleaved, as one chain of additions per query is too short to hide their latency.
+/// Computes sums[Q, stride] = sums * decay + weights * values over some positions of a tile, in order. T
+/// vectors are interleaved, as one chain of additions per query is too short to hide their latency.
 #[inline(always)]
 unsafe fn accumulate_values<S: Simd, N: KvElement, const T: usize, const Q: usize>(
     values: *const N,

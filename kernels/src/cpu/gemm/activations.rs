@@ -21,9 +21,9 @@ const SMALL: usize = 1 << 15;
 
 /// Left-hand side of a GEMM in the order in which tiles read it; a buffer to reuse.
 ///
-/// Rows are grouped in tiles; a tile holds, step by step, its rows' elements for that step. For bf16 weights they are
-/// rounded to bf16, for integer weights quantised to 8 bits by group: then a step begins with each row's initial sum and
-/// scale.
+/// Rows are grouped in tiles; a tile holds, step by step, its rows' elements for that step. For bf16 weights
+/// they are rounded to bf16, for integer weights quantised to 8 bits by group: then a step begins with each
+/// row's initial sum and scale.
 #[derive(Default)]
 pub struct Activations {
     words: Vec<u32>,
@@ -40,7 +40,8 @@ pub(super) enum Layout {
     Bf16Pair,
     /// A group of signed bytes, four in a word. `offset` is what makes the weights unsigned.
     Int8 { group: usize, offset: i32 },
-    /// A group of signed 16-bit integers: of four, the first and third in one word, then the second and fourth.
+    /// A group of signed 16-bit integers: of four, the first and third in one word, then the second and
+    /// fourth.
     Int16 { group: usize, offset: i32 },
 }
 
@@ -174,7 +175,8 @@ fn scatter(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     }
 }
 
-/// Rounds up to [`PACK_CHUNK`] elements of row `i` of `height` to bf16 and scatters them into its tile by pairs.
+/// Rounds up to [`PACK_CHUNK`] elements of row `i` of `height` to bf16 and scatters them into its tile by
+/// pairs.
 #[inline(always)]
 fn scatter_pairs(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     // Rounded contiguously, which vectorises, and then scattered.
@@ -188,8 +190,8 @@ fn scatter_pairs(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     }
 }
 
-/// Quantises a group of row `i` of `height` into its tile, which begins with the group's step; with `WORDS` words per four
-/// elements.
+/// Quantises a group of row `i` of `height` into its tile, which begins with the group's step; with `WORDS`
+/// words per four elements.
 ///
 /// # Safety
 /// The machine supports `S`'s instruction set.
@@ -206,7 +208,8 @@ unsafe fn quantize<S: Simd, const WORDS: usize>(
     // SAFETY: the caller guarantees `S`'s instruction set.
     let largest = unsafe { largest::<S>(elements) };
     let (scale, inverse) = scale(largest);
-    // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of the bits.
+    // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of the
+    // bits.
     let mut quants = [0u8; GROUP_MAX];
     let mut sum = 0i32;
     for (quant, x) in quants.iter_mut().zip(elements) {

@@ -17,8 +17,8 @@ pub(super) trait GroupDot<S: Simd> {
     /// Words of a row's activations per vector of weights.
     const WORDS: usize;
 
-    /// Returns the dot products of a group's weights of P panels with the activations `x` of M rows, added to the rows'
-    /// initial values.
+    /// Returns the dot products of a group's weights of P panels with the activations `x` of M rows, added to
+    /// the rows' initial values.
     unsafe fn multiply<const M: usize, const P: usize>(
         weights: GroupWeights,
         starts: *const u32,
@@ -88,8 +88,8 @@ impl WeightPrefetch {
     }
 }
 
-/// Integer GEMM microkernel. A step is a group: its dot products are exact, and each f32 accumulator is one chain over the
-/// groups.
+/// Integer GEMM microkernel. A step is a group: its dot products are exact, and each f32 accumulator is one
+/// chain over the groups.
 pub(super) struct IntegerKernel<G>(PhantomData<G>);
 
 impl<S: Simd, G: GroupDot<S>> MicroKernel<S> for IntegerKernel<G> {
@@ -100,8 +100,8 @@ impl<S: Simd, G: GroupDot<S>> MicroKernel<S> for IntegerKernel<G> {
         let TilePosition { row, panel, gap, step, steps, next } = position;
         let columns = 2 * S::LANES;
         let vector = 4 * S::LANES;
-        // SAFETY: panel, step and row are within the packed operands, see `GemmTask::run_all`; `load_sums` and
-        // `store_sums` stay within `y`, whose columns in these panels belong to this thread.
+        // SAFETY: panel, step and row are within the packed operands, see `GemmTask::run_all`; `load_sums`
+        // and `store_sums` stay within `y`, whose columns in these panels belong to this thread.
         unsafe {
             let group = job.w.format.group().unwrap_or(0);
             let vectors = if G::FOUR { group / 8 } else { group / 4 };

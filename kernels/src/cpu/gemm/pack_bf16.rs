@@ -1,4 +1,5 @@
-//! Rounding of activations to bf16 pairs in tile order, with AVX-512 BF16, sixteen steps of up to sixteen rows at a time.
+//! Rounding of activations to bf16 pairs in tile order, with AVX-512 BF16, sixteen steps of up to sixteen
+//! rows at a time.
 
 use std::arch::x86_64::*;
 
@@ -8,8 +9,8 @@ use super::activations::PackActivations;
 /// Elements of a row that are transposed at once: sixteen pairs.
 const ELEMENTS: usize = 32;
 
-/// Packing kernel for [`super::activations::Layout::Bf16Pair`], with the bf16 conversion instruction. Like the dot product
-/// instruction, it flushes subnormals to zero.
+/// Packing kernel for [`super::activations::Layout::Bf16Pair`], with the bf16 conversion instruction. Like
+/// the dot product instruction, it flushes subnormals to zero.
 pub(super) struct PackBf16Pairs<'a>(pub(super) PackActivations<'a>);
 
 impl Kernel for PackBf16Pairs<'_> {
@@ -19,8 +20,8 @@ impl Kernel for PackBf16Pairs<'_> {
         for index in pack.range.clone() {
             let (first, height) = (pack.tiles.start(index), pack.tiles.height(index));
             let rows = &pack.x[first * pack.k..(first + height) * pack.k];
-            // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; each tile is a range of its own
-            // within `words`, which holds `row_words` for every row.
+            // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; each tile is a range
+            // of its own within `words`, which holds `row_words` for every row.
             unsafe {
                 tile(rows, pack.k, height, pack.words.add(first * pack.row_words), height * pack.row_words)
             };
@@ -31,15 +32,15 @@ impl Kernel for PackBf16Pairs<'_> {
 /// Packs rows[height, k] into `count` words.
 ///
 /// # Safety
-/// The machine supports AVX-512 with BF16, `to` is valid for `count` words, height * ceil(k / 2) of them, and height is at
-/// most 16.
+/// The machine supports AVX-512 with BF16, `to` is valid for `count` words, height * ceil(k / 2) of them, and
+/// height is at most 16.
 #[inline(always)]
 unsafe fn tile(rows: &[f32], k: usize, height: usize, to: *mut u32, count: usize) {
     let lanes = ((1u32 << height) - 1) as __mmask16;
     for at in (0..k).step_by(ELEMENTS) {
         let elements = ELEMENTS.min(k - at);
-        // SAFETY: loads are within the rows; stores are whole where a vector fits into the tile, and of `height` words
-        // elsewhere.
+        // SAFETY: loads are within the rows; stores are whole where a vector fits into the tile, and of
+        // `height` words elsewhere.
         unsafe {
             let row = |i: usize| rows.as_ptr().wrapping_add(i * k + at);
             if height == 1 {

@@ -12,8 +12,8 @@ const VECTOR_BYTES: usize = 64;
 const ROWS: usize = 8;
 const _: () = assert!(Avx512::INTEGER_ROWS <= ROWS && GROUP_STEP.is_multiple_of(8));
 
-/// Permutations that gather the words of a tile's rows from two vectors, with four words of rows 0 to 3 and of rows 4 to 7:
-/// per tile height, the first two words of all rows, then the other two.
+/// Permutations that gather the words of a tile's rows from two vectors, with four words of rows 0 to 3 and
+/// of rows 4 to 7: per tile height, the first two words of all rows, then the other two.
 const PAIR_ORDERS: [[[i32; 16]; 2]; ROWS + 1] = {
     let mut orders = [[[0; 16]; 2]; ROWS + 1];
     let mut height = 1;
@@ -49,8 +49,8 @@ impl Kernel for PackInt8<'_> {
             let rows = &pack.x[first * pack.k..(first + height) * pack.k];
             for (at, step) in (0..pack.k).step_by(group).zip(0..) {
                 let count = group.min(pack.k - at);
-                // SAFETY: runs only through `run_avx512_vnni`, whose caller guarantees VNNI; each tile is a range of its own
-                // within `words`, with a record per group.
+                // SAFETY: runs only through `run_avx512_vnni`, whose caller guarantees VNNI; each tile is a
+                // range of its own within `words`, with a record per group.
                 unsafe {
                     // The hardware prefetcher does not recognise such short pieces of distant rows.
                     for row in 0..height {
@@ -134,11 +134,13 @@ impl RowSlice {
 /// Quantises `part` of `height` rows into one record.
 ///
 /// # Safety
-/// The machine supports AVX-512 with VNNI; the rows are valid, `to` has room for a record, and height is at most [`ROWS`].
+/// The machine supports AVX-512 with VNNI; the rows are valid, `to` has room for a record, and height is at
+/// most [`ROWS`].
 #[inline(always)]
 unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to: *mut u32) {
     let all = ((1u32 << height) - 1) as __mmask8;
-    // SAFETY: masks keep loads within the rows and stores within the record, both valid by the caller's guarantee.
+    // SAFETY: masks keep loads within the rows and stores within the record, both valid by the caller's
+    // guarantee.
     unsafe {
         let mut most = [_mm512_setzero_ps(); ROWS];
         for (i, most) in most.iter_mut().enumerate().take(height) {
@@ -210,8 +212,8 @@ unsafe fn scales(largest: __m256) -> (__m256, __m256) {
     }
 }
 
-/// Transposes eight rows of four quadruples of words to, per quadruple, its words for rows 0 to 3 and for rows 4 to 7.
-/// Expects the word order of [`RowSlice::words`].
+/// Transposes eight rows of four quadruples of words to, per quadruple, its words for rows 0 to 3 and for
+/// rows 4 to 7. Expects the word order of [`RowSlice::words`].
 ///
 /// # Safety
 /// The machine supports AVX-512.

@@ -9,9 +9,9 @@ use super::super::rows::{silu_mul, swiglu};
 use super::super::simd::{LANES_MAX, Simd};
 use super::{Activations, GemmTask, ROW_BLOCK, Start, Tiles, Epilogue, gemm, tile_rows};
 
-/// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n / 2, k].
-/// `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with many rows the
-/// intermediate values stay in the second-level cache.
+/// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
+/// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with
+/// many rows the intermediate values stay in the second-level cache.
 ///
 /// # Panics
 /// If shapes do not match or n is odd.
@@ -51,8 +51,8 @@ impl GateUpSums {
         Self([const { [const { MaybeUninit::uninit() }; ROW_BLOCK * 2 * LANES_MAX] }; 2])
     }
 
-    /// Returns a pointer that is relative to row 0 and column 0 of y, for a buffer that begins at row `row` of `panel`, and the
-    /// elements between rows.
+    /// Returns a pointer that is relative to row 0 and column 0 of y, for a buffer that begins at row `row`
+    /// of `panel`, and the elements between rows.
     #[inline(always)]
     pub(super) fn sums<S: Simd>(&mut self, part: usize, row: usize, panel: usize) -> (*mut f32, usize) {
         let columns = 2 * S::LANES;
@@ -63,8 +63,8 @@ impl GateUpSums {
     /// Writes silu(gate) * up of some rows for the columns of up panel `panel`.
     ///
     /// # Safety
-    /// The caller guarantees `S`'s instruction set, that the accumulators of these rows, at most [`ROW_BLOCK`], were written,
-    /// and that no other thread writes the panel's columns.
+    /// The caller guarantees `S`'s instruction set, that the accumulators of these rows, at most
+    /// [`ROW_BLOCK`], were written, and that no other thread writes the panel's columns.
     #[inline(always)]
     pub(super) unsafe fn write_swiglu<S: Simd>(&self, job: &GemmTask<'_>, rows: Range<usize>, panel: usize) {
         let columns = 2 * S::LANES;
@@ -74,7 +74,8 @@ impl GateUpSums {
         for (i, row) in rows.enumerate() {
             for lane in (0..columns).step_by(S::LANES) {
                 let at = i * columns + lane;
-                // SAFETY: the caller guarantees written accumulators and exclusive columns, which are within y.
+                // SAFETY: the caller guarantees written accumulators and exclusive columns, which are within
+                // y.
                 unsafe {
                     let out = silu_mul::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
                     S::store(y.add(row * half + lane), out);

@@ -7,8 +7,8 @@ mod linux {
 
     /// Set of CPUs that no other process claims while this value lives.
     ///
-    /// A claim is an abstract socket named after the CPU: the operating system releases it when the process ends, however
-    /// it ends.
+    /// A claim is an abstract socket named after the CPU: the operating system releases it when the process
+    /// ends, however it ends.
     pub(in super::super) struct CpuClaim {
         cpus: Vec<usize>,
         _held: Vec<UnixDatagram>,
@@ -33,8 +33,8 @@ mod linux {
 
         /// Pins the calling thread to the claim's CPU number `index`.
         pub(in super::super) fn pin(&self, index: usize) {
-            // SAFETY: `cpu_set_t` is plain data, and the CPU index came from `sched_getaffinity`, so it is in range. On failure the
-            // thread stays unpinned.
+            // SAFETY: `cpu_set_t` is plain data, and the CPU index came from `sched_getaffinity`, so it is in
+            // range. On failure the thread stays unpinned.
             unsafe {
                 let mut set: libc::cpu_set_t = std::mem::zeroed();
                 libc::CPU_SET(self.cpus[index], &mut set);

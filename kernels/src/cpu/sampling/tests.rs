@@ -49,7 +49,8 @@ fn oracle(logits: &[f32], truncation: &Truncation) -> Vec<(u32, f64)> {
     kept
 }
 
-/// Returns whether the expected token depends on rounding: a truncation or the sample falls close to a boundary.
+/// Returns whether the expected token depends on rounding: a truncation or the sample falls close to a
+/// boundary.
 fn close_call(logits: &[f32], truncation: &Truncation, uniform: f64) -> bool {
     const MARGIN: f64 = 1e-5;
     let with = |top_p: f32, min_p: f32| oracle(logits, &Truncation { top_p, min_p, ..*truncation });

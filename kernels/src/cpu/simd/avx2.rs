@@ -8,7 +8,8 @@ use super::{SubKernel, Simd};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-// SAFETY: all functions forward the trait's contract: the caller guarantees the instruction set and valid pointers.
+// SAFETY: all functions forward the trait's contract: the caller guarantees the instruction set and valid
+// pointers.
 impl Simd for Avx2 {
     type V = __m256;
     type I = __m256i;

@@ -23,8 +23,8 @@ pub(crate) const LANES_MAX: usize = 16;
 /// Vector operations on f32 and integers.
 ///
 /// # Safety
-/// Every function requires the instruction set of the implementing type, which [`run`] establishes, and pointers valid
-/// for the lanes read or written; they may be unaligned.
+/// Every function requires the instruction set of the implementing type, which [`run`] establishes, and
+/// pointers valid for the lanes read or written; they may be unaligned.
 pub(crate) trait Simd: Copy + 'static {
     /// Vector of `LANES` f32.
     type V: Copy;
@@ -64,7 +64,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Rounds to the nearest integer, ties to even; for |v| < 2^22.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// Returns `a * 2^v` for integers `v` in [-126, 127] with a normal result; for -127, 0 or a value below 2^-126.
+    /// Returns `a * 2^v` for integers `v` in [-126, 127] with a normal result; for -127, 0 or a value below
+    /// 2^-126.
     unsafe fn times_exp2(a: Self::V, v: Self::V) -> Self::V;
     /// Returns `a < b ? x : y`, lane by lane.
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
@@ -80,20 +81,21 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_int(from: *const u8) -> Self::I;
     /// Splits each byte into its low and its high nibble, each in a byte.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
-    /// Widens the four unsigned bytes of each lane to 16 bits: the first and third, then the second and fourth.
+    /// Widens the four unsigned bytes of each lane to 16 bits: the first and third, then the second and
+    /// fourth.
     unsafe fn halves(v: Self::I) -> (Self::I, Self::I);
     /// Adds to each lane the dot product of its two pairs of signed 16-bit integers.
     unsafe fn dot_halves(sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Adds to the two 16-bit sums of each lane the products of two byte pairs each, with unsigned `w` and signed `x`.
-    /// Neither a sum nor any two products may exceed 16 bits.
+    /// Adds to the two 16-bit sums of each lane the products of two byte pairs each, with unsigned `w` and
+    /// signed `x`. Neither a sum nor any two products may exceed 16 bits.
     unsafe fn dot_bytes(sums: Self::I, w: Self::I, x: Self::I) -> Self::I;
     /// Adds to each lane of `a` the two signed 16-bit integers of `b`.
     unsafe fn add_halves(a: Self::I, b: Self::I) -> Self::I;
     /// Converts integers below 2^24 in magnitude to f32.
     unsafe fn int_to_f32(v: Self::I) -> Self::V;
 
-    /// Returns 2^x for x up to 127, within 3 ulp; exactly 1 at 0. Below -126 it may return 0, and 2^-inf is 0. Larger `x`
-    /// give unspecified values.
+    /// Returns 2^x for x up to 127, within 3 ulp; exactly 1 at 0. Below -126 it may return 0, and 2^-inf is
+    /// 0. Larger `x` give unspecified values.
     #[inline(always)]
     unsafe fn exp2(x: Self::V) -> Self::V {
         // SAFETY: the caller guarantees `Self`'s instruction set; no memory is accessed.
@@ -116,8 +118,9 @@ pub(crate) trait Simd: Copy + 'static {
 
 /// Kernel that can be compiled for any instruction set.
 pub(crate) trait Kernel {
-    /// Runs the kernel. Implementations are `#[inline(always)]`, so that they inherit the target features of their caller.
-    /// Closures that use vectors, such as those given to `map`, may not be inlined and then lack these features.
+    /// Runs the kernel. Implementations are `#[inline(always)]`, so that they inherit the target features of
+    /// their caller. Closures that use vectors, such as those given to `map`, may not be inlined and then
+    /// lack these features.
     ///
     /// # Safety
     /// The machine supports `S`'s instruction set.

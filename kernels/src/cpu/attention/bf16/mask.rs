@@ -28,8 +28,8 @@ impl PairRanges {
     pub const ALL: Self = Self { before: (0, 0), all: (0, TILE / 2), after: (0, 0) };
 }
 
-/// Returns, per tile of a span, the pairs visible to these queries. Visible ranges ascend, so positions visible to the
-/// first and the last query are visible to all.
+/// Returns, per tile of a span, the pairs visible to these queries. Visible ranges ascend, so positions
+/// visible to the first and the last query are visible to all.
 #[inline(always)]
 pub(super) fn pair_ranges<const Q: usize>(visible: &[VisibleRange; Q]) -> [PairRanges; SPAN_TILES] {
     let (first, last) = (visible[0], visible[Q - 1]);

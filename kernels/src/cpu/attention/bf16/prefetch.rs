@@ -6,8 +6,8 @@ use super::super::{AttentionTask, NextRange, window_start};
 use super::source::COMPONENTS;
 use super::{BLOCK_QUERIES, SPAN, SPAN_TILES};
 
-/// Prefetch addresses of a tile. Each step of the scores prefetches one cache line of its keys, and each pair of positions
-/// two lines of its values, or one line twice for 8-bit elements.
+/// Prefetch addresses of a tile. Each step of the scores prefetches one cache line of its keys, and each pair
+/// of positions two lines of its values, or one line twice for 8-bit elements.
 #[derive(Clone, Copy)]
 pub(super) struct TilePrefetch {
     keys: *const u8,
@@ -32,7 +32,8 @@ impl TilePrefetch {
         self.keys.wrapping_add(step * self.keys_step)
     }
 
-    /// Returns the first address that accumulation of components from `d` on prefetches, and the bytes between pairs.
+    /// Returns the first address that accumulation of components from `d` on prefetches, and the bytes
+    /// between pairs.
     #[inline(always)]
     pub fn value_addresses(&self, d: usize) -> (*const u8, usize) {
         (self.values.wrapping_add(d / COMPONENTS * (TILE / 2) * self.values_step), self.values_step)
@@ -42,7 +43,8 @@ impl TilePrefetch {
 static CACHED: u64 = 0;
 
 impl AttentionTask<'_> {
-    /// Returns the range read after the queries before `first`: that of the task's next queries, or that after the task.
+    /// Returns the range read after the queries before `first`: that of the task's next queries, or that
+    /// after the task.
     pub(super) fn range_after(&self, first: usize) -> Option<NextRange<'_>> {
         let group = self.shape.heads / self.shape.kv_heads;
         let all = (self.task.end - self.task.first) as usize * group;
@@ -54,7 +56,8 @@ impl AttentionTask<'_> {
         Some(NextRange { kv_head: self.kv_head, table: self.table, low, high })
     }
 
-    /// Returns the prefetches for the span at `base`, if that is before `high`, else for the start of `next_range`.
+    /// Returns the prefetches for the span at `base`, if that is before `high`, else for the start of
+    /// `next_range`.
     #[inline(always)]
     pub(super) unsafe fn span_prefetch<N: KvElement>(
         &self,
@@ -76,11 +79,13 @@ impl AttentionTask<'_> {
                 continue;
             }
             let offset = at % tokens;
-            // SAFETY: AVX-512 is available in this kernel; the addresses are only prefetched, which never faults.
+            // SAFETY: AVX-512 is available in this kernel; the addresses are only prefetched, which never
+            // faults.
             unsafe {
                 let head = layout.keys(next_range.table[at / tokens], self.layer, next_range.kv_head);
                 let head = self.kv.cast::<N>().wrapping_add(head);
-                // Where blocks are larger than tiles, tiles share lines: one prefetches the even rows of keys, the next the odd ones.
+                // Where blocks are larger than tiles, tiles share lines: one prefetches the even rows of
+                // keys, the next the odd ones.
                 let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
                 let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());
                 *prefetch = TilePrefetch {
