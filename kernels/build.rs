@@ -9,8 +9,7 @@ use std::sync::Mutex;
 
 const FAMILIES: [&str; 9] =
     ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
-/// Default machine-code targets; `INFLIGHT_CUDA_ARCHITECTURES` overrides them. Later architectures use PTX of
-/// `compute_80`.
+/// Default machine-code targets; `INFLIGHT_CUDA_ARCHITECTURES` overrides them. Others use PTX.
 const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
 /// First nvcc release that supports all of them.
 const NVCC_MIN: (u32, u32) = (12, 8);

@@ -1,9 +1,8 @@
 //! Benchmarks of every kernel on the shapes of a 1.1B-parameter model, with its share of the machine's
-//! limits: `cargo bench -p inflight-kernels`. A filter selects kernels: `cargo bench -p inflight-kernels --
+//! limits. `cargo bench -p inflight-kernels`; a filter selects kernels: `cargo bench -p inflight-kernels --
 //! gemm`.
 //!
-//! Criterion's statistics of a kernel are followed by a line with its best rate and the limit measured right
-//! after.
+//! Criterion's statistics of a kernel are followed by its best rate and the limit measured right after.
 
 #![allow(missing_docs, reason = "criterion's macro generates undocumented items")]
 

@@ -1,5 +1,4 @@
-//! Roofline of this machine, in bandwidth and operations: `cargo run --release -p inflight-kernels --example
-//! limits`.
+//! Roofline of this machine: `cargo run --release -p inflight-kernels --example limits`.
 //!
 //! Kernels are compared with these figures. Run it on an idle machine.
 

@@ -1,5 +1,4 @@
-//! GEMM throughput on this machine: `cargo run --release -p inflight-kernels --example throughput --
-//! [THREADS]`.
+//! GEMM throughput: `cargo run --release -p inflight-kernels --example throughput -- [THREADS]`.
 //!
 //! Prints GFLOP/s and, as a single row is bound by memory, GB/s of weights, for each instruction set and
 //! format. Weights exceed all caches unless a size is given: `-- THREADS N K`. With a format's name as last

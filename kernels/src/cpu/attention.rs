@@ -6,7 +6,7 @@
 //! same bits. Queries are grouped only to share loads.
 
 use super::isa::Isa;
-use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPool, KvElement, TILE};
+use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPool, TILE};
 use super::matrix::SharedPtr;
 use super::pool::Pool;
 use super::rope::QkvShape;
@@ -50,8 +50,8 @@ impl Ragged {
     /// block table is `blocks[block_starts[s]..block_starts[s + 1]]`.
     ///
     /// # Panics
-    /// If a block table does not cover its rows' positions, positions of a sequence do not ascend, or a block
-    /// is not below `pool_blocks`.
+    /// If a block table is too short, positions of a sequence do not ascend, or a block is not below
+    /// `pool_blocks`.
     pub fn set(
         &mut self,
         starts: &[u32],
@@ -112,13 +112,13 @@ pub fn attention(
     assert!(layer < layout.layers, "the layer is out of the KV pool");
     let out = SharedPtr(out.as_mut_ptr());
     let scale = (std::f64::consts::LOG2_E / (shape.head_dim as f64).sqrt()) as f32;
-    let of = |index: usize| {
+    let operands = |index: usize| {
         let task = *batch.tasks.get(index / shape.kv_heads)?;
         Some((task, index % shape.kv_heads, &batch.blocks[task.table as usize..]))
     };
     pool.each(batch.tasks.len() * shape.kv_heads, &|index| {
-        let Some((task, kv_head, table)) = of(index) else { return };
-        let next_range = of(index + 1).map(|(task, kv_head, table)| {
+        let Some((task, kv_head, table)) = operands(index) else { return };
+        let next_range = operands(index + 1).map(|(task, kv_head, table)| {
             let [first, last] = [task.first, task.end - 1].map(|row| batch.positions[row as usize] as usize);
             NextRange { kv_head, table, low: window_start(first + 1, window), high: last + 1 }
         });
@@ -184,8 +184,7 @@ struct AttentionTask<'a> {
     layout: KvLayout,
     layer: usize,
     window: Option<u32>,
-    /// Factor of scores: log2(e) / sqrt(head_dim), so that softmax weights are powers of 2, which are cheaper
-    /// than powers of e.
+    /// Factor of scores: log2(e) / sqrt(head_dim), as powers of 2 are cheaper than powers of e.
     scale: f32,
     out: *mut f32,
 }
@@ -203,8 +202,7 @@ struct NextRange<'a> {
 impl Kernel for AttentionTask<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the caller guarantees `S`'s instruction set; `attention` checked all shapes, blocks and
-        // positions.
+        // SAFETY: the caller guarantees `S`'s instruction set; `attention` checked all operands.
         unsafe {
             match self.layout.dtype {
                 KvDtype::Plain(Dtype::F32) => self.online_softmax::<S, f32>(),
@@ -295,7 +293,12 @@ impl AttentionTask<'_> {
 
     /// Assembles the tile at position `base` from blocks smaller than a tile.
     #[inline(always)]
-    unsafe fn gather<N: KvElement>(&self, base: usize, end: usize, buffer: &mut GatheredTile<N>) -> KvTile<N> {
+    unsafe fn gather<N: KvElement>(
+        &self,
+        base: usize,
+        end: usize,
+        buffer: &mut GatheredTile<N>,
+    ) -> KvTile<N> {
         let layout = &self.layout;
         let (pool, stride, tokens) = (self.kv.cast::<N>(), layout.value_stride(), layout.block_tokens);
         // SAFETY: the block table covers positions before `end`, and its blocks are in the pool.

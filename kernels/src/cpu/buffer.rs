@@ -103,8 +103,7 @@ impl Buffer {
 }
 
 impl OpenMapping {
-    /// Takes `bytes`, at most [`SHARED_BUFFER_MAX`], from the open mapping, or from a new one if they do not
-    /// fit.
+    /// Takes `bytes`, at most [`SHARED_BUFFER_MAX`], from the open mapping or a new one.
     fn take(&mut self, bytes: usize) -> io::Result<Buffer> {
         let open = self.mapping.upgrade().filter(|_| self.used + bytes <= SHARED_MAPPING_BYTES);
         let mapping = match open {
@@ -157,8 +156,7 @@ impl Mapping {
                 Pages::Huge => (bytes.next_multiple_of(HUGE_PAGE), libc::MADV_HUGEPAGE),
                 Pages::Small => (bytes, libc::MADV_NOHUGEPAGE),
             };
-            // SAFETY: the range lies within the mapping created above. On failure the pages are merely of
-            // another size.
+            // SAFETY: the range lies within the new mapping. Failure only affects the page size.
             unsafe { libc::madvise(first.cast(), bytes, advice) };
         }
         Ok(Self { start: mapping, bytes: size, first })
@@ -167,8 +165,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `start` and `bytes` are those of `mmap` in `new`, and every buffer in it holds an `Arc`, so
-        // none is left.
+        // SAFETY: `start` and `bytes` come from `mmap`, and buffers hold an `Arc`, so none is left.
         unsafe { libc::munmap(self.start, self.bytes) };
     }
 }
@@ -187,7 +184,8 @@ mod tests {
             (9 << 20, Pages::Small),
         ] {
             let mut buffer = Buffer::zeroed(bytes, pages).unwrap();
-            let align = if pages == Pages::Huge && bytes > SHARED_BUFFER_MAX { HUGE_PAGE } else { CACHE_LINE };
+            let align =
+                if pages == Pages::Huge && bytes > SHARED_BUFFER_MAX { HUGE_PAGE } else { CACHE_LINE };
             assert!(buffer.as_ptr().addr().is_multiple_of(align) && buffer.len() == bytes.max(1));
             let places = [0, buffer.len() / 2, buffer.len() - 1];
             // SAFETY: all offsets are below the buffer's length.

@@ -12,24 +12,24 @@ use std::ops::Range;
 use super::isa::IsaKind;
 use super::matrix::{PackedMatrix, SharedPtr, WeightFormat, panel_columns};
 use super::pool::Pool;
-use super::simd::{self, Kernel, SubKernel, Simd, load_part, store_part};
+use super::simd::{self, Kernel, Simd, SubKernel, load_part, store_part};
 
 mod activations;
-#[cfg(target_arch = "x86_64")]
-mod pack_int8;
 mod floats;
-mod swiglu;
 mod integers;
 #[cfg(target_arch = "x86_64")]
 mod pack_bf16;
+#[cfg(target_arch = "x86_64")]
+mod pack_int8;
+mod swiglu;
 
 pub use activations::Activations;
 pub(super) use activations::scale;
 use floats::{Bf16, F16, F32, FloatKernel};
-pub use swiglu::gemm_swiglu;
 #[cfg(target_arch = "x86_64")]
 use integers::Vnni;
-use integers::{Int8Widened, IntegerKernel, Int4Widened};
+use integers::{Int4Widened, Int8Widened, IntegerKernel};
+pub use swiglu::gemm_swiglu;
 
 /// Maximum rows that pass over the panels together.
 const ROW_BLOCK: usize = 256;
@@ -37,9 +37,8 @@ const ROW_BLOCK: usize = 256;
 /// panel. Fewer rows mean that weights are read more often, but even from memory these arrive faster than
 /// some dozens of rows are multiplied with them.
 const ACTIVATION_BYTES: usize = 512 << 10;
-/// Maximum bytes of a panel's cache block, which every tile reads. The largest do not fit a second-level
-/// cache entirely, but spilling accumulators more often cost more (measured with 1 MiB of it and 32 MiB
-/// behind it).
+/// Maximum bytes of a panel's cache block, which every tile reads. The largest exceed a second-level cache,
+/// but spilling accumulators more often cost more (measured with 1 MiB L2, 32 MiB L3).
 const PANEL_BLOCK_BYTES: usize = 384 << 10;
 /// Maximum tiles over a panel that share the prefetch of the next cache block.
 const PREFETCH_TILES: usize = 8;
@@ -101,8 +100,7 @@ enum Epilogue {
     SwiGlu,
 }
 
-/// Packs the activations and distributes the panels over the threads. `x` and `y` have the shapes that
-/// `epilogue` implies.
+/// Packs the activations and distributes the panels over the threads; `epilogue` determines y's shape.
 fn gemm_with_epilogue(
     pool: &Pool,
     w: &PackedMatrix,
@@ -270,7 +268,9 @@ struct MicroKernelCall<'a, F, const M: usize, const P: usize> {
     format: PhantomData<F>,
 }
 
-impl<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize> SubKernel<S> for MicroKernelCall<'_, F, M, P> {
+impl<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize> SubKernel<S>
+    for MicroKernelCall<'_, F, M, P>
+{
     #[inline(always)]
     unsafe fn run(self) {
         // SAFETY: the caller of `GemmTask::tile` guarantees the instruction set and the tile's bounds.
@@ -348,9 +348,8 @@ impl CacheBlockOrder {
         (ACTIVATION_BYTES / (size_of::<u32>() * words)).clamp(1, ROW_BLOCK)
     }
 
-    /// Returns cache block `index`. Normally one cache block of all panels after the other, so that
-    /// activations stay in cache; with SwiGLU all cache blocks of a gate and up panel, so that their
-    /// accumulators stay.
+    /// Returns cache block `index`. Panels are the inner loop, so that activations stay in cache; with SwiGLU
+    /// cache blocks are, so that the accumulators of a gate and up panel stay.
     fn get(&self, job: &GemmTask<'_>, index: usize) -> CacheBlock {
         let (panel, block, part) = match self.gated {
             false => (index % self.panels, index / self.panels, 0),
@@ -401,7 +400,10 @@ impl GemmTask<'_> {
                     let job = GemmTask { y, stride, panels: panel..panel + 1, ..*self };
                     let position = TilePosition { row, panel, gap: 1, step, steps, next };
                     job.column::<S, F>(first..last, position);
-                    if self.epilogue == Epilogue::SwiGlu && cache_block.part == 1 && step + steps == self.w.steps {
+                    if self.epilogue == Epilogue::SwiGlu
+                        && cache_block.part == 1
+                        && step + steps == self.w.steps
+                    {
                         gate_up.write_swiglu::<S>(self, row..end, panel);
                     }
                 }
@@ -417,8 +419,7 @@ impl GemmTask<'_> {
     }
 
     /// Multiplies one or two rows, for which the accumulators of one panel are too few to hide the latency of
-    /// an addition. Each of the interleaved panels continues in memory where the one before ended, so that a
-    /// thread reads few long streams.
+    /// an addition. Interleaved panels lie far apart, so that a thread reads few long streams.
     #[inline(always)]
     unsafe fn interleave_panels<S: Simd, F: MicroKernel<S>>(&self, row: usize, rows: usize) {
         let Range { start, end } = self.panels;
@@ -429,7 +430,14 @@ impl GemmTask<'_> {
         // SAFETY: rows and panels are within the matrices.
         unsafe {
             for i in 0..long {
-                let position = TilePosition { row, panel: start + i, gap: long, step: 0, steps, next: PrefetchRange::NONE };
+                let position = TilePosition {
+                    row,
+                    panel: start + i,
+                    gap: long,
+                    step: 0,
+                    steps,
+                    next: PrefetchRange::NONE,
+                };
                 match rows {
                     1 => self.tile::<S, F, 1, 4>(position),
                     _ => self.tile::<S, F, 2, 2>(position),
@@ -455,7 +463,11 @@ impl GemmTask<'_> {
             // The first tiles each prefetch a part of the next cache block, so that memory stays busy; not
             // all, as parts below a cache line gain nothing.
             let sharing = (end - first).min(PREFETCH_TILES);
-            let next = if tile - first < sharing { at.next.part(tile - first, sharing) } else { PrefetchRange::NONE };
+            let next = if tile - first < sharing {
+                at.next.part(tile - first, sharing)
+            } else {
+                PrefetchRange::NONE
+            };
             // The next tile's accumulators are far apart in memory, so they are prefetched during this tile.
             if tile + 1 < end {
                 // SAFETY: the caller guarantees the instruction set; prefetching never faults.
@@ -484,7 +496,10 @@ impl GemmTask<'_> {
     }
 
     #[inline(always)]
-    unsafe fn tile<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize>(&self, position: TilePosition) {
+    unsafe fn tile<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize>(
+        &self,
+        position: TilePosition,
+    ) {
         // SAFETY: the caller guarantees the instruction set and that the tile lies within the operands.
         unsafe { S::run_subkernel(MicroKernelCall::<F, M, P> { job: self, position, format: PhantomData }) }
     }
@@ -509,8 +524,7 @@ impl GemmTask<'_> {
         position: &TilePosition,
     ) -> [[[S::V; 2]; P]; M] {
         let columns = 2 * S::LANES;
-        // SAFETY: rows and panels are within `y` and the bias; whole vectors are read only where all their
-        // columns exist.
+        // SAFETY: rows and panels are within `y` and the bias; partial vectors are read by lanes.
         unsafe {
             let mut sums = [[[S::splat(0.0); 2]; P]; M];
             let (from, stride) = match self.start {
@@ -547,8 +561,7 @@ impl GemmTask<'_> {
         sums: &[[[S::V; 2]; P]; M],
     ) {
         let columns = 2 * S::LANES;
-        // SAFETY: rows and panels are within `y`; whole vectors are written only where all their columns
-        // exist.
+        // SAFETY: rows and panels are within `y`; partial vectors are written by lanes.
         unsafe {
             for p in 0..P {
                 let column = (position.panel + p * position.gap) * columns;

@@ -89,8 +89,7 @@ impl KvLayout {
         block as usize * self.block_elements() + (layer * self.kv_heads + head) * self.head_elements()
     }
 
-    /// Returns the offset from a head's keys to its values, in elements; a multiple of 4, so that scales are
-    /// aligned.
+    /// Returns the offset from a head's keys to its values in elements; a multiple of 4 to align scales.
     #[inline(always)]
     pub(crate) fn values_after_keys(&self) -> usize {
         (self.head_dim * self.block_tokens).next_multiple_of(size_of::<f32>())
@@ -127,7 +126,7 @@ pub struct KvPool {
     memory: Arc<PoolMemory>,
 }
 
-/// PoolMemory that kernels and a [`KvCopier`] write concurrently, never to the same block: kernels access it
+/// Memory that kernels and a [`KvCopier`] write concurrently, never to the same block: kernels access it
 /// through `&mut KvPool`, copiers under the contract of `KvCopier::copy`.
 struct PoolMemory(Buffer);
 
@@ -190,8 +189,7 @@ impl KvCopier {
         for &(device, host) in blocks {
             let (device, host) = (device as usize, host as usize);
             assert!(device < self.device_blocks && host < self.host_blocks, "a block is out of its pool");
-            // SAFETY: the assertion bounds the offsets, and the caller excludes concurrent access to the
-            // blocks.
+            // SAFETY: the assertion bounds the offsets; the caller excludes concurrent access.
             unsafe {
                 let device = self.device.as_ptr().add(device * self.block_bytes);
                 let host = self.host.as_ptr().add(host * self.block_bytes);
@@ -337,8 +335,7 @@ impl KvElement for Int8 {
 
     #[inline(always)]
     fn round(x: f32) -> Int8 {
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of
-        // the bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
         Int8((x + 12_582_912.0).to_bits() as i8)
     }
 }

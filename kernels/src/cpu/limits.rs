@@ -28,11 +28,9 @@ const STREAMS: usize = 4;
 pub enum Arithmetic {
     /// Multiply and add in f32.
     F32,
-    /// Dot products of bf16 pairs with f32 accumulation; [`Arithmetic::F32`] if the instruction set lacks
-    /// them.
+    /// Dot products of bf16 pairs in f32; [`Arithmetic::F32`] if the instruction set lacks them.
     Bf16,
-    /// Dot products of four 8-bit integers with 32-bit accumulation; by way of 16 bits if the instruction set
-    /// lacks them.
+    /// Dot products of four 8-bit integers in 32 bits; through 16 bits if the instruction set lacks them.
     Int8,
 }
 

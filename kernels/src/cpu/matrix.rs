@@ -152,8 +152,7 @@ impl PackedMatrix {
     /// If the memory cannot be allocated.
     ///
     /// # Panics
-    /// If a source's bytes do not match its shape, there are no rows or columns, or a group size is out of
-    /// range.
+    /// If bytes do not match the shape, there are no rows or columns, or the group size is out of range.
     pub fn pack(
         pool: &Pool,
         isa: Isa,
@@ -182,8 +181,7 @@ impl PackedMatrix {
         let start = SharedPtr(data.as_mut_ptr());
         pool.split(n.div_ceil(width), 1, &|panels| {
             for panel in panels {
-                // SAFETY: panels are disjoint ranges of the buffer, which holds them all, and each belongs to
-                // one task.
+                // SAFETY: panels are disjoint ranges within the buffer, and each belongs to one task.
                 let out = unsafe {
                     std::slice::from_raw_parts_mut(start.get().add(panel * panel_bytes), panel_bytes)
                 };
@@ -332,8 +330,7 @@ impl PackPanel<'_> {
                 };
                 scales[2 * j..2 * j + 2].copy_from_slice(&scale.to_ne_bytes());
                 if four_bits {
-                    // A byte holds elements four apart, so that the nibbles of a word are two runs of four
-                    // neighbours.
+                    // A byte holds elements four apart: a word's nibbles are two runs of four neighbours.
                     let mut packed = [0u8; GROUP_MAX / 2];
                     for (packed, chunk) in packed.chunks_exact_mut(4).zip(quants.chunks_exact(8)) {
                         for i in 0..4 {
@@ -378,8 +375,7 @@ fn widen_row(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f
     }
 }
 
-/// Returns the scale and quants of a group as stored, if the file's blocks equal the group, to avoid double
-/// rounding.
+/// Returns a group's stored scale and quants if the file's blocks are of its size; avoids double rounding.
 #[inline(always)]
 fn stored_group(
     source: &Rows<'_>,
@@ -412,8 +408,7 @@ fn quantize_8(x: &[f32], quants: &mut [u8]) -> f16 {
     let (low, high) = range(x);
     let (scale, inverse) = round_scale(high.max(-low) / 127.0);
     for (x, quant) in x.iter().zip(quants) {
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of
-        // the bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
         *quant = ((x * inverse).clamp(-127.0, 127.0) + 12_582_912.0).to_bits() as u8 ^ 0x80;
     }
     scale

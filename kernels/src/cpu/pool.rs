@@ -12,8 +12,7 @@ mod cpus;
 
 use cpus::CpuClaim;
 
-/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between kernels and
-/// between most steps.
+/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between most steps.
 const SPINS: u32 = 1 << 12;
 /// Yields before a thread sleeps. Workers may share cores, so waiting must let others run.
 const YIELDS: u32 = 64;
@@ -62,8 +61,7 @@ struct PaddedCounter(AtomicUsize);
 // SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished.
 // It is read only by threads with a claimed, unfinished unit, and claiming synchronises with the write.
 unsafe impl Sync for PoolState {}
-// SAFETY: the closure behind the job pointer is `Sync` and lives until all units are finished, see
-// `Pool::each`.
+// SAFETY: the closure behind the job pointer is `Sync` and outlives all units, see `Pool::each`.
 unsafe impl Send for PoolState {}
 
 impl Pool {
@@ -166,8 +164,7 @@ impl Pool {
         }
     }
 
-    /// Splits `0..items` into contiguous ranges of at least `grain` items, except the last, and runs `job` on
-    /// each.
+    /// Runs `job` on contiguous ranges of `0..items`, each of at least `grain` items except the last.
     pub fn split(&self, items: usize, grain: usize, job: &(dyn Fn(Range<usize>) + Sync)) {
         let grain = grain.max(1);
         let grains = items.div_ceil(grain);
@@ -218,8 +215,7 @@ impl PoolState {
                 if let Some(PoolJob { unit, units }) = job {
                     // In ascending order, so that memory is read in one direction.
                     let index = self.share(owner, units).end - left;
-                    // SAFETY: `Pool::each` does not return, so the closure lives, until this unit is
-                    // finished.
+                    // SAFETY: `Pool::each` keeps the closure alive until this unit is finished.
                     let unit = unsafe { &*unit };
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| unit(index))) {
                         *lock(&self.panic) = Some(panic);
@@ -248,8 +244,7 @@ fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
     None
 }
 
-/// Spins, then yields, then sleeps until `done`. The thread that makes `done` true swaps `asleep` and unparks
-/// if it was set.
+/// Spins, then yields, then sleeps until `done`. The thread that completes it swaps `asleep` and unparks.
 fn wait(asleep: &AtomicBool, done: impl Fn() -> bool) {
     for _ in 0..SPINS {
         if done() {

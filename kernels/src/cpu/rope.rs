@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::gemm::scale;
 use super::isa::Isa;
-use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPlace, KvPool, KvElement};
+use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPlace, KvPool};
 use super::matrix::SharedPtr;
 use super::pool::Pool;
 use super::rows::{grain, rms_scale};
@@ -83,8 +83,7 @@ impl RopeTable {
         let target = positions.next_power_of_two().max(256);
         self.entries.reserve_exact((target - have) * self.frequencies.len());
         for position in have..target {
-            // The angle is rounded to f32 as in training; cosine and sine are then computed in f64 by libm's
-            // pure Rust.
+            // The angle is rounded to f32 as in training; cosine and sine are computed in f64 by libm.
             self.entries.extend(self.frequencies.iter().map(|f| {
                 let angle = f64::from(position as f32 * f);
                 (libm::cos(angle) as f32, libm::sin(angle) as f32)
@@ -211,8 +210,7 @@ impl Kernel for FinishQkv<'_> {
                 }
             }
             let keys = &rotated[heads * head_dim..];
-            // SAFETY: `finish_qkv` checked that the place is in the pool; the caller guarantees that places
-            // are distinct.
+            // SAFETY: `finish_qkv` checked that the place is in the pool; places are distinct by contract.
             unsafe {
                 match self.layout.dtype {
                     KvDtype::Plain(Dtype::F32) => self.write::<f32>(row, keys, values),

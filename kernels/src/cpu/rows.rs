@@ -59,8 +59,7 @@ impl Kernel for RmsNorm<'_> {
         let width = self.weight.len();
         for row in self.rows {
             let x = &self.x[row * width..(row + 1) * width];
-            // SAFETY: `rms_norm` gives each row to one task, and rows are within `y`; the caller guarantees
-            // the instruction set.
+            // SAFETY: rows are within `y`, each in one task; the caller guarantees the instruction set.
             unsafe {
                 let y = std::slice::from_raw_parts_mut(self.y.add(row * width), width);
                 let scale = rms_scale::<S>(x, self.eps);
@@ -112,8 +111,7 @@ impl Kernel for SwiGlu<'_> {
             let (gate, up) = self.gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
             for at in (0..width).step_by(S::LANES) {
                 let lanes = (width - at).min(S::LANES);
-                // SAFETY: `lanes` elements from `at` on are within each row, and each row belongs to one
-                // task.
+                // SAFETY: `lanes` elements from `at` on are within the row, which belongs to one task.
                 unsafe {
                     let (gate, up) = (gate.as_ptr().add(at), up.as_ptr().add(at));
                     let y = self.y.add(row * width + at);

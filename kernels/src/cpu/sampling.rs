@@ -12,7 +12,7 @@ const SHORT_LIST: usize = 64;
 const NUCLEUS_FIRST: usize = 256;
 
 /// Temperature and truncation of a distribution before sampling. The fields apply in order, each to the
-/// tokens that the one before kept.
+/// remaining tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Truncation {
     /// Divisor of the logits; above 0.
@@ -67,7 +67,13 @@ pub fn top<'a>(
 }
 
 /// Samples a token by inverse transform over the kept tokens in order of id; `uniform` is in [0, 1).
-pub fn sample(isa: Isa, logits: &[f32], truncation: &Truncation, uniform: f64, workspace: &mut Workspace) -> u32 {
+pub fn sample(
+    isa: Isa,
+    logits: &[f32],
+    truncation: &Truncation,
+    uniform: f64,
+    workspace: &mut Workspace,
+) -> u32 {
     let best = largest(isa, logits);
     // Weights are relative to the most probable token, whose weight is 1.
     softmax_weights(isa, logits, best, truncation.temperature, &mut workspace.weights);
@@ -223,8 +229,8 @@ impl Kernel for SoftmaxWeights<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for (from, to) in self.logits.chunks(S::LANES).zip(self.weights.chunks_mut(S::LANES)) {
-            // SAFETY: the caller guarantees `S`'s instruction set; loads and stores are within the chunks,
-            // which have equal lengths.
+            // SAFETY: the caller guarantees `S`'s instruction set; accesses are within chunks of equal
+            // length.
             unsafe {
                 let (best, temperature) = (S::splat(self.best), S::splat(self.temperature));
                 let whole = from.len() == S::LANES;

@@ -35,8 +35,7 @@ pub struct PlanShape {
     pub partials: u32,
 }
 
-/// Decomposition of a batch's attention into items: made once a step, used by every layer with the same
-/// window.
+/// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
 /// Results do not depend on it: key splits start at absolute positions and are merged in order.
 #[derive(Debug, Default, Clone)]

@@ -107,8 +107,7 @@ pub struct Launch<'a> {
     /// Bytes of the kernel's parameter block.
     pub params: &'a [u8],
     /// Whether programmatic dependent launch is allowed: the kernel may start before its predecessor in the
-    /// stream has ended. Every kernel waits for the predecessor itself before it touches memory that others
-    /// write.
+    /// stream has ended. Every kernel itself waits for it before accessing memory that others write.
     pub overlaps: bool,
 }
 

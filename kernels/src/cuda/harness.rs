@@ -1,5 +1,4 @@
-//! CPU emulation of a CUDA device that runs the kernels' own sources over fibers and checks their memory
-//! accesses.
+//! CPU emulation of a CUDA device: runs the kernels' own sources over fibers and checks their accesses.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -227,8 +226,7 @@ impl HostMemory {
     /// If the allocation holds fewer.
     pub fn read<T: Copy>(&self, count: usize) -> Vec<T> {
         assert!(count * size_of::<T>() <= self.bytes, "more is read than there is");
-        // SAFETY: the assertion bounds the read, the address is aligned to 256, and callers read integers or
-        // floats.
+        // SAFETY: the assertion bounds the read, the address is 256-aligned; callers read plain types.
         unsafe { std::slice::from_raw_parts(self.address() as *const T, count) }.to_vec()
     }
 
@@ -276,8 +274,8 @@ impl Harness {
     }
 
     /// Creates a device that emulates programmatic dependent launch: for launches that may overlap, the
-    /// predecessor completes only when a kernel waits for it. Until then all writable memory holds NaN and
-    /// must not be written to.
+    /// predecessor completes only when waited for; until then all writable memory holds NaN and must not be
+    /// written to.
     pub fn overlapping() -> Self {
         Self { overlapping: true, ..Self::default() }
     }
@@ -312,10 +310,7 @@ impl Harness {
     /// Marks an allocation as read-only for kernels.
     pub fn keep(&self, memory: &HostMemory) {
         let from = memory.address() as usize;
-        lock(&self.memory)
-            .iter_mut()
-            .filter(|range| range.from == from)
-            .for_each(|range| range.constant = 1);
+        lock(&self.memory).iter_mut().filter(|range| range.from == from).for_each(|range| range.constant = 1);
     }
 
     /// Allocates memory that holds `values` and is read-only for kernels.

@@ -1,5 +1,4 @@
-//! Launch functions: each derives its kernel's name, grid and shared memory from the shapes in the
-//! parameters.
+//! Launch functions: each derives the kernel, grid and shared memory from the shapes in the parameters.
 
 use super::device::{Device, DeviceError, Half, KvStore, Launch, Profile};
 use super::params::{
@@ -116,8 +115,7 @@ fn row_bytes(head_dim: u32) -> u32 {
     if head_dim.is_multiple_of(64) { head_dim * 2 } else { head_dim * 2 + 16 }
 }
 
-/// Returns the shared memory of a `stages`-deep pipeline of `keys` keys and values, with the widened tile of
-/// FP8.
+/// Returns the shared memory of `stages` pipeline stages of `keys` keys and values, and FP8's widened tile.
 fn stage_bytes(head_dim: u32, store: KvStore, keys: u32, stages: u32) -> u32 {
     let tile = 2 * keys * row_bytes(head_dim);
     match store {
@@ -169,8 +167,7 @@ pub fn attention_blocks(profile: &Profile, head_dim: u32, store: KvStore, mixed:
     profile.multiprocessors * by_shared.min(blocks_by_registers(head_dim, mixed)).max(1)
 }
 
-/// Computes attention over the items of a plan with `blocks` blocks ([`attention_blocks`]); fills in
-/// `stages`.
+/// Computes attention over a plan's items with `blocks` blocks ([`attention_blocks`]); sets `stages`.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
@@ -188,7 +185,14 @@ pub unsafe fn attention<D: Device>(
 ) -> Result<(), DeviceError> {
     let (shared, stages) = attention_shape(&device.profile(), head_dim, store, mixed);
     let p = AttentionParams { stages, ..*p };
-    enqueue(device, attention_kernel(half, store, head_dim, mixed), (blocks, 1), ATTENTION_THREADS, shared, &p)
+    enqueue(
+        device,
+        attention_kernel(half, store, head_dim, mixed),
+        (blocks, 1),
+        ATTENTION_THREADS,
+        shared,
+        &p,
+    )
 }
 
 fn attention_kernel(half: Half, store: KvStore, head_dim: u32, mixed: bool) -> &'static str {
@@ -242,8 +246,7 @@ pub fn kernel_names() -> Vec<&'static str> {
     names
 }
 
-/// Batch-invariant GEMM: the bits do not depend on the number of rows. `wide` selects f32 output; `k` is a
-/// multiple of 8.
+/// Batch-invariant GEMM; `wide` selects f32 output, `k` is a multiple of 8.
 ///
 /// # Errors
 /// Those of [`Device::launch`].
@@ -315,8 +318,8 @@ pub unsafe fn skinny_gemm<D: Device>(
     enqueue(device, skinny_kernel(half, wide, columns), (p.n.div_ceil(columns), 1), SKINNY_THREADS, shared, p)
 }
 
-/// Returns the columns per block: the fewest at which two blocks per multiprocessor cover `n`, else the most.
-/// All choices give the same bits.
+/// Returns the columns per block: the fewest with which two blocks per multiprocessor cover `n`. Bits are
+/// equal for all.
 fn skinny_columns(n: u32, multiprocessors: u32) -> u32 {
     [8, 16].into_iter().find(|columns| n.div_ceil(*columns) <= 2 * multiprocessors).unwrap_or(32)
 }

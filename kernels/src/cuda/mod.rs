@@ -15,7 +15,7 @@ mod image;
 mod launch;
 mod params;
 
-
+pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, Half, KvStore, Launch, Profile};
 #[cfg(feature = "harness")]
 pub use harness::{
@@ -32,4 +32,3 @@ pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,
     Plain, QkvParams, SamplingParams, SamplingResult, SamplingRow, SwigluParams, TOP_MAX, as_bytes,
 };
-pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};

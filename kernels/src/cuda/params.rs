@@ -1,4 +1,4 @@
-//! Parameter blocks of `kernels/cuda/params.h`, field by field; addresses are device addresses, 0 means
+//! Parameter blocks of `kernels/cuda/params.h`, field by field; addresses are of device memory, 0 means
 //! absent.
 #![allow(missing_docs, reason = "the header documents each field's meaning and shape")]
 
@@ -7,16 +7,14 @@ pub const TOP_MAX: usize = 20;
 
 /// Returns the bytes of a parameter block.
 pub fn as_bytes<T: Plain>(value: &T) -> &[u8] {
-    // SAFETY: `Plain` types have no padding, so all `size_of::<T>()` bytes behind the reference are
-    // initialised.
+    // SAFETY: `Plain` types have no padding, so all bytes of the value are initialised.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
 /// Types without padding for which every bit pattern is valid.
 ///
 /// # Safety
-/// The type is `repr(C)`, all its fields are `Plain` or integers and floats, and its size is the sum of
-/// theirs.
+/// The type is `repr(C)`, its fields are integers, floats or `Plain`, and its size is the sum of theirs.
 pub unsafe trait Plain: Copy {}
 
 macro_rules! blocks {
@@ -28,8 +26,7 @@ macro_rules! blocks {
             pub struct $name { $(pub $field: $kind),* }
 
             const _: () = assert!(size_of::<$name>() == 0 $(+ size_of::<$kind>())*, "a parameter block has padding");
-            // SAFETY: the fields are integers, floats and arrays of them; the assertion above rules out
-            // padding.
+            // SAFETY: fields are integers, floats or arrays of them; the assertion rules out padding.
             unsafe impl Plain for $name {}
 
             impl Default for $name {

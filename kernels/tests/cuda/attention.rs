@@ -149,8 +149,7 @@ impl Pool {
         })
     }
 
-    /// Runs rows of sequences as one batch of (sequence, first position, queries) and returns the bits of
-    /// each row.
+    /// Runs (sequence, first position, queries) as one batch and returns the bits of each row.
     fn run(&self, shape: &Shape, parts: &[(usize, u32, &[u16])]) -> Vec<Vec<u16>> {
         let device = TestDevice::new();
         let (heads, head_dim) = (shape.kv_heads * shape.group, shape.head_dim);
@@ -311,7 +310,8 @@ pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
         let alone = Shape { slots: 1, partials: 0, grid: 1, ..shape.clone() };
         let reference = pool.run(&alone, &[(0, position, query)]).remove(0);
         let split = Shape { slots: 1000, partials: 64, ..shape.clone() };
-        let in_splits = pool.run(&split, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
+        let in_splits =
+            pool.run(&split, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
         prop_assert_eq!(&in_splits, &reference, "with its keys in splits");
         let deterministic = Shape { deterministic: true, ..shape.clone() };
         let chunk = pool.run(&deterministic, &[(0, length.position, &queries), (1, other.position, &others)]);

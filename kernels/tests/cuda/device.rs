@@ -1,5 +1,4 @@
-//! Device under test: the harness, or with `INFLIGHT_TEST_GPU=1` the first GPU, where the same properties are
-//! checked of the compiled kernels.
+//! Device under test: the harness, or with `INFLIGHT_TEST_GPU=1` the first GPU.
 
 use std::collections::HashMap;
 use std::ffi::CString;

@@ -17,8 +17,7 @@ fn the_harness_detects_races_and_invalid_addresses() {
     let run = |kernel| {
         let launch =
             Launch { kernel, grid: (2, 1), threads: 64, shared_bytes: 256, params: &params, overlaps: true };
-        // SAFETY: the kernels are faulty on purpose; the harness checks each access and stops them before it
-        // takes effect.
+        // SAFETY: the kernels are faulty, but the harness stops each invalid access.
         unsafe { harness.launch(&launch) }.map_err(|error| error.to_string())
     };
     for (kernel, clue) in [

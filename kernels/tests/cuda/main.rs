@@ -1,19 +1,15 @@
 //! Tests of the CUDA kernels against references in f64 and the CPU kernels, over random ragged shapes. The
-//! kernels' own sources run on the host in the harness, or on a GPU. Without a C++ compiler the tests are
-//! reported as skipped.
+//! kernels' own sources run on the host in the harness, or on a GPU. Without a C++ compiler they are skipped.
 
 #![allow(clippy::unwrap_used, reason = "test helpers fail like tests")]
-#![allow(
-    clippy::undocumented_unsafe_blocks,
-    reason = "buffers are sized by the parameters beside them"
-)]
+#![allow(clippy::undocumented_unsafe_blocks, reason = "buffers are sized by the parameters beside them")]
 
 mod attention;
+mod conversions;
+mod device;
 mod e4m3;
 mod faults;
-mod device;
 mod mutants;
-mod conversions;
 mod overlap;
 mod product;
 mod rows;
@@ -23,9 +19,9 @@ mod timing;
 
 use std::cell::Cell;
 
+use device::{Buffer, TestDevice};
 use inflight_kernels::cuda::{Half, KvStore};
 use inflight_kernels::philox4x32;
-use device::{Buffer, TestDevice};
 use proptest::prelude::*;
 
 /// Pseudo-random number generator by formula, so that failures are reproducible.

@@ -21,17 +21,13 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
     let skinny: fn() = product::skinny_gemm_is_correct_and_bits_depend_on_the_row_alone;
     for mutant in Mutant::ALL {
         let properties: &[(&str, fn())] = match mutant {
-            Mutant::MissingWait => &[
-                ("attention", exact),
-                ("product", product::gemm_is_correct_and_batch_invariant),
-            ],
-            Mutant::MergeOrder => &[(
-                "attention's bits",
-                attention::rows_have_the_same_bits_for_any_key_splits,
-            )],
-            Mutant::DrawPosition => {
-                &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)]
+            Mutant::MissingWait => {
+                &[("attention", exact), ("product", product::gemm_is_correct_and_batch_invariant)]
             }
+            Mutant::MergeOrder => {
+                &[("attention's bits", attention::rows_have_the_same_bits_for_any_key_splits)]
+            }
+            Mutant::DrawPosition => &[("sampling", sampling::tokens_and_logprobs_equal_those_of_the_cpu)],
             Mutant::NoKernelWait => &[
                 ("attention", exact),
                 ("product", product::gemm_is_correct_and_batch_invariant),
@@ -39,10 +35,9 @@ fn every_mutant_of_a_kernel_fails_the_property_it_breaks() {
                 ("skinny product", skinny),
             ],
             Mutant::MissedBarrier if !Harness::CHECKED => continue,
-            Mutant::MissedBarrier => &[
-                ("attention", exact),
-                ("product", product::gemm_is_correct_and_batch_invariant),
-            ],
+            Mutant::MissedBarrier => {
+                &[("attention", exact), ("product", product::gemm_is_correct_and_batch_invariant)]
+            }
             Mutant::EarlyRead | Mutant::LastWarp | Mutant::LastChunk => &[("skinny product", skinny)],
             Mutant::ScaleLine
             | Mutant::BlockEdge

@@ -97,8 +97,7 @@ pub(crate) fn gemm_is_correct_and_batch_invariant() {
 
 #[test]
 pub(crate) fn skinny_gemm_is_correct_and_bits_depend_on_the_row_alone() {
-    // Column counts around every tile size; k from less than one warp's share to more than two rounds of all
-    // warps.
+    // Column counts around every tile size; k from less than one warp's share to two rounds of all.
     let columns = prop_oneof![Just(1usize), Just(8), Just(64), 1usize..40, 60usize..300];
     let eights = prop_oneof![3 => 1usize..70, 1 => Just(256usize), 1 => 250usize..600];
     let shape = (any::<u32>(), half(), 1usize..=8, columns, eights, any::<bool>(), any::<bool>(), 0usize..5);

@@ -4,8 +4,8 @@ use inflight_kernels::cuda::{
 };
 use proptest::prelude::*;
 
-use crate::device::TestDevice;
 use crate::conversions::nearest_e4m3;
+use crate::device::TestDevice;
 use crate::{SeededRng, e4m3, half, on_harness, store, unit, widen};
 
 fn close(got: f64, exact: f64, relative: f64) -> bool {

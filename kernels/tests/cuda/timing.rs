@@ -1,5 +1,4 @@
-//! Kernel timings on a GPU, one JSON line each: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture
-//! timing::`.
+//! Kernel timings as JSON lines: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture timing::`.
 
 use std::sync::Arc;
 

@@ -14,13 +14,13 @@ use super::super::simd::{
     Avx512, Kernel, Simd, bf16_pairs, dot_bf16, dot_bf16_where, largest_of, opaque, transpose,
 };
 use super::{AttentionTask, GatheredTile, HEAD_DIM_MAX, window_start};
+use mask::{PairRanges, VisibleRange, pair_ranges, visible_mask};
 use prefetch::TilePrefetch;
-use mask::{PairRanges, VisibleRange, visible_mask, pair_ranges};
+use source::{COMPONENTS, KvSource, PairedTile};
 pub(super) use source::{InPlace, PairedOnce};
-use source::{COMPONENTS, PairedTile, KvSource};
 
-mod prefetch;
 mod mask;
+mod prefetch;
 mod source;
 
 /// Positions of a span.
@@ -31,8 +31,8 @@ const BLOCK_QUERIES: usize = 64;
 const _: () = assert!(BLOCK_QUERIES.is_multiple_of(QUERIES));
 /// Queries whose accumulators are in registers at once.
 const QUERIES: usize = 8;
-/// Maximum queries of a task that read [`InPlace`]: converting a tile to pairs once costs about what it saves
-/// for three times [`QUERIES`].
+/// Maximum queries of a task that read [`InPlace`]: converting a tile once pays off from about three times
+/// [`QUERIES`].
 pub(super) const FEW_QUERIES: usize = 2 * QUERIES;
 
 /// Attention kernel for KV elements read through `N`.
@@ -47,8 +47,7 @@ impl<'a, N> Bf16Attention<'a, N> {
 impl<N: KvSource> Kernel for Bf16Attention<'_, N> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; `attention` checked the
-        // operands.
+        // SAFETY: runs only through `run_avx512_bf16`, which needs BF16; `attention` checked the operands.
         unsafe { self.0.run_bf16::<N>() }
     }
 }
@@ -87,7 +86,8 @@ impl AttentionTask<'_> {
             queries: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX / 2],
             sums: [const { MaybeUninit::uninit() }; BLOCK_QUERIES * HEAD_DIM_MAX],
         };
-        let mut buffers = SpanBuffers::<N> { gathered: [const { None }; SPAN_TILES], buffers: MaybeUninit::uninit() };
+        let mut buffers =
+            SpanBuffers::<N> { gathered: [const { None }; SPAN_TILES], buffers: MaybeUninit::uninit() };
         // Blocks of nearly equal size: a small one would convert keys and values for few queries.
         let most = queries.div_ceil(queries.div_ceil(BLOCK_QUERIES)).next_multiple_of(QUERIES);
         for first in (0..queries).step_by(most) {
@@ -98,7 +98,13 @@ impl AttentionTask<'_> {
 
     /// Computes attention for `count` queries from index `first`.
     #[inline(always)]
-    unsafe fn process_block<N: KvSource>(&self, block: &mut Bf16QueryBlock, first: usize, count: usize, buffers: &mut SpanBuffers<N>) {
+    unsafe fn process_block<N: KvSource>(
+        &self,
+        block: &mut Bf16QueryBlock,
+        first: usize,
+        count: usize,
+        buffers: &mut SpanBuffers<N>,
+    ) {
         let head_dim = self.shape.head_dim;
         let half = head_dim / 2;
         let group = self.shape.heads / self.shape.kv_heads;
@@ -113,8 +119,7 @@ impl AttentionTask<'_> {
             let row = self.task.first as usize + (first + i) / group;
             (row, self.kv_head * group + (first + i) % group)
         };
-        // SAFETY: rows and heads are within qkv and out; a block has room for its queries; block tables cover
-        // positions before `high`.
+        // SAFETY: rows and heads are within qkv and out; queries fit the block; block tables cover `..high`.
         unsafe {
             for at in (0..count).step_by(QUERIES) {
                 let batch = QUERIES.min(count - at);
@@ -213,7 +218,9 @@ impl AttentionTask<'_> {
             // Rows ascend, so positions visible to the first and the last query are visible to all.
             let (low, high) = (update.lows.add(Q - 1).read(), update.highs.read());
             match low <= update.base && update.base + SPAN <= high {
-                true if Q == QUERIES && !update.prefetches => self.update_span_masked::<N, Q, true, false>(update),
+                true if Q == QUERIES && !update.prefetches => {
+                    self.update_span_masked::<N, Q, true, false>(update)
+                }
                 true => self.update_span_masked::<N, Q, true, true>(update),
                 false => self.update_span_masked::<N, Q, false, true>(update),
             }
@@ -222,24 +229,41 @@ impl AttentionTask<'_> {
 
     /// Updates Q queries with one span. `ALL` means that every query sees the whole span, the common case.
     #[inline(always)]
-    unsafe fn update_span_masked<N: KvSource, const Q: usize, const ALL: bool, const PREFETCH: bool>(&self, update: SpanUpdate<'_>) {
-        let SpanUpdate { tiles, prefetch, base, maxima, totals, lows, highs, queries, sums, width, .. } = update;
+    unsafe fn update_span_masked<N: KvSource, const Q: usize, const ALL: bool, const PREFETCH: bool>(
+        &self,
+        update: SpanUpdate<'_>,
+    ) {
+        let SpanUpdate { tiles, prefetch, base, maxima, totals, lows, highs, queries, sums, width, .. } =
+            update;
         let half = self.shape.head_dim / 2;
         let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
         let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
         // SAFETY: vectors are within tiles, maxima, totals, queries and sums of the given queries; scores are
-        // read at visible positions, whose tiles exist; weights are all written, with 0 where a query sees
-        // nothing.
+        // read only at visible positions, whose tiles exist; all weights are written.
         unsafe {
             let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
             for t in (0..SPAN_TILES).step_by(2) {
                 let next = [&prefetch[t], &prefetch[t + 1]];
                 match (tiles[t], tiles[t + 1]) {
                     (Some(a), Some(b)) => {
-                        compute_scores::<N, Q, 2, PREFETCH>([a, b], next, queries, half, self.scale, scores.add(t * TILE));
+                        compute_scores::<N, Q, 2, PREFETCH>(
+                            [a, b],
+                            next,
+                            queries,
+                            half,
+                            self.scale,
+                            scores.add(t * TILE),
+                        );
                     }
                     (Some(a), None) => {
-                        compute_scores::<N, Q, 1, PREFETCH>([a], next, queries, half, self.scale, scores.add(t * TILE));
+                        compute_scores::<N, Q, 1, PREFETCH>(
+                            [a],
+                            next,
+                            queries,
+                            half,
+                            self.scale,
+                            scores.add(t * TILE),
+                        );
                     }
                     (None, Some(b)) => {
                         compute_scores::<N, Q, 1, PREFETCH>(
@@ -303,15 +327,21 @@ impl AttentionTask<'_> {
                 }
                 for (t, tile) in tiles.iter().enumerate() {
                     let Some(tile) = tile else { continue };
-                    // Opaque, with an address that depends on `d`: the compiler would otherwise keep
-                    // broadcast weights in memory.
+                    // Opaque and dependent on `d`, so that broadcast weights are not spilled.
                     let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
                     let PairRanges { before, all, after } = pair_ranges[t];
                     let visible_bits = visible_bits.map(|span| span >> (t * TILE));
                     if !ALL {
                         accumulate_masked::<N, Q>(tile, d, before, weights, &visible_bits, &mut sum);
                     }
-                    accumulate_values::<N, Q, PREFETCH>(tile, d, prefetch[t].value_addresses(d), all, weights, &mut sum);
+                    accumulate_values::<N, Q, PREFETCH>(
+                        tile,
+                        d,
+                        prefetch[t].value_addresses(d),
+                        all,
+                        weights,
+                        &mut sum,
+                    );
                     if !ALL {
                         accumulate_masked::<N, Q>(tile, d, after, weights, &visible_bits, &mut sum);
                     }
@@ -326,8 +356,7 @@ impl AttentionTask<'_> {
     }
 }
 
-/// Rounds `batch` queries of `head_dim` elements, an even number, to bf16 pairs; `to` is [head_dim / 2,
-/// batch].
+/// Rounds `batch` queries of `head_dim` elements (even) to bf16 pairs; `to` is [head_dim / 2, batch].
 #[inline(always)]
 unsafe fn pack_queries(queries: &[*const f32; QUERIES], batch: usize, head_dim: usize, to: *mut u32) {
     // SAFETY: masks keep loads within the queries and stores within `to`.
@@ -525,8 +554,8 @@ unsafe fn accumulate_values<N: KvSource, const Q: usize, const PREFETCH: bool>(
     }
 }
 
-/// Computes sums += weights * values for some pairs of positions of a tile with a mask per query: a bit per
-/// position, lowest bit first.
+/// Computes sums += weights * values for pairs of positions of a tile, with a bit mask per query, lowest bit
+/// first.
 #[inline(always)]
 unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
     tile: &PairedTile,
@@ -548,7 +577,8 @@ unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
                 let visible_pair = (visible_bits[i] >> (2 * pair)) as u32 & 3;
                 let value_mask = visible_pair * 0x5555_5555;
                 let lane_mask = ((visible_pair != 0) as __mmask16).wrapping_neg();
-                let (low, high) = (_mm512_maskz_mov_epi16(value_mask, low), _mm512_maskz_mov_epi16(value_mask, high));
+                let (low, high) =
+                    (_mm512_maskz_mov_epi16(value_mask, low), _mm512_maskz_mov_epi16(value_mask, high));
                 sums[i][0] = dot_bf16_where(lane_mask, sums[i][0], weight, low);
                 sums[i][1] = dot_bf16_where(lane_mask, sums[i][1], weight, high);
             }

@@ -6,8 +6,8 @@
 use std::mem::MaybeUninit;
 
 use super::super::kv::{KvElement, TILE};
-use super::super::simd::{SubKernel, Simd};
-use super::{AttentionTask, HEAD_DIM_MAX, PREFETCH_TILES, KvTile, window_start};
+use super::super::simd::{Simd, SubKernel};
+use super::{AttentionTask, HEAD_DIM_MAX, KvTile, PREFETCH_TILES, window_start};
 
 /// Queries that pass over the keys together.
 const BLOCK_QUERIES: usize = 64;
@@ -65,9 +65,14 @@ impl AttentionTask<'_> {
     /// The machine supports `S`'s instruction set, and all operands of the task are valid.
     #[inline(always)]
     pub(super) unsafe fn online_softmax<S: Simd, N: KvElement>(&self) {
-        // SAFETY: the caller guarantees the instruction set and operands; a tile's scores fill one or two
-        // vectors.
-        unsafe { if S::LANES == TILE { self.process_queries::<S, N, 1>() } else { self.process_queries::<S, N, 2>() } }
+        // SAFETY: the caller guarantees instruction set and operands; a tile's scores fill 1 or 2 vectors.
+        unsafe {
+            if S::LANES == TILE {
+                self.process_queries::<S, N, 1>()
+            } else {
+                self.process_queries::<S, N, 2>()
+            }
+        }
     }
 
     #[inline(always)]
@@ -223,7 +228,8 @@ impl AttentionTask<'_> {
                 whole &= visible[i] == (0, TILE);
                 if from < to {
                     let (running_max, total) = (&mut state.running_max, &mut state.total);
-                    decay[i] = softmax_step::<S, T>(scores[i], visible[i], running_max, total, &mut weights[i]);
+                    decay[i] =
+                        softmax_step::<S, T>(scores[i], visible[i], running_max, total, &mut weights[i]);
                     if !tile.value_scales.is_null() {
                         for j in from..to {
                             weights[i][j] *= tile.value_scales.add(j).read();
@@ -232,10 +238,16 @@ impl AttentionTask<'_> {
                 }
             }
             if whole {
-                return accumulate_values::<S, N, T, Q>(tile.values, stride, (0, TILE), &weights, &decay, sums);
+                return accumulate_values::<S, N, T, Q>(
+                    tile.values,
+                    stride,
+                    (0, TILE),
+                    &weights,
+                    &decay,
+                    sums,
+                );
             }
-            // Positions visible to all queries are accumulated for all at once, others before and after per
-            // query.
+            // Accumulates positions visible to all queries at once, others per query.
             let mut all = (0, TILE);
             for visible in visible {
                 all = (all.0.max(visible.0), all.1.min(visible.1));
@@ -256,7 +268,14 @@ impl AttentionTask<'_> {
                     let part = if phase == 0 { (from, to.min(all.0)) } else { (from.max(all.1), to) };
                     if part.0 < part.1 {
                         let (weights, sums) = ([weights[i]], sums.add(i * stride));
-                        accumulate_values::<S, N, T, 1>(tile.values, stride, part, &weights, &[decay[i]], sums);
+                        accumulate_values::<S, N, T, 1>(
+                            tile.values,
+                            stride,
+                            part,
+                            &weights,
+                            &[decay[i]],
+                            sums,
+                        );
                         decay[i] = S::splat(1.0);
                     }
                 }
@@ -264,8 +283,8 @@ impl AttentionTask<'_> {
         }
     }
 
-    /// Returns q k^T times the scale for each query and the 16 keys of a tile; sums even and odd components
-    /// separately.
+    /// Returns scaled q k^T for each query and the 16 keys of a tile; even and odd components are summed
+    /// apart.
     #[inline(always)]
     unsafe fn scores<S: Simd, N: KvElement, const T: usize, const Q: usize>(
         &self,

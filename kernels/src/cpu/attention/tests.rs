@@ -1,3 +1,5 @@
+//! Property tests of attention against a reference in f64.
+
 use proptest::prelude::*;
 
 use super::*;
@@ -163,8 +165,7 @@ fn reference_attention(case: &Case) -> Vec<Vec<f64>> {
     out
 }
 
-/// Tolerance for f32 against f64, which may round a key differently. Over int8, queries and weights may be in
-/// bf16.
+/// Tolerance against f64, which may round a key differently; over int8, queries and weights may be bf16.
 fn tolerance(dtype: KvDtype) -> f64 {
     match dtype {
         KvDtype::Plain(Dtype::F32) => 2e-5,

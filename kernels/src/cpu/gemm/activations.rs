@@ -7,7 +7,7 @@ use super::super::pool::Pool;
 use super::super::simd::{self, Kernel, Simd, load_part};
 use super::Tiles;
 #[cfg(target_arch = "x86_64")]
-use super::{pack_int8::PackInt8, pack_bf16::PackBf16Pairs};
+use super::{pack_bf16::PackBf16Pairs, pack_int8::PackInt8};
 use crate::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::isa::IsaKind;
@@ -40,8 +40,7 @@ pub(super) enum Layout {
     Bf16Pair,
     /// A group of signed bytes, four in a word. `offset` is what makes the weights unsigned.
     Int8 { group: usize, offset: i32 },
-    /// A group of signed 16-bit integers: of four, the first and third in one word, then the second and
-    /// fourth.
+    /// A group of signed 16-bit integers: of four, first and third in one word, then second and fourth.
     Int16 { group: usize, offset: i32 },
 }
 
@@ -175,8 +174,7 @@ fn scatter(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     }
 }
 
-/// Rounds up to [`PACK_CHUNK`] elements of row `i` of `height` to bf16 and scatters them into its tile by
-/// pairs.
+/// Rounds up to [`PACK_CHUNK`] elements of row `i` of `height` to bf16 and scatters the pairs into its tile.
 #[inline(always)]
 fn scatter_pairs(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     // Rounded contiguously, which vectorises, and then scattered.
@@ -190,8 +188,8 @@ fn scatter_pairs(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
     }
 }
 
-/// Quantises a group of row `i` of `height` into its tile, which begins with the group's step; with `WORDS`
-/// words per four elements.
+/// Quantises a group of row `i` of `height` into `tile`, from the group's step on; four elements take `WORDS`
+/// words.
 ///
 /// # Safety
 /// The machine supports `S`'s instruction set.
@@ -208,8 +206,7 @@ unsafe fn quantize<S: Simd, const WORDS: usize>(
     // SAFETY: the caller guarantees `S`'s instruction set.
     let largest = unsafe { largest::<S>(elements) };
     let (scale, inverse) = scale(largest);
-    // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its low byte in the low byte of the
-    // bits.
+    // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
     let mut quants = [0u8; GROUP_MAX];
     let mut sum = 0i32;
     for (quant, x) in quants.iter_mut().zip(elements) {
@@ -286,7 +283,10 @@ pub(super) mod tests {
             let words = |isa| {
                 let mut words = vec![0xdead_beef; tiles.rows * row_words];
                 let range = 0..tiles.count();
-                pack(isa, PackActivations { x, k, row_words, layout, tiles, range, words: words.as_mut_ptr() });
+                pack(
+                    isa,
+                    PackActivations { x, k, row_words, layout, tiles, range, words: words.as_mut_ptr() },
+                );
                 words
             };
             let plain = words(Isa::PORTABLE);

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::super::simd::{self, Simd, opaque};
-use super::{MicroKernel, LINE, GemmTask, TilePosition};
+use super::{GemmTask, LINE, MicroKernel, TilePosition};
 
 /// Element type of float weights: its storage per step and its multiply-add.
 ///
@@ -42,8 +42,7 @@ impl<S: Simd, F: FloatFormat<S>> MicroKernel<S> for FloatKernel<F> {
         unsafe {
             let mut w = job.w.data.as_ptr().add(panel * job.w.panel_bytes + step * 2 * vector_bytes);
             let mut x = job.x.add(row * job.row_words + step * M * F::WORDS);
-            // A step prefetches at most two cache lines, as it reads at most two. Branch-free: unneeded
-            // prefetches hit a cached line.
+            // A step reads and prefetches at most two cache lines. Unneeded prefetches hit a cached line.
             let stride = next.bytes.div_ceil(steps);
             let second = if stride > LINE { LINE } else { 0 };
             let mut prefetch = if stride > 0 { next.from } else { w };
@@ -56,12 +55,10 @@ impl<S: Simd, F: FloatFormat<S>> MicroKernel<S> for FloatKernel<F> {
                 }
                 for p in 0..P {
                     let mut at = w.add(p * gap * job.w.panel_bytes);
-                    // Registers for the accumulators, both parts of the weights, one row's activations and
-                    // temporaries.
+                    // Registers for accumulators, both parts of the weights, activations and temporaries.
                     if F::PARTS > 1 && 2 * M * P + 7 > S::REGISTERS {
                         for part in 0..F::PARTS {
-                            // Opaque, as the compiler would otherwise keep the packed weights in registers
-                            // across parts.
+                            // Opaque, so that packed weights are not kept in registers across parts.
                             at = opaque(at);
                             let (w0, w1) = (F::weights(at, part), F::weights(at.add(vector_bytes), part));
                             for m in 0..M {

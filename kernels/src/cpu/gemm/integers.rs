@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 #[cfg(target_arch = "x86_64")]
 use super::super::simd;
 use super::super::simd::Simd;
-use super::{MicroKernel, LINE, GemmTask, PrefetchRange, TilePosition};
+use super::{GemmTask, LINE, MicroKernel, PrefetchRange, TilePosition};
 
 /// Dot product of a quantization group. The result is exact, hence the same for every implementation.
 ///
@@ -17,8 +17,8 @@ pub(super) trait GroupDot<S: Simd> {
     /// Words of a row's activations per vector of weights.
     const WORDS: usize;
 
-    /// Returns the dot products of a group's weights of P panels with the activations `x` of M rows, added to
-    /// the rows' initial values.
+    /// Returns the rows' initial sums plus the dot products of a group's weights (P panels) and activations
+    /// (M rows).
     unsafe fn multiply<const M: usize, const P: usize>(
         weights: GroupWeights,
         starts: *const u32,
@@ -88,8 +88,8 @@ impl WeightPrefetch {
     }
 }
 
-/// Integer GEMM microkernel. A step is a group: its dot products are exact, and each f32 accumulator is one
-/// chain over the groups.
+/// Integer GEMM microkernel. A step is a group: its sums are exact, and each f32 accumulator is one chain
+/// over groups.
 pub(super) struct IntegerKernel<G>(PhantomData<G>);
 
 impl<S: Simd, G: GroupDot<S>> MicroKernel<S> for IntegerKernel<G> {
@@ -112,7 +112,8 @@ impl<S: Simd, G: GroupDot<S>> MicroKernel<S> for IntegerKernel<G> {
             let mut prefetch = WeightPrefetch::new(next, steps * vectors, w);
             for _ in 0..steps {
                 let (starts, scales) = (x, x.add(M));
-                let weights = GroupWeights { from: w.add(2 * columns), gap: gap * job.w.panel_bytes, vectors };
+                let weights =
+                    GroupWeights { from: w.add(2 * columns), gap: gap * job.w.panel_bytes, vectors };
                 let group_sums = G::multiply::<M, P>(weights, starts, x.add(2 * M), &mut prefetch);
                 x = x.add((2 + vectors * G::WORDS) * M);
                 if P == 1 {
@@ -243,8 +244,11 @@ impl<S: Simd> GroupDot<S> for Int4Widened {
             while done < weights.vectors {
                 let vectors = (weights.vectors - done).min(NIBBLE_VECTORS);
                 let from = weights.from.add(done * 8 * S::LANES);
-                let sums =
-                    Self::dot_16_bit::<S, M, P>(GroupWeights { from, vectors, ..weights }, x.add(done * 2 * M), prefetch);
+                let sums = Self::dot_16_bit::<S, M, P>(
+                    GroupWeights { from, vectors, ..weights },
+                    x.add(done * 2 * M),
+                    prefetch,
+                );
                 add_halves::<S, M, P>(&mut group_sums, &sums);
                 done += vectors;
             }

@@ -1,5 +1,4 @@
-//! Rounding of activations to bf16 pairs in tile order, with AVX-512 BF16, sixteen steps of up to sixteen
-//! rows at a time.
+//! Rounding of activations to bf16 pairs in tile order, with AVX-512 BF16.
 
 use std::arch::x86_64::*;
 
@@ -32,15 +31,14 @@ impl Kernel for PackBf16Pairs<'_> {
 /// Packs rows[height, k] into `count` words.
 ///
 /// # Safety
-/// The machine supports AVX-512 with BF16, `to` is valid for `count` words, height * ceil(k / 2) of them, and
-/// height is at most 16.
+/// The machine supports AVX-512 with BF16, `to` is valid for `count` = height * ceil(k / 2) words, height <=
+/// 16.
 #[inline(always)]
 unsafe fn tile(rows: &[f32], k: usize, height: usize, to: *mut u32, count: usize) {
     let lanes = ((1u32 << height) - 1) as __mmask16;
     for at in (0..k).step_by(ELEMENTS) {
         let elements = ELEMENTS.min(k - at);
-        // SAFETY: loads are within the rows; stores are whole where a vector fits into the tile, and of
-        // `height` words elsewhere.
+        // SAFETY: loads are within the rows; stores are masked where a vector exceeds the tile.
         unsafe {
             let row = |i: usize| rows.as_ptr().wrapping_add(i * k + at);
             if height == 1 {

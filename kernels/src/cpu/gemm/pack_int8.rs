@@ -134,13 +134,11 @@ impl RowSlice {
 /// Quantises `part` of `height` rows into one record.
 ///
 /// # Safety
-/// The machine supports AVX-512 with VNNI; the rows are valid, `to` has room for a record, and height is at
-/// most [`ROWS`].
+/// The machine supports AVX-512 with VNNI, rows are valid, `to` has room for a record, height <= [`ROWS`].
 #[inline(always)]
 unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to: *mut u32) {
     let all = ((1u32 << height) - 1) as __mmask8;
-    // SAFETY: masks keep loads within the rows and stores within the record, both valid by the caller's
-    // guarantee.
+    // SAFETY: masks keep loads and stores within the rows and the record, which the caller guarantees.
     unsafe {
         let mut most = [_mm512_setzero_ps(); ROWS];
         for (i, most) in most.iter_mut().enumerate().take(height) {

@@ -7,7 +7,7 @@ use super::super::matrix::{PackedMatrix, panel_columns};
 use super::super::pool::Pool;
 use super::super::rows::{silu_mul, swiglu};
 use super::super::simd::{LANES_MAX, Simd};
-use super::{Activations, GemmTask, ROW_BLOCK, Start, Tiles, Epilogue, gemm, tile_rows};
+use super::{Activations, Epilogue, GemmTask, ROW_BLOCK, Start, Tiles, gemm, tile_rows};
 
 /// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
 /// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with
@@ -74,8 +74,7 @@ impl GateUpSums {
         for (i, row) in rows.enumerate() {
             for lane in (0..columns).step_by(S::LANES) {
                 let at = i * columns + lane;
-                // SAFETY: the caller guarantees written accumulators and exclusive columns, which are within
-                // y.
+                // SAFETY: the caller guarantees written accumulators and exclusive columns of y.
                 unsafe {
                     let out = silu_mul::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
                     S::store(y.add(row * half + lane), out);

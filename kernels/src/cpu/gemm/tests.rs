@@ -1,3 +1,5 @@
+//! Property tests of GEMM, packing and fused SwiGLU.
+
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -162,8 +164,7 @@ fn sources_of_different_dtypes_become_f32() {
     }
 }
 
-/// Checks integer GEMM against f64 within half a quantization step per operand, and that bits do not depend
-/// on the batch.
+/// Checks integer GEMM against f64 within half a quantization step per operand, and for batch invariance.
 fn check_integers(
     n: usize,
     k: usize,
@@ -190,8 +191,7 @@ fn check_integers(
                 let (mut exact, mut allowed) = (f64::from(bias[column]), 1e-3);
                 for (x, w) in x.chunks(group).zip(w.chunks(group)) {
                     let largest = |v: &[f32]| v.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-                    // Half a step per operand; a whole one for 4 bits, as the end of the range may be
-                    // clamped.
+                    // Half a step per operand; for 4 bits a whole one, as extremes may be clamped.
                     let step_x = f64::from(largest(x)) / 127.0 * 0.51;
                     let step_w = f64::from(largest(w)) * if four { 1.01 / 6.9 } else { 0.51 / 127.0 };
                     for (x, w) in x.iter().zip(w) {

@@ -8,7 +8,7 @@ mod linux {
     /// Set of CPUs that no other process claims while this value lives.
     ///
     /// A claim is an abstract socket named after the CPU: the operating system releases it when the process
-    /// ends, however it ends.
+    /// ends or crashes.
     pub(in super::super) struct CpuClaim {
         cpus: Vec<usize>,
         _held: Vec<UnixDatagram>,
@@ -70,7 +70,7 @@ mod unsupported {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-pub(super) use unsupported::CpuClaim;
 #[cfg(target_os = "linux")]
 pub(super) use linux::CpuClaim;
+#[cfg(not(target_os = "linux"))]
+pub(super) use unsupported::CpuClaim;

@@ -1,3 +1,5 @@
+//! Property tests of sampling against an oracle that sorts all tokens.
+
 use proptest::prelude::*;
 
 use super::*;
@@ -49,8 +51,7 @@ fn oracle(logits: &[f32], truncation: &Truncation) -> Vec<(u32, f64)> {
     kept
 }
 
-/// Returns whether the expected token depends on rounding: a truncation or the sample falls close to a
-/// boundary.
+/// Returns whether the expected token depends on rounding: a truncation or sample close to a boundary.
 fn close_call(logits: &[f32], truncation: &Truncation, uniform: f64) -> bool {
     const MARGIN: f64 = 1e-5;
     let with = |top_p: f32, min_p: f32| oracle(logits, &Truncation { top_p, min_p, ..*truncation });
@@ -172,6 +173,9 @@ fn tokens_are_sampled_as_often_as_they_are_probable() {
             chi += (f64::from(counts[*id as usize]) - expected).powi(2) / expected;
         }
         let freedom = kept.len() as f64 - 1.0;
-        assert!(chi < freedom + 5.0 * (2.0 * freedom).sqrt(), "chi^2 = {chi} for {freedom} degrees: {truncation:?}");
+        assert!(
+            chi < freedom + 5.0 * (2.0 * freedom).sqrt(),
+            "chi^2 = {chi} for {freedom} degrees: {truncation:?}"
+        );
     }
 }

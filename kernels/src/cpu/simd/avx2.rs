@@ -2,14 +2,13 @@
 
 use std::arch::x86_64::*;
 
-use super::{SubKernel, Simd};
+use super::{Simd, SubKernel};
 
 /// Eight lanes of AVX2 with FMA and F16C.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
-// SAFETY: all functions forward the trait's contract: the caller guarantees the instruction set and valid
-// pointers.
+// SAFETY: all functions forward the trait's contract: instruction set and valid pointers.
 impl Simd for Avx2 {
     type V = __m256;
     type I = __m256i;

@@ -2,14 +2,13 @@
 
 use std::arch::x86_64::*;
 
-use super::{SubKernel, Simd};
+use super::{Simd, SubKernel};
 
 /// Sixteen lanes of AVX-512 (F, BW, DQ, VL).
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-// SAFETY: all functions forward the trait's contract: the caller guarantees the instruction set and valid
-// pointers.
+// SAFETY: all functions forward the trait's contract: instruction set and valid pointers.
 impl Simd for Avx512 {
     type V = __m512;
     type I = __m512i;
@@ -237,15 +236,13 @@ impl Simd for Avx512 {
     }
 }
 
-/// Adds to each f32 lane the dot product of its bf16 pair, `acc + x.0 * w.0 + x.1 * w.1`, in the order and
-/// with the rounding of VDPBF16PS.
+/// Returns `acc + x.0 * w.0 + x.1 * w.1` per f32 lane and bf16 pair, ordered and rounded as VDPBF16PS does.
 ///
 /// # Safety
 /// The machine supports AVX-512 with BF16.
 #[inline(always)]
 pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
-    // SAFETY: the caller guarantees AVX-512 BF16; `__m512i` and `__m512bh` have the same size and allow any
-    // bits.
+    // SAFETY: the caller guarantees BF16; `__m512i` and `__m512bh` have equal size and allow any bits.
     unsafe {
         _mm512_dpbf16_ps(
             acc,
@@ -261,8 +258,7 @@ pub(crate) unsafe fn dot_bf16(acc: __m512, x: __m512i, w: __m512i) -> __m512 {
 /// The machine supports AVX-512 with BF16.
 #[inline(always)]
 pub(crate) unsafe fn dot_bf16_where(mask: __mmask16, acc: __m512, x: __m512i, w: __m512i) -> __m512 {
-    // SAFETY: the caller guarantees AVX-512 BF16; `__m512i` and `__m512bh` have the same size and allow any
-    // bits.
+    // SAFETY: the caller guarantees BF16; `__m512i` and `__m512bh` have equal size and allow any bits.
     unsafe {
         _mm512_mask_dpbf16_ps(
             acc,

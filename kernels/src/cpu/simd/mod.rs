@@ -64,8 +64,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Rounds to the nearest integer, ties to even; for |v| < 2^22.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// Returns `a * 2^v` for integers `v` in [-126, 127] with a normal result; for -127, 0 or a value below
-    /// 2^-126.
+    /// Returns `a * 2^v` for integers `v` in [-126, 127] with a normal result; -127 gives at most 2^-126.
     unsafe fn times_exp2(a: Self::V, v: Self::V) -> Self::V;
     /// Returns `a < b ? x : y`, lane by lane.
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
@@ -81,8 +80,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load_int(from: *const u8) -> Self::I;
     /// Splits each byte into its low and its high nibble, each in a byte.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
-    /// Widens the four unsigned bytes of each lane to 16 bits: the first and third, then the second and
-    /// fourth.
+    /// Widens the four unsigned bytes of each lane to 16 bits: first and third, then second and fourth.
     unsafe fn halves(v: Self::I) -> (Self::I, Self::I);
     /// Adds to each lane the dot product of its two pairs of signed 16-bit integers.
     unsafe fn dot_halves(sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
@@ -119,8 +117,7 @@ pub(crate) trait Simd: Copy + 'static {
 /// Kernel that can be compiled for any instruction set.
 pub(crate) trait Kernel {
     /// Runs the kernel. Implementations are `#[inline(always)]`, so that they inherit the target features of
-    /// their caller. Closures that use vectors, such as those given to `map`, may not be inlined and then
-    /// lack these features.
+    /// their caller. Closures over vectors, as in `map`, may not be inlined and then lack these features.
     ///
     /// # Safety
     /// The machine supports `S`'s instruction set.

@@ -1,6 +1,6 @@
 //! Vector operations in plain Rust.
 
-use super::{SubKernel, Simd};
+use super::{Simd, SubKernel};
 use crate::dtype::{bf16_value, f16_value};
 
 /// Eight lanes of plain Rust, which the compiler vectorises for the target.

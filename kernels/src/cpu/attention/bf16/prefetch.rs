@@ -32,8 +32,7 @@ impl TilePrefetch {
         self.keys.wrapping_add(step * self.keys_step)
     }
 
-    /// Returns the first address that accumulation of components from `d` on prefetches, and the bytes
-    /// between pairs.
+    /// Returns the first address to prefetch while accumulating from component `d`, and the bytes per pair.
     #[inline(always)]
     pub fn value_addresses(&self, d: usize) -> (*const u8, usize) {
         (self.values.wrapping_add(d / COMPONENTS * (TILE / 2) * self.values_step), self.values_step)
@@ -43,8 +42,7 @@ impl TilePrefetch {
 static CACHED: u64 = 0;
 
 impl AttentionTask<'_> {
-    /// Returns the range read after the queries before `first`: that of the task's next queries, or that
-    /// after the task.
+    /// Returns the range read from query `first` on: by the task's next queries, or by the next task.
     pub(super) fn range_after(&self, first: usize) -> Option<NextRange<'_>> {
         let group = self.shape.heads / self.shape.kv_heads;
         let all = (self.task.end - self.task.first) as usize * group;
@@ -52,12 +50,12 @@ impl AttentionTask<'_> {
             return self.next_range;
         }
         let visible_end = |i: usize| self.positions[self.task.first as usize + i / group] as usize + 1;
-        let (low, high) = (window_start(visible_end(first), self.window), visible_end(all.min(first + BLOCK_QUERIES) - 1));
+        let (low, high) =
+            (window_start(visible_end(first), self.window), visible_end(all.min(first + BLOCK_QUERIES) - 1));
         Some(NextRange { kv_head: self.kv_head, table: self.table, low, high })
     }
 
-    /// Returns the prefetches for the span at `base`, if that is before `high`, else for the start of
-    /// `next_range`.
+    /// Returns the prefetches for the span at `base`, or for the start of `next_range` if `base >= high`.
     #[inline(always)]
     pub(super) unsafe fn span_prefetch<N: KvElement>(
         &self,
@@ -79,13 +77,11 @@ impl AttentionTask<'_> {
                 continue;
             }
             let offset = at % tokens;
-            // SAFETY: AVX-512 is available in this kernel; the addresses are only prefetched, which never
-            // faults.
+            // SAFETY: AVX-512 is available in this kernel, and prefetching never faults.
             unsafe {
                 let head = layout.keys(next_range.table[at / tokens], self.layer, next_range.kv_head);
                 let head = self.kv.cast::<N>().wrapping_add(head);
-                // Where blocks are larger than tiles, tiles share lines: one prefetches the even rows of
-                // keys, the next the odd ones.
+                // Tiles of one block share lines: one prefetches even rows of keys, the next odd ones.
                 let keys = head.wrapping_add(offset / TILE % 2 * tokens + offset);
                 let values = head.wrapping_add(layout.values_after_keys() + offset * layout.value_stride());
                 *prefetch = TilePrefetch {

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-use super::super::super::kv::{Bf16, Int8, KvLayout, KvElement, TILE};
+use super::super::super::kv::{Bf16, Int8, KvElement, KvLayout, TILE};
 use super::super::{HEAD_DIM_MAX, KvTile};
 
 /// Pairs per vector, and positions per tile.
@@ -22,9 +22,13 @@ pub(in super::super) trait KvSource {
     /// Buffer for a tile that is not read in place.
     type Buffer;
 
-    /// Prepares a tile for reading, in place or converted into `buffer`, which may be uninitialised. Neither
-    /// may change until the last read.
-    unsafe fn prepare(tile: &KvTile<Self::Stored>, layout: &KvLayout, buffer: *mut Self::Buffer) -> PairedTile;
+    /// Prepares a tile for reading, in place or converted into `buffer` (may be uninitialised). Neither may
+    /// change while the result is read.
+    unsafe fn prepare(
+        tile: &KvTile<Self::Stored>,
+        layout: &KvLayout,
+        buffer: *mut Self::Buffer,
+    ) -> PairedTile;
 
     /// Returns components `2 * step` and `2 * step + 1` of the keys.
     unsafe fn keys(tile: &PairedTile, step: usize) -> __m512i;
@@ -61,15 +65,13 @@ impl KvSource for InPlace {
 
     #[inline(always)]
     unsafe fn keys(tile: &PairedTile, step: usize) -> __m512i {
-        // SAFETY: the caller guarantees a tile from `prepare`, whose keys have `head_dim` rows of 16
-        // elements.
+        // SAFETY: the caller guarantees a tile from `prepare`: `head_dim` rows of 16 keys.
         unsafe { pair_keys(tile.keys.add(2 * step * tile.key_stride), tile.key_stride) }
     }
 
     #[inline(always)]
     unsafe fn values(tile: &PairedTile, d: usize, pair: usize) -> (__m512i, __m512i) {
-        // SAFETY: the caller guarantees a tile from `prepare`, whose values have 16 rows of `value_stride`
-        // elements.
+        // SAFETY: the caller guarantees a tile from `prepare`: 16 rows of `value_stride` values.
         unsafe { pair_values(tile.values, tile.value_stride, d, pair) }
     }
 }
@@ -128,8 +130,7 @@ impl<N: ToPairs> KvSource for PairedOnce<N> {
 
     #[inline(always)]
     unsafe fn prepare(tile: &KvTile<N>, layout: &KvLayout, buffer: *mut PairBuffer) -> PairedTile {
-        // SAFETY: the caller guarantees a readable tile and a writable buffer, which has room for
-        // `HEAD_DIM_MAX` components.
+        // SAFETY: the caller guarantees a readable tile and a writable buffer; both fit `HEAD_DIM_MAX`.
         unsafe {
             let (keys, values) = ((&raw mut (*buffer).keys).cast(), (&raw mut (*buffer).values).cast());
             N::to_pairs(tile, layout.head_dim, layout.value_stride(), keys, values);
@@ -162,8 +163,7 @@ impl<N: ToPairs> KvSource for PairedOnce<N> {
 
 /// Conversion of a tile to bf16 pairs, exact for int8.
 pub(in super::super) trait ToPairs: KvElement {
-    /// Converts a tile to the layout of [`PairBuffer`]. Positions that do not exist may hold anything; they
-    /// are masked.
+    /// Converts a tile to the layout of [`PairBuffer`]. Missing positions may hold anything; they are masked.
     ///
     /// # Safety
     /// The tile is readable, `keys` and `values` are aligned to 64 bytes with room for a tile (`keys` for an
@@ -213,8 +213,7 @@ impl ToPairs for Int8 {
         keys: *mut __m512i,
         values: *mut __m512i,
     ) {
-        // SAFETY: the caller guarantees a readable tile, room in `keys` and `values`, and AVX-512; VBMI is
-        // detected here.
+        // SAFETY: the caller guarantees a readable tile, room for it, and AVX-512; VBMI is detected here.
         unsafe {
             // The standard library caches the detection.
             if is_x86_feature_detected!("avx512vbmi") {
@@ -240,8 +239,7 @@ const fn bf16_bytes(upper: bool) -> [u8; 128] {
     bytes
 }
 
-/// Returns a byte permutation that interleaves the lower and upper bytes of sixteen elements with those
-/// `distance` further on.
+/// Returns the byte permutation that pairs sixteen bf16 elements with those `distance` further on.
 const fn interleave_order(elements: [u8; PAIRS], distance: u8) -> [u8; 64] {
     let mut bytes = [0; 64];
     let mut i = 0;
@@ -267,9 +265,8 @@ static VALUE_ORDERS: [[u8; 64]; 2] = [
     interleave_order([4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31], 32),
 ];
 
-/// Widens 64 int8 elements to two vectors of bf16 pairs by table look-up of the magnitude, with VBMI. -128,
-/// which occurs only at unwritten positions, differs from arithmetic widening; such positions are always
-/// masked.
+/// Widens 64 int8 elements to two vectors of bf16 pairs by table look-up of the magnitude, with VBMI. -128
+/// differs from arithmetic widening, but occurs only at unwritten positions, which are masked.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 unsafe fn widen_by_table(elements: __m512i, orders: &[[u8; 64]; 2]) -> [__m512i; 2] {
