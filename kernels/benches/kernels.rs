@@ -1,6 +1,5 @@
-//! Benchmarks of every kernel on the shapes of a 1.1B-parameter model, with its share of the machine's
-//! limits. `cargo bench -p inflight-kernels`; a filter selects kernels: `cargo bench -p inflight-kernels --
-//! gemm`.
+//! Benchmarks of every kernel on the shapes of a 1.1B-parameter model, with its share of the machine's limits:
+//! `cargo bench -p inflight-kernels`. An argument selects kernels: `cargo bench -p inflight-kernels -- gemm`.
 //!
 //! Criterion's statistics of a kernel are followed by its best rate and the limit measured right after.
 
@@ -43,8 +42,8 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let pool = Pool::new(threads).expect("threads are to be had");
-        let memory = Memory::new(512 << 20, true).expect("memory is to be had");
+        let pool = Pool::new(threads).expect("threads can be started");
+        let memory = Memory::new(512 << 20, true).expect("memory can be allocated");
         Self { pool, isa: Isa::detect(), memory }
     }
 

@@ -119,12 +119,12 @@ fn gemm_with_epilogue(
     // Less than some microseconds of work is not worth distributing.
     let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
-    let (most, unit_bytes) = match tiles.count() {
+    let (units_per_thread, unit_bytes) = match tiles.count() {
         ..=FEW_TILES => (UNITS_PER_THREAD.0, UNIT_BYTES.0),
         _ => (UNITS_PER_THREAD.1, UNIT_BYTES.1),
     };
-    let least = if work < SHARED_BYTES { 1 } else { threads };
-    let units = (work / unit_bytes).clamp(least, threads * most).min(panels);
+    let units_min = if work < SHARED_BYTES { 1 } else { threads };
+    let units = (work / unit_bytes).clamp(units_min, threads * units_per_thread).min(panels);
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;

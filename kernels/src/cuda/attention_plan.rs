@@ -203,7 +203,7 @@ mod tests {
                 }
             }
             for (have, want) in counts {
-                prop_assert_eq!(have, want, "the last of a tile's items is never known");
+                prop_assert_eq!(have, want, "a tile's completion counter never reaches its pieces");
             }
             for sequence in &sequences {
                 for i in 0..sequence.tokens {

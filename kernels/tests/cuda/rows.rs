@@ -254,7 +254,7 @@ fn finish_qkv_applies_norm_and_rope_and_writes_only_its_places() {
             }
         }
         for (i, written) in written.iter().enumerate() {
-            prop_assert!(*written || pool[i] == before[i], "byte {i} is nobody's");
+            prop_assert!(*written || pool[i] == before[i], "byte {i} belongs to no place");
         }
         // A row's stored bits do not depend on the rows beside it.
         let row = rng.below(rows);

@@ -89,10 +89,12 @@ impl AttentionTask<'_> {
         let mut buffers =
             SpanBuffers::<N> { gathered: [const { None }; SPAN_TILES], buffers: MaybeUninit::uninit() };
         // Blocks of nearly equal size: a small one would convert keys and values for few queries.
-        let most = queries.div_ceil(queries.div_ceil(BLOCK_QUERIES)).next_multiple_of(QUERIES);
-        for first in (0..queries).step_by(most) {
-            // SAFETY: the queries belong to the task, and at most `BLOCK_QUERIES` fit a block.
-            unsafe { self.process_block::<N>(&mut block, first, most.min(queries - first), &mut buffers) };
+        let block_queries = queries.div_ceil(queries.div_ceil(BLOCK_QUERIES)).next_multiple_of(QUERIES);
+        for first in (0..queries).step_by(block_queries) {
+            // SAFETY: the queries belong to the task, and at block_queries `BLOCK_QUERIES` fit a block.
+            unsafe {
+                self.process_block::<N>(&mut block, first, block_queries.min(queries - first), &mut buffers)
+            };
         }
     }
 

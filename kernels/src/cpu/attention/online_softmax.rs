@@ -42,7 +42,7 @@ struct QueryBlock<S: Simd, const T: usize> {
 
 /// Subkernel that runs [`AttentionTask::update_tile`].
 struct TileUpdate<'a, S: Simd, N, const T: usize, const Q: usize> {
-    attend: &'a AttentionTask<'a>,
+    task: &'a AttentionTask<'a>,
     states: &'a mut [SoftmaxState<S, T>],
     sums: *mut f32,
     tile: KvTile<N>,
@@ -52,9 +52,9 @@ struct TileUpdate<'a, S: Simd, N, const T: usize, const Q: usize> {
 impl<S: Simd, N: KvElement, const T: usize, const Q: usize> SubKernel<S> for TileUpdate<'_, S, N, T, Q> {
     #[inline(always)]
     unsafe fn run(self) {
-        let Self { attend, states, sums, tile, base } = self;
+        let Self { task, states, sums, tile, base } = self;
         // SAFETY: the caller of `update_tile_outlined` guarantees the instruction set and valid operands.
-        unsafe { attend.update_tile::<S, N, T, Q>(states, sums, tile, base) }
+        unsafe { task.update_tile::<S, N, T, Q>(states, sums, tile, base) }
     }
 }
 
@@ -200,7 +200,7 @@ impl AttentionTask<'_> {
         base: usize,
     ) {
         // SAFETY: the caller guarantees the instruction set, and valid states, sums and tile.
-        unsafe { S::run_subkernel(TileUpdate::<S, N, T, Q> { attend: self, states, sums, tile, base }) }
+        unsafe { S::run_subkernel(TileUpdate::<S, N, T, Q> { task: self, states, sums, tile, base }) }
     }
 
     /// Updates the online softmax of Q queries with a tile.
@@ -283,8 +283,7 @@ impl AttentionTask<'_> {
         }
     }
 
-    /// Returns scaled q k^T for each query and the 16 keys of a tile; even and odd components are summed
-    /// apart.
+    /// Returns scaled q k^T of each query and a tile's 16 keys; even and odd components are summed apart.
     #[inline(always)]
     unsafe fn scores<S: Simd, N: KvElement, const T: usize, const Q: usize>(
         &self,

@@ -237,16 +237,16 @@ unsafe fn largest<S: Simd>(elements: &[f32]) -> f32 {
     // SAFETY: the caller guarantees `S`'s instruction set; whole vectors are loaded only from whole chunks.
     unsafe {
         let zero = S::splat(0.0);
-        let mut most = zero;
+        let mut maximum = zero;
         let mut vectors = elements.chunks_exact(S::LANES);
         for vector in &mut vectors {
             let x = S::load(vector.as_ptr());
             // Returns the second operand where the first is NaN.
-            most = S::max(S::max(x, S::sub(zero, x)), most);
+            maximum = S::max(S::max(x, S::sub(zero, x)), maximum);
         }
         let rest = vectors.remainder();
         let x = load_part::<S>(rest.as_ptr(), rest.len(), 0.0);
-        S::largest(S::max(S::max(x, S::sub(zero, x)), most))
+        S::largest(S::max(S::max(x, S::sub(zero, x)), maximum))
     }
 }
 

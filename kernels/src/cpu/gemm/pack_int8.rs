@@ -140,14 +140,14 @@ unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to:
     let all = ((1u32 << height) - 1) as __mmask8;
     // SAFETY: masks keep loads and stores within the rows and the record, which the caller guarantees.
     unsafe {
-        let mut most = [_mm512_setzero_ps(); ROWS];
-        for (i, most) in most.iter_mut().enumerate().take(height) {
+        let mut maxima = [_mm512_setzero_ps(); ROWS];
+        for (i, maxima) in maxima.iter_mut().enumerate().take(height) {
             for at in (0..part.count).step_by(16) {
                 // Returns the second operand where the first is NaN.
-                *most = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *most);
+                *maxima = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *maxima);
             }
         }
-        let (scales, inverses) = scales(largest_of(most));
+        let (scales, inverses) = scales(largest_of(maxima));
         _mm256_mask_storeu_ps(to.add(height).cast(), all, scales);
         let ones = _mm512_set1_epi8(1);
         let mut sum = _mm512_setzero_si512();
@@ -203,10 +203,10 @@ unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to:
 unsafe fn scales(largest: __m256) -> (__m256, __m256) {
     // SAFETY: the caller guarantees AVX-512; no memory is accessed.
     unsafe {
-        let most = _mm256_set1_ps(127.0);
+        let int8_max = _mm256_set1_ps(127.0);
         let is_finite = _mm256_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm256_set1_ps(1e-30))
             & _mm256_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm256_set1_ps(f32::INFINITY));
-        (_mm256_maskz_div_ps(is_finite, largest, most), _mm256_maskz_div_ps(is_finite, most, largest))
+        (_mm256_maskz_div_ps(is_finite, largest, int8_max), _mm256_maskz_div_ps(is_finite, int8_max, largest))
     }
 }
 
