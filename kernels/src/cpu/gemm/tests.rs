@@ -104,7 +104,7 @@ fn check(
         let split_row = split_row.min(rows);
         let mut parts = run_gemm(&single, &w, &x, start_kind, &bias, &y, 0..split_row);
         parts.extend(run_gemm(&many, &w, &x, start_kind, &bias, &y, split_row..rows));
-        prop_assert!(bits(&parts) == bits(&all), "{} {dtype:?}: split_row at {split_row}", isa.name());
+        prop_assert!(bits(&parts) == bits(&all), "{} {dtype:?}: split at {split_row}", isa.name());
         for row in (0..rows).step_by(rows / 8 + 1) {
             let alone = run_gemm(&many, &w, &x, start_kind, &bias, &y, row..row + 1);
             prop_assert!(
@@ -207,7 +207,7 @@ fn check_integers(
         let split_row = split_row.min(rows);
         let mut parts = run_gemm(&single, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], 0..split_row);
         parts.extend(run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], split_row..rows));
-        assert!(bits(&parts) == bits(&all), "{} {format}: split_row at {split_row}", isa.name());
+        assert!(bits(&parts) == bits(&all), "{} {format}: split at {split_row}", isa.name());
         for row in (0..rows).step_by(rows / 8 + 1) {
             let alone = run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], row..row + 1);
             assert!(bits(&alone) == bits(&all[row * n..(row + 1) * n]), "{} {format}: row {row}", isa.name());

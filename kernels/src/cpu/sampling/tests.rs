@@ -165,7 +165,7 @@ fn tokens_are_sampled_as_often_as_they_are_probable() {
             counts[sample(Isa::detect(), &logits, &truncation, uniform, &mut workspace) as usize] += 1;
         }
         let drawn: u32 = kept.iter().map(|(id, _)| counts[*id as usize]).sum();
-        assert_eq!(drawn, DRAWS, "a token that was truncation off was drawn: {truncation:?}");
+        assert_eq!(drawn, DRAWS, "a token that was truncated was sampled: {truncation:?}");
         // Chi-squared against its mean plus five standard deviations.
         let mut chi = 0.0;
         for (id, weight) in &kept {
