@@ -93,14 +93,19 @@ impl AttentionTask<'_> {
         for first in (0..queries).step_by(block_queries) {
             // SAFETY: the queries belong to the task, and at block_queries `BLOCK_QUERIES` fit a block.
             unsafe {
-                self.process_block::<N>(&mut block, first, block_queries.min(queries - first), &mut buffers)
+                self.process_bf16_block::<N>(
+                    &mut block,
+                    first,
+                    block_queries.min(queries - first),
+                    &mut buffers,
+                )
             };
         }
     }
 
     /// Computes attention for `count` queries from index `first`.
     #[inline(always)]
-    unsafe fn process_block<N: KvSource>(
+    unsafe fn process_bf16_block<N: KvSource>(
         &self,
         block: &mut Bf16QueryBlock,
         first: usize,
