@@ -1,5 +1,5 @@
-//! Prepares the CUDA kernels: built for every architecture where a CUDA compiler is found (`INFLIGHT_NVCC`,
-//! `CUDA_HOME`, `PATH`), else taken from the committed PTX; and, for tests, compiled as plain C++ over fibers.
+//! Builds the CUDA kernels: for every architecture where nvcc is found (`INFLIGHT_NVCC`, `CUDA_HOME`,
+//! `PATH`), else from the committed PTX; with feature `harness`, also as plain C++ over fibers.
 
 use std::env;
 use std::fs;
@@ -9,9 +9,9 @@ use std::sync::Mutex;
 
 const FAMILIES: [&str; 9] =
     ["attention", "copy", "embedding", "gemm", "norm", "qkv", "sampling", "skinny", "swiglu"];
-/// Machine code, unless `INFLIGHT_CUDA_ARCHITECTURES` has another list; PTX of the first one serves whatever is not in it.
+/// Default machine-code targets; `INFLIGHT_CUDA_ARCHITECTURES` overrides them. Others use PTX.
 const ARCHITECTURES: [&str; 6] = ["80", "86", "89", "90a", "100a", "120"];
-/// The first release that knows all of them.
+/// First nvcc release that supports all of them.
 const NVCC_MIN: (u32, u32) = (12, 8);
 
 fn main() {
@@ -23,21 +23,21 @@ fn main() {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-        images();
+        embed_images();
     }
     #[cfg(feature = "harness")]
-    harness();
+    build_harness();
 }
 
-fn images() {
+fn embed_images() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let sources = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("cuda");
     let (form, files) = match nvcc() {
         Some(nvcc) => ("Fatbin", fatbins(&nvcc, &sources, &out)),
         None => ("Ptx", FAMILIES.map(|family| sources.join(format!("ptx/{family}.ptx"))).to_vec()),
     };
-    // A constant would be embedded once more in every crate that names it.
-    let mut text = String::from("/// All families.\npub static IMAGES: &[Image] = &[\n");
+    // A static, because a constant would be embedded again in every crate that names it.
+    let mut text = String::from("/// Images of all kernel families.\npub static IMAGES: &[Image] = &[\n");
     for (family, file) in FAMILIES.iter().zip(files) {
         text += &format!(
             "    Image {{ name: {family:?}, form: Form::{form}, bytes: &Aligned(*include_bytes!({:?})).0 }},\n",
@@ -48,7 +48,7 @@ fn images() {
     fs::write(out.join("images.rs"), text).expect("OUT_DIR can be written");
 }
 
-/// A CUDA compiler that is new enough.
+/// Returns the path of nvcc if it is found and new enough.
 fn nvcc() -> Option<PathBuf> {
     let found = env::var_os("INFLIGHT_NVCC").map(PathBuf::from).or_else(|| {
         let homes = env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin"));
@@ -103,10 +103,10 @@ fn fatbins(nvcc: &Path, sources: &Path, out: &Path) -> Vec<PathBuf> {
     targets
 }
 
-/// Compiles the kernels and the harness, unless there is no compiler for it.
+/// Compiles the kernels and the harness as C++; without a working compiler, only warns.
 #[cfg(feature = "harness")]
-fn harness() {
-    let machine = ["harness", "checks"].map(|file| PathBuf::from(format!("cuda/harness/{file}.cpp")));
+fn build_harness() {
+    let runtime = ["harness", "checks"].map(|file| PathBuf::from(format!("cuda/harness/{file}.cpp")));
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let sources = FAMILIES.iter().map(|family| format!("cuda/{family}.cu"));
     let sources = sources.chain(["cuda/harness/faulty.cu".to_owned()]);
@@ -121,25 +121,25 @@ fn harness() {
     let builder = || {
         let mut build = cc::Build::new();
         build.cpp(true).std("c++17").opt_level(2).debug(false).warnings(true).extra_warnings(true);
-        // Kernels mean what they say: a product and a sum are one operation only where they are called so.
+        // No implicit fused multiply-add: kernels call it explicitly where they want it.
         build.flag("-ffp-contract=off").flag("-Wno-unknown-pragmas");
-        // Kernels enter themselves into a table, so nothing refers to their objects.
+        // Kernels register themselves in a table, so no symbol refers to their objects.
         build.link_lib_modifier("+whole-archive");
         build
     };
-    // Loads and stores become calls, which the harness answers; the sanitizer's own library is not linked. Without it the
-    // kernels run all the same, and are not looked at so closely.
+    // Instrumented loads and stores call into the harness; the sanitizer's runtime is not linked. Without
+    // instrumentation the kernels run with fewer checks.
     const INSTRUMENTED: &str = "-fsanitize=thread";
     let linux = env::var("CARGO_CFG_TARGET_OS").is_ok_and(|os| os == "linux");
     let checked = linux && builder().is_flag_supported(INSTRUMENTED).unwrap_or(false);
-    let (mut machine_build, mut kernels_build) = (builder(), builder());
-    machine_build.files(&machine).cpp_link_stdlib(None);
+    let (mut runtime_build, mut kernels_build) = (builder(), builder());
+    runtime_build.files(&runtime).cpp_link_stdlib(None);
     kernels_build.files(&kernels);
     if checked {
-        machine_build.define("HARNESS_CHECKED", None);
+        runtime_build.define("HARNESS_CHECKED", None);
         kernels_build.define("HARNESS_CHECKED", None).flag(INSTRUMENTED);
     }
-    let built = machine_build
+    let built = runtime_build
         .try_compile("inflight_harness")
         .and_then(|()| kernels_build.try_compile("inflight_harness_kernels"));
     match built {

@@ -1,9 +1,10 @@
-//! Every kernel on the shapes of a model of 1.1 billion parameters, with its share of what this machine can do:
-//! `cargo bench -p inflight-kernels`. A filter selects kernels: `cargo bench -p inflight-kernels -- gemm`.
+//! Benchmarks of every kernel on the shapes of a 1.1B-parameter model, with its share of the machine's
+//! limits: `cargo bench -p inflight-kernels`. An argument selects kernels: `cargo bench -p inflight-kernels
+//! -- gemm`.
 //!
-//! After criterion's statistics of a kernel comes a line with its best rate and the limit measured right after.
+//! Criterion's statistics of a kernel are followed by its best rate and the limit measured right after.
 
-#![allow(missing_docs, reason = "what the macro of criterion makes has none")]
+#![allow(missing_docs, reason = "criterion's macro generates undocumented items")]
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -24,12 +25,12 @@ const SHAPE: QkvShape = QkvShape { heads: 32, kv_heads: 4, head_dim: 64 };
 const BLOCK_TOKENS: usize = 16;
 const LIMIT_TIME: Duration = Duration::from_millis(100);
 
-/// What bounds a kernel, and how much of it one call uses.
+/// Resource that bounds a kernel, and its use per call.
 #[derive(Clone, Copy)]
 enum Work {
     /// Bytes read and written.
     Bytes(f64),
-    /// Operations of a kind, a multiplication and an addition being two.
+    /// Arithmetic operations; a multiply-add counts as two.
     Operations(Arithmetic, f64),
 }
 
@@ -42,12 +43,12 @@ struct Bench {
 impl Bench {
     fn new() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let pool = Pool::new(threads).expect("threads are to be had");
-        let memory = Memory::new(512 << 20, true).expect("memory is to be had");
+        let pool = Pool::new(threads).expect("threads can be started");
+        let memory = Memory::new(512 << 20, true).expect("memory can be allocated");
         Self { pool, isa: Isa::detect(), memory }
     }
 
-    /// Measures `call` and prints its share. The limit is measured here, too.
+    /// Measures `call` and the limit of its resource, and prints the share.
     fn run(&self, c: &mut Criterion, name: &str, work: Work, mut call: impl FnMut()) {
         let best = Cell::new(f64::INFINITY);
         c.bench_function(name, |b| {
@@ -80,7 +81,7 @@ impl Bench {
     }
 }
 
-fn products(c: &mut Criterion) {
+fn gemms(c: &mut Criterion) {
     let bench = Bench::new();
     for format in [
         WeightFormat::F32,
@@ -94,26 +95,26 @@ fn products(c: &mut Criterion) {
             WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } => Arithmetic::Int8,
         };
         for (what, n, k) in [("up", 2 * INNER, HIDDEN), ("down", HIDDEN, INNER), ("output", HIDDEN, HIDDEN)] {
-            let numbers: Vec<u8> =
+            let values: Vec<u8> =
                 (0..n * k).flat_map(|i| (((i * 31) % 61) as f32 - 30.0).to_le_bytes()).collect();
             let encoding = Encoding::Plain(Dtype::F32);
-            let rows = [Rows { encoding, bytes: &numbers, rows: n, interleaved: None }];
+            let rows = [Rows { encoding, bytes: &values, rows: n, interleaved: None }];
             let pack = || PackedMatrix::pack(&bench.pool, bench.isa, k, &rows, format).expect("it fits");
-            // Several in turn, as layers are, so that weights come from memory.
+            // Several matrices in turn, like the layers of a model, so that weights come from memory.
             let copies = (128 << 20) / format.packed_bytes(bench.isa, n, k) + 1;
             let weights: Vec<_> = (0..copies).map(|_| pack()).collect();
-            drop(numbers);
+            drop(values);
             for rows in [1, 16, 512] {
                 let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.01).collect();
                 let mut y = vec![0.0; rows * n];
-                let (mut scratch, mut turn) = (Activations::default(), 0);
+                let (mut scratch, mut next) = (Activations::default(), 0);
                 let work = match rows {
                     1 => Work::Bytes(weights[0].bytes() as f64),
                     _ => Work::Operations(kind, 2.0 * (rows * n * k) as f64),
                 };
                 bench.run(c, &format!("gemm {format} {what} {rows}"), work, || {
-                    let w = &weights[turn % copies];
-                    turn += 1;
+                    let w = &weights[next % copies];
+                    next += 1;
                     gemm(&bench.pool, w, &x, rows, Start::Zero, &mut y, &mut scratch);
                 });
             }
@@ -124,7 +125,7 @@ fn products(c: &mut Criterion) {
 fn attentions(c: &mut Criterion) {
     let bench = Bench::new();
     let (bf16, bytes) = (Dtype::Bf16.into(), KvDtype::Int8);
-    // Sequences, tokens of each before the step, tokens in it.
+    // Sequences, cached tokens of each, new tokens of each.
     for (what, dtype, sequences, before, count) in [
         ("prefill 512", bf16, 1, 0, 512),
         ("chunk 64 at 4000", bf16, 1, 4000, 64),
@@ -142,7 +143,7 @@ fn attentions(c: &mut Criterion) {
         let mut kv = KvPool::new(layout, sequences * table).expect("it fits");
         let mut rope = RopeTable::new(inverse_frequencies(SHAPE.head_dim, 10_000.0, &RopeScaling::None));
         rope.ensure(tokens);
-        let numbers = |rows: usize| (0..rows * SHAPE.width()).map(|i| (i % 23) as f32 * 0.1 - 1.0).collect();
+        let values = |rows: usize| (0..rows * SHAPE.width()).map(|i| (i % 23) as f32 * 0.1 - 1.0).collect();
         for s in 0..sequences {
             let positions: Vec<u32> = (0..tokens as u32).collect();
             let place = |p: &u32| KvPlace {
@@ -150,20 +151,20 @@ fn attentions(c: &mut Criterion) {
                 offset: p % BLOCK_TOKENS as u32,
             };
             let places: Vec<KvPlace> = positions.iter().map(place).collect();
-            let mut qkv: Vec<f32> = numbers(tokens);
+            let mut qkv: Vec<f32> = values(tokens);
             finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
         }
-        let qkv: Vec<f32> = numbers(sequences * count);
+        let qkv: Vec<f32> = values(sequences * count);
         let mut out = vec![0.0; sequences * count * SHAPE.heads * SHAPE.head_dim];
         let starts: Vec<u32> = (0..=sequences).map(|s| (s * count) as u32).collect();
         let positions: Vec<u32> = (0..sequences).flat_map(|_| before as u32..tokens as u32).collect();
         let tables: Vec<u32> = (0..=sequences).map(|s| (s * table) as u32).collect();
         let mut ragged = Ragged::default();
         ragged.set(&starts, &positions, &tables, &blocks, BLOCK_TOKENS, blocks.len());
-        let seen: usize = (before + 1..=tokens).sum();
+        let visible: usize = (before + 1..=tokens).sum();
         let work = match count {
             1 => Work::Bytes((sequences * tokens) as f64 * layout.block_bytes() as f64 / BLOCK_TOKENS as f64),
-            _ => Work::Operations(Arithmetic::Bf16, 4.0 * (seen * SHAPE.heads * SHAPE.head_dim) as f64),
+            _ => Work::Operations(Arithmetic::Bf16, 4.0 * (visible * SHAPE.heads * SHAPE.head_dim) as f64),
         };
         bench.run(c, &format!("attention {what}"), work, || {
             attention(&bench.pool, bench.isa, SHAPE, &qkv, &ragged, &kv, 0, None, &mut out);
@@ -176,7 +177,7 @@ fn rows(c: &mut Criterion) {
     let count = 512;
     let x = vec![0.5f32; count * HIDDEN];
     let (weight, mut y) = (vec![1.0f32; HIDDEN], vec![0.0f32; count * HIDDEN]);
-    let bytes = |numbers: usize| Work::Bytes((numbers * 4) as f64);
+    let bytes = |values: usize| Work::Bytes((values * 4) as f64);
     bench.run(c, "rms_norm 512", bytes(2 * x.len()), || {
         rms_norm(&bench.pool, bench.isa, &x, &weight, 1e-5, &mut y);
     });
@@ -213,9 +214,9 @@ fn sampling(c: &mut Criterion) {
         std::hint::black_box(argmax(bench.isa, &logits));
     });
     let mut workspace = Workspace::default();
-    let cut = Truncation { temperature: 0.8, top_k: 50, top_p: 0.95, min_p: 0.0 };
+    let truncation = Truncation { temperature: 0.8, top_k: 50, top_p: 0.95, min_p: 0.0 };
     bench.run(c, "sample 32000", work, || {
-        std::hint::black_box(sample(bench.isa, &logits, &cut, 0.37, &mut workspace));
+        std::hint::black_box(sample(bench.isa, &logits, &truncation, 0.37, &mut workspace));
     });
 }
 
@@ -223,6 +224,6 @@ criterion_group! {
     name = kernels;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(200))
         .measurement_time(Duration::from_millis(600)).without_plots();
-    targets = products, attentions, rows, sampling
+    targets = gemms, attentions, rows, sampling
 }
 criterion_main!(kernels);

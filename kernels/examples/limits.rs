@@ -1,6 +1,6 @@
-//! Measures what this machine can do at most: `cargo run --release -p inflight-kernels --example limits`.
+//! Roofline of this machine: `cargo run --release -p inflight-kernels --example limits`.
 //!
-//! Kernels are judged by their share of these figures. Run it on an idle machine.
+//! Kernels are compared with these figures. Run it on an idle machine.
 
 use std::error::Error;
 use std::time::Duration;

@@ -1,8 +1,8 @@
-//! Measures products on this machine: `cargo run --release -p inflight-kernels --example throughput -- [THREADS]`.
+//! GEMM throughput: `cargo run --release -p inflight-kernels --example throughput -- [THREADS]`.
 //!
-//! Prints GFLOP/s and, as one row is bound by memory, GB/s of weights, for each instruction set and format. Weights
-//! are larger than the caches taken together unless a size is given: `-- THREADS N K`. With a format's name at the end,
-//! of the best instruction set and that format only.
+//! Prints GFLOP/s and, as a single row is bound by memory, GB/s of weights, for each instruction set and
+//! format. Weights exceed all caches unless a size is given: `-- THREADS N K`. With a format's name as last
+//! argument, it measures only that format on the best instruction set.
 
 use std::error::Error;
 use std::hint::black_box;
@@ -14,7 +14,7 @@ use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, W
 use inflight_kernels::{Dtype, Encoding};
 
 const ROWS: [usize; 10] = [1, 2, 4, 8, 16, 32, 48, 64, 128, 512];
-const LEAST: Duration = Duration::from_millis(300);
+const MIN_TIME: Duration = Duration::from_millis(300);
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -24,9 +24,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let only = arguments.next();
     let pool = Pool::new(threads)?;
     let isa = Isa::detect();
-    let read = Memory::new(256 << 20, true)?.read(&pool, isa, LEAST) / 1e9;
-    let bf16 = arithmetic(&pool, isa, Arithmetic::Bf16, LEAST) / 1e9;
-    let int8 = arithmetic(&pool, isa, Arithmetic::Int8, LEAST) / 1e9;
+    let read = Memory::new(256 << 20, true)?.read(&pool, isa, MIN_TIME) / 1e9;
+    let bf16 = arithmetic(&pool, isa, Arithmetic::Bf16, MIN_TIME) / 1e9;
+    let int8 = arithmetic(&pool, isa, Arithmetic::Int8, MIN_TIME) / 1e9;
     println!(
         "{threads} threads, W[{n}, {k}]; limits {read:.1} GB/s, bf16 {bf16:.0} GFLOP/s, int8 {int8:.0} GOP/s"
     );
@@ -49,7 +49,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 WeightFormat::F16 => Dtype::F16,
                 _ => Dtype::Bf16,
             };
-            // Numbers as weights are: what is subnormal takes some processors a hundred times as long.
+            // Realistic magnitudes: subnormals take some processors a hundred times as long.
             let weight = |i: usize| ((i * 31 % 61) as f32 - 30.5) * 0.01;
             let bytes: Vec<u8> = match dtype {
                 Dtype::F32 => (0..n * k).flat_map(|i| weight(i).to_ne_bytes()).collect(),
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 Dtype::Bf16 => (0..n * k).flat_map(|i| bf16::from_f32(weight(i)).to_ne_bytes()).collect(),
             };
             let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
-            // Several matrices in turn, as the layers of a model are.
+            // Several matrices in turn, like the layers of a model.
             let copies = (96 << 20) / format.packed_bytes(isa, n, k) + 1;
             let pack = |_| PackedMatrix::pack(&pool, isa, k, &[rows], format);
             let weights: Vec<_> = (0..copies).map(pack).collect::<Result<_, _>>()?;
@@ -68,8 +68,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 let mut scratch = Activations::default();
                 let (mut calls, start) = (0, Instant::now());
                 let mut best = f64::INFINITY;
-                while start.elapsed() < LEAST {
-                    // All copies once, so that none is in a cache when its turn comes again.
+                while start.elapsed() < MIN_TIME {
+                    // One pass over all copies, so that none is cached when it is used again.
                     let begun = Instant::now();
                     for w in &weights {
                         gemm(&pool, w, black_box(&x), rows, Start::Zero, &mut y, &mut scratch);

@@ -1,18 +1,20 @@
+//! Storage types of elements and their conversions to and from f32.
+
 use half::{bf16, f16};
 
-/// How a number is stored. Arithmetic is in f32 throughout.
+/// Storage type of an element. Arithmetic is in f32 throughout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dtype {
     /// IEEE single precision.
     F32,
-    /// The upper half of an f32.
+    /// bfloat16: the upper half of an f32.
     Bf16,
     /// IEEE half precision.
     F16,
 }
 
 impl Dtype {
-    /// Bytes of one number.
+    /// Returns the bytes per element.
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -20,7 +22,7 @@ impl Dtype {
         }
     }
 
-    /// A stable, lower-case name.
+    /// Returns the stable, lower-case name.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -30,10 +32,10 @@ impl Dtype {
     }
 }
 
-/// Widens little-endian numbers of `dtype` to f32, which is exact. `bytes` may be unaligned.
+/// Widens little-endian elements of `dtype` to f32, which is exact. `bytes` may be unaligned.
 ///
 /// # Panics
-/// If `bytes` does not hold exactly `out.len()` numbers.
+/// If `bytes` does not hold exactly `out.len()` elements.
 pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(bytes.len(), out.len() * dtype.bytes(), "bytes to widen do not match the output");
     match dtype {
@@ -55,28 +57,28 @@ pub fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Rounds to bf16, to nearest with ties to even; the bits.
+/// Rounds to bf16, to nearest with ties to even, and returns the bits.
 #[inline(always)]
 pub(crate) fn bf16_bits(x: f32) -> u16 {
-    // Both are computed and one is chosen, so that it vectorises.
+    // Computes both candidates and selects one, so that it vectorises.
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     let quiet = (bits >> 16) | 0x40;
     (if x.is_nan() { quiet } else { rounded }) as u16
 }
 
-/// The value of bf16 bits.
+/// Converts bf16 bits to f32.
 #[inline(always)]
 pub(crate) fn bf16_value(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// The value of f16 bits, without branches so that it vectorises.
+/// Converts f16 bits to f32, without branches so that it vectorises.
 #[inline(always)]
 pub(crate) fn f16_value(bits: u16) -> f32 {
     let bits = u32::from(bits);
     let magnitude = (bits & 0x7fff) << 13;
-    // Scaling by 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals, all exactly.
+    // Scaling by 2^112 moves the exponent bias from 15 to 127 and normalises subnormals, all exactly.
     let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
     let special = if magnitude >= 0x0f80_0000 { 0x7f80_0000 } else { 0 };
     f32::from_bits(scaled.to_bits() | special | ((bits & 0x8000) << 16))
@@ -87,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sixteen_bit_conversions_agree_with_the_half_crate_on_every_value() {
+    fn conversions_agree_with_the_half_crate_on_every_16_bit_value() {
         for bits in 0..=u16::MAX {
             let (ours, theirs) = (f16_value(bits), f16::from_bits(bits).to_f32());
             assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "f16 {bits:#x}");

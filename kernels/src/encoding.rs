@@ -1,28 +1,30 @@
+//! Encodings of weights in checkpoint files: plain dtypes and GGUF block quantisation.
+
 use std::fmt;
 
 use half::f16;
 
 use crate::dtype::{Dtype, widen};
 
-/// Weights of a block in the encodings of 32.
+/// Weights per block of `q8_0` and `q4_0`.
 const BLOCK: usize = 32;
-/// Weights of a block in the encodings of 256.
+/// Weights per super-block of `q4_k` and `q6_k`.
 const SUPER_BLOCK: usize = 256;
 
-/// How a file stores the rows of a matrix: as plain numbers, or in blocks of neighbouring numbers that share a scale.
+/// Encoding of a weight row in a file: plain elements, or blocks of neighbouring elements that share a scale.
 ///
-/// The blocks are those of GGUF files, see the definitions of the ggml library: f16 scales, little-endian.
+/// The blocks are those of GGUF files as ggml defines them: f16 scales, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Encoding {
-    /// Number by number.
+    /// One element after the other, unquantised.
     Plain(Dtype),
-    /// 32 numbers: a scale, then 8-bit integers.
+    /// Blocks of 32: an f16 scale, then 8-bit integers.
     Q8_0,
-    /// 32 numbers: a scale, then 4-bit integers less 8; the low halves of the bytes first.
+    /// Blocks of 32: an f16 scale, then 4-bit integers with an offset of 8; low nibbles first.
     Q4_0,
-    /// 256 numbers in eight parts, each with a scale and a minimum of 6 bits; 4-bit integers.
+    /// Blocks of 256 in eight sub-blocks, each with a 6-bit scale and a 6-bit minimum; 4-bit integers.
     Q4K,
-    /// 256 numbers in sixteen parts, each with a scale of 8 bits; 6-bit integers less 32.
+    /// Blocks of 256 in sixteen sub-blocks, each with an 8-bit scale; 6-bit integers with an offset of 32.
     Q6K,
 }
 
@@ -45,7 +47,7 @@ impl fmt::Display for Encoding {
 }
 
 impl Encoding {
-    /// Numbers of a block; rows hold a whole number of blocks.
+    /// Returns the elements per block; a row holds a whole number of blocks.
     pub fn block(self) -> usize {
         match self {
             Self::Plain(_) => 1,
@@ -54,7 +56,7 @@ impl Encoding {
         }
     }
 
-    /// Bytes of a block.
+    /// Returns the bytes per block.
     pub fn block_bytes(self) -> usize {
         match self {
             Self::Plain(dtype) => dtype.bytes(),
@@ -65,15 +67,15 @@ impl Encoding {
         }
     }
 
-    /// Bytes of `numbers` numbers, which must be whole blocks.
-    pub fn bytes(self, numbers: usize) -> usize {
-        numbers / self.block() * self.block_bytes()
+    /// Returns the bytes of `elements` elements, which must be whole blocks.
+    pub fn bytes(self, elements: usize) -> usize {
+        elements / self.block() * self.block_bytes()
     }
 
-    /// Widens whole blocks to f32: exactly for plain numbers, else by the encoding's own formula in f32.
+    /// Widens whole blocks to f32: exactly for plain elements, else by the encoding's formula in f32.
     ///
     /// # Panics
-    /// If `bytes` does not hold exactly `out.len()` numbers.
+    /// If `bytes` does not hold exactly `out.len()` elements.
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         if let Self::Plain(dtype) = self {
             return widen(dtype, bytes, out);
@@ -111,20 +113,20 @@ fn half_at(raw: &[u8], at: usize) -> f32 {
 fn widen_q4k(raw: &[u8], out: &mut [f32]) {
     let (scale, minimum) = (half_at(raw, 0), half_at(raw, 2));
     let (packed, quants) = raw[4..].split_at(12);
-    for part in 0..8 {
-        // Six bits each: those of the first four parts lie plainly, those of the others are put together.
-        let (s, m) = match part {
-            0..4 => (packed[part] & 63, packed[part + 4] & 63),
+    for sub_block in 0..8 {
+        // Six bits each: contiguous for the first four sub-blocks, split into 4 + 2 bits for the others.
+        let (s, m) = match sub_block {
+            0..4 => (packed[sub_block] & 63, packed[sub_block + 4] & 63),
             _ => (
-                (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4,
-                (packed[part + 4] >> 4) | (packed[part] >> 6) << 4,
+                (packed[sub_block + 4] & 15) | (packed[sub_block - 4] >> 6) << 4,
+                (packed[sub_block + 4] >> 4) | (packed[sub_block] >> 6) << 4,
             ),
         };
         let (s, m) = (scale * f32::from(s), minimum * f32::from(m));
         for i in 0..BLOCK {
-            let byte = quants[part / 2 * BLOCK + i];
-            let quant = if part % 2 == 0 { byte & 15 } else { byte >> 4 };
-            out[part * BLOCK + i] = s * f32::from(quant) - m;
+            let byte = quants[sub_block / 2 * BLOCK + i];
+            let quant = if sub_block % 2 == 0 { byte & 15 } else { byte >> 4 };
+            out[sub_block * BLOCK + i] = s * f32::from(quant) - m;
         }
     }
 }
@@ -135,7 +137,7 @@ fn widen_q6k(raw: &[u8], out: &mut [f32]) {
     let (scales, scale) = rest.split_at(SUPER_BLOCK / 16);
     let scale = half_at(scale, 0);
     for i in 0..SUPER_BLOCK {
-        // Each half of 128 holds four quarters of 32: their low bits in 64 bytes, their high bits in 32.
+        // Each half of 128 has four quarters of 32: their low bits in 64 bytes, their high bits in 32.
         let (half, quarter, at) = (i / 128, i % 128 / 32, i % 32);
         let four = low[half * 64 + quarter % 2 * 32 + at] >> (quarter / 2 * 4) & 15;
         let two = high[half * 32 + at] >> (quarter * 2) & 3;
@@ -148,8 +150,8 @@ fn widen_q6k(raw: &[u8], out: &mut [f32]) {
 mod tests {
     use super::*;
 
-    /// Bytes by formula, with sane scales, widened by ggml's own Python package: some values, and the sum of all
-    /// times 2, 3, 4, 5, 6, 7, 1, 2 and so on.
+    /// Expected values come from ggml's Python package on bytes by formula: some elements, and the sum of all
+    /// elements weighted 2, 3, 4, 5, 6, 7, 1, 2 and so on.
     #[test]
     fn blocks_are_widened_as_ggml_does() {
         type Values = &'static [(usize, f32)];

@@ -1,11 +1,10 @@
-//! Numeric kernels behind one contract.
+//! Numeric kernels for CPUs and CUDA devices.
 //!
-//! **Invariant: the schedule never changes the answer.** Every output element is reduced in an order that depends
-//! on the shapes of the model alone: not on how many rows run beside it, on its row's place, on tile shapes, on
-//! the number of threads or on which physical block holds a key. So one row at a time and 2,048 rows at once give
-//! the same bits. The order does depend on the instruction set ([`cpu::Isa`]), which is therefore part of the
-//! numerics fingerprint, as is [`VERSION`].
-
+//! **Invariant: batch invariance.** Every output element is reduced in an order that depends on the model's
+//! shapes alone: not on the number of rows beside it, its row index, tile shapes, the number of threads or
+//! the physical block that holds a key. One row at a time and 2,048 rows at once give the same bits. The
+//! order does depend on the instruction set ([`cpu::Isa`]), which is therefore part of the numerics
+//! fingerprint, as is [`VERSION`].
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -1,9 +1,10 @@
+//! Philox4x32-10, a counter-based random number generator (Salmon et al., SC 2011).
+
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: usize = 10;
 
-/// Philox 4x32-10, the counter-based generator of Salmon et al. (SC 2011): 128 random bits as a pure function of
-/// a counter and a key.
+/// Returns Philox4x32-10 of `counter` and `key`: 128 random bits as a pure function of both.
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..ROUNDS {
         if round > 0 {
@@ -21,21 +22,21 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// The name of one random number. Equal names give equal numbers, on every machine, whatever ran before.
+/// Name of one random number. Equal names give equal numbers on every machine, whatever ran before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Draw {
-    /// The request's seed.
+    /// Seed of the request.
     pub seed: u64,
-    /// Which of the request's choices.
+    /// Index of the choice within the request.
     pub choice: u32,
-    /// Absolute position of the token being chosen.
+    /// Absolute position of the token being sampled.
     pub position: u32,
-    /// Which of the numbers needed at this position.
+    /// Index of the number among those needed at this position.
     pub draw: u32,
 }
 
 impl Draw {
-    /// A uniform number in [0, 1), a multiple of 2^-53.
+    /// Returns a uniform number in [0, 1), a multiple of 2^-53.
     pub fn uniform(self) -> f64 {
         let counter = [self.position, self.choice, self.draw, 0];
         let [a, b, _, _] = philox4x32(counter, [self.seed as u32, (self.seed >> 32) as u32]);
@@ -48,9 +49,9 @@ impl Draw {
 mod tests {
     use super::*;
 
-    // The known-answer vectors published with the generator (Random123, kat_vectors, philox4x32 10).
+    // Known-answer vectors published with the generator (Random123, kat_vectors, philox4x32 10).
     #[test]
-    fn the_published_known_answers_are_reproduced() {
+    fn known_answers_of_random123_are_reproduced() {
         let f = u32::MAX;
         assert_eq!(philox4x32([0; 4], [0; 2]), [0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8]);
         assert_eq!(philox4x32([f; 4], [f; 2]), [0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd]);
@@ -61,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn every_part_of_the_name_changes_the_number_and_the_mean_is_a_half() {
+    fn every_field_of_a_draw_changes_it_and_the_mean_is_one_half() {
         let base = Draw { seed: 7, choice: 0, position: 0, draw: 0 };
         let others = [
             Draw { seed: 8, ..base },

@@ -1,3 +1,5 @@
+//! Zeroed, cache-line-aligned memory in huge pages where the operating system grants them.
+
 use std::cell::RefCell;
 use std::io;
 use std::ptr::NonNull;
@@ -6,72 +8,72 @@ use std::sync::{Arc, Weak};
 const HUGE_PAGE: usize = 2 << 20;
 const CACHE_LINE: usize = 64;
 
-/// From this size on a buffer has huge pages.
-const LEAST_HUGE: usize = 64 << 10;
-/// Up to this size it shares them with others of its thread: a page of its own at its end would be mostly empty.
-const MOST_SHARED: usize = 32 << 20;
-/// Address space that such buffers share. What of it is never touched costs no memory.
-const SHARED_BYTES: usize = 128 << 20;
+/// Minimum size of a buffer with huge pages, in bytes.
+const HUGE_BYTES_MIN: usize = 64 << 10;
+/// Maximum size of a buffer that shares a mapping with others of its thread, in bytes; with a mapping of its
+/// own, its last huge page would be mostly empty.
+const SHARED_BUFFER_MAX: usize = 32 << 20;
+/// Address space of a shared mapping, in bytes. Untouched pages cost no memory.
+const SHARED_MAPPING_BYTES: usize = 128 << 20;
 
-/// What memory is made of. Reading with small pages is bound by the look-up of addresses: half as fast on many
-/// machines.
+/// Page size of a buffer. Reads from small pages are bound by TLB misses: half as fast on many machines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pages {
-    /// Huge ones where the operating system grants them and the size is worth it.
+    /// Huge pages where the operating system grants them and the size is worth it.
     Huge,
-    /// Small ones only.
+    /// Small pages only.
     Small,
 }
 
-/// Zeroed bytes at a cache line's boundary. Pages never touched cost no memory.
+/// Zeroed bytes, aligned to a cache line. Untouched pages cost no memory.
 pub(crate) struct Buffer {
     start: NonNull<u8>,
     bytes: usize,
-    /// Keeps them mapped.
+    /// Keeps the memory mapped.
     _mapping: Arc<Mapping>,
 }
 
-// SAFETY: a buffer owns its memory as a `Vec<u8>` does.
+// SAFETY: a buffer owns its bytes exclusively, as a `Vec<u8>` does.
 unsafe impl Send for Buffer {}
-// SAFETY: shared references only read.
+// SAFETY: `&Buffer` allows reads only, except through `as_shared_ptr`, whose users synchronise.
 unsafe impl Sync for Buffer {}
 
-/// Address space with zeroed pages behind it.
+/// Anonymous memory mapping.
 struct Mapping {
     start: *mut libc::c_void,
     bytes: usize,
-    /// Where what it is for begins.
+    /// First usable byte, aligned to a huge page where those are used.
     first: *mut u8,
 }
 
-// SAFETY: a mapping belongs to no thread; what lies in it is handed out as buffers, each byte once.
+// SAFETY: a mapping is not tied to a thread, and its bytes are handed out as disjoint buffers.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: `&Mapping` gives access to no bytes; only disjoint buffers do.
 unsafe impl Sync for Mapping {}
 
-/// Where the next buffer of a thread goes.
-struct Open {
+/// Partially used mapping from which a thread takes its next buffers.
+struct OpenMapping {
     mapping: Weak<Mapping>,
-    /// Bytes of it that are taken.
+    /// Bytes already handed out.
     used: usize,
 }
 
 thread_local! {
-    /// A thread's own, so that ranks that pack their weights on different memories do not share pages.
-    static OPEN: RefCell<Open> = const { RefCell::new(Open { mapping: Weak::new(), used: 0 }) };
+    /// Per thread, so that ranks that pack their weights on different NUMA nodes do not share pages.
+    static OPEN_MAPPING: RefCell<OpenMapping> = const { RefCell::new(OpenMapping { mapping: Weak::new(), used: 0 }) };
 }
 
 impl Buffer {
-    /// `bytes` of memory, at least one.
+    /// Allocates `bytes` bytes, at least one.
     ///
     /// # Errors
-    /// The operating system has no such amount of address space.
+    /// If the operating system has not enough address space.
     pub(crate) fn zeroed(bytes: usize, pages: Pages) -> io::Result<Self> {
         let bytes = bytes.max(1);
-        if pages == Pages::Huge && (LEAST_HUGE..=MOST_SHARED).contains(&bytes) {
-            return OPEN.with_borrow_mut(|open| open.take(bytes));
+        if pages == Pages::Huge && (HUGE_BYTES_MIN..=SHARED_BUFFER_MAX).contains(&bytes) {
+            return OPEN_MAPPING.with_borrow_mut(|open| open.take(bytes));
         }
-        let huge = pages == Pages::Huge && bytes > MOST_SHARED;
+        let huge = pages == Pages::Huge && bytes > SHARED_BUFFER_MAX;
         let mapping = Mapping::new(bytes, if huge { Pages::Huge } else { Pages::Small })?;
         Self::within(Arc::new(mapping), 0, bytes)
     }
@@ -86,7 +88,7 @@ impl Buffer {
         self.start.as_ptr()
     }
 
-    /// A pointer to write through, for those that share the buffer and see to it that no two use one place.
+    /// Returns a pointer for writes by users that share the buffer and keep their ranges disjoint.
     pub(crate) fn as_shared_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -100,14 +102,14 @@ impl Buffer {
     }
 }
 
-impl Open {
-    /// The next `bytes`, at most [`MOST_SHARED`], of what is open, or of something new where they do not fit.
+impl OpenMapping {
+    /// Takes `bytes`, at most [`SHARED_BUFFER_MAX`], from the open mapping or a new one.
     fn take(&mut self, bytes: usize) -> io::Result<Buffer> {
-        let open = self.mapping.upgrade().filter(|_| self.used + bytes <= SHARED_BYTES);
+        let open = self.mapping.upgrade().filter(|_| self.used + bytes <= SHARED_MAPPING_BYTES);
         let mapping = match open {
             Some(mapping) => mapping,
             None => {
-                let mapping = Arc::new(Mapping::new(SHARED_BYTES, Pages::Huge)?);
+                let mapping = Arc::new(Mapping::new(SHARED_MAPPING_BYTES, Pages::Huge)?);
                 *self = Self { mapping: Arc::downgrade(&mapping), used: 0 };
                 mapping
             }
@@ -119,7 +121,7 @@ impl Open {
 }
 
 impl Mapping {
-    /// Address space for `bytes`.
+    /// Maps address space for `bytes`.
     fn new(bytes: usize, pages: Pages) -> io::Result<Self> {
         let refused = || io::Error::from(io::ErrorKind::OutOfMemory);
         let size = match pages {
@@ -129,7 +131,7 @@ impl Mapping {
             Pages::Small => Some(bytes),
         };
         let size = size.filter(|size| isize::try_from(*size).is_ok()).ok_or_else(refused)?;
-        // SAFETY: a fresh private mapping touches nobody's memory.
+        // SAFETY: a fresh anonymous private mapping aliases no existing memory.
         let mapping = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -154,7 +156,7 @@ impl Mapping {
                 Pages::Huge => (bytes.next_multiple_of(HUGE_PAGE), libc::MADV_HUGEPAGE),
                 Pages::Small => (bytes, libc::MADV_NOHUGEPAGE),
             };
-            // SAFETY: the range was just mapped and is ours. A refusal only means other pages.
+            // SAFETY: the range lies within the new mapping. Failure only affects the page size.
             unsafe { libc::madvise(first.cast(), bytes, advice) };
         }
         Ok(Self { start: mapping, bytes: size, first })
@@ -163,7 +165,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`, and no buffer in it is left. It can't fail for a whole mapping.
+        // SAFETY: `start` and `bytes` come from `mmap`, and buffers hold an `Arc`, so none is left.
         unsafe { libc::munmap(self.start, self.bytes) };
     }
 }
@@ -182,10 +184,11 @@ mod tests {
             (9 << 20, Pages::Small),
         ] {
             let mut buffer = Buffer::zeroed(bytes, pages).unwrap();
-            let align = if pages == Pages::Huge && bytes > MOST_SHARED { HUGE_PAGE } else { CACHE_LINE };
+            let align =
+                if pages == Pages::Huge && bytes > SHARED_BUFFER_MAX { HUGE_PAGE } else { CACHE_LINE };
             assert!(buffer.as_ptr().addr().is_multiple_of(align) && buffer.len() == bytes.max(1));
             let places = [0, buffer.len() / 2, buffer.len() - 1];
-            // SAFETY: within the buffer.
+            // SAFETY: all offsets are below the buffer's length.
             unsafe {
                 assert!(places.iter().all(|at| buffer.as_ptr().add(*at).read() == 0));
                 places.iter().for_each(|at| buffer.as_mut_ptr().add(*at).write(1));
@@ -197,21 +200,21 @@ mod tests {
     }
 
     #[test]
-    fn buffers_of_one_mapping_are_apart_and_outlive_each_other() {
+    fn buffers_of_one_mapping_are_disjoint_and_outlive_each_other() {
         let sizes = [
-            LEAST_HUGE,
-            LEAST_HUGE + 1,
+            HUGE_BYTES_MIN,
+            HUGE_BYTES_MIN + 1,
             3 << 20,
-            MOST_SHARED,
-            MOST_SHARED,
-            MOST_SHARED,
-            MOST_SHARED,
+            SHARED_BUFFER_MAX,
+            SHARED_BUFFER_MAX,
+            SHARED_BUFFER_MAX,
+            SHARED_BUFFER_MAX,
             5 << 20,
         ];
         let mut buffers: Vec<(u8, Buffer)> = Vec::new();
         for (tag, bytes) in (1u8..).zip(sizes.into_iter().cycle().take(3 * sizes.len())) {
             let mut buffer = Buffer::zeroed(bytes, Pages::Huge).unwrap();
-            // SAFETY: within the buffer, of its first and last bytes.
+            // SAFETY: offsets 0 and `bytes - 1` are within the buffer.
             unsafe {
                 for at in [0, bytes - 1] {
                     assert_eq!(buffer.as_ptr().add(at).read(), 0, "not zeroed");
@@ -219,13 +222,13 @@ mod tests {
                 }
             }
             buffers.push((tag, buffer));
-            // Each third one goes, and what was beside it stays.
+            // Drops every third buffer; its neighbours stay valid.
             if tag.is_multiple_of(3) {
                 buffers.remove(usize::from(tag) / 3);
             }
         }
         for (tag, buffer) in &buffers {
-            // SAFETY: as above.
+            // SAFETY: offsets 0 and `len - 1` are within the buffer.
             let ends = unsafe { [buffer.as_ptr().read(), buffer.as_ptr().add(buffer.len() - 1).read()] };
             assert_eq!(ends, [*tag; 2]);
         }

@@ -1,75 +1,76 @@
-//! Products y[rows, n] = x[rows, k] W[n, k]^T.
+//! GEMM with packed weights: y[rows, n] = x[rows, k] W[n, k]^T.
 //!
-//! Every output element is one chain of additions in ascending k, held in an f32 lane (for bf16: in ascending pairs
-//! of k; for integers: in ascending groups, whose own sums are exact). Tiles, cache blocks and threads only decide
-//! when a chain is advanced, never its order: a chain parked in `y` between cache blocks loses nothing, as it is an
-//! f32 either way. Hence the same bits for any number of rows.
+//! Every output element is one chain of additions in ascending k, held in an f32 lane (for bf16: in ascending
+//! pairs of k; for integers: in ascending groups, whose own sums are exact). Tiles, cache blocks and threads
+//! only decide when a chain advances, never its order: spilling an accumulator to `y` between cache blocks is
+//! exact, as both are f32. Hence the same bits for any number of rows (batch invariance).
 
 use std::hint::black_box;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::isa::Path;
-use super::matrix::{PackedMatrix, Shared, WeightFormat, panel_columns};
+use super::isa::IsaKind;
+use super::matrix::{PackedMatrix, SharedPtr, WeightFormat, panel_columns};
 use super::pool::Pool;
-use super::simd::{self, Kernel, Part, Simd, load_part, store_part};
+use super::simd::{self, Kernel, Simd, SubKernel, load_part, store_part};
 
 mod activations;
-#[cfg(target_arch = "x86_64")]
-mod bytes;
 mod floats;
-mod gated;
 mod integers;
 #[cfg(target_arch = "x86_64")]
-mod pairs;
+mod pack_bf16;
+#[cfg(target_arch = "x86_64")]
+mod pack_int8;
+mod swiglu;
 
 pub use activations::Activations;
 pub(super) use activations::scale;
-use floats::{Bf16, F16, F32, Floats};
-pub use gated::gemm_swiglu;
+use floats::{Bf16, F16, F32, FloatKernel};
 #[cfg(target_arch = "x86_64")]
 use integers::Vnni;
-use integers::{Halves, Integers, Nibbles};
+use integers::{Int4Widened, Int8Widened, IntegerKernel};
+pub use swiglu::gemm_swiglu;
 
-/// Most rows that go over the panels together.
+/// Maximum rows that pass over the panels together.
 const ROW_BLOCK: usize = 256;
-/// Most bytes of their packed activations: half of a second-level cache of 1 MiB, for they are read once for each panel. The fewer
-/// rows, the more often weights are read; even from memory they come faster than some dozens of rows are multiplied with them.
+/// Maximum bytes of their packed activations: half of a 1 MiB second-level cache, as they are read once per
+/// panel. Fewer rows mean that weights are read more often, but even from memory these arrive faster than
+/// some dozens of rows are multiplied with them.
 const ACTIVATION_BYTES: usize = 512 << 10;
-/// Most bytes of a panel's cache block, which tile after tile reads. With the largest ones not all fits into the second-level cache;
-/// to load and store sums more often, for blocks that do, cost more (measured with 1 MiB of it and 32 MiB behind it).
+/// Maximum bytes of a panel's cache block, which every tile reads. The largest exceed a second-level cache,
+/// but spilling accumulators more often cost more (measured with 1 MiB L2, 32 MiB L3).
 const PANEL_BLOCK_BYTES: usize = 384 << 10;
-/// Most tiles over a panel that ask for what is read next, each for a part.
-const ASKING_TILES: usize = 8;
-/// Up to so many tiles count as few rows.
+/// Maximum tiles over a panel that share the prefetch of the next cache block.
+const PREFETCH_TILES: usize = 8;
+/// Largest number of tiles that counts as few rows.
 const FEW_TILES: usize = 4;
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Least bytes of weights, times passes over them, that are worth a second thread.
+/// Minimum weight bytes, times passes over them, that justify a second thread.
 const SHARED_BYTES: usize = 64 << 10;
-/// Least bytes of weights, times passes over them, that are worth a unit of their own, with few rows and with many: with few
-/// rows, memory is read in long goes, of which each takes its time to begin.
+/// Minimum weight bytes, times passes over them, of a work unit, for few and for many rows: with few rows,
+/// memory is read in long streams, each of which takes time to ramp up.
 const UNIT_BYTES: (usize, usize) = (1 << 20, 256 << 10);
-/// Units for each thread, with few rows and with many: enough to take over the share of one that is late.
+/// Work units per thread, for few and for many rows: enough to balance a late thread.
 const UNITS_PER_THREAD: (usize, usize) = (4, 16);
 
-/// What a product's sums start from.
+/// Initial value of the accumulators.
 #[derive(Debug, Clone, Copy)]
 pub enum Start<'a> {
-    /// Nothing: `y` is overwritten.
+    /// Zero: `y` is overwritten.
     Zero,
     /// A bias; [n].
     Bias(&'a [f32]),
-    /// What is in `y`: the product is added to it.
+    /// The contents of `y`, to which the product is added.
     Output,
 }
 
-/// Computes y[rows, n] from x[rows, k] and W[n, k], see [the module](self).
+/// Computes y[rows, n] = x[rows, k] W[n, k]^T; see [the module](self).
 ///
 /// # Panics
-/// If `x`, `y` or a bias do not have the shapes given.
+/// If `x`, `y` or the bias do not have the given shapes.
 pub fn gemm(
     pool: &Pool,
     w: &PackedMatrix,
@@ -87,58 +88,58 @@ pub fn gemm(
     if rows == 0 {
         return;
     }
-    multiply(pool, w, x, rows, start, y.as_mut_ptr(), Writes::Sums, scratch);
+    gemm_with_epilogue(pool, w, x, rows, start, y.as_mut_ptr(), Epilogue::Store, scratch);
 }
 
-/// What becomes of a product's sums.
+/// Operation applied to the accumulators after the reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Writes {
-    /// They are written; y is [rows, n].
-    Sums,
-    /// Those of the first half of the columns, gated, times those of the second; y is [rows, n / 2].
-    Gated,
+enum Epilogue {
+    /// Store; y is [rows, n].
+    Store,
+    /// SwiGLU of the first half of the columns (gates) with the second (ups); y is [rows, n / 2].
+    SwiGlu,
 }
 
-/// Hands the panels out to the threads. `x` and `y` have the shapes that `writes` says.
-fn multiply(
+/// Packs the activations and distributes the panels over the threads; `epilogue` determines y's shape.
+fn gemm_with_epilogue(
     pool: &Pool,
     w: &PackedMatrix,
     x: &[f32],
     rows: usize,
     start: Start<'_>,
     y: *mut f32,
-    writes: Writes,
+    epilogue: Epilogue,
     scratch: &mut Activations,
 ) {
     let tiles = Tiles::new(rows, tile_rows(w));
     let (x, row_words) = scratch.set(pool, w, x, tiles);
-    let (x, y) = (Shared(x.cast_mut()), Shared(y));
+    let (x, y) = (SharedPtr(x.cast_mut()), SharedPtr(y));
     let all = w.n.div_ceil(panel_columns(w.isa));
-    let panels = if writes == Writes::Gated { all / 2 } else { all };
-    // It is not worth while to hand out less than some microseconds of work.
+    let panels = if epilogue == Epilogue::SwiGlu { all / 2 } else { all };
+    // Less than some microseconds of work is not worth distributing.
     let work = w.panel_bytes * tiles.count() * all;
     let threads = pool.threads().min(panels);
-    let (most, unit_bytes) = match tiles.count() {
+    let (units_per_thread, unit_bytes) = match tiles.count() {
         ..=FEW_TILES => (UNITS_PER_THREAD.0, UNIT_BYTES.0),
         _ => (UNITS_PER_THREAD.1, UNIT_BYTES.1),
     };
-    let least = if work < SHARED_BYTES { 1 } else { threads };
-    let units = (work / unit_bytes).clamp(least, threads * most).min(panels);
+    let units_min = if work < SHARED_BYTES { 1 } else { threads };
+    let units = (work / unit_bytes).clamp(units_min, threads * units_per_thread).min(panels);
     let units = if units > threads { units / threads * threads } else { units };
     pool.each(units, &|unit| {
         let panels = panels * unit / units..panels * (unit + 1) / units;
-        let goes_on = !(unit + 1).is_multiple_of((units / threads).max(1));
+        let prefetch_next = !(unit + 1).is_multiple_of((units / threads).max(1));
         let (x, y) = (x.get(), y.get());
-        let job = Multiply { w, x, row_words, tiles, start, y, stride: w.n, panels, goes_on, writes };
+        let job = GemmTask { w, x, row_words, tiles, start, y, stride: w.n, panels, prefetch_next, epilogue };
         #[cfg(target_arch = "x86_64")]
         match w.format {
-            WeightFormat::Bf16 if w.isa.0 == Path::Avx512Bf16 => {
-                // SAFETY: this `Isa` has BF16.
-                return unsafe { simd::run_avx512_bf16(NativeBf16(job)) };
+            WeightFormat::Bf16 if w.isa.0 == IsaKind::Avx512Bf16 => {
+                // SAFETY: an `Isa` of this kind exists only where BF16 was detected.
+                return unsafe { simd::run_avx512_bf16(Bf16DotTask(job)) };
             }
             WeightFormat::Int8 { .. } | WeightFormat::Int4 { .. } if w.isa.0.has_vnni() => {
-                // SAFETY: this `Isa` has VNNI.
-                return unsafe { simd::run_avx512_vnni(NativeBytes(job)) };
+                // SAFETY: an `Isa` with VNNI exists only where it was detected.
+                return unsafe { simd::run_avx512_vnni(VnniTask(job)) };
             }
             _ => {}
         }
@@ -146,21 +147,21 @@ fn multiply(
     });
 }
 
-/// Rows of the tallest tile.
+/// Returns the rows of the tallest tile.
 fn tile_rows(w: &PackedMatrix) -> usize {
     let (floats, integers) = match w.isa.0 {
-        Path::Portable => (simd::Portable::TILE_ROWS, simd::Portable::INTEGER_ROWS),
+        IsaKind::Portable => (simd::Portable::TILE_ROWS, simd::Portable::INTEGER_ROWS),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => (simd::Avx2::TILE_ROWS, simd::Avx2::INTEGER_ROWS),
+        IsaKind::Avx2 => (simd::Avx2::TILE_ROWS, simd::Avx2::INTEGER_ROWS),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => {
+        IsaKind::Avx512 | IsaKind::Avx512Vnni | IsaKind::Avx512Bf16 => {
             (simd::Avx512::TILE_ROWS, simd::Avx512::INTEGER_ROWS)
         }
     };
     if w.format.group().is_some() { integers } else { floats }
 }
 
-/// Rows cut into tiles of nearly the same height, as many as the tallest tile needs.
+/// Partition of rows into tiles of nearly equal height, as few as the tallest tile allows.
 #[derive(Clone, Copy)]
 pub(super) struct Tiles {
     rows: usize,
@@ -185,121 +186,123 @@ impl Tiles {
     }
 }
 
-/// The product for some panels.
-struct Multiply<'a> {
+/// GEMM of all rows with some panels, one work unit.
+struct GemmTask<'a> {
     w: &'a PackedMatrix,
     x: *const u32,
     row_words: usize,
     tiles: Tiles,
     start: Start<'a>,
     y: *mut f32,
-    /// Numbers from one row of y to the next.
+    /// Elements between rows of y.
     stride: usize,
     panels: Range<usize>,
-    /// Whether this thread probably goes on with the panels that follow.
-    goes_on: bool,
-    writes: Writes,
+    /// Whether this thread probably continues with the following panels, which are then prefetched.
+    prefetch_next: bool,
+    epilogue: Epilogue,
 }
 
-impl Kernel for Multiply<'_> {
+impl Kernel for GemmTask<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees `S`'s instruction set; `gemm_with_epilogue` checked the shapes.
         unsafe {
             match self.w.format {
-                WeightFormat::F32 => self.all::<S, Floats<F32>>(),
-                WeightFormat::Bf16 => self.all::<S, Floats<Bf16>>(),
-                WeightFormat::F16 => self.all::<S, Floats<F16>>(),
-                WeightFormat::Int8 { .. } => self.all::<S, Integers<Halves>>(),
-                WeightFormat::Int4 { .. } => self.all::<S, Integers<Nibbles>>(),
+                WeightFormat::F32 => self.run_all::<S, FloatKernel<F32>>(),
+                WeightFormat::Bf16 => self.run_all::<S, FloatKernel<Bf16>>(),
+                WeightFormat::F16 => self.run_all::<S, FloatKernel<F16>>(),
+                WeightFormat::Int8 { .. } => self.run_all::<S, IntegerKernel<Int8Widened>>(),
+                WeightFormat::Int4 { .. } => self.run_all::<S, IntegerKernel<Int4Widened>>(),
             }
         }
     }
 }
 
-/// With the instruction for dot products of bf16 numbers.
+/// GEMM with the bf16 dot product instruction.
 #[cfg(target_arch = "x86_64")]
-struct NativeBf16<'a>(Multiply<'a>);
+struct Bf16DotTask<'a>(GemmTask<'a>);
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for NativeBf16<'_> {
+impl Kernel for Bf16DotTask<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: passed on to the caller.
-        unsafe { self.0.all::<simd::Avx512, Floats<floats::NativeBf16>>() }
+        // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16.
+        unsafe { self.0.run_all::<simd::Avx512, FloatKernel<floats::Bf16Dot>>() }
     }
 }
 
-/// Integers, with the instruction for dot products of bytes.
+/// Integer GEMM with the int8 dot product instruction.
 #[cfg(target_arch = "x86_64")]
-struct NativeBytes<'a>(Multiply<'a>);
+struct VnniTask<'a>(GemmTask<'a>);
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for NativeBytes<'_> {
+impl Kernel for VnniTask<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: runs only through `run_avx512_vnni`, whose caller guarantees VNNI.
         unsafe {
             match self.0.w.format {
-                WeightFormat::Int4 { .. } => self.0.all::<simd::Avx512, Integers<Vnni<true>>>(),
-                _ => self.0.all::<simd::Avx512, Integers<Vnni<false>>>(),
+                WeightFormat::Int4 { .. } => self.0.run_all::<simd::Avx512, IntegerKernel<Vnni<true>>>(),
+                _ => self.0.run_all::<simd::Avx512, IntegerKernel<Vnni<false>>>(),
             }
         }
     }
 }
 
-/// A way to store weights and to multiply them.
+/// GEMM microkernel for a weight format.
 ///
 /// # Safety
-/// As [`Simd`], and the place is within the operands.
-trait Format<S: Simd> {
+/// The caller guarantees `S`'s instruction set, and that the tile lies within the operands.
+trait MicroKernel<S: Simd> {
     /// Rows of the tallest tile, see [`tile_rows`].
     const ROWS: usize;
 
-    /// Advances the chains of M rows and P panels by some steps.
-    unsafe fn tile<const M: usize, const P: usize>(job: &Multiply<'_>, place: Place);
+    /// Advances the accumulators of M rows and P panels by `position.steps` steps.
+    unsafe fn tile<const M: usize, const P: usize>(job: &GemmTask<'_>, position: TilePosition);
 }
 
-/// The work of [`Format::tile`].
-struct Tile<'a, F, const M: usize, const P: usize> {
-    job: &'a Multiply<'a>,
-    place: Place,
+/// Subkernel that runs [`MicroKernel::tile`].
+struct MicroKernelCall<'a, F, const M: usize, const P: usize> {
+    job: &'a GemmTask<'a>,
+    position: TilePosition,
     format: PhantomData<F>,
 }
 
-impl<S: Simd, F: Format<S>, const M: usize, const P: usize> Part<S> for Tile<'_, F, M, P> {
+impl<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize> SubKernel<S>
+    for MicroKernelCall<'_, F, M, P>
+{
     #[inline(always)]
     unsafe fn run(self) {
-        // SAFETY: passed on to the caller.
-        unsafe { F::tile::<M, P>(self.job, self.place) }
+        // SAFETY: the caller of `GemmTask::tile` guarantees the instruction set and the tile's bounds.
+        unsafe { F::tile::<M, P>(self.job, self.position) }
     }
 }
 
-/// Where a tile lies.
+/// Position of a tile within the operands.
 #[derive(Clone, Copy)]
-struct Place {
+struct TilePosition {
     row: usize,
     panel: usize,
-    /// From one of the tile's panels to the next.
+    /// Panels between neighbouring panels of the tile.
     gap: usize,
     /// First step and number of steps.
     step: usize,
     steps: usize,
-    /// What will be read next and should be asked for meanwhile; none where streams are read that the processor foresees.
-    next: Next,
+    /// Weights to prefetch meanwhile; none where the hardware prefetcher recognises the streams.
+    next: PrefetchRange,
 }
 
-/// Weights that are read soon.
+/// Range of weights to prefetch.
 #[derive(Clone, Copy)]
-struct Next {
+struct PrefetchRange {
     from: *const u8,
     bytes: usize,
 }
 
-impl Next {
+impl PrefetchRange {
     const NONE: Self = Self { from: std::ptr::null(), bytes: 0 };
 
-    /// The `index`th of `count` parts of nearly the same size.
+    /// Returns part `index` of `count` parts of nearly equal size.
     #[inline(always)]
     fn part(self, index: usize, count: usize) -> Self {
         let (start, end) = (self.bytes * index / count, self.bytes * (index + 1) / count);
@@ -307,171 +310,185 @@ impl Next {
     }
 }
 
-/// Some steps of one panel for all tiles of a block of rows.
+/// Range of steps of one panel, computed for all tiles of a row block while it stays in cache.
 #[derive(Clone, Copy)]
-struct Turn {
+struct CacheBlock {
     panel: usize,
     step: usize,
     steps: usize,
-    /// 1 for a panel of ups, see [`Writes::Gated`].
+    /// 1 for a panel of ups, see [`Epilogue::SwiGlu`].
     part: usize,
 }
 
-/// The order in which a block of rows goes over the panels of a job and their cache blocks.
+/// Order in which a row block passes over the cache blocks of a task's panels.
 #[derive(Clone, Copy)]
-struct Turns {
+struct CacheBlockOrder {
     panels: usize,
-    /// Steps of a cache block, and how many of them a panel has.
+    /// Steps of a cache block, and cache blocks per panel.
     block: usize,
     blocks: usize,
     gated: bool,
 }
 
-impl Turns {
-    fn new(job: &Multiply<'_>) -> Self {
+impl CacheBlockOrder {
+    fn new(job: &GemmTask<'_>) -> Self {
         let step_bytes = job.w.panel_bytes / job.w.steps;
         let block = job.w.steps.div_ceil(job.w.panel_bytes.div_ceil(PANEL_BLOCK_BYTES.max(step_bytes)));
         let blocks = job.w.steps.div_ceil(block);
-        Self { panels: job.panels.len(), block, blocks, gated: job.writes == Writes::Gated }
+        Self { panels: job.panels.len(), block, blocks, gated: job.epilogue == Epilogue::SwiGlu }
     }
 
     fn count(&self) -> usize {
         self.panels * self.blocks * if self.gated { 2 } else { 1 }
     }
 
-    /// Rows whose activations have room, see [`ACTIVATION_BYTES`].
-    fn rows(&self, job: &Multiply<'_>) -> usize {
+    /// Returns the rows whose activations fit, see [`ACTIVATION_BYTES`].
+    fn rows(&self, job: &GemmTask<'_>) -> usize {
         let words = if self.gated { job.row_words } else { job.row_words.div_ceil(self.blocks) };
         (ACTIVATION_BYTES / (size_of::<u32>() * words)).clamp(1, ROW_BLOCK)
     }
 
-    /// One cache block of all panels after the other, so that activations stay. Where gates and ups meet, all cache blocks of a
-    /// pair of panels instead, so that their sums do.
-    fn get(&self, job: &Multiply<'_>, index: usize) -> Turn {
+    /// Returns cache block `index`. Panels are the inner loop, so that activations stay in cache; with SwiGLU
+    /// cache blocks are, so that the accumulators of a gate and up panel stay.
+    fn get(&self, job: &GemmTask<'_>, index: usize) -> CacheBlock {
         let (panel, block, part) = match self.gated {
             false => (index % self.panels, index / self.panels, 0),
             true => (index / (2 * self.blocks), index / 2 % self.blocks, index % 2),
         };
         let step = block * self.block;
         let panel = job.panels.start + panel + part * (job.w.n / 2).div_ceil(panel_columns(job.w.isa));
-        Turn { panel, step, steps: self.block.min(job.w.steps - step), part }
+        CacheBlock { panel, step, steps: self.block.min(job.w.steps - step), part }
     }
 
-    /// The first turn of whoever goes on with the panels after those of this job.
-    fn beyond(&self, job: &Multiply<'_>) -> Turn {
-        Turn { panel: job.panels.end, step: 0, steps: self.block, part: 0 }
+    /// Returns the first cache block after this task's panels.
+    fn after_task(&self, job: &GemmTask<'_>) -> CacheBlock {
+        CacheBlock { panel: job.panels.end, step: 0, steps: self.block, part: 0 }
     }
 }
 
-impl Multiply<'_> {
+impl GemmTask<'_> {
     #[inline(always)]
-    unsafe fn all<S: Simd, F: Format<S>>(&self) {
+    unsafe fn run_all<S: Simd, F: MicroKernel<S>>(&self) {
         let tiles = self.tiles.count();
-        let turns = Turns::new(self);
-        let row_blocks = tiles.div_ceil((turns.rows(self) / F::ROWS).max(1));
-        let mut room = gated::Room::new();
+        let order = CacheBlockOrder::new(self);
+        let row_blocks = tiles.div_ceil((order.rows(self) / F::ROWS).max(1));
+        let mut gate_up = swiglu::GateUpSums::new();
         for block in 0..row_blocks {
-            // Nearly as many tiles in one block of rows as in the next.
+            // Row blocks have nearly equal numbers of tiles.
             let (first, last) = (tiles * block / row_blocks, tiles * (block + 1) / row_blocks);
             let (row, end) = (self.tiles.start(first), self.tiles.start(last));
             // SAFETY: tiles, panels and steps are within the matrices; a block has at most `ROW_BLOCK` rows.
             unsafe {
-                if end - row <= F::ROWS.min(2) && self.writes == Writes::Sums {
-                    self.abreast::<S, F>(row, end - row);
+                if end - row <= F::ROWS.min(2) && self.epilogue == Epilogue::Store {
+                    self.interleave_panels::<S, F>(row, end - row);
                     continue;
                 }
-                for index in 0..turns.count() {
-                    let turn = turns.get(self, index);
-                    let (y, stride) = match self.writes {
-                        Writes::Sums => (self.y, self.w.n),
-                        Writes::Gated => room.sums::<S>(turn.part, row, turn.panel),
+                for index in 0..order.count() {
+                    let cache_block = order.get(self, index);
+                    let (y, stride) = match self.epilogue {
+                        Epilogue::Store => (self.y, self.w.n),
+                        Epilogue::SwiGlu => gate_up.sums::<S>(cache_block.part, row, cache_block.panel),
                     };
-                    // While one panel is multiplied, the next one is fetched.
+                    // Prefetches the next cache block while this one is multiplied.
                     let next = match () {
-                        _ if index + 1 < turns.count() => self.weights(turns.get(self, index + 1)),
-                        _ if last < tiles => self.weights(turns.get(self, 0)),
-                        _ if self.goes_on => self.weights(turns.beyond(self)),
-                        _ => Next::NONE,
+                        _ if index + 1 < order.count() => self.weight_range(order.get(self, index + 1)),
+                        _ if last < tiles => self.weight_range(order.get(self, 0)),
+                        _ if self.prefetch_next => self.weight_range(order.after_task(self)),
+                        _ => PrefetchRange::NONE,
                     };
-                    let Turn { panel, step, steps, .. } = turn;
-                    let job = Multiply { y, stride, panels: panel..panel + 1, ..*self };
-                    let place = Place { row, panel, gap: 1, step, steps, next };
-                    job.column::<S, F>(first..last, place);
-                    if self.writes == Writes::Gated && turn.part == 1 && step + steps == self.w.steps {
-                        room.join::<S>(self, row..end, panel);
+                    let CacheBlock { panel, step, steps, .. } = cache_block;
+                    let job = GemmTask { y, stride, panels: panel..panel + 1, ..*self };
+                    let position = TilePosition { row, panel, gap: 1, step, steps, next };
+                    job.column::<S, F>(first..last, position);
+                    if self.epilogue == Epilogue::SwiGlu
+                        && cache_block.part == 1
+                        && step + steps == self.w.steps
+                    {
+                        gate_up.write_swiglu::<S>(self, row..end, panel);
                     }
                 }
             }
         }
     }
 
-    /// The weights of a turn.
-    fn weights(&self, turn: Turn) -> Next {
+    /// Returns the weights of a cache block.
+    fn weight_range(&self, cache_block: CacheBlock) -> PrefetchRange {
         let step_bytes = self.w.panel_bytes / self.w.steps;
-        let at = turn.panel * self.w.panel_bytes + turn.step * step_bytes;
-        Next { from: self.w.data.as_ptr().wrapping_add(at), bytes: turn.steps * step_bytes }
+        let at = cache_block.panel * self.w.panel_bytes + cache_block.step * step_bytes;
+        PrefetchRange { from: self.w.data.as_ptr().wrapping_add(at), bytes: cache_block.steps * step_bytes }
     }
 
-    /// One or two rows: the chains of one panel are too few to hide the latency of an addition. Each of the panels
-    /// abreast goes on in memory where the one before it ended, so that a thread reads as many long streams.
+    /// Multiplies one or two rows, for which the accumulators of one panel are too few to hide the latency of
+    /// an addition. Interleaved panels lie far apart, so that a thread reads few long streams.
     #[inline(always)]
-    unsafe fn abreast<S: Simd, F: Format<S>>(&self, row: usize, rows: usize) {
+    unsafe fn interleave_panels<S: Simd, F: MicroKernel<S>>(&self, row: usize, rows: usize) {
         let Range { start, end } = self.panels;
-        let abreast = 4 / rows;
-        // Opaque, as the compiler would otherwise divide anew for every vector that is read.
-        let long = black_box((end - start) / abreast);
+        let interleaved = 4 / rows;
+        // Opaque, as the compiler would otherwise repeat the division for every vector loaded.
+        let long = black_box((end - start) / interleaved);
         let steps = self.w.steps;
         // SAFETY: rows and panels are within the matrices.
         unsafe {
             for i in 0..long {
-                let place = Place { row, panel: start + i, gap: long, step: 0, steps, next: Next::NONE };
+                let position = TilePosition {
+                    row,
+                    panel: start + i,
+                    gap: long,
+                    step: 0,
+                    steps,
+                    next: PrefetchRange::NONE,
+                };
                 match rows {
-                    1 => self.tile::<S, F, 1, 4>(place),
-                    _ => self.tile::<S, F, 2, 2>(place),
+                    1 => self.tile::<S, F, 1, 4>(position),
+                    _ => self.tile::<S, F, 2, 2>(position),
                 }
             }
-            let panel = start + long * abreast;
-            let place = Place { row, panel, gap: 1, step: 0, steps, next: Next::NONE };
+            let panel = start + long * interleaved;
+            let position = TilePosition { row, panel, gap: 1, step: 0, steps, next: PrefetchRange::NONE };
             match (rows, end - panel) {
                 (_, 0) => {}
-                (1, 3) => self.tile::<S, F, 1, 3>(place),
-                (1, 2) => self.tile::<S, F, 1, 2>(place),
-                (1, _) => self.tile::<S, F, 1, 1>(place),
-                (_, _) => self.tile::<S, F, 2, 1>(place),
+                (1, 3) => self.tile::<S, F, 1, 3>(position),
+                (1, 2) => self.tile::<S, F, 1, 2>(position),
+                (1, _) => self.tile::<S, F, 1, 1>(position),
+                (_, _) => self.tile::<S, F, 2, 1>(position),
             }
         }
     }
 
-    /// All tiles over one panel.
+    /// Multiplies all tiles with one cache block of a panel.
     #[inline(always)]
-    unsafe fn column<S: Simd, F: Format<S>>(&self, tiles: Range<usize>, at: Place) {
+    unsafe fn column<S: Simd, F: MicroKernel<S>>(&self, tiles: Range<usize>, at: TilePosition) {
         let Range { start: first, end } = tiles;
         for tile in first..end {
-            // Each tile asks for a part of what comes next, so that memory is at work all the time; of many the first ones,
-            // as asking for less than a line would cost and gain nothing.
-            let asking = (end - first).min(ASKING_TILES);
-            let next = if tile - first < asking { at.next.part(tile - first, asking) } else { Next::NONE };
-            // Sums lie far apart, and while one tile is multiplied those of the next one can come.
+            // The first tiles each prefetch a part of the next cache block, so that memory stays busy; not
+            // all, as parts below a cache line gain nothing.
+            let sharing = (end - first).min(PREFETCH_TILES);
+            let next = if tile - first < sharing {
+                at.next.part(tile - first, sharing)
+            } else {
+                PrefetchRange::NONE
+            };
+            // The next tile's accumulators are far apart in memory, so they are prefetched during this tile.
             if tile + 1 < end {
-                // SAFETY: passed on to the caller.
+                // SAFETY: the caller guarantees the instruction set; prefetching never faults.
                 unsafe { self.prefetch_sums::<S>(tile + 1, at.panel) };
             }
-            let place = Place { row: self.tiles.start(tile), next, ..at };
-            // SAFETY: passed on to the caller.
+            let position = TilePosition { row: self.tiles.start(tile), next, ..at };
+            // SAFETY: the caller guarantees the instruction set and that the tiles lie within the operands.
             unsafe {
                 match self.tiles.height(tile) {
-                    1 => self.tile::<S, F, 1, 1>(place),
-                    2 if F::ROWS >= 2 => self.tile::<S, F, 2, 1>(place),
-                    3 if F::ROWS >= 3 => self.tile::<S, F, 3, 1>(place),
-                    4 if F::ROWS >= 4 => self.tile::<S, F, 4, 1>(place),
-                    5 if F::ROWS >= 5 => self.tile::<S, F, 5, 1>(place),
-                    6 if F::ROWS >= 6 => self.tile::<S, F, 6, 1>(place),
-                    7 if F::ROWS >= 7 => self.tile::<S, F, 7, 1>(place),
-                    8 if F::ROWS >= 8 => self.tile::<S, F, 8, 1>(place),
-                    9 if F::ROWS >= 9 => self.tile::<S, F, 9, 1>(place),
-                    10 if F::ROWS >= 10 => self.tile::<S, F, 10, 1>(place),
-                    11 if F::ROWS >= 11 => self.tile::<S, F, 11, 1>(place),
-                    12 if F::ROWS >= 12 => self.tile::<S, F, 12, 1>(place),
+                    1 => self.tile::<S, F, 1, 1>(position),
+                    2 if F::ROWS >= 2 => self.tile::<S, F, 2, 1>(position),
+                    3 if F::ROWS >= 3 => self.tile::<S, F, 3, 1>(position),
+                    4 if F::ROWS >= 4 => self.tile::<S, F, 4, 1>(position),
+                    5 if F::ROWS >= 5 => self.tile::<S, F, 5, 1>(position),
+                    6 if F::ROWS >= 6 => self.tile::<S, F, 6, 1>(position),
+                    7 if F::ROWS >= 7 => self.tile::<S, F, 7, 1>(position),
+                    8 if F::ROWS >= 8 => self.tile::<S, F, 8, 1>(position),
+                    9 if F::ROWS >= 9 => self.tile::<S, F, 9, 1>(position),
+                    10 if F::ROWS >= 10 => self.tile::<S, F, 10, 1>(position),
+                    11 if F::ROWS >= 11 => self.tile::<S, F, 11, 1>(position),
+                    12 if F::ROWS >= 12 => self.tile::<S, F, 12, 1>(position),
                     _ => unreachable!("tiles are at most as tall as the tallest"),
                 }
             }
@@ -479,9 +496,12 @@ impl Multiply<'_> {
     }
 
     #[inline(always)]
-    unsafe fn tile<S: Simd, F: Format<S>, const M: usize, const P: usize>(&self, place: Place) {
-        // SAFETY: passed on to the caller.
-        unsafe { S::run_part(Tile::<F, M, P> { job: self, place, format: PhantomData }) }
+    unsafe fn tile<S: Simd, F: MicroKernel<S>, const M: usize, const P: usize>(
+        &self,
+        position: TilePosition,
+    ) {
+        // SAFETY: the caller guarantees the instruction set and that the tile lies within the operands.
+        unsafe { S::run_subkernel(MicroKernelCall::<F, M, P> { job: self, position, format: PhantomData }) }
     }
 
     #[inline(always)]
@@ -491,29 +511,29 @@ impl Multiply<'_> {
         for row in row..row + self.tiles.height(tile) {
             let from = self.y.wrapping_add(row * self.stride + panel * columns).cast::<u8>().cast_const();
             for line in (0..4 * columns).step_by(LINE) {
-                // SAFETY: passed on to the caller; asking never faults.
+                // SAFETY: the caller guarantees the instruction set; prefetching never faults.
                 unsafe { S::prefetch(from.wrapping_add(line)) };
             }
         }
     }
 
-    /// What the sums of M rows and P panels, `gap` apart, are before `step`.
+    /// Returns the accumulators of M rows and P panels, `gap` apart, before step `position.step`.
     #[inline(always)]
     unsafe fn load_sums<S: Simd, const M: usize, const P: usize>(
         &self,
-        place: &Place,
+        position: &TilePosition,
     ) -> [[[S::V; 2]; P]; M] {
         let columns = 2 * S::LANES;
-        // SAFETY: whole vectors are read only where all their columns exist.
+        // SAFETY: rows and panels are within `y` and the bias; partial vectors are read by lanes.
         unsafe {
             let mut sums = [[[S::splat(0.0); 2]; P]; M];
             let (from, stride) = match self.start {
-                Start::Zero if place.step == 0 => return sums,
-                Start::Bias(bias) if place.step == 0 => (bias.as_ptr(), 0),
-                _ => (self.y.cast_const().wrapping_add(place.row * self.stride), self.stride),
+                Start::Zero if position.step == 0 => return sums,
+                Start::Bias(bias) if position.step == 0 => (bias.as_ptr(), 0),
+                _ => (self.y.cast_const().wrapping_add(position.row * self.stride), self.stride),
             };
             for p in 0..P {
-                let column = (place.panel + p * place.gap) * columns;
+                let column = (position.panel + p * position.gap) * columns;
                 let from = from.wrapping_add(column);
                 if column + columns <= self.w.n {
                     for (m, sums) in sums.iter_mut().enumerate() {
@@ -533,18 +553,19 @@ impl Multiply<'_> {
         }
     }
 
+    /// Writes the accumulators of M rows and P panels back to `y`.
     #[inline(always)]
     unsafe fn store_sums<S: Simd, const M: usize, const P: usize>(
         &self,
-        place: &Place,
+        position: &TilePosition,
         sums: &[[[S::V; 2]; P]; M],
     ) {
         let columns = 2 * S::LANES;
-        // SAFETY: whole vectors are written only where all their columns exist.
+        // SAFETY: rows and panels are within `y`; partial vectors are written by lanes.
         unsafe {
             for p in 0..P {
-                let column = (place.panel + p * place.gap) * columns;
-                let to = self.y.wrapping_add(place.row * self.stride + column);
+                let column = (position.panel + p * position.gap) * columns;
+                let to = self.y.wrapping_add(position.row * self.stride + column);
                 if column + columns <= self.w.n {
                     for (m, sums) in sums.iter().enumerate() {
                         let to = to.wrapping_add(m * self.stride);
@@ -563,7 +584,7 @@ impl Multiply<'_> {
         }
     }
 
-    /// Columns that exist of the two vectors from `column` on.
+    /// Returns how many columns exist of each of the two vectors from `column` on.
     #[inline(always)]
     fn lanes<S: Simd>(&self, column: usize) -> (usize, usize) {
         let lanes = self.w.n - column;

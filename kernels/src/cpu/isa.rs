@@ -1,11 +1,13 @@
-/// The instruction set that the kernels use. A value exists only if this machine has it.
+//! Detection and selection of instruction sets.
+
+/// Instruction set that kernels use. A value exists only if this machine supports it.
 ///
-/// It decides the order of reductions, hence bits: it belongs into the numerics fingerprint.
+/// It determines the order of reductions, hence bits: it is part of the numerics fingerprint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Isa(pub(crate) Path);
+pub struct Isa(pub(crate) IsaKind);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Path {
+pub(crate) enum IsaKind {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -13,27 +15,27 @@ pub(crate) enum Path {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
-    /// Which has VNNI, too.
+    /// Includes VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
 }
 
 #[cfg(target_arch = "x86_64")]
-impl Path {
-    /// Whether there are dot products of bytes, see [`super::simd::run_avx512_vnni`].
+impl IsaKind {
+    /// Returns whether int8 dot products are available, see [`super::simd::run_avx512_vnni`].
     pub(crate) fn has_vnni(self) -> bool {
         matches!(self, Self::Avx512Vnni | Self::Avx512Bf16)
     }
 }
 
 impl Isa {
-    /// What runs everywhere: plain Rust.
-    pub const PORTABLE: Isa = Isa(Path::Portable);
+    /// Plain Rust, available everywhere.
+    pub const PORTABLE: Isa = Isa(IsaKind::Portable);
 
-    /// Every form that this machine can run, the slowest first.
+    /// Returns the instruction sets that this machine supports, slowest first.
     pub fn available() -> Vec<Isa> {
-        #[allow(unused_mut, reason = "other architectures have one form")]
-        let mut found = vec![Self::PORTABLE];
+        #[allow(unused_mut, reason = "other architectures have only the portable one")]
+        let mut supported = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
             let avx2 = is_x86_feature_detected!("avx2")
@@ -46,36 +48,36 @@ impl Isa {
                 && is_x86_feature_detected!("avx512vl");
             let vnni = avx512 && is_x86_feature_detected!("avx512vnni");
             let bf16 = vnni && is_x86_feature_detected!("avx512bf16");
-            found.extend(avx2.then_some(Isa(Path::Avx2)));
-            found.extend(avx512.then_some(Isa(Path::Avx512)));
-            found.extend(vnni.then_some(Isa(Path::Avx512Vnni)));
-            found.extend(bf16.then_some(Isa(Path::Avx512Bf16)));
+            supported.extend(avx2.then_some(Isa(IsaKind::Avx2)));
+            supported.extend(avx512.then_some(Isa(IsaKind::Avx512)));
+            supported.extend(vnni.then_some(Isa(IsaKind::Avx512Vnni)));
+            supported.extend(bf16.then_some(Isa(IsaKind::Avx512Bf16)));
         }
-        found
+        supported
     }
 
-    /// The fastest form that this machine can run.
+    /// Returns the fastest instruction set that this machine supports.
     pub fn detect() -> Isa {
         Self::available().last().copied().unwrap_or(Self::PORTABLE)
     }
 
-    /// The form called `name`, if this machine can run it.
+    /// Returns the instruction set called `name`, if this machine supports it.
     pub fn by_name(name: &str) -> Option<Isa> {
         Self::available().into_iter().find(|isa| isa.name() == name)
     }
 
-    /// `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-bf16`.
+    /// Returns `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-bf16`.
     pub fn name(self) -> &'static str {
         match self.0 {
-            Path::Portable => "portable",
+            IsaKind::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => "avx2",
+            IsaKind::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => "avx512",
+            IsaKind::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Vnni => "avx512-vnni",
+            IsaKind::Avx512Vnni => "avx512-vnni",
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => "avx512-bf16",
+            IsaKind::Avx512Bf16 => "avx512-bf16",
         }
     }
 }

@@ -1,7 +1,7 @@
-//! What this machine can do at most: the yardstick for every kernel's share.
+//! Roofline measurements: peak memory bandwidth and arithmetic throughput of this machine.
 //!
-//! Each measurement does nothing but the work it is named after, on every thread of a pool at once, and gives a rate.
-//! A kernel's share is its own rate over this one, taken in the same run.
+//! Each measurement runs only the named work, on every thread of a pool at once, and returns a rate. A
+//! kernel's efficiency is its own rate over this one, taken in the same run.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::buffer::{Buffer, Pages};
 use super::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use super::isa::Path;
+use super::isa::IsaKind;
 use super::pool::Pool;
 use super::simd::{self, Kernel, Simd};
 
@@ -17,10 +17,10 @@ use super::simd::{self, Kernel, Simd};
 const CHAINS: usize = 12;
 /// Steps of a chain in one unit of work, some 20 us.
 const STEPS: usize = 8 << 10;
-/// How far apart lie the streams that a thread reads side by side. What suits the memory best differs from machine to
-/// machine, so all are tried.
+/// Candidate distances between the streams that a thread reads concurrently, in bytes. The best one differs
+/// between machines, so all are measured.
 const STREAM_BYTES: [usize; 3] = [4 << 10, 64 << 10, 256 << 10];
-/// Streams that a thread reads side by side.
+/// Streams that a thread reads concurrently.
 const STREAMS: usize = 4;
 
 /// Kind of arithmetic to measure.
@@ -28,22 +28,22 @@ const STREAMS: usize = 4;
 pub enum Arithmetic {
     /// Multiply and add in f32.
     F32,
-    /// Pairs of bf16 numbers, added in f32; [`Arithmetic::F32`] where the instruction set lacks it.
+    /// Dot products of bf16 pairs in f32; [`Arithmetic::F32`] if the instruction set lacks them.
     Bf16,
-    /// Fours of 8-bit integers, added in 32 bits; by way of 16 bits where the instruction set lacks it.
+    /// Dot products of four 8-bit integers in 32 bits; through 16 bits if the instruction set lacks them.
     Int8,
 }
 
-/// Memory to read from, larger than any cache.
+/// Memory for bandwidth measurements, larger than any cache.
 pub struct Memory {
     bytes: Buffer,
 }
 
 impl Memory {
-    /// `bytes` of memory, written once, in huge pages or in small ones.
+    /// Allocates and writes `bytes` bytes, in huge or in small pages.
     ///
     /// # Errors
-    /// The operating system refuses as much.
+    /// If the operating system cannot provide the memory.
     pub fn new(bytes: usize, huge: bool) -> std::io::Result<Self> {
         let pages = if huge { Pages::Huge } else { Pages::Small };
         let mut buffer = Buffer::zeroed(bytes, pages)?;
@@ -54,7 +54,7 @@ impl Memory {
         Ok(Self { bytes: buffer })
     }
 
-    /// Bytes a second that all threads read together; the best of the passes that fit into `time`.
+    /// Returns the read bandwidth of all threads together in bytes per second: the best pass within `time`.
     pub fn read(&self, pool: &Pool, isa: Isa, time: Duration) -> f64 {
         let parts = pool.threads();
         let unit = STREAM_BYTES[STREAM_BYTES.len() - 1] * STREAMS;
@@ -62,9 +62,9 @@ impl Memory {
         let rates = STREAM_BYTES.map(|stream_bytes| {
             best(time / STREAM_BYTES.len() as u32, || {
                 pool.each(parts, &|index| {
-                    // SAFETY: the parts lie one after the other within the buffer.
+                    // SAFETY: `index * part` is below `parts * part`, which is at most the buffer's length.
                     let from = unsafe { self.bytes.as_ptr().add(index * part) };
-                    simd::run(isa, Read { from, bytes: part, stream_bytes });
+                    simd::run(isa, ReadStreams { from, bytes: part, stream_bytes });
                 });
                 (part * parts) as f64
             })
@@ -73,12 +73,12 @@ impl Memory {
     }
 }
 
-/// Operations a second that all threads do together, a multiplication and an addition being two; the best of the
-/// passes that fit into `time`.
+/// Returns the throughput of all threads together in operations per second, where a multiply-add counts as
+/// two: the best pass within `time`.
 pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f64 {
     let per_step = match (kind, isa.0) {
         #[cfg(target_arch = "x86_64")]
-        (Arithmetic::Bf16, Path::Avx512Bf16) => 64,
+        (Arithmetic::Bf16, IsaKind::Avx512Bf16) => 64,
         #[cfg(target_arch = "x86_64")]
         (Arithmetic::Int8, path) if path.has_vnni() => 128,
         (Arithmetic::Int8, _) => 4 * simd::lanes(isa),
@@ -87,19 +87,19 @@ pub fn arithmetic(pool: &Pool, isa: Isa, kind: Arithmetic, time: Duration) -> f6
     best(time, || {
         pool.each(pool.threads(), &|_| match (kind, isa.0) {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: this `Isa` exists only where its features are.
-            (Arithmetic::Bf16, Path::Avx512Bf16) => unsafe { simd::run_avx512_bf16(DotBf16) },
+            // SAFETY: an `Isa` of this kind exists only where BF16 was detected.
+            (Arithmetic::Bf16, IsaKind::Avx512Bf16) => unsafe { simd::run_avx512_bf16(DotBf16Chains) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            (Arithmetic::Int8, path) if path.has_vnni() => unsafe { simd::run_avx512_vnni(DotInt8) },
-            (Arithmetic::Int8, _) => simd::run(isa, DotHalves),
-            _ => simd::run(isa, Fma),
+            // SAFETY: an `Isa` with VNNI exists only where it was detected.
+            (Arithmetic::Int8, path) if path.has_vnni() => unsafe { simd::run_avx512_vnni(DotInt8Chains) },
+            (Arithmetic::Int8, _) => simd::run(isa, DotInt16Chains),
+            _ => simd::run(isa, FmaChains),
         });
         (pool.threads() * STEPS * CHAINS * per_step) as f64
     })
 }
 
-/// The highest rate of `work`, which returns how much it did.
+/// Returns the highest rate of `work`, which returns the amount of work done.
 fn best(time: Duration, work: impl Fn() -> f64) -> f64 {
     let start = Instant::now();
     let mut best = 0.0f64;
@@ -111,17 +111,18 @@ fn best(time: Duration, work: impl Fn() -> f64) -> f64 {
     best
 }
 
-struct Read {
+/// Reads a range as several concurrent streams.
+struct ReadStreams {
     from: *const u8,
     bytes: usize,
     stream_bytes: usize,
 }
 
-impl Kernel for Read {
+impl Kernel for ReadStreams {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         const VECTOR: usize = size_of::<f32>();
-        // SAFETY: every load is within the part.
+        // SAFETY: the caller guarantees the instruction set; every load is within `bytes` bytes of `from`.
         unsafe {
             let mut sums = [S::splat(0.0); STREAMS];
             for at in (0..self.bytes).step_by(self.stream_bytes * STREAMS) {
@@ -138,12 +139,13 @@ impl Kernel for Read {
     }
 }
 
-struct Fma;
+/// Chains of fused multiply-adds.
+struct FmaChains;
 
-impl Kernel for Fma {
+impl Kernel for FmaChains {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: no memory is touched.
+        // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
         unsafe {
             let mut sums = [S::splat(0.0); CHAINS];
             let factor = S::splat(black_box(1.0));
@@ -158,18 +160,19 @@ impl Kernel for Fma {
     }
 }
 
-struct DotHalves;
+/// Chains of 16-bit dot products.
+struct DotInt16Chains;
 
-impl Kernel for DotHalves {
+impl Kernel for DotInt16Chains {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: no memory is touched.
+        // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
         unsafe {
             let mut sums = [S::splat_int(0); CHAINS];
             let factor = S::splat_int(black_box(0x0001_0001));
             for _ in 0..STEPS {
                 for sum in &mut sums {
-                    // Of the sum itself, as the same product would be computed only once.
+                    // The sum is an operand, as a loop-invariant product would be hoisted.
                     *sum = S::dot_halves(*sum, *sum, factor);
                 }
             }
@@ -181,14 +184,14 @@ impl Kernel for DotHalves {
 }
 
 #[cfg(target_arch = "x86_64")]
-struct DotBf16;
+struct DotBf16Chains;
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for DotBf16 {
+impl Kernel for DotBf16Chains {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         use std::arch::x86_64::{_mm512_add_ps, _mm512_reduce_add_ps, _mm512_set1_epi32, _mm512_setzero_ps};
-        // SAFETY: called only with the features of AVX-512 with BF16; no memory is touched.
+        // SAFETY: runs only through `run_avx512_bf16`, whose caller guarantees BF16; no memory is accessed.
         unsafe {
             let mut sums = [_mm512_setzero_ps(); CHAINS];
             let factor = _mm512_set1_epi32(black_box(0x3f80_3f80));
@@ -204,16 +207,16 @@ impl Kernel for DotBf16 {
 }
 
 #[cfg(target_arch = "x86_64")]
-struct DotInt8;
+struct DotInt8Chains;
 
 #[cfg(target_arch = "x86_64")]
-impl Kernel for DotInt8 {
+impl Kernel for DotInt8Chains {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         use std::arch::x86_64::{
             _mm512_add_epi32, _mm512_reduce_add_epi32, _mm512_set1_epi32, _mm512_setzero_si512,
         };
-        // SAFETY: called only with the features of AVX-512 with VNNI; no memory is touched.
+        // SAFETY: runs only through `run_avx512_vnni`, whose caller guarantees VNNI; no memory is accessed.
         unsafe {
             let mut sums = [_mm512_setzero_si512(); CHAINS];
             let factor = _mm512_set1_epi32(black_box(0x0101_0101));

@@ -1,38 +1,40 @@
+//! Weight matrices packed for GEMM: layout, quantisation and repacking from checkpoint encodings.
+
 use std::fmt;
 use std::io;
 
 use half::f16;
 
 use super::buffer::{Buffer, Pages};
-use super::isa::{Isa, Path};
+use super::isa::{Isa, IsaKind};
 use super::pool::Pool;
 use super::simd::{self, Kernel, Simd};
 use crate::dtype::{Dtype, bf16_bits};
 use crate::encoding::Encoding;
 
-/// Words of a column packed at a time, so that what is written stays in the first-level cache.
+/// Words of a column packed at a time, so that written data stays in the first-level cache.
 const PACK_WORDS: usize = 64;
-/// Most numbers of a group that share a scale.
+/// Maximum elements of a quantization group.
 pub const GROUP_MAX: usize = 256;
-/// Groups are whole words of 4-bit integers.
+/// Granularity of group sizes: one word of 4-bit integers.
 pub const GROUP_STEP: usize = 8;
 
-/// Some rows of a weight matrix as a file stores them.
+/// Consecutive rows of a weight matrix in a checkpoint's encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {
-    /// How the numbers are stored.
+    /// Encoding of the elements.
     pub encoding: Encoding,
-    /// Rows [rows, k], row-major, little-endian, at any alignment.
+    /// Encoded rows [rows, k], row-major, little-endian, at any alignment.
     pub bytes: &'a [u8],
     /// Number of rows.
     pub rows: usize,
-    /// Numbers of a head whose two halves lie interleaved, row by row, as some files have those of queries and keys:
-    /// they are brought apart.
+    /// Head dimension whose two halves are interleaved row by row, as in some files' query and key
+    /// projections; packing de-interleaves them.
     pub interleaved: Option<usize>,
 }
 
 impl Rows<'_> {
-    /// Where a row lies in the file: its index there.
+    /// Returns the index in `bytes` of logical row `row`.
     pub fn row(&self, row: usize) -> usize {
         self.interleaved.map_or(row, |head| {
             let (first, within) = (row / head * head, row % head);
@@ -41,26 +43,26 @@ impl Rows<'_> {
     }
 }
 
-/// How a packed matrix stores its numbers.
+/// Element format of a packed matrix.
 ///
-/// Integers go in groups of neighbouring k that share an f16 scale. What they are multiplied with is quantised to
-/// 8 bits by the same groups, row by row, so that a row never sees its neighbours.
+/// Integers are quantised in groups of neighbouring k with an f16 scale each. Activations are quantised to 8
+/// bits in the same groups, per row, so that rows do not affect each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WeightFormat {
     /// IEEE single precision.
     F32,
-    /// The upper half of an f32; activations are rounded to it.
+    /// bfloat16; activations are rounded to it, too.
     Bf16,
     /// IEEE half precision; activations stay f32.
     F16,
     /// Integers from -128 to 127.
     Int8 {
-        /// Numbers that share a scale: a multiple of [`GROUP_STEP`] up to [`GROUP_MAX`].
+        /// Elements per scale: a multiple of [`GROUP_STEP`] up to [`GROUP_MAX`].
         group: usize,
     },
     /// Integers from -8 to 7.
     Int4 {
-        /// As above.
+        /// Elements per scale: a multiple of [`GROUP_STEP`] up to [`GROUP_MAX`].
         group: usize,
     },
 }
@@ -78,8 +80,8 @@ impl fmt::Display for WeightFormat {
 }
 
 impl WeightFormat {
-    /// The format that loses least of what the sources hold: plain numbers of one type stay what they are, `q8_0` and
-    /// `q4_0` keep every bit, other quantised ones become 8-bit integers, and mixtures with plain numbers f32.
+    /// Returns the format that loses least: unquantised sources of one dtype keep it, `q8_0` and `q4_0` keep
+    /// every bit, other quantised sources become 8-bit integers, and mixtures with unquantised ones f32.
     pub fn of(sources: &[Rows<'_>]) -> Self {
         let all = |encoding| sources.iter().all(|source| source.encoding == encoding);
         let plain = |source: &Rows<'_>| matches!(source.encoding, Encoding::Plain(_));
@@ -91,7 +93,7 @@ impl WeightFormat {
         }
     }
 
-    /// Numbers that share a scale, of integers.
+    /// Returns the elements per scale of integer formats.
     pub(crate) fn group(self) -> Option<usize> {
         match self {
             Self::F32 | Self::Bf16 | Self::F16 => None,
@@ -99,8 +101,8 @@ impl WeightFormat {
         }
     }
 
-    /// What `Shape` needs to know: records of a column, bytes of one per column.
-    fn records(self, k: usize) -> (usize, usize) {
+    /// Returns the steps per panel and the bytes of one column in one step, see [`PackedMatrix`].
+    fn step_shape(self, k: usize) -> (usize, usize) {
         match self {
             Self::F32 => (k, 4),
             Self::Bf16 => (k.div_ceil(2), 4),
@@ -110,10 +112,10 @@ impl WeightFormat {
         }
     }
 
-    /// Bytes of a packed matrix [n, k] of this format.
+    /// Returns the bytes of a packed matrix [n, k] of this format.
     pub fn packed_bytes(self, isa: Isa, n: usize, k: usize) -> usize {
-        let (records, bytes) = self.records(k);
-        n.next_multiple_of(panel_columns(isa)) * records * bytes
+        let (steps, bytes) = self.step_shape(k);
+        n.next_multiple_of(panel_columns(isa)) * steps * bytes
     }
 }
 
@@ -127,12 +129,12 @@ impl From<Dtype> for WeightFormat {
     }
 }
 
-/// A weight matrix W[n, k] in the order in which products read it, see [`super::gemm`].
+/// Weight matrix W[n, k] in the order in which [`super::gemm`] reads it.
 ///
-/// Output columns are grouped in **panels** of two vectors. A panel holds, step after step, the numbers of its
-/// columns for that step, so that products stream through memory linearly. A step is one k; for bf16 a pair of
-/// neighbouring k; for integers a group: the columns' scales, then four (or of 4-bit integers eight) k at a time.
-/// Missing columns of the last panel and missing k of the last step are 0.
+/// Output columns are grouped in **panels** of two vectors. A panel holds, step by step, its columns'
+/// elements for that step, so that GEMMs stream memory linearly. A step is one k; for bf16 a pair of
+/// neighbouring k; for integers a group: the columns' scales, then four k (eight for 4-bit integers) at a
+/// time. Missing columns of the last panel and missing k of the last step are 0.
 pub struct PackedMatrix {
     pub(crate) isa: Isa,
     pub(crate) format: WeightFormat,
@@ -144,13 +146,13 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// Packs the rows of `sources`, one after the other, each of `k` numbers, as `format`.
+    /// Packs the rows of `sources`, concatenated, each of `k` elements, as `format`.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// If the memory cannot be allocated.
     ///
     /// # Panics
-    /// If a source's bytes do not match its shape, there are no rows or columns, or a group is out of its range.
+    /// If bytes do not match the shape, there are no rows or columns, or the group size is out of range.
     pub fn pack(
         pool: &Pool,
         isa: Isa,
@@ -173,13 +175,13 @@ impl PackedMatrix {
         let n: usize = sources.iter().map(|source| source.rows).sum();
         assert!(n > 0 && k > 0, "a matrix needs rows and columns");
         let width = panel_columns(isa);
-        let (steps, step_bytes) = format.records(k);
+        let (steps, step_bytes) = format.step_shape(k);
         let panel_bytes = steps * step_bytes * width;
         let mut data = Buffer::zeroed(n.div_ceil(width) * panel_bytes, Pages::Huge)?;
-        let start = Shared(data.as_mut_ptr());
+        let start = SharedPtr(data.as_mut_ptr());
         pool.split(n.div_ceil(width), 1, &|panels| {
             for panel in panels {
-                // SAFETY: panels are disjoint ranges of the buffer, and each is given to one thread.
+                // SAFETY: panels are disjoint ranges within the buffer, and each belongs to one task.
                 let out = unsafe {
                     std::slice::from_raw_parts_mut(start.get().add(panel * panel_bytes), panel_bytes)
                 };
@@ -189,56 +191,56 @@ impl PackedMatrix {
         Ok(Self { isa, format, n, k, steps, panel_bytes, data })
     }
 
-    /// Output columns: rows of the matrix as stored in checkpoints.
+    /// Returns the number of output columns: rows of the matrix in checkpoints.
     pub fn n(&self) -> usize {
         self.n
     }
 
-    /// Length of the reduction.
+    /// Returns the reduction length.
     pub fn k(&self) -> usize {
         self.k
     }
 
-    /// How the numbers are stored.
+    /// Returns the element format.
     pub fn format(&self) -> WeightFormat {
         self.format
     }
 
-    /// Bytes held.
+    /// Returns the packed size in bytes.
     pub fn bytes(&self) -> usize {
         self.data.len()
     }
 }
 
-/// Columns of a panel: two vectors.
+/// Returns the columns per panel: two vectors.
 pub(crate) fn panel_columns(isa: Isa) -> usize {
     match isa.0 {
-        Path::Portable => 16,
+        IsaKind::Portable => 16,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => 16,
+        IsaKind::Avx2 => 16,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => 32,
+        IsaKind::Avx512 | IsaKind::Avx512Vnni | IsaKind::Avx512Bf16 => 32,
     }
 }
 
-/// A pointer that threads share to write disjoint places.
+/// Pointer that threads share to write disjoint ranges.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared<T>(pub(crate) *mut T);
+pub(crate) struct SharedPtr<T>(pub(crate) *mut T);
 
-// SAFETY: whoever dereferences it guarantees that threads write disjoint places.
-unsafe impl<T> Send for Shared<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Shared<T> {}
+// SAFETY: the pointer is only dereferenced in `unsafe` code, which keeps the threads' ranges disjoint.
+unsafe impl<T> Send for SharedPtr<T> {}
+// SAFETY: `&SharedPtr` only yields the pointer, whose users keep the threads' ranges disjoint.
+unsafe impl<T> Sync for SharedPtr<T> {}
 
-impl<T> Shared<T> {
-    /// By method, so that closures capture the wrapper and not the pointer in it.
+impl<T> SharedPtr<T> {
+    /// Returns the pointer; a method, so that closures capture the wrapper and not the pointer in it.
     #[inline(always)]
     pub(crate) fn get(&self) -> *mut T {
         self.0
     }
 }
 
-/// Packs one panel. A kernel, so that it is compiled with the machine's vectors.
+/// Kernel that packs one panel, compiled for the machine's vectors.
 struct PackPanel<'a> {
     format: WeightFormat,
     k: usize,
@@ -246,7 +248,7 @@ struct PackPanel<'a> {
     /// First column of the panel.
     column: usize,
     width: usize,
-    /// Zeroed.
+    /// Zeroed output, one panel.
     out: &'a mut [u8],
 }
 
@@ -264,12 +266,12 @@ impl Kernel for PackPanel<'_> {
 }
 
 impl PackPanel<'_> {
-    /// Numbers one by one, for bf16 in pairs.
+    /// Packs unquantised elements, for bf16 in pairs.
     #[inline(always)]
     fn plain(self, dtype: Dtype) {
         let Self { k, sources, column, width, out, .. } = self;
         let size = dtype.bytes();
-        // Words of 4 bytes, but for f16.
+        // A word is 4 bytes, except for f16.
         let per_word = if dtype == Dtype::Bf16 { 2 } else { 1 };
         let chunk = PACK_WORDS * per_word;
         let mut wide = [0.0f32; 2 * PACK_WORDS];
@@ -284,7 +286,7 @@ impl PackPanel<'_> {
                     let at = (row * k + first) * size;
                     raw[..count * size].copy_from_slice(&source.bytes[at..at + count * size]);
                 } else {
-                    numbers(source, row, k, first, &mut wide[..count]);
+                    widen_row(source, row, k, first, &mut wide[..count]);
                     for (x, raw) in wide[..count].iter().zip(raw.chunks_exact_mut(size)) {
                         match dtype {
                             Dtype::F32 => raw.copy_from_slice(&x.to_ne_bytes()),
@@ -295,14 +297,14 @@ impl PackPanel<'_> {
                 }
                 let at = first / per_word * width + j;
                 match dtype {
-                    Dtype::F16 => spread::<2>(raw, &mut out[at * 2..], width),
-                    Dtype::F32 | Dtype::Bf16 => spread::<4>(raw, &mut out[at * 4..], width),
+                    Dtype::F16 => scatter::<2>(raw, &mut out[at * 2..], width),
+                    Dtype::F32 | Dtype::Bf16 => scatter::<4>(raw, &mut out[at * 4..], width),
                 }
             }
         }
     }
 
-    /// Integers by group.
+    /// Packs quantised elements by group.
     #[inline(always)]
     fn groups(self, group: usize, four_bits: bool) {
         let Self { k, sources, column, width, out, .. } = self;
@@ -317,44 +319,44 @@ impl PackPanel<'_> {
             for j in 0..width {
                 let Some((source, row)) = locate(sources, column + j) else { break };
                 let quants = &mut quants[..group];
-                let scale = match stored(source, row, k, first, four_bits, quants) {
+                let scale = match stored_group(source, row, k, first, four_bits, quants) {
                     Some(scale) => scale,
                     None => {
                         wide[..group].fill(0.0);
-                        numbers(source, row, k, first, &mut wide[..count]);
+                        widen_row(source, row, k, first, &mut wide[..count]);
                         let wide = &wide[..group];
                         if four_bits { quantize_4(wide, quants) } else { quantize_8(wide, quants) }
                     }
                 };
                 scales[2 * j..2 * j + 2].copy_from_slice(&scale.to_ne_bytes());
                 if four_bits {
-                    // A byte holds numbers four apart, so that each half of a word is four neighbours.
+                    // A byte holds elements four apart: a word's nibbles are two runs of four neighbours.
                     let mut packed = [0u8; GROUP_MAX / 2];
-                    for (packed, eight) in packed.chunks_exact_mut(4).zip(quants.chunks_exact(8)) {
+                    for (packed, chunk) in packed.chunks_exact_mut(4).zip(quants.chunks_exact(8)) {
                         for i in 0..4 {
-                            packed[i] = eight[i] | eight[i + 4] << 4;
+                            packed[i] = chunk[i] | chunk[i + 4] << 4;
                         }
                     }
-                    spread::<4>(&packed[..bytes], &mut words[4 * j..], width);
+                    scatter::<4>(&packed[..bytes], &mut words[4 * j..], width);
                 } else {
-                    spread::<4>(quants, &mut words[4 * j..], width);
+                    scatter::<4>(quants, &mut words[4 * j..], width);
                 }
             }
         }
     }
 }
 
-/// Writes words of `N` bytes `width` words apart.
+/// Writes words of `N` bytes at a stride of `width` words.
 #[inline(always)]
-fn spread<const N: usize>(from: &[u8], to: &mut [u8], width: usize) {
+fn scatter<const N: usize>(from: &[u8], to: &mut [u8], width: usize) {
     for (word, to) in from.chunks_exact(N).zip(to.chunks_mut(N * width)) {
         to[..N].copy_from_slice(word);
     }
 }
 
-/// Numbers `first..` of a row as f32.
+/// Widens elements `first..` of a row to f32.
 #[inline(always)]
-fn numbers(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f32]) {
+fn widen_row(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f32]) {
     let encoding = source.encoding;
     let (block, start) = (encoding.block(), encoding.bytes(row * k));
     if first.is_multiple_of(block) && out.len().is_multiple_of(block) {
@@ -373,9 +375,9 @@ fn numbers(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f32
     }
 }
 
-/// The group as it lies in the file, where the file's blocks are our groups: nothing is rounded twice.
+/// Returns a group's stored scale and quants if the file's blocks are of its size; avoids double rounding.
 #[inline(always)]
-fn stored(
+fn stored_group(
     source: &Rows<'_>,
     row: usize,
     k: usize,
@@ -403,31 +405,31 @@ fn stored(
 /// Rounds to `scale * (quant - 128)` and returns the scale.
 #[inline(always)]
 fn quantize_8(x: &[f32], quants: &mut [u8]) -> f16 {
-    let (least, most) = range(x);
-    let (scale, inverse) = rounded(most.max(-least) / 127.0);
+    let (low, high) = range(x);
+    let (scale, inverse) = round_scale(high.max(-low) / 127.0);
     for (x, quant) in x.iter().zip(quants) {
-        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
         *quant = ((x * inverse).clamp(-127.0, 127.0) + 12_582_912.0).to_bits() as u8 ^ 0x80;
     }
     scale
 }
 
-/// Rounds to `scale * (quant - 8)` and returns the scale: of some candidates, that with the least squared error.
+/// Rounds to `scale * (quant - 8)` and returns the scale: the candidate with the least squared error.
 ///
-/// The number of the largest magnitude takes the end of the range that reaches further, -8, whatever its sign.
+/// The element of largest magnitude maps near -8, the longer end of the range, whatever its sign.
 #[inline(always)]
 fn quantize_4(x: &[f32], quants: &mut [u8]) -> f16 {
-    let (least, most) = range(x);
-    let extreme = if most >= -least { most } else { least };
+    let (low, high) = range(x);
+    let extreme = if high >= -low { high } else { low };
     let mut best = (f32::INFINITY, 0.0);
     for steps in [8.0f32, 7.4, 8.6, 6.9, 8.3, 7.7] {
-        let (scale, inverse) = rounded(extreme / -steps);
+        let (scale, inverse) = round_scale(extreme / -steps);
         let scale = scale.to_f32();
         let mut error = [0.0f32; 8];
-        for eight in x.chunks_exact(8) {
+        for chunk in x.chunks_exact(8) {
             for i in 0..8 {
-                let quant = (eight[i] * inverse).round_ties_even().clamp(-8.0, 7.0);
-                let off = eight[i] - quant * scale;
+                let quant = (chunk[i] * inverse).round_ties_even().clamp(-8.0, 7.0);
+                let off = chunk[i] - quant * scale;
                 error[i] += off * off;
             }
         }
@@ -436,36 +438,37 @@ fn quantize_4(x: &[f32], quants: &mut [u8]) -> f16 {
             best = (error, extreme / -steps);
         }
     }
-    let (scale, inverse) = rounded(best.1);
+    let (scale, inverse) = round_scale(best.1);
     for (x, quant) in x.iter().zip(quants) {
         *quant = ((x * inverse).round_ties_even().clamp(-8.0, 7.0) as i32 + 8) as u8;
     }
     scale
 }
 
-/// The least and the largest of some numbers, whole eights of them, and of 0.
+/// Returns the minimum and maximum of `x`, whose length is a multiple of 8, and of 0.
 #[inline(always)]
 fn range(x: &[f32]) -> (f32, f32) {
-    // Side by side, so that it vectorises.
-    let (mut least, mut most) = ([0.0f32; 8], [0.0f32; 8]);
-    for eight in x.chunks_exact(8) {
+    // Eight independent chains, so that it vectorises.
+    let (mut low, mut high) = ([0.0f32; 8], [0.0f32; 8]);
+    for chunk in x.chunks_exact(8) {
         for i in 0..8 {
-            least[i] = if eight[i] < least[i] { eight[i] } else { least[i] };
-            most[i] = if eight[i] > most[i] { eight[i] } else { most[i] };
+            low[i] = if chunk[i] < low[i] { chunk[i] } else { low[i] };
+            high[i] = if chunk[i] > high[i] { chunk[i] } else { high[i] };
         }
     }
-    (least.into_iter().fold(0.0, f32::min), most.into_iter().fold(0.0, f32::max))
+    (low.into_iter().fold(0.0, f32::min), high.into_iter().fold(0.0, f32::max))
 }
 
-/// A scale as it is stored, and what numbers are multiplied with to get their quants.
+/// Rounds a scale to f16 and returns it with its inverse, 0 for a scale of 0.
 #[inline(always)]
-fn rounded(scale: f32) -> (f16, f32) {
-    // Beyond f16 nothing sensible is left; held at its end, numbers are cut off rather than lost.
+fn round_scale(scale: f32) -> (f16, f32) {
+    // Saturates at the range of f16: elements are then clamped rather than lost.
     let scale = f16::from_f32_const(scale.clamp(-65504.0, 65504.0));
     let value = scale.to_f32_const();
     (scale, if value == 0.0 { 0.0 } else { 1.0 / value })
 }
 
+/// Returns the source and the row within it that hold row `row` of the concatenation.
 fn locate<'a, 'b>(sources: &'b [Rows<'a>], mut row: usize) -> Option<(&'b Rows<'a>, usize)> {
     for source in sources {
         if row < source.rows {

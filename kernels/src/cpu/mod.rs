@@ -1,4 +1,4 @@
-//! Kernels for CPUs, in up to five forms chosen at run time by [`Isa`].
+//! CPU kernels, compiled for up to five instruction sets and selected at run time by [`Isa`].
 
 mod attention;
 mod buffer;

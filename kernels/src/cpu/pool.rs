@@ -1,3 +1,5 @@
+//! Thread pool for kernels: fork-join jobs with static shares and work stealing.
+
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -8,44 +10,43 @@ use std::thread::{self, JoinHandle, Thread};
 
 mod cpus;
 
-use cpus::Claim;
+use cpus::CpuClaim;
 
-/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between kernels and
-/// between most steps.
+/// Rounds of `spin_loop` before the first yield: some 50 us, more than the gaps between most steps.
 const SPINS: u32 = 1 << 12;
-/// Yields before a thread goes to sleep. Workers may share cores, so waiting must let others run.
+/// Yields before a thread sleeps. Workers may share cores, so waiting must let others run.
 const YIELDS: u32 = 64;
-/// Units per thread that [`Pool::split`] aims for: enough to take over the share of a thread that is late.
+/// Units per thread that [`Pool::split`] aims for: enough to steal the share of a late thread.
 const UNITS_PER_THREAD: usize = 4;
 
-/// A fixed set of threads that help the caller with one job at a time.
+/// Fixed set of threads that help the caller with one job at a time.
 ///
-/// A job is a number of units. Each thread has a share of them, the same ones for equal jobs, so that what they read
-/// stays in its cache; whoever is done takes from the others' shares. So the caller never waits for a thread
-/// that has not begun, as happens where cores are shared: it does that thread's units itself. Which thread does
-/// what must not matter to any answer.
+/// A job is a number of units. Each thread owns a share of them, the same for equal jobs, so that the data it
+/// reads stays in its cache; a thread that is done steals from other shares. The caller therefore never waits
+/// for a thread that has not started, as happens where cores are shared: it runs that thread's units itself.
+/// Results must not depend on which thread runs a unit.
 pub struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolState>,
     handles: Vec<JoinHandle<()>>,
     running: Mutex<()>,
-    claim: Option<Arc<Claim>>,
+    claim: Option<Arc<CpuClaim>>,
 }
 
 #[derive(Clone, Copy)]
-struct Job {
+struct PoolJob {
     unit: *const (dyn Fn(usize) + Sync),
     units: usize,
 }
 
-struct Shared {
-    job: UnsafeCell<Option<Job>>,
-    /// Per thread, how many units of its share nobody has claimed yet.
-    unclaimed: Vec<Counter>,
+struct PoolState {
+    job: UnsafeCell<Option<PoolJob>>,
+    /// Per thread, the number of unclaimed units of its share.
+    unclaimed: Vec<PaddedCounter>,
     /// Units not finished yet.
     unfinished: AtomicUsize,
-    /// Raised for every job, to wake threads.
+    /// Incremented for every job, to wake threads.
     epoch: AtomicUsize,
-    /// Per thread: it sleeps, or is about to.
+    /// Per thread, whether it sleeps or is about to.
     asleep: Vec<AtomicBool>,
     caller: Mutex<Option<Thread>>,
     caller_asleep: AtomicBool,
@@ -53,45 +54,45 @@ struct Shared {
     stop: AtomicBool,
 }
 
-/// On a cache line of its own.
+/// Counter on a cache line of its own.
 #[repr(align(64))]
-struct Counter(AtomicUsize);
+struct PaddedCounter(AtomicUsize);
 
-// SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished. It is
-// read only by who has claimed a unit and not finished it, and claiming synchronises with the write.
-unsafe impl Sync for Shared {}
-// SAFETY: what the job points to is `Sync` and lives until all units are finished, see `Pool::each`.
-unsafe impl Send for Shared {}
+// SAFETY: `job` is written only by the caller that holds `running`, while no unit is unclaimed or unfinished.
+// It is read only by threads with a claimed, unfinished unit, and claiming synchronises with the write.
+unsafe impl Sync for PoolState {}
+// SAFETY: the closure behind the job pointer is `Sync` and outlives all units, see `Pool::each`.
+unsafe impl Send for PoolState {}
 
 impl Pool {
-    /// `threads` threads, the caller of a job being one of them; at least one.
+    /// Creates a pool of `threads` threads including the caller of a job; at least one.
     ///
     /// # Errors
-    /// The operating system refused a thread.
+    /// If the operating system cannot start a thread.
     pub fn new(threads: usize) -> std::io::Result<Self> {
         Self::start(threads, None)
     }
 
-    /// The same with each thread of the pool on a CPU of its own, which no other pinned pool of this machine uses. One
-    /// more is kept for the caller, who is not pinned: whatever it starts would be, too. Where so many CPUs are not
-    /// left, as beside another worker, threads go where the operating system puts them.
+    /// Creates a pool whose threads are pinned, each to a CPU that no other pinned pool of this machine uses.
+    /// One more CPU is reserved for the caller, which is not pinned because threads that it starts would
+    /// inherit that. Without enough free CPUs, as beside another worker, threads are not pinned.
     ///
     /// # Errors
-    /// As [`Pool::new`].
+    /// If the operating system cannot start a thread.
     pub fn pinned(threads: usize) -> std::io::Result<Self> {
-        Self::start(threads, Claim::new(threads.max(1)).map(Arc::new))
+        Self::start(threads, CpuClaim::new(threads.max(1)).map(Arc::new))
     }
 
-    /// Whether threads have CPUs of their own.
+    /// Returns whether threads are pinned to CPUs.
     pub fn is_pinned(&self) -> bool {
         self.claim.is_some()
     }
 
-    fn start(threads: usize, claim: Option<Arc<Claim>>) -> std::io::Result<Self> {
+    fn start(threads: usize, claim: Option<Arc<CpuClaim>>) -> std::io::Result<Self> {
         let threads = threads.max(1);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PoolState {
             job: UnsafeCell::new(None),
-            unclaimed: (0..threads).map(|_| Counter(AtomicUsize::new(0))).collect(),
+            unclaimed: (0..threads).map(|_| PaddedCounter(AtomicUsize::new(0))).collect(),
             unfinished: AtomicUsize::new(0),
             epoch: AtomicUsize::new(0),
             asleep: (0..threads).map(|_| AtomicBool::new(false)).collect(),
@@ -116,16 +117,16 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Number of threads, the caller included.
+    /// Returns the number of threads, including the caller.
     pub fn threads(&self) -> usize {
         self.handles.len() + 1
     }
 
-    /// Runs `unit` on every index below `units`, each once, and returns when all are done. A call from within a
-    /// unit, or from a second thread meanwhile, does all of them itself.
+    /// Runs `unit` once for every index below `units` and returns when all are done. A nested call, or a
+    /// concurrent call from another thread, runs all units itself.
     ///
     /// # Panics
-    /// If a unit panicked.
+    /// If a unit panics.
     pub fn each(&self, units: usize, unit: &(dyn Fn(usize) + Sync)) {
         if units <= 1 || self.handles.is_empty() {
             return (0..units).for_each(unit);
@@ -137,13 +138,13 @@ impl Pool {
         };
         let shared = &*self.shared;
         *lock(&shared.caller) = Some(thread::current());
-        // SAFETY: only the lifetime is erased. This function returns only when every unit is finished, also when
-        // one panics, and nobody uses the pointer without a claimed unit.
+        // SAFETY: only the lifetime is erased. This function returns only when every unit is finished, even
+        // if one panics, and the pointer is used only by threads with a claimed, unfinished unit.
         let unit = unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(unit)
         };
-        // SAFETY: `running` is held and every unit of earlier jobs is finished, so nobody reads `job`.
-        unsafe { *shared.job.get() = Some(Job { unit, units }) };
+        // SAFETY: `running` is held and every unit of earlier jobs is finished, so no thread reads `job`.
+        unsafe { *shared.job.get() = Some(PoolJob { unit, units }) };
         shared.unfinished.store(units, Ordering::SeqCst);
         for thread in 0..self.threads() {
             shared.unclaimed[thread].0.store(shared.share(thread, units).len(), Ordering::SeqCst);
@@ -163,7 +164,7 @@ impl Pool {
         }
     }
 
-    /// Splits `0..items` into contiguous ranges of at least `grain` items, but for the last, and runs `job` on each.
+    /// Runs `job` on contiguous ranges of `0..items`, each of at least `grain` items except the last.
     pub fn split(&self, items: usize, grain: usize, job: &(dyn Fn(Range<usize>) + Sync)) {
         let grain = grain.max(1);
         let grains = items.div_ceil(grain);
@@ -182,13 +183,13 @@ impl Drop for Pool {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         for handle in self.handles.drain(..) {
             handle.thread().unpark();
-            // A thread catches the panics of units, so joining can't fail.
+            // Threads catch the panics of units, so joining cannot fail.
             let _ = handle.join();
         }
     }
 }
 
-impl Shared {
+impl PoolState {
     fn share(&self, thread: usize, units: usize) -> Range<usize> {
         let threads = self.unclaimed.len();
         units * thread / threads..units * (thread + 1) / threads
@@ -203,18 +204,18 @@ impl Shared {
         }
     }
 
-    /// Does what is left of the thread's own share, then what is left of the others'.
+    /// Runs the remaining units of the thread's own share, then those of the others.
     fn work(&self, thread: usize) {
         let threads = self.unclaimed.len();
         for i in 0..threads {
             let owner = (thread + i) % threads;
             while let Some(left) = claim(&self.unclaimed[owner].0) {
-                // SAFETY: a unit is claimed and not finished, so `job` is set and stays.
+                // SAFETY: this thread has a claimed, unfinished unit, so `job` is set and not written.
                 let job = unsafe { *self.job.get() };
-                if let Some(Job { unit, units }) = job {
-                    // First to last, so that memory is read in one direction.
+                if let Some(PoolJob { unit, units }) = job {
+                    // In ascending order, so that memory is read in one direction.
                     let index = self.share(owner, units).end - left;
-                    // SAFETY: as above, what it points to lives until the unit is finished.
+                    // SAFETY: `Pool::each` keeps the closure alive until this unit is finished.
                     let unit = unsafe { &*unit };
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| unit(index))) {
                         *lock(&self.panic) = Some(panic);
@@ -231,7 +232,7 @@ impl Shared {
     }
 }
 
-/// Takes one of what is unclaimed; how many there were.
+/// Claims one unit and returns the number that was unclaimed before, or `None` if there was none.
 fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
     let mut left = unclaimed.load(Ordering::SeqCst);
     while left > 0 {
@@ -243,7 +244,7 @@ fn claim(unclaimed: &AtomicUsize) -> Option<usize> {
     None
 }
 
-/// Spins, then yields, then sleeps until `done`. Whoever makes it true swaps `asleep` and unparks if it was set.
+/// Spins, then yields, then sleeps until `done`. The thread that completes it swaps `asleep` and unparks.
 fn wait(asleep: &AtomicBool, done: impl Fn() -> bool) {
     for _ in 0..SPINS {
         if done() {
@@ -276,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_item_is_done_exactly_once_by_any_number_of_threads() {
+    fn every_item_runs_exactly_once_with_any_number_of_threads() {
         for threads in 1..=5 {
             let pool = Pool::new(threads).unwrap();
             for items in [0, 1, 2, 7, 64, 1000] {
@@ -294,9 +295,9 @@ mod tests {
     }
 
     #[test]
-    fn no_two_pinned_pools_share_a_cpu_and_one_that_finds_none_still_works() {
+    fn pinned_pools_share_no_cpu_and_an_unpinned_one_still_works() {
         let mut pools = Vec::new();
-        // However many CPUs there are, they end.
+        // Ends when no CPU is left.
         while pools.last().is_none_or(Pool::is_pinned) {
             pools.push(Pool::pinned(1).unwrap());
         }
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+    fn a_panic_reaches_the_caller_and_the_pool_stays_usable() {
         let pool = Pool::new(3).unwrap();
         for culprit in 0..9 {
             let run = AssertUnwindSafe(|| pool.each(9, &|i| assert!(i != culprit, "unit {i} fails")));
@@ -332,7 +333,7 @@ mod tests {
             let count = AtomicUsize::new(0);
             pool.each(9, &|_| {
                 count.fetch_add(1, Ordering::Relaxed);
-                // A job within a job must neither deadlock nor skip a unit.
+                // A nested job must neither deadlock nor skip a unit.
                 pool.each(4, &|_| _ = count.fetch_add(1, Ordering::Relaxed));
             });
             assert_eq!(count.into_inner(), 9 + 9 * 4);

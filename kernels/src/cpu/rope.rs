@@ -1,41 +1,41 @@
-//! Rotary position embedding, and everything else between the QKV product and attention.
+//! Rotary position embedding (RoPE), QK norms and the write of keys and values to the KV pool.
 
 use std::ops::Range;
 
 use super::gemm::scale;
 use super::isa::Isa;
-use super::kv::{Bf16, F16, Int8, KvDtype, KvLayout, KvPlace, KvPool, Number};
-use super::matrix::Shared;
+use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPlace, KvPool};
+use super::matrix::SharedPtr;
 use super::pool::Pool;
 use super::rows::{grain, rms_scale};
 use super::simd::{self, Kernel, Simd};
 use crate::dtype::Dtype;
 
-/// How rotary frequencies are stretched beyond the context a model was first trained for.
+/// Scaling of rotary frequencies beyond the training context.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// Unscaled.
     None,
-    /// All by one factor.
+    /// All frequencies divided by one factor.
     Linear {
-        /// What frequencies are divided by.
+        /// Divisor of the frequencies.
         factor: f64,
     },
-    /// Llama 3.1: long wavelengths by a factor, short ones not, those between in proportion.
+    /// Llama 3.1: long wavelengths are scaled, short ones are not, those between are interpolated.
     Llama3 {
-        /// What the frequencies of long wavelengths are divided by.
+        /// Divisor of the frequencies of long wavelengths.
         factor: f64,
         /// Wavelengths above `original_context / low_freq_factor` are long.
         low_freq_factor: f64,
         /// Wavelengths below `original_context / high_freq_factor` are short.
         high_freq_factor: f64,
-        /// Context of the first training, in tokens.
+        /// Context length of the original training, in tokens.
         original_context: f64,
     },
 }
 
-/// The rotary frequencies of a head, in radians per token; [head_dim / 2]. Rounded to f32 at the same places as in
-/// the training frameworks, since models learnt with those roundings.
+/// Returns the rotary frequencies of a head in radians per token; [head_dim / 2]. Rounded to f32 at the same
+/// places as in training frameworks, because models were trained with those roundings.
 pub fn inverse_frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -> Vec<f32> {
     let plain = (0..head_dim / 2).map(|i| {
         let exponent = (2 * i) as f32 / head_dim as f32;
@@ -61,7 +61,7 @@ pub fn inverse_frequencies(head_dim: usize, theta: f64, scaling: &RopeScaling) -
     }
 }
 
-/// Cosines and sines of every position seen so far; grows as sequences do.
+/// Table of cosines and sines per position; grows with the longest sequence.
 pub struct RopeTable {
     frequencies: Vec<f32>,
     /// [positions, head_dim / 2, (cos, sin)]
@@ -69,12 +69,12 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// A table for these frequencies, empty so far.
+    /// Creates an empty table for `frequencies`.
     pub fn new(frequencies: Vec<f32>) -> Self {
         Self { frequencies, entries: Vec::new() }
     }
 
-    /// Makes sure that positions below `positions` are there. Grows by doubling, so it rarely allocates.
+    /// Computes entries for all positions below `positions`. Grows by doubling, so it rarely allocates.
     pub fn ensure(&mut self, positions: usize) {
         let have = self.entries.len() / self.frequencies.len().max(1);
         if positions <= have {
@@ -83,7 +83,7 @@ impl RopeTable {
         let target = positions.next_power_of_two().max(256);
         self.entries.reserve_exact((target - have) * self.frequencies.len());
         for position in have..target {
-            // The angle is rounded to f32 as in training; its functions are then taken exactly, by libm's pure Rust.
+            // The angle is rounded to f32 as in training; cosine and sine are computed in f64 by libm.
             self.entries.extend(self.frequencies.iter().map(|f| {
                 let angle = f64::from(position as f32 * f);
                 (libm::cos(angle) as f32, libm::sin(angle) as f32)
@@ -98,30 +98,30 @@ impl RopeTable {
     }
 }
 
-/// The shape of a row of the QKV product: queries, then keys, then values, head by head.
+/// Shape of a row of the QKV projection: queries, then keys, then values, head by head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QkvShape {
     /// Query heads; a multiple of `kv_heads`.
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Numbers of a head; even.
+    /// Elements per head; even.
     pub head_dim: usize,
 }
 
 impl QkvShape {
-    /// Numbers of a row.
+    /// Returns the elements per row.
     pub fn width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 }
 
-/// Finishes rows of the QKV product: normalises queries and keys head by head where `norms` (weights of queries and
-/// of keys, and epsilon) are given, rotates both to their positions, and writes keys and values into the pool,
-/// rounded to its dtype. `places` must all differ.
+/// Finishes rows of the QKV projection: normalises queries and keys per head where `norms` (weights for
+/// queries and keys, and epsilon) are given, applies RoPE to both, and writes keys and values to the pool,
+/// rounded to its dtype. `places` must be distinct.
 ///
 /// # Panics
-/// If shapes do not match, a place is out of the pool, or the table lacks a position.
+/// If shapes do not match, a place exceeds the pool, or the table lacks a position.
 pub fn finish_qkv(
     pool: &Pool,
     isa: Isa,
@@ -150,10 +150,10 @@ pub fn finish_qkv(
         (place.block as usize) < kv.blocks() && (place.offset as usize) < layout.block_tokens
     };
     assert!(places.iter().all(in_pool), "a place is out of the KV pool");
-    let qkv = Shared(qkv.as_mut_ptr());
-    let kv = Shared(kv.as_mut_ptr());
+    let qkv = SharedPtr(qkv.as_mut_ptr());
+    let kv = SharedPtr(kv.as_mut_ptr());
     pool.split(rows, grain(rows, shape.width() * 4), &|rows| {
-        let job = Finish {
+        let job = FinishQkv {
             shape,
             qkv: qkv.get(),
             norms,
@@ -169,7 +169,7 @@ pub fn finish_qkv(
     });
 }
 
-struct Finish<'a> {
+struct FinishQkv<'a> {
     shape: QkvShape,
     qkv: *mut f32,
     norms: Option<(&'a [f32], &'a [f32], f32)>,
@@ -182,12 +182,12 @@ struct Finish<'a> {
     rows: Range<usize>,
 }
 
-impl Kernel for Finish<'_> {
+impl Kernel for FinishQkv<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let QkvShape { heads, kv_heads, head_dim } = self.shape;
         for row in self.rows.clone() {
-            // SAFETY: rows are disjoint and within qkv.
+            // SAFETY: row indices are below the asserted number of rows and each row belongs to one thread.
             let qkv = unsafe {
                 std::slice::from_raw_parts_mut(self.qkv.add(row * self.shape.width()), self.shape.width())
             };
@@ -196,7 +196,7 @@ impl Kernel for Finish<'_> {
             for (head, x) in rotated.chunks_exact_mut(head_dim).enumerate() {
                 if let Some((q, k, eps)) = self.norms {
                     let weight = if head < heads { q } else { k };
-                    // SAFETY: passed on to the caller.
+                    // SAFETY: the caller guarantees `S`'s instruction set.
                     let scale = unsafe { rms_scale::<S>(x, eps) };
                     for i in 0..head_dim {
                         x[i] = x[i] * scale * weight[i];
@@ -210,7 +210,7 @@ impl Kernel for Finish<'_> {
                 }
             }
             let keys = &rotated[heads * head_dim..];
-            // SAFETY: the place is in the pool and no other row has it.
+            // SAFETY: `finish_qkv` checked that the place is in the pool; places are distinct by contract.
             unsafe {
                 match self.layout.dtype {
                     KvDtype::Plain(Dtype::F32) => self.write::<f32>(row, keys, values),
@@ -223,36 +223,36 @@ impl Kernel for Finish<'_> {
     }
 }
 
-impl Finish<'_> {
+impl FinishQkv<'_> {
     #[inline(always)]
-    unsafe fn write<N: Number>(&self, row: usize, keys: &[f32], values: &[f32]) {
+    unsafe fn write<N: KvElement>(&self, row: usize, keys: &[f32], values: &[f32]) {
         let KvPlace { block, offset } = self.places[row];
         let (offset, layout) = (offset as usize, &self.layout);
         let head_dim = layout.head_dim;
         for head in 0..layout.kv_heads {
             let keys = &keys[head * head_dim..][..head_dim];
             let values = &values[head * head_dim..][..head_dim];
-            // SAFETY: block, layer, head and offset are within the pool.
+            // SAFETY: block, layer, head and offset are within the pool by the checks in `finish_qkv`.
             unsafe {
                 let k = self.kv.cast::<N>().add(layout.keys(block, self.layer, head));
                 let v = k.add(layout.values_after_keys() + offset * layout.value_stride());
-                let (mut of_keys, mut of_values) = (1.0, 1.0);
+                let (mut key_factor, mut value_factor) = (1.0, 1.0);
                 if N::SCALED {
                     let scales = k.add(layout.scales_after_keys()).cast::<f32>();
-                    let (worth, inverse) = scale(largest(keys));
-                    scales.add(offset).write(worth);
-                    of_keys = inverse;
-                    let (worth, inverse) = scale(largest(values));
-                    scales.add(layout.block_tokens + offset).write(worth);
-                    of_values = inverse;
+                    let (scale_value, inverse) = scale(largest(keys));
+                    scales.add(offset).write(scale_value);
+                    key_factor = inverse;
+                    let (scale_value, inverse) = scale(largest(values));
+                    scales.add(layout.block_tokens + offset).write(scale_value);
+                    value_factor = inverse;
                 }
                 for (i, key) in keys.iter().enumerate() {
-                    let key = if N::SCALED { key * of_keys } else { *key };
+                    let key = if N::SCALED { key * key_factor } else { *key };
                     k.add(i * layout.block_tokens + offset).write(N::round(key));
                 }
-                // Apart, as these lie side by side.
+                // A loop of its own, as values are contiguous.
                 for (i, value) in values.iter().enumerate() {
-                    v.add(i).write(N::round(if N::SCALED { value * of_values } else { *value }));
+                    v.add(i).write(N::round(if N::SCALED { value * value_factor } else { *value }));
                 }
             }
         }
@@ -260,6 +260,6 @@ impl Finish<'_> {
 }
 
 #[inline(always)]
-fn largest(numbers: &[f32]) -> f32 {
-    numbers.iter().fold(0.0, |most, x| if x.abs() > most { x.abs() } else { most })
+fn largest(elements: &[f32]) -> f32 {
+    elements.iter().fold(0.0, |most, x| if x.abs() > most { x.abs() } else { most })
 }

@@ -1,16 +1,16 @@
-//! What is done to rows between products: normalisation and the gated activation.
+//! Row-wise kernels between GEMMs: RMS norm and SwiGLU.
 
 use std::ops::Range;
 
 use super::isa::Isa;
-use super::matrix::Shared;
+use super::matrix::SharedPtr;
 use super::pool::Pool;
 use super::simd::{self, Kernel, Simd, load_part, store_part};
 
-/// Numbers below which a second thread does not pay.
+/// Elements below which a second thread does not pay.
 const SMALL: usize = 1 << 14;
 
-/// y = x / sqrt(mean(x^2) + eps) * weight for each row of x[rows, width].
+/// Computes y = x / sqrt(mean(x^2) + eps) * weight for each row of x[rows, width].
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -18,13 +18,13 @@ pub fn rms_norm(pool: &Pool, isa: Isa, x: &[f32], weight: &[f32], eps: f32, y: &
     let width = weight.len();
     assert!(x.len() == y.len() && x.len().is_multiple_of(width), "x and y are not [rows, width]");
     let rows = x.len() / width;
-    let y = Shared(y.as_mut_ptr());
+    let y = SharedPtr(y.as_mut_ptr());
     pool.split(rows, grain(rows, width), &|rows| {
         simd::run(isa, RmsNorm { x, weight, eps, y: y.get(), rows });
     });
 }
 
-/// y = silu(gate) * up for each row of gate_up[rows, 2 * width]: first the gates, then the ups.
+/// Computes y = silu(gate) * up for each row of gate_up[rows, 2 * width]: first the gates, then the ups.
 ///
 /// # Panics
 /// If the shapes do not match.
@@ -34,13 +34,13 @@ pub fn swiglu(pool: &Pool, isa: Isa, gate_up: &[f32], width: usize, y: &mut [f32
         "gate_up is not [rows, 2 * width]"
     );
     let rows = y.len() / width;
-    let y = Shared(y.as_mut_ptr());
+    let y = SharedPtr(y.as_mut_ptr());
     pool.split(rows, grain(rows, width), &|rows| {
         simd::run(isa, SwiGlu { gate_up, width, y: y.get(), rows });
     });
 }
 
-/// All rows for one thread if they are few numbers, else one by one.
+/// Returns the rows per task: all if they have few elements, else 1.
 pub(crate) fn grain(rows: usize, width: usize) -> usize {
     if rows * width < SMALL { rows } else { 1 }
 }
@@ -59,7 +59,7 @@ impl Kernel for RmsNorm<'_> {
         let width = self.weight.len();
         for row in self.rows {
             let x = &self.x[row * width..(row + 1) * width];
-            // SAFETY: rows are disjoint and within y.
+            // SAFETY: rows are within `y`, each in one task; the caller guarantees the instruction set.
             unsafe {
                 let y = std::slice::from_raw_parts_mut(self.y.add(row * width), width);
                 let scale = rms_scale::<S>(x, self.eps);
@@ -71,13 +71,13 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
-/// 1 / sqrt(mean(x^2) + eps).
+/// Returns 1 / sqrt(mean(x^2) + eps).
 ///
 /// # Safety
-/// The machine has `S`'s instruction set.
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn rms_scale<S: Simd>(x: &[f32], eps: f32) -> f32 {
-    // SAFETY: every load is within `x`.
+    // SAFETY: the caller guarantees `S`'s instruction set, and every load is within `x`.
     unsafe {
         let mut sums = [S::splat(0.0); 4];
         let whole = x.len() / (4 * S::LANES) * (4 * S::LANES);
@@ -111,15 +111,15 @@ impl Kernel for SwiGlu<'_> {
             let (gate, up) = self.gate_up[row * 2 * width..(row + 1) * 2 * width].split_at(width);
             for at in (0..width).step_by(S::LANES) {
                 let lanes = (width - at).min(S::LANES);
-                // SAFETY: `lanes` numbers from `at` on are within each of the rows, which are disjoint.
+                // SAFETY: `lanes` elements from `at` on are within the row, which belongs to one task.
                 unsafe {
                     let (gate, up) = (gate.as_ptr().add(at), up.as_ptr().add(at));
                     let y = self.y.add(row * width + at);
                     if lanes == S::LANES {
-                        S::store(y, gated::<S>(S::load(gate), S::load(up)));
+                        S::store(y, silu_mul::<S>(S::load(gate), S::load(up)));
                     } else {
                         let part =
-                            gated::<S>(load_part::<S>(gate, lanes, 0.0), load_part::<S>(up, lanes, 0.0));
+                            silu_mul::<S>(load_part::<S>(gate, lanes, 0.0), load_part::<S>(up, lanes, 0.0));
                         store_part::<S>(y, lanes, part);
                     }
                 }
@@ -128,13 +128,13 @@ impl Kernel for SwiGlu<'_> {
     }
 }
 
-/// silu(gate) * up.
+/// Returns silu(gate) * up.
 ///
 /// # Safety
-/// The machine has `S`'s instruction set.
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
-pub(crate) unsafe fn gated<S: Simd>(gate: S::V, up: S::V) -> S::V {
-    // SAFETY: passed on to the caller.
+pub(crate) unsafe fn silu_mul<S: Simd>(gate: S::V, up: S::V) -> S::V {
+    // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
     unsafe {
         let minus = S::min(S::splat(127.0), S::mul(gate, S::splat(-std::f32::consts::LOG2_E)));
         let silu = S::div(gate, S::add(S::splat(1.0), S::exp2(minus)));
@@ -157,7 +157,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn normalisation_and_gate_are_right_and_blind_to_neighbours(
+        fn norm_and_swiglu_are_correct_and_independent_of_other_rows(
             seed in any::<u32>(), width in 1usize..300, rows in 1usize..40, threads in 1usize..4,
         ) {
             let (pool, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
@@ -184,7 +184,7 @@ mod tests {
                         let (g, u) = (f64::from(gate[i]), f64::from(up[i]));
                         let exact = g / (1.0 + (-g).exp()) * u;
                         prop_assert!((f64::from(y[row * width + i]) - exact).abs() <= 1e-5 * exact.abs().max(1e-3));
-                        // A single number, padded to a vector, must have the bits it has within one.
+                        // A single element, padded to a vector, must have the bits that it has within one.
                         let mut one = [0.0];
                         swiglu(&single, isa, &[gate[i], up[i]], 1, &mut one);
                         prop_assert_eq!(one[0].to_bits(), y[row * width + i].to_bits());

@@ -1,62 +1,62 @@
-//! Choosing a token from a row of logits.
+//! Sampling of a token from a row of logits.
 //!
-//! All sums run in ascending token id in f64, and ties go to the lower id, so a choice does not depend on the
-//! machine's vectors. Nothing here panics on infinities; NaN is to be removed first by [`mask_nan`].
+//! All sums run in ascending token id in f64, and ties go to the lower id, so that a sample does not depend
+//! on the vector width. Infinities are allowed; NaN must be removed first by [`mask_nan`].
 
 use super::isa::Isa;
 use super::simd::{self, Kernel, Simd, exp, load_part, store_part};
 
-/// Up to here the best tokens are found in one scan with a short sorted list.
+/// Largest `count` for which [`best_keys`] scans once with a short sorted list.
 const SHORT_LIST: usize = 64;
-/// Tokens looked at first for top-p; four times as many each time they do not suffice.
+/// Candidates of the first top-p pass; quadrupled while they do not reach `top_p`.
 const NUCLEUS_FIRST: usize = 256;
 
-/// How a distribution is flattened and cut before the draw, in the order of the fields, each on what the one before
-/// left.
+/// Temperature and truncation of a distribution before sampling. The fields apply in order, each to the
+/// remaining tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Truncation {
-    /// Logits are divided by it; above 0.
+    /// Divisor of the logits; above 0.
     pub temperature: f32,
-    /// Keep this many most probable tokens; 0 keeps all.
+    /// Number of most probable tokens to keep; 0 keeps all.
     pub top_k: usize,
-    /// Keep the most probable tokens, as few as add up to this; 1 keeps all.
+    /// Probability mass to keep, by the fewest most probable tokens; 1 keeps all.
     pub top_p: f32,
-    /// Drop tokens less probable than this times the most probable one.
+    /// Minimum probability to keep, relative to the most probable token.
     pub min_p: f32,
 }
 
-/// Buffers to reuse between rows.
+/// Scratch buffers, reused between rows.
 #[derive(Debug, Default, Clone)]
 pub struct Workspace {
     weights: Vec<f32>,
     keys: Vec<u64>,
 }
 
-/// Replaces NaN by negative infinity: a token whose logit is not a number is never chosen.
+/// Replaces NaN by negative infinity, so that such a token is never sampled.
 pub fn mask_nan(logits: &mut [f32]) {
     for logit in logits {
         *logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
     }
 }
 
-/// The token with the largest logit, the lowest id among equals. NaN counts as negative infinity.
+/// Returns the token with the largest logit, the lowest id among equals. NaN counts as negative infinity.
 pub fn argmax(isa: Isa, logits: &[f32]) -> u32 {
     let best = largest(isa, logits);
     logits.iter().position(|logit| *logit == best).unwrap_or(0) as u32
 }
 
-/// ln sum e^logit. A token's log probability is its logit minus this.
+/// Returns ln sum e^logit. A token's log probability is its logit minus this.
 pub fn log_sum_exp(isa: Isa, logits: &[f32], workspace: &mut Workspace) -> f64 {
     let best = largest(isa, logits);
     if best.is_infinite() {
         return f64::from(best);
     }
-    weigh(isa, logits, best, 1.0, &mut workspace.weights);
+    softmax_weights(isa, logits, best, 1.0, &mut workspace.weights);
     let total: f64 = workspace.weights.iter().map(|weight| f64::from(*weight)).sum();
     f64::from(best) + libm::log(total)
 }
 
-/// The `count` tokens with the largest logits, largest first, ties by lower id.
+/// Returns the `count` tokens with the largest logits, largest first, ties by lower id.
 pub fn top<'a>(
     logits: &'a [f32],
     count: usize,
@@ -66,18 +66,23 @@ pub fn top<'a>(
     workspace.keys.iter().map(|key| (*key as u32, logits[*key as u32 as usize]))
 }
 
-/// Draws a token. `uniform` is in [0, 1): kept tokens lie on a line in order of their ids, each as long as it is
-/// probable, and the one at that part of the line is taken.
-pub fn sample(isa: Isa, logits: &[f32], cut: &Truncation, uniform: f64, workspace: &mut Workspace) -> u32 {
+/// Samples a token by inverse transform over the kept tokens in order of id; `uniform` is in [0, 1).
+pub fn sample(
+    isa: Isa,
+    logits: &[f32],
+    truncation: &Truncation,
+    uniform: f64,
+    workspace: &mut Workspace,
+) -> u32 {
     let best = largest(isa, logits);
     // Weights are relative to the most probable token, whose weight is 1.
-    weigh(isa, logits, best, cut.temperature, &mut workspace.weights);
+    softmax_weights(isa, logits, best, truncation.temperature, &mut workspace.weights);
     let Workspace { weights, keys } = workspace;
-    let all = cut.top_k == 0 || cut.top_k >= logits.len();
-    if all && cut.top_p >= 1.0 {
-        if cut.min_p > 0.0 {
+    let all = truncation.top_k == 0 || truncation.top_k >= logits.len();
+    if all && truncation.top_p >= 1.0 {
+        if truncation.min_p > 0.0 {
             for weight in weights.iter_mut() {
-                *weight = if *weight < cut.min_p { 0.0 } else { *weight };
+                *weight = if *weight < truncation.min_p { 0.0 } else { *weight };
             }
         }
         return pick(weights.iter().enumerate().map(|(id, weight)| (id as u32, *weight)), uniform);
@@ -88,7 +93,7 @@ pub fn sample(isa: Isa, logits: &[f32], cut: &Truncation, uniform: f64, workspac
         let mut count = NUCLEUS_FIRST;
         loop {
             best_keys(logits, count, keys);
-            match nucleus(keys.iter().map(weight_of), f64::from(cut.top_p) * total) {
+            match nucleus(keys.iter().map(weight_of), f64::from(truncation.top_p) * total) {
                 Some(kept) => {
                     keys.truncate(kept);
                     break;
@@ -98,20 +103,20 @@ pub fn sample(isa: Isa, logits: &[f32], cut: &Truncation, uniform: f64, workspac
             }
         }
     } else {
-        best_keys(logits, cut.top_k, keys);
-        if cut.top_p < 1.0 {
+        best_keys(logits, truncation.top_k, keys);
+        if truncation.top_p < 1.0 {
             let total: f64 = keys.iter().map(|key| f64::from(weight_of(key))).sum();
-            if let Some(kept) = nucleus(keys.iter().map(weight_of), f64::from(cut.top_p) * total) {
+            if let Some(kept) = nucleus(keys.iter().map(weight_of), f64::from(truncation.top_p) * total) {
                 keys.truncate(kept);
             }
         }
     }
-    keys.retain(|key| weight_of(key) >= cut.min_p);
+    keys.retain(|key| weight_of(key) >= truncation.min_p);
     keys.sort_unstable_by_key(|key| *key as u32);
     pick(keys.iter().map(|key| (*key as u32, weight_of(key))), uniform)
 }
 
-/// How many of the weights, largest first, are needed to reach `target`; `None` if all do not.
+/// Returns the number of weights, largest first, that reach `target`; `None` if all do not.
 fn nucleus(weights: impl Iterator<Item = f32>, target: f64) -> Option<usize> {
     let mut sum = 0.0;
     for (i, weight) in weights.enumerate() {
@@ -123,6 +128,7 @@ fn nucleus(weights: impl Iterator<Item = f32>, target: f64) -> Option<usize> {
     None
 }
 
+/// Returns the first token at which the cumulative weight exceeds `uniform` times the total.
 fn pick(tokens: impl Iterator<Item = (u32, f32)> + Clone, uniform: f64) -> u32 {
     let total: f64 = tokens.clone().map(|(_, weight)| f64::from(weight)).sum();
     let target = uniform * total;
@@ -139,7 +145,7 @@ fn pick(tokens: impl Iterator<Item = (u32, f32)> + Clone, uniform: f64) -> u32 {
     last
 }
 
-/// Sorts like the tokens from best to worst: larger logits first, then lower ids.
+/// Returns a sort key that orders tokens from best to worst: larger logits first, then lower ids.
 fn key(id: usize, logit: f32) -> u64 {
     // Adding 0 makes -0 equal to 0. Flipping bits makes floats compare like unsigned integers.
     let bits = (logit + 0.0).to_bits();
@@ -147,7 +153,7 @@ fn key(id: usize, logit: f32) -> u64 {
     u64::from(!ascending) << 32 | id as u64
 }
 
-/// The keys of the `count` best tokens, sorted.
+/// Writes the keys of the `count` best tokens, sorted.
 fn best_keys(logits: &[f32], count: usize, keys: &mut Vec<u64>) {
     keys.clear();
     let count = count.min(logits.len());
@@ -177,19 +183,19 @@ fn best_keys(logits: &[f32], count: usize, keys: &mut Vec<u64>) {
 
 fn largest(isa: Isa, logits: &[f32]) -> f32 {
     let mut out = f32::NEG_INFINITY;
-    simd::run(isa, Largest { logits, out: &mut out });
+    simd::run(isa, LargestLogit { logits, out: &mut out });
     out
 }
 
-struct Largest<'a> {
+struct LargestLogit<'a> {
     logits: &'a [f32],
     out: &'a mut f32,
 }
 
-impl Kernel for Largest<'_> {
+impl Kernel for LargestLogit<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: loads are within `logits`.
+        // SAFETY: the caller guarantees `S`'s instruction set, and loads are within the chunks.
         unsafe {
             let mut best = S::splat(f32::NEG_INFINITY);
             for chunk in self.logits.chunks(S::LANES) {
@@ -198,7 +204,7 @@ impl Kernel for Largest<'_> {
                 } else {
                     load_part::<S>(chunk.as_ptr(), chunk.len(), f32::NEG_INFINITY)
                 };
-                // The second operand wins where the first is NaN.
+                // The second operand is returned where the first is NaN.
                 best = S::max(v, best);
             }
             *self.out = S::largest(best);
@@ -206,24 +212,25 @@ impl Kernel for Largest<'_> {
     }
 }
 
-/// weights = e^((logit - best) / temperature)
-fn weigh(isa: Isa, logits: &[f32], best: f32, temperature: f32, weights: &mut Vec<f32>) {
+/// Computes weights = e^((logit - best) / temperature).
+fn softmax_weights(isa: Isa, logits: &[f32], best: f32, temperature: f32, weights: &mut Vec<f32>) {
     weights.resize(logits.len(), 0.0);
-    simd::run(isa, Weigh { logits, best, temperature, weights });
+    simd::run(isa, SoftmaxWeights { logits, best, temperature, weights });
 }
 
-struct Weigh<'a> {
+struct SoftmaxWeights<'a> {
     logits: &'a [f32],
     best: f32,
     temperature: f32,
     weights: &'a mut [f32],
 }
 
-impl Kernel for Weigh<'_> {
+impl Kernel for SoftmaxWeights<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for (from, to) in self.logits.chunks(S::LANES).zip(self.weights.chunks_mut(S::LANES)) {
-            // SAFETY: loads and stores are within the chunks, which are equally long.
+            // SAFETY: the caller guarantees `S`'s instruction set; accesses are within chunks of equal
+            // length.
             unsafe {
                 let (best, temperature) = (S::splat(self.best), S::splat(self.temperature));
                 let whole = from.len() == S::LANES;
@@ -233,7 +240,7 @@ impl Kernel for Weigh<'_> {
                     load_part::<S>(from.as_ptr(), from.len(), 0.0)
                 };
                 let scaled = S::div(S::sub(logit, best), temperature);
-                // Infinity minus infinity is no number, so what equals the best is not subtracted.
+                // Infinity minus infinity is NaN, so logits equal to the best are not subtracted.
                 let weight = exp::<S>(S::if_less(logit, best, scaled, S::splat(0.0)));
                 if whole {
                     S::store(to.as_mut_ptr(), weight);

@@ -1,16 +1,18 @@
+//! Abstraction of a CUDA device, with the properties on which launch configurations depend.
+
 use crate::Dtype;
 
-/// The 16-bit types that weights, activations and the KV pool of a device may have.
+/// 16-bit element type of a device's weights, activations and KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Half {
-    /// The upper half of an f32.
+    /// bfloat16: the upper half of an f32.
     Bf16,
     /// IEEE half precision.
     F16,
 }
 
 impl Half {
-    /// The same as a [`Dtype`].
+    /// Returns the equivalent [`Dtype`].
     pub fn dtype(self) -> Dtype {
         match self {
             Self::Bf16 => Dtype::Bf16,
@@ -18,7 +20,7 @@ impl Half {
         }
     }
 
-    /// The type to compute in with weights stored as `dtype`; single precision becomes bf16.
+    /// Returns the compute type for weights stored as `dtype`; single precision becomes bf16.
     pub fn of(dtype: Dtype) -> Self {
         match dtype {
             Dtype::F16 => Self::F16,
@@ -26,7 +28,7 @@ impl Half {
         }
     }
 
-    /// Rounds to it, to nearest with ties to even; the bits. Values beyond the range of f16 are held at its end.
+    /// Rounds to nearest, ties to even, and returns the bits. Saturates at the largest finite f16.
     pub fn narrow(self, x: f32) -> u16 {
         match self {
             Self::Bf16 => half::bf16::from_f32(x).to_bits(),
@@ -34,7 +36,7 @@ impl Half {
         }
     }
 
-    /// The value of its bits.
+    /// Converts the bits of a value of this type to f32.
     pub fn widen(self, bits: u16) -> f32 {
         match self {
             Self::Bf16 => half::bf16::from_bits(bits).to_f32(),
@@ -43,18 +45,18 @@ impl Half {
     }
 }
 
-/// How keys and values are stored in the pool.
+/// Element type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvStore {
-    /// As they were computed.
+    /// The activations' 16-bit type.
     Half,
-    /// As e4m3 numbers (a sign, four bits of exponent, three of mantissa), the largest 448, with a scale in f32 for each
-    /// token's head: what is stored of a token does not depend on its neighbours.
+    /// FP8 E4M3 (largest finite value 448) with an f32 scale per token and head, so that a token's stored
+    /// bits do not depend on its neighbours.
     Fp8,
 }
 
 impl KvStore {
-    /// Fewest tokens of a block: scales are copied four at a time.
+    /// Returns the minimum tokens per block; scales are copied four at a time.
     pub fn block_tokens_min(self) -> u32 {
         match self {
             Self::Half => 1,
@@ -62,7 +64,7 @@ impl KvStore {
         }
     }
 
-    /// Bytes of a layer's keys and values of a block.
+    /// Returns the bytes of one layer's keys and values in a block.
     pub fn layer_bytes(self, kv_heads: u64, block_tokens: u64, head_dim: u64) -> u64 {
         let line = match self {
             Self::Half => head_dim * 2,
@@ -71,7 +73,7 @@ impl KvStore {
         2 * kv_heads * block_tokens * line
     }
 
-    /// What offsets into the pool are counted in, in bytes.
+    /// Returns the unit, in bytes, of offsets into the KV pool.
     pub fn unit(self) -> u64 {
         match self {
             Self::Half => 2,
@@ -80,66 +82,66 @@ impl KvStore {
     }
 }
 
-/// What launches depend on.
+/// Device properties on which launch configurations depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Profile {
-    /// Multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Most bytes of shared memory that a block may have.
+    /// Maximum shared memory of a thread block, in bytes.
     pub shared_bytes: u32,
-    /// Bytes of shared memory of a multiprocessor.
+    /// Shared memory of a streaming multiprocessor, in bytes.
     pub multiprocessor_shared_bytes: u32,
 }
 
-/// One launch of a kernel.
+/// Configuration and parameters of one kernel launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
-    /// The kernel's name.
+    /// Name of the kernel.
     pub kernel: &'static str,
-    /// Columns and rows of the grid.
+    /// Grid dimensions x and y, in thread blocks.
     pub grid: (u32, u32),
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of shared memory.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
-    /// The parameter block.
+    /// Bytes of the kernel's parameter block.
     pub params: &'a [u8],
-    /// Whether it may begin while the kernel launched before it ends; every kernel waits for that one by itself before it
-    /// touches what others write.
+    /// Whether programmatic dependent launch is allowed: the kernel may start before its predecessor in the
+    /// stream has ended. Every kernel itself waits for it before accessing memory that others write.
     pub overlaps: bool,
 }
 
-/// A device refused or failed.
+/// Failure of a device operation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// It has not as much memory.
+    /// Out of device memory.
     #[error("the device cannot give {bytes} bytes of memory")]
     Memory {
-        /// Bytes asked for.
+        /// Size of the requested allocation.
         bytes: u64,
     },
-    /// Anything else: after it, the device can't be used any more.
+    /// Any other failure; the device is unusable afterwards.
     #[error("{what} failed: {reason}")]
     Failed {
-        /// What was tried.
+        /// Operation that failed.
         what: String,
-        /// What the driver says.
+        /// Error reported by the driver.
         reason: String,
     },
 }
 
-/// Something that runs kernels, in the order in which they are launched.
+/// Device that runs kernels in launch order.
 pub trait Device {
-    /// What launches depend on.
+    /// Returns the properties on which launch configurations depend.
     fn profile(&self) -> Profile;
 
-    /// Launches a kernel.
+    /// Enqueues a kernel.
     ///
     /// # Errors
-    /// [`DeviceError`] if the launch was refused; failures while it runs may come with a later call.
+    /// [`DeviceError`] if the launch was rejected; errors during execution may be reported by a later call.
     ///
     /// # Safety
-    /// The addresses in the parameter block are of this device, live until the kernel has run, and of memory as
-    /// large as the kernel's documentation asks for.
+    /// The addresses in the parameter block belong to this device, are live until the kernel has run, and
+    /// refer to allocations of at least the sizes that the kernel's documentation requires.
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError>;
 }

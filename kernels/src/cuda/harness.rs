@@ -1,3 +1,5 @@
+//! CPU emulation of a CUDA device: runs the kernels' own sources over fibers and checks their accesses.
+
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +33,7 @@ mod foreign {
     }
 }
 
-/// Where no C++ compiler was found.
+/// Stubs for builds without a C++ compiler; every launch fails.
 #[cfg(not(harness))]
 mod foreign {
     use super::{c_char, c_void};
@@ -74,40 +76,40 @@ use foreign::{
     inflight_harness_parameter_bytes, inflight_harness_to_e4m3, inflight_harness_widen,
 };
 
-/// Faults that a test can put into the kernels, to see that other tests find them.
+/// Faults injected into the kernels, for tests that prove that other tests detect them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Mutant {
-    /// What was copied is read before it was waited for.
+    /// Asynchronously copied data is read without a wait.
     MissingWait = 1,
-    /// The last token of a block is looked up in the next one.
+    /// The last token of a KV block is looked up in the next block.
     BlockEdge,
-    /// The window is one position short.
+    /// The sliding window is one position short.
     WindowEdge,
-    /// A token does not see itself.
+    /// The causal mask excludes the token itself.
     CausalEdge,
-    /// A split is merged as if it had the largest score of all.
+    /// The merge of splits uses a split's own maximum instead of the overall one.
     MergeMaximum,
-    /// Splits are merged from the last to the first.
+    /// Splits are merged from last to first.
     MergeOrder,
-    /// A number in 8 bits is taken times the scale of the token beside it.
+    /// An FP8 element is scaled with the neighbouring token's scale.
     ScaleLine,
-    /// A token is drawn with the random number of the next position.
+    /// Sampling uses the random number of the next position.
     DrawPosition,
-    /// A kernel does not wait for the one before it.
+    /// A kernel does not wait for its predecessor.
     NoKernelWait,
-    /// A skinny product reads its rows before the kernel that makes them is complete.
+    /// `skinny_gemm` reads activations before the kernel that writes them is complete.
     EarlyRead,
-    /// Of a skinny product, what the last warp has is left out.
+    /// `skinny_gemm` omits the partial sums of its last warp.
     LastWarp,
-    /// Of a skinny product, the last eight numbers are left out.
+    /// `skinny_gemm` omits the last eight elements of the reduction.
     LastChunk,
-    /// All threads go past the second barrier of a block; found where loads and stores are looked at.
+    /// All threads skip the second barrier of a block; detected only by instrumented loads and stores.
     MissedBarrier,
 }
 
 impl Mutant {
-    /// All of them.
+    /// Every mutant.
     pub const ALL: [Self; 13] = [
         Self::MissingWait,
         Self::BlockEdge,
@@ -124,53 +126,53 @@ impl Mutant {
         Self::MissedBarrier,
     ];
 
-    /// Runs `work` with the fault in all kernels that this thread launches on a [`Harness`].
+    /// Runs `work` with the fault active in all kernels that this thread launches on a [`Harness`].
     pub fn within<T>(self, work: impl FnOnce() -> T) -> T {
-        struct Healed;
-        impl Drop for Healed {
+        struct ClearMutant;
+        impl Drop for ClearMutant {
             fn drop(&mut self) {
-                // SAFETY: sets a number of this thread.
+                // SAFETY: writes a thread-local integer; any value is accepted.
                 unsafe { inflight_harness_mutate(0) };
             }
         }
-        let _healed = Healed;
-        // SAFETY: as above.
+        let _clear = ClearMutant;
+        // SAFETY: writes a thread-local integer; any value is accepted.
         unsafe { inflight_harness_mutate(self as u32) };
         work()
     }
 }
 
-/// What the harness rounds a number to.
+/// Rounds `x` to `half` with the kernels' conversion code and returns the bits.
 pub fn narrow_on_harness(half: Half, x: f32) -> u16 {
-    // SAFETY: a pure function.
+    // SAFETY: a pure function of integers and floats.
     unsafe { inflight_harness_narrow(x, u32::from(half == Half::Bf16)) as u16 }
 }
 
-/// What the harness takes bits for.
+/// Converts `bits` of type `half` to f32 with the kernels' conversion code.
 pub fn widen_on_harness(half: Half, bits: u16) -> f32 {
-    // SAFETY: a pure function.
+    // SAFETY: a pure function of integers and floats.
     unsafe { inflight_harness_widen(bits.into(), u32::from(half == Half::Bf16)) }
 }
 
-/// What the harness stores a number in 8 bits as.
+/// Rounds `x` to E4M3 with the kernels' conversion code and returns the bits.
 pub fn to_e4m3_on_harness(x: f32) -> u8 {
-    // SAFETY: a pure function.
+    // SAFETY: a pure function of integers and floats.
     unsafe { inflight_harness_to_e4m3(x) as u8 }
 }
 
-/// What the harness takes 8 bits for.
+/// Converts E4M3 bits to f32 with the kernels' conversion code.
 pub fn from_e4m3_on_harness(byte: u8) -> f32 {
-    // SAFETY: a pure function.
+    // SAFETY: a pure function of integers and floats.
     unsafe { inflight_harness_from_e4m3(byte.into()) }
 }
 
-/// Bytes before and after each allocation that nobody may write.
+/// Guard bytes before and after each allocation, which must stay unwritten.
 const GUARD: usize = 256;
-/// All ones: NaN in every type.
+/// Fill byte of fresh and guard memory; all ones is NaN in every type.
 const PATTERN: u8 = 0xff;
 
-/// A device made of fibers: each thread of a block is one, blocks run one after the other. It runs the very sources of
-/// the kernels, checks what a device does not check, and is slow.
+/// Device that runs the kernels' own sources: each thread of a block is a fiber, blocks run one after the
+/// other. It checks what hardware does not check, and is slow.
 #[derive(Default)]
 pub struct Harness {
     memory: Memory,
@@ -178,72 +180,72 @@ pub struct Harness {
     overlapping: bool,
 }
 
-/// All memory there is.
+/// Table of all live allocations.
 type Memory = Arc<Mutex<Vec<Range>>>;
 
-/// Where memory lies, as the harness wants it.
+/// Address range of an allocation, in the layout of the C++ harness.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Range {
     from: usize,
     to: usize,
-    /// 1: no kernel writes to it.
+    /// 1 if kernels must not write to it.
     constant: u64,
 }
 
-fn locked(memory: &Memory) -> MutexGuard<'_, Vec<Range>> {
+fn lock(memory: &Memory) -> MutexGuard<'_, Vec<Range>> {
     memory.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What addresses of allocations are multiples of, as a device's are.
+/// Alignment of allocations in bytes, as on a device.
 const ALIGNMENT: usize = 256;
 
-/// Memory of a [`Harness`], poisoned with NaN until written.
+/// Memory of a [`Harness`], filled with NaN until written.
 pub struct HostMemory {
     words: Box<[u128]>,
-    /// Bytes of `words` before it.
+    /// Guard and alignment bytes of `words` before the first usable byte.
     before: usize,
     bytes: usize,
     all: Memory,
 }
 
 impl HostMemory {
-    /// Where it begins; a multiple of 256.
+    /// Returns the device address; a multiple of 256.
     pub fn address(&self) -> u64 {
         (self.words.as_ptr() as usize + self.before) as u64
     }
 
-    /// Bytes of it.
+    /// Returns the usable size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Reads numbers from it.
+    /// Copies `count` elements from the start.
     ///
     /// # Panics
-    /// If it holds fewer.
+    /// If the allocation holds fewer.
     pub fn read<T: Copy>(&self, count: usize) -> Vec<T> {
         assert!(count * size_of::<T>() <= self.bytes, "more is read than there is");
-        // SAFETY: within the allocation, aligned to 16; callers read plain numbers.
+        // SAFETY: the assertion bounds the read, the address is 256-aligned; callers read plain types.
         unsafe { std::slice::from_raw_parts(self.address() as *const T, count) }.to_vec()
     }
 
-    /// Writes numbers to it, from `byte` on.
+    /// Copies `values` to byte offset `byte`.
     ///
     /// # Panics
-    /// If it has no room for them.
+    /// If they do not fit.
     pub fn write<T: Copy>(&mut self, byte: usize, values: &[T]) {
         assert!(byte + size_of_val(values) <= self.bytes, "more is written than there is room for");
-        // SAFETY: within the allocation.
+        // SAFETY: the assertion above bounds the write to this allocation.
         unsafe {
             let to = self.words.as_mut_ptr().cast::<u8>().add(self.before + byte);
             std::ptr::copy_nonoverlapping(values.as_ptr().cast::<u8>(), to, size_of_val(values));
         }
     }
 
-    /// Whether nobody wrote beside it.
+    /// Returns whether the guard bytes are unwritten.
     pub fn is_intact(&self) -> bool {
-        // SAFETY: the whole allocation.
+        // SAFETY: covers exactly the boxed slice, which is initialised.
         let all = unsafe {
             std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), size_of_val(&*self.words))
         };
@@ -254,73 +256,71 @@ impl HostMemory {
 impl Drop for HostMemory {
     fn drop(&mut self) {
         let from = self.address() as usize;
-        locked(&self.all).retain(|range| range.from != from);
+        lock(&self.all).retain(|range| range.from != from);
         assert!(std::thread::panicking() || self.is_intact(), "a kernel wrote beside a buffer");
     }
 }
 
 impl Harness {
-    /// Whether it was built: where there is no C++ compiler, every launch fails.
+    /// Whether the harness was built: without a C++ compiler, every launch fails.
     pub const AVAILABLE: bool = cfg!(harness);
 
-    /// Whether every load and store of the kernels is looked at: the compiler could instrument them.
+    /// Whether every load and store of the kernels is checked, which needs compiler instrumentation.
     pub const CHECKED: bool = cfg!(harness_checked);
 
-    /// A device without memory so far.
+    /// Creates a device without allocations.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A device where, for launches that may overlap, the kernel before is not complete until a kernel waits for it: until then, all memory that kernels write
-    /// holds NaN, and must not be written to.
+    /// Creates a device that emulates programmatic dependent launch: for launches that may overlap, the
+    /// predecessor completes only when waited for; until then all writable memory holds NaN and must not be
+    /// written to.
     pub fn overlapping() -> Self {
         Self { overlapping: true, ..Self::default() }
     }
 
-    /// Bytes of a kernel's parameter block; `None`: there is no such kernel.
+    /// Returns the size of a kernel's parameter block, or `None` if there is no such kernel.
     pub fn parameter_bytes(kernel: &str) -> Option<usize> {
         let name = CString::new(kernel).ok()?;
-        // SAFETY: a text that ends with a zero byte.
+        // SAFETY: `name` is a NUL-terminated string that outlives the call.
         let bytes = unsafe { inflight_harness_parameter_bytes(name.as_ptr()) };
         (bytes > 0).then_some(bytes)
     }
 
-    /// Memory that its kernels may use.
+    /// Allocates memory that kernels may read and write.
     pub fn alloc(&self, bytes: usize) -> HostMemory {
-        self.hold(bytes, 0)
+        self.allocate(bytes, 0)
     }
 
-    fn hold(&self, bytes: usize, constant: u64) -> HostMemory {
+    fn allocate(&self, bytes: usize, constant: u64) -> HostMemory {
         let words: Box<[u128]> = vec![u128::MAX; (bytes + 2 * GUARD + ALIGNMENT).div_ceil(16)].into();
         let before = (words.as_ptr() as usize + GUARD).next_multiple_of(ALIGNMENT) - words.as_ptr() as usize;
         let memory = HostMemory { words, before, bytes, all: Arc::clone(&self.memory) };
         let from = memory.address() as usize;
-        locked(&self.memory).push(Range { from, to: from + bytes, constant });
+        lock(&self.memory).push(Range { from, to: from + bytes, constant });
         memory
     }
 
-    /// No kernel writes to any of the memory that there is now.
+    /// Marks all current allocations as read-only for kernels.
     pub fn freeze(&self) {
-        locked(&self.memory).iter_mut().for_each(|range| range.constant = 1);
+        lock(&self.memory).iter_mut().for_each(|range| range.constant = 1);
     }
 
-    /// No kernel writes to this memory.
+    /// Marks an allocation as read-only for kernels.
     pub fn keep(&self, memory: &HostMemory) {
         let from = memory.address() as usize;
-        locked(&self.memory)
-            .iter_mut()
-            .filter(|range| range.from == from)
-            .for_each(|range| range.constant = 1);
+        lock(&self.memory).iter_mut().filter(|range| range.from == from).for_each(|range| range.constant = 1);
     }
 
-    /// Memory that holds these numbers, which no kernel writes to.
+    /// Allocates memory that holds `values` and is read-only for kernels.
     pub fn upload_constant<T: Copy>(&self, values: &[T]) -> HostMemory {
-        let mut memory = self.hold(size_of_val(values), 1);
+        let mut memory = self.allocate(size_of_val(values), 1);
         memory.write(0, values);
         memory
     }
 
-    /// Memory that holds these numbers.
+    /// Allocates memory that holds `values`.
     pub fn upload<T: Copy>(&self, values: &[T]) -> HostMemory {
         let mut memory = self.alloc(size_of_val(values));
         memory.write(0, values);
@@ -339,11 +339,12 @@ impl Device for Harness {
             reason: reason.to_owned(),
         };
         let name = CString::new(launch.kernel).map_err(|_| failed("the name has a zero byte"))?;
-        let global = locked(&self.memory).clone();
-        // The block is copied, for the kernel reads it with its own alignment.
+        let global = lock(&self.memory).clone();
+        // The block is copied to 8-byte alignment, at which the kernel reads it.
         let mut params = vec![0u64; launch.params.len().div_ceil(8)];
         let backwards = self.launches.replace_with(|count| count.wrapping_add(1));
-        // SAFETY: the parameters are as long as said; the rest is passed on to the caller.
+        // SAFETY: `params` holds `launch.params.len()` bytes and `global` lists all live memory of this
+        // device; the caller guarantees that the addresses within the block are valid for the kernel.
         let error = unsafe {
             std::ptr::copy_nonoverlapping(
                 launch.params.as_ptr(),

@@ -1,30 +1,32 @@
-/// What an image is made of.
+//! Embedded device code of the CUDA kernels.
+
+/// Format of an embedded image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// Machine code for several architectures, and PTX for later ones.
     Fatbin,
-    /// PTX alone: the driver compiles it at load.
+    /// PTX alone; the driver compiles it at load.
     Ptx,
 }
 
-/// A family of kernels, ready to be loaded.
+/// Device code of one kernel family, ready to be loaded as a module.
 #[derive(Debug, Clone, Copy)]
 pub struct Image {
-    /// Its name: that of its source.
+    /// Name of the family: the stem of its source file.
     pub name: &'static str,
-    /// Its form.
+    /// Format of `bytes`.
     pub form: Form,
-    /// What to load.
+    /// Fatbin or PTX text, as the driver's module loader expects it.
     pub bytes: &'static [u8],
 }
 
-/// Machine code begins where a compiler for CUDA would place it, not just anywhere.
+/// Bytes at the alignment that nvcc gives to device code.
 #[repr(C, align(64))]
 struct Aligned<const N: usize>([u8; N]);
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
-/// Which family a kernel is of, by the beginning of its name.
+/// Family of each kernel, by the prefix of the kernel's name.
 pub const KERNELS: &[(&str, &str)] = &[
     ("embedding", "embedding"),
     ("norm", "norm"),
@@ -38,7 +40,7 @@ pub const KERNELS: &[(&str, &str)] = &[
     ("count_history", "sampling"),
 ];
 
-/// The image that holds a kernel.
+/// Returns the image that contains `kernel`, or `None` if no family has its prefix.
 pub fn image_of(kernel: &str) -> Option<&'static Image> {
     let (_, family) = KERNELS.iter().find(|(prefix, _)| kernel.starts_with(prefix))?;
     IMAGES.iter().find(|image| image.name == *family)

@@ -1,20 +1,21 @@
-//! Kernels for CUDA devices: their images, their parameters, and how each is launched.
+//! Kernels for CUDA devices: embedded images, parameter blocks and launch functions.
 //!
-//! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Where a CUDA compiler is found they are
-//! built for every architecture; else the committed PTX is embedded, which the driver compiles at load. The same
-//! sources, compiled as plain C++ over fibers (feature `harness`), run on any machine: [`Harness`] is a [`Device`] as
-//! good as a real one, only slow.
+//! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Where a CUDA compiler is found
+//! they are built for every architecture; else the committed PTX is embedded, which the driver compiles at
+//! load. The same sources, compiled as plain C++ over fibers (feature `harness`), run on any machine:
+//! [`Harness`] is a [`Device`] that is correct but slow.
 //!
-//! Everything here is written against [`Device`], so what is tested on the harness is what runs.
+//! All launch code is generic over [`Device`], so tests on the harness exercise the code that GPUs run.
 
+mod attention_plan;
 mod device;
 #[cfg(feature = "harness")]
 mod harness;
 mod image;
 mod launch;
 mod params;
-mod plan;
 
+pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
 pub use device::{Device, DeviceError, Half, KvStore, Launch, Profile};
 #[cfg(feature = "harness")]
 pub use harness::{
@@ -31,4 +32,3 @@ pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,
     Plain, QkvParams, SamplingParams, SamplingResult, SamplingRow, SwigluParams, TOP_MAX, as_bytes,
 };
-pub use plan::{AttentionPlan, PlanShape, PlannedSequence};

@@ -1,19 +1,20 @@
-//! The parameter blocks of `kernels/cuda/params.h`, field by field; addresses are of device memory, 0 is none.
-#![allow(missing_docs, reason = "the header has each field's meaning and shape")]
+//! Parameter blocks of `kernels/cuda/params.h`, field by field; addresses are of device memory, 0 means
+//! absent.
+#![allow(missing_docs, reason = "the header documents each field's meaning and shape")]
 
-/// Most alternatives that a result holds.
+/// Maximum number of `top_logprobs` in a result.
 pub const TOP_MAX: usize = 20;
 
-/// The bytes of a parameter block, or of a slice's element.
+/// Returns the bytes of a parameter block.
 pub fn as_bytes<T: Plain>(value: &T) -> &[u8] {
-    // SAFETY: `Plain` types have no padding, so every byte is initialised.
+    // SAFETY: `Plain` types have no padding, so all bytes of the value are initialised.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
-/// Types without padding that any bits are valid for.
+/// Types without padding for which every bit pattern is valid.
 ///
 /// # Safety
-/// The type is `repr(C)`, all its fields are plain, and its size is the sum of theirs.
+/// The type is `repr(C)`, its fields are integers, floats or `Plain`, and its size is the sum of theirs.
 pub unsafe trait Plain: Copy {}
 
 macro_rules! blocks {
@@ -25,12 +26,12 @@ macro_rules! blocks {
             pub struct $name { $(pub $field: $kind),* }
 
             const _: () = assert!(size_of::<$name>() == 0 $(+ size_of::<$kind>())*, "a parameter block has padding");
-            // SAFETY: numbers and arrays of them, and no padding, as the line above proves.
+            // SAFETY: fields are integers, floats or arrays of them; the assertion rules out padding.
             unsafe impl Plain for $name {}
 
             impl Default for $name {
                 fn default() -> Self {
-                    // SAFETY: zero is valid for every plain type.
+                    // SAFETY: integers and floats are valid with all bits zero.
                     unsafe { std::mem::zeroed() }
                 }
             }
@@ -53,7 +54,7 @@ blocks! {
     }
     /// Parameters of `swiglu`.
     SwigluParams { gate_up: u64, out: u64, rows: u32, width: u32 }
-    /// A piece of work for attention.
+    /// Work item of attention: a tile of query rows over a range of key splits.
     AttentionItem {
         row: u32, tokens: u32, position: u32, table: u32, split: u32, split_end: u32, first_split: u32, splits: u32,
         partial: u32, counter: u32, pieces: u32, whole: u32,
@@ -68,13 +69,13 @@ blocks! {
     GemmParams { x: u64, weight: u64, bias: u64, out: u64, m: u32, n: u32, k: u32, stride: u32 }
     /// Parameters of `copy_blocks`.
     CopyParams { pool: u64, pairs: u64, block_bytes: u64 }
-    /// How a row's token is chosen.
+    /// Sampling parameters of one row of logits.
     SamplingRow {
         history: u64, adjustments: u64, seed: u64, biases: u32, masked: u32, choice: u32, position: u32,
         temperature: f32, top_p: f32, min_p: f32, top_k: u32, repetition: f32, frequency: f32, presence: f32,
         logprobs: u32, active: u32, unused: [u32; 3],
     }
-    /// What became of a row.
+    /// Sampled token of one row, with its logprobs.
     SamplingResult {
         token: u32, logprob: f32, top: u32, unused: u32, tokens: [u32; TOP_MAX], logprobs: [f32; TOP_MAX],
     }

@@ -3,10 +3,10 @@ use inflight_kernels::cuda::{
 };
 use proptest::prelude::*;
 
-use crate::machine::{Buffer, Machine};
-use crate::{Dice, e4m3, half, on_harness, store, unit};
+use crate::device::{Buffer, TestDevice};
+use crate::{SeededRng, e4m3, half, on_harness, store, unit};
 
-/// Shapes of a model's attention and of its pool.
+/// Shape of a model's attention and of its KV pool, and of the attention plan.
 #[derive(Debug, Clone)]
 struct Shape {
     half: Half,
@@ -17,15 +17,15 @@ struct Shape {
     block_tokens: usize,
     window: Option<u32>,
     deterministic: bool,
-    /// How finely keys are cut.
+    /// Resident blocks of the plan, which decide how finely keys are split.
     slots: u32,
     partials: u32,
-    /// Blocks of the grid.
+    /// Thread blocks of the grid.
     grid: u32,
     seed: u32,
 }
 
-/// Rows already there, and rows of the batch.
+/// Number of cached tokens and of new tokens of a sequence.
 #[derive(Debug, Clone, Copy)]
 struct Length {
     position: u32,
@@ -72,11 +72,11 @@ fn length() -> impl Strategy<Value = Length> {
     (edge, 0u32..3, tokens).prop_map(|(edge, more, tokens)| Length { position: edge + more, tokens })
 }
 
-/// Keys and values of some sequences, scattered over a pool whose other blocks are NaN.
+/// KV pool with some sequences, scattered over blocks; all other blocks are NaN.
 struct Pool {
     shape: Shape,
     sequences: Vec<Vec<u32>>,
-    /// Bytes; 0xff makes NaN of numbers in 16 bits and of scales.
+    /// Pool bytes; 0xff bytes are NaN as 16-bit elements and as scales.
     memory: Vec<u8>,
     layer_bytes: usize,
 }
@@ -85,10 +85,10 @@ const LAYERS: usize = 2;
 const LAYER: usize = 1;
 
 impl Pool {
-    fn new(shape: &Shape, lengths: &[Length], dice: &mut Dice) -> Self {
+    fn new(shape: &Shape, lengths: &[Length], rng: &mut SeededRng) -> Self {
         let blocks_of = |l: &Length| (l.position + l.tokens).div_ceil(shape.block_tokens as u32) as usize;
         let needed: usize = lengths.iter().map(blocks_of).sum();
-        let mut order = dice.shuffled(needed + 2).into_iter();
+        let mut order = rng.shuffled(needed + 2).into_iter();
         let Shape { kv_heads, block_tokens, head_dim, store, half, .. } = *shape;
         let layer_bytes = store.layer_bytes(kv_heads as u64, block_tokens as u64, head_dim as u64) as usize;
         let mut pool = Self {
@@ -102,17 +102,17 @@ impl Pool {
                 for head in 0..2 * kv_heads {
                     let (at, scale_at) = pool.at(s, position, head);
                     let line: Vec<u8> = match store {
-                        KvStore::Half => dice
+                        KvStore::Half => rng
                             .halves(half, head_dim, 1.0)
                             .iter()
                             .flat_map(|bits| bits.to_ne_bytes())
                             .collect(),
                         KvStore::Fp8 => {
-                            let scale = (0.2 + dice.number().abs()) / 448.0;
+                            let scale = (0.2 + rng.value().abs()) / 448.0;
                             pool.memory[scale_at..scale_at + 4].copy_from_slice(&scale.to_ne_bytes());
-                            // Of any sign and mantissa, and of exponents that matter beside the largest.
+                            // Random signs and mantissas, and exponents that matter beside the largest.
                             (0..head_dim)
-                                .map(|_| (dice.word() % 0x7f) as u8 | (dice.word() >> 24) as u8 & 0x80)
+                                .map(|_| (rng.word() % 0x7f) as u8 | (rng.word() >> 24) as u8 & 0x80)
                                 .collect()
                         }
                     };
@@ -123,14 +123,14 @@ impl Pool {
         pool
     }
 
-    /// Where the numbers of a position begin, and where their scale lies, in bytes; heads of keys first, then those of values.
+    /// Returns the byte offsets of a position's elements and of its scale; key heads come before value heads.
     fn at(&self, sequence: usize, position: u32, head: usize) -> (usize, usize) {
         let Shape { block_tokens, head_dim, kv_heads, store, .. } = self.shape;
         let block = self.sequences[sequence][position as usize / block_tokens] as usize;
         let line = head * block_tokens + position as usize % block_tokens;
         let layer = (block * LAYERS + LAYER) * self.layer_bytes;
-        let numbers = 2 * kv_heads * block_tokens * head_dim;
-        (layer + line * head_dim * store.unit() as usize, layer + numbers + line * 4)
+        let elements_bytes = 2 * kv_heads * block_tokens * head_dim;
+        (layer + line * head_dim * store.unit() as usize, layer + elements_bytes + line * 4)
     }
 
     fn row(&self, sequence: usize, position: u32, head: usize) -> impl Iterator<Item = f64> + '_ {
@@ -149,9 +149,9 @@ impl Pool {
         })
     }
 
-    /// Runs rows of sequences as one batch: (sequence, first position, queries). Returns the bits of each row.
+    /// Runs (sequence, first position, queries) as one batch and returns the bits of each row.
     fn run(&self, shape: &Shape, parts: &[(usize, u32, &[u16])]) -> Vec<Vec<u16>> {
-        let device = Machine::new();
+        let device = TestDevice::new();
         let (heads, head_dim) = (shape.kv_heads * shape.group, shape.head_dim);
         let mut qkv = Vec::new();
         let mut tables = Vec::new();
@@ -169,7 +169,7 @@ impl Pool {
             tables.extend_from_slice(&self.sequences[*sequence]);
             for row in queries.chunks(heads * head_dim) {
                 qkv.extend_from_slice(row);
-                // What stands beside the queries is not to be read.
+                // Keys and values beside the queries must not be read.
                 qkv.extend(std::iter::repeat_n(0xffff, 2 * shape.kv_heads * head_dim));
             }
         }
@@ -221,7 +221,7 @@ impl Pool {
         bits_of(&out, rows as usize, heads * head_dim)
     }
 
-    /// The exact result of one query.
+    /// Returns the f64 reference of one query.
     fn exact(&self, shape: &Shape, sequence: usize, position: u32, head: usize, query: &[u16]) -> Vec<f64> {
         let kv_head = head / shape.group;
         let low = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
@@ -256,21 +256,21 @@ fn bits_of(out: &Buffer, rows: usize, width: usize) -> Vec<Vec<u16>> {
 pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
     let batch = prop::collection::vec(length(), 0..4);
     on_harness(40, (shape(), batch), |(shape, lengths)| {
-        let mut dice = Dice::new(shape.seed);
-        let pool = Pool::new(&shape, &lengths, &mut dice);
+        let mut rng = SeededRng::new(shape.seed);
+        let pool = Pool::new(&shape, &lengths, &mut rng);
         let width = shape.kv_heads * shape.group * shape.head_dim;
-        // Queries long enough that some keys stand out.
+        // Queries long enough that some keys dominate.
         let queries: Vec<Vec<u16>> =
-            lengths.iter().map(|l| dice.halves(shape.half, l.tokens as usize * width, 6.0)).collect();
+            lengths.iter().map(|l| rng.halves(shape.half, l.tokens as usize * width, 6.0)).collect();
         let parts: Vec<_> =
             lengths.iter().enumerate().map(|(s, l)| (s, l.position, queries[s].as_slice())).collect();
         let rows = pool.run(&shape, &parts);
         let mut row = 0;
         for (s, length) in lengths.iter().enumerate() {
             for i in 0..length.tokens as usize {
-                // All heads of the first and last row, and one head of those between.
+                // All heads of the first and last row, and one random head of the others.
                 let edge = i == 0 || i + 1 == length.tokens as usize;
-                let picked = dice.below(shape.kv_heads * shape.group);
+                let picked = rng.below(shape.kv_heads * shape.group);
                 for head in 0..shape.kv_heads * shape.group {
                     if edge || head == picked {
                         let query = &queries[s][i * width + head * shape.head_dim..][..shape.head_dim];
@@ -293,29 +293,30 @@ pub(crate) fn attention_over_a_ragged_batch_is_exact_to_rounding() {
     });
 }
 
-/// In the deterministic mode a row has one result, whether it is decoded or part of a chunk, alone or in company, and
-/// however its keys are cut. In the other mode that holds for decoding.
+/// In deterministic mode a row has the same bits decoded or as part of a chunk, alone or batched, with any
+/// key splits. Otherwise this holds for decoding.
 #[test]
-pub(crate) fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
+pub(crate) fn rows_have_the_same_bits_in_every_batch_and_split() {
     on_harness(20, (shape(), length(), length(), any::<u32>()), |(shape, length, other, key)| {
-        let mut dice = Dice::new(shape.seed);
-        let pool = Pool::new(&shape, &[length, other], &mut dice);
+        let mut rng = SeededRng::new(shape.seed);
+        let pool = Pool::new(&shape, &[length, other], &mut rng);
         let width = shape.kv_heads * shape.group * shape.head_dim;
-        let queries = dice.halves(shape.half, length.tokens as usize * width, 6.0);
-        let others = dice.halves(shape.half, other.tokens as usize * width, 6.0);
-        let mut choose = Dice::new(key);
+        let queries = rng.halves(shape.half, length.tokens as usize * width, 6.0);
+        let others = rng.halves(shape.half, other.tokens as usize * width, 6.0);
+        let mut choose = SeededRng::new(key);
         let row = choose.below(length.tokens as usize);
         let query = &queries[row * width..(row + 1) * width];
         let position = length.position + row as u32;
         let alone = Shape { slots: 1, partials: 0, grid: 1, ..shape.clone() };
         let reference = pool.run(&alone, &[(0, position, query)]).remove(0);
-        let cut = Shape { slots: 1000, partials: 64, ..shape.clone() };
-        let in_splits = pool.run(&cut, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
+        let split = Shape { slots: 1000, partials: 64, ..shape.clone() };
+        let in_splits =
+            pool.run(&split, &[(1, other.position, &others), (0, position, query)]).pop().unwrap();
         prop_assert_eq!(&in_splits, &reference, "with its keys in splits");
         let deterministic = Shape { deterministic: true, ..shape.clone() };
         let chunk = pool.run(&deterministic, &[(0, length.position, &queries), (1, other.position, &others)]);
         prop_assert_eq!(&chunk[row], &reference, "as part of a chunk");
-        // Prefill has an order of its own, which no chunk changes.
+        // Prefill has its own reduction order, which chunking does not change.
         let plain = Shape { deterministic: false, ..shape.clone() };
         let long = (16 / shape.group + 1) as u32;
         if length.tokens > 2 * long {
@@ -330,10 +331,10 @@ pub(crate) fn a_row_has_the_same_bits_in_every_batch_and_every_cut() {
     });
 }
 
-/// Rounding hides most of what another order of merging would change: many numbers of many splits bring it to light.
+/// Many elements over many splits, as rounding hides most changes of the merge order.
 #[test]
-pub(crate) fn rows_of_many_splits_have_the_same_bits_however_they_are_cut() {
-    if !Machine::available() {
+pub(crate) fn rows_have_the_same_bits_for_any_key_splits() {
+    if !TestDevice::available() {
         return;
     }
     for seed in 0..4 {
@@ -351,19 +352,19 @@ pub(crate) fn rows_of_many_splits_have_the_same_bits_however_they_are_cut() {
             grid: 3,
             seed,
         };
-        let mut dice = Dice::new(seed);
-        let pool = Pool::new(&shape, &[Length { position: 2047, tokens: 1 }], &mut dice);
-        // Scores so close that every split weighs about as much.
-        let query = dice.halves(shape.half, shape.kv_heads * shape.group * shape.head_dim, 1.0);
+        let mut rng = SeededRng::new(seed);
+        let pool = Pool::new(&shape, &[Length { position: 2047, tokens: 1 }], &mut rng);
+        // Scores so close that all splits have similar weights.
+        let query = rng.halves(shape.half, shape.kv_heads * shape.group * shape.head_dim, 1.0);
         let alone = pool.run(&shape, &[(0, 2047, &query)]);
-        let cut = Shape { slots: 1000, partials: 64, ..shape.clone() };
-        assert_eq!(pool.run(&cut, &[(0, 2047, &query)]), alone, "seed {seed}");
+        let split = Shape { slots: 1000, partials: 64, ..shape.clone() };
+        assert_eq!(pool.run(&split, &[(0, 2047, &query)]), alone, "seed {seed}");
     }
 }
 
 #[test]
-fn the_harness_sees_a_block_that_is_read_but_not_written() {
-    if !Machine::available() {
+fn unwritten_keys_make_the_result_nan() {
+    if !TestDevice::available() {
         return;
     }
     let shape = Shape {
@@ -380,11 +381,11 @@ fn the_harness_sees_a_block_that_is_read_but_not_written() {
         grid: 1,
         seed: 5,
     };
-    let mut dice = Dice::new(5);
-    let mut pool = Pool::new(&shape, &[Length { position: 40, tokens: 1 }], &mut dice);
+    let mut rng = SeededRng::new(5);
+    let mut pool = Pool::new(&shape, &[Length { position: 40, tokens: 1 }], &mut rng);
     let (at, _) = pool.at(0, 17, 0);
     pool.memory[at..at + 2].fill(0xff);
-    let query = dice.halves(shape.half, 128, 1.0);
+    let query = rng.halves(shape.half, 128, 1.0);
     let rows = pool.run(&shape, &[(0, 40, &query)]);
     assert!(rows[0].iter().any(|bits| shape.half.widen(*bits).is_nan()));
 }

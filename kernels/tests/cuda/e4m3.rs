@@ -1,6 +1,6 @@
-//! The values of e4m3, from its definition.
+//! Values of FP8 E4M3, from its definition.
 
-/// The value of a byte; NaN is not among those that kernels write.
+/// Returns the value of a byte other than NaN.
 pub(crate) fn value(byte: u8) -> f64 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7) / 8.0);
     let magnitude =
@@ -8,12 +8,12 @@ pub(crate) fn value(byte: u8) -> f64 {
     if byte >> 7 == 1 { -magnitude } else { magnitude }
 }
 
-/// The bytes that have values: all but the two NaNs.
+/// Yields the bytes with values: all except the two NaNs.
 pub(crate) fn bytes() -> impl Iterator<Item = u8> {
     (0..=u8::MAX).filter(|byte| byte & 0x7f != 0x7f)
 }
 
-/// How far the nearest value is.
+/// Returns the distance from `x` to the nearest value.
 pub(crate) fn distance(x: f64) -> f64 {
     bytes().map(|byte| (value(byte) - x).abs()).fold(f64::INFINITY, f64::min)
 }
@@ -24,7 +24,7 @@ fn the_largest_value_is_448_and_steps_are_an_eighth_of_a_power_of_two() {
     assert_eq!(value(0x38), 1.0);
     assert_eq!(value(0x39), 1.125);
     assert_eq!(value(0x01), 2f64.powi(-9));
-    // Half a step of what is not subnormal: the relative error that tests allow.
+    // Half a step for normal values: the relative error that tests allow.
     for i in 0..20_000 {
         let x = 2f64.powi(-6) * (448.0 * 64.0f64).powf(f64::from(i) / 20_000.0);
         assert!(distance(x) <= x * 2f64.powi(-4), "{x}");

@@ -1,9 +1,9 @@
-//! What the harness finds in a kernel beyond its results.
+//! Tests that the harness detects races and invalid accesses.
 
 use inflight_kernels::cuda::{Device, Harness, Launch};
 
 #[test]
-fn the_harness_finds_races_and_addresses_that_are_wrong() {
+fn the_harness_detects_races_and_invalid_addresses() {
     if !Harness::CHECKED {
         inflight_fixtures::skipped(
             "memory checks of CUDA kernels",
@@ -17,7 +17,7 @@ fn the_harness_finds_races_and_addresses_that_are_wrong() {
     let run = |kernel| {
         let launch =
             Launch { kernel, grid: (2, 1), threads: 64, shared_bytes: 256, params: &params, overlaps: true };
-        // SAFETY: the kernels are wrong, and the harness stops them before anything comes of it.
+        // SAFETY: the kernels are faulty, but the harness stops each invalid access.
         unsafe { harness.launch(&launch) }.map_err(|error| error.to_string())
     };
     for (kernel, clue) in [

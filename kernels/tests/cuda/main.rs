@@ -1,18 +1,15 @@
-//! The CUDA kernels, their very sources, run on the host by the harness, or on a GPU, against references in f64 and the CPU's
-//! kernels, over random ragged shapes. Where no C++ compiler was found, nothing is tested and each test says so.
+//! Tests of the CUDA kernels against references in f64 and the CPU kernels, over random ragged shapes. The
+//! kernels' own sources run on the host in the harness, or on a GPU. Without a C++ compiler they are skipped.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(
-    clippy::undocumented_unsafe_blocks,
-    reason = "buffers are as large as the parameters beside them say"
-)]
+#![allow(clippy::unwrap_used, reason = "test helpers fail like tests")]
+#![allow(clippy::undocumented_unsafe_blocks, reason = "buffers are sized by the parameters beside them")]
 
 mod attention;
+mod conversions;
+mod device;
 mod e4m3;
 mod faults;
-mod machine;
 mod mutants;
-mod numbers;
 mod overlap;
 mod product;
 mod rows;
@@ -22,18 +19,18 @@ mod timing;
 
 use std::cell::Cell;
 
+use device::{Buffer, TestDevice};
 use inflight_kernels::cuda::{Half, KvStore};
 use inflight_kernels::philox4x32;
-use machine::{Buffer, Machine};
 use proptest::prelude::*;
 
-/// Random numbers by formula, so that a failure replays.
-pub(crate) struct Dice {
+/// Pseudo-random number generator by formula, so that failures are reproducible.
+pub(crate) struct SeededRng {
     key: u32,
     count: u32,
 }
 
-impl Dice {
+impl SeededRng {
     pub(crate) fn new(key: u32) -> Self {
         Self { key, count: 0 }
     }
@@ -47,18 +44,18 @@ impl Dice {
         self.word() as usize % bound
     }
 
-    /// From -1 to 1.
-    pub(crate) fn number(&mut self) -> f32 {
+    /// Returns a uniform value in [-1, 1).
+    pub(crate) fn value(&mut self) -> f32 {
         self.word() as f32 / 2f32.powi(31) - 1.0
     }
 
-    pub(crate) fn numbers(&mut self, count: usize, scale: f32) -> Vec<f32> {
-        (0..count).map(|_| self.number() * scale).collect()
+    pub(crate) fn values(&mut self, count: usize, scale: f32) -> Vec<f32> {
+        (0..count).map(|_| self.value() * scale).collect()
     }
 
-    /// Numbers that fit a type, as its bits.
+    /// Returns `count` values in [-scale, scale), rounded to `half`, as bits.
     pub(crate) fn halves(&mut self, half: Half, count: usize, scale: f32) -> Vec<u16> {
-        (0..count).map(|_| half.narrow(self.number() * scale)).collect()
+        (0..count).map(|_| half.narrow(self.value() * scale)).collect()
     }
 
     pub(crate) fn shuffled(&mut self, count: usize) -> Vec<u32> {
@@ -79,7 +76,7 @@ pub(crate) fn half() -> impl Strategy<Value = Half> {
     prop_oneof![Just(Half::Bf16), Just(Half::F16)]
 }
 
-/// The relative error of rounding to a type.
+/// Returns the relative rounding error of a type.
 pub(crate) fn unit(half: Half) -> f64 {
     match half {
         Half::Bf16 => 2f64.powi(-8),
@@ -95,7 +92,7 @@ thread_local! {
     static SHRINKING: Cell<bool> = const { Cell::new(true) };
 }
 
-/// Runs properties of which only whether they hold is of interest.
+/// Runs properties without shrinking, where only their outcome matters.
 pub(crate) fn without_shrinking<T>(work: impl FnOnce() -> T) -> T {
     SHRINKING.set(false);
     let outcome = work();
@@ -103,17 +100,17 @@ pub(crate) fn without_shrinking<T>(work: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// Runs cases of a property, or says why not.
+/// Runs cases of a property, or reports it as skipped.
 pub(crate) fn on_harness<S: Strategy>(
     cases: u32,
     strategy: S,
     test: impl Fn(S::Value) -> Result<(), TestCaseError>,
 ) {
-    if !Machine::available() {
+    if !TestDevice::available() {
         inflight_fixtures::skipped("CUDA kernels", "there was no C++ compiler to build the harness with");
         return;
     }
-    // Checkers are slow: they run fewer.
+    // Memory checkers are slow, so they run fewer cases.
     let few = std::env::var("INFLIGHT_TEST_CASES").ok().and_then(|cases| cases.parse().ok());
     let config = ProptestConfig {
         cases: few.unwrap_or(cases),

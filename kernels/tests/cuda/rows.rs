@@ -4,25 +4,25 @@ use inflight_kernels::cuda::{
 };
 use proptest::prelude::*;
 
-use crate::machine::Machine;
-use crate::numbers::nearest_e4m3;
-use crate::{Dice, e4m3, half, on_harness, store, unit, widen};
+use crate::conversions::nearest_e4m3;
+use crate::device::TestDevice;
+use crate::{SeededRng, e4m3, half, on_harness, store, unit, widen};
 
 fn close(got: f64, exact: f64, relative: f64) -> bool {
     (got - exact).abs() <= relative * exact.abs().max(1e-2)
 }
 
 #[test]
-fn embedding_takes_rows_of_the_table_and_tokens_fed_back() {
+fn embedding_gathers_rows_for_given_and_sampled_tokens() {
     on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..40), |(seed, half, rows, eights)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let (width, vocabulary) = (eights * 8, 50);
-        let table = dice.halves(half, vocabulary * width, 2.0);
-        let sampled: Vec<u32> = (0..5).map(|_| dice.below(vocabulary) as u32).collect();
+        let table = rng.halves(half, vocabulary * width, 2.0);
+        let sampled: Vec<u32> = (0..5).map(|_| rng.below(vocabulary) as u32).collect();
         let tokens: Vec<u32> = (0..rows)
-            .map(|_| match dice.below(3) {
-                0 => 1 << 31 | dice.below(5) as u32,
-                _ => dice.below(vocabulary) as u32,
+            .map(|_| match rng.below(3) {
+                0 => 1 << 31 | rng.below(5) as u32,
+                _ => rng.below(vocabulary) as u32,
             })
             .collect();
         let (table_at, tokens_at) = (device.upload(&table), device.upload(&tokens));
@@ -48,15 +48,15 @@ fn embedding_takes_rows_of_the_table_and_tokens_fed_back() {
 }
 
 #[test]
-fn norm_adds_and_normalises_every_row_alike() {
+fn norm_adds_the_residual_and_normalises_every_row() {
     let picks = prop::option::of(prop::collection::vec(0usize..30, 0..10));
     let shape = (any::<u32>(), half(), 1usize..30, 1usize..200, any::<bool>(), picks);
     on_harness(32, shape, |(seed, half, rows, eights, with_delta, picks)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let width = eights * 8;
-        let residual = dice.numbers(rows * width, 3.0);
-        let delta = dice.halves(half, rows * width, 2.0);
-        let weight = dice.numbers(width, 2.0);
+        let residual = rng.values(rows * width, 3.0);
+        let delta = rng.halves(half, rows * width, 2.0);
+        let weight = rng.values(width, 2.0);
         let picks: Option<Vec<u32>> = picks.map(|p| p.into_iter().map(|row| (row % rows) as u32).collect());
         let outs = picks.as_ref().map_or(rows, Vec::len);
         let (residual_at, delta_at, weight_at) =
@@ -95,11 +95,11 @@ fn norm_adds_and_normalises_every_row_alike() {
 }
 
 #[test]
-fn swiglu_is_the_gated_activation() {
+fn swiglu_equals_silu_of_gate_times_up() {
     on_harness(24, (any::<u32>(), half(), 1usize..20, 1usize..60), |(seed, half, rows, eights)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let width = eights * 8;
-        let gate_up = dice.halves(half, rows * width * 2, 12.0);
+        let gate_up = rng.halves(half, rows * width * 2, 12.0);
         let (gate_up_at, out) = (device.upload(&gate_up), device.alloc(rows * width * 2));
         let p = SwigluParams {
             gate_up: gate_up_at.address(),
@@ -122,10 +122,10 @@ fn swiglu_is_the_gated_activation() {
 }
 
 #[test]
-fn what_is_too_large_for_f16_is_held_at_its_end_and_what_is_no_number_stays_none() {
+fn f16_outputs_saturate_and_nan_stays_nan() {
     on_harness(1, Just(()), |()| {
-        let device = Machine::new();
-        // Gates of 512 are open: what comes out is `up`, 512 times.
+        let device = TestDevice::new();
+        // silu(512) is 512 in f16, so the output is 512 * `up`.
         let ups = [512.0, -512.0, 127.0, 128.0, f32::NAN, -128.0, f32::INFINITY, 0.0];
         let gate_up: Vec<u16> = [512.0; 8].into_iter().chain(ups).map(|x| Half::F16.narrow(x)).collect();
         let (gate_up_at, out) = (device.upload(&gate_up), device.alloc(8 * 2));
@@ -141,33 +141,33 @@ fn what_is_too_large_for_f16_is_held_at_its_end_and_what_is_no_number_stays_none
 }
 
 #[test]
-fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
+fn finish_qkv_applies_norm_and_rope_and_writes_only_its_places() {
     let sizes = (1usize..6, 1usize..4, 1usize..5, 0usize..5, 0u32..6);
     let shape = (any::<u32>(), half(), store(), sizes, any::<bool>());
     on_harness(48, shape, |(seed, half, store, (rows, kv_heads, group, dim, shift), norms)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let head_dim = [6, 64, 96, 128, 256][dim];
         let (heads, layers, layer) = (kv_heads * group, 3, 1);
         let block_tokens = (1usize << shift).max(store.block_tokens_min() as usize);
         let width = (heads + 2 * kv_heads) * head_dim;
-        let qkv = dice.halves(half, rows * width, 2.0);
-        let (q_norm, k_norm) = (dice.numbers(head_dim, 2.0), dice.numbers(head_dim, 2.0));
+        let qkv = rng.halves(half, rows * width, 2.0);
+        let (q_norm, k_norm) = (rng.values(head_dim, 2.0), rng.values(head_dim, 2.0));
         let context = 40;
         let angles: Vec<f32> = (0..context * head_dim / 2)
             .flat_map(|_| {
-                let angle = dice.number() * 3.0;
+                let angle = rng.value() * 3.0;
                 [angle.cos(), angle.sin()]
             })
             .collect();
-        let positions: Vec<u32> = (0..rows).map(|_| dice.below(context) as u32).collect();
+        let positions: Vec<u32> = (0..rows).map(|_| rng.below(context) as u32).collect();
         let blocks = rows + 2;
-        // Padding rows have no place, all others differ.
-        let slots = dice.shuffled(blocks * block_tokens);
+        // Padding rows have no place; all other places differ.
+        let slots = rng.shuffled(blocks * block_tokens);
         let places: Vec<u32> =
-            (0..rows).map(|row| if dice.below(4) == 0 { u32::MAX } else { slots[row] }).collect();
+            (0..rows).map(|row| if rng.below(4) == 0 { u32::MAX } else { slots[row] }).collect();
         let layer_bytes = store.layer_bytes(kv_heads as u64, block_tokens as u64, head_dim as u64) as usize;
         let block_bytes = layers * layer_bytes;
-        let before: Vec<u8> = (0..blocks * block_bytes).map(|_| dice.word() as u8).collect();
+        let before: Vec<u8> = (0..blocks * block_bytes).map(|_| rng.word() as u8).collect();
         let (qkv_at, kv_at) = (device.upload(&qkv), device.upload(&before));
         let (q_at, k_at, angles_at) =
             (device.upload(&q_norm), device.upload(&k_norm), device.upload(&angles));
@@ -245,19 +245,19 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
                     prop_assert!((scale * 448.0 - largest).abs() <= 1e-5 * largest, "{scale} for {largest}");
                     for (byte, x) in stored.iter().zip(&x) {
                         let error = (e4m3::value(*byte) * scale - x).abs();
-                        // No value is nearer, but for the rounding of what was computed in f32.
+                        // No value is nearer, except for f32 rounding of the computed element.
                         prop_assert!(error <= e4m3::distance(x / scale) * scale + 1e-5 * largest);
-                        // Half a step of e4m3, which below 2^-6 is 2^-10.
+                        // Half a step of E4M3, which below 2^-6 is 2^-10.
                         prop_assert!(error <= x.abs() / 16.0 + scale / 1024.0 + 1e-5 * largest);
                     }
                 }
             }
         }
         for (i, written) in written.iter().enumerate() {
-            prop_assert!(*written || pool[i] == before[i], "byte {i} is nobody's");
+            prop_assert!(*written || pool[i] == before[i], "byte {i} belongs to no place");
         }
-        // What is stored of a row does not depend on who is beside it.
-        let row = dice.below(rows);
+        // A row's stored bits do not depend on the rows beside it.
+        let row = rng.below(rows);
         let alone_at = device.upload(&before);
         let line_at = device.upload(&qkv[row * width..(row + 1) * width]);
         let (position_at, place_at) =
@@ -279,14 +279,14 @@ fn finishing_qkv_normalises_rotates_and_writes_to_the_pool_and_nowhere_else() {
 }
 
 #[test]
-fn blocks_are_copied_whole_and_others_stay() {
+fn blocks_are_copied_whole_and_others_are_unchanged() {
     on_harness(24, (any::<u32>(), 1usize..700, 0usize..5), |(seed, vectors, pairs)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
         let (blocks, words) = (12, vectors * 4);
-        let before: Vec<u32> = (0..blocks * words).map(|_| dice.word()).collect();
-        let order = dice.shuffled(blocks);
-        // Sources may repeat, targets not.
-        let list: Vec<u32> = (0..pairs).flat_map(|i| [order[dice.below(6)], order[6 + i]]).collect();
+        let before: Vec<u32> = (0..blocks * words).map(|_| rng.word()).collect();
+        let order = rng.shuffled(blocks);
+        // Sources may repeat, targets must not.
+        let list: Vec<u32> = (0..pairs).flat_map(|i| [order[rng.below(6)], order[6 + i]]).collect();
         let (pool, pairs_at) = (device.upload(&before), device.upload(&list));
         let p = CopyParams { pool: pool.address(), pairs: pairs_at.address(), block_bytes: words as u64 * 4 };
         unsafe { copy_blocks(&device, pairs as u32, &p) }.unwrap();
@@ -300,18 +300,18 @@ fn blocks_are_copied_whole_and_others_stay() {
     });
 }
 
-/// On a GPU from sm_89 on it is an instruction that rounds; elsewhere, operations on bits.
+/// GPUs from sm_89 on round by an instruction, others by bit operations.
 #[test]
-fn finishing_qkv_stores_the_nearest_numbers_in_eight_bits() {
-    if !Machine::available() {
+fn finish_qkv_stores_the_nearest_e4m3_values() {
+    if !TestDevice::available() {
         return;
     }
     let (head_dim, block_tokens) = (256, 4);
     for half in [Half::Bf16, Half::F16] {
-        // All numbers up to 448, which, as the largest of its head, makes the scale 1.
-        let numbers: Vec<u16> = (0..=u16::MAX).filter(|bits| half.widen(*bits).abs() <= 448.0).collect();
+        // All values up to 448, which as the maximum of each head makes the scale 1.
+        let in_range: Vec<u16> = (0..=u16::MAX).filter(|bits| half.widen(*bits).abs() <= 448.0).collect();
         let top = half.narrow(448.0);
-        let values: Vec<Vec<u16>> = numbers
+        let values: Vec<Vec<u16>> = in_range
             .chunks(head_dim - 1)
             .map(|some| {
                 let mut all = some.to_vec();
@@ -322,7 +322,7 @@ fn finishing_qkv_stores_the_nearest_numbers_in_eight_bits() {
         let rows = values.len();
         let qkv: Vec<u16> =
             values.iter().flat_map(|value| [vec![top; 2 * head_dim], value.clone()].concat()).collect();
-        let device = Machine::new();
+        let device = TestDevice::new();
         let layer = KvStore::Fp8.layer_bytes(1, block_tokens as u64, head_dim as u64) as usize;
         let blocks = rows.div_ceil(block_tokens);
         let (qkv, kv) = (device.upload(&qkv), device.upload(&vec![0u8; blocks * layer]));
@@ -349,7 +349,7 @@ fn finishing_qkv_stores_the_nearest_numbers_in_eight_bits() {
         unsafe { finish_qkv(&device, half, KvStore::Fp8, &p) }.unwrap();
         let pool = kv.read::<u8>(blocks * layer);
         for (row, value) in values.iter().enumerate() {
-            // Keys before values.
+            // Values follow the keys.
             let at = row / block_tokens * layer + (block_tokens + row % block_tokens) * head_dim;
             for (bits, byte) in value.iter().zip(&pool[at..at + head_dim]) {
                 let x = half.widen(*bits);

@@ -5,10 +5,10 @@ use inflight_kernels::cuda::{
 };
 use proptest::prelude::*;
 
-use crate::machine::Machine;
-use crate::{Dice, on_harness};
+use crate::device::TestDevice;
+use crate::{SeededRng, on_harness};
 
-/// Everything that decides on a row's token.
+/// Sampling parameters and kind of logits of a row.
 #[derive(Debug, Clone)]
 struct Row {
     temperature: f32,
@@ -19,7 +19,7 @@ struct Row {
     biases: usize,
     masked: usize,
     logprobs: Option<u32>,
-    /// What the logits look like.
+    /// Distribution of the logits, see [`logits_of`].
     kind: u32,
 }
 
@@ -45,29 +45,29 @@ fn row() -> impl Strategy<Value = Row> {
     )
 }
 
-fn logits_of(kind: u32, vocabulary: usize, dice: &mut Dice) -> Vec<f32> {
+fn logits_of(kind: u32, vocabulary: usize, rng: &mut SeededRng) -> Vec<f32> {
     let mut logits: Vec<f32> = (0..vocabulary)
         .map(|_| match kind {
             0 => 1.5,
-            // Few values: many equals.
-            1 => dice.below(4) as f32 * 0.5 - 1.0,
-            // Like a model's: a sum of several.
-            _ => (dice.number() + dice.number() + dice.number()) * 4.0,
+            // Few distinct values, hence many ties.
+            1 => rng.below(4) as f32 * 0.5 - 1.0,
+            // Bell-shaped, like a model's logits.
+            _ => (rng.value() + rng.value() + rng.value()) * 4.0,
         })
         .collect();
-    let at = |dice: &mut Dice| dice.below(vocabulary);
+    let at = |rng: &mut SeededRng| rng.below(vocabulary);
     match kind {
         3 => {
-            let (a, b) = (at(dice), at(dice));
+            let (a, b) = (at(rng), at(rng));
             logits[a] = f32::NAN;
             logits[b] = f32::NEG_INFINITY;
         }
         4 => {
-            let (a, b) = (at(dice), at(dice));
+            let (a, b) = (at(rng), at(rng));
             (logits[a], logits[b]) = (0.0, -0.0);
         }
         5 => {
-            let a = at(dice);
+            let a = at(rng);
             logits[a] = 30.0;
         }
         _ => {}
@@ -76,11 +76,11 @@ fn logits_of(kind: u32, vocabulary: usize, dice: &mut Dice) -> Vec<f32> {
 }
 
 #[test]
-pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
+pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
     let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row(), 1..4));
     on_harness(60, shape, |(seed, vocabulary, rows)| {
-        let (device, mut dice) = (Machine::new(), Dice::new(seed));
-        let stride = vocabulary.next_multiple_of(4) + 4 * dice.below(2);
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
+        let stride = vocabulary.next_multiple_of(4) + 4 * rng.below(2);
         let isa = Isa::detect();
         let mut workspace = Workspace::default();
         let mut all = vec![f32::NAN; rows.len() * stride];
@@ -88,7 +88,7 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
         let mut expected = Vec::new();
         let mut kept = Vec::new();
         for (r, row) in rows.iter().enumerate() {
-            let mut logits = logits_of(row.kind, vocabulary, &mut dice);
+            let mut logits = logits_of(row.kind, vocabulary, &mut rng);
             all[r * stride..][..vocabulary].copy_from_slice(&logits);
             let draw = Draw {
                 seed: u64::from(seed) << 20 | 77,
@@ -96,18 +96,18 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
                 position: 1000 + r as u32,
                 draw: 0,
             };
-            let some = |dice: &mut Dice, count: usize| -> Vec<u32> {
-                (0..count).map(|_| dice.below(vocabulary + 3) as u32).collect()
+            let random_tokens = |rng: &mut SeededRng, count: usize| -> Vec<u32> {
+                (0..count).map(|_| rng.below(vocabulary + 3) as u32).collect()
             };
-            let (prompt, generated) = (some(&mut dice, 20), some(&mut dice, 30));
-            let mut biased = some(&mut dice, row.biases);
+            let (prompt, generated) = (random_tokens(&mut rng, 20), random_tokens(&mut rng, 30));
+            let mut biased = random_tokens(&mut rng, row.biases);
             biased.sort_unstable();
             biased.dedup();
             let biases: Vec<(u32, f32)> =
-                biased.into_iter().map(|token| (token, dice.number() * 5.0)).collect();
-            // Not all tokens may be masked.
-            let masked: Vec<u32> = some(&mut dice, if vocabulary > 8 { row.masked } else { 0 });
-            // The rules once more, on the host.
+                biased.into_iter().map(|token| (token, rng.value() * 5.0)).collect();
+            // At least one token must stay unmasked.
+            let masked: Vec<u32> = random_tokens(&mut rng, if vocabulary > 8 { row.masked } else { 0 });
+            // Applies penalties, biases and masks on the host.
             cpu::mask_nan(&mut logits);
             let mut counts = vec![0u32; vocabulary];
             let in_range = |token: &&u32| (**token as usize) < vocabulary;
@@ -129,7 +129,7 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
             for token in masked.iter().filter(in_range) {
                 logits[*token as usize] = f32::NEG_INFINITY;
             }
-            let cut = Truncation {
+            let truncation = Truncation {
                 temperature: row.temperature,
                 top_k: row.top_k as usize,
                 top_p: row.top_p,
@@ -137,7 +137,7 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
             };
             let token = match row.temperature {
                 0.0 => cpu::argmax(isa, &logits),
-                _ => cpu::sample(isa, &logits, &cut, draw.uniform(), &mut workspace),
+                _ => cpu::sample(isa, &logits, &truncation, draw.uniform(), &mut workspace),
             };
             let total = cpu::log_sum_exp(isa, &logits, &mut workspace);
             let logprob = |logit: f32| {
@@ -149,7 +149,7 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
                 .collect();
             counts[token as usize] += 1;
             expected.push((token, logprob(logits[token as usize]), top, counts.clone()));
-            // And as the kernel is told.
+            // Builds the kernel's parameters.
             let tokens: Vec<u32> = prompt.iter().chain(&generated).copied().collect();
             let (history, tokens_at) = (device.alloc(vocabulary * 4), device.upload(&tokens));
             let count = HistoryParams {
@@ -225,11 +225,11 @@ pub(crate) fn tokens_and_log_probabilities_are_those_of_the_cpu() {
 }
 
 #[test]
-fn draws_follow_the_distribution() {
-    if !Machine::available() {
+fn samples_follow_the_distribution() {
+    if !TestDevice::available() {
         return;
     }
-    let device = Machine::new();
+    let device = TestDevice::new();
     let weights = [1.0f32, 2.0, 3.0, 4.0, 0.0];
     let rows = 1000;
     let logits: Vec<f32> =

@@ -7,7 +7,7 @@ fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda"))
 }
 
-/// The digest of all sources that PTX is made of.
+/// Returns the digest of all sources from which PTX is compiled.
 fn digest() -> String {
     let is_source = |name: &str| name.ends_with(".cu") || name.ends_with(".cuh") || name == "params.h";
     let mut names: Vec<String> = std::fs::read_dir(folder())
@@ -24,7 +24,7 @@ fn digest() -> String {
 }
 
 #[test]
-fn the_committed_ptx_is_that_of_these_sources() {
+fn the_committed_ptx_matches_the_sources() {
     let stored = std::fs::read_to_string(folder().join("ptx/SOURCES.sha256")).unwrap();
     assert_eq!(
         stored.trim(),

@@ -1,27 +1,27 @@
-//! How fast kernels are on a GPU, a line of JSON each: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture timing::`.
+//! Kernel timings as JSON lines: `INFLIGHT_TEST_GPU=1 kernel-tests --ignored --nocapture timing::`.
 
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, Launch, Profile, gemm, skinny_gemm};
 
-use crate::machine::{Buffer, Gpu, Machine};
+use crate::device::{Buffer, Gpu, TestDevice};
 
-/// A GPU that is not waited for after each launch.
-pub(crate) struct Queue {
+/// GPU stream that does not synchronise after each launch.
+pub(crate) struct StreamDevice {
     gpu: Arc<Gpu>,
     stream: sys::CUstream,
-    /// Kernels begin while those before them end.
+    /// Whether programmatic dependent launch is used.
     overlap: bool,
 }
 
-impl Queue {
+impl StreamDevice {
     pub(crate) fn new(gpu: &Arc<Gpu>, overlap: bool) -> Self {
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
         Self { gpu: Arc::clone(gpu), stream, overlap }
     }
 
-    /// Seconds that work takes, the fastest of some rounds.
+    /// Returns the seconds of `work`, the minimum of several rounds.
     fn seconds(&self, mut work: impl FnMut()) -> f64 {
         let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
         let (begin, end) = (event(), event());
@@ -44,13 +44,13 @@ impl Queue {
     }
 }
 
-impl Drop for Queue {
+impl Drop for StreamDevice {
     fn drop(&mut self) {
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }
 
-impl Device for Queue {
+impl Device for StreamDevice {
     fn profile(&self) -> Profile {
         self.gpu.profile
     }
@@ -60,9 +60,9 @@ impl Device for Queue {
     }
 }
 
-/// Bytes of weights that are gone through before any comes again: more than a cache holds, and the largest matrix.
+/// Weight bytes per pass: more than any cache, and at least the largest matrix.
 const WEIGHT_BYTES: usize = 3 << 29;
-/// Products of Qwen3-0.6B, 1.7B and 8B, (n, k): queries with keys and values, output, gate with up, down, head.
+/// GEMM shapes (n, k) of Qwen3-0.6B, 1.7B and 8B: QKV, attention output, gate and up, down, LM head.
 const SHAPES: [(u32, u32); 15] = [
     (4096, 1024),
     (1024, 2048),
@@ -82,26 +82,26 @@ const SHAPES: [(u32, u32); 15] = [
 ];
 
 #[test]
-#[ignore = "measures a GPU; the GPU suite asks for it"]
-fn products_of_few_rows_as_a_share_of_a_copy() {
-    let machine = Machine::new();
-    let Machine::Gpu(gpu) = &machine else { return };
+#[ignore = "measures a GPU; run by the GPU suite"]
+fn skinny_gemm_as_a_share_of_copy_bandwidth() {
+    let device = TestDevice::new();
+    let TestDevice::Gpu(gpu) = &device else { return };
     gpu.bind();
-    let (weights, others) = (machine.alloc(WEIGHT_BYTES), machine.alloc(WEIGHT_BYTES));
-    let (x, out) = (machine.alloc(8 * 12_288 * 2), machine.alloc(8 * 151_936 * 4));
-    for buffer in [&weights, &others, &x] {
+    let (weights, copies) = (device.alloc(WEIGHT_BYTES), device.alloc(WEIGHT_BYTES));
+    let (x, out) = (device.alloc(8 * 12_288 * 2), device.alloc(8 * 151_936 * 4));
+    for buffer in [&weights, &copies, &x] {
         let Buffer::Gpu { bytes, .. } = buffer else { return };
         unsafe { result::memset_d8_sync(buffer.address(), 0x11, *bytes) }.unwrap();
     }
-    let plain = Queue::new(gpu, false);
+    let plain = StreamDevice::new(gpu, false);
     let copied = plain.seconds(|| {
-        unsafe { result::memcpy_dtod_async(others.address(), weights.address(), WEIGHT_BYTES, plain.stream) }
+        unsafe { result::memcpy_dtod_async(copies.address(), weights.address(), WEIGHT_BYTES, plain.stream) }
             .unwrap();
     });
     let copy = 2.0 * WEIGHT_BYTES as f64 / copied / 1e9;
     println!("{{\"copy_gb_s\": {copy:.0}}}");
     for overlap in [false, true] {
-        let queue = Queue::new(gpu, overlap);
+        let stream = StreamDevice::new(gpu, overlap);
         for (n, k) in SHAPES {
             let each = n as usize * k as usize * 2;
             let matrices = WEIGHT_BYTES / each;
@@ -109,7 +109,7 @@ fn products_of_few_rows_as_a_share_of_a_copy() {
             let wide = n > 100_000;
             for m in [1u32, 8] {
                 let run = |skinny: bool| {
-                    let seconds = queue.seconds(|| {
+                    let seconds = stream.seconds(|| {
                         for i in 0..matrices {
                             let p = GemmParams {
                                 x: x.address(),
@@ -122,8 +122,8 @@ fn products_of_few_rows_as_a_share_of_a_copy() {
                                 stride: n,
                             };
                             match skinny {
-                                true => unsafe { skinny_gemm(&queue, Half::Bf16, wide, &p) }.unwrap(),
-                                false => unsafe { gemm(&queue, Half::Bf16, wide, &p) }.unwrap(),
+                                true => unsafe { skinny_gemm(&stream, Half::Bf16, wide, &p) }.unwrap(),
+                                false => unsafe { gemm(&stream, Half::Bf16, wide, &p) }.unwrap(),
                             }
                         }
                     });

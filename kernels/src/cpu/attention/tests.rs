@@ -1,3 +1,5 @@
+//! Property tests of attention against a reference in f64.
+
 use proptest::prelude::*;
 
 use super::*;
@@ -18,19 +20,19 @@ struct Case {
     seed: u32,
 }
 
-/// Rows of one sequence computed so far.
+/// Shape of the calls that compute a case.
 #[derive(Clone, Copy)]
 struct Chunks {
-    /// Most rows of a sequence in one call.
+    /// Maximum rows of a sequence per call.
     rows: usize,
     block_tokens: usize,
     threads: usize,
-    /// Whether all sequences run in the same calls.
+    /// Whether each call runs all sequences.
     together: bool,
     seed: u32,
 }
 
-/// Keys, values and outputs of layer 1 of 2 for every sequence and position, by calls of the given shape.
+/// Returns the outputs of layer 1 of 2 for every sequence and position, computed by calls of the given shape.
 fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
     let QkvShape { heads, kv_heads, head_dim } = case.shape;
     let pool = Pool::new(chunks.threads).unwrap();
@@ -39,13 +41,13 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
     let needed: Vec<usize> = case.lengths.iter().map(|length| length.div_ceil(chunks.block_tokens)).collect();
     let total: usize = needed.iter().sum();
     let mut kv = KvPool::new(layout, total).unwrap();
-    // Whatever an earlier sequence left in a block must not matter.
+    // Stale contents of blocks must not matter.
     let garbage = kv.as_mut_ptr();
     for i in 0..total * layout.block_bytes() {
-        // SAFETY: the loop stays within the pool.
+        // SAFETY: `i` is below the pool's size in bytes.
         unsafe { garbage.add(i).write(0xff) };
     }
-    // Blocks in an order by formula.
+    // Pseudo-random block order.
     let mut order: Vec<u32> = (0..total as u32).collect();
     order.sort_by_key(|block| crate::philox4x32([*block, 3, 0, 0], [chunks.seed, 0])[0]);
     let mut rope = RopeTable::new(inverse_frequencies(head_dim, 10_000.0, &RopeScaling::None));
@@ -98,18 +100,18 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
     out
 }
 
-/// The same in f64 and without any structure.
-fn naive(case: &Case) -> Vec<Vec<f64>> {
+/// Reference attention in f64.
+fn reference_attention(case: &Case) -> Vec<Vec<f64>> {
     let QkvShape { heads, kv_heads, head_dim } = case.shape;
-    // A key or a value as the pool keeps it.
+    // Rounds a key or a value as the pool does.
     let round = |mut x: Vec<f64>| {
-        let worth = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 127.0;
+        let scale = x.iter().fold(0.0f64, |most, x| most.max(x.abs())) / 127.0;
         for x in &mut x {
             *x = match case.dtype {
                 KvDtype::Plain(Dtype::F32) => *x,
                 KvDtype::Plain(Dtype::Bf16) => f64::from(half::bf16::from_f64(*x)),
                 KvDtype::Plain(Dtype::F16) => f64::from(half::f16::from_f64(*x)),
-                KvDtype::Int8 => (*x / worth).round() * worth,
+                KvDtype::Int8 => (*x / scale).round() * scale,
             };
         }
         x
@@ -163,7 +165,7 @@ fn naive(case: &Case) -> Vec<Vec<f64>> {
     out
 }
 
-/// A key near the middle of two numbers may be rounded either way by f32 and f64. Over bytes, queries and weights may be in bf16.
+/// Tolerance against f64, which may round a key differently; over int8, queries and weights may be bf16.
 fn tolerance(dtype: KvDtype) -> f64 {
     match dtype {
         KvDtype::Plain(Dtype::F32) => 2e-5,
@@ -192,10 +194,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn attention_is_right_and_blind_to_chunks_blocks_neighbours_and_threads(
+    fn attention_is_correct_for_any_chunks_blocks_batch_and_threads(
         case in case(), rows in 2usize..40, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
     ) {
-        let expected = naive(&case);
+        let expected = reference_attention(&case);
         for isa in Isa::available() {
             let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };
             let alone = run(isa, &case, one);
@@ -214,7 +216,7 @@ proptest! {
     }
 }
 
-/// Sequences and windows of several spans, and as many heads over one as models have.
+/// Cases with sequences and windows of several spans, and realistic group sizes.
 fn long_case() -> impl Strategy<Value = Case> {
     let head_dim = prop::sample::select(vec![16usize, 34, 64, 80]);
     let group = prop::sample::select(vec![1usize, 3, 7, 8, 14]);
@@ -235,9 +237,9 @@ fn long_case() -> impl Strategy<Value = Case> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// What is right is what plain Rust gives one by one, which the test above compares with f64.
+    /// The reference is plain Rust one row at a time, which the test above compares with f64.
     #[test]
-    fn long_sequences_have_the_same_bits_in_any_chunks_and_agree_with_plain_rust(
+    fn long_sequences_have_the_same_bits_in_any_chunks_on_every_isa(
         case in long_case(), rows in 2usize..150, block in 0u32..7, threads in 1usize..4, seed in any::<u32>(),
     ) {
         let one = Chunks { rows: 1, block_tokens: 16, threads: 1, together: false, seed: 0 };

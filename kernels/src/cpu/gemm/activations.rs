@@ -1,73 +1,76 @@
+//! Packing of GEMM activations into tile order, with rounding to bf16 or quantisation to 8 bits.
+
 use std::ops::Range;
 
-use super::super::matrix::{GROUP_MAX, PackedMatrix, Shared, WeightFormat};
+use super::super::matrix::{GROUP_MAX, PackedMatrix, SharedPtr, WeightFormat};
 use super::super::pool::Pool;
 use super::super::simd::{self, Kernel, Simd, load_part};
 use super::Tiles;
 #[cfg(target_arch = "x86_64")]
-use super::{bytes::Bytes, pairs::Pairs};
+use super::{pack_bf16::PackBf16Pairs, pack_int8::PackInt8};
 use crate::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::isa::Path;
+use crate::cpu::isa::IsaKind;
 use crate::dtype::{bf16_bits, bf16_value};
 
-/// Activations brought into tile order at a time; even, as bf16 goes in pairs.
+/// Elements of a row packed at a time; even, as bf16 is packed in pairs.
 const PACK_CHUNK: usize = 256;
 
-/// Numbers below which a second thread does not pay.
+/// Elements below which a second thread does not pay.
 const SMALL: usize = 1 << 15;
 
-/// The left-hand side of a product in the order in which tiles read it; a buffer to reuse.
+/// Left-hand side of a GEMM in the order in which tiles read it; a buffer to reuse.
 ///
-/// Rows are grouped in tiles; a tile holds, step after step, the numbers of its rows for that step. For bf16
-/// weights they are rounded to bf16, for integers to 8 bits by group: then a step begins with what a group's sums
-/// start from and what they are multiplied with.
+/// Rows are grouped in tiles; a tile holds, step by step, its rows' elements for that step. For bf16 weights
+/// they are rounded to bf16, for integer weights quantised to 8 bits by group: then a step begins with each
+/// row's initial sum and scale.
 #[derive(Default)]
 pub struct Activations {
     words: Vec<u32>,
 }
 
+/// Storage of packed activations.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Layout {
-    /// f32, one k to a step.
-    Single,
-    /// Two f32 that are bf16 numbers.
-    Pair,
-    /// Two bf16 in one word, the first in the lower half.
-    Packed,
-    /// A group of signed bytes, four in a word. `offset` is what weights were raised by to be unsigned.
-    Group { group: usize, offset: i32 },
-    /// The same in 16 bits each: of four the first and the third in a word, then the second and the fourth.
-    Halves { group: usize, offset: i32 },
+    /// f32, one k per step.
+    F32,
+    /// Two bf16 values widened to f32.
+    WidenedPair,
+    /// Two bf16 values in one word, the first in the lower half.
+    Bf16Pair,
+    /// A group of signed bytes, four in a word. `offset` is what makes the weights unsigned.
+    Int8 { group: usize, offset: i32 },
+    /// A group of signed 16-bit integers: of four, first and third in one word, then second and fourth.
+    Int16 { group: usize, offset: i32 },
 }
 
 impl Layout {
     pub(super) fn of(w: &PackedMatrix) -> Self {
         match (w.format, w.isa.0) {
-            (WeightFormat::F32 | WeightFormat::F16, _) => Self::Single,
+            (WeightFormat::F32 | WeightFormat::F16, _) => Self::F32,
             #[cfg(target_arch = "x86_64")]
-            (WeightFormat::Bf16, Path::Avx512Bf16) => Self::Packed,
-            (WeightFormat::Bf16, _) => Self::Pair,
+            (WeightFormat::Bf16, IsaKind::Avx512Bf16) => Self::Bf16Pair,
+            (WeightFormat::Bf16, _) => Self::WidenedPair,
             #[cfg(target_arch = "x86_64")]
-            (WeightFormat::Int8 { group }, path) if path.has_vnni() => Self::Group { group, offset: 128 },
-            (WeightFormat::Int8 { group }, _) => Self::Halves { group, offset: 128 },
-            (WeightFormat::Int4 { group }, _) => Self::Group { group, offset: 8 },
+            (WeightFormat::Int8 { group }, path) if path.has_vnni() => Self::Int8 { group, offset: 128 },
+            (WeightFormat::Int8 { group }, _) => Self::Int16 { group, offset: 128 },
+            (WeightFormat::Int4 { group }, _) => Self::Int8 { group, offset: 8 },
         }
     }
 
-    /// Words of one row in one step.
+    /// Returns the words per row and step.
     fn words(self) -> usize {
         match self {
-            Self::Single | Self::Packed => 1,
-            Self::Pair => 2,
-            Self::Group { group, .. } => 2 + group / 4,
-            Self::Halves { group, .. } => 2 + group / 2,
+            Self::F32 | Self::Bf16Pair => 1,
+            Self::WidenedPair => 2,
+            Self::Int8 { group, .. } => 2 + group / 4,
+            Self::Int16 { group, .. } => 2 + group / 2,
         }
     }
 }
 
 impl Activations {
-    /// Takes over x[rows, k] for a product with `w`; the words in tile order, and words of a row.
+    /// Packs x[rows, k] for a GEMM with `w` and returns the words in tile order and the words per row.
     pub(super) fn set(
         &mut self,
         pool: &Pool,
@@ -80,47 +83,47 @@ impl Activations {
         if self.words.len() < tiles.rows * row_words {
             self.words.resize(tiles.rows * row_words, 0);
         }
-        let words = Shared(self.words.as_mut_ptr());
-        // Below some size handing out the work costs more than doing it.
+        let words = SharedPtr(self.words.as_mut_ptr());
+        // Small inputs cost less to pack than to distribute.
         let grain = if tiles.rows * w.k < SMALL { tiles.count() } else { 1 };
         pool.split(tiles.count(), grain, &|range| {
-            pack(w.isa, Pack { x, k: w.k, row_words, layout, tiles, range, words: words.get() });
+            pack(w.isa, PackActivations { x, k: w.k, row_words, layout, tiles, range, words: words.get() });
         });
         (self.words.as_ptr(), row_words)
     }
 }
 
-/// Runs `pack` in the best form that `isa` has for its layout.
-fn pack(isa: Isa, pack: Pack<'_>) {
+/// Runs `pack` in the fastest kernel that `isa` has for its layout.
+fn pack(isa: Isa, pack: PackActivations<'_>) {
     #[cfg(target_arch = "x86_64")]
     match pack.layout {
-        Layout::Packed => {
-            // SAFETY: only an `Isa` with BF16 has this layout.
-            return unsafe { simd::run_avx512_bf16(Pairs(pack)) };
+        Layout::Bf16Pair => {
+            // SAFETY: `Layout::of` chooses this layout only for an `Isa` with BF16.
+            return unsafe { simd::run_avx512_bf16(PackBf16Pairs(pack)) };
         }
-        Layout::Group { group, offset } if isa.0.has_vnni() => {
-            // SAFETY: this `Isa` has VNNI.
-            return unsafe { simd::run_avx512_vnni(Bytes { pack, group, offset }) };
+        Layout::Int8 { group, offset } if isa.0.has_vnni() => {
+            // SAFETY: an `Isa` with VNNI exists only where it was detected.
+            return unsafe { simd::run_avx512_vnni(PackInt8 { pack, group, offset }) };
         }
         _ => {}
     }
     simd::run(isa, pack);
 }
 
-/// Brings the rows of some tiles into tile order.
-pub(super) struct Pack<'a> {
+/// Kernel that packs the rows of some tiles.
+pub(super) struct PackActivations<'a> {
     /// [rows, k]
     pub x: &'a [f32],
     pub k: usize,
     pub row_words: usize,
     layout: Layout,
     pub tiles: Tiles,
-    /// Of tiles.
+    /// Range of tile indices.
     pub range: Range<usize>,
     pub words: *mut u32,
 }
 
-impl Kernel for Pack<'_> {
+impl Kernel for PackActivations<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         for index in self.range.clone() {
@@ -128,33 +131,33 @@ impl Kernel for Pack<'_> {
             let (from, count) = (first * self.row_words, height * self.row_words);
             // SAFETY: each tile is a range of its own within `words`, which holds `row_words` for every row.
             let tile = unsafe { std::slice::from_raw_parts_mut(self.words.add(from), count) };
-            // Rows take turns, so that the part of the tile that they write stays in the first-level cache.
+            // Rows alternate by chunks, so that the written part of the tile stays in the first-level cache.
             let chunk = match self.layout {
-                Layout::Group { group, .. } | Layout::Halves { group, .. } => group,
+                Layout::Int8 { group, .. } | Layout::Int16 { group, .. } => group,
                 _ => PACK_CHUNK,
             };
             for at in (0..self.k).step_by(chunk) {
                 let step = match self.layout {
-                    Layout::Single => at,
-                    Layout::Pair | Layout::Packed => at / 2,
-                    Layout::Group { .. } | Layout::Halves { .. } => at / chunk,
+                    Layout::F32 => at,
+                    Layout::WidenedPair | Layout::Bf16Pair => at / 2,
+                    Layout::Int8 { .. } | Layout::Int16 { .. } => at / chunk,
                 };
                 let tile = &mut tile[step * self.layout.words() * height..];
                 for i in 0..height {
                     let row = &self.x[(first + i) * self.k..(first + i + 1) * self.k];
-                    let numbers = &row[at..self.k.min(at + chunk)];
-                    // SAFETY: passed on to the caller.
+                    let elements = &row[at..self.k.min(at + chunk)];
+                    // SAFETY: the caller guarantees `S`'s instruction set.
                     unsafe {
                         match self.layout {
-                            Layout::Group { group, offset } => {
-                                quantize::<S, 1>(numbers, group, offset, tile, i, height);
+                            Layout::Int8 { group, offset } => {
+                                quantize::<S, 1>(elements, group, offset, tile, i, height);
                             }
-                            Layout::Halves { group, offset } => {
-                                quantize::<S, 2>(numbers, group, offset, tile, i, height);
+                            Layout::Int16 { group, offset } => {
+                                quantize::<S, 2>(elements, group, offset, tile, i, height);
                             }
-                            Layout::Pair => spread_pairs(numbers, tile, i, height),
-                            Layout::Single => spread(numbers, tile, i, height),
-                            Layout::Packed => unreachable!("pairs in a word have a way of their own"),
+                            Layout::WidenedPair => scatter_pairs(elements, tile, i, height),
+                            Layout::F32 => scatter(elements, tile, i, height),
+                            Layout::Bf16Pair => unreachable!("bf16 pairs have a kernel of their own"),
                         }
                     }
                 }
@@ -163,36 +166,36 @@ impl Kernel for Pack<'_> {
     }
 }
 
-/// Puts numbers of a row, the `i`th of `height`, into its tile, which begins with the first of them.
+/// Scatters elements of row `i` of `height` into its tile, which begins with the first of them.
 #[inline(always)]
-fn spread(numbers: &[f32], tile: &mut [u32], i: usize, height: usize) {
-    for (step, x) in tile.chunks_exact_mut(height).zip(numbers) {
+fn scatter(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
+    for (step, x) in tile.chunks_exact_mut(height).zip(elements) {
         step[i] = x.to_bits();
     }
 }
 
-/// The same as bf16 numbers, by pairs; up to [`PACK_CHUNK`] numbers.
+/// Rounds up to [`PACK_CHUNK`] elements of row `i` of `height` to bf16 and scatters the pairs into its tile.
 #[inline(always)]
-fn spread_pairs(numbers: &[f32], tile: &mut [u32], i: usize, height: usize) {
-    // They are rounded side by side, which vectorises, and then spread.
+fn scatter_pairs(elements: &[f32], tile: &mut [u32], i: usize, height: usize) {
+    // Rounded contiguously, which vectorises, and then scattered.
     let mut words = [0u32; PACK_CHUNK];
-    for (word, x) in words.iter_mut().zip(numbers) {
+    for (word, x) in words.iter_mut().zip(elements) {
         *word = bf16_value(bf16_bits(*x)).to_bits();
     }
     let (pairs, _) = words.as_chunks::<2>();
-    for (step, pair) in tile.chunks_exact_mut(2 * height).zip(&pairs[..numbers.len().div_ceil(2)]) {
+    for (step, pair) in tile.chunks_exact_mut(2 * height).zip(&pairs[..elements.len().div_ceil(2)]) {
         step[2 * i..2 * i + 2].copy_from_slice(pair);
     }
 }
 
-/// Quantises a group of a row, the `i`th of `height`, into its tile, which begins with the group's step; with `WORDS` words for four
-/// numbers.
+/// Quantises a group of row `i` of `height` into `tile`, from the group's step on; four elements take `WORDS`
+/// words.
 ///
 /// # Safety
-/// The machine has `S`'s instruction set.
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
 unsafe fn quantize<S: Simd, const WORDS: usize>(
-    numbers: &[f32],
+    elements: &[f32],
     group: usize,
     offset: i32,
     tile: &mut [u32],
@@ -200,17 +203,17 @@ unsafe fn quantize<S: Simd, const WORDS: usize>(
     height: usize,
 ) {
     let step = &mut tile[..(2 + group / 4 * WORDS) * height];
-    // SAFETY: passed on to the caller.
-    let largest = unsafe { largest::<S>(numbers) };
+    // SAFETY: the caller guarantees `S`'s instruction set.
+    let largest = unsafe { largest::<S>(elements) };
     let (scale, inverse) = scale(largest);
-    // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves its lowest byte in that of the bits.
+    // Adding 1.5 * 2^23 rounds to an integer, ties to even, whose low byte is that of the bits.
     let mut quants = [0u8; GROUP_MAX];
     let mut sum = 0i32;
-    for (quant, x) in quants.iter_mut().zip(numbers) {
+    for (quant, x) in quants.iter_mut().zip(elements) {
         *quant = (x * inverse + 12_582_912.0).to_bits() as u8;
         sum += i32::from(*quant as i8);
     }
-    // Beyond the row they are 0.
+    // Quants beyond the row are 0.
     let fours = step[2 * height..].chunks_exact_mut(WORDS * height);
     for (to, quants) in fours.zip(quants.chunks_exact(4)) {
         let four = u32::from_le_bytes([quants[0], quants[1], quants[2], quants[3]]);
@@ -225,38 +228,38 @@ unsafe fn quantize<S: Simd, const WORDS: usize>(
     step[height + i] = scale.to_bits();
 }
 
-/// The largest magnitude; what is not a number counts as 0.
+/// Returns the largest magnitude; NaN counts as 0.
 ///
 /// # Safety
-/// The machine has `S`'s instruction set.
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
-unsafe fn largest<S: Simd>(numbers: &[f32]) -> f32 {
-    // SAFETY: passed on to the caller; vectors are loaded where they are whole.
+unsafe fn largest<S: Simd>(elements: &[f32]) -> f32 {
+    // SAFETY: the caller guarantees `S`'s instruction set; whole vectors are loaded only from whole chunks.
     unsafe {
         let zero = S::splat(0.0);
-        let mut most = zero;
-        let mut vectors = numbers.chunks_exact(S::LANES);
+        let mut maximum = zero;
+        let mut vectors = elements.chunks_exact(S::LANES);
         for vector in &mut vectors {
             let x = S::load(vector.as_ptr());
-            // The second operand is what a comparison with NaN gives.
-            most = S::max(S::max(x, S::sub(zero, x)), most);
+            // Returns the second operand where the first is NaN.
+            maximum = S::max(S::max(x, S::sub(zero, x)), maximum);
         }
         let rest = vectors.remainder();
         let x = load_part::<S>(rest.as_ptr(), rest.len(), 0.0);
-        S::largest(S::max(S::max(x, S::sub(zero, x)), most))
+        S::largest(S::max(S::max(x, S::sub(zero, x)), maximum))
     }
 }
 
-/// The first and the third of four signed bytes in 16 bits each.
+/// Sign-extends the first and third of four bytes to 16 bits each.
 #[inline(always)]
 fn halves(four: u32) -> u32 {
     u32::from(four as i8 as u16) | u32::from((four >> 16) as i8 as u16) << 16
 }
 
-/// What one step of bytes that share a scale is worth if the largest of their numbers is this, and the inverse.
+/// Returns the int8 scale of a group whose largest magnitude is `largest`, and its inverse.
 #[inline(always)]
 pub(in crate::cpu) fn scale(largest: f32) -> (f32, f32) {
-    // What is not finite has no scale; the products of such rows mean nothing anyway.
+    // Without a finite scale both are 0; such rows have meaningless results anyway.
     if largest > 1e-30 && largest < f32::INFINITY { (largest / 127.0, 127.0 / largest) } else { (0.0, 0.0) }
 }
 
@@ -267,7 +270,7 @@ pub(super) mod tests {
     use super::*;
     use crate::cpu::Isa;
 
-    /// Every way that this machine has to pack groups gives the words that plain Rust gives.
+    /// Checks that every instruction set packs groups to the same words as plain Rust.
     pub(in crate::cpu::gemm) fn check_group(
         x: &[f32],
         k: usize,
@@ -275,12 +278,15 @@ pub(super) mod tests {
         offset: i32,
         tiles: Tiles,
     ) -> Result<(), TestCaseError> {
-        for layout in [Layout::Group { group, offset }, Layout::Halves { group, offset }] {
+        for layout in [Layout::Int8 { group, offset }, Layout::Int16 { group, offset }] {
             let row_words = k.div_ceil(group) * layout.words();
             let words = |isa| {
                 let mut words = vec![0xdead_beef; tiles.rows * row_words];
                 let range = 0..tiles.count();
-                pack(isa, Pack { x, k, row_words, layout, tiles, range, words: words.as_mut_ptr() });
+                pack(
+                    isa,
+                    PackActivations { x, k, row_words, layout, tiles, range, words: words.as_mut_ptr() },
+                );
                 words
             };
             let plain = words(Isa::PORTABLE);

@@ -1,3 +1,5 @@
+//! Property tests of GEMM, packing and fused SwiGLU.
+
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -6,13 +8,13 @@ use crate::cpu::{Isa, Rows};
 use crate::dtype::Dtype;
 use crate::encoding::Encoding;
 
-/// Pseudo-random numbers in [-scale, scale], by formula.
+/// Pseudo-random values in [-scale, scale], by formula.
 fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
     let value = |i| (crate::philox4x32([i, 1, 0, 0], [seed, 0])[0] as f32 / 2f32.powi(31) - 1.0) * scale;
     (0..n as u32).map(value).collect()
 }
 
-/// `values` as a checkpoint stores them, and what they are once rounded.
+/// Returns `values` as a checkpoint stores them, and the rounded values.
 fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let bytes: Vec<u8> = match dtype {
         Dtype::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
@@ -27,27 +29,27 @@ fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 
 #[derive(Debug, Clone, Copy)]
-enum Begin {
+enum StartKind {
     Zero,
     Bias,
     Output,
 }
 
-/// The product of rows `from..to` of x alone.
-fn product(
+/// Returns the GEMM of rows `from..to` of x alone.
+fn run_gemm(
     pool: &Pool,
     w: &PackedMatrix,
     x: &[f32],
-    begin: Begin,
+    start_kind: StartKind,
     bias: &[f32],
     y: &[f32],
     rows: Range<usize>,
 ) -> Vec<f32> {
     let mut y = y[rows.start * w.n()..rows.end * w.n()].to_vec();
-    let start = match begin {
-        Begin::Zero => Start::Zero,
-        Begin::Bias => Start::Bias(bias),
-        Begin::Output => Start::Output,
+    let start = match start_kind {
+        StartKind::Zero => Start::Zero,
+        StartKind::Bias => Start::Bias(bias),
+        StartKind::Output => Start::Output,
     };
     let x = &x[rows.start * w.k()..rows.end * w.k()];
     gemm(pool, w, x, rows.len(), start, &mut y, &mut Activations::default());
@@ -59,9 +61,9 @@ fn check(
     k: usize,
     rows: usize,
     dtype: Dtype,
-    begin: Begin,
+    start_kind: StartKind,
     threads: usize,
-    cut: usize,
+    split_row: usize,
     seed: u32,
 ) -> Result<(), TestCaseError> {
     let (many, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
@@ -69,7 +71,7 @@ fn check(
     let (x, bias, y) =
         (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, n, 1.0), values(seed ^ 3, rows * n, 1.0));
     for isa in Isa::available() {
-        // Two sources, as where queries, keys and values are packed as one.
+        // Two sources, as for concatenated query, key and value projections.
         let split = n / 3;
         let at = split * k * dtype.bytes();
         let sources = [
@@ -77,15 +79,15 @@ fn check(
             Rows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split, interleaved: None },
         ];
         let w = PackedMatrix::pack(&many, isa, k, &sources, WeightFormat::of(&sources)).unwrap();
-        let all = product(&many, &w, &x, begin, &bias, &y, 0..rows);
+        let all = run_gemm(&many, &w, &x, start_kind, &bias, &y, 0..rows);
         for row in 0..rows {
             for column in 0..n {
                 let (x, w) = (&x[row * k..][..k], &weights[column * k..][..k]);
                 let rounded = |v: f32| if dtype == Dtype::Bf16 { bf16::from_f32(v).to_f32() } else { v };
-                let start = match begin {
-                    Begin::Zero => 0.0,
-                    Begin::Bias => bias[column],
-                    Begin::Output => y[row * n + column],
+                let start = match start_kind {
+                    StartKind::Zero => 0.0,
+                    StartKind::Bias => bias[column],
+                    StartKind::Output => y[row * n + column],
                 };
                 let terms = x.iter().zip(w).map(|(x, w)| f64::from(rounded(*x)) * f64::from(*w));
                 let exact = f64::from(start) + terms.clone().sum::<f64>();
@@ -98,13 +100,13 @@ fn check(
                 );
             }
         }
-        // The same rows in two products, on one thread, and one by one.
-        let cut = cut.min(rows);
-        let mut parts = product(&single, &w, &x, begin, &bias, &y, 0..cut);
-        parts.extend(product(&many, &w, &x, begin, &bias, &y, cut..rows));
-        prop_assert!(bits(&parts) == bits(&all), "{} {dtype:?}: cut at {cut}", isa.name());
+        // The same rows in two calls, on one thread, and one by one.
+        let split_row = split_row.min(rows);
+        let mut parts = run_gemm(&single, &w, &x, start_kind, &bias, &y, 0..split_row);
+        parts.extend(run_gemm(&many, &w, &x, start_kind, &bias, &y, split_row..rows));
+        prop_assert!(bits(&parts) == bits(&all), "{} {dtype:?}: split at {split_row}", isa.name());
         for row in (0..rows).step_by(rows / 8 + 1) {
-            let alone = product(&many, &w, &x, begin, &bias, &y, row..row + 1);
+            let alone = run_gemm(&many, &w, &x, start_kind, &bias, &y, row..row + 1);
             prop_assert!(
                 bits(&alone) == bits(&all[row * n..(row + 1) * n]),
                 "{} {dtype:?}: row {row}",
@@ -123,21 +125,21 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn products_are_right_and_rows_do_not_see_each_other(
-        n in 1usize..200, k in 1usize..300, rows in 1usize..40, dtype in 0usize..3, begin in 0usize..3,
-        threads in 1usize..4, cut in 0usize..40, seed in any::<u32>(),
+    fn gemm_is_correct_and_rows_do_not_affect_each_other(
+        n in 1usize..200, k in 1usize..300, rows in 1usize..40, dtype in 0usize..3, start_kind in 0usize..3,
+        threads in 1usize..4, split_row in 0usize..40, seed in any::<u32>(),
     ) {
-        let begin = [Begin::Zero, Begin::Bias, Begin::Output][begin];
-        check(n, k, rows, DTYPES[dtype], begin, threads, cut, seed)?;
+        let start_kind = [StartKind::Zero, StartKind::Bias, StartKind::Output][start_kind];
+        check(n, k, rows, DTYPES[dtype], start_kind, threads, split_row, seed)?;
     }
 }
 
 #[test]
-fn cache_blocks_of_rows_and_of_k_leave_the_bits_alone() {
+fn cache_blocks_of_rows_and_of_k_do_not_change_bits() {
     for dtype in DTYPES {
-        check(70, 1500, 530, dtype, Begin::Bias, 2, 517, 9).unwrap();
-        for begin in [Begin::Zero, Begin::Bias, Begin::Output] {
-            check(40, 14_000, 75, dtype, begin, 2, 61, 10).unwrap();
+        check(70, 1500, 530, dtype, StartKind::Bias, 2, 517, 9).unwrap();
+        for start_kind in [StartKind::Zero, StartKind::Bias, StartKind::Output] {
+            check(40, 14_000, 75, dtype, start_kind, 2, 61, 10).unwrap();
         }
     }
 }
@@ -162,8 +164,7 @@ fn sources_of_different_dtypes_become_f32() {
     }
 }
 
-/// What a group of numbers is rounded to, as the tests see it: within half a step of the scale, and the scale is no
-/// larger than the range needs.
+/// Checks integer GEMM against f64 within half a quantization step per operand, and for batch invariance.
 fn check_integers(
     n: usize,
     k: usize,
@@ -171,7 +172,7 @@ fn check_integers(
     group: usize,
     four: bool,
     threads: usize,
-    cut: usize,
+    split_row: usize,
     seed: u32,
 ) {
     let (many, single) = (Pool::new(threads).unwrap(), Pool::new(1).unwrap());
@@ -183,14 +184,14 @@ fn check_integers(
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&many, isa, k, &source, format).unwrap();
         assert_eq!((w.format(), w.bytes()), (format, format.packed_bytes(isa, n, k)));
-        let all = product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], 0..rows);
+        let all = run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], 0..rows);
         for row in 0..rows {
             for column in 0..n {
                 let (x, w) = (&x[row * k..][..k], &weights[column * k..][..k]);
                 let (mut exact, mut allowed) = (f64::from(bias[column]), 1e-3);
                 for (x, w) in x.chunks(group).zip(w.chunks(group)) {
                     let largest = |v: &[f32]| v.iter().fold(0.0f32, |most, v| most.max(v.abs()));
-                    // Half a step of either side; of 4 bits a whole one, as the end of the range may be cut off.
+                    // Half a step per operand; for 4 bits a whole one, as extremes may be clamped.
                     let step_x = f64::from(largest(x)) / 127.0 * 0.51;
                     let step_w = f64::from(largest(w)) * if four { 1.01 / 6.9 } else { 0.51 / 127.0 };
                     for (x, w) in x.iter().zip(w) {
@@ -203,15 +204,15 @@ fn check_integers(
                 assert!(error <= allowed, "{} {format} row {row} column {column}: {error:e}", isa.name());
             }
         }
-        let cut = cut.min(rows);
-        let mut parts = product(&single, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], 0..cut);
-        parts.extend(product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], cut..rows));
-        assert!(bits(&parts) == bits(&all), "{} {format}: cut at {cut}", isa.name());
+        let split_row = split_row.min(rows);
+        let mut parts = run_gemm(&single, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], 0..split_row);
+        parts.extend(run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], split_row..rows));
+        assert!(bits(&parts) == bits(&all), "{} {format}: split at {split_row}", isa.name());
         for row in (0..rows).step_by(rows / 8 + 1) {
-            let alone = product(&many, &w, &x, Begin::Bias, &bias, &vec![0.0; rows * n], row..row + 1);
+            let alone = run_gemm(&many, &w, &x, StartKind::Bias, &bias, &vec![0.0; rows * n], row..row + 1);
             assert!(bits(&alone) == bits(&all[row * n..(row + 1) * n]), "{} {format}: row {row}", isa.name());
         }
-        // Sums within groups are exact, so paths differ by the rounding of sums over groups alone.
+        // Sums within groups are exact, so instruction sets differ only by the rounding of sums over groups.
         match &first {
             None => first = Some(all),
             Some(first) => {
@@ -226,11 +227,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn integer_products_are_within_their_rounding_and_rows_do_not_see_each_other(
+    fn integer_gemm_is_within_rounding_and_rows_do_not_affect_each_other(
         n in 1usize..140, k in 1usize..300, rows in 1usize..30, group in 1usize..=16, four in any::<bool>(),
-        threads in 1usize..4, cut in 0usize..30, seed in any::<u32>(),
+        threads in 1usize..4, split_row in 0usize..30, seed in any::<u32>(),
     ) {
-        check_integers(n, k, rows, group * 8, four, threads, cut, seed);
+        check_integers(n, k, rows, group * 8, four, threads, split_row, seed);
     }
 }
 
@@ -238,7 +239,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn activations_become_the_same_bytes_by_vectors_as_one_by_one(
+    fn vectorised_and_scalar_packing_give_the_same_bytes(
         k in 1usize..300, rows in 1usize..20, group in 1usize..=32, offset in prop::sample::select(vec![8, 128]),
         tallest in 1usize..=8, seed in any::<u32>(),
         odd in prop::collection::vec(
@@ -253,7 +254,7 @@ proptest! {
 }
 
 #[test]
-fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
+fn integer_gemm_of_many_rows_and_long_sums_keeps_its_bits() {
     check_integers(70, 1500, 530, 64, false, 2, 517, 9);
     check_integers(40, 1500, 300, 32, true, 2, 211, 10);
     check_integers(70, 14_000, 95, 128, false, 2, 61, 11);
@@ -261,7 +262,7 @@ fn integer_products_of_many_rows_and_long_sums_keep_their_bits() {
 }
 
 #[test]
-fn the_largest_integers_of_either_sign_do_not_overflow_what_adds_them() {
+fn the_largest_integers_of_either_sign_do_not_overflow() {
     let pool = Pool::new(1).unwrap();
     let (n, k) = (20, 256 + 8);
     for signs in [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]] {
@@ -286,7 +287,7 @@ fn the_largest_integers_of_either_sign_do_not_overflow_what_adds_them() {
 }
 
 #[test]
-fn blocks_of_files_keep_every_bit() {
+fn gguf_blocks_keep_every_bit() {
     let pool = Pool::new(1).unwrap();
     let k = 64;
     for (encoding, format) in [
@@ -317,7 +318,7 @@ fn blocks_of_files_keep_every_bit() {
     }
 }
 
-/// Of `half` gates and as many ups.
+/// Checks the fused SwiGLU against two kernels for `half` gates and as many ups.
 fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>, threads: usize, seed: u32) {
     let pool = Pool::new(threads).unwrap();
     let (bytes, _) = stored(Dtype::Bf16, &values(seed, 2 * half * k, 1.0));
@@ -328,13 +329,13 @@ fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>,
         let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
         for bias in [None, Some(&bias[..])] {
             let scratch = &mut Activations::default();
-            let (mut between, mut apart) = (vec![0.0; rows * 2 * half], vec![0.0; rows * half]);
+            let (mut between, mut unfused) = (vec![0.0; rows * 2 * half], vec![0.0; rows * half]);
             gemm(&pool, &w, &x, rows, bias.map_or(Start::Zero, Start::Bias), &mut between, scratch);
-            crate::cpu::swiglu(&pool, isa, &between, half, &mut apart);
-            let mut together = vec![f32::NAN; rows * half];
-            gemm_swiglu(&pool, &w, &x, rows, bias, &mut between, &mut together, scratch);
+            crate::cpu::swiglu(&pool, isa, &between, half, &mut unfused);
+            let mut fused = vec![f32::NAN; rows * half];
+            gemm_swiglu(&pool, &w, &x, rows, bias, &mut between, &mut fused, scratch);
             let name = isa.name();
-            assert!(bits(&together) == bits(&apart), "{name} {format}: {half} {k} {rows} seed {seed}");
+            assert!(bits(&fused) == bits(&unfused), "{name} {format}: {half} {k} {rows} seed {seed}");
         }
     }
 }
@@ -343,7 +344,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn gates_within_a_product_leave_the_bits_alone(
+    fn fused_swiglu_does_not_change_bits(
         panels in 1usize..5, odd in 0usize..2, k in 1usize..200, rows in 1usize..60, kind in 0usize..3,
         threads in 1usize..4, seed in any::<u32>(),
     ) {
@@ -354,7 +355,7 @@ proptest! {
 }
 
 #[test]
-fn gates_within_a_product_of_many_rows_and_long_sums_leave_the_bits_alone() {
+fn fused_swiglu_of_many_rows_and_long_sums_does_not_change_bits() {
     check_gated(96, 2500, 530, None, 2, 11);
     check_gated(64, 2500, 300, Some(WeightFormat::Int8 { group: 64 }), 2, 12);
     check_gated(64, 300, 600, None, 2, 13);

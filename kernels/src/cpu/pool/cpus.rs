@@ -1,21 +1,21 @@
-//! CPUs that threads are pinned to, one pool each.
+//! Exclusive assignment of CPUs to pinned thread pools, across processes.
 
 #[cfg(target_os = "linux")]
 mod linux {
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-    /// CPUs that nobody else claims while this lives.
+    /// Set of CPUs that no other process claims while this value lives.
     ///
-    /// A claim is an abstract socket named after the CPU: the operating system knows who holds it, and lets go of it when
-    /// the process ends, however it ends.
-    pub(in super::super) struct Claim {
+    /// A claim is an abstract socket named after the CPU: the operating system releases it when the process
+    /// ends or crashes.
+    pub(in super::super) struct CpuClaim {
         cpus: Vec<usize>,
         _held: Vec<UnixDatagram>,
     }
 
-    impl Claim {
-        /// Claims `count` of the CPUs that this thread may run on; `None` if so many are not left.
+    impl CpuClaim {
+        /// Claims `count` of the CPUs that this thread may run on; `None` if not enough are free.
         pub(in super::super) fn new(count: usize) -> Option<Self> {
             let (mut cpus, mut held) = (Vec::new(), Vec::new());
             for cpu in allowed() {
@@ -31,10 +31,10 @@ mod linux {
             (cpus.len() == count).then_some(Self { cpus, _held: held })
         }
 
-        /// Keeps the calling thread on the claim's CPU number `index`.
+        /// Pins the calling thread to the claim's CPU number `index`.
         pub(in super::super) fn pin(&self, index: usize) {
-            // SAFETY: the set is plain data, and the CPU is one that `sched_getaffinity` named. A refusal leaves the
-            // thread where it was.
+            // SAFETY: `cpu_set_t` is plain data, and the CPU index came from `sched_getaffinity`, so it is in
+            // range. On failure the thread stays unpinned.
             unsafe {
                 let mut set: libc::cpu_set_t = std::mem::zeroed();
                 libc::CPU_SET(self.cpus[index], &mut set);
@@ -43,8 +43,9 @@ mod linux {
         }
     }
 
+    /// Returns the CPUs that this thread may run on.
     fn allowed() -> Vec<usize> {
-        // SAFETY: the set is plain data of the size given.
+        // SAFETY: `cpu_set_t` is plain data, and the size passed is its own.
         unsafe {
             let mut set: libc::cpu_set_t = std::mem::zeroed();
             if libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) != 0 {
@@ -56,11 +57,11 @@ mod linux {
 }
 
 #[cfg(not(target_os = "linux"))]
-mod elsewhere {
-    /// There is no claiming here: threads go where the operating system puts them.
-    pub(in super::super) struct Claim;
+mod unsupported {
+    /// Stub for platforms without CPU pinning.
+    pub(in super::super) struct CpuClaim;
 
-    impl Claim {
+    impl CpuClaim {
         pub(in super::super) fn new(_count: usize) -> Option<Self> {
             None
         }
@@ -69,7 +70,7 @@ mod elsewhere {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-pub(super) use elsewhere::Claim;
 #[cfg(target_os = "linux")]
-pub(super) use linux::Claim;
+pub(super) use linux::CpuClaim;
+#[cfg(not(target_os = "linux"))]
+pub(super) use unsupported::CpuClaim;

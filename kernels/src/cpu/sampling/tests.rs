@@ -1,3 +1,5 @@
+//! Property tests of sampling against an oracle that sorts all tokens.
+
 use proptest::prelude::*;
 
 use super::*;
@@ -12,7 +14,7 @@ fn logits() -> impl Strategy<Value = Vec<f32>> {
     prop::collection::vec(logit, 1..400)
 }
 
-fn cut() -> impl Strategy<Value = Truncation> {
+fn truncation() -> impl Strategy<Value = Truncation> {
     let top_k = prop_oneof![Just(0usize), 1usize..10, 1usize..500];
     let top_p = prop_oneof![Just(1.0f32), 0.001f32..1.0, Just(1e-30f32)];
     let min_p = prop_oneof![Just(0.0f32), 0.0f32..=1.0];
@@ -20,11 +22,11 @@ fn cut() -> impl Strategy<Value = Truncation> {
         .prop_map(|(temperature, top_k, top_p, min_p)| Truncation { temperature, top_k, top_p, min_p })
 }
 
-/// The kept tokens with their weights, by sorting everything.
-fn oracle(logits: &[f32], cut: &Truncation) -> Vec<(u32, f64)> {
+/// Returns the kept tokens with their weights, by sorting everything.
+fn oracle(logits: &[f32], truncation: &Truncation) -> Vec<(u32, f64)> {
     let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |logit: f32| {
-        if logit == best { 1.0 } else { libm::exp(f64::from((logit - best) / cut.temperature)) }
+        if logit == best { 1.0 } else { libm::exp(f64::from((logit - best) / truncation.temperature)) }
     };
     let mut kept: Vec<(u32, f64)> =
         logits.iter().enumerate().map(|(id, l)| (id as u32, weight(*l))).collect();
@@ -32,47 +34,47 @@ fn oracle(logits: &[f32], cut: &Truncation) -> Vec<(u32, f64)> {
         let by_logit = logits[b.0 as usize].partial_cmp(&logits[a.0 as usize]).unwrap();
         by_logit.then(a.0.cmp(&b.0))
     });
-    if cut.top_k > 0 {
-        kept.truncate(cut.top_k);
+    if truncation.top_k > 0 {
+        kept.truncate(truncation.top_k);
     }
-    if cut.top_p < 1.0 {
+    if truncation.top_p < 1.0 {
         let total: f64 = kept.iter().map(|(_, w)| w).sum();
         let mut sum = 0.0;
         let needed = kept.iter().position(|(_, w)| {
             sum += w;
-            sum >= f64::from(cut.top_p) * total
+            sum >= f64::from(truncation.top_p) * total
         });
         kept.truncate(needed.map_or(kept.len(), |at| at + 1));
     }
-    kept.retain(|(_, w)| *w >= f64::from(cut.min_p));
+    kept.retain(|(_, w)| *w >= f64::from(truncation.min_p));
     kept.sort_by_key(|(id, _)| *id);
     kept
 }
 
-/// Whether the oracle's answer hangs on rounding: a cut or the draw falls within a hair of a border.
-fn close_call(logits: &[f32], cut: &Truncation, uniform: f64) -> bool {
-    const HAIR: f64 = 1e-5;
-    let with = |top_p: f32, min_p: f32| oracle(logits, &Truncation { top_p, min_p, ..*cut });
-    let hair = HAIR as f32;
-    let kept = oracle(logits, cut);
+/// Returns whether the expected token depends on rounding: a truncation or sample close to a boundary.
+fn close_call(logits: &[f32], truncation: &Truncation, uniform: f64) -> bool {
+    const MARGIN: f64 = 1e-5;
+    let with = |top_p: f32, min_p: f32| oracle(logits, &Truncation { top_p, min_p, ..*truncation });
+    let margin = MARGIN as f32;
+    let kept = oracle(logits, truncation);
     let ids = |kept: &[(u32, f64)]| kept.iter().map(|(id, _)| *id).collect::<Vec<_>>();
     let nudged = [
-        with(cut.top_p * (1.0 - hair), cut.min_p),
-        with((cut.top_p * (1.0 + hair)).min(1.0), cut.min_p),
-        with(cut.top_p, cut.min_p * (1.0 - hair)),
-        with(cut.top_p, cut.min_p * (1.0 + hair)),
+        with(truncation.top_p * (1.0 - margin), truncation.min_p),
+        with((truncation.top_p * (1.0 + margin)).min(1.0), truncation.min_p),
+        with(truncation.top_p, truncation.min_p * (1.0 - margin)),
+        with(truncation.top_p, truncation.min_p * (1.0 + margin)),
     ];
-    if cut.min_p > 0.0 && cut.min_p < 1.0 && nudged[2..].iter().any(|n| ids(n) != ids(&kept)) {
+    if truncation.min_p > 0.0 && truncation.min_p < 1.0 && nudged[2..].iter().any(|n| ids(n) != ids(&kept)) {
         return true;
     }
-    if cut.top_p < 1.0 && nudged[..2].iter().any(|n| ids(n) != ids(&kept)) {
+    if truncation.top_p < 1.0 && nudged[..2].iter().any(|n| ids(n) != ids(&kept)) {
         return true;
     }
     let total: f64 = kept.iter().map(|(_, w)| w).sum();
     let mut sum = 0.0;
     kept.iter().any(|(_, w)| {
         sum += w;
-        (sum / total - uniform).abs() < HAIR
+        (sum / total - uniform).abs() < MARGIN
     })
 }
 
@@ -80,19 +82,19 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn a_draw_is_the_one_that_sorting_everything_gives(
-        logits in logits(), cut in cut(), uniform in 0.0f64..1.0,
+    fn a_sample_is_the_one_that_sorting_everything_gives(
+        logits in logits(), truncation in truncation(), uniform in 0.0f64..1.0,
     ) {
         prop_assume!(logits.iter().any(|logit| logit.is_finite()));
-        let kept = oracle(&logits, &cut);
+        let kept = oracle(&logits, &truncation);
         let total: f64 = kept.iter().map(|(_, w)| w).sum();
         let mut sum = 0.0;
         let expected = kept.iter().find(|(_, w)| { sum += w; sum > uniform * total }).map(|(id, _)| *id);
         let mut workspace = Workspace::default();
         for isa in Isa::available() {
-            let token = sample(isa, &logits, &cut, uniform, &mut workspace);
+            let token = sample(isa, &logits, &truncation, uniform, &mut workspace);
             prop_assert!(logits[token as usize] > f32::NEG_INFINITY, "a masked token was drawn");
-            if !close_call(&logits, &cut, uniform) {
+            if !close_call(&logits, &truncation, uniform) {
                 prop_assert_eq!(Some(token), expected, "{}", isa.name());
             }
         }
@@ -118,15 +120,15 @@ proptest! {
     }
 
     #[test]
-    fn nothing_panics_on_whatever_numbers_there_are(
-        mut logits in prop::collection::vec(any::<u32>().prop_map(f32::from_bits), 1..100), cut in cut(),
+    fn arbitrary_logits_never_panic(
+        mut logits in prop::collection::vec(any::<u32>().prop_map(f32::from_bits), 1..100), truncation in truncation(),
         uniform in 0.0f64..1.0,
     ) {
         let mut workspace = Workspace::default();
         for isa in Isa::available() {
             prop_assert!((argmax(isa, &logits) as usize) < logits.len());
             mask_nan(&mut logits);
-            prop_assert!((sample(isa, &logits, &cut, uniform, &mut workspace) as usize) < logits.len());
+            prop_assert!((sample(isa, &logits, &truncation, uniform, &mut workspace) as usize) < logits.len());
             log_sum_exp(isa, &logits, &mut workspace);
             top(&logits, 5, &mut workspace).for_each(drop);
         }
@@ -134,7 +136,7 @@ proptest! {
 }
 
 #[test]
-fn nan_is_never_chosen() {
+fn nan_is_never_sampled() {
     for isa in Isa::available() {
         for at in 0..40 {
             let mut logits = vec![f32::NAN; 40];
@@ -145,25 +147,25 @@ fn nan_is_never_chosen() {
 }
 
 #[test]
-fn tokens_are_drawn_as_often_as_they_are_probable() {
+fn tokens_are_sampled_as_often_as_they_are_probable() {
     let logits: Vec<f32> = (0..300).map(|i| (i as f32 * 0.7).sin() * 3.0).collect();
-    let cuts = [
+    let truncations = [
         Truncation { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 },
         Truncation { temperature: 0.7, top_k: 40, top_p: 0.9, min_p: 0.05 },
         Truncation { temperature: 1.5, top_k: 0, top_p: 0.8, min_p: 0.0 },
     ];
     const DRAWS: u32 = 200_000;
-    for cut in cuts {
-        let kept = oracle(&logits, &cut);
+    for truncation in truncations {
+        let kept = oracle(&logits, &truncation);
         let total: f64 = kept.iter().map(|(_, w)| w).sum();
         let mut counts = vec![0u32; logits.len()];
         let mut workspace = Workspace::default();
         for position in 0..DRAWS {
             let uniform = crate::Draw { seed: 99, choice: 0, position, draw: 0 }.uniform();
-            counts[sample(Isa::detect(), &logits, &cut, uniform, &mut workspace) as usize] += 1;
+            counts[sample(Isa::detect(), &logits, &truncation, uniform, &mut workspace) as usize] += 1;
         }
         let drawn: u32 = kept.iter().map(|(id, _)| counts[*id as usize]).sum();
-        assert_eq!(drawn, DRAWS, "a token that was cut off was drawn: {cut:?}");
+        assert_eq!(drawn, DRAWS, "a token that was truncated was sampled: {truncation:?}");
         // Chi-squared against its mean plus five standard deviations.
         let mut chi = 0.0;
         for (id, weight) in &kept {
@@ -171,6 +173,9 @@ fn tokens_are_drawn_as_often_as_they_are_probable() {
             chi += (f64::from(counts[*id as usize]) - expected).powi(2) / expected;
         }
         let freedom = kept.len() as f64 - 1.0;
-        assert!(chi < freedom + 5.0 * (2.0 * freedom).sqrt(), "chi^2 = {chi} for {freedom} degrees: {cut:?}");
+        assert!(
+            chi < freedom + 5.0 * (2.0 * freedom).sqrt(),
+            "chi^2 = {chi} for {freedom} degrees: {truncation:?}"
+        );
     }
 }

@@ -1,6 +1,6 @@
-//! One vocabulary of vector operations, so that a kernel is written once and compiled for each instruction set.
+//! Portable vector operations: a kernel is written once and compiled for each instruction set.
 
-use super::isa::{Isa, Path};
+use super::isa::{Isa, IsaKind};
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -12,97 +12,97 @@ mod portable;
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{
-    Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, largest_of, transpose,
-    upper_halves,
+    Avx512, add_sixteenth, bf16_pairs, dot_bf16, dot_bf16_where, dot_int8, high_nibbles, largest_of,
+    transpose,
 };
 pub(crate) use portable::Portable;
 
-/// Most lanes of any instruction set.
+/// Maximum lanes of any instruction set.
 pub(crate) const LANES_MAX: usize = 16;
 
-/// Vectors of f32 and what kernels do with them.
+/// Vector operations on f32 and integers.
 ///
 /// # Safety
-/// Every function needs the instruction set of the implementing type, which [`run`] establishes, and pointers valid
-/// for the lanes read or written; they may be unaligned.
+/// Every function requires the instruction set of the implementing type, which [`run`] establishes, and
+/// pointers valid for the lanes read or written; they may be unaligned.
 pub(crate) trait Simd: Copy + 'static {
-    /// A vector of `LANES` f32.
+    /// Vector of `LANES` f32.
     type V: Copy;
-    /// A vector of `LANES` 32-bit integers, each also four bytes.
+    /// Vector of `LANES` 32-bit integers, each also four bytes.
     type I: Copy;
-    /// Lanes of a vector; a power of two up to [`LANES_MAX`].
+    /// Lanes per vector; a power of two up to [`LANES_MAX`].
     const LANES: usize;
-    /// Vectors that the processor has room for.
+    /// Number of vector registers.
     const REGISTERS: usize;
-    /// Rows of the tallest GEMM tile; with two vectors per row its sums fit the registers.
+    /// Rows of the tallest float GEMM tile, whose accumulators (two vectors per row) fit the registers.
     const TILE_ROWS: usize;
-    /// The same with integers, of which each row has the sums of a group, too.
+    /// Rows of the tallest integer GEMM tile, which also holds a group's integer sums per row.
     const INTEGER_ROWS: usize;
-    /// Queries that attention treats at once.
+    /// Queries that attention processes at once.
     const QUERIES: usize;
 
-    /// Runs a part of a kernel, as a function of its own where the compiler uses registers better so.
-    unsafe fn run_part<P: Part<Self>>(part: P);
+    /// Runs a subkernel, as a separate function where register allocation benefits.
+    unsafe fn run_subkernel<P: SubKernel<Self>>(subkernel: P);
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(from: *const f32) -> Self::V;
     unsafe fn store(to: *mut f32, v: Self::V);
     unsafe fn load_bf16(from: *const u16) -> Self::V;
     unsafe fn load_f16(from: *const u16) -> Self::V;
-    /// Reads signed bytes.
+    /// Loads `LANES` signed bytes as f32.
     unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// Reads pairs of bf16; first members and second members apart.
+    /// Loads `LANES` pairs of bf16 and returns the first and the second elements.
     unsafe fn load_bf16_pairs(from: *const u32) -> (Self::V, Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; `b` where either is NaN.
+    /// Returns the larger; `b` where either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// The smaller; `b` where either is NaN.
+    /// Returns the smaller; `b` where either is NaN.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b + c`, rounded once where the instruction set can.
+    /// Returns `a * b + c`, rounded once where the instruction set can.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// To the nearest integer, ties to even; for |v| < 2^22.
+    /// Rounds to the nearest integer, ties to even; for |v| < 2^22.
     unsafe fn round(v: Self::V) -> Self::V;
-    /// `a` times 2 to the power of an integer in [-126, 127], where that is a normal number; 0 or a number below 2^-126 for -127.
+    /// Returns `a * 2^v` for integers `v` in [-126, 127] with a normal result; -127 gives at most 2^-126.
     unsafe fn times_exp2(a: Self::V, v: Self::V) -> Self::V;
-    /// `a < b ? x : y`, lane by lane.
+    /// Returns `a < b ? x : y`, lane by lane.
     unsafe fn if_less(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
-    /// The sum of all lanes, in an order that is part of the instruction set's arithmetic.
+    /// Returns the sum of all lanes, in an order that is part of the instruction set's arithmetic.
     unsafe fn sum(v: Self::V) -> f32;
-    /// Asks for a cache line that will be read soon; any address will do.
+    /// Prefetches a cache line into the first-level cache; any address is allowed.
     unsafe fn prefetch(at: *const u8);
-    /// The same for what will be read later: into the second-level cache.
+    /// Prefetches a cache line into the second-level cache; any address is allowed.
     unsafe fn prefetch_far(at: *const u8);
-    /// The largest lane.
+    /// Returns the largest lane.
     unsafe fn largest(v: Self::V) -> f32;
     unsafe fn splat_int(x: i32) -> Self::I;
     unsafe fn load_int(from: *const u8) -> Self::I;
-    /// The lower and the upper half of each byte, each in a byte of its own.
+    /// Splits each byte into its low and its high nibble, each in a byte.
     unsafe fn nibbles(v: Self::I) -> (Self::I, Self::I);
-    /// Of the four unsigned bytes of each lane, numbers of 16 bits: the first and the third, then the second and the fourth.
+    /// Widens the four unsigned bytes of each lane to 16 bits: first and third, then second and fourth.
     unsafe fn halves(v: Self::I) -> (Self::I, Self::I);
-    /// Adds to each lane the products of its two pairs of signed 16-bit numbers.
+    /// Adds to each lane the dot product of its two pairs of signed 16-bit integers.
     unsafe fn dot_halves(sum: Self::I, a: Self::I, b: Self::I) -> Self::I;
-    /// Adds to the two 16-bit sums of each lane the products of two of its pairs of bytes each, those of `w` unsigned, those
-    /// of `x` signed. No sum, nor any two products, may exceed 16 bits.
+    /// Adds to the two 16-bit sums of each lane the products of two byte pairs each, with unsigned `w` and
+    /// signed `x`. Neither a sum nor any two products may exceed 16 bits.
     unsafe fn dot_bytes(sums: Self::I, w: Self::I, x: Self::I) -> Self::I;
-    /// Adds to each lane of `a` the two signed 16-bit numbers of `b`.
+    /// Adds to each lane of `a` the two signed 16-bit integers of `b`.
     unsafe fn add_halves(a: Self::I, b: Self::I) -> Self::I;
-    /// Each integer, which is below 2^24 in magnitude, as f32.
+    /// Converts integers below 2^24 in magnitude to f32.
     unsafe fn int_to_f32(v: Self::I) -> Self::V;
 
-    /// 2^x for x up to 127, within 3 units in the last place; 2^0 is 1 exactly. Below -126 it may be taken as 0, and 2^-inf is 0. Of
-    /// larger x it makes any number.
+    /// Returns 2^x for x up to 127, within 3 ulp; exactly 1 at 0. Below -126 it may return 0, and 2^-inf is
+    /// 0. Larger `x` give unspecified values.
     #[inline(always)]
     unsafe fn exp2(x: Self::V) -> Self::V {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees `Self`'s instruction set; no memory is accessed.
         unsafe {
-            // Two to the power of -127 is made as 0.
+            // 2^-127 becomes 0.
             let clamped = Self::max(Self::splat(-127.0), x);
             let n = Self::round(clamped);
             let r = Self::sub(clamped, n);
-            // Minimax polynomial of 2^r on [-0.5, 0.5] that is 1 at 0 and has the right slope there.
+            // Minimax polynomial of 2^r on [-0.5, 0.5] that is 1 at 0 with the exact slope there.
             let p = Self::splat(1.330_061_7e-3);
             let p = Self::fma(p, r, Self::splat(9.669_694e-3));
             let p = Self::fma(p, r, Self::splat(5.550_558_5e-2));
@@ -114,98 +114,98 @@ pub(crate) trait Simd: Copy + 'static {
     }
 }
 
-/// A kernel that can be compiled for any instruction set.
+/// Kernel that can be compiled for any instruction set.
 pub(crate) trait Kernel {
-    /// The body. Implementations are `#[inline(always)]`, so that they take on the features of their caller. Closures that use
-    /// vectors, such as those given to `map`, need not be inlined, and are then compiled without these features.
+    /// Runs the kernel. Implementations are `#[inline(always)]`, so that they inherit the target features of
+    /// their caller. Closures over vectors, as in `map`, may not be inlined and then lack these features.
     ///
     /// # Safety
-    /// The machine has `S`'s instruction set.
+    /// The machine supports `S`'s instruction set.
     unsafe fn run<S: Simd>(self);
 }
 
-/// A part of a kernel for one instruction set.
-pub(crate) trait Part<S: Simd> {
-    /// The body; see [`Kernel::run`].
+/// Part of a kernel for one instruction set, see [`Simd::run_subkernel`].
+pub(crate) trait SubKernel<S: Simd> {
+    /// Runs the subkernel; inlining as for [`Kernel::run`].
     ///
     /// # Safety
-    /// The machine has `S`'s instruction set.
+    /// The machine supports `S`'s instruction set.
     unsafe fn run(self);
 }
 
-/// Runs a kernel in the form that `isa` names.
+/// Runs a kernel compiled for `isa`.
 #[inline]
 pub(crate) fn run<K: Kernel>(isa: Isa, kernel: K) {
     match isa.0 {
-        // SAFETY: plain Rust needs no feature.
-        Path::Portable => unsafe { kernel.run::<Portable>() },
+        // SAFETY: plain Rust needs no target feature.
+        IsaKind::Portable => unsafe { kernel.run::<Portable>() },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: an `Isa` exists only where its features were detected.
-        Path::Avx2 => unsafe { run_avx2(kernel) },
+        // SAFETY: an `Isa` of this kind exists only where AVX2, FMA and F16C were detected.
+        IsaKind::Avx2 => unsafe { run_avx2(kernel) },
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => unsafe { run_avx512(kernel) },
+        // SAFETY: an `Isa` of these kinds exists only where AVX-512 F, BW, DQ and VL were detected.
+        IsaKind::Avx512 | IsaKind::Avx512Vnni | IsaKind::Avx512Bf16 => unsafe { run_avx512(kernel) },
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn run_avx2<K: Kernel>(kernel: K) {
-    // SAFETY: the caller and the attribute above establish the features.
+    // SAFETY: the caller guarantees AVX2, FMA and F16C, which the attribute enables.
     unsafe { kernel.run::<Avx2>() }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn run_avx512<K: Kernel>(kernel: K) {
-    // SAFETY: the caller and the attribute above establish the features.
+    // SAFETY: the caller guarantees AVX-512 F, BW, DQ and VL, which the attribute enables.
     unsafe { kernel.run::<Avx512>() }
 }
 
-/// As [`run`] for the form with dot products of 8-bit integers.
+/// Runs a kernel compiled for AVX-512 with int8 dot products (VNNI).
 ///
 /// # Safety
-/// The machine has AVX-512 with VNNI.
+/// The machine supports AVX-512 with VNNI.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(crate) unsafe fn run_avx512_vnni<K: Kernel>(kernel: K) {
-    // SAFETY: the caller and the attribute above establish the features.
+    // SAFETY: the caller guarantees AVX-512 with VNNI, which the attribute enables.
     unsafe { kernel.run::<Avx512>() }
 }
 
-/// As [`run`] for the form with dot products of bf16 numbers.
+/// Runs a kernel compiled for AVX-512 with bf16 dot products.
 ///
 /// # Safety
-/// The machine has AVX-512 with BF16.
+/// The machine supports AVX-512 with BF16.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(crate) unsafe fn run_avx512_bf16<K: Kernel>(kernel: K) {
-    // SAFETY: the caller and the attribute above establish the features.
+    // SAFETY: the caller guarantees AVX-512 with BF16, which the attribute enables.
     unsafe { kernel.run::<Avx512>() }
 }
 
-/// Lanes of a vector of `isa`.
+/// Returns the f32 lanes per vector of `isa`.
 pub(crate) fn lanes(isa: Isa) -> usize {
     match isa.0 {
-        Path::Portable => Portable::LANES,
+        IsaKind::Portable => Portable::LANES,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => Avx2::LANES,
+        IsaKind::Avx2 => Avx2::LANES,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 | Path::Avx512Vnni | Path::Avx512Bf16 => Avx512::LANES,
+        IsaKind::Avx512 | IsaKind::Avx512Vnni | IsaKind::Avx512Bf16 => Avx512::LANES,
     }
 }
 
-/// The same address, of which the compiler knows nothing more.
+/// Returns the same address but hides its origin from the optimiser.
 #[inline(always)]
 #[allow(
     clippy::pointers_in_nomem_asm_block,
-    reason = "there is no instruction that could read what is there"
+    reason = "the block has no instruction, so nothing reads through the pointer"
 )]
 pub(crate) fn opaque<T>(at: *const T) -> *const T {
     #[cfg(target_arch = "x86_64")]
     {
         let mut same = at;
-        // SAFETY: there is no instruction.
+        // SAFETY: the block contains no instruction.
         unsafe {
             std::arch::asm!("/* {0} */", inout(reg) same, options(pure, nomem, nostack, preserves_flags))
         };
@@ -215,21 +215,21 @@ pub(crate) fn opaque<T>(at: *const T) -> *const T {
     at
 }
 
-/// Below it e^x is not a normal number any more, and taken as 0.
+/// Lower bound for [`exp`]: below it e^x is subnormal and returned as 0.
 pub(crate) const EXP_MIN: f32 = -87.336_54;
 const EXP_MAX: f32 = 88.37;
 
-/// e^x within 2 units in the last place; 0 below [`EXP_MIN`], at most e^88.37.
+/// Returns e^x within 2 ulp; 0 below [`EXP_MIN`], at most e^88.37.
 ///
 /// # Safety
-/// The machine has `S`'s instruction set.
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller guarantees `S`'s instruction set; no memory is accessed.
     unsafe {
         let clamped = S::max(S::splat(EXP_MIN), S::min(S::splat(EXP_MAX), x));
         let n = S::round(S::mul(clamped, S::splat(std::f32::consts::LOG2_E)));
-        // ln 2 in two parts; the first has so few bits that its product with n is exact without fma, too.
+        // ln 2 in two parts; the first is short enough that its product with n is exact without fma.
         let r = S::fma(n, S::splat(-0.693_359_4), clamped);
         let r = S::fma(n, S::splat(2.121_944_4e-4), r);
         // Minimax polynomial of (e^r - 1 - r) / r^2 on [-ln 2 / 2, ln 2 / 2].
@@ -244,14 +244,14 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     }
 }
 
-/// Loads `lanes` numbers and fills the other lanes with `rest`.
+/// Loads `lanes` elements and fills the other lanes with `rest`.
 ///
 /// # Safety
-/// As [`Simd`], for `lanes` numbers.
+/// The machine supports `S`'s instruction set, and `from` is valid for reads of `lanes` elements.
 #[inline(always)]
 pub(crate) unsafe fn load_part<S: Simd>(from: *const f32, lanes: usize, rest: f32) -> S::V {
     let mut whole = [rest; LANES_MAX];
-    // SAFETY: `from` holds `lanes` numbers by contract; `whole` holds a vector.
+    // SAFETY: the caller guarantees `lanes` readable elements; `whole` holds a full vector.
     unsafe {
         std::ptr::copy_nonoverlapping(from, whole.as_mut_ptr(), lanes.min(S::LANES));
         S::load(whole.as_ptr())
@@ -261,11 +261,11 @@ pub(crate) unsafe fn load_part<S: Simd>(from: *const f32, lanes: usize, rest: f3
 /// Stores the first `lanes` lanes.
 ///
 /// # Safety
-/// As [`Simd`], for `lanes` numbers.
+/// The machine supports `S`'s instruction set, and `to` is valid for writes of `lanes` elements.
 #[inline(always)]
 pub(crate) unsafe fn store_part<S: Simd>(to: *mut f32, lanes: usize, v: S::V) {
     let mut whole = [0.0; LANES_MAX];
-    // SAFETY: `whole` holds a vector; `to` takes `lanes` numbers by contract.
+    // SAFETY: `whole` holds a full vector; the caller guarantees `lanes` writable elements at `to`.
     unsafe {
         S::store(whole.as_mut_ptr(), v);
         std::ptr::copy_nonoverlapping(whole.as_ptr(), to, lanes.min(S::LANES));
@@ -287,7 +287,7 @@ mod tests {
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
             for (x, y) in self.1.chunks(S::LANES).zip(self.2.chunks_mut(S::LANES)) {
-                // SAFETY: both chunks hold as many numbers as are loaded and stored.
+                // SAFETY: both chunks hold the number of elements that are loaded and stored.
                 unsafe {
                     let v = load_part::<S>(x.as_ptr(), x.len(), 0.0);
                     let v = match self.0 {
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn exp_is_within_two_units_in_the_last_place_on_every_path() {
+    fn exp_is_within_two_ulp_on_every_instruction_set() {
         let mut xs: Vec<f32> = (-873_000..=883_000).map(|i| i as f32 * 1e-4).collect();
         xs.extend((0..100_000).map(|i| (i as f32 - 50_000.0) * 1e-9));
         for isa in Isa::available() {
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn exp2_is_within_three_units_in_the_last_place_on_every_path() {
+    fn exp2_is_within_three_ulp_on_every_instruction_set() {
         let mut xs: Vec<f32> = (-1_259_990..=1_270_000).map(|i| i as f32 * 1e-4).collect();
         xs.extend((0..100_000).map(|i| (i as f32 - 50_000.0) * 1e-9));
         for isa in Isa::available() {

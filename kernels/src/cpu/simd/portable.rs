@@ -1,7 +1,9 @@
-use super::{Part, Simd};
+//! Vector operations in plain Rust.
+
+use super::{Simd, SubKernel};
 use crate::dtype::{bf16_value, f16_value};
 
-/// Eight lanes of plain Rust, which compilers turn into whatever vectors the target has.
+/// Eight lanes of plain Rust, which the compiler vectorises for the target.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
 
@@ -26,9 +28,9 @@ impl Simd for Portable {
     const QUERIES: usize = 2;
 
     #[inline(always)]
-    unsafe fn run_part<P: Part<Self>>(part: P) {
-        // SAFETY: passed on to the caller.
-        unsafe { part.run() }
+    unsafe fn run_subkernel<P: SubKernel<Self>>(subkernel: P) {
+        // SAFETY: the caller's guarantees are those of `SubKernel::run`; plain Rust needs no target feature.
+        unsafe { subkernel.run() }
     }
 
     #[inline(always)]
@@ -38,39 +40,39 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> [f32; N] {
-        // SAFETY: the caller's pointer is valid for a vector.
+        // SAFETY: the caller guarantees that `from` is valid for `N` elements.
         unsafe { from.cast::<[f32; N]>().read_unaligned() }
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, v: [f32; N]) {
-        // SAFETY: the caller's pointer is valid for a vector.
+        // SAFETY: the caller guarantees that `to` is valid for `N` elements.
         unsafe { to.cast::<[f32; N]>().write_unaligned(v) }
     }
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> [f32; N] {
-        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        // SAFETY: the caller guarantees that `from` is valid for `N` elements.
         let raw = unsafe { from.cast::<[u16; N]>().read_unaligned() };
         raw.map(bf16_value)
     }
 
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> [f32; N] {
-        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        // SAFETY: the caller guarantees that `from` is valid for `N` elements.
         let raw = unsafe { from.cast::<[u16; N]>().read_unaligned() };
         raw.map(f16_value)
     }
 
     #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> [f32; N] {
-        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        // SAFETY: the caller guarantees that `from` is valid for `N` elements.
         unsafe { from.cast::<[i8; N]>().read() }.map(f32::from)
     }
 
     #[inline(always)]
     unsafe fn load_bf16_pairs(from: *const u32) -> ([f32; N], [f32; N]) {
-        // SAFETY: the caller's pointer is valid for a vector's lanes.
+        // SAFETY: the caller guarantees that `from` is valid for `N` pairs.
         let raw = unsafe { from.cast::<[u32; N]>().read_unaligned() };
         (raw.map(|pair| f32::from_bits(pair << 16)), raw.map(|pair| f32::from_bits(pair & 0xffff_0000)))
     }
@@ -107,7 +109,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn fma(a: [f32; N], b: [f32; N], c: [f32; N]) -> [f32; N] {
-        // Without the instruction a fused product would be a call per lane, so it is rounded twice.
+        // Rounded twice: without the instruction, a fused multiply-add would be a call per lane.
         let mut out = c;
         for i in 0..N {
             out[i] = if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -166,7 +168,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load_int(from: *const u8) -> [i32; N] {
-        // SAFETY: the caller's pointer is valid for a vector.
+        // SAFETY: the caller guarantees that `from` is valid for `N` integers.
         unsafe { from.cast::<[i32; N]>().read_unaligned() }
     }
 

@@ -1,11 +1,13 @@
+//! Tests of the harness's 16-bit and FP8 conversions.
+
 use inflight_kernels::cuda::{
     Half, Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
 };
 
-use crate::{Dice, e4m3};
+use crate::{SeededRng, e4m3};
 
 #[test]
-fn the_harness_has_the_numbers_of_the_half_crate() {
+fn the_harness_converts_like_the_half_crate() {
     if !Harness::AVAILABLE {
         return;
     }
@@ -17,9 +19,9 @@ fn the_harness_has_the_numbers_of_the_half_crate() {
                 "{half:?} {bits:#x}"
             );
         }
-        let mut dice = Dice::new(7);
+        let mut rng = SeededRng::new(7);
         for _ in 0..300_000 {
-            let x = f32::from_bits(dice.word());
+            let x = f32::from_bits(rng.word());
             if !x.is_nan() && (half == Half::F16 || x.is_finite()) {
                 assert_eq!(narrow_on_harness(half, x), half.narrow(x), "{half:?} {x:e}");
             }
@@ -27,8 +29,8 @@ fn the_harness_has_the_numbers_of_the_half_crate() {
     }
 }
 
-/// What `cvt.rn.satfinite.e4m3x2.f32` is said to yield, by the definition of e4m3: the nearest value, of two the one with an
-/// even mantissa, the largest beyond it, with the number's sign. NaN is held at the largest before it comes to that.
+/// Reference for `cvt.rn.satfinite.e4m3x2.f32` by the definition of E4M3: the nearest value, ties to even
+/// mantissa, saturated, with the sign of `x`. NaN saturates.
 pub(crate) fn nearest_e4m3(x: f32) -> u8 {
     let sign = if x.is_sign_negative() { 0x80 } else { 0 };
     let magnitude = f64::from(if x.is_nan() { f32::INFINITY } else { x.abs() });
@@ -47,7 +49,7 @@ pub(crate) fn nearest_e4m3(x: f32) -> u8 {
 }
 
 #[test]
-fn the_harness_stores_numbers_in_eight_bits_as_the_instruction_for_it_is_documented() {
+fn the_harness_rounds_to_e4m3_as_the_instruction_is_documented() {
     if !Harness::AVAILABLE {
         return;
     }
@@ -56,7 +58,7 @@ fn the_harness_stores_numbers_in_eight_bits_as_the_instruction_for_it_is_documen
         assert_eq!(from_e4m3_on_harness(byte).is_sign_negative(), byte >= 0x80, "{byte:#x}");
     }
     let check = |x: f32| assert_eq!(to_e4m3_on_harness(x), nearest_e4m3(x), "{x:e}");
-    // Every value, every middle between two, and the numbers next to them.
+    // Every value, every midpoint, and their neighbours.
     for byte in 0..0x7eu8 {
         let (low, high) = (e4m3::value(byte), e4m3::value(byte + 1));
         for x in [low, (low + high) / 2.0, high] {
@@ -70,10 +72,10 @@ fn the_harness_stores_numbers_in_eight_bits_as_the_instruction_for_it_is_documen
         check(x);
         check(-x);
     }
-    let mut dice = Dice::new(11);
+    let mut rng = SeededRng::new(11);
     for _ in 0..300_000 {
-        check(f32::from_bits(dice.word()));
-        // Of a size that is stored, not of all sizes there are.
-        check(dice.number() * 2f32.powi(dice.below(20) as i32 - 10));
+        check(f32::from_bits(rng.word()));
+        // Of a magnitude that E4M3 represents.
+        check(rng.value() * 2f32.powi(rng.below(20) as i32 - 10));
     }
 }

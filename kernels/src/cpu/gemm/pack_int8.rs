@@ -1,20 +1,20 @@
-//! Activations as bytes by group, quantised and brought into tile order for all rows of a tile at once.
+//! Quantisation of activations to int8 groups in tile order, with AVX-512 VNNI.
 
 use std::arch::x86_64::*;
 
 use super::super::matrix::GROUP_STEP;
 use super::super::simd::{Avx512, Kernel, Simd, largest_of};
-use super::activations::Pack;
+use super::activations::PackActivations;
 
-/// Numbers whose bytes fill a vector.
-const PART: usize = 64;
-/// Most rows of a tile.
+/// Elements whose bytes fill a vector.
+const VECTOR_BYTES: usize = 64;
+/// Maximum rows of a tile.
 const ROWS: usize = 8;
 const _: () = assert!(Avx512::INTEGER_ROWS <= ROWS && GROUP_STEP.is_multiple_of(8));
 
-/// Where the words of a tile's rows come from, given two vectors with four words of rows 0 to 3 and of rows 4 to 7:
-/// for each height the first two words of all rows, then the other two.
-const PAIRS: [[[i32; 16]; 2]; ROWS + 1] = {
+/// Permutations that gather the words of a tile's rows from two vectors, with four words of rows 0 to 3 and
+/// of rows 4 to 7: per tile height, the first two words of all rows, then the other two.
+const PAIR_ORDERS: [[[i32; 16]; 2]; ROWS + 1] = {
     let mut orders = [[[0; 16]; 2]; ROWS + 1];
     let mut height = 1;
     while height <= ROWS {
@@ -31,15 +31,15 @@ const PAIRS: [[[i32; 16]; 2]; ROWS + 1] = {
     orders
 };
 
-/// The packing of [`super::activations::Layout::Group`]. Every bit is that of the portable form.
-pub(super) struct Bytes<'a> {
-    pub pack: Pack<'a>,
+/// Packing kernel for [`super::activations::Layout::Int8`]. Every bit equals that of the portable kernel.
+pub(super) struct PackInt8<'a> {
+    pub pack: PackActivations<'a>,
     pub group: usize,
-    /// What weights were raised by.
+    /// Offset that makes the weights unsigned.
     pub offset: i32,
 }
 
-impl Kernel for Bytes<'_> {
+impl Kernel for PackInt8<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { pack, group, offset } = self;
@@ -48,16 +48,16 @@ impl Kernel for Bytes<'_> {
             let record = (2 + group / 4) * height;
             let rows = &pack.x[first * pack.k..(first + height) * pack.k];
             for (at, step) in (0..pack.k).step_by(group).zip(0..) {
-                let numbers = group.min(pack.k - at);
-                // SAFETY: passed on to the caller; each tile is a range of its own within `words`, with a record for each
-                // group.
+                let count = group.min(pack.k - at);
+                // SAFETY: runs only through `run_avx512_vnni`, whose caller guarantees VNNI; each tile is a
+                // range of its own within `words`, with a record per group.
                 unsafe {
-                    // A tile takes short pieces of rows far apart, too short for the hardware to see what comes next.
+                    // The hardware prefetcher does not recognise such short pieces of distant rows.
                     for row in 0..height {
-                        fetch::<S>(rows, row * pack.k + at + 2 * group, group);
+                        prefetch_elements::<S>(rows, row * pack.k + at + 2 * group, group);
                     }
                     let to = pack.words.add(first * pack.row_words + step * record);
-                    let part = Part { rows: rows.as_ptr().add(at), stride: pack.k, numbers };
+                    let part = RowSlice { rows: rows.as_ptr().add(at), stride: pack.k, count };
                     quantize(part, height, group, offset, to);
                 }
             }
@@ -65,64 +65,64 @@ impl Kernel for Bytes<'_> {
     }
 }
 
-/// Asks for `count` numbers from the `at`th on; numbers of the next row do no harm, and none are asked for beyond the end.
+/// Prefetches `count` elements from index `at`, not beyond the end; elements of the next row do no harm.
 ///
 /// # Safety
-/// As [`Simd`].
+/// The machine supports `S`'s instruction set.
 #[inline(always)]
-unsafe fn fetch<S: Simd>(numbers: &[f32], at: usize, count: usize) {
-    for at in (at..numbers.len().min(at + count)).step_by(16) {
-        // SAFETY: passed on to the caller; asking never faults.
-        unsafe { S::prefetch(numbers.as_ptr().wrapping_add(at).cast()) };
+unsafe fn prefetch_elements<S: Simd>(elements: &[f32], at: usize, count: usize) {
+    for at in (at..elements.len().min(at + count)).step_by(16) {
+        // SAFETY: the caller guarantees `S`'s instruction set; prefetching never faults.
+        unsafe { S::prefetch(elements.as_ptr().wrapping_add(at).cast()) };
     }
 }
 
-/// Part of some rows: `numbers` of each, `stride` apart.
+/// Range of columns of some rows: `count` elements of each, `stride` apart.
 ///
-/// Methods rather than closures, which need not be compiled into their caller, and would then lack its instructions.
+/// Methods instead of closures, which might not be inlined and would then lack the target features.
 #[derive(Clone, Copy)]
-struct Part {
+struct RowSlice {
     rows: *const f32,
     stride: usize,
-    numbers: usize,
+    count: usize,
 }
 
-impl Part {
-    /// Sixteen numbers of row `i` from `at` on; those beyond the end are 0.
+impl RowSlice {
+    /// Loads sixteen elements of row `i` from column `at`; those beyond the end are 0.
     ///
     /// # Safety
-    /// The machine has AVX-512; the rows are valid.
+    /// The machine supports AVX-512, and the rows are valid for `count` elements.
     #[inline(always)]
     unsafe fn load(self, i: usize, at: usize) -> __m512 {
         let from = self.rows.wrapping_add(i * self.stride + at);
-        // SAFETY: the mask keeps to the row.
+        // SAFETY: the mask excludes elements beyond `count`; the caller guarantees the others.
         unsafe {
-            if at + 16 <= self.numbers {
+            if at + 16 <= self.count {
                 return _mm512_loadu_ps(from);
             }
-            let lanes = self.numbers.saturating_sub(at);
+            let lanes = self.count.saturating_sub(at);
             _mm512_maskz_loadu_ps(((1u32 << lanes) - 1) as __mmask16, from)
         }
     }
 
-    /// The same as integers of which the lowest byte is left. What is not a number counts as 0.
+    /// Quantises sixteen elements of row `i` to the low bytes of 32-bit lanes. NaN becomes 0.
     #[inline(always)]
     unsafe fn quants(self, i: usize, at: usize, factor: __m512) -> __m512i {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees AVX-512 and valid rows.
         unsafe {
             let rounded = _mm512_cvtps_epi32(_mm512_mul_ps(self.load(i, at), factor));
             _mm512_and_si512(rounded, _mm512_set1_epi32(0xff))
         }
     }
 
-    /// [`PART`] numbers as words of four neighbours, in the order 0, 4, 8, 12, 1, 5, … 15.
+    /// Quantises [`VECTOR_BYTES`] elements to words of four neighbours, in the order 0, 4, 8, 12, 1, 5, … 15.
     #[inline(always)]
     unsafe fn words(self, i: usize, at: usize, factor: f32) -> __m512i {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees AVX-512 and valid rows.
         unsafe {
             let factor = _mm512_set1_ps(factor);
             let low = _mm512_packus_epi32(self.quants(i, at, factor), self.quants(i, at + 16, factor));
-            if at + 32 >= self.numbers {
+            if at + 32 >= self.count {
                 return _mm512_packus_epi16(low, _mm512_setzero_si512());
             }
             let high = _mm512_packus_epi32(self.quants(i, at + 32, factor), self.quants(i, at + 48, factor));
@@ -134,30 +134,30 @@ impl Part {
 /// Quantises `part` of `height` rows into one record.
 ///
 /// # Safety
-/// The machine has AVX-512 with VNNI; the rows are valid, and `to` is for a record; height is at most [`ROWS`].
+/// The machine supports AVX-512 with VNNI, rows are valid, `to` has room for a record, height <= [`ROWS`].
 #[inline(always)]
-unsafe fn quantize(part: Part, height: usize, group: usize, offset: i32, to: *mut u32) {
+unsafe fn quantize(part: RowSlice, height: usize, group: usize, offset: i32, to: *mut u32) {
     let all = ((1u32 << height) - 1) as __mmask8;
-    // SAFETY: masks keep stores within the record.
+    // SAFETY: masks keep loads and stores within the rows and the record, which the caller guarantees.
     unsafe {
-        let mut most = [_mm512_setzero_ps(); ROWS];
-        for (i, most) in most.iter_mut().enumerate().take(height) {
-            for at in (0..part.numbers).step_by(16) {
-                // The second operand is what a comparison with NaN gives.
-                *most = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *most);
+        let mut maxima = [_mm512_setzero_ps(); ROWS];
+        for (i, maxima) in maxima.iter_mut().enumerate().take(height) {
+            for at in (0..part.count).step_by(16) {
+                // Returns the second operand where the first is NaN.
+                *maxima = _mm512_max_ps(_mm512_abs_ps(part.load(i, at)), *maxima);
             }
         }
-        let (scales, inverses) = scales(largest_of(most));
+        let (scales, inverses) = scales(largest_of(maxima));
         _mm256_mask_storeu_ps(to.add(height).cast(), all, scales);
         let ones = _mm512_set1_epi8(1);
         let mut sum = _mm512_setzero_si512();
         if height == 1 {
             let factor = _mm256_cvtss_f32(inverses);
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            for at in (0..group).step_by(PART) {
+            for at in (0..group).step_by(VECTOR_BYTES) {
                 let words = part.words(0, at, factor);
                 sum = _mm512_dpbusd_epi32(sum, ones, words);
-                let lanes = ((1u32 << (group - at).min(PART).div_ceil(4)) - 1) as __mmask16;
+                let lanes = ((1u32 << (group - at).min(VECTOR_BYTES).div_ceil(4)) - 1) as __mmask16;
                 let words = _mm512_permutexvar_epi32(order, words);
                 _mm512_mask_storeu_epi32(to.add(2 + at / 4).cast(), lanes, words);
             }
@@ -165,19 +165,19 @@ unsafe fn quantize(part: Part, height: usize, group: usize, offset: i32, to: *mu
         }
         let mut factors = [0.0f32; ROWS];
         _mm256_storeu_ps(factors.as_mut_ptr(), inverses);
-        // Two words of all rows fill a vector from its beginning.
+        // Two words of all rows fill the low lanes of a vector.
         let two = ((1u32 << (2 * height)) - 1) as __mmask16;
-        let first = _mm512_loadu_si512(PAIRS[height][0].as_ptr().cast());
-        let second = _mm512_loadu_si512(PAIRS[height][1].as_ptr().cast());
-        for at in (0..group).step_by(PART) {
+        let first = _mm512_loadu_si512(PAIR_ORDERS[height][0].as_ptr().cast());
+        let second = _mm512_loadu_si512(PAIR_ORDERS[height][1].as_ptr().cast());
+        for at in (0..group).step_by(VECTOR_BYTES) {
             let mut rows = [_mm512_setzero_si512(); ROWS];
             for (i, row) in rows.iter_mut().enumerate().take(height) {
                 *row = part.words(i, at, factors[i]);
             }
             let to = to.add((2 + at / 4) * height);
-            // What lies beyond the group is left out.
+            // Omits words beyond the group.
             let pairs = (group - at).div_ceil(8);
-            for (four, (upper, lower)) in turn(rows).into_iter().enumerate() {
+            for (four, (upper, lower)) in transpose_quads(rows).into_iter().enumerate() {
                 for (half, order) in [first, second].into_iter().enumerate() {
                     let pair = 2 * four + half;
                     if pair < pairs {
@@ -195,39 +195,39 @@ unsafe fn quantize(part: Part, height: usize, group: usize, offset: i32, to: *mu
     }
 }
 
-/// [`super::activations::scale`] of eight.
+/// Vector form of [`super::activations::scale`] for eight rows.
 ///
 /// # Safety
-/// The machine has AVX-512.
+/// The machine supports AVX-512.
 #[inline(always)]
 unsafe fn scales(largest: __m256) -> (__m256, __m256) {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller guarantees AVX-512; no memory is accessed.
     unsafe {
-        let most = _mm256_set1_ps(127.0);
-        let is_number = _mm256_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm256_set1_ps(1e-30))
+        let int8_max = _mm256_set1_ps(127.0);
+        let is_finite = _mm256_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm256_set1_ps(1e-30))
             & _mm256_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm256_set1_ps(f32::INFINITY));
-        (_mm256_maskz_div_ps(is_number, largest, most), _mm256_maskz_div_ps(is_number, most, largest))
+        (_mm256_maskz_div_ps(is_finite, largest, int8_max), _mm256_maskz_div_ps(is_finite, int8_max, largest))
     }
 }
 
-/// Rows of four fours of words become, for each of the fours, its words for rows 0 to 3 and for rows 4 to 7. Expects words as
-/// [`Part::words`] gives them.
+/// Transposes eight rows of four quadruples of words to, per quadruple, its words for rows 0 to 3 and for
+/// rows 4 to 7. Expects the word order of [`RowSlice::words`].
 ///
 /// # Safety
-/// The machine has AVX-512.
+/// The machine supports AVX-512.
 #[inline(always)]
-unsafe fn turn([a, b, c, d, e, f, g, h]: [__m512i; ROWS]) -> [(__m512i, __m512i); 4] {
-    // SAFETY: passed on to the caller.
+unsafe fn transpose_quads([a, b, c, d, e, f, g, h]: [__m512i; ROWS]) -> [(__m512i, __m512i); 4] {
+    // SAFETY: the caller guarantees AVX-512; no memory is accessed.
     unsafe {
-        let ([a, b, c, d], [e, f, g, h]) = (turn_four(a, b, c, d), turn_four(e, f, g, h));
+        let ([a, b, c, d], [e, f, g, h]) = (transpose_4x4(a, b, c, d), transpose_4x4(e, f, g, h));
         [(a, e), (b, f), (c, g), (d, h)]
     }
 }
 
-/// Within each 128 bits: four rows of four words become columns.
+/// Transposes a 4 x 4 matrix of words within each 128-bit lane.
 #[inline(always)]
-unsafe fn turn_four(a: __m512i, b: __m512i, c: __m512i, d: __m512i) -> [__m512i; 4] {
-    // SAFETY: passed on to the caller.
+unsafe fn transpose_4x4(a: __m512i, b: __m512i, c: __m512i, d: __m512i) -> [__m512i; 4] {
+    // SAFETY: the caller guarantees AVX-512; no memory is accessed.
     unsafe {
         let (a, b) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
         let (c, d) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));

@@ -1,5 +1,4 @@
-//! What the tests run on: the harness, or with `INFLIGHT_TEST_GPU=1` the first GPU, where the very same properties are
-//! checked of the kernels as they were compiled for it.
+//! Device under test: the harness, or with `INFLIGHT_TEST_GPU=1` the first GPU.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -10,29 +9,29 @@ use inflight_kernels::cuda::{
     Device, DeviceError, Form, Harness, HostMemory, IMAGES, Launch, Profile, image_of,
 };
 
-/// A device of either kind.
-pub(crate) enum Machine {
+/// Harness or GPU.
+pub(crate) enum TestDevice {
     Harness(Harness),
     Gpu(Arc<Gpu>),
 }
 
-/// Memory of either kind.
+/// Device memory of the harness or a GPU.
 pub(crate) enum Buffer {
     Host(HostMemory),
     Gpu { gpu: Arc<Gpu>, address: u64, bytes: usize },
 }
 
-/// Bytes before and after each allocation that nobody may write.
+/// Guard bytes before and after each allocation, which must stay unwritten.
 const GUARD: usize = 256;
 const PATTERN: u8 = 0xff;
 
-impl Machine {
-    /// Whether there is anything to run on.
+impl TestDevice {
+    /// Returns whether there is a device to test.
     pub(crate) fn available() -> bool {
         Harness::AVAILABLE || on_gpu()
     }
 
-    /// Whether tests run on the harness.
+    /// Returns whether tests run on the harness.
     pub(crate) fn is_harness() -> bool {
         Harness::AVAILABLE && !on_gpu()
     }
@@ -54,7 +53,7 @@ impl Machine {
         }
     }
 
-    /// Memory that holds numbers which no kernel writes to.
+    /// Uploads values that no kernel may overwrite.
     pub(crate) fn upload_constant<T: Copy>(&self, values: &[T]) -> Buffer {
         match self {
             Self::Harness(harness) => Buffer::Host(harness.upload_constant(values)),
@@ -89,7 +88,7 @@ impl Buffer {
                 assert!(count * size_of::<T>() <= *bytes, "more is read than there is");
                 gpu.context.bind_to_thread().unwrap();
                 let mut raw = vec![0u8; count * size_of::<T>()];
-                // The null stream waits for every kernel before.
+                // The null stream waits for all earlier kernels.
                 unsafe { result::memcpy_dtoh_sync(&mut raw, self.address()) }.unwrap();
                 raw.chunks_exact(size_of::<T>())
                     .map(|chunk| unsafe { chunk.as_ptr().cast::<T>().read_unaligned() })
@@ -102,7 +101,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Self::Gpu { gpu, address, bytes } = self {
-            let looked = gpu.context.bind_to_thread().and_then(|()| {
+            let checked = gpu.context.bind_to_thread().and_then(|()| {
                 let (mut before, mut after) = ([0u8; GUARD], [0u8; GUARD]);
                 unsafe {
                     result::memcpy_dtoh_sync(&mut before, *address)?;
@@ -111,9 +110,9 @@ impl Drop for Buffer {
                 }
                 Ok(before.iter().chain(&after).all(|byte| *byte == PATTERN))
             });
-            // Once a kernel has failed, everything does; a second panic would take the first one's words away.
+            // After a kernel failure every call fails; a second panic would hide the first message.
             if !std::thread::panicking() {
-                assert!(looked.unwrap(), "a kernel wrote beside a buffer");
+                assert!(checked.unwrap(), "a kernel wrote beside a buffer");
             }
         }
     }
@@ -123,7 +122,7 @@ fn on_gpu() -> bool {
     std::env::var_os("INFLIGHT_TEST_GPU").is_some_and(|value| value == "1")
 }
 
-/// The first GPU with all kernels loaded.
+/// First GPU with all kernels loaded.
 pub(crate) struct Gpu {
     context: Arc<CudaContext>,
     modules: HashMap<&'static str, sys::CUmodule>,
@@ -131,7 +130,7 @@ pub(crate) struct Gpu {
     pub(crate) profile: Profile,
 }
 
-// The driver's handles may be used from any thread that has the context.
+// Driver handles are usable from any thread with the context current.
 unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
@@ -169,7 +168,7 @@ impl Gpu {
         self.context.bind_to_thread().unwrap();
     }
 
-    /// Looks a kernel up once, with all the shared memory there is.
+    /// Returns a kernel's function, looked up once, with the maximum dynamic shared memory allowed.
     fn function(&self, kernel: &'static str) -> sys::CUfunction {
         *self.functions.lock().unwrap().entry(kernel).or_insert_with(|| {
             let module = self.modules[image_of(kernel).unwrap().name];
@@ -183,10 +182,10 @@ impl Gpu {
         })
     }
 
-    /// Launches a kernel; to overlap, it begins while the one before it ends, if its code is such that it waits for that.
+    /// Enqueues a kernel, with programmatic dependent launch if `overlap` is set and its code supports it.
     ///
     /// # Safety
-    /// As [`Device::launch`].
+    /// As for [`Device::launch`].
     pub(crate) unsafe fn enqueue(
         &self,
         launch: &Launch<'_>,
@@ -221,7 +220,7 @@ impl Gpu {
     }
 }
 
-impl Device for Machine {
+impl Device for TestDevice {
     fn profile(&self) -> Profile {
         match self {
             Self::Harness(harness) => harness.profile(),

@@ -1,17 +1,17 @@
-//! The first two products of a feed-forward part together with what joins them.
+//! GEMM with fused SwiGLU epilogue: the gate and up projections of an MLP.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::super::matrix::{PackedMatrix, panel_columns};
 use super::super::pool::Pool;
-use super::super::rows::{gated, swiglu};
+use super::super::rows::{silu_mul, swiglu};
 use super::super::simd::{LANES_MAX, Simd};
-use super::{Activations, Multiply, ROW_BLOCK, Start, Tiles, Writes, gemm, tile_rows};
+use super::{Activations, Epilogue, GemmTask, ROW_BLOCK, Start, Tiles, gemm, tile_rows};
 
-/// y[rows, n / 2] = silu(x G^T) * (x U^T), where W[n, k] is G[n / 2, k] above U[n / 2, k], from x[rows, k]. `between` is
-/// room for [rows, n]. The bits are those of [`gemm`] and [`swiglu`] one after the other; with many rows what lies
-/// between them does not leave the second-level cache.
+/// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
+/// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with
+/// many rows the intermediate values stay in the second-level cache.
 ///
 /// # Panics
 /// If shapes do not match or n is odd.
@@ -31,28 +31,28 @@ pub fn gemm_swiglu(
     assert_eq!(y.len(), rows * half, "y is not [rows, n / 2]");
     assert!(bias.is_none_or(|bias| bias.len() == w.n), "the bias is not [n]");
     let start = bias.map_or(Start::Zero, Start::Bias);
-    // A panel must belong to one half. And few rows are read from memory faster by panels abreast.
-    let apart = !half.is_multiple_of(panel_columns(w.isa)) || Tiles::new(rows, tile_rows(w)).count() < 2;
-    if apart {
+    // Fusion needs panels that belong to one half; and few rows are faster with interleaved panels.
+    let unfused = !half.is_multiple_of(panel_columns(w.isa)) || Tiles::new(rows, tile_rows(w)).count() < 2;
+    if unfused {
         let between = &mut between[..rows * w.n];
         gemm(pool, w, x, rows, start, between, scratch);
         swiglu(pool, w.isa, between, half, y);
     } else {
-        super::multiply(pool, w, x, rows, start, y.as_mut_ptr(), Writes::Gated, scratch);
+        super::gemm_with_epilogue(pool, w, x, rows, start, y.as_mut_ptr(), Epilogue::SwiGlu, scratch);
     }
 }
 
-/// Sums of one panel of gates and one of ups, for the rows of a block; [2, rows, columns].
-pub(super) struct Room([[MaybeUninit<f32>; ROW_BLOCK * 2 * LANES_MAX]; 2]);
+/// Accumulators of one gate panel and one up panel for the rows of a block; [2, rows, columns].
+pub(super) struct GateUpSums([[MaybeUninit<f32>; ROW_BLOCK * 2 * LANES_MAX]; 2]);
 
-impl Room {
+impl GateUpSums {
     #[inline(always)]
     pub(super) fn new() -> Self {
         Self([const { [const { MaybeUninit::uninit() }; ROW_BLOCK * 2 * LANES_MAX] }; 2])
     }
 
-    /// Where the sums of row 0 and column 0 would be if the block's first row is `row` and the panel is `panel`, and
-    /// the numbers from one row to the next.
+    /// Returns a pointer that is relative to row 0 and column 0 of y, for a buffer that begins at row `row`
+    /// of `panel`, and the elements between rows.
     #[inline(always)]
     pub(super) fn sums<S: Simd>(&mut self, part: usize, row: usize, panel: usize) -> (*mut f32, usize) {
         let columns = 2 * S::LANES;
@@ -60,12 +60,13 @@ impl Room {
         (first.wrapping_sub(row * columns + panel * columns), columns)
     }
 
-    /// Writes what the gates and the ups of some rows come to, for the ups' panel.
+    /// Writes silu(gate) * up of some rows for the columns of up panel `panel`.
     ///
     /// # Safety
-    /// As [`Simd`]; the sums of these rows, at most [`ROW_BLOCK`], were written, and nobody else writes this panel's columns.
+    /// The caller guarantees `S`'s instruction set, that the accumulators of these rows, at most
+    /// [`ROW_BLOCK`], were written, and that no other thread writes the panel's columns.
     #[inline(always)]
-    pub(super) unsafe fn join<S: Simd>(&self, job: &Multiply<'_>, rows: Range<usize>, panel: usize) {
+    pub(super) unsafe fn write_swiglu<S: Simd>(&self, job: &GemmTask<'_>, rows: Range<usize>, panel: usize) {
         let columns = 2 * S::LANES;
         let half = job.w.n / 2;
         let [gates, ups] = [0, 1].map(|part: usize| self.0[part].as_ptr().cast::<f32>());
@@ -73,9 +74,9 @@ impl Room {
         for (i, row) in rows.enumerate() {
             for lane in (0..columns).step_by(S::LANES) {
                 let at = i * columns + lane;
-                // SAFETY: passed on to the caller.
+                // SAFETY: the caller guarantees written accumulators and exclusive columns of y.
                 unsafe {
-                    let out = gated::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
+                    let out = silu_mul::<S>(S::load(gates.add(at)), S::load(ups.add(at)));
                     S::store(y.add(row * half + lane), out);
                 }
             }

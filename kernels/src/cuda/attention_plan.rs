@@ -1,41 +1,43 @@
+//! Work decomposition of attention on a GPU: whole-range items for prefill, split-KV items for decoding.
+
 use super::launch::{ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, whole_rows};
 use super::params::AttentionItem;
 
-/// Rows of a batch that belong to one sequence.
+/// Rows of a ragged batch that belong to one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannedSequence {
-    /// First row in the batch.
+    /// Index of the sequence's first row in the batch.
     pub row: u32,
     /// Number of rows; at least 1.
     pub tokens: u32,
-    /// Position of the first row.
+    /// Position of the first row in the sequence.
     pub position: u32,
-    /// Where its block table begins.
+    /// Offset of the sequence's block table in the concatenated tables.
     pub table: u32,
 }
 
-/// What a plan depends on beside the sequences.
+/// Model shape and device limits of an attention plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlanShape {
     /// Query heads that share a key head; at most 16.
     pub group: u32,
-    /// Key heads.
+    /// Number of key heads.
     pub kv_heads: u32,
-    /// Numbers of a head.
+    /// Elements per head.
     pub head_dim: u32,
-    /// Positions up to its own that a token sees, if fewer than all.
+    /// Sliding window in positions, including the token's own; `None` is unlimited.
     pub window: Option<u32>,
-    /// Everything goes the way of decoding, so that how a prompt is chunked doesn't show in a single bit.
+    /// Whether every row takes the decode kernel, so that prefill chunking does not change a bit.
     pub deterministic: bool,
-    /// Blocks that the device runs at once.
+    /// Attention blocks that are resident at once on the device.
     pub slots: u32,
-    /// Partial results that there is room for.
+    /// Capacity for partial results, in splits.
     pub partials: u32,
 }
 
-/// How a batch's attention is cut up: made once a step, used in every layer of one window.
+/// Decomposition of a batch's attention into items, made once a step for all layers with one window.
 ///
-/// Whatever the cut, results are the same: splits of keys lie at absolute positions and are merged in their order.
+/// Results do not depend on it: key splits start at absolute positions and are merged in order.
 #[derive(Debug, Default, Clone)]
 pub struct AttentionPlan {
     items: Vec<AttentionItem>,
@@ -45,36 +47,36 @@ pub struct AttentionPlan {
 }
 
 impl AttentionPlan {
-    /// The items, those that take longest first.
+    /// Returns the items, longest first.
     pub fn items(&self) -> &[AttentionItem] {
         &self.items
     }
 
-    /// Whether some items are of many rows, which decides on the kernel.
+    /// Returns whether some items take their whole key range, which selects the mixed kernel.
     pub fn is_mixed(&self) -> bool {
         self.mixed
     }
 
-    /// Counters in use; at most one for each partial result.
+    /// Returns the number of completion counters in use; at most one per partial result.
     pub fn counters(&self) -> u32 {
         self.counters
     }
 
-    /// Plans a batch, keeping its buffers.
+    /// Plans a batch; reuses the item buffer.
     pub fn make(&mut self, sequences: &[PlannedSequence], shape: &PlanShape) {
         self.items.clear();
         (self.mixed, self.counters, self.partials) = (false, 0, 0);
         let split_tokens = (ATTENTION_SPLIT_ROWS / shape.group).max(1);
         let whole_tokens = (whole_rows(shape.head_dim) / shape.group).max(1);
         let whole = |sequence: &PlannedSequence| sequence.tokens > split_tokens && !shape.deterministic;
-        // Splits of all tiles of few rows: what there is to share out.
+        // Key splits of all decode tiles, which are shared out among the blocks.
         let all: u64 = sequences
             .iter()
             .filter(|sequence| !whole(sequence))
             .flat_map(|sequence| tiles(sequence, split_tokens))
             .map(|tile| u64::from(splits(&tile, shape.window).1))
             .sum();
-        // With two waves of items the device is busy to the end, and each is as long as can be.
+        // Two waves of items keep the device busy to the end, with items as long as possible.
         let each = (all * u64::from(shape.kv_heads)).div_ceil(u64::from(2 * shape.slots.max(1))).max(1);
         let each = u32::try_from(each).unwrap_or(u32::MAX);
         for sequence in sequences {
@@ -87,7 +89,7 @@ impl AttentionPlan {
                 }));
             } else {
                 for tile in tiles(sequence, split_tokens) {
-                    self.cut(tile, shape, each);
+                    self.push_split_items(tile, shape, each);
                 }
             }
         }
@@ -98,8 +100,8 @@ impl AttentionPlan {
         self.items.sort_by_key(|item| (1 - item.whole, std::cmp::Reverse(keys(item))));
     }
 
-    /// Appends the items of a tile of few rows, of about `each` splits.
-    fn cut(&mut self, tile: AttentionItem, shape: &PlanShape, each: u32) {
+    /// Appends the items of a decode tile, each of about `each` splits.
+    fn push_split_items(&mut self, tile: AttentionItem, shape: &PlanShape, each: u32) {
         let (first, splits) = splits(&tile, shape.window);
         let mut pieces = splits.div_ceil(each);
         if pieces > 1 && shape.partials - self.partials < splits {
@@ -124,7 +126,7 @@ impl AttentionPlan {
     }
 }
 
-/// The rows of a sequence in tiles of so many tokens.
+/// Yields the rows of a sequence in tiles of at most `tokens` tokens.
 fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = AttentionItem> + use<> {
     let PlannedSequence { row, tokens: all, position, table } = *sequence;
     (0..all).step_by(tokens as usize).map(move |first| AttentionItem {
@@ -136,7 +138,7 @@ fn tiles(sequence: &PlannedSequence, tokens: u32) -> impl Iterator<Item = Attent
     })
 }
 
-/// The first split that a tile sees, and how many.
+/// Returns the first visible key split of a tile and the number of visible splits.
 fn splits(tile: &AttentionItem, window: Option<u32>) -> (u32, u32) {
     let low = window.map_or(0, |window| (tile.position + 1).saturating_sub(window));
     let first = low / ATTENTION_SPLIT;
@@ -165,7 +167,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_plan_treats_every_row_and_every_key_it_sees_exactly_once(
+        fn a_plan_covers_every_row_and_every_visible_key_exactly_once(
             shape in shape(), lengths in prop::collection::vec((1u32..600, 0u32..5000), 0..12),
         ) {
             let mut sequences = Vec::new();
@@ -176,7 +178,7 @@ mod tests {
             }
             let mut plan = AttentionPlan::default();
             plan.make(&sequences, &shape);
-            let mut seen = vec![Vec::new(); row as usize];
+            let mut covered = vec![Vec::new(); row as usize];
             let mut counts = vec![(0u32, 0u32); plan.counters() as usize];
             for item in plan.items() {
                 let sequence = sequences.iter().rfind(|s| s.row <= item.row).unwrap();
@@ -187,12 +189,12 @@ mod tests {
                 prop_assert!(item.tokens == 1 || item.tokens * shape.group <= bound);
                 if item.whole == 1 {
                     prop_assert!(!shape.deterministic);
-                    seen[item.row as usize..][..item.tokens as usize].iter_mut().for_each(|s| s.push((0, u32::MAX)));
+                    covered[item.row as usize..][..item.tokens as usize].iter_mut().for_each(|s| s.push((0, u32::MAX)));
                     continue;
                 }
                 prop_assert!(item.split < item.split_end);
                 for r in item.row..item.row + item.tokens {
-                    seen[r as usize].push((item.split * ATTENTION_SPLIT, item.split_end * ATTENTION_SPLIT));
+                    covered[r as usize].push((item.split * ATTENTION_SPLIT, item.split_end * ATTENTION_SPLIT));
                 }
                 if item.pieces > 1 {
                     prop_assert!(item.partial + item.splits <= shape.partials);
@@ -201,13 +203,13 @@ mod tests {
                 }
             }
             for (have, want) in counts {
-                prop_assert_eq!(have, want, "the last of a tile's items is never known");
+                prop_assert_eq!(have, want, "a tile's completion counter never reaches its pieces");
             }
             for sequence in &sequences {
                 for i in 0..sequence.tokens {
                     let position = sequence.position + i;
                     let low = shape.window.map_or(0, |w| (position + 1).saturating_sub(w));
-                    let ranges = &mut seen[(sequence.row + i) as usize];
+                    let ranges = &mut covered[(sequence.row + i) as usize];
                     ranges.sort_unstable();
                     prop_assert!(ranges[0].0 <= low && ranges[ranges.len() - 1].1 > position);
                     prop_assert!(ranges.windows(2).all(|pair| pair[0].1 == pair[1].0));
