@@ -12,7 +12,7 @@ use common::{a10g, scheduler, scheduler_with};
 use inflight_contract::CostCoefficients;
 use inflight_simulator::workload::{Lengths, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::{SchedulingPolicy, PolicyKind};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 
 const SEED: u64 = 64;
@@ -170,7 +170,7 @@ fn under_shortest_first_the_long_starve() {
     requests.sort_by_key(|request| request.arrival);
     let last_arrival = requests.last().unwrap().arrival;
     let limits = Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 1000, 4, 2048) };
-    let wait_of_the_long = |policy: Box<dyn Policy>| {
+    let wait_of_the_long = |policy: Box<dyn SchedulingPolicy>| {
         let name = policy.name();
         let mut records = Records::new(&requests);
         Simulation::new(scheduler_with(limits, policy), a10g()).run(&requests, &mut records).unwrap();

@@ -10,7 +10,7 @@ use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
     percentile,
 };
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::{SchedulingPolicy, PolicyKind};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
 
 /// Tokens of the KV pool of the published runs.
@@ -58,7 +58,7 @@ pub fn scheduler(limits: Limits, policy: PolicyKind) -> Scheduler {
     scheduler_with(limits, policy.build())
 }
 
-pub fn scheduler_with(limits: Limits, policy: Box<dyn Policy>) -> Scheduler {
+pub fn scheduler_with(limits: Limits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {
     let tenants = TenantService::new(TokenCost::default(), 1000);
     Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap()
 }

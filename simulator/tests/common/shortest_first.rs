@@ -1,6 +1,6 @@
 use std::cmp::Ordering;
 
-use inflight_worker_core::policy::{Policy, View};
+use inflight_worker_core::policy::{SchedulingPolicy, SequenceView};
 
 /// The shortest first, by all the tokens that a request may come to hold; equals by arrival.
 ///
@@ -9,12 +9,12 @@ use inflight_worker_core::policy::{Policy, View};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ShortestFirst;
 
-impl Policy for ShortestFirst {
+impl SchedulingPolicy for ShortestFirst {
     fn name(&self) -> &'static str {
         "shortest-first"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
         a.tokens.cmp(&b.tokens).then(a.arrival.cmp(&b.arrival))
     }
 }

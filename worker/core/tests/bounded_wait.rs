@@ -268,7 +268,7 @@ fn a_scheduler_that_passes_some_for_ever_breaks_the_bound() {
     let tenants = TenantService::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());
     let mut scheduler = Scheduler::new(limits, PolicyKind::Fcfs.build(), cost, tenants).unwrap();
-    scheduler.mutate(Mutant::PassedForEver);
+    scheduler.mutate(Mutant::UnboundedBypass);
     let mut driver = Driver {
         scheduler,
         flights: Vec::new(),

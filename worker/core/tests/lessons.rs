@@ -3,7 +3,7 @@
 //! | kind of fault | proof |
 //! |---|---|
 //! | a block is reused while a step that uses it is in flight | `properties`: `every_schedule_conserves_blocks_and_ends_each_sequence_once` (contents are checked), mutant `FreeBeforeFence` |
-//! | whoever waits for a fence preempts, and again, and nobody gets on | `properties` (`check_victims` in `harness/rules.rs`), mutants `NoProgressForgotten`, `MarkNotRechecked` |
+//! | whoever waits for a fence preempts, and again, and nobody gets on | `properties` (`check_victims` in `harness/rules.rs`), mutants `ProgressNotRequired`, `MarkNotRechecked` |
 //! | a preempted sequence's late result is taken for the next one's | [`a_sequence_in_flight_gives_way_only_when_its_step_has_run`]; worker: `whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone` at depth 2 |
 //! | loads that are parked hold the whole pool | [`loads_under_way_never_stop_who_runs`] |
 //! | blocks leak where a request ends in the middle of a transfer | [`a_sequence_that_ends_in_any_transfer_gives_everything_back`] |
@@ -158,7 +158,7 @@ fn a_sequence_in_flight_gives_way_only_when_its_step_has_run() {
     while bench.scheduler.load().recompute_preemptions == 0 {
         let plan = bench.plan();
         for preempted in &plan.preempted {
-            assert_eq!((preempted.id, preempted.needy), (young, old));
+            assert_eq!((preempted.id, preempted.beneficiary), (young, old));
             assert!(marked, "it was in flight, so it was marked first");
             assert!(!decodes(&before, young), "its step is still in flight");
         }
@@ -360,9 +360,9 @@ fn of_another_tenants_sequences_the_cheapest_gives_way() {
     let dear = bench.submit_as("much", 0, 37, 12);
     let cheap = bench.submit_as("much", 0, 5, 12);
     bench.step();
-    let needy = bench.submit_as("little", 0, 8, 30);
+    let beneficiary = bench.submit_as("little", 0, 8, 30);
     let preempted = bench.until_preempted().preempted[0];
-    assert_eq!((preempted.id, preempted.needy), (cheap, needy), "and not {dear:?}");
+    assert_eq!((preempted.id, preempted.beneficiary), (cheap, beneficiary), "and not {dear:?}");
 }
 
 #[test]

@@ -43,9 +43,9 @@ fn every_mutant_is_caught_and_the_scheduler_itself_is_not() {
         Mutant::FreeBeforeFence,
         Mutant::VictimOldest,
         Mutant::BudgetIgnoresDecodes,
-        Mutant::NoProgressForgotten,
+        Mutant::ProgressNotRequired,
         Mutant::MarkNotRechecked,
-        Mutant::PassedForEver,
+        Mutant::UnboundedBypass,
         Mutant::FirstSkipped,
     ] {
         let caught = caught_after(Some(mutant));

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
-use inflight_worker_core::policy::{PolicyKind, View};
+use inflight_worker_core::policy::{PolicyKind, SequenceView};
 use inflight_worker_core::{Iteration, SequenceId, Time};
 
 use super::{Harness, Model};
@@ -66,7 +66,7 @@ impl Harness {
     }
 
     fn compare(&self, before: &Before, a: &Model, b: &Model) -> Ordering {
-        let view = |model: &Model| View {
+        let view = |model: &Model| SequenceView {
             priority: model.priority,
             arrival: model.arrival,
             tokens: model.tokens.len() as u32 + model.remaining,
@@ -121,11 +121,11 @@ impl Harness {
         let planned = |id: &SequenceId| plan.chunks.iter().any(|chunk| chunk.id == *id);
         let order_holds = self.kind != PolicyKind::Fair || plan.preempted.len() == 1;
         for one in &plan.preempted {
-            let (Some(victim), Some(needy)) = (self.live.get(&one.id), self.live.get(&one.needy)) else {
+            let (Some(victim), Some(beneficiary)) = (self.live.get(&one.id), self.live.get(&one.beneficiary)) else {
                 panic!("{one:?}: one of them has ended");
             };
-            let goes_after = |other: &Model| self.compare(before, needy, other).is_lt();
-            let itself = one.id == one.needy;
+            let goes_after = |other: &Model| self.compare(before, beneficiary, other).is_lt();
+            let itself = one.id == one.beneficiary;
             if itself && victim.forced {
                 continue;
             }
@@ -133,10 +133,10 @@ impl Harness {
                 itself || !order_holds || goes_after(victim),
                 "{one:?}: it goes before whom it gives way to"
             );
-            let displaced = before.waiting.contains(&one.needy);
+            let displaced = before.waiting.contains(&one.beneficiary);
             let threshold = i64::from(limits.preemption_threshold);
             let displaceable =
-                |other: &Model| i64::from(other.priority) <= i64::from(needy.priority) - threshold;
+                |other: &Model| i64::from(other.priority) <= i64::from(beneficiary.priority) - threshold;
             assert!(!displaced || displaceable(victim), "{one:?}: it is as important");
 
             // What it gives way for is really lacking.
@@ -149,7 +149,7 @@ impl Harness {
                 |model: &Model| limits.admission_blocks(model.tokens.len() as u32, model.remaining);
             let admitted = || plan.admitted.iter().filter_map(|(id, _)| self.live.get(id));
             // Others may have started ahead of it in this very plan.
-            let admission = reserves(needy) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
+            let admission = reserves(beneficiary) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
             let slots = before.free_slots.saturating_sub(admitted().count() as u32);
             let lacks = match displaced {
                 true => slots == 0 || wanted + admission > before.free,
@@ -170,7 +170,7 @@ impl Harness {
                     || other.marked && flying;
                 let idle = other.idle && !flying;
                 let eligible = !displaced || displaceable(other);
-                *id != one.needy && !preempted(id) && !leaves && !idle && eligible && goes_after(other)
+                *id != one.beneficiary && !preempted(id) && !leaves && !idle && eligible && goes_after(other)
             };
             let idle = victim.idle && !before.in_flight.contains(&one.id);
             if idle && order_holds {
@@ -180,7 +180,7 @@ impl Harness {
 
             // And not in vain: whom it gave way to gets on, unless something is still on its way.
             let on_its_way = before.transfers || !plan.transfers.is_empty() || !before.in_flight.is_empty();
-            let served = planned(&one.needy) || preempted(&one.needy);
+            let served = planned(&one.beneficiary) || preempted(&one.beneficiary);
             assert!(served || displaced || on_its_way, "{one:?}: it gave way in vain");
         }
     }
