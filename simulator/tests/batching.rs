@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::{a10g, scheduler, scheduler_with};
 use inflight_contract::CostCoefficients;
-use inflight_simulator::workload::{Lengths, Workload};
+use inflight_simulator::workload::{LengthDistribution, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
-use inflight_worker_core::policy::{SchedulingPolicy, PolicyKind};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 
 const SEED: u64 = 64;
@@ -24,8 +24,8 @@ fn serve(limits: Limits, policy: PolicyKind, requests: &[Request]) -> Records {
     records
 }
 
-/// What static batching costs where a finished sequence's slot is computed as padding until its group ends: every
-/// decode step is that of the full group, with as many keys for each as the others have on average.
+/// What static batching costs where a finished sequence's slot is computed as padding until its group ends:
+/// every decode step is that of the full group, with as many keys for each as the others have on average.
 struct Padded<D> {
     device: D,
     slots: u32,
@@ -50,7 +50,7 @@ impl<D: Device> Device for Padded<D> {
 #[test]
 fn continuous_batching_beats_static_batching_at_the_same_cap() {
     // Heavy-tailed outputs, all there from the start; 32 slots and memory for all of them.
-    let outputs = Lengths::new(&[(0.0, 4.0), (0.5, 64.0), (0.9, 300.0), (1.0, 1500.0)]);
+    let outputs = LengthDistribution::new(&[(0.0, 4.0), (0.5, 64.0), (0.9, 300.0), (1.0, 1500.0)]);
     let workload = Workload { requests: 1000, outputs, ..Workload::chat() };
     let mut requests = workload.generate(SEED);
     requests.iter_mut().for_each(|request| request.arrival = Time::ZERO);
@@ -116,8 +116,9 @@ fn a_static_group_of_three_stands_empty_for_1400_of_3000_slot_steps() {
 
 #[test]
 fn under_fcfs_the_short_suffer_behind_the_long() {
-    // Three of four slots are busy on average: the short ones take half of that, the few long ones the other half.
-    let fixed = |tokens: f64| Lengths::new(&[(0.0, tokens), (1.0, tokens)]);
+    // Three of four slots are busy on average: the short ones take half of that, the few long ones the other
+    // half.
+    let fixed = |tokens: f64| LengthDistribution::new(&[(0.0, tokens), (1.0, tokens)]);
     let short =
         Workload { rate: 2.0, requests: 900, shares: vec![1.0], prompts: fixed(32.0), outputs: fixed(24.0) };
     let long = Workload {
@@ -135,7 +136,7 @@ fn under_fcfs_the_short_suffer_behind_the_long() {
 
     // Latency over that of the same request on an idle server.
     let slowdown = |records: &Records, output_tokens: u32| {
-        let of = |record: &&inflight_simulator::Record| record.request.output_tokens == output_tokens;
+        let of = |record: &&inflight_simulator::RequestRecord| record.request.output_tokens == output_tokens;
         let request = Request { arrival: Time::ZERO, ..records.iter().find(of).unwrap().request };
         let idle = serve(limits, PolicyKind::Fcfs, &[request]).makespan().since(Time::ZERO).as_secs_f64();
         let latencies = records.iter().filter(of).filter_map(|record| record.latency());
@@ -155,8 +156,9 @@ fn under_fcfs_the_short_suffer_behind_the_long() {
 
 #[test]
 fn under_shortest_first_the_long_starve() {
-    // The short alone are more than four slots can serve, for five minutes; ten long ones come in the first second.
-    let fixed = |tokens: f64| Lengths::new(&[(0.0, tokens), (1.0, tokens)]);
+    // The short alone are more than four slots can serve, for five minutes; ten long ones come in the first
+    // second.
+    let fixed = |tokens: f64| LengthDistribution::new(&[(0.0, tokens), (1.0, tokens)]);
     let short = Workload {
         rate: 12.0,
         requests: 3600,

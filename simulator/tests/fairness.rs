@@ -1,5 +1,5 @@
-//! Fairness, against what was measured of VTC on a real server: first the metric on the published results, then the
-//! simulated server under FCFS, and only then the default policy.
+//! Fairness, against what was measured of VTC on a real server: first the metric on the published results,
+//! then the simulated server under FCFS, and only then the default policy.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -61,7 +61,8 @@ fn the_metric_gives_the_published_figures_from_the_published_results() {
 
 #[test]
 fn the_metric_gives_what_can_be_worked_out_by_hand() {
-    // Two tenants, one window: 600 tokens of cost each asked for, the first served whole in it, the second a half.
+    // Two tenants, one window: 600 tokens of cost each asked for, the first served whole in it, the second a
+    // half.
     let request = |tenant, end_s| ServedRequest {
         tenant,
         arrival_s: 5.0,
@@ -164,8 +165,8 @@ fn overloaded_tenants_share_by_weight() {
 
 #[test]
 fn a_tenant_that_comes_late_has_no_credit_however_little_a_third_one_uses() {
-    // Tenant 0 asks for little, and always: one or two of its requests run at any time. Tenant 1 fills the server from
-    // the start on, tenant 2 from the middle on.
+    // Tenant 0 asks for little, and always: one or two of its requests run at any time. Tenant 1 fills the
+    // server from the start on, tenant 2 from the middle on.
     let at = |seconds: f64| Time::from_nanos((seconds * 1e9) as u64);
     let mut requests: Vec<Request> =
         (0..120).map(|i| Request::new(at(f64::from(i) * 2.5), 0, 8, 120)).collect();

@@ -47,8 +47,8 @@ fn limits() -> impl Strategy<Value = Limits> {
         })
 }
 
-/// With no host pool, no request passed and no ageing, it is the design's own bound. `INFLIGHT_SEEDS=FIRST..END` asks
-/// for other seeds than the one that every run tries.
+/// With no host pool, no request passed and no ageing, it is the design's own bound.
+/// `INFLIGHT_SEEDS=FIRST..END` asks for other seeds than the one that every run tries.
 #[test]
 fn two_tenants_that_stay_backlogged_never_drift_apart_beyond_the_bound() {
     let ageing = prop::option::of((0.0f64..10_000.0, 0.0f64..500.0));
@@ -68,7 +68,7 @@ fn two_tenants_that_stay_backlogged_never_drift_apart_beyond_the_bound() {
             // What was admitted may hold the host pool, too.
             let tokens = limits.pool_tokens() + limits.host_blocks * limits.block_tokens;
             let gap = ServiceGap::new(TokenCost::default(), tokens);
-            let mut gap = gap.with_passes(limits.bypass_max).with_ageing(tokens_max);
+            let mut gap = gap.with_bypasses(limits.bypass_max).with_aging(tokens_max);
             simulation.run(&requests, &mut gap).unwrap();
             simulation.scheduler().assert_consistent();
             prop_assert!(gap.largest_share() <= 1.0, "a gap of {} of the bound", gap.largest_share());

@@ -7,7 +7,7 @@ mod common;
 use common::{scheduler, trace};
 use inflight_simulator::trace::{read_lengths, read_vtc};
 use inflight_simulator::workload::Workload;
-use inflight_simulator::{KvUse, Records, Request, Simulation};
+use inflight_simulator::{KvUsage, Records, Request, Simulation};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 
@@ -54,7 +54,7 @@ fn paged(pool_tokens: u32) -> Limits {
     }
 }
 
-fn kv_use(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUse {
+fn kv_use(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUsage {
     let requests = backlog(lengths);
     let cost = CostModel::new(CostPrior::default());
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), cost);

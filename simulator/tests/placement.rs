@@ -1,4 +1,5 @@
-//! Placement on whole clusters: the router's own queue, ledgers, index and policies, the worker's own scheduler.
+//! Placement on whole clusters: the router's own queue, ledgers, index and policies, the worker's own
+//! scheduler.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 mod common;
@@ -9,7 +10,7 @@ use inflight_router_core::{PlacementKind, Policy, Random};
 use inflight_simulator::cluster::{
     ClusterOptions, ClusterReport, ClusterRequest, conversations, read_mooncake, simulate,
 };
-use inflight_simulator::workload::{Lengths, Random as Numbers};
+use inflight_simulator::workload::{LengthDistribution, Random as Numbers};
 use inflight_worker_core::{DeviceProfile, Limits, Time};
 
 const WORKERS: usize = 4;
@@ -57,7 +58,7 @@ fn each_placement_beats_the_simpler_one_on_conversations_like_them() {
 /// Bursts of prompts that have nothing in common, of very different lengths, each within ten milliseconds.
 fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
     let mut random = Numbers::new(7);
-    let lengths = Lengths::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
+    let lengths = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
     let mut requests: Vec<ClusterRequest> = (0..count * size)
         .map(|nth| {
             let at = (nth / size) as f64 * 60.0 + 0.01 * random.unit();
@@ -97,7 +98,8 @@ fn a_burst_makes_no_herd_with_one_router_or_with_two_that_do_not_talk() {
 
 #[test]
 fn many_that_arrive_at_once_with_the_same_new_prefix_share_its_computation() {
-    // Siblings that come before anybody has computed their prefix: only what was just routed says where it will be.
+    // Siblings that come before anybody has computed their prefix: only what was just routed says where it
+    // will be.
     let mut requests = bursts(1, 64);
     for (nth, request) in requests.iter_mut().enumerate() {
         request.prompt_tokens = 8192;

@@ -1,5 +1,5 @@
-//! A router's prefix index fed by the real scheduler: whatever is stored, evicted, kept on the host, lost on the way or
-//! told again after a reconnect, it says what the worker has, or knows that it knows nothing.
+//! A router's prefix index fed by the real scheduler: whatever is stored, evicted, kept on the host, lost on
+//! the way or told again after a reconnect, it says what the worker has, or knows that it knows nothing.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::BTreeSet;

@@ -1,4 +1,5 @@
-//! The simulation itself: whatever the limits, every request gets what it asks for, once, and the same each time.
+//! The simulation itself: whatever the limits, every request gets what it asks for, once, and the same each
+//! time.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -10,7 +11,7 @@ use common::{a10g, scheduler};
 use inflight_contract::FinishReason;
 use inflight_simulator::trace::{TraceError, read_lengths, read_vtc};
 use inflight_simulator::{
-    BatchWork, Device, Event, Observer, ProfileError, ProfiledDevice, Records, Request, Simulation,
+    BatchWork, Device, Observer, ProfileError, ProfiledDevice, Records, Request, RequestEvent, Simulation,
     SimulationError, StepSample,
 };
 use inflight_worker_core::policy::PolicyKind;
@@ -36,21 +37,21 @@ impl Books {
 }
 
 impl Observer for Books {
-    fn request(&mut self, at: Time, index: usize, request: &Request, event: &Event) {
+    fn request(&mut self, at: Time, index: usize, request: &Request, event: &RequestEvent) {
         assert!(at >= self.last && at >= request.arrival, "time goes backwards");
         self.last = at;
         match event {
-            Event::Served { prompt_tokens, output_tokens } => {
+            RequestEvent::Served { prompt_tokens, output_tokens } => {
                 assert_eq!(self.ends[index], 0, "served after its end");
                 self.prompt_tokens[index] += prompt_tokens;
                 self.output_tokens[index] += output_tokens;
             }
-            Event::Ended(reason) => {
+            RequestEvent::Ended(reason) => {
                 let short = request.output_tokens < request.max_tokens;
                 assert_eq!(*reason == FinishReason::Length, !short && *reason != FinishReason::Stop);
                 self.ends[index] += 1;
             }
-            Event::Preempted(Preemption::Swap) => self.swaps += 1,
+            RequestEvent::Preempted(Preemption::Swap) => self.swaps += 1,
             _ => {}
         }
     }
@@ -145,7 +146,7 @@ fn requests_that_make_no_sense_are_named() {
     let early = Request::new(Time::ZERO, 0, 1, 1);
     assert!(matches!(run(&[late, early]), Err(SimulationError::Unsorted(1))));
     let greedy = Request { max_tokens: 1, ..Request::new(Time::ZERO, 0, 1, 2) };
-    assert!(matches!(run(&[greedy]), Err(SimulationError::AsksTooLittle { index: 0, .. })));
+    assert!(matches!(run(&[greedy]), Err(SimulationError::MaxTokensTooSmall { index: 0, .. })));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
     percentile,
 };
-use inflight_worker_core::policy::{SchedulingPolicy, PolicyKind};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
 
 /// Tokens of the KV pool of the published runs.
@@ -27,8 +27,8 @@ pub fn trace(file: &str) -> Option<PathBuf> {
     }
 }
 
-/// Entries of a device much like an A10G with Llama-2-7B, for where the published profile is not at hand: 29 ms a
-/// decode step, 1.1 us for each key and 0.2 ms for each sequence or prompt token.
+/// Entries of a device much like an A10G with Llama-2-7B, for where the published profile is not at hand: 29
+/// ms a decode step, 1.1 us for each key and 0.2 ms for each sequence or prompt token.
 pub const LIKE_AN_A10G: [(u32, u32, u32, f64, f64); 4] = [
     (512, 1, 19, 0.1100, 0.0021026),
     (256, 1, 38, 0.0540, 0.0010980),
@@ -43,8 +43,9 @@ pub fn a10g() -> ProfiledDevice {
     }
 }
 
-/// The pool of the server that VTC was measured on, paged by single tokens. That server knew each output's length and
-/// admitted a request only where all of it would fit; the scheduler does not know it, and reserves the mean one.
+/// The pool of the server that VTC was measured on, paged by single tokens. That server knew each output's
+/// length and admitted a request only where all of it would fit; the scheduler does not know it, and reserves
+/// the mean one.
 pub fn vtc_limits() -> Limits {
     Limits {
         min_decode_tokens: 256,

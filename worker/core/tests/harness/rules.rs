@@ -121,7 +121,8 @@ impl Harness {
         let planned = |id: &SequenceId| plan.chunks.iter().any(|chunk| chunk.id == *id);
         let order_holds = self.kind != PolicyKind::Fair || plan.preempted.len() == 1;
         for one in &plan.preempted {
-            let (Some(victim), Some(beneficiary)) = (self.live.get(&one.id), self.live.get(&one.beneficiary)) else {
+            let (Some(victim), Some(beneficiary)) = (self.live.get(&one.id), self.live.get(&one.beneficiary))
+            else {
                 panic!("{one:?}: one of them has ended");
             };
             let goes_after = |other: &Model| self.compare(before, beneficiary, other).is_lt();
@@ -149,7 +150,8 @@ impl Harness {
                 |model: &Model| limits.admission_blocks(model.tokens.len() as u32, model.remaining);
             let admitted = || plan.admitted.iter().filter_map(|(id, _)| self.live.get(id));
             // Others may have started ahead of it in this very plan.
-            let admission = reserves(beneficiary) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
+            let admission =
+                reserves(beneficiary) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
             let slots = before.free_slots.saturating_sub(admitted().count() as u32);
             let lacks = match displaced {
                 true => slots == 0 || wanted + admission > before.free,
