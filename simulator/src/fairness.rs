@@ -80,8 +80,10 @@ impl ServiceDifference {
     }
 }
 
+/// Returns the service difference over the window that begins at `tick`, in cost units per second.
+fn difference(requests: &[ServedRequest], cost: TokenCost, tick: f64) -> f64 {
     let end = tick + ServiceDifference::WINDOW_S;
-// Service and demand, by tenant.
+    // Service and demand by tenant.
     let mut tenants: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
     for request in requests {
         let (service, demand) = tenants.entry(request.tenant).or_default();

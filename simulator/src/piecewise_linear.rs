@@ -49,7 +49,7 @@ mod tests {
             assert_eq!(function.at(x), y, "at {x}");
         }
         assert_eq!(PiecewiseLinear::new(vec![(1.0, 7.0)]).unwrap().at(5.0), 7.0);
-            assert_eq!(PiecewiseLinear::new(Vec::new()), None);
-            assert_eq!(PiecewiseLinear::new(vec![(f64::NAN, 1.0)]), None);
+        assert_eq!(PiecewiseLinear::new(Vec::new()), None);
+        assert_eq!(PiecewiseLinear::new(vec![(f64::NAN, 1.0)]), None);
     }
 }

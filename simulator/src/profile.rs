@@ -116,7 +116,8 @@ impl ProfiledDevice {
         let mut prefill: Vec<_> = entries.iter().map(|entry| (entry.prompt_tokens, entry.prefill)).collect();
         prefill.push((0.0, floor));
         let lacks = ProfileError::Lacks("a finite entry");
-        let (Some(decode), Some(prefill)) = (PiecewiseLinear::new(decode), PiecewiseLinear::new(prefill)) else {
+        let (Some(decode), Some(prefill)) = (PiecewiseLinear::new(decode), PiecewiseLinear::new(prefill))
+        else {
             return Err(lacks);
         };
         Ok(Self { decode, key, prefill, floor, copy_block })

@@ -5,7 +5,7 @@ use std::time::Duration;
 use inflight_contract::FinishReason;
 use inflight_worker_core::Time;
 
-use crate::{RequestEvent, Observer, Request, StepSample};
+use crate::{Observer, Request, RequestEvent, StepSample};
 
 /// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -227,7 +227,12 @@ impl<D: Device> Simulation<D> {
                 if *kind == Preemption::Recompute {
                     live.stored_tokens = 0;
                 }
-                observer.request(self.now, live.index, &requests[live.index], &RequestEvent::Preempted(*kind));
+                observer.request(
+                    self.now,
+                    live.index,
+                    &requests[live.index],
+                    &RequestEvent::Preempted(*kind),
+                );
             }
         }
         let mut ends = self.transfers.back().map_or(self.now, |transfer| transfer.ends.max(self.now));
@@ -235,7 +240,12 @@ impl<D: Device> Simulation<D> {
             let blocks = transfer.blocks.len();
             let took = self.device.copy(blocks as u32);
             ends = ends.after(took);
-            self.transfers.push_back(SimulatedTransfer { id: transfer.id, blocks: blocks as u64, took, ends });
+            self.transfers.push_back(SimulatedTransfer {
+                id: transfer.id,
+                blocks: blocks as u64,
+                took,
+                ends,
+            });
         }
         for (id, _) in &plan.admitted {
             if let Some(live) = self.live.get_mut(id.index()).and_then(Option::as_mut) {

@@ -69,8 +69,8 @@ pub enum TraceError {
     Empty {
         /// Path of the file.
         path: String,
-        },
-        }
+    },
+}
 
 /// Request of a trace, with the fields that the format provides.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -292,7 +292,9 @@ fn read_mooncake(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
         };
         let arrival = match &value["timestamp"] {
             serde_json::Value::Null => None,
-            given => Some(given.as_f64().ok_or_else(|| invalid("`timestamp` is no number".to_owned()))? / 1e3),
+            given => {
+                Some(given.as_f64().ok_or_else(|| invalid("`timestamp` is no number".to_owned()))? / 1e3)
+            }
         };
         Ok(TracedRequest {
             arrival_s: arrival,

@@ -155,21 +155,21 @@ struct ScheduledEvent {
     event: ClusterEvent,
 }
 
-impl PartialEq for Scheduled {
+impl PartialEq for ScheduledEvent {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-impl Eq for Scheduled {}
+impl Eq for ScheduledEvent {}
 
-impl PartialOrd for Scheduled {
+impl PartialOrd for ScheduledEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Scheduled {
+impl Ord for ScheduledEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.number).cmp(&(other.at, other.number))
     }
@@ -230,7 +230,16 @@ pub fn simulate(
                     ClusterEvent::Submit { worker, router, request } => {
                         let node = &mut workers[worker];
                         node.submit(router, request, &requests[request], now)?;
-                        advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
+                        advance_worker(
+                            worker,
+                            node,
+                            requests,
+                            options,
+                            &mut queue,
+                            now,
+                            &mut placed,
+                            &mut left,
+                        )?;
                     }
                     ClusterEvent::Resync { worker, router } => {
                         let update = Box::new(workers[worker].snapshot_update(router));
@@ -238,7 +247,16 @@ pub fn simulate(
                     }
                     ClusterEvent::Device { worker } => {
                         let node = &mut workers[worker];
-                        advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
+                        advance_worker(
+                            worker,
+                            node,
+                            requests,
+                            options,
+                            &mut queue,
+                            now,
+                            &mut placed,
+                            &mut left,
+                        )?;
                     }
                     ClusterEvent::Update { worker, router, update } => {
                         if routers[router].apply_update(worker, &update) {

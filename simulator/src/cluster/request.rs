@@ -114,8 +114,7 @@ pub fn conversations(requests: usize, rate: f64, seed: u64) -> Vec<ClusterReques
         (0.99, 60_000.0),
         (1.0, 100_000.0),
     ]);
-    let later_turns =
-        LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 9000.0), (1.0, 30_000.0)]);
+    let later_turns = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 9000.0), (1.0, 30_000.0)]);
     let outputs =
         LengthDistribution::new(&[(0.0, 10.0), (0.5, 355.0), (0.9, 605.0), (0.99, 1183.0), (1.0, 2000.0)]);
     // Open conversations, each with the tokens and block ids of its last prompt.

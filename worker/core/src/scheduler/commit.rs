@@ -154,8 +154,8 @@ impl Scheduler {
         sequence.charged_tokens = sequence.charged_tokens.max(inputs);
         self.tenants.charge(sequence.tenant, charged, u32::from(verdict.is_some()));
         let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
-        for place in sequence.sealed_blocks..full {
-            self.device.seal(sequence.table[place as usize], sequence.hashes[place as usize]);
+        for position in sequence.sealed_blocks..full {
+            self.device.seal(sequence.table[position as usize], sequence.hashes[position as usize]);
         }
         sequence.sealed_blocks = sequence.sealed_blocks.max(full);
         let Some(verdict) = verdict else { return };
