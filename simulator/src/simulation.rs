@@ -27,7 +27,7 @@ pub enum SimulationError {
         max_tokens: u32,
     },
     /// Requests are left, but nothing is in flight and none will arrive: a fault of the scheduler.
-    #[error("{0} requests are left and nothing is under way: the scheduler makes no progress")]
+    #[error("{0} requests are left and nothing is in flight: the scheduler makes no progress")]
     Stalled(usize),
     /// The scheduler rejected a completion: a fault of the simulation.
     #[error(transparent)]

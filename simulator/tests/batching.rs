@@ -116,7 +116,8 @@ fn a_static_batch_of_three_wastes_1400_of_3000_slot_steps() {
 
 #[test]
 fn under_fcfs_short_requests_queue_behind_long_ones() {
-    // Three of four slots are busy on average, half of that with short requests and half with a few long ones.
+    // Three of four slots are busy on average, half of that with short requests and half with a few long
+    // ones.
     let fixed = |tokens: f64| LengthDistribution::new(&[(0.0, tokens), (1.0, tokens)]);
     let short =
         Workload { rate: 2.0, requests: 900, shares: vec![1.0], prompts: fixed(32.0), outputs: fixed(24.0) };

@@ -61,8 +61,8 @@ fn the_metric_reproduces_the_published_values() {
 
 #[test]
 fn the_metric_agrees_with_a_manual_calculation() {
-    // Two tenants with a demand of 600 cost units each in one window; the first is served fully, the second by
-    // half.
+    // Two tenants with a demand of 600 cost units each in one window; the first is served fully, the second
+    // by half.
     let request = |tenant, end_s| ServedRequest {
         tenant,
         arrival_s: 5.0,

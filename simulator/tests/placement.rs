@@ -100,7 +100,8 @@ fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
 
 #[test]
 fn simultaneous_requests_with_a_new_common_prefix_share_its_computation() {
-    // The prefix is not computed yet at their arrival: only recent placements predict where it will be cached.
+    // The prefix is not computed yet at their arrival: only recent placements predict where it will be
+    // cached.
     let mut requests = bursts(1, 64);
     for (nth, request) in requests.iter_mut().enumerate() {
         request.prompt_tokens = 8192;
@@ -118,7 +119,7 @@ fn simultaneous_requests_with_a_new_common_prefix_share_its_computation() {
 }
 
 #[test]
-fn prefix_indexes_stay_exact_with_scarce_memory_two_routers_and_a_host_tier() {
+fn prefix_indexes_stay_exact_with_two_routers_and_a_host_tier() {
     // At the end, `simulate` compares each router's index with each worker's cache.
     let requests = conversations(600, 6.0, 3);
     let requests: Vec<ClusterRequest> =

@@ -64,7 +64,7 @@ pub enum ClusterError {
     #[error(transparent)]
     Commit(#[from] CommitError),
     /// Requests are left, but nothing is in flight and none will arrive.
-    #[error("{0} requests are left and nothing is under way: the cluster makes no progress")]
+    #[error("{0} requests are left and nothing is in flight: the cluster makes no progress")]
     Stalled(usize),
     /// A queue or worker rejected a request.
     #[error("request {0} is refused: {1}")]

@@ -203,14 +203,14 @@ mod tests {
             prop_assert_eq!(sum(|g| g.blocks), held_blocks + blocks.saturating_sub(held_blocks.max(used)));
             let urgent: Vec<u32> = grants.urgent(most).map(|(_, urgent)| urgent).collect();
             let beyond = held_sequences.saturating_sub(sequences);
-            prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "the bound over all sessions");
+            prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "bound over all sessions");
             prop_assert!(urgent.iter().max().unwrap() - urgent.iter().min().unwrap() <= 1);
             let any_backlog = held.iter().any(|(.., backlog)| *backlog);
             for (session, grant) in &divided {
                 let (s, b, backlog) = held[*session];
                 prop_assert!(grant.sequences >= s && grant.blocks >= b);
-                    if any_backlog && !backlog {
-                        prop_assert_eq!(grant.sequences, s, "an idle session holds capacity that a backlogged one lacks");
+                if any_backlog && !backlog {
+                    prop_assert_eq!(grant.sequences, s, "capacity is granted to an idle session");
                 }
                 // Max-min: a session that received anything has at most one more than any backlogged session.
                 if any_backlog && grant.sequences > s {

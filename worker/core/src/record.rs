@@ -346,7 +346,7 @@ impl RecordReader<'_> {
                 let (id, succeeded) = (TransferId(self.number()?), self.number()? != 0);
                 let (took, now) = (self.duration()?, Time::from_nanos(self.number()?));
                 let done = scheduler.transfer_done(id, succeeded, took, now);
-                done.map_err(|_| self.malformed("the end of a transfer under way"))?;
+                done.map_err(|_| self.malformed("the end of a transfer in flight"))?;
             }
             kind if kind == RecordKind::Step as u8 => {
                 let (tokens, keys) = (self.small()?, self.number()?);

@@ -70,13 +70,13 @@ pub(crate) enum SequenceState {
     Prefilling { slot: Slot },
     /// Owns a slot; all tokens but the newest are computed.
     Decoding { slot: Slot },
-    /// Its blocks are being copied to the host and belong to the transfer.
+    /// Being copied to the host; the transfer owns its blocks.
     SwappingOut { transfer: TransferId },
-    /// Its blocks are on the host, in `host_table`.
+    /// On the host, with its blocks in `host_table`.
     Swapped,
-    /// Its blocks are being copied to the device and belong to the transfer; it owns a slot already.
+    /// Being copied to the device; it owns a slot, and the transfer owns its blocks.
     SwappingIn { transfer: TransferId, slot: Slot },
-    /// It has ended, but an iteration in flight still writes to its slot and blocks.
+    /// Ended, but an iteration in flight still writes to its slot and blocks.
     Leaving { slot: Slot },
 }
 

@@ -447,8 +447,8 @@ fn prompts_make_progress_beside_decodes_that_exceed_the_target() {
     // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of compute per token.
     let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
     let prior = CostPrior { cost, trust: 0.01 };
-    // Some steps take longer than predicted, as on real machines; what is kept for those must not come off
-    // the prompts' share.
+    // Some steps take longer than predicted, as on real machines; the tail factor must not reduce the share
+    // of the prompts.
     let took = |plan: &Iteration| {
         let late = if plan.number.is_multiple_of(5) { 14 } else { 10 };
         Duration::from_micros((5_000 + 250 * u64::from(plan.tokens())) * late)

@@ -55,14 +55,14 @@ pub trait SchedulingPolicy: Debug + Send {
 /// Names of the scheduling policies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PolicyKind {
-    /// [`Fcfs`].
+    /// First come, first served ([`Fcfs`]).
     Fcfs,
-    /// [`Priority`].
+    /// By priority with aging ([`Priority`]).
     Priority,
-    /// [`Fair`].
+    /// Virtual token counters beneath priorities ([`Fair`]).
     #[default]
     Fair,
-    /// [`StaticBatch`].
+    /// Static batching ([`StaticBatch`]).
     Static,
 }
 

@@ -44,6 +44,6 @@ pub enum CommitError {
         given: usize,
     },
     /// Unknown or already completed transfer.
-    #[error("transfer {0:?} is not under way")]
+    #[error("transfer {0:?} is not in flight")]
     UnknownTransfer(TransferId),
 }

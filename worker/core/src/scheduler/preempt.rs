@@ -105,8 +105,8 @@ impl Scheduler {
         let tokens = sequence.committed_tokens;
         let (shared, dropped) = self.cached_blocks(index);
         let found = f64::from(shared) + self.resumption.found_share() * f64::from(dropped);
-        let kept = ((found * f64::from(self.limits.block_tokens)) as u32).min(tokens);
-        let recompute = returns * self.cost.prefill(kept, tokens - kept).as_secs_f64();
+        let cached = ((found * f64::from(self.limits.block_tokens)) as u32).min(tokens);
+        let recompute = returns * self.cost.prefill(cached, tokens - cached).as_secs_f64();
         let blocks = self.limits.blocks_for(tokens);
         if blocks == 0 || blocks > self.host.free() {
             return (recompute, Preemption::Recompute);
