@@ -113,7 +113,7 @@ pub struct Scheduler {
     /// Waiting sequences by flow and arrival number.
     flows: BTreeMap<FlowKey, BTreeMap<u64, u32>>,
     swapped: Vec<u32>,
-    transfers: BTreeMap<TransferId, Moving>,
+    transfers: BTreeMap<TransferId, TransferInFlight>,
     deadlines: BTreeSet<(Time, u32)>,
     arrivals: u64,
     /// Highest virtual start time of the sequences that left the waiting queue.
