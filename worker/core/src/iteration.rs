@@ -110,6 +110,7 @@ pub enum Preemption {
 /// Record of a preemption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Preempted {
+    /// Preempted sequence.
     pub id: SequenceId,
     /// Recompute or swap.
     pub kind: Preemption,

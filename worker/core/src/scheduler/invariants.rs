@@ -58,6 +58,6 @@ impl Scheduler {
         self.host.assert_consistent(&host);
         slots.sort_unstable();
         assert!(slots.iter().copied().eq(0..self.limits.running_max), "slots are not conserved: {slots:?}");
-        assert!(self.flights.len() <= self.limits.depth as usize);
+        assert!(self.launched.len() <= self.limits.depth as usize);
     }
 }
