@@ -1,5 +1,6 @@
-//! Placements compared on the Mooncake trace: `cargo run --release -p inflight-simulator --example placement -- [REQUESTS
-//! [WORKERS [SPEED]]]`. With `INFLIGHT_TRACES` the published conversations, without it generated ones like them.
+//! Comparison of placement policies: `cargo run --release -p inflight-simulator --example placement --
+//! [REQUESTS [WORKERS [SPEED]]]`. Uses the Mooncake trace with `INFLIGHT_TRACES`, else similar generated
+//! conversations.
 
 use std::path::Path;
 
@@ -12,13 +13,13 @@ type MakePolicy = fn(u64) -> Box<dyn Policy>;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<f64> = std::env::args().skip(1).map(|text| text.parse()).collect::<Result<_, _>>()?;
-    let argument = |place: usize, default: f64| arguments.get(place).copied().unwrap_or(default);
-    let (most, workers, speed) = (argument(0, 3000.0) as usize, argument(1, 4.0) as usize, argument(2, 1.0));
+    let argument = |position: usize, default: f64| arguments.get(position).copied().unwrap_or(default);
+    let (count, workers, speed) = (argument(0, 3000.0) as usize, argument(1, 4.0) as usize, argument(2, 1.0));
     let mut requests: Vec<ClusterRequest> = match std::env::var_os("INFLIGHT_TRACES") {
         Some(root) => {
-            read_mooncake(&Path::new(&root).join("mooncake/conversation_trace.first45min.jsonl"), most, 1)?
+            read_mooncake(&Path::new(&root).join("mooncake/conversation_trace.first45min.jsonl"), count, 1)?
         }
-        None => conversations(most, 3.31, 1),
+        None => conversations(count, 3.31, 1),
     };
     for request in &mut requests {
         request.arrival = Time::from_nanos((request.arrival.as_nanos() as f64 / speed) as u64);
@@ -33,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ("cost", |seed| PlacementKind::Cost.build(seed)),
     ];
     println!("{} requests, {workers} workers, arrivals {speed} times as fast", requests.len());
-    println!("placement      TTFT mean      P50      P90      P99     hits    busy   most/mean busy");
+    println!("placement      TTFT mean      P50      P90      P99     hits    busy   max/mean busy");
     for (name, policy) in policies {
         let options = ClusterOptions::new(workers, profile, policy);
         let report = simulate(&options, &requests)?;
@@ -41,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         times.sort_by(f64::total_cmp);
         let mean = times.iter().sum::<f64>() / times.len() as f64;
         let busy = report.busy_s.iter().sum::<f64>() / workers as f64;
-        let most = report.busy_s.iter().fold(0.0, |most: f64, one| most.max(*one));
+        let max = report.busy_s.iter().fold(0.0, |max: f64, busy| max.max(*busy));
         println!(
             "{name:13} {mean:8.2} s {:6.2} s {:6.2} s {:6.2} s {:5.1} % {:5.1} % {:7.3}",
             percentile(&times, 0.5),
@@ -49,7 +50,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             percentile(&times, 0.99),
             100.0 * report.hit_rate(&requests),
             100.0 * busy / report.makespan.since(Time::ZERO).as_secs_f64(),
-            most / busy,
+            max / busy,
         );
     }
     Ok(())

@@ -1,18 +1,20 @@
+//! Device model: durations of steps and copies.
+
 use std::time::Duration;
 
 use inflight_worker_core::{CostModel, StepWork};
 
-/// What a step computes, its prompt chunks apart from its decodes.
+/// Work of a step, split into prefill and decode.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct BatchWork {
-    /// Chunks of prompts.
+    /// Work of the prefill chunks.
     pub prefill: StepWork,
-    /// One token for each decoding sequence.
+    /// Work of the decodes.
     pub decode: StepWork,
 }
 
 impl BatchWork {
-    /// Both together.
+    /// Returns the sum of prefill and decode work.
     pub fn total(&self) -> StepWork {
         StepWork {
             tokens: self.prefill.tokens + self.decode.tokens,
@@ -23,16 +25,16 @@ impl BatchWork {
     }
 }
 
-/// Says how long a device takes. It computes nothing.
+/// Model of a device's durations; computes nothing.
 pub trait Device {
-    /// Duration of a step.
+    /// Returns the duration of a step.
     fn step(&self, work: &BatchWork) -> Duration;
 
-    /// Duration of copying this many blocks between device and host, one way.
+    /// Returns the duration of a one-way copy of `blocks` blocks between device and host.
     fn copy(&self, blocks: u32) -> Duration;
 }
 
-/// The scheduler's own model as the device: what it predicts comes true.
+/// The scheduler's cost model as the device, so that its predictions are exact.
 impl Device for CostModel {
     fn step(&self, work: &BatchWork) -> Duration {
         CostModel::step(self, &work.total())

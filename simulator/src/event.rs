@@ -1,3 +1,5 @@
+//! Events of a simulation and their observers.
+
 use std::time::Duration;
 
 use inflight_contract::FinishReason;
@@ -5,71 +7,72 @@ use inflight_worker_core::{BlockedBy, Preemption, SubmitError, Time};
 
 use crate::{BatchWork, Request};
 
-/// What happens to a request.
+/// Event in the life of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// It was submitted and waits.
+pub enum RequestEvent {
+    /// Submitted and waiting.
     Arrived,
-    /// The scheduler did not take it.
+    /// Rejected by the scheduler.
     Refused(SubmitError),
-    /// It was given a slot: for the first time, or again after a preemption.
+    /// Received a slot, for the first time or after a preemption.
     Started,
-    /// It lost its slot and waits again.
+    /// Preempted; it lost its slot and waits again.
     Preempted(Preemption),
-    /// A step that it took part in has run. Tokens computed again count once.
+    /// A step with tokens of this request has run. Recomputed tokens are not counted again.
     Served {
-        /// Tokens of its prompt computed for the first time.
+        /// Prompt tokens computed for the first time.
         prompt_tokens: u32,
         /// Tokens generated: 0 or 1.
         output_tokens: u32,
     },
-    /// It is over.
+    /// Ended.
     Ended(FinishReason),
 }
 
-/// A step, as it begins.
+/// State at the beginning of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSample {
-    /// When it begins.
+    /// Begin of the step.
     pub began: Time,
-    /// How long it runs.
+    /// Duration of the step.
     pub took: Duration,
-    /// What the scheduler's cost model expected.
+    /// Duration predicted by the scheduler's cost model.
     pub predicted: Duration,
-    /// What it computes.
+    /// Work of the step.
     pub work: BatchWork,
     /// Sequences with a slot.
     pub running: u32,
-    /// Slots.
+    /// Number of slots.
     pub slots: u32,
     /// Sequences waiting.
     pub waiting: u32,
-    /// Token slots of the blocks that sequences own; blocks in a transfer are left out here and in what follows.
+    /// Token capacity of the blocks owned by sequences; blocks in transfers are not counted in this and the
+    /// next fields.
     pub allocated_tokens: u64,
-    /// Of these, the ones that hold a token's keys and values when the step has run.
+    /// Subset of `allocated_tokens` filled at the end of the step.
     pub stored_tokens: u64,
-    /// Of the others, the ones promised to known tokens of prompts that are not computed yet.
+    /// Subset of `allocated_tokens` reserved for known but uncomputed tokens.
     pub pending_tokens: u64,
-    /// What the first of the waiting lacks.
+    /// Reason why the first waiting sequence was not admitted.
     pub blocked: Option<BlockedBy>,
 }
 
-/// Is told all that happens, in order of time.
+/// Receiver of all events of a simulation, in order of time.
 pub trait Observer {
-    /// Something happens to a request; `index` is its place among the requests given.
-    fn request(&mut self, at: Time, index: usize, request: &Request, event: &Event) {
+    /// Receives an event of a request; `index` is its position in the slice passed to the simulation.
+    fn request(&mut self, at: Time, index: usize, request: &Request, event: &RequestEvent) {
         let _ = (at, index, request, event);
     }
 
-    /// A step begins.
+    /// Receives the begin of a step.
     fn step(&mut self, step: &StepSample) {
         let _ = step;
     }
 }
 
-/// Both are told.
+/// Forwards all events to both observers.
 impl<A: Observer, B: Observer> Observer for (A, B) {
-    fn request(&mut self, at: Time, index: usize, request: &Request, event: &Event) {
+    fn request(&mut self, at: Time, index: usize, request: &Request, event: &RequestEvent) {
         self.0.request(at, index, request, event);
         self.1.request(at, index, request, event);
     }

@@ -1,33 +1,33 @@
-//! Two measures of fairness: the service difference over windows, as published for VTC, and the largest gap that
-//! ever opens between two backlogged tenants, which the design bounds.
+//! Fairness measures: VTC's service difference over windows, and the maximum service gap between two
+//! backlogged tenants, which start-time fair queueing bounds.
 
 use std::collections::BTreeMap;
 
 use inflight_contract::TokenCost;
 use inflight_worker_core::Time;
 
-use crate::{Event, Observer, Record, Request};
+use crate::{Observer, Request, RequestEvent, RequestRecord};
 
-/// A request as far as the service difference depends on it. Times in seconds.
+/// Served request, as input of the service difference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServedRequest {
-    /// Whose it is.
+    /// Number of the tenant.
     pub tenant: u32,
-    /// When it arrived.
+    /// Arrival time in seconds.
     pub arrival_s: f64,
-    /// When its first token was there.
+    /// Time of the first token in seconds.
     pub first_token_s: f64,
-    /// When its last was.
+    /// Time of the last token in seconds.
     pub end_s: f64,
-    /// Tokens of its prompt.
+    /// Prompt length in tokens.
     pub prompt_tokens: u32,
-    /// Tokens generated.
+    /// Number of generated tokens.
     pub output_tokens: u32,
 }
 
 impl ServedRequest {
-    /// From the record of a request that is over.
-    pub fn of(record: &Record) -> Option<Self> {
+    /// Converts the record of an ended request; `None` if it generated no token or has not ended.
+    pub fn of(record: &RequestRecord) -> Option<Self> {
         let seconds = |at: Time| at.since(Time::ZERO).as_secs_f64();
         Some(Self {
             tenant: record.request.tenant,
@@ -45,14 +45,15 @@ impl ServedRequest {
     }
 }
 
-/// The service difference of Sheng et al., *Fairness in Serving Large Language Models* (OSDI 2024), section 5.1.
+/// Service difference of Sheng et al., *Fairness in Serving Large Language Models* (OSDI 2024), section 5.1.
 ///
-/// At each tick, over the window that begins there: a tenant's service is the cost of its requests, spread evenly
-/// from first to last token, per second; its demand the cost of those that arrived. The difference is the sum over
-/// the tenants of how far each is below the best served, or below its demand if that is less.
+/// Evaluated at ticks, each over the window that begins there. A tenant's service is the cost of its requests
+/// per second, spread evenly from first to last token; its demand is the cost of its arrivals. The difference
+/// is the sum over all tenants of their distance to the best-served tenant, or to their demand if that is
+/// less.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServiceDifference {
-    /// Largest over the ticks.
+    /// Maximum over the ticks.
     pub max: f64,
     /// Mean over the ticks.
     pub mean: f64,
@@ -61,15 +62,15 @@ pub struct ServiceDifference {
 }
 
 impl ServiceDifference {
-    /// Length of a window.
+    /// Length of a window in seconds.
     pub const WINDOW_S: f64 = 60.0;
 
-    /// The ticks that the paper's ten minutes are looked at.
+    /// Returns the ticks used by the paper for ten minutes, in seconds.
     pub fn paper_ticks() -> Vec<f64> {
         (1..=19).map(|tick| 28.5 * f64::from(tick)).collect()
     }
 
-    /// Measures served requests at these ticks, in seconds.
+    /// Measures served requests at these ticks (in seconds).
     pub fn measure(requests: &[ServedRequest], cost: TokenCost, ticks: &[f64]) -> Self {
         let at_ticks: Vec<f64> = ticks.iter().map(|tick| difference(requests, cost, *tick)).collect();
         let count = at_ticks.len().max(1) as f64;
@@ -79,6 +80,7 @@ impl ServiceDifference {
     }
 }
 
+/// Returns the service difference over the window that begins at `tick`, in cost units per second.
 fn difference(requests: &[ServedRequest], cost: TokenCost, tick: f64) -> f64 {
     let end = tick + ServiceDifference::WINDOW_S;
     // Service and demand by tenant.
@@ -105,119 +107,120 @@ fn difference(requests: &[ServedRequest], cost: TokenCost, tick: f64) -> f64 {
     below.sum()
 }
 
+/// Accounting of one tenant.
 #[derive(Debug, Clone, Copy, Default)]
-struct TenantState {
+struct TenantAccount {
     weight: f64,
-    /// Service over weight since the start: computed from events, not from the scheduler's counters.
+    /// Service over weight since the start, computed from events and not from the scheduler's counters.
     service: f64,
     waiting: u32,
     longest_prompt: u32,
-    /// Cost of its dearest request.
-    dearest: f64,
+    /// Cost of its most expensive request.
+    max_cost: f64,
 }
 
-/// The gap between two tenants since both have been backlogged: least and largest difference of their services.
+/// Minimum and maximum service difference of two tenants since both are backlogged.
 #[derive(Debug, Clone, Copy)]
-struct Stretch {
-    least: f64,
-    largest: f64,
+struct BackloggedInterval {
+    min: f64,
+    max: f64,
 }
 
-/// Watches, at every instant, how far the services of any two tenants drift apart while both are backlogged, that
-/// is while both have requests waiting.
+/// Observer of the maximum gap between the services of any two tenants while both are backlogged, that is,
+/// while both have waiting requests.
 ///
-/// The design's bound: over any interval in which tenants f and g stay backlogged, `|W_f/w_f - W_g/w_g|` is at most
-/// `2 * max(w_in * L_in, w_out * M) / min(w_f, w_g)`, with `L_in` the longest prompt and `M` the tokens that admitted
-/// requests can hold: those of the pool, and of the host pool if there is one.
+/// Bound (VTC): over any interval in which tenants f and g stay backlogged, `|W_f/w_f - W_g/w_g|` is at most
+/// `2 * max(w_in * L_in, w_out * M) / min(w_f, w_g)`, with `L_in` the longest prompt and `M` the token
+/// capacity of the device and host pools.
 ///
-/// Where the scheduler admits requests past one that does not fit, each such pass may add a request's cost to the gap:
-/// see [`ServiceGap::with_passes`].
+/// Each head-of-line bypass at admission may add a request's cost to the gap: see
+/// [`ServiceGap::with_bypasses`].
 #[derive(Debug, Clone)]
 pub struct ServiceGap {
     cost: TokenCost,
     pool_tokens: u32,
-    passes: u32,
-    ageing: f64,
-    tenants: BTreeMap<u32, TenantState>,
-    /// Of both tenants backlogged, the first being the smaller number.
-    stretches: BTreeMap<(u32, u32), Stretch>,
+    bypasses: u32,
+    aging: f64,
+    tenants: BTreeMap<u32, TenantAccount>,
+    /// Current intervals by pair of backlogged tenants, the smaller number first.
+    intervals: BTreeMap<(u32, u32), BackloggedInterval>,
     largest: f64,
     largest_share: f64,
 }
 
 impl ServiceGap {
-    /// Watches a scheduler with these costs, whose admitted requests hold at most so many tokens.
+    /// Creates an observer for a scheduler with these token costs and pools of `pool_tokens` tokens.
     pub fn new(cost: TokenCost, pool_tokens: u32) -> Self {
         Self {
             cost,
             pool_tokens,
-            passes: 0,
-            ageing: 0.0,
+            bypasses: 0,
+            aging: 0.0,
             tenants: BTreeMap::new(),
-            stretches: BTreeMap::new(),
+            intervals: BTreeMap::new(),
             largest: 0.0,
             largest_share: 0.0,
         }
     }
 
-    /// Widens the bound by the cost of this many requests, the longest and dearest of the two tenants: what
-    /// [`bypass_max`](inflight_worker_core::Limits::bypass_max) passes can come to.
-    pub fn with_passes(mut self, passes: u32) -> Self {
-        self.passes = passes;
+    /// Widens the bound by `bypasses` times the cost of the most expensive request of the two tenants, for
+    /// [`bypass_max`](inflight_worker_core::Limits::bypass_max).
+    pub fn with_bypasses(mut self, bypasses: u32) -> Self {
+        self.bypasses = bypasses;
         self
     }
 
-    /// Widens the bound by the service that ageing forgives at most, in tokens of weight 1: each of two tenants may be that
-    /// far ahead of the other.
-    pub fn with_ageing(mut self, tokens_max: f64) -> Self {
-        self.ageing = tokens_max;
+    /// Widens the bound by the maximum service forgiven by aging, in tokens at weight 1, for each of the two
+    /// tenants.
+    pub fn with_aging(mut self, tokens_max: f64) -> Self {
+        self.aging = tokens_max;
         self
     }
 
-    /// The largest gap seen, in tokens of weight 1.
+    /// Returns the largest gap, in tokens at weight 1.
     pub fn largest(&self) -> f64 {
         self.largest
     }
 
-    /// The largest gap seen as a share of the bound of its two tenants: at most 1 if the bound holds.
+    /// Returns the largest gap relative to the bound of its two tenants; at most 1 if the bound holds.
     pub fn largest_share(&self) -> f64 {
         self.largest_share
     }
 
-    /// The bound for these two tenants, in tokens of weight 1.
+    /// Returns the bound for two tenants, in tokens at weight 1.
     pub fn bound(&self, f: u32, g: u32) -> f64 {
-        let state = |tenant: u32| self.tenants.get(&tenant).copied().unwrap_or_default();
-        let (f, g) = (state(f), state(g));
+        let account = |tenant: u32| self.tenants.get(&tenant).copied().unwrap_or_default();
+        let (f, g) = (account(f), account(g));
         let input = f64::from(self.cost.input) * f64::from(f.longest_prompt.max(g.longest_prompt));
         let output = f64::from(self.cost.output) * f64::from(self.pool_tokens);
-        let passes = f64::from(self.passes) * f.dearest.max(g.dearest);
-        (2.0 * input.max(output) + passes) / f.weight.min(g.weight) + 2.0 * self.ageing
+        let bypasses = f64::from(self.bypasses) * f.max_cost.max(g.max_cost);
+        (2.0 * input.max(output) + bypasses) / f.weight.min(g.weight) + 2.0 * self.aging
     }
 
-    /// The difference of two tenants' services since the start, in tokens of weight 1.
+    /// Returns the difference of two tenants' services since the start, in tokens at weight 1.
     pub fn difference(&self, f: u32, g: u32) -> f64 {
-        let service = |tenant: u32| self.tenants.get(&tenant).map_or(0.0, |state| state.service);
+        let service = |tenant: u32| self.tenants.get(&tenant).map_or(0.0, |account| account.service);
         service(f) - service(g)
     }
 
     fn backlogged(&self, tenant: u32) -> bool {
-        self.tenants.get(&tenant).is_some_and(|state| state.waiting > 0)
+        self.tenants.get(&tenant).is_some_and(|account| account.waiting > 0)
     }
 
-    /// A tenant's service or backlog has changed.
+    /// Updates the gaps after a change of a tenant's service or backlog.
     fn update(&mut self, tenant: u32) {
         let others: Vec<u32> = self.tenants.keys().copied().filter(|other| *other != tenant).collect();
         for other in others {
             let pair = (tenant.min(other), tenant.max(other));
             if !self.backlogged(tenant) || !self.backlogged(other) {
-                self.stretches.remove(&pair);
+                self.intervals.remove(&pair);
                 continue;
             }
             let now = self.difference(pair.0, pair.1);
-            let stretch = self.stretches.entry(pair).or_insert(Stretch { least: now, largest: now });
-            stretch.least = stretch.least.min(now);
-            stretch.largest = stretch.largest.max(now);
-            let gap = stretch.largest - stretch.least;
+            let interval = self.intervals.entry(pair).or_insert(BackloggedInterval { min: now, max: now });
+            interval.min = interval.min.min(now);
+            interval.max = interval.max.max(now);
+            let gap = interval.max - interval.min;
             self.largest = self.largest.max(gap);
             self.largest_share = self.largest_share.max(gap / self.bound(pair.0, pair.1));
         }
@@ -225,22 +228,22 @@ impl ServiceGap {
 }
 
 impl Observer for ServiceGap {
-    fn request(&mut self, _: Time, _: usize, request: &Request, event: &Event) {
-        let state = self.tenants.entry(request.tenant).or_default();
-        state.weight = request.weight.get();
-        state.longest_prompt = state.longest_prompt.max(request.prompt_tokens);
+    fn request(&mut self, _: Time, _: usize, request: &Request, event: &RequestEvent) {
+        let account = self.tenants.entry(request.tenant).or_default();
+        account.weight = request.weight.get();
+        account.longest_prompt = account.longest_prompt.max(request.prompt_tokens);
         let cost = f64::from(request.prompt_tokens) * f64::from(self.cost.input)
             + f64::from(request.output_tokens) * f64::from(self.cost.output);
-        state.dearest = state.dearest.max(cost);
+        account.max_cost = account.max_cost.max(cost);
         match event {
-            Event::Arrived | Event::Preempted(_) => state.waiting += 1,
-            Event::Started => state.waiting -= 1,
-            Event::Served { prompt_tokens, output_tokens } => {
+            RequestEvent::Arrived | RequestEvent::Preempted(_) => account.waiting += 1,
+            RequestEvent::Started => account.waiting -= 1,
+            RequestEvent::Served { prompt_tokens, output_tokens } => {
                 let tokens = u64::from(*prompt_tokens) * u64::from(self.cost.input)
                     + u64::from(*output_tokens) * u64::from(self.cost.output);
-                state.service += tokens as f64 / state.weight;
+                account.service += tokens as f64 / account.weight;
             }
-            Event::Refused(_) | Event::Ended(_) => return,
+            RequestEvent::Refused(_) | RequestEvent::Ended(_) => return,
         }
         self.update(request.tenant);
     }

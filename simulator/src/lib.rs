@@ -1,30 +1,31 @@
-//! The worker's own scheduler on a virtual clock.
+//! Discrete-event simulation of the worker's scheduler on a virtual clock.
 //!
-//! A [`Simulation`] feeds [`Request`]s to an [`inflight_worker_core::Scheduler`] as they arrive, executes what it
-//! plans on a [`Device`] that only says how long things take, and tells an [`Observer`] all that happens. Nothing
-//! of the scheduler is written a second time, and nothing depends on the machine: the same requests, limits and
-//! device give the same events.
+//! A [`Simulation`] submits [`Request`]s to an [`inflight_worker_core::Scheduler`] at their arrival times,
+//! executes its plans on a [`Device`] that only models durations, and reports all events to an [`Observer`].
+//! The scheduler is the real one. Results do not depend on the machine: equal requests, limits and devices
+//! give equal events.
 //!
-//! [`Records`] keeps what became of each request and what the memory held; [`ServiceDifference`] and [`ServiceGap`]
-//! measure fairness. [`cluster`] does the same for routers and many workers. [`trace`] reads published traces, [`workload`] generates requests from a seed.
+//! [`Records`] collects latencies per request and KV memory use; [`ServiceDifference`] and [`ServiceGap`]
+//! measure fairness. [`cluster`] simulates routers with many workers. [`trace`] reads published traces;
+//! [`workload`] generates requests from a seed.
 
 pub mod cluster;
 mod device;
 mod event;
 mod fairness;
+mod piecewise_linear;
 mod profile;
 mod records;
 mod request;
 mod simulation;
-mod table;
 pub mod trace;
 pub mod workload;
 
 pub use device::{BatchWork, Device};
-pub use event::{Event, Observer, StepSample};
+pub use event::{Observer, RequestEvent, StepSample};
 pub use fairness::{ServedRequest, ServiceDifference, ServiceGap};
+pub use piecewise_linear::PiecewiseLinear;
 pub use profile::{ProfileError, ProfiledDevice};
-pub use records::{KvUse, Record, Records, percentile};
+pub use records::{KvUsage, Records, RequestRecord, percentile};
 pub use request::Request;
 pub use simulation::{Simulation, SimulationError};
-pub use table::Table;

@@ -1,60 +1,62 @@
+//! Device model fitted to a published cost profile.
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::{BatchWork, Device, Table};
+use crate::{BatchWork, Device, PiecewiseLinear};
 
-/// A cost profile that can't be used.
+/// Invalid cost profile.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// The file can't be read.
+    /// The file cannot be read.
     #[error("can't read the cost profile {path}: {source}")]
     Read {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
-    /// It is not `{input length: {output length: [batch, prefill s, decode s]}}`.
+    /// The file is not `{input length: {output length: [batch, prefill s, decode s]}}`.
     #[error(
         "the cost profile {path} is not {{\"input length\": {{\"output length\": [batch, prefill seconds, decode \
          seconds]}}}}: {source}"
     )]
     Format {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// Where it departs from that.
+        /// Cause, with its position.
         source: serde_json::Error,
     },
-    /// Too little in it to derive a device from.
+    /// The profile has too few entries to derive a device.
     #[error("the cost profile lacks {0}")]
     Lacks(&'static str),
 }
 
-/// A device known from a cost profile: for each length of prompt and output the largest batch that fits its memory
-/// and the seconds of prefill and of decode, each divided by the batch.
+/// Device fitted to a cost profile, which lists for each prompt and output length the largest batch that fits
+/// its memory, and the seconds of prefill and of decode divided by the batch size.
 ///
-/// A decode step takes what the batch's size says (a table) and a time for each key read, which is found first,
-/// from pairs of entries with about the same batch and different contexts. A prefill takes what its tokens say (a
-/// table again). In a mixed step the weights are read once, so the time of an empty step counts once.
+/// A decode step takes a piecewise linear time in the batch size plus a time per key read, which is estimated
+/// first, from pairs of entries with similar batches and different contexts. A prefill takes a piecewise
+/// linear time in its tokens. A mixed step reads the weights once, so the time of an empty step counts once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProfiledDevice {
-    /// Seconds of a decode step over the sequences in it, the keys apart.
-    decode: Table,
-    /// Seconds for each key that a decode reads.
+    /// Seconds of a decode step by batch size, without the keys.
+    decode: PiecewiseLinear,
+    /// Seconds per key read by a decode.
     key: f64,
-    /// Seconds of a prefill over its tokens.
-    prefill: Table,
-    /// Seconds of a step that hardly computes anything.
+    /// Seconds of a prefill by tokens.
+    prefill: PiecewiseLinear,
+    /// Seconds of an almost empty step.
     floor: f64,
-    /// Seconds to copy one block.
+    /// Seconds per copied block.
     pub copy_block: f64,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
+struct ProfileEntry {
     batch: f64,
-    /// Keys read in a decode step, on average.
+    /// Mean keys read in a decode step.
     keys: f64,
     step: f64,
     prompt_tokens: f64,
@@ -62,7 +64,8 @@ struct Entry {
 }
 
 impl ProfiledDevice {
-    /// Reads a profile; copies take `copy_block` seconds a block, which no profile says.
+    /// Reads a profile from a JSON file. Copies take `copy_block` seconds per block, which is not part of
+    /// profiles.
     ///
     /// # Errors
     /// [`ProfileError`].
@@ -82,8 +85,8 @@ impl ProfiledDevice {
         )
     }
 
-    /// A device from a profile's entries: prompt tokens, output tokens, batch, seconds of prefill and seconds of
-    /// decode per request.
+    /// Fits a device to profile entries: prompt tokens, output tokens, batch size, seconds of prefill and
+    /// seconds of decode per request.
     ///
     /// # Errors
     /// [`ProfileError::Lacks`].
@@ -91,14 +94,14 @@ impl ProfiledDevice {
         entries: impl IntoIterator<Item = (u32, u32, u32, f64, f64)>,
         copy_block: f64,
     ) -> Result<Self, ProfileError> {
-        let entries: Vec<Entry> = entries
+        let entries: Vec<ProfileEntry> = entries
             .into_iter()
             .map(|(input, output, batch, prefill, decode)| {
                 let (input, output, batch) = (f64::from(input), f64::from(output), f64::from(batch));
-                Entry {
+                ProfileEntry {
                     batch,
                     keys: batch * (input + output / 2.0),
-                    // The prefill yields the first token; an output of one token was timed with one step.
+                    // The prefill generates the first token; an output of one token was timed with one step.
                     step: decode * batch / (output - 1.0).max(1.0),
                     prompt_tokens: batch * input,
                     prefill: prefill * batch,
@@ -113,20 +116,23 @@ impl ProfiledDevice {
         let mut prefill: Vec<_> = entries.iter().map(|entry| (entry.prompt_tokens, entry.prefill)).collect();
         prefill.push((0.0, floor));
         let lacks = ProfileError::Lacks("a finite entry");
-        let (Some(decode), Some(prefill)) = (Table::new(decode), Table::new(prefill)) else {
+        let (Some(decode), Some(prefill)) = (PiecewiseLinear::new(decode), PiecewiseLinear::new(prefill))
+        else {
             return Err(lacks);
         };
         Ok(Self { decode, key, prefill, floor, copy_block })
     }
 }
 
-/// The median slope of step time over keys, among pairs of entries whose batches differ by at most 5 %.
-fn seconds_per_key(entries: &[Entry]) -> Option<f64> {
+/// Returns the median slope of step time over keys, among pairs of entries whose batches differ by at most 5
+/// %.
+fn seconds_per_key(entries: &[ProfileEntry]) -> Option<f64> {
     let mut slopes = Vec::new();
-    for (place, a) in entries.iter().enumerate() {
-        for b in &entries[place + 1..] {
-            let (alike, apart) = ((a.batch - b.batch).abs() <= 0.05 * a.batch, (a.keys - b.keys).abs());
-            if alike && apart > 0.1 * a.keys {
+    for (position, a) in entries.iter().enumerate() {
+        for b in &entries[position + 1..] {
+            let similar = (a.batch - b.batch).abs() <= 0.05 * a.batch;
+            let distance = (a.keys - b.keys).abs();
+            if similar && distance > 0.1 * a.keys {
                 slopes.push((a.step - b.step) / (a.keys - b.keys));
             }
         }

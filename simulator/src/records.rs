@@ -1,119 +1,124 @@
+//! Per-request records, latencies and KV memory use of a simulation.
+
 use std::time::Duration;
 
 use inflight_contract::FinishReason;
 use inflight_worker_core::Time;
 
-use crate::{Event, Observer, Request, StepSample};
+use crate::{Observer, Request, RequestEvent, StepSample};
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Record {
-    /// The request.
+pub struct RequestRecord {
+    /// Simulated request.
     pub request: Request,
-    /// When it first got a slot.
+    /// Time of the first slot.
     pub started: Option<Time>,
-    /// When its first token was there.
+    /// Time of the first token.
     pub first_token: Option<Time>,
-    /// When it was over.
+    /// Time of the end.
     pub ended: Option<Time>,
-    /// Why.
+    /// Reason of the end.
     pub reason: Option<FinishReason>,
-    /// Whether the scheduler did not take it.
+    /// Set if the scheduler rejected the request.
     pub refused: bool,
     /// Tokens generated.
     pub output_tokens: u32,
-    /// The longest time between two of them.
+    /// Longest gap between two tokens.
     pub longest_gap: Duration,
-    /// Times it lost its slot.
+    /// Number of preemptions.
     pub preemptions: u32,
     last_token: Option<Time>,
 }
 
-impl Record {
-    /// From its arrival to its first token.
+impl RequestRecord {
+    /// Returns the TTFT.
     pub fn time_to_first_token(&self) -> Option<Duration> {
         self.first_token.map(|at| at.since(self.request.arrival))
     }
 
-    /// From its arrival to its end.
+    /// Returns the time from arrival to end.
     pub fn latency(&self) -> Option<Duration> {
         self.ended.map(|at| at.since(self.request.arrival))
     }
 
-    /// Mean time between its tokens; `None` with fewer than two.
+    /// Returns the TPOT; `None` with fewer than two tokens.
     pub fn time_per_token(&self) -> Option<Duration> {
         let (first, last) = (self.first_token?, self.last_token?);
         (self.output_tokens > 1).then(|| last.since(first) / (self.output_tokens - 1))
     }
 }
 
-/// What the KV pool held, as integrals over the time in which the device computed.
+/// Use of the KV pool, integrated over the device's busy time; in unit-seconds unless stated.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct KvUse {
-    /// Seconds in which the device computed.
+pub struct KvUsage {
+    /// Busy time of the device in seconds.
     pub busy_s: f64,
-    /// Of these, seconds while requests were waiting, too.
+    /// Busy time while requests were waiting, in seconds.
     pub backlogged_s: f64,
-    /// Token slots allocated.
+    /// Token capacity of the allocated blocks.
     pub allocated: f64,
-    /// Of these, slots that hold a token.
+    /// Subset of `allocated` that holds tokens.
     pub stored: f64,
-    /// Slots promised to known tokens of prompts whose prefill is under way.
+    /// Subset of `allocated` reserved for known but uncomputed tokens.
     pub pending: f64,
     /// Sequences with a slot.
     pub running: f64,
-    /// The same while requests were waiting.
+    /// Sequences with a slot, while requests were waiting.
     pub running_backlogged: f64,
-    /// The most sequences at once.
+    /// Maximum number of sequences with a slot (not an integral).
     pub running_max: u32,
-    /// Slots there are.
+    /// Number of slots.
     pub slots: f64,
-    /// The same while requests were waiting.
+    /// Number of slots, while requests were waiting.
     pub slots_backlogged: f64,
 }
 
-impl KvUse {
-    /// Share of the allocated token slots that no known token will fill: what paging wastes.
+impl KvUsage {
+    /// Returns the share of the allocated token capacity that no known token will fill (internal
+    /// fragmentation).
     pub fn waste(&self) -> f64 {
         (self.allocated - self.stored - self.pending) / self.allocated
     }
 
-    /// Share of the allocated token slots that are empty for whatever reason, prefills under way included.
+    /// Returns the share of the allocated token capacity that is empty, including capacity reserved for
+    /// prefill.
     pub fn empty(&self) -> f64 {
         (self.allocated - self.stored) / self.allocated
     }
 
-    /// The share that would be wasted if each sequence wasted half of its last block: (`block_tokens` - 1) / 2 slots.
+    /// Returns the share that is wasted if each sequence wastes half of its last block: (`block_tokens` - 1)
+    /// / 2 tokens.
     pub fn waste_expected(&self, block_tokens: u32) -> f64 {
         f64::from(block_tokens - 1) / 2.0 * self.running / self.allocated
     }
 
-    /// Sequences at once, on average.
+    /// Returns the mean number of running sequences.
     pub fn concurrency(&self) -> f64 {
         self.running / self.busy_s
     }
 
-    /// Share of the slots in use while requests were waiting.
+    /// Returns the share of slots in use while requests were waiting.
     pub fn occupancy(&self) -> f64 {
         self.running_backlogged / self.slots_backlogged
     }
 }
 
-/// Keeps what became of each request, and what the memory held.
+/// Observer that records the outcome of each request and the use of KV memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Records {
-    records: Vec<Record>,
-    kv: KvUse,
+    records: Vec<RequestRecord>,
+    kv: KvUsage,
     steps: u64,
     makespan: Time,
-    /// Sum over the steps of the relative error of the prediction.
+    /// Sum of the relative prediction errors of all steps.
     prediction_error: f64,
 }
 
 impl Records {
-    /// For these requests.
+    /// Creates empty records for these requests.
     pub fn new(requests: &[Request]) -> Self {
-        let record = |request: &Request| Record {
+        let record = |request: &Request| RequestRecord {
             request: *request,
             started: None,
             first_token: None,
@@ -127,39 +132,39 @@ impl Records {
         };
         Self {
             records: requests.iter().map(record).collect(),
-            kv: KvUse::default(),
+            kv: KvUsage::default(),
             steps: 0,
             makespan: Time::ZERO,
             prediction_error: 0.0,
         }
     }
 
-    /// The requests, in order of arrival.
-    pub fn iter(&self) -> impl Iterator<Item = &Record> {
+    /// Returns the records, in order of arrival.
+    pub fn iter(&self) -> impl Iterator<Item = &RequestRecord> {
         self.records.iter()
     }
 
-    /// What the memory held.
-    pub fn kv(&self) -> &KvUse {
+    /// Returns the use of KV memory.
+    pub fn kv(&self) -> &KvUsage {
         &self.kv
     }
 
-    /// Steps executed.
+    /// Returns the number of executed steps.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// When the last request was over.
+    /// Returns the end time of the last request.
     pub fn makespan(&self) -> Time {
         self.makespan
     }
 
-    /// Times that a request lost its slot.
+    /// Returns the number of preemptions.
     pub fn preemptions(&self) -> u64 {
         self.records.iter().map(|record| u64::from(record.preemptions)).sum()
     }
 
-    /// Prompt and output tokens of the requests that are over, each second up to the end of the last.
+    /// Returns the throughput in prompt and output tokens of ended requests per second, up to the makespan.
     pub fn tokens_per_second(&self) -> f64 {
         let over = self.records.iter().filter(|record| record.ended.is_some());
         let tokens: u64 =
@@ -167,19 +172,19 @@ impl Records {
         tokens as f64 / self.makespan.since(Time::ZERO).as_secs_f64()
     }
 
-    /// How far the scheduler's cost model was off, relative to the step, on average.
+    /// Returns the mean relative error of the predicted step times.
     pub fn prediction_error(&self) -> f64 {
         self.prediction_error / self.steps as f64
     }
 
-    /// Seconds to the first token of each request that has one, ascending.
+    /// Returns the TTFTs in seconds, ascending.
     pub fn times_to_first_token(&self) -> Vec<f64> {
-        sorted(self.records.iter().filter_map(Record::time_to_first_token))
+        sorted(self.records.iter().filter_map(RequestRecord::time_to_first_token))
     }
 
-    /// Mean seconds between the tokens of each request that has two, ascending.
+    /// Returns the TPOTs in seconds, ascending.
     pub fn times_per_token(&self) -> Vec<f64> {
-        sorted(self.records.iter().filter_map(Record::time_per_token))
+        sorted(self.records.iter().filter_map(RequestRecord::time_per_token))
     }
 }
 
@@ -189,30 +194,30 @@ fn sorted(durations: impl Iterator<Item = Duration>) -> Vec<f64> {
     seconds
 }
 
-/// The value below which a share `p` (0 to 1) of these ascending values lies; the nearest rank, and 0 of none.
+/// Returns the quantile `p` (0 to 1) of ascending values by nearest rank; 0 without values.
 pub fn percentile(ascending: &[f64], p: f64) -> f64 {
     let rank = (p * ascending.len() as f64).ceil() as usize;
     ascending.get(rank.saturating_sub(1)).or(ascending.last()).copied().unwrap_or(0.0)
 }
 
 impl Observer for Records {
-    fn request(&mut self, at: Time, index: usize, _: &Request, event: &Event) {
+    fn request(&mut self, at: Time, index: usize, _: &Request, event: &RequestEvent) {
         let record = &mut self.records[index];
         match event {
-            Event::Arrived | Event::Served { output_tokens: 0, .. } => {}
-            Event::Refused(_) => record.refused = true,
-            Event::Started => {
+            RequestEvent::Arrived | RequestEvent::Served { output_tokens: 0, .. } => {}
+            RequestEvent::Refused(_) => record.refused = true,
+            RequestEvent::Started => {
                 record.started.get_or_insert(at);
             }
-            Event::Preempted(_) => record.preemptions += 1,
-            Event::Served { output_tokens, .. } => {
+            RequestEvent::Preempted(_) => record.preemptions += 1,
+            RequestEvent::Served { output_tokens, .. } => {
                 record.first_token.get_or_insert(at);
                 if let Some(last) = record.last_token.replace(at) {
                     record.longest_gap = record.longest_gap.max(at.since(last));
                 }
                 record.output_tokens += output_tokens;
             }
-            Event::Ended(reason) => {
+            RequestEvent::Ended(reason) => {
                 record.ended = Some(at);
                 record.reason = Some(*reason);
                 self.makespan = at;

@@ -1,27 +1,29 @@
+//! Requests of a simulation.
+
 use inflight_contract::Weight;
 use inflight_worker_core::Time;
 
-/// A request as it reaches the scheduler, with what only a simulation knows of it beforehand: its output's length.
+/// Request of a simulation, including its output length, which a real scheduler does not know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// When it arrives.
+    /// Arrival time.
     pub arrival: Time,
-    /// Whose it is: any number.
+    /// Number of the tenant; arbitrary.
     pub tenant: u32,
-    /// The tenant's share.
+    /// Fairness weight of the tenant.
     pub weight: Weight,
-    /// A higher number is more important.
+    /// Priority; higher is more important.
     pub priority: i32,
-    /// Tokens of its prompt.
+    /// Prompt length in tokens.
     pub prompt_tokens: u32,
-    /// Tokens after which it stops.
+    /// Output length in tokens, after which the request stops.
     pub output_tokens: u32,
-    /// Most tokens that it asks for: all that the scheduler is told.
+    /// Maximum output length passed to the scheduler.
     pub max_tokens: u32,
 }
 
 impl Request {
-    /// A request that asks for exactly what it generates, of priority 0 and weight 1.
+    /// Creates a request of priority 0 and weight 1 whose `max_tokens` equals its output length.
     pub fn new(arrival: Time, tenant: u32, prompt_tokens: u32, output_tokens: u32) -> Self {
         Self {
             arrival,
@@ -34,7 +36,7 @@ impl Request {
         }
     }
 
-    /// Tokens that its keys and values take at its end; the last token's are never computed.
+    /// Returns the number of prompt and output tokens; the KV of the last one is never computed.
     pub fn tokens(&self) -> u32 {
         self.prompt_tokens + self.output_tokens
     }

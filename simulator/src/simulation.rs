@@ -1,3 +1,5 @@
+//! Event loop of a single worker: arrivals, steps and transfers on a virtual clock.
+
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -6,97 +8,99 @@ use inflight_worker_core::{
     Verdict,
 };
 
-use crate::{BatchWork, Device, Event, Observer, Request, StepSample};
+use crate::{BatchWork, Device, Observer, Request, RequestEvent, StepSample};
 
-/// A simulation that can't go on.
+/// Reason why a simulation cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum SimulationError {
-    /// Requests must be given in order of arrival.
+    /// The requests are not sorted by arrival.
     #[error("request {0} arrives before the one given ahead of it; sort them by arrival")]
     Unsorted(usize),
-    /// A request that asks for less than it generates would end early.
+    /// `max_tokens` of a request is less than its output length, so it would end early.
     #[error("request {index} generates {output_tokens} tokens, but asks for at most {max_tokens}")]
-    AsksTooLittle {
-        /// Its place among the requests.
+    MaxTokensTooSmall {
+        /// Position of the request.
         index: usize,
-        /// What it generates.
+        /// Output length in tokens.
         output_tokens: u32,
-        /// What it asks for.
+        /// Given `max_tokens`.
         max_tokens: u32,
     },
-    /// Requests are left, but nothing is under way and nothing will arrive: a fault of the scheduler.
-    #[error("{0} requests are left and nothing is under way: the scheduler makes no progress")]
+    /// Requests are left, but nothing is in flight and none will arrive: a fault of the scheduler.
+    #[error("{0} requests are left and nothing is in flight: the scheduler makes no progress")]
     Stalled(usize),
-    /// The scheduler did not recognise what it had planned: a fault of the simulation.
+    /// The scheduler rejected a completion: a fault of the simulation.
     #[error(transparent)]
     Commit(#[from] CommitError),
 }
 
-/// A request that the scheduler holds.
+/// Request held by the scheduler.
 #[derive(Debug, Clone, Copy)]
-struct Live {
+struct LiveRequest {
     index: usize,
-    /// Tokens of its prompt that were computed, or found, at some time.
+    /// Prompt tokens ever computed or found in the cache.
     charged_tokens: u32,
     output_tokens: u32,
-    /// Tokens whose keys and values are on the device, those of the iterations in flight included.
+    /// Tokens with KV on the device, including iterations in flight.
     stored_tokens: u32,
-    /// Tokens that it has, and has blocks for while it runs.
+    /// Known tokens, for which it has blocks while it runs.
     known_tokens: u32,
     on_device: bool,
 }
 
-/// What a plan came to.
+/// Outcome of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Planned {
-    /// A step for the device.
+enum PlanOutcome {
+    /// A step was launched.
     Step,
-    /// Somebody gave way and nobody of its class starts in the same plan: the next one may use the room.
-    Room,
-    /// Nothing until something happens.
-    Nothing,
+    /// A sequence was preempted, so no sequence of its class was admitted; the next plan may admit one.
+    Preempted,
+    /// Nothing to do before the next event.
+    Idle,
 }
 
+/// Step in flight on the device.
 #[derive(Debug)]
-struct Flight {
+struct SimulatedStep {
     number: u64,
     chunks: Vec<Chunk>,
     took: Duration,
     ends: Time,
 }
 
+/// Transfer in flight between device and host.
 #[derive(Debug)]
-struct Moving {
+struct SimulatedTransfer {
     id: TransferId,
     blocks: u64,
     took: Duration,
     ends: Time,
 }
 
-/// A scheduler, a device and a virtual clock.
+/// Simulated worker: a scheduler and a device on a virtual clock.
 #[derive(Debug)]
 pub struct Simulation<D> {
     scheduler: Scheduler,
     device: D,
     now: Time,
     horizon: Option<Time>,
-    /// By [`SequenceId::index`].
-    live: Vec<Option<Live>>,
+    /// Live requests by [`SequenceId::index`].
+    live: Vec<Option<LiveRequest>>,
     live_count: usize,
     tenant_names: BTreeMap<u32, String>,
-    flights: VecDeque<Flight>,
-    spare: Vec<Vec<Chunk>>,
-    /// By the time of their ends: the copy engine makes one after the other.
-    transfers: VecDeque<Moving>,
+    steps: VecDeque<SimulatedStep>,
+    recycled: Vec<Vec<Chunk>>,
+    /// Transfers in order of completion: the copy engine runs one at a time.
+    transfers: VecDeque<SimulatedTransfer>,
     verdicts: Vec<Verdict>,
-    served: Vec<(usize, Event)>,
-    /// Sums over what is on the device.
+    served: Vec<(usize, RequestEvent)>,
+    /// Sums over the requests on the device.
     stored_tokens: u64,
     known_tokens: u64,
 }
 
 impl<D: Device> Simulation<D> {
-    /// An idle scheduler on a device, at the origin of time.
+    /// Creates a simulation with an idle scheduler, at time zero.
     pub fn new(scheduler: Scheduler, device: D) -> Self {
         Self {
             scheduler,
@@ -106,8 +110,8 @@ impl<D: Device> Simulation<D> {
             live: Vec::new(),
             live_count: 0,
             tenant_names: BTreeMap::new(),
-            flights: VecDeque::new(),
-            spare: Vec::new(),
+            steps: VecDeque::new(),
+            recycled: Vec::new(),
             transfers: VecDeque::new(),
             verdicts: Vec::new(),
             served: Vec::new(),
@@ -116,26 +120,26 @@ impl<D: Device> Simulation<D> {
         }
     }
 
-    /// Ends the simulation at this time, whatever is left then.
+    /// Sets the time at which the simulation ends even with requests left.
     pub fn until(mut self, horizon: Time) -> Self {
         self.horizon = Some(horizon);
         self
     }
 
-    /// The scheduler, for what it knows of itself.
+    /// Returns the scheduler.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
     }
 
-    /// The virtual time reached.
+    /// Returns the current virtual time.
     pub fn now(&self) -> Time {
         self.now
     }
 
-    /// Runs until all requests are over, or the horizon. Call it once.
+    /// Runs until all requests have ended or the horizon is reached. To be called once.
     ///
     /// # Errors
-    /// [`SimulationError`]; what the observer was told until then has happened.
+    /// [`SimulationError`]; the events reported before are valid.
     pub fn run(&mut self, requests: &[Request], observer: &mut impl Observer) -> Result<(), SimulationError> {
         check(requests)?;
         let mut arrivals = requests.iter().enumerate().peekable();
@@ -143,13 +147,13 @@ impl<D: Device> Simulation<D> {
             while let Some((index, request)) = arrivals.next_if(|(_, request)| request.arrival <= self.now) {
                 self.submit(index, request, observer);
             }
-            while self.flights.len() < self.scheduler.limits().depth as usize
-                && self.plan(requests, observer) != Planned::Nothing
+            while self.steps.len() < self.scheduler.limits().depth as usize
+                && self.plan(requests, observer) != PlanOutcome::Idle
             {}
             let arrival = arrivals.peek().map(|(_, request)| request.arrival);
-            let flight = self.flights.front().map(|flight| flight.ends);
-            let transfer = self.transfers.front().map(|moving| moving.ends);
-            let Some(next) = [arrival, flight, transfer].into_iter().flatten().min() else {
+            let step = self.steps.front().map(|step| step.ends);
+            let transfer = self.transfers.front().map(|transfer| transfer.ends);
+            let Some(next) = [arrival, step, transfer].into_iter().flatten().min() else {
                 return if self.live_count == 0 {
                     Ok(())
                 } else {
@@ -160,13 +164,13 @@ impl<D: Device> Simulation<D> {
                 return Ok(());
             }
             self.now = self.now.max(next);
-            while self.transfers.front().is_some_and(|moving| moving.ends <= self.now) {
-                let Some(moving) = self.transfers.pop_front() else { break };
-                self.scheduler.transfer_done(moving.id, true, moving.took, self.now)?;
+            while self.transfers.front().is_some_and(|transfer| transfer.ends <= self.now) {
+                let Some(transfer) = self.transfers.pop_front() else { break };
+                self.scheduler.transfer_done(transfer.id, true, transfer.took, self.now)?;
             }
-            while self.flights.front().is_some_and(|flight| flight.ends <= self.now) {
-                let Some(flight) = self.flights.pop_front() else { break };
-                self.commit(flight, requests, observer)?;
+            while self.steps.front().is_some_and(|step| step.ends <= self.now) {
+                let Some(step) = self.steps.pop_front() else { break };
+                self.commit(step, requests, observer)?;
             }
         }
     }
@@ -191,7 +195,7 @@ impl<D: Device> Simulation<D> {
                 if self.live.len() <= id.index() {
                     self.live.resize(id.index() + 1, None);
                 }
-                self.live[id.index()] = Some(Live {
+                self.live[id.index()] = Some(LiveRequest {
                     index,
                     charged_tokens: 0,
                     output_tokens: 0,
@@ -200,21 +204,21 @@ impl<D: Device> Simulation<D> {
                     on_device: false,
                 });
                 self.live_count += 1;
-                observer.request(self.now, index, request, &Event::Arrived);
+                observer.request(self.now, index, request, &RequestEvent::Arrived);
             }
-            Err(error) => observer.request(self.now, index, request, &Event::Refused(error)),
+            Err(error) => observer.request(self.now, index, request, &RequestEvent::Refused(error)),
         }
     }
 
-    /// Plans an iteration and starts what it holds.
-    fn plan(&mut self, requests: &[Request], observer: &mut impl Observer) -> Planned {
+    /// Plans an iteration and starts its step and transfers.
+    fn plan(&mut self, requests: &[Request], observer: &mut impl Observer) -> PlanOutcome {
         let plan = self.scheduler.plan(self.now);
-        let mut chunks = self.spare.pop().unwrap_or_default();
+        let mut chunks = self.recycled.pop().unwrap_or_default();
         chunks.clear();
         chunks.extend_from_slice(&plan.chunks);
         let mut work = BatchWork::default();
-        for (place, chunk) in chunks.iter().enumerate() {
-            let part = if place < plan.decodes as usize { &mut work.decode } else { &mut work.prefill };
+        for (position, chunk) in chunks.iter().enumerate() {
+            let part = if position < plan.decodes as usize { &mut work.decode } else { &mut work.prefill };
             part.add(chunk.start, chunk.len);
         }
         for Preempted { id, kind, .. } in &plan.preempted {
@@ -223,19 +227,29 @@ impl<D: Device> Simulation<D> {
                 if *kind == Preemption::Recompute {
                     live.stored_tokens = 0;
                 }
-                observer.request(self.now, live.index, &requests[live.index], &Event::Preempted(*kind));
+                observer.request(
+                    self.now,
+                    live.index,
+                    &requests[live.index],
+                    &RequestEvent::Preempted(*kind),
+                );
             }
         }
-        let mut ends = self.transfers.back().map_or(self.now, |moving| moving.ends.max(self.now));
+        let mut ends = self.transfers.back().map_or(self.now, |transfer| transfer.ends.max(self.now));
         for transfer in &plan.transfers {
             let blocks = transfer.blocks.len();
             let took = self.device.copy(blocks as u32);
             ends = ends.after(took);
-            self.transfers.push_back(Moving { id: transfer.id, blocks: blocks as u64, took, ends });
+            self.transfers.push_back(SimulatedTransfer {
+                id: transfer.id,
+                blocks: blocks as u64,
+                took,
+                ends,
+            });
         }
         for (id, _) in &plan.admitted {
             if let Some(live) = self.live.get_mut(id.index()).and_then(Option::as_mut) {
-                observer.request(self.now, live.index, &requests[live.index], &Event::Started);
+                observer.request(self.now, live.index, &requests[live.index], &RequestEvent::Started);
             }
         }
         let preempted = !plan.preempted.is_empty();
@@ -250,20 +264,21 @@ impl<D: Device> Simulation<D> {
                 self.known_tokens += u64::from(live.known_tokens);
             }
         }
-        self.settle(requests, observer);
+        self.process_ended(requests, observer);
         if chunks.is_empty() {
-            self.spare.push(chunks);
-            return if preempted { Planned::Room } else { Planned::Nothing };
+            self.recycled.push(chunks);
+            return if preempted { PlanOutcome::Preempted } else { PlanOutcome::Idle };
         }
-        // The device computes one step after the other.
-        let began = self.flights.back().map_or(self.now, |flight| flight.ends);
+        // The device runs one step at a time.
+        let began = self.steps.back().map_or(self.now, |step| step.ends);
         let took = self.device.step(&work);
-        self.sample(began, took, work, blocked, observer);
-        self.flights.push_back(Flight { number, chunks, took, ends: began.after(took) });
-        Planned::Step
+        self.report_step(began, took, work, blocked, observer);
+        self.steps.push_back(SimulatedStep { number, chunks, took, ends: began.after(took) });
+        PlanOutcome::Step
     }
 
-    fn sample(
+    /// Reports the begin of a step.
+    fn report_step(
         &self,
         began: Time,
         took: Duration,
@@ -273,8 +288,8 @@ impl<D: Device> Simulation<D> {
     ) {
         let load = self.scheduler.load();
         let limits = self.scheduler.limits();
-        let moving: u64 = self.transfers.iter().map(|moving| moving.blocks).sum();
-        let blocks = u64::from(load.blocks_used).saturating_sub(moving);
+        let in_transfer: u64 = self.transfers.iter().map(|transfer| transfer.blocks).sum();
+        let blocks = u64::from(load.blocks_used).saturating_sub(in_transfer);
         observer.step(&StepSample {
             began,
             took,
@@ -290,18 +305,18 @@ impl<D: Device> Simulation<D> {
         });
     }
 
-    /// An iteration has run: each sampling chunk yields a token.
+    /// Commits a completed step: each sampling chunk generates a token.
     fn commit(
         &mut self,
-        flight: Flight,
+        step: SimulatedStep,
         requests: &[Request],
         observer: &mut impl Observer,
     ) -> Result<(), SimulationError> {
         self.verdicts.clear();
         self.served.clear();
-        for chunk in &flight.chunks {
+        for chunk in &step.chunks {
             let live = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut);
-            // An iteration planned ahead may still compute a token of a request that is over.
+            // An iteration planned ahead may still compute a token of an ended request.
             let Some(live) = live else {
                 self.verdicts.extend(chunk.samples.then_some(Verdict::CONTINUE));
                 continue;
@@ -315,27 +330,27 @@ impl<D: Device> Simulation<D> {
                 let stop = live.output_tokens == request.output_tokens;
                 self.verdicts.push(if stop { Verdict::STOP } else { Verdict::CONTINUE });
             }
-            let event = Event::Served { prompt_tokens, output_tokens: u32::from(chunk.samples) };
+            let event = RequestEvent::Served { prompt_tokens, output_tokens: u32::from(chunk.samples) };
             self.served.push((live.index, event));
         }
-        let outcome = Outcome { verdicts: &self.verdicts, took: flight.took };
-        self.scheduler.commit(flight.number, outcome)?;
+        let outcome = Outcome { verdicts: &self.verdicts, took: step.took };
+        self.scheduler.commit(step.number, outcome)?;
         for (index, event) in &self.served {
             observer.request(self.now, *index, &requests[*index], event);
         }
-        self.spare.push(flight.chunks);
-        self.settle(requests, observer);
+        self.recycled.push(step.chunks);
+        self.process_ended(requests, observer);
         Ok(())
     }
 
-    /// Takes the ends that the scheduler has announced.
-    fn settle(&mut self, requests: &[Request], observer: &mut impl Observer) {
+    /// Processes the terminal events of the scheduler.
+    fn process_ended(&mut self, requests: &[Request], observer: &mut impl Observer) {
         for ended in self.scheduler.drain_ended() {
             let entry = self.live.get_mut(SequenceId::index(ended.id));
             let Some(mut live) = entry.and_then(Option::take) else { continue };
             leave(&mut live, &mut self.stored_tokens, &mut self.known_tokens);
             self.live_count -= 1;
-            let event = Event::Ended(ended.reason);
+            let event = RequestEvent::Ended(ended.reason);
             observer.request(self.now, live.index, &requests[live.index], &event);
         }
         self.scheduler.drain_freed_slots().for_each(drop);
@@ -343,8 +358,8 @@ impl<D: Device> Simulation<D> {
     }
 }
 
-/// Takes a sequence out of the sums of what is on the device.
-fn leave(live: &mut Live, stored_tokens: &mut u64, known_tokens: &mut u64) {
+/// Removes a sequence from the sums of the requests on the device.
+fn leave(live: &mut LiveRequest, stored_tokens: &mut u64, known_tokens: &mut u64) {
     if std::mem::take(&mut live.on_device) {
         *stored_tokens -= u64::from(live.stored_tokens);
         *known_tokens -= u64::from(live.known_tokens);
@@ -358,7 +373,7 @@ fn check(requests: &[Request]) -> Result<(), SimulationError> {
         }
         let Request { output_tokens, max_tokens, .. } = *request;
         if max_tokens < output_tokens {
-            return Err(SimulationError::AsksTooLittle { index, output_tokens, max_tokens });
+            return Err(SimulationError::MaxTokensTooSmall { index, output_tokens, max_tokens });
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Readers of published traces. The files stay where they are; nothing of them is part of this crate.
+//! Readers of published traces (Azure, VTC, Mooncake, length files). The crate contains no trace data.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,89 +8,90 @@ use inflight_worker_core::Time;
 
 use crate::{Request, ServedRequest};
 
-/// A trace that can't be used.
+/// Reason why a trace cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
-    /// The file can't be read.
+    /// The file cannot be read.
     #[error("can't read the trace {path}: {source}")]
     Read {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
     /// A column is missing.
     #[error("the trace {path} has no column `{column}`; its header is `{header}`")]
     Column {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// The column.
+        /// Name of the missing column.
         column: &'static str,
-        /// Its first line.
+        /// First line of the file.
         header: String,
     },
-    /// A value is not a number of the kind expected.
+    /// A value does not parse as the expected number type.
     #[error("the trace {path}, line {line}: `{value}` in column `{column}` is not a number of its kind")]
     Value {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// Which line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// The column.
+        /// Name of the column.
         column: &'static str,
-        /// What is there.
+        /// Text found there.
         value: String,
     },
-    /// No format that is known.
+    /// Unknown format.
     #[error(
         "the trace {path} is in no format known here; it begins with `{start}`. Known are CSV files with the columns {known}, and \
          JSON lines with `input_length` and `output_length`"
     )]
     Format {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// The beginning of its first line.
+        /// Beginning of the first line.
         start: String,
-        /// The columns that tell one format from another.
+        /// Columns that identify the supported CSV formats.
         known: &'static str,
     },
-    /// A line is not the JSON expected.
+    /// A line is not valid JSON or lacks a field.
     #[error("the trace {path}, line {line}: {message}")]
     Json {
-        /// Which file.
+        /// Path of the file.
         path: String,
-        /// Which line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// Description of the error.
         message: String,
     },
-    /// It has no request.
+    /// The trace contains no request.
     #[error("the trace {path} has no request")]
     Empty {
-        /// Which file.
+        /// Path of the file.
         path: String,
     },
 }
 
-/// A request of a trace, as far as the trace tells.
+/// Request of a trace, with the fields that the format provides.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TracedRequest {
-    /// Seconds after the first request; `None` if the trace has no times.
+    /// Arrival in seconds after the first request; `None` if the trace has no times.
     pub arrival_s: Option<f64>,
-    /// Whose it is, if the trace tells.
+    /// Number of the tenant, if the trace has tenants.
     pub tenant: Option<u32>,
-    /// Tokens of its prompt, at least 1.
+    /// Prompt length in tokens, at least 1.
     pub prompt_tokens: u32,
-    /// Tokens generated, at least 1.
+    /// Output length in tokens, at least 1.
     pub output_tokens: u32,
-    /// Names of the prompt's blocks of [`TRACED_BLOCK_TOKENS`] tokens, if the trace has them: an equal run at the front is
-    /// an equal prefix.
+    /// Ids of the prompt's blocks of [`TRACED_BLOCK_TOKENS`] tokens, if the trace has them; equal leading ids
+    /// mean an equal prefix.
     pub blocks: Vec<u64>,
 }
 
-/// Tokens in a block of [`TracedRequest::blocks`].
+/// Tokens per block of [`TracedRequest::blocks`].
 pub const TRACED_BLOCK_TOKENS: u32 = 512;
 
+/// CSV file without quoting.
 struct Csv {
     path: String,
     text: String,
@@ -108,17 +109,18 @@ impl Csv {
         self.text.lines().next().unwrap_or_default().split(',').any(|name| name == column)
     }
 
-    fn place(&self, column: &'static str) -> Result<(usize, &'static str), TraceError> {
+    /// Returns the position and the name of a column.
+    fn column(&self, column: &'static str) -> Result<(usize, &'static str), TraceError> {
         let header = self.text.lines().next().unwrap_or_default();
-        let place = header.split(',').position(|name| name == column);
-        place.map(|place| (place, column)).ok_or_else(|| TraceError::Column {
+        let position = header.split(',').position(|name| name == column);
+        position.map(|position| (position, column)).ok_or_else(|| TraceError::Column {
             path: self.path.clone(),
             column,
             header: header.to_owned(),
         })
     }
 
-    /// Lines behind the header, with their numbers.
+    /// Returns the non-empty lines after the header, with their numbers.
     fn rows(&self) -> impl Iterator<Item = (usize, &str)> {
         self.text
             .lines()
@@ -131,9 +133,9 @@ impl Csv {
     fn value<T: FromStr>(
         &self,
         (line, row): (usize, &str),
-        (place, column): (usize, &'static str),
+        (position, column): (usize, &'static str),
     ) -> Result<T, TraceError> {
-        let value = row.split(',').nth(place).unwrap_or_default();
+        let value = row.split(',').nth(position).unwrap_or_default();
         value.parse().map_err(|_| TraceError::Value {
             path: self.path.clone(),
             line,
@@ -143,16 +145,16 @@ impl Csv {
     }
 }
 
-/// Reads a result file of VTC's artifact: when each request arrived, and when a real server answered it. Tenants are
+/// Reads a result file of the VTC artifact, with arrivals and the latencies of a real server. Tenants are
 /// numbered in order of appearance.
 ///
 /// # Errors
 /// [`TraceError`].
 pub fn read_vtc(path: &Path) -> Result<Vec<ServedRequest>, TraceError> {
     let csv = Csv::read(path)?;
-    let (arrival, tenant) = (csv.place("req_time")?, csv.place("adapter_dir")?);
-    let (prompt, output) = (csv.place("prompt_len")?, csv.place("output_len")?);
-    let (first, latency) = (csv.place("first_token_latency")?, csv.place("request_latency")?);
+    let (arrival, tenant) = (csv.column("req_time")?, csv.column("adapter_dir")?);
+    let (prompt, output) = (csv.column("prompt_len")?, csv.column("output_len")?);
+    let (first, latency) = (csv.column("first_token_latency")?, csv.column("request_latency")?);
     let mut tenants: BTreeMap<String, u32> = BTreeMap::new();
     let mut requests = Vec::new();
     for row in csv.rows() {
@@ -170,11 +172,11 @@ pub fn read_vtc(path: &Path) -> Result<Vec<ServedRequest>, TraceError> {
     Ok(requests)
 }
 
-/// The requests alone, in order of arrival, to be served anew.
+/// Converts served requests to requests to be simulated, in order of arrival.
 pub fn requests_of(served: &[ServedRequest]) -> Vec<Request> {
     let request = |served: &ServedRequest| {
         let arrival = Time::from_nanos((served.arrival_s.max(0.0) * 1e9).round() as u64);
-        // Each has a token to compute and one to generate.
+        // Each request has at least one prompt and one output token.
         Request::new(arrival, served.tenant, served.prompt_tokens.max(1), served.output_tokens.max(1))
     };
     let mut requests: Vec<Request> = served.iter().map(request).collect();
@@ -182,18 +184,19 @@ pub fn requests_of(served: &[ServedRequest]) -> Vec<Request> {
     requests
 }
 
-/// Reads a file of lengths without arrivals: prompt and output tokens of each request.
+/// Reads a file of prompt and output lengths without arrivals.
 ///
 /// # Errors
 /// [`TraceError`].
 pub fn read_lengths(path: &Path) -> Result<Vec<(u32, u32)>, TraceError> {
     let csv = Csv::read(path)?;
-    let (prompt, output) = (csv.place("num_prefill_tokens")?, csv.place("num_decode_tokens")?);
+    let (prompt, output) = (csv.column("num_prefill_tokens")?, csv.column("num_decode_tokens")?);
     csv.rows().map(|row| Ok((csv.value(row, prompt)?, csv.value(row, output)?))).collect()
 }
 
-/// Reads a trace of any format known, told by its first line: Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`), files of
-/// lengths ([`read_lengths`]), VTC's ([`read_vtc`]), and Mooncake's JSON lines. Requests with times come in their order.
+/// Reads a trace of any supported format, detected by its first line: Azure
+/// (`TIMESTAMP,ContextTokens,GeneratedTokens`), length files ([`read_lengths`]), VTC ([`read_vtc`]), and
+/// Mooncake JSON lines. Requests with times are sorted by arrival.
 ///
 /// # Errors
 /// [`TraceError`].
@@ -236,8 +239,8 @@ pub fn read_trace(path: &Path) -> Result<Vec<TracedRequest>, TraceError> {
 }
 
 fn read_azure(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
-    let time = csv.place("TIMESTAMP")?;
-    let (prompt, output) = (csv.place("ContextTokens")?, csv.place("GeneratedTokens")?);
+    let time = csv.column("TIMESTAMP")?;
+    let (prompt, output) = (csv.column("ContextTokens")?, csv.column("GeneratedTokens")?);
     let request = |row| {
         Ok(TracedRequest {
             arrival_s: Some(csv.value::<Timestamp>(row, time)?.0),
@@ -249,7 +252,7 @@ fn read_azure(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
     csv.rows().map(request).collect()
 }
 
-/// Seconds since 1970 of `YYYY-MM-DD HH:MM:SS.FFFFFFF`.
+/// Unix time in seconds, parsed from `YYYY-MM-DD HH:MM:SS.FFFFFFF`.
 struct Timestamp(f64);
 
 impl FromStr for Timestamp {
@@ -267,7 +270,7 @@ impl FromStr for Timestamp {
         if !(1.0..=12.0).contains(&month) || !(1970.0..1e4).contains(&year) {
             return Err(());
         }
-        // Years begin in March, so that the leap day is their last.
+        // Years begin in March, so that the leap day is the last day of a year.
         let (year, month) = if month > 2.0 { (year, month - 3.0) } else { (year - 1.0, month + 9.0) };
         let leaps = (year / 4.0).floor() - (year / 100.0).floor() + (year / 400.0).floor();
         let days = year * 365.0 + leaps + ((153.0 * month + 2.0) / 5.0).floor() + day - 1.0 - 719_468.0;
@@ -278,18 +281,20 @@ impl FromStr for Timestamp {
 fn read_mooncake(csv: &Csv) -> Result<Vec<TracedRequest>, TraceError> {
     let lines = csv.text.lines().enumerate().filter(|(_, line)| !line.is_empty());
     let request = |(at, line): (usize, &str)| {
-        let refuse = |message: String| TraceError::Json { path: csv.path.clone(), line: at + 1, message };
+        let invalid = |message: String| TraceError::Json { path: csv.path.clone(), line: at + 1, message };
         let value: serde_json::Value =
-            serde_json::from_str(line).map_err(|error| refuse(error.to_string()))?;
+            serde_json::from_str(line).map_err(|error| invalid(error.to_string()))?;
         let tokens = |key: &str| {
             let tokens = value[key].as_u64().and_then(|tokens| u32::try_from(tokens).ok());
             tokens
                 .map(|tokens| tokens.max(1))
-                .ok_or_else(|| refuse(format!("`{key}` is no number of tokens")))
+                .ok_or_else(|| invalid(format!("`{key}` is no number of tokens")))
         };
         let arrival = match &value["timestamp"] {
             serde_json::Value::Null => None,
-            given => Some(given.as_f64().ok_or_else(|| refuse("`timestamp` is no number".to_owned()))? / 1e3),
+            given => {
+                Some(given.as_f64().ok_or_else(|| invalid("`timestamp` is no number".to_owned()))? / 1e3)
+            }
         };
         Ok(TracedRequest {
             arrival_s: arrival,
@@ -320,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn every_format_is_told_by_its_first_line() {
+    fn every_format_is_detected_by_its_first_line() {
         let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-28 23:59:59.5000000,374,44\n2024-03-01 00:00:00.2500000,9,0";
         let requests = read("azure", azure).unwrap();
         assert_eq!((requests[0].prompt_tokens, requests[0].output_tokens), (374, 44));
@@ -342,13 +347,13 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_that_is_none_says_what_is_wrong() {
-        let says = |name, text| read(name, text).unwrap_err().to_string();
-        assert!(says("other", "a,b\n1,2\n").contains("no format known here; it begins with `a,b`"));
-        assert!(says("none", "num_prefill_tokens,num_decode_tokens\n").contains("no request"));
-        assert!(says("lines", "{\"input_length\": 1}\n").contains("line 1: `output_length`"));
+    fn an_invalid_trace_yields_a_specific_error() {
+        let error = |name, text| read(name, text).unwrap_err().to_string();
+        assert!(error("other", "a,b\n1,2\n").contains("no format known here; it begins with `a,b`"));
+        assert!(error("none", "num_prefill_tokens,num_decode_tokens\n").contains("no request"));
+        assert!(error("lines", "{\"input_length\": 1}\n").contains("line 1: `output_length`"));
         let date = "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n";
-        assert!(says("date", date).contains("line 2: `yesterday` in column `TIMESTAMP`"));
+        assert!(error("date", date).contains("line 2: `yesterday` in column `TIMESTAMP`"));
         assert!(
             read_trace(Path::new("/nowhere/trace.csv"))
                 .unwrap_err()

@@ -1,20 +1,20 @@
-//! Requests generated from a seed.
+//! Synthetic workloads generated from a seed.
 
 use inflight_worker_core::Time;
 
 use crate::Request;
 
-/// A small generator of random numbers whose sequence never changes (SplitMix64).
+/// SplitMix64 pseudo-random number generator, with the same sequence on every platform and version.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed.
+    /// Creates a generator from a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next 64 random bits.
+    /// Returns the next 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;
@@ -23,23 +23,23 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// A number in [0, 1).
+    /// Returns a uniform number in [0, 1).
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// A time between two arrivals of a Poisson process, in seconds.
+    /// Returns an exponential inter-arrival time in seconds, for `rate` arrivals per second.
     pub fn exponential(&mut self, rate: f64) -> f64 {
         -(1.0 - self.unit()).ln() / rate
     }
 
-    /// A number from the standard normal distribution (Box and Muller's transform).
+    /// Returns a standard normal number (Box-Muller transform).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// The place of a share, with these shares as weights.
+    /// Returns an index into `shares`, drawn with these weights.
     pub fn pick(&mut self, shares: &[f64]) -> usize {
         let mut left = self.unit() * shares.iter().sum::<f64>();
         for (place, share) in shares.iter().enumerate() {
@@ -52,19 +52,19 @@ impl Random {
     }
 }
 
-/// A distribution of lengths known by quantiles; between two of them, the logarithm is spread evenly.
+/// Distribution of lengths given by quantiles, log-linear between them.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Lengths {
+pub struct LengthDistribution {
     quantiles: Vec<(f64, f64)>,
 }
 
-impl Lengths {
-    /// From ascending (share, tokens), the first share being 0 and the last 1.
+impl LengthDistribution {
+    /// Creates a distribution from ascending pairs (share, tokens); the first share is 0 and the last 1.
     pub fn new(quantiles: &[(f64, f64)]) -> Self {
         Self { quantiles: quantiles.to_vec() }
     }
 
-    /// A length.
+    /// Draws a length in tokens; at least 1.
     pub fn sample(&self, random: &mut Random) -> u32 {
         let at = random.unit();
         let between = self.quantiles.windows(2).find(|two| at < two[1].0);
@@ -76,25 +76,25 @@ impl Lengths {
     }
 }
 
-/// Requests of a set of tenants that arrive as one Poisson process.
+/// Workload of several tenants with Poisson arrivals.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Workload {
-    /// Requests a second.
+    /// Requests per second.
     pub rate: f64,
     /// Number of requests.
     pub requests: usize,
-    /// Share of the requests that each tenant sends.
+    /// Share of requests by tenant.
     pub shares: Vec<f64>,
-    /// Tokens of the prompts.
-    pub prompts: Lengths,
-    /// Tokens generated.
-    pub outputs: Lengths,
+    /// Prompt lengths in tokens.
+    pub prompts: LengthDistribution,
+    /// Output lengths in tokens.
+    pub outputs: LengthDistribution,
 }
 
 impl Workload {
-    /// Like the chat trace of VTC: 27 tenants, of whom the first sends 19.7 % of the requests, the first three 50.5 %
-    /// and the first six 67.3 %; 2.5 requests a second for ten minutes; prompts of 136 tokens on average and 40 in
-    /// the median, outputs of 256 and 211.
+    /// Returns a workload like the chat trace of VTC: 27 tenants; the first sends 19.7 % of the requests, the
+    /// first three 50.5 %, the first six 67.3 %; 2.5 requests per second for ten minutes; prompts with a mean
+    /// of 136 tokens and a median of 40, outputs with 256 and 211.
     pub fn chat() -> Self {
         let mut shares = vec![19.7, 15.4, 15.4, 5.6, 5.6, 5.6];
         shares.resize(27, 32.7 / 21.0);
@@ -102,35 +102,54 @@ impl Workload {
             rate: 2.5,
             requests: 1500,
             shares,
-            prompts: Lengths::new(&[(0.0, 1.0), (0.5, 40.0), (0.9, 432.0), (0.99, 902.0), (1.0, 1021.0)]),
-            outputs: Lengths::new(&[(0.0, 20.0), (0.5, 211.0), (0.9, 513.0), (0.99, 785.0), (1.0, 977.0)]),
+            prompts: LengthDistribution::new(&[
+                (0.0, 1.0),
+                (0.5, 40.0),
+                (0.9, 432.0),
+                (0.99, 902.0),
+                (1.0, 1021.0),
+            ]),
+            outputs: LengthDistribution::new(&[
+                (0.0, 20.0),
+                (0.5, 211.0),
+                (0.9, 513.0),
+                (0.99, 785.0),
+                (1.0, 977.0),
+            ]),
         }
     }
 
-    /// Like VTC's overload: two tenants send 3 and 1.5 requests a second, each of 256 tokens in and 256 out.
+    /// Returns a workload like VTC's overload: two tenants with 1.5 and 3 requests per second of 256 input
+    /// and 256 output tokens.
     pub fn overload() -> Self {
-        let fixed = Lengths::new(&[(0.0, 256.0), (1.0, 256.0)]);
+        let fixed = LengthDistribution::new(&[(0.0, 256.0), (1.0, 256.0)]);
         Self { rate: 4.5, requests: 2700, shares: vec![1.0, 2.0], prompts: fixed.clone(), outputs: fixed }
     }
 
-    /// Like ShareGPT conversations of up to 8,192 tokens.
+    /// Returns a workload like ShareGPT conversations of up to 8,192 tokens, one request per second.
     pub fn conversations(requests: usize) -> Self {
         Self {
             rate: 1.0,
             requests,
             shares: vec![1.0],
-            prompts: Lengths::new(&[
+            prompts: LengthDistribution::new(&[
                 (0.0, 30.0),
                 (0.5, 1718.0),
                 (0.9, 5661.0),
                 (0.99, 7399.0),
                 (1.0, 8141.0),
             ]),
-            outputs: Lengths::new(&[(0.0, 20.0), (0.5, 409.0), (0.9, 833.0), (0.99, 998.0), (1.0, 1024.0)]),
+            outputs: LengthDistribution::new(&[
+                (0.0, 20.0),
+                (0.5, 409.0),
+                (0.9, 833.0),
+                (0.99, 998.0),
+                (1.0, 1024.0),
+            ]),
         }
     }
 
-    /// The requests of a seed, in order of arrival.
+    /// Generates the requests of a seed, in order of arrival.
     pub fn generate(&self, seed: u64) -> Vec<Request> {
         let mut random = Random::new(seed);
         let mut at = 0.0;

@@ -1,4 +1,4 @@
-//! What the order of service does to whom: static against continuous batching, the short behind the long.
+//! Effects of the scheduling policy: static against continuous batching, head-of-line blocking, starvation.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use common::{a10g, scheduler, scheduler_with};
 use inflight_contract::CostCoefficients;
-use inflight_simulator::workload::{Lengths, Workload};
+use inflight_simulator::workload::{LengthDistribution, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 
 const SEED: u64 = 64;
@@ -24,8 +24,8 @@ fn serve(limits: Limits, policy: PolicyKind, requests: &[Request]) -> Records {
     records
 }
 
-/// What static batching costs where a finished sequence's slot is computed as padding until its group ends: every
-/// decode step is that of the full group, with as many keys for each as the others have on average.
+/// Device on which static batching computes ended sequences as padding until the batch ends: every decode
+/// step has the full batch size, with the mean number of keys for the padding.
 struct Padded<D> {
     device: D,
     slots: u32,
@@ -49,8 +49,8 @@ impl<D: Device> Device for Padded<D> {
 
 #[test]
 fn continuous_batching_beats_static_batching_at_the_same_cap() {
-    // Heavy-tailed outputs, all there from the start; 32 slots and memory for all of them.
-    let outputs = Lengths::new(&[(0.0, 4.0), (0.5, 64.0), (0.9, 300.0), (1.0, 1500.0)]);
+    // Heavy-tailed outputs, all queued at the start; 32 slots with enough memory for all of them.
+    let outputs = LengthDistribution::new(&[(0.0, 4.0), (0.5, 64.0), (0.9, 300.0), (1.0, 1500.0)]);
     let workload = Workload { requests: 1000, outputs, ..Workload::chat() };
     let mut requests = workload.generate(SEED);
     requests.iter_mut().for_each(|request| request.arrival = Time::ZERO);
@@ -88,14 +88,14 @@ fn continuous_batching_beats_static_batching_at_the_same_cap() {
     assert!(continuous.kv().occupancy() >= 0.94, "{}", continuous.kv().occupancy());
     assert!(continuous.tokens_per_second() >= 2.0 * padded.tokens_per_second());
     assert!(grouped.tokens_per_second() >= padded.tokens_per_second(), "padding computes more, not less");
-    assert_eq!(grouped.steps(), padded.steps(), "and the steps are the same");
+    assert_eq!(grouped.steps(), padded.steps(), "padding changes the number of steps");
     let median = |records: &Records| percentile(&records.times_to_first_token(), 0.5);
     assert!(median(&continuous) < median(&grouped));
 }
 
 #[test]
-fn a_static_group_of_three_stands_empty_for_1400_of_3000_slot_steps() {
-    /// Each step takes a second.
+fn a_static_batch_of_three_wastes_1400_of_3000_slot_steps() {
+    /// Device on which each step takes one second.
     struct Clock;
     impl Device for Clock {
         fn step(&self, _: &BatchWork) -> std::time::Duration {
@@ -115,9 +115,10 @@ fn a_static_group_of_three_stands_empty_for_1400_of_3000_slot_steps() {
 }
 
 #[test]
-fn under_fcfs_the_short_suffer_behind_the_long() {
-    // Three of four slots are busy on average: the short ones take half of that, the few long ones the other half.
-    let fixed = |tokens: f64| Lengths::new(&[(0.0, tokens), (1.0, tokens)]);
+fn under_fcfs_short_requests_queue_behind_long_ones() {
+    // Three of four slots are busy on average, half of that with short requests and half with a few long
+    // ones.
+    let fixed = |tokens: f64| LengthDistribution::new(&[(0.0, tokens), (1.0, tokens)]);
     let short =
         Workload { rate: 2.0, requests: 900, shares: vec![1.0], prompts: fixed(32.0), outputs: fixed(24.0) };
     let long = Workload {
@@ -133,9 +134,9 @@ fn under_fcfs_the_short_suffer_behind_the_long() {
     mixed.extend(&alone);
     mixed.sort_by_key(|request| request.arrival);
 
-    // Latency over that of the same request on an idle server.
+    // Latency relative to the same request on an idle server.
     let slowdown = |records: &Records, output_tokens: u32| {
-        let of = |record: &&inflight_simulator::Record| record.request.output_tokens == output_tokens;
+        let of = |record: &&inflight_simulator::RequestRecord| record.request.output_tokens == output_tokens;
         let request = Request { arrival: Time::ZERO, ..records.iter().find(of).unwrap().request };
         let idle = serve(limits, PolicyKind::Fcfs, &[request]).makespan().since(Time::ZERO).as_secs_f64();
         let latencies = records.iter().filter(of).filter_map(|record| record.latency());
@@ -149,14 +150,14 @@ fn under_fcfs_the_short_suffer_behind_the_long() {
         println!("{name:24} slowdown P50 {p50:6.2}  P99 {p99:6.2}");
     }
     let [alone, short, long] = rows.map(|(_, p99)| p99);
-    assert!(short > 5.0 * alone, "the long ones hold the short ones up");
-    assert!(short > 5.0 * long, "and hardly notice them");
+    assert!(short > 5.0 * alone, "long requests do not delay short ones");
+    assert!(short > 5.0 * long, "long requests are delayed as much as short ones");
 }
 
 #[test]
-fn under_shortest_first_the_long_starve() {
-    // The short alone are more than four slots can serve, for five minutes; ten long ones come in the first second.
-    let fixed = |tokens: f64| Lengths::new(&[(0.0, tokens), (1.0, tokens)]);
+fn under_shortest_first_long_requests_starve() {
+    // Short requests alone overload four slots for five minutes; ten long ones arrive in the first second.
+    let fixed = |tokens: f64| LengthDistribution::new(&[(0.0, tokens), (1.0, tokens)]);
     let short = Workload {
         rate: 12.0,
         requests: 3600,
@@ -170,12 +171,12 @@ fn under_shortest_first_the_long_starve() {
     requests.sort_by_key(|request| request.arrival);
     let last_arrival = requests.last().unwrap().arrival;
     let limits = Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 1000, 4, 2048) };
-    let wait_of_the_long = |policy: Box<dyn Policy>| {
+    let wait_of_the_long = |policy: Box<dyn SchedulingPolicy>| {
         let name = policy.name();
         let mut records = Records::new(&requests);
         Simulation::new(scheduler_with(limits, policy), a10g()).run(&requests, &mut records).unwrap();
         let of = |tenant: u32| records.iter().filter(move |record| record.request.tenant == tenant);
-        // The first few may find a slot free: the short have not filled the server yet.
+        // The first few may find a free slot, before the short ones fill the server.
         let starved = of(1).filter(|record| record.started.unwrap() > last_arrival).count();
         let seconds = |tenant: u32| {
             let mut waits: Vec<f64> =
@@ -184,16 +185,14 @@ fn under_shortest_first_the_long_starve() {
             waits
         };
         let (short, long) = (percentile(&seconds(0), 0.5), percentile(&seconds(1), 0.5));
-        println!(
-            "{name:16} median wait of the short {short:6.1} s, of the long {long:6.1} s, {starved} of 10 starve"
-        );
+        println!("{name:16} median wait: short {short:6.1} s, long {long:6.1} s, {starved} of 10 starve");
         (starved, short, long)
     };
     let (starved, short, long) = wait_of_the_long(Box::new(shortest_first::ShortestFirst));
-    assert!(starved >= 6, "only {starved} of ten long ones wait until no short one comes any more");
+    assert!(starved >= 6, "only {starved} of ten long ones wait until the last short one has arrived");
     for kind in [PolicyKind::Fcfs, PolicyKind::Fair] {
         let (starved, others_short, others_long) = wait_of_the_long(kind.build());
-        assert_eq!(starved, 0, "under {kind} nobody does");
+        assert_eq!(starved, 0, "a request starves under {kind}");
         assert!(others_long * 2.0 < long && short <= others_short, "{kind}");
     }
 }
@@ -202,7 +201,7 @@ fn under_shortest_first_the_long_starve() {
 fn the_cost_model_predicts_the_simulated_device() {
     let requests = Workload::chat().generate(SEED);
     let limits = common::vtc_limits();
-    let off = |name: &str, records: &Records| {
+    let error = |name: &str, records: &Records| {
         println!(
             "{name}: {} steps, off by {:.2} % on average",
             records.steps(),
@@ -210,7 +209,7 @@ fn the_cost_model_predicts_the_simulated_device() {
         );
         records.prediction_error()
     };
-    // A device that is as linear as the model, and far from the model's prior.
+    // A device that is linear like the model, with coefficients far from the prior.
     let prior = CostPrior::default();
     let cost =
         CostCoefficients { step_s: 2e-2, token_s: 2e-4, decode_key_s: 1e-6, sequence_s: 2e-4, ..prior.cost };
@@ -218,7 +217,7 @@ fn the_cost_model_predicts_the_simulated_device() {
     let mut records = Records::new(&requests);
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), CostModel::new(linear));
     simulation.run(&requests, &mut records).unwrap();
-    assert!(off("linear", &records) < 0.02, "the first steps, before it has learnt, included");
-    // A measured one is not linear: its prefill and its decode have curves of their own.
-    assert!(off("profiled", &serve(limits, PolicyKind::Fair, &requests)) < 0.25);
+    assert!(error("linear", &records) < 0.02, "including the first steps, before the fit");
+    // A measured device is not linear.
+    assert!(error("profiled", &serve(limits, PolicyKind::Fair, &requests)) < 0.25);
 }

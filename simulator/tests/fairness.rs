@@ -1,5 +1,5 @@
-//! Fairness, against what was measured of VTC on a real server: first the metric on the published results, then the
-//! simulated server under FCFS, and only then the default policy.
+//! Fairness compared with published measurements of VTC on a real server: the metric on the published
+//! results, the simulated server under FCFS, then the default policy.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -13,10 +13,10 @@ use inflight_simulator::{Request, ServedRequest, ServiceDifference};
 use inflight_worker_core::Time;
 use inflight_worker_core::policy::PolicyKind;
 
-/// Max and mean service difference of the published runs under VTC.
+/// Published maximum and mean service difference under VTC.
 const VTC_REAL: (f64, f64) = (368.40, 251.66);
 const VTC_OVERLOAD: (f64, f64) = (192.88, 103.77);
-/// Under FCFS, and the tokens a second.
+/// Published maximum and mean service difference and tokens per second under FCFS.
 const FCFS_REAL: (f64, f64, f64) = (759.97, 433.53, 777.0);
 
 const SEED: u64 = 20_241_107;
@@ -36,7 +36,7 @@ fn off_by(value: f64, reference: f64) -> f64 {
 }
 
 #[test]
-fn the_metric_gives_the_published_figures_from_the_published_results() {
+fn the_metric_reproduces_the_published_values() {
     let cents = |value: f64| (value * 100.0).round() as i64;
     for (file, max, mean, variance) in [
         ("vtc_real_fcfs.csv", 75_997, 43_353, 3_211_200),
@@ -60,8 +60,9 @@ fn the_metric_gives_the_published_figures_from_the_published_results() {
 }
 
 #[test]
-fn the_metric_gives_what_can_be_worked_out_by_hand() {
-    // Two tenants, one window: 600 tokens of cost each asked for, the first served whole in it, the second a half.
+fn the_metric_agrees_with_a_manual_calculation() {
+    // Two tenants with a demand of 600 cost units each in one window; the first is served fully, the second
+    // by half.
     let request = |tenant, end_s| ServedRequest {
         tenant,
         arrival_s: 5.0,
@@ -75,15 +76,15 @@ fn the_metric_gives_what_can_be_worked_out_by_hand() {
         TokenCost::default(),
         &[0.0, 200.0],
     );
-    // 600 / 60 s against 300 / 60 s, and its demand is no less; at the second tick nothing is served.
+    // 600 / 60 s against 300 / 60 s with the same demand; at the second tick nothing is served.
     assert!((found.max - 5.0).abs() < 1e-9 && (found.mean - 2.5).abs() < 1e-9, "{found:?}");
     assert!((found.variance - 6.25).abs() < 1e-9);
 }
 
 #[test]
-fn fcfs_in_simulation_is_as_unfair_and_as_fast_as_the_real_server() {
+fn simulated_fcfs_matches_the_real_server_in_fairness_and_throughput() {
     let Some(requests) = vtc_requests("vtc_real_fcfs.csv") else {
-        // A workload of the same statistics is as unfair and as fast, as far as chance allows.
+        // A workload with the same statistics gives similar results, up to randomness.
         let run = run(PolicyKind::Fcfs, &Workload::chat().generate(SEED), None);
         let (found, rate) = (run.service_difference(), run.records.tokens_per_second());
         assert!(off_by(found.max, FCFS_REAL.0) < 0.5 && off_by(found.mean, FCFS_REAL.1) < 0.5, "{found:?}");
@@ -113,8 +114,8 @@ fn the_default_policy_is_at_least_as_fair_as_vtc_and_as_fast_as_fcfs() {
 }
 
 #[test]
-fn two_overloaded_tenants_get_the_same_under_the_default_policy_and_what_they_send_under_fcfs() {
-    // Equal lengths: the published server filled its pool with whole requests, and so does this one.
+fn two_overloaded_tenants_get_equal_service_by_default_but_not_under_fcfs() {
+    // Equal lengths: the published server filled its pool with whole requests, and so does the simulated one.
     let measured = vtc_requests("vtc_overload_vtc.csv");
     let requests =
         measured.unwrap_or_else(|| Workload { requests: 1620, ..Workload::overload() }.generate(SEED));
@@ -127,7 +128,7 @@ fn two_overloaded_tenants_get_the_same_under_the_default_policy_and_what_they_se
 }
 
 #[test]
-fn the_gap_between_overloaded_tenants_grows_without_end_under_fcfs_and_stays_bounded_under_the_default() {
+fn the_gap_of_overloaded_tenants_is_bounded_by_default_but_not_under_fcfs() {
     let measured = vtc_requests("vtc_overload_fcfs.csv");
     let requests = measured.clone().unwrap_or_else(|| Workload::overload().generate(SEED));
     let gap_at = |policy, seconds: u64| {
@@ -157,15 +158,15 @@ fn overloaded_tenants_share_by_weight() {
         let of = run.records.iter().filter(|record| record.request.tenant == tenant);
         of.map(|record| f64::from(record.output_tokens)).sum::<f64>()
     };
-    println!("tokens at weight 3 for each at weight 1: {:.3}", served(1) / served(0));
+    println!("ratio of tokens, weight 3 to weight 1: {:.3}", served(1) / served(0));
     assert!(off_by(served(1), 3.0 * served(0)) < 0.05);
     assert!(run.gap.largest_share() <= 1.0, "{} of the bound", run.gap.largest_share());
 }
 
 #[test]
-fn a_tenant_that_comes_late_has_no_credit_however_little_a_third_one_uses() {
-    // Tenant 0 asks for little, and always: one or two of its requests run at any time. Tenant 1 fills the server from
-    // the start on, tenant 2 from the middle on.
+fn a_late_tenant_has_no_credit_however_little_a_third_one_uses() {
+    // Tenant 0 has a small constant load: one or two of its requests run at any time. Tenant 1 overloads the
+    // server from the start, tenant 2 from the middle.
     let at = |seconds: f64| Time::from_nanos((seconds * 1e9) as u64);
     let mut requests: Vec<Request> =
         (0..120).map(|i| Request::new(at(f64::from(i) * 2.5), 0, 8, 120)).collect();
@@ -178,7 +179,7 @@ fn a_tenant_that_comes_late_has_no_credit_however_little_a_third_one_uses() {
         let of = run.records.iter().filter(|r| r.request.tenant == tenant && r.ended > Some(at(160.0)));
         of.count() as f64
     };
-    println!("requests ended after 160 s: {} of the old tenant, {} of the late one", served(1), served(2));
-    assert!(off_by(served(2), served(1)) < 0.25, "the late tenant gets {} to {}", served(2), served(1));
+    println!("requests ended after 160 s: {} of the early tenant, {} of the late one", served(1), served(2));
+    assert!(off_by(served(2), served(1)) < 0.25, "the late tenant gets {} against {}", served(2), served(1));
     assert!(run.gap.largest_share() <= 1.0);
 }

@@ -1,4 +1,4 @@
-//! The design's fairness bound at every instant, for random tenants on small pools.
+//! Fairness bound between backlogged tenants at every event, for random tenants on small pools.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -14,7 +14,7 @@ use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Requests of up to four tenants that send much more than a small pool can serve.
+/// Generates requests of up to four tenants that overload a small pool.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     let tenants = prop::collection::vec((0.2f32..5.0, 1u32..60, 1u32..60, 1u64..30), 2..=4);
     let picks = prop::collection::vec((any::<prop::sample::Index>(), 0.1f64..1.0, 0.1f64..1.0), 20..200);
@@ -47,12 +47,12 @@ fn limits() -> impl Strategy<Value = Limits> {
         })
 }
 
-/// With no host pool, no request passed and no ageing, it is the design's own bound. `INFLIGHT_SEEDS=FIRST..END` asks
-/// for other seeds than the one that every run tries.
+/// Without host pool, bypass and aging, this is the bound of VTC.
+/// `INFLIGHT_SEEDS=FIRST..END` replaces the default seed.
 #[test]
-fn two_tenants_that_stay_backlogged_never_drift_apart_beyond_the_bound() {
-    let ageing = prop::option::of((0.0f64..10_000.0, 0.0f64..500.0));
-    let workloads = (requests(), limits(), ageing);
+fn the_service_gap_of_two_backlogged_tenants_never_exceeds_the_bound() {
+    let aging = prop::option::of((0.0f64..10_000.0, 0.0f64..500.0));
+    let workloads = (requests(), limits(), aging);
     for seed in common::seeds(0..1) {
         let config = Config {
             cases: 400,
@@ -60,15 +60,15 @@ fn two_tenants_that_stay_backlogged_never_drift_apart_beyond_the_bound() {
             rng_seed: RngSeed::Fixed(seed),
             ..Config::default()
         };
-        let outcome = TestRunner::new(config).run(&workloads, |(requests, limits, ageing)| {
-            let (tokens_per_second, tokens_max) = ageing.unwrap_or((0.0, 0.0));
+        let outcome = TestRunner::new(config).run(&workloads, |(requests, limits, aging)| {
+            let (tokens_per_second, tokens_max) = aging.unwrap_or((0.0, 0.0));
             let policy = Fair { tokens_per_second, tokens_max, ..Fair::default() };
             let cost = CostModel::new(CostPrior::default());
             let mut simulation = Simulation::new(scheduler_with(limits, Box::new(policy)), cost);
-            // What was admitted may hold the host pool, too.
+            // Admitted requests may also hold the host pool.
             let tokens = limits.pool_tokens() + limits.host_blocks * limits.block_tokens;
             let gap = ServiceGap::new(TokenCost::default(), tokens);
-            let mut gap = gap.with_passes(limits.bypass_max).with_ageing(tokens_max);
+            let mut gap = gap.with_bypasses(limits.bypass_max).with_aging(tokens_max);
             simulation.run(&requests, &mut gap).unwrap();
             simulation.scheduler().assert_consistent();
             prop_assert!(gap.largest_share() <= 1.0, "a gap of {} of the bound", gap.largest_share());

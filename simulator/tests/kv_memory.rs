@@ -1,4 +1,4 @@
-//! What paging wastes, and what it saves against reserving the longest sequence for each.
+//! Internal fragmentation of paged KV memory, and savings against reservation of the maximum sequence length.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -7,16 +7,16 @@ mod common;
 use common::{scheduler, trace};
 use inflight_simulator::trace::{read_lengths, read_vtc};
 use inflight_simulator::workload::Workload;
-use inflight_simulator::{KvUse, Records, Request, Simulation};
+use inflight_simulator::{KvUsage, Records, Request, Simulation};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 
 const BLOCK_TOKENS: u32 = 16;
-/// What each sequence may come to need, for all that the scheduler knows.
+/// Maximum length of each sequence, as far as the scheduler knows.
 const SEQUENCE_TOKENS: u32 = 8192;
 const SEED: u64 = 8192;
 
-/// All there from the start, so that memory is what limits how many run.
+/// Converts lengths to requests that all arrive at the start, so that memory limits the concurrency.
 fn backlog(lengths: &[(u32, u32)]) -> Vec<Request> {
     let fits =
         |&&(prompt, output): &&(u32, u32)| prompt > 0 && output > 0 && prompt + output <= SEQUENCE_TOKENS;
@@ -54,7 +54,7 @@ fn paged(pool_tokens: u32) -> Limits {
     }
 }
 
-fn kv_use(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUse {
+fn kv_usage(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUsage {
     let requests = backlog(lengths);
     let cost = CostModel::new(CostPrior::default());
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), cost);
@@ -63,7 +63,7 @@ fn kv_use(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUse {
     assert!(records.iter().all(|record| record.output_tokens == record.request.output_tokens));
     let kv = *records.kv();
     println!(
-        "{name:24} pool {:7}  waste {:6.3} %  (formula {:6.3} %)  with prefills under way {:6.3} %  {:5.1} at once  \
+        "{name:24} pool {:7}  waste {:6.3} %  (formula {:6.3} %)  with running prefills {:6.3} %  {:5.1} running  \
          {} preemptions of {} requests",
         limits.pool_tokens(),
         100.0 * kv.waste(),
@@ -77,30 +77,30 @@ fn kv_use(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUse {
 }
 
 #[test]
-fn paging_wastes_half_a_block_a_sequence_and_no_more() {
+fn paging_wastes_half_a_block_per_sequence_and_no_more() {
     for (name, pool_tokens, lengths, most) in
         [("ShareGPT", 131_072, share_gpt(), 0.005), ("VTC", 65_536, vtc(), 0.04)]
     {
-        // By default, admission takes the first output block beforehand, too.
-        let kv = kv_use(name, paged(pool_tokens), &lengths);
+        // By default, admission also reserves the first output block.
+        let kv = kv_usage(name, paged(pool_tokens), &lengths);
         assert!(kv.waste() < most, "{name}: {} of the allocated slots are wasted", kv.waste());
         let on_demand = Limits { min_decode_tokens: 0, ..paged(pool_tokens) };
-        let kv = kv_use(&format!("{name}, on demand"), on_demand, &lengths);
-        let off = kv.waste() / kv.waste_expected(BLOCK_TOKENS) - 1.0;
-        assert!(off.abs() < 0.1, "{name}: the waste is off the formula by {off}");
+        let kv = kv_usage(&format!("{name}, on demand"), on_demand, &lengths);
+        let error = kv.waste() / kv.waste_expected(BLOCK_TOKENS) - 1.0;
+        assert!(error.abs() < 0.1, "{name}: the waste differs from the formula by {error}");
     }
 }
 
 #[test]
-fn paging_runs_at_least_twice_the_sequences_that_reserving_the_longest_does() {
+fn paging_runs_at_least_twice_the_sequences_of_maximum_reservation() {
     for (name, lengths) in [("ShareGPT", share_gpt()), ("VTC", vtc())] {
         let limits = paged(131_072);
-        let paged = kv_use(&format!("{name}, paged"), limits, &lengths);
-        let reserving = Limits { min_decode_tokens: SEQUENCE_TOKENS, watermark_blocks: 0, ..limits };
-        let reserved = kv_use(&format!("{name}, reserved"), reserving, &lengths);
-        assert_eq!(reserved.running_max, 131_072 / SEQUENCE_TOKENS, "each reserves the longest");
-        let more = paged.concurrency() / reserved.concurrency();
-        println!("{name}: {more:.2} times the sequences at once");
-        assert!(more >= 2.0);
+        let paged = kv_usage(&format!("{name}, paged"), limits, &lengths);
+        let max_reservation = Limits { min_decode_tokens: SEQUENCE_TOKENS, watermark_blocks: 0, ..limits };
+        let reserved = kv_usage(&format!("{name}, reserved"), max_reservation, &lengths);
+        assert_eq!(reserved.running_max, 131_072 / SEQUENCE_TOKENS, "each sequence reserves the maximum");
+        let ratio = paged.concurrency() / reserved.concurrency();
+        println!("{name}: {ratio:.2} times the concurrency");
+        assert!(ratio >= 2.0);
     }
 }

@@ -1,4 +1,5 @@
-//! Placement on whole clusters: the router's own queue, ledgers, index and policies, the worker's own scheduler.
+//! Placement policies on simulated clusters, with the real fair queue, credit ledgers, prefix index and
+//! scheduler.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 mod common;
@@ -9,7 +10,7 @@ use inflight_router_core::{PlacementKind, Policy, Random};
 use inflight_simulator::cluster::{
     ClusterOptions, ClusterReport, ClusterRequest, conversations, read_mooncake, simulate,
 };
-use inflight_simulator::workload::{Lengths, Random as Numbers};
+use inflight_simulator::workload::{LengthDistribution, Random as Numbers};
 use inflight_worker_core::{DeviceProfile, Limits, Time};
 
 const WORKERS: usize = 4;
@@ -25,6 +26,7 @@ fn mean_first_token(report: &ClusterReport, requests: &[ClusterRequest]) -> f64 
     times.iter().sum::<f64>() / times.len() as f64
 }
 
+/// Asserts that the mean TTFT decreases in the order of the listed policies.
 fn assert_ordering(requests: &[ClusterRequest], of: &str) {
     let policies: [(&str, MakePolicy); 4] = [
         ("random", |seed| Box::new(Random::new(seed))),
@@ -44,20 +46,21 @@ fn assert_ordering(requests: &[ClusterRequest], of: &str) {
 }
 
 #[test]
-fn each_placement_beats_the_simpler_one_on_the_published_conversations() {
+fn each_placement_beats_the_simpler_one_on_the_mooncake_trace() {
     let Some(path) = common::trace("mooncake/conversation_trace.first45min.jsonl") else { return };
     assert_ordering(&read_mooncake(&path, 2500, 1).unwrap(), "Mooncake");
 }
 
 #[test]
-fn each_placement_beats_the_simpler_one_on_conversations_like_them() {
+fn each_placement_beats_the_simpler_one_on_generated_conversations() {
     assert_ordering(&conversations(2500, 3.31, 1), "generated");
 }
 
-/// Bursts of prompts that have nothing in common, of very different lengths, each within ten milliseconds.
+/// Generates bursts of prompts without common prefixes, of very different lengths, each within ten
+/// milliseconds.
 fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
     let mut random = Numbers::new(7);
-    let lengths = Lengths::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
+    let lengths = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
     let mut requests: Vec<ClusterRequest> = (0..count * size)
         .map(|nth| {
             let at = (nth / size) as f64 * 60.0 + 0.01 * random.unit();
@@ -74,7 +77,7 @@ fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
 }
 
 #[test]
-fn a_burst_makes_no_herd_with_one_router_or_with_two_that_do_not_talk() {
+fn a_burst_is_balanced_with_one_router_and_with_two_independent_ones() {
     let size = 40 * WORKERS;
     let requests = bursts(5, size);
     for routers in [1, 2] {
@@ -87,7 +90,7 @@ fn a_burst_makes_no_herd_with_one_router_or_with_two_that_do_not_talk() {
             });
             let count = report.imbalance(|index, _| f64::from(u8::from(in_burst(index))));
             println!(
-                "{routers} routers, burst {nth} of {}: most over mean {tokens:.3} in tokens, {count:.3} in requests",
+                "{routers} routers, burst {nth} of {}: max over mean {tokens:.3} in tokens, {count:.3} in requests",
                 burst.len()
             );
             assert!(tokens <= 1.2, "{routers} routers, burst {nth}: {tokens}");
@@ -96,8 +99,9 @@ fn a_burst_makes_no_herd_with_one_router_or_with_two_that_do_not_talk() {
 }
 
 #[test]
-fn many_that_arrive_at_once_with_the_same_new_prefix_share_its_computation() {
-    // Siblings that come before anybody has computed their prefix: only what was just routed says where it will be.
+fn simultaneous_requests_with_a_new_common_prefix_share_its_computation() {
+    // The prefix is not computed yet at their arrival: only recent placements predict where it will be
+    // cached.
     let mut requests = bursts(1, 64);
     for (nth, request) in requests.iter_mut().enumerate() {
         request.prompt_tokens = 8192;
@@ -106,17 +110,17 @@ fn many_that_arrive_at_once_with_the_same_new_prefix_share_its_computation() {
         request.blocks.push((2 << 40) | nth as u64);
     }
     let report = simulate(&options(|seed| PlacementKind::Cost.build(seed)), &requests).unwrap();
-    // 8 families, of each the first computes 15 of 16 blocks for all.
+    // 8 families; the first request of each computes 15 of 16 blocks for all.
     let hits = report.hit_rate(&requests);
     println!("hits {:.1} %", 100.0 * hits);
     assert!(hits > 0.95 * 15.0 / 16.0 * 56.0 / 64.0, "{hits}");
     let spread = report.imbalance(|_, _| 1.0);
-    assert!(spread <= 2.0, "the families are spread: {spread}");
+    assert!(spread <= 2.0, "the families are not balanced: {spread}");
 }
 
 #[test]
-fn with_scarce_memory_two_routers_and_a_host_tier_the_indices_end_exact() {
-    // `simulate` compares each router's index with each worker's cache at the end.
+fn prefix_indexes_stay_exact_with_two_routers_and_a_host_tier() {
+    // At the end, `simulate` compares each router's index with each worker's cache.
     let requests = conversations(600, 6.0, 3);
     let requests: Vec<ClusterRequest> =
         requests.into_iter().filter(|request| request.prompt_tokens < 20_000).collect();
@@ -134,7 +138,7 @@ fn with_scarce_memory_two_routers_and_a_host_tier_the_indices_end_exact() {
 }
 
 #[test]
-fn the_same_requests_give_the_same_simulation() {
+fn equal_requests_give_equal_simulations() {
     let requests = conversations(200, 4.0, 5);
     let run = || {
         let options = ClusterOptions {

@@ -1,5 +1,5 @@
-//! A router's prefix index fed by the real scheduler: whatever is stored, evicted, kept on the host, lost on the way or
-//! told again after a reconnect, it says what the worker has, or knows that it knows nothing.
+//! A router's prefix index fed by the real scheduler: under insertions, evictions, offloads, lost updates and
+//! reconnects it equals the worker's cache, or detects that an update was lost.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::BTreeSet;
@@ -15,25 +15,26 @@ use proptest::prelude::*;
 
 const BLOCK: u32 = 4;
 
+/// Operation of a random schedule.
 #[derive(Debug, Clone)]
-enum Op {
-    /// A prompt of a family: those of one family begin alike.
+enum IndexOp {
+    /// Submits a prompt of a family; prompts of one family share a prefix.
     Submit { family: u32, blocks: u32, output: u32, tenant: bool },
-    /// So many iterations.
+    /// Runs this many iterations.
     Run(u32),
-    /// The next update never arrives.
+    /// Drops the next update.
     Lose,
-    /// The session opens again: a snapshot in so many pieces.
+    /// Reopens the session, with a snapshot in this many pieces.
     Reconnect(usize),
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn index_op() -> impl Strategy<Value = IndexOp> {
     prop_oneof![
         5 => (0u32..4, 1u32..12, 1u32..10, any::<bool>())
-            .prop_map(|(family, blocks, output, tenant)| Op::Submit { family, blocks, output, tenant }),
-        8 => (1u32..12).prop_map(Op::Run),
-        1 => Just(Op::Lose),
-        1 => (1usize..4).prop_map(Op::Reconnect),
+            .prop_map(|(family, blocks, output, tenant)| IndexOp::Submit { family, blocks, output, tenant }),
+        8 => (1u32..12).prop_map(IndexOp::Run),
+        1 => Just(IndexOp::Lose),
+        1 => (1usize..4).prop_map(IndexOp::Reconnect),
     ]
 }
 
@@ -44,17 +45,17 @@ fn tier(tier: CacheTier) -> Tier {
     }
 }
 
-/// The worker's side: a scheduler on a device that takes a millisecond for everything.
-struct Source {
+/// Worker side: a scheduler on a device that takes one millisecond per iteration and per copy.
+struct CacheSource {
     scheduler: Scheduler,
     now: Time,
     next: u64,
     outputs: u64,
 }
 
-impl Source {
+impl CacheSource {
     fn new() -> Self {
-        // Far too small, so that everything is evicted again and again, and a host pool behind it.
+        // A tiny pool, to cause constant evictions, with a host pool.
         let limits = Limits { host_blocks: 16, ..Limits::new(BLOCK, 24, 6, 16) };
         let tenants = TenantService::new(TokenCost::default(), 10);
         let cost = CostModel::new(CostPrior::default());
@@ -78,11 +79,11 @@ impl Source {
             order: None,
             charged_tokens: 0,
         };
-        // What is too long for the pool is refused.
+        // Prompts too long for the pool are rejected.
         let _ = self.scheduler.submit(new, self.now);
     }
 
-    /// One iteration, or a copy.
+    /// Runs one iteration or transfer.
     fn run(&mut self) {
         self.now = self.now.after(Duration::from_millis(1));
         let plan = self.scheduler.plan(self.now);
@@ -130,7 +131,7 @@ impl Source {
     }
 }
 
-fn greet(index: &mut PrefixIndex, has: &BTreeSet<(Tier, u64)>, next: u64, pieces: usize) {
+fn load_snapshot(index: &mut PrefixIndex, has: &BTreeSet<(Tier, u64)>, next: u64, pieces: usize) {
     let all: Vec<(Tier, u64)> = has.iter().copied().collect();
     let size = all.len().div_ceil(pieces).max(1);
     let parts: Vec<&[(Tier, u64)]> = if all.is_empty() { vec![&[]] } else { all.chunks(size).collect() };
@@ -147,27 +148,27 @@ fn greet(index: &mut PrefixIndex, has: &BTreeSet<(Tier, u64)>, next: u64, pieces
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn it_agrees_with_the_scheduler_through_evictions_losses_and_reconnects(
-        ops in prop::collection::vec(op(), 1..80), greeted in any::<bool>()
+    fn the_index_equals_the_cache_through_evictions_losses_and_reconnects(
+        ops in prop::collection::vec(index_op(), 1..80), loaded in any::<bool>()
     ) {
-        let mut source = Source::new();
+        let mut source = CacheSource::new();
         let new = || PrefixIndex::new(24 + 16);
         let mut index = new();
         let (mut lose, mut lost, mut evictions) = (false, false, 0);
-        if greeted {
-            greet(&mut index, &source.has(), 0, 1);
+        if loaded {
+            load_snapshot(&mut index, &source.has(), 0, 1);
         }
         for op in ops {
             match op {
-                Op::Submit { family, blocks, output, tenant } => {
+                IndexOp::Submit { family, blocks, output, tenant } => {
                     source.submit(family, blocks, output, if tenant { "a" } else { "b" });
                 }
-                Op::Run(iterations) => (0..iterations).for_each(|_| source.run()),
-                Op::Lose => lose = true,
-                Op::Reconnect(pieces) => {
+                IndexOp::Run(iterations) => (0..iterations).for_each(|_| source.run()),
+                IndexOp::Lose => lose = true,
+                IndexOp::Reconnect(pieces) => {
                     source.events();
                     index = new();
-                    greet(&mut index, &source.has(), source.next, pieces);
+                    load_snapshot(&mut index, &source.has(), source.next, pieces);
                     (lose, lost) = (false, false);
                 }
             }
@@ -184,14 +185,14 @@ proptest! {
             prop_assert_eq!(step, if lost { IndexStep::Lost } else { IndexStep::Followed });
             if std::mem::take(&mut lost) {
                 prop_assert!(index.is_empty());
-                greet(&mut index, &source.has(), source.next, 2);
+                load_snapshot(&mut index, &source.has(), source.next, 2);
             }
             let has = source.has();
             for (tier, block) in &has {
                 prop_assert!(index.holds(*tier, *block), "after {} evictions", evictions);
             }
             let blocks: BTreeSet<u64> = has.iter().map(|(_, block)| *block).collect();
-            prop_assert_eq!(index.len(), blocks.len(), "it names what is not there");
+            prop_assert_eq!(index.len(), blocks.len(), "the index contains uncached blocks");
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The simulation itself: whatever the limits, every request gets what it asks for, once, and the same each time.
+//! Correctness of the simulation: under any limits every request is served completely, once and
+//! deterministically.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -10,16 +11,16 @@ use common::{a10g, scheduler};
 use inflight_contract::FinishReason;
 use inflight_simulator::trace::{TraceError, read_lengths, read_vtc};
 use inflight_simulator::{
-    BatchWork, Device, Event, Observer, ProfileError, ProfiledDevice, Records, Request, Simulation,
+    BatchWork, Device, Observer, ProfileError, ProfiledDevice, Records, Request, RequestEvent, Simulation,
     SimulationError, StepSample,
 };
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Preemption, Time};
 use proptest::prelude::*;
 
-/// Adds up what each request was given and checks each step as it begins.
+/// Observer that sums the tokens of each request and checks each step.
 #[derive(Debug, Default)]
-struct Books {
+struct TokenCounts {
     prompt_tokens: Vec<u32>,
     output_tokens: Vec<u32>,
     ends: Vec<u32>,
@@ -28,29 +29,29 @@ struct Books {
     last: Time,
 }
 
-impl Books {
+impl TokenCounts {
     fn new(requests: usize) -> Self {
         let zeros = || vec![0; requests];
         Self { prompt_tokens: zeros(), output_tokens: zeros(), ends: zeros(), ..Self::default() }
     }
 }
 
-impl Observer for Books {
-    fn request(&mut self, at: Time, index: usize, request: &Request, event: &Event) {
+impl Observer for TokenCounts {
+    fn request(&mut self, at: Time, index: usize, request: &Request, event: &RequestEvent) {
         assert!(at >= self.last && at >= request.arrival, "time goes backwards");
         self.last = at;
         match event {
-            Event::Served { prompt_tokens, output_tokens } => {
+            RequestEvent::Served { prompt_tokens, output_tokens } => {
                 assert_eq!(self.ends[index], 0, "served after its end");
                 self.prompt_tokens[index] += prompt_tokens;
                 self.output_tokens[index] += output_tokens;
             }
-            Event::Ended(reason) => {
+            RequestEvent::Ended(reason) => {
                 let short = request.output_tokens < request.max_tokens;
                 assert_eq!(*reason == FinishReason::Length, !short && *reason != FinishReason::Stop);
                 self.ends[index] += 1;
             }
-            Event::Preempted(Preemption::Swap) => self.swaps += 1,
+            RequestEvent::Preempted(Preemption::Swap) => self.swaps += 1,
             _ => {}
         }
     }
@@ -65,13 +66,13 @@ impl Observer for Books {
 
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((0u64..20, 0u32..3, 1u32..80, 1u32..40, 0u32..20, -1i32..=1), 1..60).prop_map(
-        |asks| {
+        |requests| {
             let mut at = Time::ZERO;
             let request = |(pause_ms, tenant, prompt, output, more, priority)| {
                 at = at.after(Duration::from_millis(pause_ms));
                 Request { priority, max_tokens: output + more, ..Request::new(at, tenant, prompt, output) }
             };
-            asks.into_iter().map(request).collect()
+            requests.into_iter().map(request).collect()
         },
     )
 }
@@ -95,10 +96,10 @@ fn policy() -> impl Strategy<Value = PolicyKind> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
     #[test]
-    fn every_request_is_served_whole_and_once_and_the_same_each_time(
+    fn every_request_is_served_completely_once_and_deterministically(
         requests in requests(), limits in limits(), policy in policy()
     ) {
-        // Copies so cheap that swapping pays.
+        // Copies are cheap, so that preemption is by swap.
         let prior = CostPrior::default().with_copies(1e-6, 1e-6);
         let run = || {
             let tenants = inflight_contract::TenantService::new(Default::default(), 100);
@@ -106,24 +107,24 @@ proptest! {
             let scheduler =
                 inflight_worker_core::Scheduler::new(limits, policy.build(), cost.clone(), tenants).unwrap();
             let mut simulation = Simulation::new(scheduler, cost);
-            let mut observers = (Books::new(requests.len()), Records::new(&requests));
+            let mut observers = (TokenCounts::new(requests.len()), Records::new(&requests));
             simulation.run(&requests, &mut observers).unwrap();
             assert!(simulation.scheduler().is_idle());
             simulation.scheduler().assert_consistent();
             observers
         };
-        let (books, records) = run();
+        let (counts, records) = run();
         for (index, request) in requests.iter().enumerate() {
-            prop_assert_eq!(books.ends[index], 1);
-            prop_assert_eq!(books.prompt_tokens[index], request.prompt_tokens);
-            prop_assert_eq!(books.output_tokens[index], request.output_tokens);
+            prop_assert_eq!(counts.ends[index], 1);
+            prop_assert_eq!(counts.prompt_tokens[index], request.prompt_tokens);
+            prop_assert_eq!(counts.output_tokens[index], request.output_tokens);
         }
         prop_assert_eq!(run().1, records);
     }
 }
 
 #[test]
-fn what_the_scheduler_refuses_is_recorded_and_the_others_are_served() {
+fn rejected_requests_are_recorded_and_the_others_are_served() {
     let long = Request::new(Time::ZERO, 0, 5000, 10);
     let requests = [Request::new(Time::ZERO, 0, 10, 10), long];
     let limits = Limits::new(16, 100, 4, 64);
@@ -136,7 +137,7 @@ fn what_the_scheduler_refuses_is_recorded_and_the_others_are_served() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_named() {
+fn invalid_requests_are_rejected_with_their_position() {
     let run = |requests: &[Request]| {
         let scheduler = scheduler(Limits::new(16, 100, 4, 64), PolicyKind::Fcfs);
         Simulation::new(scheduler, a10g()).run(requests, &mut Records::new(requests))
@@ -145,11 +146,11 @@ fn requests_that_make_no_sense_are_named() {
     let early = Request::new(Time::ZERO, 0, 1, 1);
     assert!(matches!(run(&[late, early]), Err(SimulationError::Unsorted(1))));
     let greedy = Request { max_tokens: 1, ..Request::new(Time::ZERO, 0, 1, 2) };
-    assert!(matches!(run(&[greedy]), Err(SimulationError::AsksTooLittle { index: 0, .. })));
+    assert!(matches!(run(&[greedy]), Err(SimulationError::MaxTokensTooSmall { index: 0, .. })));
 }
 
 #[test]
-fn files_that_are_not_what_they_should_be_are_refused_with_the_place() {
+fn malformed_files_are_rejected_with_the_position() {
     let folder = std::env::temp_dir().join(format!("inflight-simulator-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let file = |name: &str, text: &str| {
@@ -171,7 +172,7 @@ fn files_that_are_not_what_they_should_be_are_refused_with_the_place() {
 }
 
 #[test]
-fn a_profiled_device_gives_its_profile_back() {
+fn a_profiled_device_reproduces_its_profile() {
     let mut device_work = BatchWork::default();
     for (input, output, batch, prefill, decode) in common::LIKE_AN_A10G {
         device_work.prefill = BatchWork::default().prefill;

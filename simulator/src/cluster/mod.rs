@@ -1,5 +1,5 @@
-//! Clusters on a virtual clock: the router's own queue, ledgers, prefix index and placement, and the worker's own
-//! scheduler and grants. Only the devices and the network are simulated.
+//! Discrete-event simulation of clusters: the real fair queue, credit ledgers, prefix index and placement of
+//! routers, and the real scheduler and grants of workers. Only devices and network are simulated.
 
 mod request;
 mod router;
@@ -13,30 +13,30 @@ use inflight_router_core::Policy;
 use inflight_worker_core::{CommitError, DeviceProfile, Limits, Time};
 
 pub use request::{ClusterRequest, MooncakeError, conversations, read_mooncake};
-use router::Router;
-use worker::{News, Worker};
+use router::SimulatedRouter;
+use worker::{SimulatedWorker, WorkerUpdate};
 
-/// A cluster.
+/// Configuration of a simulated cluster.
 #[derive(Debug, Clone, Copy)]
 pub struct ClusterOptions {
-    /// Routers; requests reach one after the other. They know nothing of each other.
+    /// Number of independent routers; requests are assigned to them round-robin.
     pub routers: usize,
-    /// Workers.
+    /// Number of workers.
     pub workers: usize,
-    /// What each worker computes on.
+    /// Device profile of each worker.
     pub profile: DeviceProfile,
-    /// What bounds each worker's scheduler.
+    /// Scheduler limits of each worker.
     pub limits: Limits,
-    /// Sequences beyond the running ones that routers may have in flight at a worker.
+    /// Sequences that may be in flight at a worker beyond the running ones.
     pub queue_ahead: u32,
-    /// One way between a router and a worker.
+    /// One-way network delay between a router and a worker.
     pub hop: Duration,
-    /// Makes the routers' policies, from a seed of each.
+    /// Creates a router's placement policy from a seed.
     pub policy: fn(u64) -> Box<dyn Policy>,
 }
 
 impl ClusterOptions {
-    /// One router and so many workers, each with the pools of its profile.
+    /// Returns options for one router and `workers` workers with the pools of the profile.
     pub fn new(workers: usize, profile: DeviceProfile, policy: fn(u64) -> Box<dyn Policy>) -> Self {
         let block_tokens = 64;
         let limits = Limits {
@@ -57,138 +57,139 @@ impl ClusterOptions {
     }
 }
 
-/// A simulation that can't go on.
+/// Reason why a cluster simulation cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// A scheduler did not recognise what it had planned: a fault of the simulation.
+    /// A scheduler rejected a completion: a fault of the simulation.
     #[error(transparent)]
     Commit(#[from] CommitError),
-    /// Requests are left, but nothing is under way and nothing will arrive.
-    #[error("{0} requests are left and nothing is under way: the cluster makes no progress")]
+    /// Requests are left, but nothing is in flight and none will arrive.
+    #[error("{0} requests are left and nothing is in flight: the cluster makes no progress")]
     Stalled(usize),
-    /// A request that no queue or worker takes.
+    /// A queue or worker rejected a request.
     #[error("request {0} is refused: {1}")]
     Refused(usize, String),
-    /// A router's index of a worker's cache and that cache differ although nothing is under way between them.
+    /// A router's prefix index differs from the worker's cache although no update is in flight.
     #[error("the index of router {router} differs from what worker {worker} has, in {blocks} blocks")]
     Index {
-        /// Which router.
+        /// Index of the router.
         router: usize,
-        /// Which worker.
+        /// Index of the worker.
         worker: usize,
-        /// Blocks that only one of them knows.
+        /// Number of blocks that only one of them contains.
         blocks: usize,
     },
 }
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placed {
-    /// Where it ran.
+pub struct PlacedRequest {
+    /// Index of the worker that ran it.
     pub worker: usize,
-    /// When it was handed over.
-    pub handed: Time,
-    /// Tokens of its prompt that the router expected to be cached there.
+    /// Time of dispatch.
+    pub dispatched: Time,
+    /// Prompt tokens that the router expected in the worker's cache.
     pub expected_tokens: u32,
-    /// Tokens of its prompt that were found in the cache.
+    /// Prompt tokens found in the worker's cache.
     pub cached_tokens: u32,
-    /// When its first token was there.
+    /// Time of the first token.
     pub first_token: Time,
-    /// When it was over.
+    /// Time of the end.
     pub ended: Time,
 }
 
-/// What came of a simulation.
+/// Result of a cluster simulation.
 #[derive(Debug)]
 pub struct ClusterReport {
-    /// By request.
-    pub placed: Vec<Placed>,
-    /// Seconds in which each worker's device computed.
+    /// Outcomes, by request.
+    pub placed: Vec<PlacedRequest>,
+    /// Busy time of each worker's device in seconds.
     pub busy_s: Vec<f64>,
-    /// When all was over.
+    /// Time at which the last event happened.
     pub makespan: Time,
 }
 
 impl ClusterReport {
-    /// Seconds from each request's arrival to its first token.
+    /// Returns the TTFT of each request in seconds.
     pub fn times_to_first_token(&self, requests: &[ClusterRequest]) -> Vec<f64> {
         let pairs = self.placed.iter().zip(requests);
         pairs.map(|(placed, request)| placed.first_token.since(request.arrival).as_secs_f64()).collect()
     }
 
-    /// Share of the prompts' tokens that were found in caches.
+    /// Returns the prefix-cache hit rate: the share of prompt tokens found in caches.
     pub fn hit_rate(&self, requests: &[ClusterRequest]) -> f64 {
         let cached: u64 = self.placed.iter().map(|placed| u64::from(placed.cached_tokens)).sum();
         let tokens: u64 = requests.iter().map(|request| u64::from(request.prompt_tokens)).sum();
         cached as f64 / tokens.max(1) as f64
     }
 
-    /// The most over the mean of what the workers were given, each request weighed.
-    pub fn imbalance(&self, weigh: impl Fn(usize, &Placed) -> f64) -> f64 {
-        let mut given = vec![0.0; self.busy_s.len()];
+    /// Returns the maximum over the mean load of the workers, with `cost` as the load of a request.
+    pub fn imbalance(&self, cost: impl Fn(usize, &PlacedRequest) -> f64) -> f64 {
+        let mut loads = vec![0.0; self.busy_s.len()];
         for (index, placed) in self.placed.iter().enumerate() {
-            given[placed.worker] += weigh(index, placed);
+            loads[placed.worker] += cost(index, placed);
         }
-        let mean = given.iter().sum::<f64>() / given.len().max(1) as f64;
-        given.iter().fold(0.0, |most: f64, one| most.max(*one)) / mean
+        let mean = loads.iter().sum::<f64>() / loads.len().max(1) as f64;
+        loads.iter().fold(0.0, |max: f64, load| max.max(*load)) / mean
     }
 }
 
-/// What happens, and where.
+/// Event of a cluster simulation.
 #[derive(Debug)]
-enum Event {
-    /// A request reaches a worker.
+enum ClusterEvent {
+    /// A submission arrives at a worker.
     Submit { worker: usize, router: usize, request: usize },
-    /// News of a worker reach a router.
-    News { worker: usize, router: usize, news: Box<News> },
-    /// A router's wish for a snapshot reaches a worker.
+    /// An update of a worker arrives at a router.
+    Update { worker: usize, router: usize, update: Box<WorkerUpdate> },
+    /// A router's request for a cache snapshot arrives at a worker.
     Resync { worker: usize, router: usize },
-    /// A worker's step or copy has ended.
+    /// A step or copy of a worker's device completes.
     Device { worker: usize },
 }
 
 #[derive(Debug)]
-struct Scheduled {
+struct ScheduledEvent {
     at: Time,
-    /// Breaks ties in the order of scheduling.
+    /// Sequence number that breaks ties in order of insertion.
     number: u64,
-    event: Event,
+    event: ClusterEvent,
 }
 
-impl PartialEq for Scheduled {
+impl PartialEq for ScheduledEvent {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-impl Eq for Scheduled {}
+impl Eq for ScheduledEvent {}
 
-impl PartialOrd for Scheduled {
+impl PartialOrd for ScheduledEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Scheduled {
+impl Ord for ScheduledEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.number).cmp(&(other.at, other.number))
     }
 }
 
+/// Priority queue of future events.
 #[derive(Debug, Default)]
-struct Agenda {
-    events: BinaryHeap<Reverse<Scheduled>>,
+struct EventQueue {
+    events: BinaryHeap<Reverse<ScheduledEvent>>,
     number: u64,
 }
 
-impl Agenda {
-    fn add(&mut self, at: Time, event: Event) {
+impl EventQueue {
+    fn add(&mut self, at: Time, event: ClusterEvent) {
         self.number += 1;
-        self.events.push(Reverse(Scheduled { at, number: self.number, event }));
+        self.events.push(Reverse(ScheduledEvent { at, number: self.number, event }));
     }
 }
 
-/// Runs requests, sorted by arrival, to their ends.
+/// Simulates requests, which must be sorted by arrival, until all have ended.
 ///
 /// # Errors
 /// [`ClusterError`].
@@ -196,70 +197,90 @@ pub fn simulate(
     options: &ClusterOptions,
     requests: &[ClusterRequest],
 ) -> Result<ClusterReport, ClusterError> {
-    let mut agenda = Agenda::default();
-    let mut routers: Vec<Router> = (0..options.routers).map(|nth| Router::new(options, nth)).collect();
-    let mut workers: Vec<Worker> = (0..options.workers).map(|_| Worker::new(options)).collect();
+    let mut queue = EventQueue::default();
+    let mut routers: Vec<SimulatedRouter> =
+        (0..options.routers).map(|nth| SimulatedRouter::new(options, nth)).collect();
+    let mut workers: Vec<SimulatedWorker> =
+        (0..options.workers).map(|_| SimulatedWorker::new(options)).collect();
     for (worker, node) in workers.iter_mut().enumerate() {
         for router in 0..options.routers {
-            let news = node.greet(router);
-            agenda.add(Time::ZERO, Event::News { worker, router, news: Box::new(news) });
+            let update = Box::new(node.snapshot_update(router));
+            queue.add(Time::ZERO, ClusterEvent::Update { worker, router, update });
         }
     }
-    let mut placed: Vec<Option<Placed>> = vec![None; requests.len()];
+    let mut placed: Vec<Option<PlacedRequest>> = vec![None; requests.len()];
     let mut arrivals = requests.iter().enumerate().peekable();
     let (mut now, mut left) = (Time::ZERO, requests.len());
     loop {
         let arrival = arrivals.peek().map(|(_, request)| request.arrival);
-        let next = agenda.events.peek().map(|Reverse(scheduled)| scheduled.at);
-        let mut touched = None;
+        let next = queue.events.peek().map(|Reverse(scheduled)| scheduled.at);
+        let mut changed_router = None;
         match (arrival, next) {
             (Some(arrival), next) if next.is_none_or(|next| arrival <= next) => {
                 now = now.max(arrival);
                 let Some((index, request)) = arrivals.next() else { break };
                 let router = index % options.routers;
                 routers[router].arrive(index, request, now)?;
-                touched = Some(router);
+                changed_router = Some(router);
             }
             (_, Some(_)) => {
-                let Some(Reverse(Scheduled { at, event, .. })) = agenda.events.pop() else { break };
+                let Some(Reverse(ScheduledEvent { at, event, .. })) = queue.events.pop() else { break };
                 now = now.max(at);
                 match event {
-                    Event::Submit { worker, router, request } => {
+                    ClusterEvent::Submit { worker, router, request } => {
                         let node = &mut workers[worker];
                         node.submit(router, request, &requests[request], now)?;
-                        turn(worker, node, requests, options, &mut agenda, now, &mut placed, &mut left)?;
+                        advance_worker(
+                            worker,
+                            node,
+                            requests,
+                            options,
+                            &mut queue,
+                            now,
+                            &mut placed,
+                            &mut left,
+                        )?;
                     }
-                    Event::Resync { worker, router } => {
-                        let news = Box::new(workers[worker].greet(router));
-                        agenda.add(now.after(options.hop), Event::News { worker, router, news });
+                    ClusterEvent::Resync { worker, router } => {
+                        let update = Box::new(workers[worker].snapshot_update(router));
+                        queue.add(now.after(options.hop), ClusterEvent::Update { worker, router, update });
                     }
-                    Event::Device { worker } => {
+                    ClusterEvent::Device { worker } => {
                         let node = &mut workers[worker];
-                        turn(worker, node, requests, options, &mut agenda, now, &mut placed, &mut left)?;
+                        advance_worker(
+                            worker,
+                            node,
+                            requests,
+                            options,
+                            &mut queue,
+                            now,
+                            &mut placed,
+                            &mut left,
+                        )?;
                     }
-                    Event::News { worker, router, news } => {
-                        if routers[router].hear(worker, &news) {
-                            agenda.add(now.after(options.hop), Event::Resync { worker, router });
+                    ClusterEvent::Update { worker, router, update } => {
+                        if routers[router].apply_update(worker, &update) {
+                            queue.add(now.after(options.hop), ClusterEvent::Resync { worker, router });
                         }
-                        touched = Some(router);
+                        changed_router = Some(router);
                     }
                 }
             }
             _ => break,
         }
-        if let Some(router) = touched {
-            for handed in routers[router].pump(requests, now) {
-                let worker = handed.worker;
-                placed[handed.request] = Some(Placed {
+        if let Some(router) = changed_router {
+            for dispatched in routers[router].dispatch_all(requests, now) {
+                let worker = dispatched.worker;
+                placed[dispatched.request] = Some(PlacedRequest {
                     worker,
-                    handed: now,
-                    expected_tokens: handed.expected_tokens,
+                    dispatched: now,
+                    expected_tokens: dispatched.expected_tokens,
                     cached_tokens: 0,
                     first_token: Time::ZERO,
                     ended: Time::ZERO,
                 });
-                let submit = Event::Submit { worker, router, request: handed.request };
-                agenda.add(now.after(options.hop), submit);
+                let submit = ClusterEvent::Submit { worker, router, request: dispatched.request };
+                queue.add(now.after(options.hop), submit);
             }
         }
     }
@@ -268,7 +289,7 @@ pub fn simulate(
     }
     for (number, router) in routers.iter().enumerate() {
         for (worker, node) in workers.iter().enumerate() {
-            let blocks = router.index_differs(worker, node);
+            let blocks = router.index_difference(worker, node);
             if blocks > 0 {
                 return Err(ClusterError::Index { router: number, worker, blocks });
             }
@@ -276,40 +297,41 @@ pub fn simulate(
     }
     Ok(ClusterReport {
         placed: placed.into_iter().flatten().collect(),
-        busy_s: workers.iter().map(Worker::busy_s).collect(),
+        busy_s: workers.iter().map(SimulatedWorker::busy_s).collect(),
         makespan: now,
     })
 }
 
-/// Lets a worker do what it can do now, and sends its news on their way.
-fn turn(
+/// Advances a worker to `now`, and schedules its device events and its updates to routers.
+fn advance_worker(
     worker: usize,
-    node: &mut Worker,
+    node: &mut SimulatedWorker,
     requests: &[ClusterRequest],
     options: &ClusterOptions,
-    agenda: &mut Agenda,
+    queue: &mut EventQueue,
     now: Time,
-    placed: &mut [Option<Placed>],
+    placed: &mut [Option<PlacedRequest>],
     left: &mut usize,
 ) -> Result<(), ClusterError> {
-    node.turn(requests, now)?;
+    node.advance(requests, now)?;
     for (request, progress) in node.drain_progress() {
         let Some(placed) = &mut placed[request] else { continue };
         match progress {
-            worker::Progress::Cached(tokens) => placed.cached_tokens = tokens,
-            worker::Progress::FirstToken => placed.first_token = now,
-            worker::Progress::Ended => {
+            worker::RequestProgress::Cached(tokens) => placed.cached_tokens = tokens,
+            worker::RequestProgress::FirstToken => placed.first_token = now,
+            worker::RequestProgress::Ended => {
                 placed.ended = now;
                 *left -= 1;
             }
         }
     }
     for at in node.drain_due() {
-        agenda.add(at, Event::Device { worker });
+        queue.add(at, ClusterEvent::Device { worker });
     }
-    if let Some(all) = node.news() {
-        for (router, news) in all.into_iter().enumerate() {
-            agenda.add(now.after(options.hop), Event::News { worker, router, news: Box::new(news) });
+    if let Some(updates) = node.take_updates() {
+        for (router, update) in updates.into_iter().enumerate() {
+            let update = Box::new(update);
+            queue.add(now.after(options.hop), ClusterEvent::Update { worker, router, update });
         }
     }
     Ok(())

@@ -1,3 +1,5 @@
+//! Simulated router around the real fair queue, credit ledgers, prefix indexes and placement.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -6,25 +8,25 @@ use inflight_router_core::{
     Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep,
     Ledger, Place, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
 };
-use inflight_worker_core::{CacheEvent, CacheTier, Time};
+use inflight_worker_core::{CacheEvent, CacheTier, Grant, Time};
 
-use super::worker::{News, Worker};
+use super::worker::{SimulatedWorker, WorkerUpdate};
 use super::{ClusterError, ClusterOptions, ClusterRequest};
 
-/// The one lane: all workers serve one model.
+/// Only queue lane, since all workers serve one model.
 const LANE: u32 = 0;
 
-/// A request that goes to a worker.
+/// Request dispatched to a worker.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Handed {
+pub(super) struct DispatchedRequest {
     pub request: usize,
     pub worker: usize,
     pub expected_tokens: u32,
 }
 
-/// A router: its queue, its ledgers, what it knows of the workers, its placement.
+/// Simulated router: fair queue, credit ledgers, worker loads and prefix indexes, placement.
 #[derive(Debug)]
-pub(super) struct Router {
+pub(super) struct SimulatedRouter {
     queue: FairQueue<u32, usize>,
     ledgers: Vec<Ledger>,
     fleet: Fleet,
@@ -33,7 +35,7 @@ pub(super) struct Router {
     running: BTreeMap<usize, Place<u32>>,
 }
 
-impl Router {
+impl SimulatedRouter {
     pub fn new(options: &ClusterOptions, nth: usize) -> Self {
         let limits = QueueLimits { requests: usize::MAX, tokens: u64::MAX };
         let queue = FairQueue::new(FairQueueOptions { limits, ..FairQueueOptions::default() });
@@ -62,15 +64,14 @@ impl Router {
         admitted.map(drop).map_err(|full| ClusterError::Refused(index, full.to_string()))
     }
 
-    /// Takes news of a worker in. Returns whether it is to be asked for a snapshot.
-    pub fn hear(&mut self, worker: usize, news: &News) -> bool {
-        let Credits { sequences, blocks } =
-            Credits { sequences: news.grant.sequences, blocks: news.grant.blocks };
+    /// Applies an update of a worker. Returns true if a cache snapshot must be requested.
+    pub fn apply_update(&mut self, worker: usize, update: &WorkerUpdate) -> bool {
+        let Grant { sequences, blocks } = update.grant;
         self.ledgers[worker].set_grant(Credits { sequences, blocks });
-        self.fleet.set_cost(worker, news.cost);
-        let (ahead, stretch, decode_step) = news.load;
-        self.fleet.set_load(worker, WorkerLoad::new(ahead, stretch, decode_step), news.taken);
-        for request in &news.ended {
+        self.fleet.set_cost(worker, update.cost);
+        let (ahead, stretch, decode_step) = update.load;
+        self.fleet.set_load(worker, WorkerLoad::new(ahead, stretch, decode_step), update.received);
+        for request in &update.ended {
             self.ledgers[worker].settle(*request as u64, 0);
             self.fleet.settle(worker, *request as u64);
             if let Some(place) = self.running.remove(request) {
@@ -81,43 +82,49 @@ impl Router {
             return false;
         }
         let mut steps = Vec::new();
-        if let Some(snapshot) = &news.snapshot {
+        if let Some(snapshot) = &update.snapshot {
             let of = |wanted| -> Vec<u64> {
                 snapshot.iter().filter(|(tier, _)| *tier == wanted).map(|(_, block)| *block).collect()
             };
             let (device, host) = (of(CacheTier::Device), of(CacheTier::Host));
-            let piece = SnapshotPiece { first: true, device: &device, host: &host, next: Some(news.first) };
+            let piece = SnapshotPiece { first: true, device: &device, host: &host, next: Some(update.first) };
             steps.push(self.fleet.load(worker, piece));
         }
-        if !news.events.is_empty() {
-            let changes = news.events.iter().map(|(tier, event)| change(*tier, *event));
-            steps.push(self.fleet.apply(worker, news.first, changes));
+        if !update.events.is_empty() {
+            let changes = update.events.iter().map(|(tier, event)| change(*tier, *event));
+            steps.push(self.fleet.apply(worker, update.first, changes));
         }
         steps.contains(&IndexStep::Lost)
     }
 
-    /// Hands over what can be handed over.
-    pub fn pump(&mut self, requests: &[ClusterRequest], now: Time) -> Vec<Handed> {
-        let mut handed = Vec::new();
+    /// Dispatches queued requests in queue order, with head-of-line bypass, while any fits on a worker.
+    pub fn dispatch_all(&mut self, requests: &[ClusterRequest], now: Time) -> Vec<DispatchedRequest> {
+        let mut dispatched = Vec::new();
         while let Some(head) = self.queue.head(LANE, since_start(now)) {
             let Some(index) = self.queue.get(&head).copied() else { break };
-            if let Some(one) = self.hand(&head, index, &requests[index]) {
-                handed.push(one);
+            if let Some(one) = self.dispatch(&head, index, &requests[index]) {
+                dispatched.push(one);
                 continue;
             }
             let behind = self.queue.behind(&head, since_start(now));
             let fits = behind.into_iter().find_map(|place| {
                 let index = *self.queue.get(&place)?;
-                self.hand(&place, index, &requests[index])
+                self.dispatch(&place, index, &requests[index])
             });
             let Some(one) = fits else { break };
             self.queue.overtake(&head);
-            handed.push(one);
+            dispatched.push(one);
         }
-        handed
+        dispatched
     }
 
-    fn hand(&mut self, place: &Place<u32>, index: usize, request: &ClusterRequest) -> Option<Handed> {
+    /// Dispatches a queued request to the worker chosen by placement; `None` if it fits on no worker.
+    fn dispatch(
+        &mut self,
+        place: &Place<u32>,
+        index: usize,
+        request: &ClusterRequest,
+    ) -> Option<DispatchedRequest> {
         let need = Credits { sequences: 1, blocks: request.prompt_tokens.div_ceil(self.block_tokens) + 1 };
         let mut candidates: Vec<Candidate> = self
             .ledgers
@@ -153,11 +160,11 @@ impl Router {
         self.fleet.route(worker, index as u64, request.prompt_tokens, &chains, &estimate);
         self.ledgers[worker].charge(index as u64, 1, need.blocks);
         self.running.insert(index, *place);
-        Some(Handed { request: index, worker, expected_tokens: estimate.cached.tokens() })
+        Some(DispatchedRequest { request: index, worker, expected_tokens: estimate.cached.tokens() })
     }
 
-    /// Blocks that only one of index and cache knows.
-    pub fn index_differs(&self, worker: usize, node: &Worker) -> usize {
+    /// Returns the number of blocks that only one of prefix index and worker cache contains.
+    pub fn index_difference(&self, worker: usize, node: &SimulatedWorker) -> usize {
         let Some(index) = self.fleet.index(worker).filter(|_| self.placer.reads_prefixes()) else { return 0 };
         let has: BTreeSet<(Tier, u64)> =
             node.contents().map(|(tier, hash)| (tier_of(tier), hash.short())).collect();

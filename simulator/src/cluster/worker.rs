@@ -1,3 +1,5 @@
+//! Simulated worker around the real scheduler and grants.
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -10,79 +12,83 @@ use inflight_worker_core::{
 
 use super::{ClusterError, ClusterOptions, ClusterRequest};
 
-/// What a worker tells a router, as an update of a session does.
+/// Update of a worker for one router, like a session's update.
 #[derive(Debug, Clone)]
-pub(super) struct News {
+pub(super) struct WorkerUpdate {
     pub grant: Grant,
-    /// Seconds of prefill ahead, stretch, seconds of a step with the decodes that run.
+    /// Prefill backlog in seconds, prefill slowdown, and seconds of a step with the running decodes alone.
     pub load: (f64, f64, f64),
     pub cost: CostCoefficients,
-    pub taken: u64,
-    /// Requests of the router that have ended.
+    /// Number of submissions received from the router.
+    pub received: u64,
+    /// Ended requests of the router.
     pub ended: Vec<usize>,
-    /// All that the cache holds, before `events`.
+    /// Contents of the cache before `events`.
     pub snapshot: Option<Vec<(CacheTier, u64)>>,
-    /// Number of the first event.
+    /// Sequence number of the first event.
     pub first: u64,
     pub events: Vec<(CacheTier, CacheEvent)>,
 }
 
-/// What became of a request.
+/// Progress of a request.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Progress {
+pub(super) enum RequestProgress {
     Cached(u32),
     FirstToken,
     Ended,
 }
 
+/// Request held by the scheduler.
 #[derive(Debug, Clone, Copy)]
-struct Live {
+struct WorkerRequest {
     request: usize,
     router: usize,
     cost: Grant,
     output_tokens: u32,
-    /// Tokens of the prompt that were not computed; known with its first chunk.
+    /// Prompt tokens found in the cache; known with its first chunk.
     cached_tokens: Option<u32>,
 }
 
+/// Step in flight on the device.
 #[derive(Debug)]
-struct Flight {
+struct WorkerStep {
     number: u64,
     chunks: Vec<Chunk>,
     took: Duration,
     ends: Time,
 }
 
+/// Transfer in flight between device and host.
 #[derive(Debug)]
-struct Moving {
+struct WorkerTransfer {
     id: TransferId,
     took: Duration,
     ends: Time,
 }
 
-/// A worker: its scheduler, its grants, its sessions, and a device that only takes time.
+/// Simulated worker: scheduler, grants, sessions, and a device that models durations only.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct SimulatedWorker {
     scheduler: Scheduler,
     profile: DeviceProfile,
     grants: Grants<usize>,
-    /// By [`SequenceId::index`].
-    live: Vec<Option<Live>>,
-    flight: Option<Flight>,
-    transfers: VecDeque<Moving>,
-    progress: Vec<(usize, Progress)>,
+    /// Live requests by [`SequenceId::index`].
+    live: Vec<Option<WorkerRequest>>,
+    step: Option<WorkerStep>,
+    transfers: VecDeque<WorkerTransfer>,
+    progress: Vec<(usize, RequestProgress)>,
     due: Vec<Time>,
     events: Vec<(CacheTier, CacheEvent)>,
-    /// Number of the next event of the cache.
+    /// Sequence number of the next cache event.
     next_event: u64,
-    taken: Vec<u64>,
+    received: Vec<u64>,
     ended: Vec<Vec<usize>>,
-    told: Vec<Grant>,
+    last_grants: Vec<Grant>,
     changed: bool,
     busy: Duration,
 }
 
-impl Worker {
+impl SimulatedWorker {
     pub fn new(options: &ClusterOptions) -> Self {
         let limits = options.limits;
         let cost = CostModel::new(options.profile.prior(limits.block_tokens));
@@ -95,20 +101,20 @@ impl Worker {
         let mut grants = Grants::new(capacity);
         (0..options.routers).for_each(|router| grants.open(router));
         Self {
-            // The limits are those of a worker that starts.
+            // Limits from `ClusterOptions` are consistent.
             scheduler: scheduler.expect("limits that do not contradict each other"),
             profile: options.profile,
             grants,
             live: Vec::new(),
-            flight: None,
+            step: None,
             transfers: VecDeque::new(),
             progress: Vec::new(),
             due: Vec::new(),
             events: Vec::new(),
             next_event: 0,
-            taken: vec![0; options.routers],
+            received: vec![0; options.routers],
             ended: vec![Vec::new(); options.routers],
-            told: vec![Grant::default(); options.routers],
+            last_grants: vec![Grant::default(); options.routers],
             changed: false,
             busy: Duration::ZERO,
         }
@@ -118,16 +124,17 @@ impl Worker {
         self.busy.as_secs_f64()
     }
 
-    /// All that the cache holds.
+    /// Returns the contents of the prefix cache.
     pub fn contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
         self.scheduler.cache_contents()
     }
 
-    pub fn drain_progress(&mut self) -> Vec<(usize, Progress)> {
+    /// Takes the progress of requests since the last call.
+    pub fn drain_progress(&mut self) -> Vec<(usize, RequestProgress)> {
         std::mem::take(&mut self.progress)
     }
 
-    /// When the device has something to say.
+    /// Takes the times of the device completions scheduled since the last call.
     pub fn drain_due(&mut self) -> Vec<Time> {
         std::mem::take(&mut self.due)
     }
@@ -163,30 +170,30 @@ impl Worker {
         if self.live.len() <= id.index() {
             self.live.resize(id.index() + 1, None);
         }
-        let live = Live { request: index, router, cost, output_tokens: 0, cached_tokens: None };
+        let live = WorkerRequest { request: index, router, cost, output_tokens: 0, cached_tokens: None };
         self.live[id.index()] = Some(live);
-        self.taken[router] += 1;
+        self.received[router] += 1;
         self.changed = true;
         Ok(())
     }
 
-    /// Takes what the device has finished, and gives it the next.
-    pub fn turn(&mut self, requests: &[ClusterRequest], now: Time) -> Result<(), ClusterError> {
-        while let Some(moving) = self.transfers.pop_front_if(|moving| moving.ends <= now) {
-            self.scheduler.transfer_done(moving.id, true, moving.took, now)?;
+    /// Processes completed transfers and steps, then plans and launches the next step.
+    pub fn advance(&mut self, requests: &[ClusterRequest], now: Time) -> Result<(), ClusterError> {
+        while let Some(transfer) = self.transfers.pop_front_if(|transfer| transfer.ends <= now) {
+            self.scheduler.transfer_done(transfer.id, true, transfer.took, now)?;
         }
-        if let Some(flight) = self.flight.take_if(|flight| flight.ends <= now) {
-            self.commit(&flight, requests)?;
+        if let Some(step) = self.step.take_if(|step| step.ends <= now) {
+            self.commit(&step, requests)?;
             self.changed = true;
         }
-        while self.flight.is_none() && self.plan(now) {}
-        self.settle();
+        while self.step.is_none() && self.plan(now) {}
+        self.process_ended();
         Ok(())
     }
 
-    fn commit(&mut self, flight: &Flight, requests: &[ClusterRequest]) -> Result<(), ClusterError> {
-        let mut verdicts = Vec::with_capacity(flight.chunks.len());
-        for chunk in &flight.chunks {
+    fn commit(&mut self, step: &WorkerStep, requests: &[ClusterRequest]) -> Result<(), ClusterError> {
+        let mut verdicts = Vec::with_capacity(step.chunks.len());
+        for chunk in &step.chunks {
             let Some(live) = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut) else {
                 verdicts.extend(chunk.samples.then_some(Verdict::CONTINUE));
                 continue;
@@ -194,26 +201,26 @@ impl Worker {
             if chunk.samples {
                 live.output_tokens += 1;
                 if live.output_tokens == 1 {
-                    self.progress.push((live.request, Progress::FirstToken));
+                    self.progress.push((live.request, RequestProgress::FirstToken));
                 }
-                let over = live.output_tokens == requests[live.request].output_tokens;
-                verdicts.push(if over { Verdict::STOP } else { Verdict::CONTINUE });
+                let stop = live.output_tokens == requests[live.request].output_tokens;
+                verdicts.push(if stop { Verdict::STOP } else { Verdict::CONTINUE });
             }
         }
-        let outcome = Outcome { verdicts: &verdicts, took: flight.took };
-        self.scheduler.commit(flight.number, outcome)?;
+        let outcome = Outcome { verdicts: &verdicts, took: step.took };
+        self.scheduler.commit(step.number, outcome)?;
         Ok(())
     }
 
-    /// Returns whether to plan again at once.
+    /// Plans an iteration and launches it. Returns true if another plan may admit more at once.
     fn plan(&mut self, now: Time) -> bool {
         let block_tokens = u64::from(self.scheduler.limits().block_tokens);
         let plan = self.scheduler.plan(now);
-        let mut ends = self.transfers.back().map_or(now, |moving| moving.ends.max(now));
+        let mut ends = self.transfers.back().map_or(now, |transfer| transfer.ends.max(now));
         for transfer in &plan.transfers {
             let took = self.profile.copy_time(transfer.blocks.len() as u64 * block_tokens);
             ends = ends.after(took);
-            self.transfers.push_back(Moving { id: transfer.id, took, ends });
+            self.transfers.push_back(WorkerTransfer { id: transfer.id, took, ends });
             self.due.push(ends);
         }
         let plan = self.scheduler.iteration();
@@ -221,85 +228,87 @@ impl Worker {
             return !plan.preempted.is_empty();
         }
         let (mut prefill, mut decode) = (StepWork::default(), StepWork::default());
-        for (place, chunk) in plan.chunks.iter().enumerate() {
-            let part = if place < plan.decodes as usize { &mut decode } else { &mut prefill };
+        for (position, chunk) in plan.chunks.iter().enumerate() {
+            let part = if position < plan.decodes as usize { &mut decode } else { &mut prefill };
             part.add(chunk.start, chunk.len);
             if let Some(live) = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut)
                 && live.cached_tokens.is_none()
             {
                 live.cached_tokens = Some(chunk.start);
-                self.progress.push((live.request, Progress::Cached(chunk.start)));
+                self.progress.push((live.request, RequestProgress::Cached(chunk.start)));
             }
         }
         let took = self.profile.step_time(&prefill, &decode);
         let ends = now.after(took);
         self.busy += took;
         self.due.push(ends);
-        self.flight = Some(Flight { number: plan.number, chunks: plan.chunks.clone(), took, ends });
+        self.step = Some(WorkerStep { number: plan.number, chunks: plan.chunks.clone(), took, ends });
         false
     }
 
-    fn settle(&mut self) {
+    /// Processes terminal events and cache events of the scheduler.
+    fn process_ended(&mut self) {
         let ended: Vec<_> = self.scheduler.drain_ended().collect();
         for ended in ended {
             let entry = self.live.get_mut(SequenceId::index(ended.id));
             let Some(live) = entry.and_then(Option::take) else { continue };
             self.grants.release(live.router, live.cost);
             self.ended[live.router].push(live.request);
-            self.progress.push((live.request, Progress::Ended));
+            self.progress.push((live.request, RequestProgress::Ended));
             self.changed = true;
         }
         self.scheduler.drain_freed_slots().for_each(drop);
         self.events.extend(self.scheduler.drain_cache_events());
     }
 
-    /// What each router is to be told now, if there is anything.
-    pub fn news(&mut self) -> Option<Vec<News>> {
+    /// Returns the updates to be sent now, by router; `None` if nothing has changed.
+    pub fn take_updates(&mut self) -> Option<Vec<WorkerUpdate>> {
         let grants: Vec<Grant> =
             self.grants.divide(self.scheduler.load().blocks_used).map(|(_, grant)| grant).collect();
-        if !std::mem::take(&mut self.changed) && self.events.is_empty() && grants == self.told {
+        if !std::mem::take(&mut self.changed) && self.events.is_empty() && grants == self.last_grants {
             return None;
         }
         let events = std::mem::take(&mut self.events);
         let first = self.next_event;
         self.next_event += events.len() as u64;
-        self.told.clone_from(&grants);
-        let tell = |(router, grant): (usize, Grant)| News {
+        self.last_grants.clone_from(&grants);
+        let update = |(router, grant): (usize, Grant)| WorkerUpdate {
             grant,
             ended: std::mem::take(&mut self.ended[router]),
             first,
             events: events.clone(),
             snapshot: None,
-            taken: self.taken[router],
-            load: outlook(&self.scheduler),
+            received: self.received[router],
+            load: load(&self.scheduler),
             cost: self.scheduler.cost().coefficients(),
         };
-        Some(grants.into_iter().enumerate().map(tell).collect())
+        Some(grants.into_iter().enumerate().map(update).collect())
     }
 
-    /// What a router is told first: all that the cache holds.
-    pub fn greet(&mut self, router: usize) -> News {
+    /// Returns an update with a full cache snapshot, sent first and at every resync.
+    pub fn snapshot_update(&mut self, router: usize) -> WorkerUpdate {
         let grant = self
             .grants
             .divide(self.scheduler.load().blocks_used)
             .find(|(session, _)| *session == router)
             .map_or(Grant::default(), |(_, grant)| grant);
-        // Changes that others are still to be told of are in the snapshot already: they must not come again.
+        // The snapshot includes unsent events, which must not be sent to this router again.
         let first = self.next_event + self.events.len() as u64;
-        News {
+        WorkerUpdate {
             grant,
             ended: Vec::new(),
             first,
             events: Vec::new(),
             snapshot: Some(self.contents().map(|(tier, hash)| (tier, hash.short())).collect()),
-            taken: self.taken[router],
-            load: outlook(&self.scheduler),
+            received: self.received[router],
+            load: load(&self.scheduler),
             cost: self.scheduler.cost().coefficients(),
         }
     }
 }
 
-fn outlook(scheduler: &Scheduler) -> (f64, f64, f64) {
+/// Returns the fields of [`WorkerUpdate::load`].
+fn load(scheduler: &Scheduler) -> (f64, f64, f64) {
     let outlook = scheduler.prefill_outlook();
     (outlook.ahead.as_secs_f64(), outlook.stretch, outlook.decode_step.as_secs_f64())
 }

@@ -1,6 +1,6 @@
-//! What the proofs share: where the traces are, and the machine that VTC's figures were measured on.
+//! Shared test helpers: location of traces, and the machine on which the VTC results were measured.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(dead_code, reason = "each test binary uses a part of the module")]
 
 use std::path::PathBuf;
 
@@ -10,13 +10,13 @@ use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
     percentile,
 };
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
 
-/// Tokens of the KV pool of the published runs.
+/// Capacity in tokens of the KV pool of the published runs.
 pub const POOL_TOKENS: u32 = 10_000;
 
-/// A file of the published traces; `None`, with a line that says so, where `INFLIGHT_TRACES` is not set.
+/// Returns the path of a published trace; `None`, reported as a skipped test, without `INFLIGHT_TRACES`.
 pub fn trace(file: &str) -> Option<PathBuf> {
     match std::env::var_os("INFLIGHT_TRACES") {
         Some(root) => Some(PathBuf::from(root).join(file)),
@@ -27,8 +27,8 @@ pub fn trace(file: &str) -> Option<PathBuf> {
     }
 }
 
-/// Entries of a device much like an A10G with Llama-2-7B, for where the published profile is not at hand: 29 ms a
-/// decode step, 1.1 us for each key and 0.2 ms for each sequence or prompt token.
+/// Profile entries similar to an A10G with Llama-2-7B, used without the published profile: 29 ms per decode
+/// step, 1.1 us per key and 0.2 ms per sequence or prompt token.
 pub const LIKE_AN_A10G: [(u32, u32, u32, f64, f64); 4] = [
     (512, 1, 19, 0.1100, 0.0021026),
     (256, 1, 38, 0.0540, 0.0010980),
@@ -36,6 +36,7 @@ pub const LIKE_AN_A10G: [(u32, u32, u32, f64, f64); 4] = [
     (64, 1, 150, 0.0135, 0.0004040),
 ];
 
+/// Returns the device of the VTC runs.
 pub fn a10g() -> ProfiledDevice {
     match trace("calibration/vtc_a10g_llama2_7b_cost_profile.json") {
         Some(path) => ProfiledDevice::read(&path, 20e-6).unwrap(),
@@ -43,8 +44,8 @@ pub fn a10g() -> ProfiledDevice {
     }
 }
 
-/// The pool of the server that VTC was measured on, paged by single tokens. That server knew each output's length and
-/// admitted a request only where all of it would fit; the scheduler does not know it, and reserves the mean one.
+/// Returns the limits of the server of the VTC runs, with blocks of one token. That server knew each output
+/// length and reserved all of it at admission; the scheduler does not know it, and reserves the mean.
 pub fn vtc_limits() -> Limits {
     Limits {
         min_decode_tokens: 256,
@@ -58,11 +59,12 @@ pub fn scheduler(limits: Limits, policy: PolicyKind) -> Scheduler {
     scheduler_with(limits, policy.build())
 }
 
-pub fn scheduler_with(limits: Limits, policy: Box<dyn Policy>) -> Scheduler {
+pub fn scheduler_with(limits: Limits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {
     let tenants = TenantService::new(TokenCost::default(), 1000);
     Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap()
 }
 
+/// Result of a simulation.
 pub struct Run {
     pub records: Records,
     pub gap: ServiceGap,
@@ -74,7 +76,7 @@ impl Run {
         ServiceDifference::measure(&served, TokenCost::default(), &ServiceDifference::paper_ticks())
     }
 
-    /// A row of a table: service difference, throughput, memory, waiting.
+    /// Prints one row: service difference, throughput, memory, waiting times.
     pub fn print(&self, name: &str) {
         let difference = self.service_difference();
         let waits = self.records.times_to_first_token();
@@ -111,14 +113,14 @@ pub fn simulate(
     Run { records, gap }
 }
 
-/// The seeds that `INFLIGHT_SEEDS=FIRST..END` asks for, or these.
-pub fn seeds(otherwise: std::ops::Range<u64>) -> std::ops::Range<u64> {
+/// Returns the seeds of `INFLIGHT_SEEDS=FIRST..END`, or `default`.
+pub fn seeds(default: std::ops::Range<u64>) -> std::ops::Range<u64> {
     let parse = |text: &str| {
         let (first, end) = text.split_once("..")?;
         Some(first.parse().ok()?..end.parse().ok()?)
     };
     match std::env::var("INFLIGHT_SEEDS") {
         Ok(text) => parse(&text).unwrap_or_else(|| panic!("INFLIGHT_SEEDS={text}: write it as FIRST..END")),
-        Err(_) => otherwise,
+        Err(_) => default,
     }
 }

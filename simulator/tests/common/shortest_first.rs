@@ -1,20 +1,22 @@
+//! Shortest-job-first policy, for comparison.
+
 use std::cmp::Ordering;
 
-use inflight_worker_core::policy::{Policy, View};
+use inflight_worker_core::policy::{SchedulingPolicy, SequenceView};
 
-/// The shortest first, by all the tokens that a request may come to hold; equals by arrival.
+/// Orders by maximum length in tokens, then by arrival.
 ///
-/// Trade-off: the least mean latency there is, and the long starve while short ones keep coming. All requests of one
-/// tenant and priority must be of one length here, for a lane is served in order of arrival.
+/// Trade-off: minimum mean latency, but long requests starve under a stream of short ones. All requests of
+/// one tenant and priority must have equal lengths, since a flow is served in order of arrival.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ShortestFirst;
 
-impl Policy for ShortestFirst {
+impl SchedulingPolicy for ShortestFirst {
     fn name(&self) -> &'static str {
         "shortest-first"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
         a.tokens.cmp(&b.tokens).then(a.arrival.cmp(&b.arrival))
     }
 }

@@ -1,25 +1,27 @@
+//! Cost model: durations of steps and copies, fitted online by least squares.
+
 use std::time::Duration;
 
 use inflight_contract::CostCoefficients;
 
 use crate::least_squares::LeastSquares;
 
-/// What a step computes, as far as its duration depends on it.
+/// Work of a step: the features that its duration depends on.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepWork {
     /// Tokens in the batch.
     pub tokens: u32,
-    /// Keys read by attention: over all tokens, the positions up to and including each.
+    /// Keys read by attention, summed over all tokens; each token reads all positions up to its own.
     pub keys: u64,
-    /// Those of them read by chunks of more than one token. Their queries share what is read, so such a key costs less
-    /// than one read by a single query: a third on a CPU, and on a GPU it costs arithmetic instead of bandwidth.
+    /// Subset of `keys` read by chunks of more than one token. Queries of a chunk share the reads, so such a
+    /// key is cheaper: a third on a CPU; on a GPU it costs arithmetic instead of bandwidth.
     pub prefill_keys: u64,
     /// Sequences in the batch.
     pub sequences: u32,
 }
 
 impl StepWork {
-    /// Adds `len` tokens of one sequence, the first at position `start`.
+    /// Adds a chunk of `len` tokens of one sequence, starting at position `start`.
     pub fn add(&mut self, start: u32, len: u32) {
         let keys = keys(start, len);
         self.tokens += len;
@@ -28,6 +30,7 @@ impl StepWork {
         self.sequences += 1;
     }
 
+    /// Returns the regression features: constant, tokens, decode keys, prefill keys, sequences.
     fn features(&self) -> [f64; 5] {
         let decode_keys = self.keys.saturating_sub(self.prefill_keys);
         let sequences = f64::from(self.sequences);
@@ -35,22 +38,23 @@ impl StepWork {
     }
 }
 
+/// Returns the keys read by a chunk of `len` tokens from position `start`.
 fn keys(start: u32, len: u32) -> u64 {
     let (start, len) = (u64::from(start), u64::from(len));
     len * start + len * (len + 1) / 2
 }
 
-/// Where a cost model starts from, before it has observed anything.
+/// Prior of a cost model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CostPrior {
-    /// The expected coefficients.
+    /// Expected coefficients.
     pub cost: CostCoefficients,
     /// Relative standard deviation of the coefficients: small after a calibration, large for a guess.
     pub trust: f64,
 }
 
 impl Default for CostPrior {
-    /// A small model on a CPU: off by any factor elsewhere, and unlearnt within a few steps.
+    /// Returns the prior of a small model on a CPU, with so little trust that a few observations override it.
     fn default() -> Self {
         Self {
             cost: CostCoefficients {
@@ -68,32 +72,33 @@ impl Default for CostPrior {
 }
 
 impl CostPrior {
-    /// The same with other costs of block copies, in seconds.
+    /// Returns this prior with the given seconds per copy and per copied block.
     #[must_use]
     pub fn with_copies(self, copy_s: f64, copy_block_s: f64) -> Self {
         Self { cost: CostCoefficients { copy_s, copy_block_s, ..self.cost }, ..self }
     }
 }
 
-/// A step target is a promise about the tail, and predictions are of the mean.
-const TAIL: f64 = 0.9;
+/// Quantile of step times that a step target bounds.
+const TAIL_QUANTILE: f64 = 0.9;
+/// Step size of the stochastic approximation of the tail factor.
 const TAIL_GAIN: f64 = 0.02;
 
-/// How long steps and copies take: a linear model, fitted online to what was measured.
+/// Linear model of step and copy durations, fitted online to measurements.
 ///
-/// One component with five users: the chunk budget, the choice between recompute and swap, the predicted time to
-/// first token (admission and placement), and the simulator, whose device it is.
+/// Used for prefill chunk sizes, the choice between recompute and swap, the predicted TTFT (admission and
+/// placement), and as the simulator's device.
 #[derive(Debug, Clone)]
 pub struct CostModel {
     steps: LeastSquares<5>,
     copies: LeastSquares<2>,
-    /// By what steps with prefill beside decodes exceed their prediction at the [`TAIL`].
-    excess: f64,
+    /// Ratio of measured to predicted time of mixed steps at the [`TAIL_QUANTILE`].
+    tail_factor: f64,
     observed_steps: u64,
 }
 
 impl CostModel {
-    /// A model that knows what the prior says.
+    /// Creates a model from a prior.
     pub fn new(prior: CostPrior) -> Self {
         let CostPrior { cost, trust } = prior;
         // In the order of `StepWork::features`.
@@ -101,77 +106,80 @@ impl CostModel {
         Self {
             steps: LeastSquares::new(step, trust, 0.998),
             copies: LeastSquares::new([cost.copy_s, cost.copy_block_s], trust, 0.99),
-            excess: 1.0,
+            tail_factor: 1.0,
             observed_steps: 0,
         }
     }
 
-    /// Learns from a measured step.
+    /// Fits the model to a measured step.
     pub fn observe_step(&mut self, work: &StepWork, took: Duration) {
         let seconds = took.as_secs_f64();
         if work.prefill_keys > 0 && u64::from(work.sequences) > 1 {
-            // Robbins and Monro's estimate of a quantile: where it is right, the steps up and down cancel.
-            let over = seconds > self.excess * self.step(work).as_secs_f64();
-            self.excess += if over { TAIL_GAIN * TAIL } else { TAIL_GAIN * (TAIL - 1.0) };
-            self.excess = self.excess.clamp(1.0, 2.0);
+            // Robbins-Monro quantile estimation: at the true quantile, steps up and down cancel.
+            let over = seconds > self.tail_factor * self.step(work).as_secs_f64();
+            self.tail_factor +=
+                if over { TAIL_GAIN * TAIL_QUANTILE } else { TAIL_GAIN * (TAIL_QUANTILE - 1.0) };
+            self.tail_factor = self.tail_factor.clamp(1.0, 2.0);
         }
-        // Steps are about as noisy, in proportion, whatever their length.
+        // The noise is proportional to the duration.
         let noise = (0.05 * seconds).powi(2).max(1e-14);
         self.steps.observe(&work.features(), seconds, noise);
         self.observed_steps += 1;
     }
 
-    /// Learns from a measured copy of this many blocks, in either direction.
+    /// Fits the model to a measured one-way copy of `blocks` blocks.
     pub fn observe_copy(&mut self, blocks: u32, took: Duration) {
         let seconds = took.as_secs_f64();
         let noise = (0.05 * seconds).powi(2).max(1e-14);
         self.copies.observe(&[1.0, f64::from(blocks)], seconds, noise);
     }
 
-    /// The coefficients learnt so far.
+    /// Returns the current coefficients.
     pub fn coefficients(&self) -> CostCoefficients {
         let [step_s, token_s, decode_key_s, prefill_key_s, sequence_s] = self.steps.coefficients();
         let [copy_s, copy_block_s] = self.copies.coefficients();
         CostCoefficients { step_s, token_s, prefill_key_s, decode_key_s, sequence_s, copy_s, copy_block_s }
     }
 
-    /// Steps it has learnt from.
+    /// Returns the number of observed steps.
     pub fn observed_steps(&self) -> u64 {
         self.observed_steps
     }
 
-    /// Predicted duration of a step.
+    /// Returns the predicted mean duration of a step.
     pub fn step(&self, work: &StepWork) -> Duration {
         seconds(self.steps.predict(&work.features()))
     }
 
-    /// Predicted duration of a copy of this many blocks, one way.
+    /// Returns the predicted duration of a one-way copy of `blocks` blocks.
     pub fn copy(&self, blocks: u32) -> Duration {
         seconds(self.copies.predict(&[1.0, f64::from(blocks)]))
     }
 
-    /// Predicted time that computing `tokens` from position `start` on adds to steps that run anyway.
+    /// Returns the predicted marginal time of prefilling `tokens` tokens from position `start` in steps that
+    /// run anyway.
     pub fn prefill(&self, start: u32, tokens: u32) -> Duration {
         let CostCoefficients { token_s, prefill_key_s, .. } = self.coefficients();
         seconds(token_s * f64::from(tokens) + prefill_key_s * keys(start, tokens) as f64)
     }
 
-    /// A target for [`CostModel::chunk_within`]: what a step with `work` takes, and `share` of it more.
-    pub fn longer(&self, work: &StepWork, share: f64) -> Duration {
-        // What is compared has its tail on both sides.
-        self.step(work).mul_f64(self.excess * (1.0 + share))
+    /// Returns a target for [`CostModel::chunk_within`]: `1 + slack` times the tail duration of a step with
+    /// `work`.
+    pub fn target_with_slack(&self, work: &StepWork, slack: f64) -> Duration {
+        // `chunk_within` compares tail durations, so the target includes the tail factor.
+        self.step(work).mul_f64(self.tail_factor * (1.0 + slack))
     }
 
-    /// The most tokens, up to `most`, of a prefill at position `start` that may join a step with `work` so that
-    /// the step keeps within `target`, nine times in ten.
-    pub fn chunk_within(&self, work: &StepWork, start: u32, most: u32, target: Duration) -> u32 {
+    /// Returns the largest prefill chunk, at most `max` tokens from position `start`, with which a step with
+    /// `work` stays within `target` at the 0.9 quantile; 0 if none does.
+    pub fn chunk_within(&self, work: &StepWork, start: u32, max: u32, target: Duration) -> u32 {
         let fits = |len: u32| {
             let mut with = *work;
             with.add(start, len);
-            self.step(&with).mul_f64(self.excess) <= target
+            self.step(&with).mul_f64(self.tail_factor) <= target
         };
-        // Durations grow with the length, so the lengths that fit are a prefix: bisect.
-        let (mut low, mut high) = (0, most);
+        // Durations grow with the length, so bisect.
+        let (mut low, mut high) = (0, max);
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if fits(middle) { low = middle } else { high = middle - 1 }
@@ -194,14 +202,14 @@ mod tests {
     }
 
     #[test]
-    fn the_keys_of_a_chunk_are_those_each_token_sees() {
+    fn a_chunk_reads_the_keys_up_to_each_of_its_tokens() {
         let mut work = StepWork::default();
         work.add(3, 2);
         assert_eq!(work, StepWork { tokens: 2, keys: 4 + 5, prefill_keys: 4 + 5, sequences: 1 });
     }
 
     #[test]
-    fn hours_of_equal_steps_do_not_spoil_what_it_knows() {
+    fn hours_of_similar_steps_do_not_degrade_the_model() {
         let truth = |w: &StepWork| {
             seconds(5e-3 + 8e-5 * f64::from(w.tokens) + 2e-8 * w.keys as f64 + 4e-5 * f64::from(w.sequences))
         };
@@ -209,7 +217,7 @@ mod tests {
         let mixed = |n: u32| work(1 + n * 37 % 300, u64::from(n) * 997 % 60_000, 1 + n % 40);
         (0..200).for_each(|n| model.observe_step(&mixed(n), truth(&mixed(n))));
         for n in 0..60_000u32 {
-            // Pure decode: as many tokens as sequences, so that the two can't be told apart.
+            // Pure decode: the token count equals the sequence count, so these features are collinear.
             let batch = 1 + n / 1000 % 64;
             let decode = work(batch, u64::from(batch) * 700, batch);
             model.observe_step(&decode, truth(&decode));
@@ -218,7 +226,7 @@ mod tests {
             let (predicted, takes) = (model.step(&shape).as_secs_f64(), truth(&shape).as_secs_f64());
             assert!((predicted / takes - 1.0).abs() < 0.1, "{shape:?}: {predicted} s for {takes} s");
         }
-        // And it still learns.
+        // The model still adapts.
         for n in 0..2000 {
             model.observe_step(&mixed(n), truth(&mixed(n)) * 3);
         }
@@ -229,7 +237,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_learns_any_device_from_noisy_steps(
+        fn the_model_fits_any_linear_device_from_noisy_steps(
             step in 1e-4f64..3e-2, token in 1e-6f64..1e-3, key in 1e-10f64..1e-7, sequence in 1e-7f64..1e-4,
             shapes in prop::collection::vec((1u32..512, 1u32..3000, 1u32..64, -1.0f64..1.0), 120)
         ) {

@@ -1,32 +1,34 @@
+//! Bottleneck diagnosis of a worker from its recent iterations.
+
 use std::fmt;
 use std::time::Duration;
 
 use crate::history::Step;
 use crate::{BlockedBy, Limits, Load};
 
-/// What limits a worker.
+/// Bottleneck of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Limit {
-    /// The KV pool is full while the batch is far below its cap.
+pub enum Bottleneck {
+    /// The KV pool is full while the batch is far below its maximum.
     MemoryPressure,
-    /// Sequences wait though blocks are free.
+    /// Sequences wait for slots or token budget though blocks are free.
     AdmissionBlocked,
-    /// Work is thrown away or moved to and fro.
+    /// Preemptions recompute or swap too much.
     Preemption,
-    /// Requests wait longer than they should.
+    /// Queueing times exceed the objective.
     QueueTime,
-    /// Prefill beside decodes makes steps longer than their target.
+    /// Prefill chunks make mixed steps longer than the step target.
     PrefillStarvesDecode,
-    /// Prompts are computed although others like them were.
+    /// Prefix-cache hit rate is low though the cache is full.
     LowPrefixHits,
-    /// The device waits for the scheduler or for work to be handed over.
+    /// The device is idle though there is work.
     DeviceIdle,
-    /// Prompts crawl through in chunks that are too small.
+    /// Prefill chunks are too small.
     ChunkBudget,
 }
 
-impl Limit {
-    /// A stable name.
+impl Bottleneck {
+    /// Returns the label used in reports; stable.
     pub fn label(self) -> &'static str {
         match self {
             Self::MemoryPressure => "memory_pressure",
@@ -40,7 +42,7 @@ impl Limit {
         }
     }
 
-    /// One thing to do that would really help.
+    /// Returns the advised action.
     pub fn action(self) -> &'static str {
         match self {
             Self::MemoryPressure => {
@@ -65,14 +67,14 @@ impl Limit {
     }
 }
 
-/// Something that limits the worker, with its figure.
+/// Bottleneck with its evidence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
-    /// What.
-    pub limit: Limit,
-    /// How much it weighs: about the share of the window that it touched, in (0, 1].
+    /// Kind of bottleneck.
+    pub limit: Bottleneck,
+    /// Severity in (0, 1]: approximately the affected share of the window.
     pub weight: f64,
-    /// The figures it is read from.
+    /// Measurements that support the finding, as text.
     pub figure: String,
 }
 
@@ -82,16 +84,16 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What counts as too much.
+/// Thresholds of the diagnosis.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Objectives {
-    /// Longest acceptable time in the worker's queue.
+    /// Longest acceptable queueing time in the worker.
     pub queue: Duration,
-    /// Preemptions in a hundred iterations.
+    /// Acceptable preemptions per hundred iterations.
     pub preemptions: f64,
-    /// Share of admitted tokens found in the prefix cache below which it is called low.
+    /// Prefix-cache hit rate (share of admitted tokens) below which it counts as low.
     pub prefix_hits: f64,
-    /// Share of the time in which the device may be idle though there is work.
+    /// Acceptable share of time in which the device is idle though there is work.
     pub idle: f64,
 }
 
@@ -101,7 +103,8 @@ impl Default for Objectives {
     }
 }
 
-/// Says what limits a worker, the weightiest first, from its last iterations. Nothing is found where nothing ran.
+/// Returns the bottlenecks of a worker from its recent iterations, most severe first; none without
+/// iterations.
 pub fn diagnose<'a>(
     steps: impl DoubleEndedIterator<Item = &'a Step> + Clone,
     limits: &Limits,
@@ -112,7 +115,9 @@ pub fn diagnose<'a>(
     };
     let (before, now) = (&first.load, &last.load);
     let total = steps.clone().count() as f64;
-    let share = |is: &dyn Fn(&Step) -> bool| steps.clone().filter(|step| is(step)).count() as f64 / total;
+    let share = |predicate: &dyn Fn(&Step) -> bool| {
+        steps.clone().filter(|step| predicate(step)).count() as f64 / total
+    };
     let mut findings = Vec::new();
     let mut find = |limit, weight: f64, figure: String| {
         if weight > 0.0 {
@@ -128,7 +133,7 @@ pub fn diagnose<'a>(
     let used = steps.clone().map(|step| f64::from(step.load.blocks_used)).sum::<f64>() / total / pool;
     let running = steps.clone().map(|step| f64::from(step.load.running)).sum::<f64>() / total;
     find(
-        Limit::MemoryPressure,
+        Bottleneck::MemoryPressure,
         pressed,
         format!(
             "{:.0} % of the KV pool in use with {running:.1} of {} sequences running",
@@ -147,7 +152,7 @@ pub fn diagnose<'a>(
                 held * 100.0,
                 by.label()
             );
-            find(Limit::AdmissionBlocked, held, figure);
+            find(Bottleneck::AdmissionBlocked, held, figure);
         }
     }
 
@@ -161,7 +166,7 @@ pub fn diagnose<'a>(
         };
         let redone = ratio(now.recomputed_tokens - before.recomputed_tokens, admitted(before, now));
         find(
-            Limit::Preemption,
+            Bottleneck::Preemption,
             rate / 100.0,
             format!(
                 "{rate:.1} preemptions per 100 iterations, {mean_swap:.1} blocks per swap, {:.1} % of computed tokens recomputed",
@@ -172,15 +177,16 @@ pub fn diagnose<'a>(
 
     let late = share(&|step| step.longest_wait > objectives.queue);
     let longest = steps.clone().map(|step| step.longest_wait).max().unwrap_or_default();
-    find(Limit::QueueTime, late, format!("longest queueing time {:.1} s", longest.as_secs_f64()));
+    find(Bottleneck::QueueTime, late, format!("longest queueing time {:.1} s", longest.as_secs_f64()));
 
     if let Some(target) = limits.step_target {
-        // Where decodes alone come near to the target, prompts beside them may take more: see `least_time`.
-        let calm = steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
+        // Where decodes alone come near the target, mixed steps may exceed it: see
+        // `Scheduler::min_step_time`.
+        let decode_only = steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
         let (count, sum) =
-            calm.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
-        let alone = sum / count.max(1);
-        let target = if target < alone * 2 { target.max(alone * 4) } else { target };
+            decode_only.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
+        let decode_time = sum / count.max(1);
+        let target = if target < decode_time * 2 { target.max(decode_time * 4) } else { target };
         let over = share(&|step| {
             step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
         });
@@ -189,7 +195,7 @@ pub fn diagnose<'a>(
                 "{:.0} % of mixed iterations took more than 1.25x the step target of {target:?}",
                 over * 100.0
             );
-            find(Limit::PrefillStarvesDecode, over, figure);
+            find(Bottleneck::PrefillStarvesDecode, over, figure);
         }
         let small = |step: &Step| {
             step.prefills > 0
@@ -201,7 +207,7 @@ pub fn diagnose<'a>(
         if crawling > 0.1 {
             let figure =
                 format!("{:.0} % of mixed iterations prefilled less than two KV blocks", crawling * 100.0);
-            find(Limit::ChunkBudget, crawling, figure);
+            find(Bottleneck::ChunkBudget, crawling, figure);
         }
     }
 
@@ -212,13 +218,13 @@ pub fn diagnose<'a>(
         && now.blocks_used * 10 > now.blocks * 9
     {
         let figure = format!("{:.1} % prefix-cache hit rate with a full cache", hits * 100.0);
-        find(Limit::LowPrefixHits, 0.1, figure);
+        find(Bottleneck::LowPrefixHits, 0.1, figure);
     }
 
     let idle = idle_share(steps.clone());
     if idle > objectives.idle {
         find(
-            Limit::DeviceIdle,
+            Bottleneck::DeviceIdle,
             idle,
             format!("device idle {:.0} % of the time while work was waiting", idle * 100.0),
         );
@@ -236,8 +242,8 @@ fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// The share of the time between consecutive busy steps in which none ran. A gap before which nothing was left to do
-/// does not count.
+/// Returns the idle share of the time between consecutive steps. A gap at whose start no work was left does
+/// not count.
 fn idle_share<'a>(steps: impl Iterator<Item = &'a Step> + Clone) -> f64 {
     let (mut idle, mut all) = (Duration::ZERO, Duration::ZERO);
     for (step, next) in steps.clone().zip(steps.skip(1)) {
@@ -277,7 +283,7 @@ mod tests {
         }
     }
 
-    fn found(change: impl Fn(&mut Step)) -> Vec<Limit> {
+    fn found(change: impl Fn(&mut Step)) -> Vec<Bottleneck> {
         let steps: Vec<_> = (0..100)
             .map(|number| {
                 let mut step = step(number);
@@ -296,40 +302,40 @@ mod tests {
     }
 
     #[test]
-    fn each_limit_is_found_where_it_is_the_only_one() {
+    fn each_bottleneck_is_found_where_it_is_the_only_one() {
         let full = |step: &mut Step| {
             (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5)
         };
-        assert_eq!(found(full), [Limit::MemoryPressure]);
+        assert_eq!(found(full), [Bottleneck::MemoryPressure]);
         let id = crate::SequenceId { index: 0, generation: 0 };
         let slots = |step: &mut Step| step.blocked = Some(crate::Blocked { id, by: BlockedBy::Slots });
-        assert_eq!(found(slots), [Limit::AdmissionBlocked]);
+        assert_eq!(found(slots), [Bottleneck::AdmissionBlocked]);
         let preempting = |step: &mut Step| step.preempted = u32::from(step.number.is_multiple_of(10));
-        assert_eq!(found(preempting), [Limit::Preemption]);
+        assert_eq!(found(preempting), [Bottleneck::Preemption]);
         let queueing = |step: &mut Step| step.longest_wait = Duration::from_secs(3);
-        assert_eq!(found(queueing), [Limit::QueueTime]);
+        assert_eq!(found(queueing), [Bottleneck::QueueTime]);
         let long = |step: &mut Step| {
             (step.prefills, step.prefill_tokens) = (1, 500);
             step.planned = Time::from_nanos(step.number * 30_000_000);
             step.took = Some(Duration::from_millis(30));
         };
-        assert_eq!(found(long), [Limit::PrefillStarvesDecode]);
+        assert_eq!(found(long), [Bottleneck::PrefillStarvesDecode]);
         let crawling = |step: &mut Step| (step.prefills, step.prefill_tokens, step.load.waiting) = (1, 16, 3);
-        assert_eq!(found(crawling), [Limit::ChunkBudget]);
+        assert_eq!(found(crawling), [Bottleneck::ChunkBudget]);
         let gaps = |step: &mut Step| step.planned = Time::from_nanos(step.number * 15_000_000);
-        assert_eq!(found(gaps), [Limit::DeviceIdle]);
+        assert_eq!(found(gaps), [Bottleneck::DeviceIdle]);
         let cold = |step: &mut Step| {
             (step.load.admitted_tokens, step.load.blocks_used) = (step.number * 100, 95);
         };
-        assert_eq!(found(cold), [Limit::LowPrefixHits]);
+        assert_eq!(found(cold), [Bottleneck::LowPrefixHits]);
     }
 
     #[test]
-    fn the_weightiest_finding_comes_first() {
+    fn the_most_severe_finding_comes_first() {
         let both = |step: &mut Step| {
             step.longest_wait = Duration::from_secs(if step.number < 30 { 3 } else { 0 });
             (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5);
         };
-        assert_eq!(found(both), [Limit::MemoryPressure, Limit::QueueTime]);
+        assert_eq!(found(both), [Bottleneck::MemoryPressure, Bottleneck::QueueTime]);
     }
 }

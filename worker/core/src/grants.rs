@@ -1,172 +1,178 @@
+//! Division of a worker's capacity among its sessions: max-min fair grants of sequences and KV blocks.
+
 use std::collections::BTreeMap;
 
-/// What a session may have in flight: absolute bounds, see `Grant` in worker.proto.
+/// Absolute limit of what a session may have in flight; see `Grant` in worker.proto.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Grant {
-    /// Sequences.
+    /// Number of sequences.
     pub sequences: u32,
-    /// KV blocks, at admission cost.
+    /// Number of KV blocks, at admission cost.
     pub blocks: u32,
 }
 
-/// What there is to divide.
+/// Worker capacity divided among sessions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// Sequences that may be in flight, running and waiting together.
+    /// Maximum number of sequences in flight, running and waiting.
     pub sequences: u32,
-    /// KV blocks that admission may use: the pool less the watermark.
+    /// KV blocks available to admission: the pool without the watermark.
     pub blocks: u32,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Held {
+struct SessionUsage {
     in_flight: Grant,
-    /// Nothing waits at its router. One that never said is taken for one at which something does.
+    /// Set if the router reported an empty queue; a router that has not reported counts as backlogged.
     idle: bool,
 }
 
-/// Divides a worker's capacity among its sessions, keyed by `K`.
+/// Divides a worker's capacity among its sessions, which are keyed by `K`.
 ///
-/// Nobody is asked to take back what runs. What nobody has in flight goes first to the sessions whose routers have
-/// something waiting, so that all of these come to the same total (max-min fairness over sequences in flight, and over
-/// blocks): a router that is full is not granted more before another has as much. Only if nobody waits is it shared
-/// equally among all, so that each can start a request at once. The sum of the grants never exceeds the capacity, unless
-/// what is in flight already does: then every grant equals what the session has.
+/// Running work is never revoked. Free capacity goes to the sessions whose routers have a backlog, so that
+/// their totals become equal (max-min fairness, over sequences in flight and over blocks). Without any
+/// backlog it is shared equally among all sessions, so that each can start a request at once. The sum of the
+/// grants does not exceed the capacity unless the work in flight already does; then every grant equals the
+/// session's work in flight.
 #[derive(Debug)]
 pub struct Grants<K> {
     capacity: Capacity,
-    sessions: BTreeMap<K, Held>,
-    /// Whose turn it is to get what does not divide.
-    turn: u32,
+    sessions: BTreeMap<K, SessionUsage>,
+    /// Round-robin offset of the session that receives the remainder of a division.
+    rotation: u32,
 }
 
 impl<K: Ord + Copy> Grants<K> {
-    /// No sessions yet.
+    /// Creates a divider without sessions.
     pub fn new(capacity: Capacity) -> Self {
-        Self { capacity, sessions: BTreeMap::new(), turn: 0 }
+        Self { capacity, sessions: BTreeMap::new(), rotation: 0 }
     }
 
-    /// A session begins, with nothing in flight.
+    /// Adds a session with nothing in flight.
     pub fn open(&mut self, session: K) {
         self.sessions.entry(session).or_default();
     }
 
-    /// A session is over; whatever it had in flight must have been released.
+    /// Removes a session; the caller has released all its work in flight.
     pub fn close(&mut self, session: K) {
-        let left = self.sessions.remove(&session).unwrap_or_default().in_flight;
-        debug_assert_eq!(left, Grant::default(), "a session was closed with work in flight");
+        let in_flight = self.sessions.remove(&session).unwrap_or_default().in_flight;
+        debug_assert_eq!(in_flight, Grant::default(), "a session was closed with work in flight");
     }
 
-    /// Whether a session is there.
+    /// Returns true if the session was opened and not closed.
     pub fn is_open(&self, session: K) -> bool {
         self.sessions.contains_key(&session)
     }
 
-    /// Changes how many sequences may be in flight together.
+    /// Sets the number of sequences that may be in flight over all sessions.
     pub fn set_sequences(&mut self, sequences: u32) {
         self.capacity.sequences = sequences;
     }
 
-    /// Notes whether anything waits at a session's router.
+    /// Sets whether a session's router has queued requests.
     pub fn set_backlog(&mut self, session: K, backlog: bool) {
-        if let Some(held) = self.sessions.get_mut(&session) {
-            held.idle = !backlog;
+        if let Some(usage) = self.sessions.get_mut(&session) {
+            usage.idle = !backlog;
         }
     }
 
-    /// Counts a request, or a part of it, in. A session that is not there is charged nothing.
+    /// Adds the cost of a request, or of a part of it, to a session; no-op for an unknown session.
     pub fn charge(&mut self, session: K, cost: Grant) {
-        if let Some(Held { in_flight, .. }) = self.sessions.get_mut(&session) {
+        if let Some(SessionUsage { in_flight, .. }) = self.sessions.get_mut(&session) {
             in_flight.sequences += cost.sequences;
             in_flight.blocks = in_flight.blocks.saturating_add(cost.blocks);
         }
     }
 
-    /// Counts a request, or a part of it, out.
+    /// Subtracts the cost of a request, or of a part of it, from a session.
     pub fn release(&mut self, session: K, cost: Grant) {
-        if let Some(Held { in_flight, .. }) = self.sessions.get_mut(&session) {
+        if let Some(SessionUsage { in_flight, .. }) = self.sessions.get_mut(&session) {
             debug_assert!(in_flight.sequences >= cost.sequences && in_flight.blocks >= cost.blocks);
             in_flight.sequences = in_flight.sequences.saturating_sub(cost.sequences);
             in_flight.blocks = in_flight.blocks.saturating_sub(cost.blocks);
-            self.turn = self.turn.wrapping_add(1);
+            self.rotation = self.rotation.wrapping_add(1);
         }
     }
 
-    /// Sequences in flight over all sessions.
+    /// Returns the number of sequences in flight over all sessions.
     pub fn sequences_in_flight(&self) -> u32 {
-        self.sessions.values().map(|held| held.in_flight.sequences).sum()
+        self.sessions.values().map(|usage| usage.in_flight.sequences).sum()
     }
 
-    /// What all sessions hold together.
+    /// Returns the sum of what all sessions have in flight.
     pub fn held(&self) -> Grant {
-        self.sessions.values().fold(Grant::default(), |sum, held| Grant {
-            sequences: sum.sequences + held.in_flight.sequences,
-            blocks: sum.blocks.saturating_add(held.in_flight.blocks),
+        self.sessions.values().fold(Grant::default(), |sum, usage| Grant {
+            sequences: sum.sequences + usage.in_flight.sequences,
+            blocks: sum.blocks.saturating_add(usage.in_flight.blocks),
         })
     }
 
-    /// Each session's grant. `blocks_used` are the blocks really owned: sequences outgrow their admission cost,
-    /// and what they took is not there to be granted.
+    /// Returns each session's grant. `blocks_used` is the number of owned blocks in the pool, which exceeds
+    /// the charged cost as sequences grow; these blocks cannot be granted.
     pub fn divide(&self, blocks_used: u32) -> impl Iterator<Item = (K, Grant)> + use<K> {
         let charged =
-            self.sessions.values().fold(0u32, |sum, held| sum.saturating_add(held.in_flight.blocks));
+            self.sessions.values().fold(0u32, |sum, usage| sum.saturating_add(usage.in_flight.blocks));
         let free_sequences = self.capacity.sequences.saturating_sub(self.sequences_in_flight());
         let free_blocks = self.capacity.blocks.saturating_sub(charged.max(blocks_used));
-        let mut grants: Vec<_> = self.sessions.iter().map(|(key, held)| (*key, held.in_flight)).collect();
-        for (grant, extra) in grants.iter_mut().zip(self.share(free_sequences, |grant| grant.sequences)) {
+        let mut grants: Vec<_> = self.sessions.iter().map(|(key, usage)| (*key, usage.in_flight)).collect();
+        for (grant, extra) in grants.iter_mut().zip(self.distribute(free_sequences, |grant| grant.sequences))
+        {
             grant.1.sequences += extra;
         }
-        for (grant, extra) in grants.iter_mut().zip(self.share(free_blocks, |grant| grant.blocks)) {
+        for (grant, extra) in grants.iter_mut().zip(self.distribute(free_blocks, |grant| grant.blocks)) {
             grant.1.blocks = grant.1.blocks.saturating_add(extra);
         }
         grants.into_iter()
     }
 
-    /// Sequences that each session may have in flight beyond its grant, for what is more important than something else that
-    /// it has: `most` over all sessions, less what is in flight beyond the capacity already, shared equally. A session that has
-    /// not read the newest number goes by an older one.
-    pub fn urgent(&self, most: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
-        let over = self.sequences_in_flight().saturating_sub(self.capacity.sequences);
-        let left = most.saturating_sub(over);
+    /// Returns the number of sequences that each session may have in flight beyond its grant for requests
+    /// that outrank its others. Divides `max`, less the sequences already in flight beyond the capacity,
+    /// equally among the sessions. A session that has not read the latest value still uses an older one.
+    pub fn urgent(&self, max: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
+        let excess = self.sequences_in_flight().saturating_sub(self.capacity.sequences);
+        let left = max.saturating_sub(excess);
         let sessions = (self.sessions.len() as u32).max(1);
-        let (each, odd, turn) = (left / sessions, left % sessions, self.turn % sessions);
-        // What does not divide goes round.
-        let share = move |place: u32| each + u32::from((place + sessions - turn) % sessions < odd);
+        let (quotient, remainder, rotation) = (left / sessions, left % sessions, self.rotation % sessions);
+        // The remainder is assigned round-robin.
+        let share = move |position: u32| {
+            quotient + u32::from((position + sessions - rotation) % sessions < remainder)
+        };
         let keys: Vec<K> = self.sessions.keys().copied().collect();
-        keys.into_iter().enumerate().map(move |(place, key)| (key, share(place as u32)))
+        keys.into_iter().enumerate().map(move |(position, key)| (key, share(position as u32)))
     }
 
-    /// What each session gets of `free` units, on top of the `has` that it has.
-    fn share(&self, free: u32, has: fn(&Grant) -> u32) -> Vec<u32> {
-        let backlog = self.sessions.values().any(|held| !held.idle);
-        // Without a backlog what is free is shared; with one it evens out the totals.
-        let base = |held: &Held| match (backlog, held.idle) {
+    /// Distributes `free` units by water-filling over what sessions have in flight, as read by `in_flight`.
+    /// Returns the units added for each session, in key order.
+    fn distribute(&self, free: u32, in_flight: fn(&Grant) -> u32) -> Vec<u32> {
+        let backlog = self.sessions.values().any(|usage| !usage.idle);
+        // Without a backlog the free units are shared equally; with one they equalize the totals.
+        let base = |usage: &SessionUsage| match (backlog, usage.idle) {
             (false, _) => Some(0),
-            (true, false) => Some(has(&held.in_flight)),
+            (true, false) => Some(in_flight(&usage.in_flight)),
             (true, true) => None,
         };
         let bases: Vec<Option<u32>> = self.sessions.values().map(base).collect();
-        let mut order: Vec<usize> = (0..bases.len()).filter(|place| bases[*place].is_some()).collect();
+        let mut order: Vec<usize> = (0..bases.len()).filter(|session| bases[*session].is_some()).collect();
         let mut extra = vec![0u32; bases.len()];
-        // Among equals, what does not divide goes round.
-        let turn = self.turn as usize % bases.len().max(1);
-        order.sort_by_key(|place| (bases[*place], (place + bases.len() - turn) % bases.len()));
+        // Among equals, the remainder is assigned round-robin.
+        let rotation = self.rotation as usize % bases.len().max(1);
+        order.sort_by_key(|session| (bases[*session], (session + bases.len() - rotation) % bases.len()));
         let mut left = free;
-        for (rank, place) in order.iter().enumerate() {
-            // Lift all before it, and itself, to the base of the next one, as far as it goes.
-            let here = rank as u32 + 1;
-            let level = bases[*place].unwrap_or(0);
+        for (rank, session) in order.iter().enumerate() {
+            // Raise the sessions up to this rank to the base of the next one, as far as `left` suffices.
+            let count = rank as u32 + 1;
+            let level = bases[*session].unwrap_or(0);
             let next = order.get(rank + 1).map_or(u32::MAX, |next| bases[*next].unwrap_or(0));
-            let lift = (next - level).min(left / here);
-            let short = lift < next - level;
+            let lift = (next - level).min(left / count);
+            let exhausted = lift < next - level;
             for (nth, lifted) in order[..=rank].iter().enumerate() {
-                let odd = u32::from(short && (nth as u32) < left - lift * here);
-                extra[*lifted] += lift + odd;
+                let remainder = u32::from(exhausted && (nth as u32) < left - lift * count);
+                extra[*lifted] += lift + remainder;
             }
-            if short {
+            if exhausted {
                 break;
             }
-            left -= lift * here;
+            left -= lift * count;
         }
         extra
     }
@@ -179,7 +185,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn grants_divide_the_capacity_exactly_and_never_take_back_what_runs(
+        fn grants_divide_the_capacity_exactly_and_never_revoke_running_work(
             sequences in 0u32..50, blocks in 0u32..500, used in 0u32..500,
             held in prop::collection::vec((0u32..20, 0u32..200, any::<bool>()), 1..6), most in 0u32..40
         ) {
@@ -197,17 +203,17 @@ mod tests {
             prop_assert_eq!(sum(|g| g.blocks), held_blocks + blocks.saturating_sub(held_blocks.max(used)));
             let urgent: Vec<u32> = grants.urgent(most).map(|(_, urgent)| urgent).collect();
             let beyond = held_sequences.saturating_sub(sequences);
-            prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "no more in all, ever");
+            prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "bound over all sessions");
             prop_assert!(urgent.iter().max().unwrap() - urgent.iter().min().unwrap() <= 1);
-            let anybody = held.iter().any(|(.., backlog)| *backlog);
+            let any_backlog = held.iter().any(|(.., backlog)| *backlog);
             for (session, grant) in &divided {
                 let (s, b, backlog) = held[*session];
                 prop_assert!(grant.sequences >= s && grant.blocks >= b);
-                if anybody && !backlog {
-                    prop_assert_eq!(grant.sequences, s, "what others wait for is not kept idle");
+                if any_backlog && !backlog {
+                    prop_assert_eq!(grant.sequences, s, "capacity is granted to an idle session");
                 }
-                // Max-min: who was given anything has at most one more than anybody else who waits.
-                if anybody && grant.sequences > s {
+                // Max-min: a session that received anything has at most one more than any backlogged session.
+                if any_backlog && grant.sequences > s {
                     for (other, rival) in &divided {
                         prop_assert!(!held[*other].2 || rival.sequences + 1 >= grant.sequences);
                     }
@@ -217,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn routers_that_all_have_a_backlog_take_turns_at_a_single_place() {
+    fn backlogged_routers_share_a_single_sequence_round_robin() {
         let mut grants = Grants::new(Capacity { sequences: 1, blocks: 10 });
         (0..3).for_each(|session| grants.open(session));
         let one = Grant { sequences: 1, blocks: 1 };
@@ -232,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_router_gives_way_to_a_full_one_and_gets_its_share_once_it_waits() {
+    fn an_idle_router_yields_capacity_and_regains_its_share_with_a_backlog() {
         let mut grants = Grants::new(Capacity { sequences: 10, blocks: 100 });
         grants.open("full");
         grants.open("other");

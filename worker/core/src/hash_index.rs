@@ -1,10 +1,12 @@
+//! Fixed-size open-addressing hash table from block hashes to blocks.
+
 use inflight_contract::BlockHash;
 
 use crate::Block;
 
-/// From block hashes to blocks: a table of fixed size with linear probing, so that neither inserting nor removing
-/// ever allocates. Deletion shifts what follows back (Knuth, *The Art of Computer Programming*, 6.4, algorithm R),
-/// so there are no tombstones and lookups stay short for ever.
+/// Map from block hashes to blocks with linear probing and a fixed capacity, so that no operation allocates.
+/// Backward-shift deletion (Knuth, *The Art of Computer Programming*, 6.4, algorithm R) avoids tombstones and
+/// keeps probe sequences short.
 #[derive(Debug)]
 pub(crate) struct HashIndex {
     entries: Vec<Option<(BlockHash, Block)>>,
@@ -12,9 +14,9 @@ pub(crate) struct HashIndex {
 }
 
 impl HashIndex {
-    /// A table for at most `most` entries: at most half of it is ever taken.
-    pub fn new(most: u32) -> Self {
-        let size = (most.max(1) as usize * 2).next_power_of_two();
+    /// Creates a table for at most `capacity` entries, with a load factor of at most 1/2.
+    pub fn new(capacity: u32) -> Self {
+        let size = (capacity.max(1) as usize * 2).next_power_of_two();
         Self { entries: vec![None; size], len: 0 }
     }
 
@@ -33,7 +35,7 @@ impl HashIndex {
         None
     }
 
-    /// Adds an entry unless the hash has one; returns whether it was added.
+    /// Inserts an entry unless the hash is present. Returns true if it was inserted.
     pub fn insert(&mut self, hash: BlockHash, block: Block) -> bool {
         let mut at = self.home(hash);
         while let Some((found, _)) = self.entries[at] {
@@ -44,7 +46,7 @@ impl HashIndex {
         }
         debug_assert!(
             (self.len as usize) < self.entries.len() / 2,
-            "more entries than the table was made for"
+            "the table holds more entries than its capacity"
         );
         self.entries[at] = Some((hash, block));
         self.len += 1;
@@ -65,7 +67,7 @@ impl HashIndex {
         loop {
             at = self.after(at);
             let Some((moved, _)) = self.entries[at] else { break };
-            // It may move into the hole unless its home lies cyclically behind the hole.
+            // An entry may move into the hole unless its home position lies cyclically behind the hole.
             let distance = |from: usize| at.wrapping_sub(from) & (self.entries.len() - 1);
             if distance(self.home(moved)) >= distance(hole) {
                 self.entries[hole] = self.entries[at];
@@ -75,13 +77,14 @@ impl HashIndex {
         self.entries[hole] = None;
     }
 
-    /// The entries, in the order of the table.
+    /// Returns the entries, in table order.
     pub fn iter(&self) -> impl Iterator<Item = (BlockHash, Block)> + '_ {
         self.entries.iter().flatten().copied()
     }
 
+    /// Returns the position at which probing for this hash starts.
     fn home(&self, hash: BlockHash) -> usize {
-        // The hash is uniform already.
+        // The hash is already uniformly distributed.
         hash.short() as usize & (self.entries.len() - 1)
     }
 
@@ -103,7 +106,7 @@ mod tests {
             let mut index = HashIndex::new(16);
             let mut map = BTreeMap::new();
             for (block, (add, raw)) in ops.into_iter().enumerate() {
-                // Few homes, so that probing and shifting happen all the time, also around the end.
+                // Few home positions, to force probing and shifting, also across the wrap-around.
                 let hash = BlockHash::from_raw((raw << 64) | (raw * 7 % 5 + 29));
                 if add && map.len() < 15 {
                     let free = !map.contains_key(&hash);

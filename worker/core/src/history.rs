@@ -1,74 +1,76 @@
+//! Ring buffer of recent iterations, read by the diagnosis and by operators.
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::{Blocked, Load, Time};
 
-/// What one iteration did, and why not more: what `diagnose` and an operator read.
+/// Summary of one iteration: its work, its duration and what limited it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Step {
-    /// Its number.
+    /// Iteration number.
     pub number: u64,
-    /// When it was planned.
+    /// Time of the plan.
     pub planned: Time,
-    /// How long it ran; `None` while it is in flight.
+    /// Measured duration; `None` while in flight.
     pub took: Option<Duration>,
-    /// What the cost model had predicted.
+    /// Duration predicted by the cost model.
     pub predicted: Duration,
-    /// Sequences that got a token.
+    /// Number of decodes.
     pub decodes: u32,
-    /// Sequences whose prompt was worked on.
+    /// Number of prefill chunks.
     pub prefills: u32,
-    /// Tokens of these.
+    /// Tokens in the prefill chunks.
     pub prefill_tokens: u32,
-    /// The longest that one of the waiting has waited.
+    /// Longest queueing time among the waiting sequences.
     pub longest_wait: Duration,
-    /// Sequences preempted.
+    /// Number of preempted sequences.
     pub preempted: u32,
-    /// Decodes that stood still for a fence.
+    /// Number of decodes stalled on a fence.
     pub stalled: u32,
-    /// Why the first of the waiting did not start.
+    /// Reason why the first waiting sequence was not admitted.
     pub blocked: Option<Blocked>,
-    /// How busy the scheduler was after it was planned, with its counters.
+    /// Scheduler load and counters after planning.
     pub load: Load,
 }
 
-/// The last iterations, oldest first: a ring of fixed size.
+/// Fixed-size ring of the most recent iterations.
 #[derive(Debug)]
 pub struct History {
     steps: VecDeque<Step>,
-    most: usize,
+    capacity: usize,
 }
 
 impl History {
-    pub(crate) fn new(most: usize) -> Self {
-        Self { steps: VecDeque::with_capacity(most), most }
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { steps: VecDeque::with_capacity(capacity), capacity }
     }
 
     pub(crate) fn push(&mut self, step: Step) {
-        if self.steps.len() == self.most {
+        if self.steps.len() == self.capacity {
             self.steps.pop_front();
         }
         self.steps.push_back(step);
     }
 
     pub(crate) fn finish(&mut self, number: u64, took: Duration) {
-        // The newest ones are at the end, and at most two are in flight.
+        // At most two iterations are in flight, and they are at the end.
         if let Some(step) = self.steps.iter_mut().rev().find(|step| step.number == number) {
             step.took = Some(took);
         }
     }
 
-    /// The steps, oldest first.
+    /// Returns the iterations, oldest first.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Step> + Clone {
         self.steps.iter()
     }
 
-    /// Steps held.
+    /// Returns the number of iterations in the ring.
     pub fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether nothing ran yet.
+    /// Returns true if no iteration was recorded yet.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }

@@ -1,3 +1,5 @@
+//! Types exchanged between the scheduler and its driver: plans, transfers, verdicts and outcomes.
+
 use std::time::Duration;
 
 use inflight_contract::BlockHash;
@@ -7,78 +9,78 @@ use crate::{Block, SequenceId, Slot};
 /// Tokens of one sequence to compute in an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Chunk {
-    /// Whose.
+    /// Sequence the tokens belong to.
     pub id: SequenceId,
-    /// Its slot.
+    /// Slot of that sequence.
     pub slot: Slot,
-    /// Absolute position of the first token.
+    /// Position of the first token in the sequence.
     pub start: u32,
     /// Number of tokens; at least 1.
     pub len: u32,
-    /// Whether a token is sampled after the last one.
+    /// Set if the last token's logits are sampled.
     pub samples: bool,
 }
 
-/// Names a transfer between device and host until its completion was reported.
+/// Id of a transfer between device and host, valid until its completion is reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TransferId(pub u64);
 
-/// Which way a transfer goes.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// From the device to the host.
+    /// Device to host.
     Out,
-    /// From the host to the device.
+    /// Host to device.
     In,
 }
 
-/// Blocks to copy between device and host, in the background.
+/// Asynchronous copy of KV blocks between device and host.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Transfer {
-    /// Its name.
+    /// Id under which completion is reported.
     pub id: TransferId,
-    /// Which way.
+    /// Copy direction.
     pub direction: Direction,
-    /// Device block and host block of each copy.
+    /// Pairs of device block and host block.
     pub blocks: Vec<(Block, Block)>,
 }
 
-/// Copies the whole of one device block over another, before the forward pass.
+/// Copy of a whole device block to another one, made before the forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Copy {
-    /// Block read.
+    /// Source block.
     pub from: Block,
-    /// Block written.
+    /// Destination block.
     pub to: Block,
 }
 
-/// What the next forward pass computes. The buffers are reused from plan to plan.
+/// Plan of the next forward pass. Its buffers are reused by every plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Iteration {
-    /// Counts iterations, from 1.
+    /// Iteration number, counted from 1.
     pub number: u64,
-    /// Sequences that were given a slot: attach them, with all tokens they have.
+    /// Sequences that received a slot; the driver attaches them with all their known tokens.
     pub admitted: Vec<(SequenceId, Slot)>,
-    /// Sequences that lost slot and blocks.
+    /// Sequences that lost their slot and blocks.
     pub preempted: Vec<Preempted>,
-    /// Sequences that will give way when the iterations in flight have run, and for whom, if that is still needed then.
+    /// Pairs of victim and beneficiary: preempted after the iterations in flight, if still needed then.
     pub marked: Vec<(SequenceId, SequenceId)>,
-    /// Transfers to start now.
+    /// Device/host transfers to start now.
     pub transfers: Vec<Transfer>,
-    /// Copies to make first.
+    /// Block copies to make before the forward pass.
     pub copies: Vec<Copy>,
-    /// The work: decodes first, then prefill chunks.
+    /// Chunks to compute: decodes first, then prefill chunks.
     pub chunks: Vec<Chunk>,
-    /// Decodes among the chunks.
+    /// Number of decodes at the start of `chunks`.
     pub decodes: u32,
-    /// Why the first of the waiting sequences was not admitted.
+    /// Reason why the first waiting sequence was not admitted.
     pub blocked: Option<Blocked>,
-    /// Decoding sequences that stand still until a transfer's fence gives blocks back.
+    /// Number of decoding sequences stalled until a fence frees blocks.
     pub stalled: u32,
 }
 
 impl Iteration {
-    /// Tokens to compute.
+    /// Returns the number of tokens to compute.
     pub fn tokens(&self) -> u32 {
         self.chunks.iter().map(|chunk| chunk.len).sum()
     }
@@ -96,61 +98,61 @@ impl Iteration {
     }
 }
 
-/// What becomes of a preempted sequence's keys and values.
+/// Preemption mode: what happens to the KV blocks of a preempted sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Preemption {
-    /// They are dropped and computed again.
+    /// Drop the blocks and compute them again later.
     Recompute,
-    /// They are copied to the host.
+    /// Copy the blocks to the host.
     Swap,
 }
 
-/// A sequence that gave way.
+/// Record of a preemption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Preempted {
-    /// Which.
+    /// Preempted sequence.
     pub id: SequenceId,
-    /// What becomes of its keys and values.
+    /// Recompute or swap.
     pub kind: Preemption,
-    /// For whom: the one that lacked blocks or a slot, which may be itself.
-    pub needy: SequenceId,
+    /// Sequence that lacked blocks or a slot; may be the victim itself.
+    pub beneficiary: SequenceId,
 }
 
-/// A sequence that could not start, and why.
+/// Waiting sequence that was not admitted, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Blocked {
-    /// The first in the queue.
+    /// First sequence in the waiting queue.
     pub id: SequenceId,
-    /// What it lacks.
+    /// Resource it lacks.
     pub by: BlockedBy,
 }
 
-/// What a waiting sequence lacks.
+/// Reason why a waiting sequence is not admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockedBy {
-    /// Blocks: it needs so many, the watermark included, and so many are free.
+    /// Too few free KV blocks.
     Blocks {
-        /// Blocks that must be free.
+        /// Blocks that must be free, including the watermark.
         needed: u32,
-        /// Blocks that are.
+        /// Free blocks.
         free: u32,
     },
-    /// All slots are taken.
+    /// No free slot.
     Slots,
-    /// The iteration's tokens went to others.
+    /// Token budget of the iteration is used up.
     Budget,
-    /// A sequence was preempted in this iteration; admitting another would undo it.
+    /// A sequence of its class was preempted in this iteration; admitting another one would undo that.
     Preemption,
-    /// Another sequence computes its next block right now: it waits to share it.
+    /// Another sequence is computing or loading the next block of its prefix, which it will share.
     PrefixUnderWay,
-    /// The policy starts nobody now.
+    /// The scheduling policy admits no sequence now.
     Policy,
-    /// Blocks are on their way to the host; it waits for the fence.
+    /// Enough blocks become free at the fence of a transfer or iteration in flight.
     Fence,
 }
 
 impl BlockedBy {
-    /// A stable label for metrics.
+    /// Returns the label used in metrics; stable.
     pub fn label(self) -> &'static str {
         match self {
             Self::Blocks { .. } => "blocks",
@@ -164,27 +166,27 @@ impl BlockedBy {
     }
 }
 
-/// What the driver says of a sampled token.
+/// Driver's decision about a sampled token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict {
-    /// The token ends the sequence.
+    /// Set if the token ends the sequence.
     pub stop: bool,
-    /// The hash of the block that the token fills, if it fills one.
+    /// Hash of the KV block completed by this token, if it completes one.
     pub hash: Option<BlockHash>,
 }
 
 impl Verdict {
-    /// The sequence goes on, unless it has reached its length.
+    /// Verdict for a token after which the sequence continues, unless its maximum length is reached.
     pub const CONTINUE: Self = Self { stop: false, hash: None };
-    /// The token ends the sequence.
+    /// Verdict for a token that ends the sequence.
     pub const STOP: Self = Self { stop: true, hash: None };
 }
 
-/// What the driver measured of an iteration.
+/// Result of an iteration, reported by the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome<'a> {
-    /// One for each sampling chunk, in order.
+    /// Verdicts of the sampling chunks, in plan order.
     pub verdicts: &'a [Verdict],
-    /// How long the step took.
+    /// Measured duration of the iteration.
     pub took: Duration,
 }

@@ -1,10 +1,10 @@
-//! The pure state machine of a worker: iteration scheduler, paged KV block manager, cost model.
+//! Pure state machine of a worker: iteration scheduler, paged KV block manager, cost model.
 //!
-//! [`Scheduler::plan`] decides what the next forward pass computes, [`Scheduler::commit`] takes what it yielded.
-//! There is no clock, no I/O, no thread and no unordered iteration in here: the same calls give the same plans,
-//! whether a device, a simulator or a test drives them.
+//! [`Scheduler::plan`] decides what the next forward pass computes; [`Scheduler::commit`] takes its results.
+//! The crate uses no clock, I/O, threads or unordered iteration: equal calls give equal plans, whether a
+//! device, a simulator or a test drives the scheduler.
 
-mod blocks;
+mod block_pool;
 mod cost;
 mod diagnosis;
 mod grants;
@@ -22,9 +22,9 @@ mod scheduler;
 mod sequence;
 mod time;
 
-pub use blocks::{Block, BlockPool, CacheEvent, CacheTier};
+pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
-pub use diagnosis::{Finding, Limit, Objectives, diagnose};
+pub use diagnosis::{Bottleneck, Finding, Objectives, diagnose};
 pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, Step};
 pub use inflight_contract::BlockHash;

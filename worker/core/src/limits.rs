@@ -1,64 +1,67 @@
+//! Configuration of the scheduler: pool sizes, budgets and thresholds.
+
 use std::time::Duration;
 
-/// What bounds a scheduler. All are hard: nothing grows past them.
+/// Hard limits of a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Tokens in a KV block.
+    /// Tokens per KV block.
     pub block_tokens: u32,
-    /// Blocks in the KV pool.
+    /// KV blocks in the device pool.
     pub blocks: u32,
-    /// Blocks in the host pool; 0: no swapping.
+    /// KV blocks in the host pool; 0 disables swapping.
     pub host_blocks: u32,
-    /// Sequences that run at once: slots.
+    /// Maximum number of running sequences (slots).
     pub running_max: u32,
-    /// Sequences that wait at once.
+    /// Maximum number of waiting sequences.
     pub waiting_max: u32,
-    /// Tokens computed in one iteration.
+    /// Token budget of an iteration.
     pub iteration_tokens: u32,
-    /// Tokens of one sequence, prompt and output together.
+    /// Maximum length of a sequence in tokens, prompt and output.
     pub sequence_tokens: u32,
-    /// Blocks that admission leaves free for the growth of what runs.
+    /// Blocks that admission keeps free for the growth of running sequences.
     pub watermark_blocks: u32,
-    /// Tokens of output for which admission reserves blocks beyond the prompt.
+    /// Output tokens for which admission reserves blocks beyond the known tokens.
     pub min_decode_tokens: u32,
-    /// Iterations planned before the oldest of them is committed: 1, or 2 to plan one while another runs.
+    /// Maximum number of iterations in flight: 1, or 2 to plan the next one while one runs.
     pub depth: u32,
-    /// Sequences admitted past one that does not fit, before nobody passes it any more.
+    /// Maximum number of sequences admitted past a waiting one that does not fit.
     pub bypass_max: u32,
-    /// Steps in which a sequence that was preempted is not preempted again while another candidate is there.
+    /// Iterations after resumption during which a sequence is not preempted again if there is another
+    /// candidate.
     pub cooldown_steps: u64,
-    /// Whether blocks whose content is known are shared and found again.
+    /// Enables prefix caching.
     pub prefix_cache: bool,
-    /// A step with decodes in it should not take longer: bounds the prefill chunks beside them.
+    /// Target duration of a step with decodes; bounds the prefill chunks beside them. `None`: no target.
     pub step_target: Option<Duration>,
-    /// A waiting sequence may displace running ones whose priority is at least this much lower.
+    /// Minimum priority difference for a waiting sequence to preempt a running one.
     pub preemption_threshold: u32,
 }
 
-/// Limits that contradict each other.
+/// Invalid or contradictory limits.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LimitsError {
     /// A limit that must be positive is 0.
     #[error("{0} is 0; it must be at least 1")]
     Zero(&'static str),
-    /// An iteration could not hold one token of each running sequence, so decodes would starve.
+    /// The token budget is too small for one token per running sequence, so decodes would starve.
     #[error(
         "iteration_tokens is {iteration_tokens}, less than running_max {running_max}: each running sequence needs \
          a token"
     )]
     BudgetBelowRunning {
-        /// Tokens of an iteration.
+        /// Given token budget.
         iteration_tokens: u32,
-        /// Running sequences.
+        /// Given maximum number of running sequences.
         running_max: u32,
     },
-    /// More iterations in flight than a token can be unknown for.
+    /// Number of iterations in flight is not 1 or 2.
     #[error("depth is {0}; it must be 1 or 2")]
     Depth(u32),
 }
 
 impl Limits {
-    /// Limits with everything optional at its default.
+    /// Returns limits with these values and defaults for all others.
     pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
         Self {
             block_tokens,
@@ -68,7 +71,7 @@ impl Limits {
             waiting_max: 1024,
             iteration_tokens,
             sequence_tokens: u32::MAX,
-            // One block in a hundred absorbs the growth of what runs before anything must be preempted.
+            // One block in a hundred absorbs the growth of running sequences before any must be preempted.
             watermark_blocks: blocks / 100,
             min_decode_tokens: block_tokens,
             depth: 1,
@@ -80,10 +83,10 @@ impl Limits {
         }
     }
 
-    /// Checks that a scheduler can work within these limits.
+    /// Checks that the limits are consistent.
     ///
     /// # Errors
-    /// [`LimitsError`] naming the limit at fault.
+    /// [`LimitsError`] with the offending limit.
     pub fn validate(&self) -> Result<(), LimitsError> {
         for (name, value) in [
             ("block_tokens", self.block_tokens),
@@ -110,22 +113,23 @@ impl Limits {
         Ok(())
     }
 
-    /// Tokens that the whole pool holds.
+    /// Returns the capacity of the device pool in tokens.
     pub fn pool_tokens(&self) -> u32 {
         self.blocks.saturating_mul(self.block_tokens)
     }
 
-    /// The longest sequence that can ever run: alone, it has the whole pool.
+    /// Returns the maximum length of a sequence in tokens: bounded by the limit and by the whole pool.
     pub fn sequence_tokens_max(&self) -> u32 {
         self.sequence_tokens.min(self.pool_tokens())
     }
 
-    /// Blocks that hold this many tokens.
+    /// Returns the number of blocks that hold `tokens` tokens.
     pub fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.block_tokens)
     }
 
-    /// Blocks that admitting a sequence reserves, which has `known` tokens and may generate `remaining` more.
+    /// Returns the number of blocks reserved at admission of a sequence with `known` tokens that may generate
+    /// `remaining` more.
     pub fn admission_blocks(&self, known: u32, remaining: u32) -> u32 {
         let reserved = known.saturating_add(self.min_decode_tokens.min(remaining));
         self.blocks_for(reserved.min(self.sequence_tokens_max()))

@@ -1,19 +1,21 @@
-/// Ways to break the scheduler on purpose, to see that the tests notice. Only builds with the feature `mutants` can
-/// choose one; in all others the compiler removes the question.
+//! Deliberate faults of the scheduler, for mutation testing.
+
+/// Deliberate fault of the scheduler that the tests must detect. Selectable only with the feature `mutants`;
+/// without it the check is a constant `false`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mutant {
-    /// A swapped sequence's blocks are free before the copy to the host has reached its fence.
+    /// Frees the blocks of a swapped-out sequence before the fence of the copy.
     FreeBeforeFence,
-    /// The oldest gives way.
+    /// Preempts the oldest sequence instead of the cheapest one.
     VictimOldest,
-    /// Decodes are not subtracted from the budget.
+    /// Does not subtract decodes from the token budget.
     BudgetIgnoresDecodes,
-    /// One that has just come back gives way again before it got on, though others could.
-    NoProgressForgotten,
-    /// Who was marked to give way does, whether it is still needed or not.
+    /// Preempts a resumed sequence again before it made progress, though others could be preempted.
+    ProgressNotRequired,
+    /// Preempts a marked sequence even if the beneficiary no longer needs its blocks.
     MarkNotRechecked,
-    /// One that does not fit is passed without end.
-    PassedForEver,
-    /// The first in order gets nothing while others run.
+    /// Admits sequences past one that does not fit without a bound.
+    UnboundedBypass,
+    /// Plans no token for the first sequence in policy order while others run.
     FirstSkipped,
 }

@@ -1,63 +1,64 @@
+//! Device profiles: linear cost coefficients and pool sizes of a simulated device.
+
 use std::time::Duration;
 
 use inflight_contract::CostCoefficients;
 
 use crate::cost::{CostPrior, StepWork};
 
-/// A device known by its costs alone: how long steps and copies take, and how much its pools hold. It stands in for
-/// hardware where the scheduler, the router and their tests run without any.
+/// Cost profile of a simulated device: durations of steps and copies, and the sizes of its KV pools.
 ///
-/// A step takes `step + prompt_token * tokens + prompt_key * keys` for the chunks of prompts in it, and `sequence` for
-/// each decoding sequence and `decode_key` for each key that one reads: a decode is bound by memory and a prefill by
-/// arithmetic, so a key costs them differently.
+/// A step takes `step`, plus `prompt_token * tokens + prompt_key * keys` for prefill chunks, plus `sequence`
+/// for each decoding sequence and `decode_key` for each key it reads. Prefill is compute-bound and decode is
+/// memory-bound, so their keys have different costs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeviceProfile {
-    /// Seconds of a step with nothing in it: the weights are read once.
+    /// Fixed seconds per step: one read of the weights.
     pub step: f64,
-    /// Seconds for each token of a prompt.
+    /// Seconds per prefill token.
     pub prompt_token: f64,
-    /// Seconds for each key that a prompt's token attends to.
+    /// Seconds per key attended to by a prefill token.
     pub prompt_key: f64,
-    /// Seconds for each decoding sequence.
+    /// Seconds per decoding sequence.
     pub sequence: f64,
-    /// Seconds for each key that a decoding sequence attends to.
+    /// Seconds per key attended to by a decoding sequence.
     pub decode_key: f64,
-    /// Seconds of a copy of nothing between device and host.
+    /// Fixed seconds per copy between device and host.
     pub copy: f64,
-    /// Seconds for each token's keys and values copied.
+    /// Seconds per token whose keys and values are copied.
     pub copy_token: f64,
-    /// Tokens that the KV pool holds.
+    /// Capacity of the device KV pool in tokens.
     pub pool_tokens: u32,
-    /// Tokens that the host pool behind it holds; 0: there is none.
+    /// Capacity of the host KV pool in tokens; 0 means no host pool.
     pub host_tokens: u32,
 }
 
-/// A profile that can't be used.
+/// Invalid device profile.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ProfileError {
-    /// There is no built-in profile of this name.
+    /// No built-in profile has this name.
     #[error("there is no profile `{0}`; built in are {known}", known = DeviceProfile::NAMES.join(", "))]
     UnknownName(String),
-    /// There is no such coefficient.
+    /// No coefficient has this name.
     #[error("a profile has no `{0}`; it has {known}", known = DeviceProfile::KEYS.join(", "))]
     UnknownKey(String),
-    /// The value is out of range.
+    /// Value out of range.
     #[error("{key} is {value}; it must be {range}")]
     OutOfRange {
-        /// Which coefficient.
+        /// Name of the coefficient.
         key: String,
-        /// What was given.
+        /// Given value.
         value: f64,
-        /// What is allowed.
+        /// Allowed range.
         range: &'static str,
     },
 }
 
 impl DeviceProfile {
-    /// The built-in profiles.
+    /// Names of the built-in profiles.
     pub const NAMES: [&'static str; 3] = ["a10g-llama2-7b", "h200-llama3-8b", "flat"];
 
-    /// The names of the coefficients, for [`DeviceProfile::set`].
+    /// Names of the coefficients accepted by [`DeviceProfile::set`].
     pub const KEYS: [&'static str; 9] = [
         "step",
         "prompt_token",
@@ -70,13 +71,14 @@ impl DeviceProfile {
         "host_tokens",
     ];
 
-    /// A built-in profile.
+    /// Returns a built-in profile.
     ///
-    /// - `a10g-llama2-7b`: fitted to the cost profile that VTC published with its artifact, and its pool of 10,000
-    ///   tokens; prompt keys by arithmetic at 125 TFLOP/s; copies over PCIe 4.
-    /// - `h200-llama3-8b`: no measurement, but arithmetic: 16 GB of weights and 128 KiB of KV a token at 4 TB/s,
-    ///   550 TFLOP/s in products and 400 in attention, PCIe 5, 105 GB left for the pool.
-    /// - `flat`: every step takes 2 ms, whatever is in it. Loads a router, and says nothing of any hardware.
+    /// - `a10g-llama2-7b`: fitted to the cost profile published with the VTC artifact, with its pool of
+    ///   10,000 tokens; prompt keys computed for 125 TFLOP/s; copies over PCIe 4.
+    /// - `h200-llama3-8b`: computed, not measured: 16 GB of weights and 128 KiB of KV per token at 4 TB/s,
+    ///   550 TFLOP/s in GEMMs and 400 in attention, PCIe 5, 105 GB for the pool.
+    /// - `flat`: every step takes 2 ms, independent of the batch. For load tests of routers; models no
+    ///   hardware.
     ///
     /// # Errors
     /// [`ProfileError::UnknownName`].
@@ -119,14 +121,14 @@ impl DeviceProfile {
         }
     }
 
-    /// Sets a coefficient by its name.
+    /// Sets the coefficient named `key`.
     ///
     /// # Errors
-    /// [`ProfileError`]; nothing has changed then.
+    /// [`ProfileError`]; the profile is then unchanged.
     pub fn set(&mut self, key: &str, value: f64) -> Result<(), ProfileError> {
         let out = |range| ProfileError::OutOfRange { key: key.to_owned(), value, range };
-        let tokens = |least: f64| {
-            let fits = value.fract() == 0.0 && (least..=f64::from(1u32 << 30)).contains(&value);
+        let tokens = |min: f64| {
+            let fits = value.fract() == 0.0 && (min..=f64::from(1u32 << 30)).contains(&value);
             fits.then_some(value as u32).ok_or_else(|| out("a whole number of at most 2^30"))
         };
         let seconds = || (0.0..=60.0).contains(&value).then_some(value).ok_or_else(|| out("from 0 to 60"));
@@ -145,7 +147,7 @@ impl DeviceProfile {
         Ok(())
     }
 
-    /// Duration of a step that computes these chunks of prompts and these decodes.
+    /// Returns the duration of a step with the given prefill and decode work.
     pub fn step_time(&self, prefill: &StepWork, decode: &StepWork) -> Duration {
         let seconds = self.step
             + self.prompt_token * f64::from(prefill.tokens)
@@ -155,12 +157,12 @@ impl DeviceProfile {
         Duration::from_secs_f64(seconds.clamp(0.0, 1e6))
     }
 
-    /// Duration of copying the keys and values of this many tokens, one way.
+    /// Returns the duration of a one-way copy of the KV of `tokens` tokens.
     pub fn copy_time(&self, tokens: u64) -> Duration {
         Duration::from_secs_f64((self.copy + self.copy_token * tokens as f64).clamp(0.0, 1e6))
     }
 
-    /// What a cost model may know of this device beforehand.
+    /// Returns the cost-model prior of this device for blocks of `block_tokens` tokens.
     pub fn prior(&self, block_tokens: u32) -> CostPrior {
         let cost = CostCoefficients {
             step_s: self.step,
@@ -180,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_name_and_key_is_known_and_nothing_else() {
+    fn every_listed_name_and_key_is_accepted_and_no_other() {
         for name in DeviceProfile::NAMES {
             let built_in = DeviceProfile::built_in(name).unwrap();
             for key in DeviceProfile::KEYS {

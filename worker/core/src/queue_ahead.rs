@@ -1,32 +1,35 @@
+//! Depth of a worker's waiting queue: how many sequences routers may dispatch beyond the running ones.
+
 use std::time::Duration;
 
-/// How many sequences beyond those that can run a worker lets its routers hand over: just enough that a slot which falls
-/// free is taken at once, for everything that waits here instead of at a router is decided with older knowledge.
+/// Estimator of the dispatch-ahead depth: the smallest waiting queue that keeps slots busy. Requests that
+/// wait at the worker instead of at a router were placed with older information, so a shorter queue is
+/// better.
 ///
-/// A slot that falls free at the end of an iteration is seen by the router half a hop later, and the next request is here
-/// after the whole hop, so what must wait here is what ends within an iteration and a hop: its mean m, learnt from the
-/// iterations, and 2 * sqrt(m) more for its spread, as of arrivals that know nothing of each other (Poisson).
+/// A freed slot is refilled by a router one round trip after the end of the iteration, so the queue must
+/// cover the sequences that end within an iteration and a round trip: their mean m, estimated from
+/// iterations, plus 2 * sqrt(m), two standard deviations of a Poisson distribution.
 #[derive(Debug, Clone)]
 pub struct QueueAhead {
-    most: u32,
-    /// Sequences that end in an iteration, smoothed.
+    max: u32,
+    /// Exponential moving average of the sequences that end in an iteration.
     ended: f64,
-    /// Seconds an iteration takes, smoothed.
+    /// Exponential moving average of the iteration time in seconds.
     step: f64,
 }
 
 impl QueueAhead {
-    /// The way to a router and back, its decision included.
+    /// Round trip to a router, including its decision.
     const HOP: Duration = Duration::from_millis(3);
-    /// Iterations over which is smoothed.
+    /// Time constant of the moving averages in iterations.
     const WINDOW: f64 = 64.0;
 
-    /// Nothing is known yet; never more than `most`, and never less than one.
-    pub fn new(most: u32) -> Self {
-        Self { most: most.max(1), ended: 0.0, step: 0.0 }
+    /// Creates an estimator without observations, whose depth stays between 1 and `max`.
+    pub fn new(max: u32) -> Self {
+        Self { max: max.max(1), ended: 0.0, step: 0.0 }
     }
 
-    /// Learns from an iteration that took so long and in which so many sequences ended.
+    /// Observes an iteration of duration `took` in which `ended` sequences ended.
     pub fn learn(&mut self, took: Duration, ended: u32) {
         let took = took.as_secs_f64();
         if self.step == 0.0 {
@@ -36,13 +39,12 @@ impl QueueAhead {
         self.ended += (f64::from(ended) - self.ended) / Self::WINDOW;
     }
 
-    /// Sequences that may wait here.
+    /// Returns the number of sequences that may wait at the worker.
     pub fn depth(&self) -> u32 {
         let steps = if self.step > 0.0 { 1.0 + Self::HOP.as_secs_f64() / self.step } else { 1.0 };
         let mean = self.ended * steps;
-        // At most `most`, so the conversion loses nothing that matters.
-        let depth = (mean + 2.0 * mean.sqrt()).ceil().min(f64::from(self.most)) as u32;
-        depth.clamp(1, self.most)
+        let depth = (mean + 2.0 * mean.sqrt()).ceil().min(f64::from(self.max)) as u32;
+        depth.clamp(1, self.max)
     }
 }
 
@@ -50,8 +52,8 @@ impl QueueAhead {
 mod tests {
     use super::*;
 
-    /// A worker whose iterations take `step`, in which sequences end at random, and a router a hop away that refills
-    /// what it sees free. Returns the share of slots that stood idle.
+    /// Simulates a worker with iterations of `step` in which sequences end at random, and a router one round
+    /// trip away that refills free slots. Returns the share of idle slots and the final depth.
     fn idle_share(step: Duration, end_in: u32, fixed: Option<u32>) -> (f64, u32) {
         const SLOTS: u32 = 256;
         let mut ahead = QueueAhead::new(64);
@@ -83,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_kept_busy_by_a_queue_far_shorter_than_the_bound() {
+    fn a_queue_far_shorter_than_the_bound_keeps_the_slots_busy() {
         for (step, end_in) in [(20, 200), (5, 100), (1, 400), (30, 50)] {
             let step = Duration::from_millis(step);
             let (idle, depth) = idle_share(step, end_in, None);
@@ -95,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_on_which_nothing_ends_lets_one_wait() {
+    fn the_depth_is_one_where_no_sequence_ends_and_bounded_otherwise() {
         let mut ahead = QueueAhead::new(32);
         (0..1000).for_each(|_| ahead.learn(Duration::from_millis(10), 0));
         assert_eq!(ahead.depth(), 1);

@@ -1,5 +1,5 @@
-//! Record and replay: everything that reached a scheduler, compactly, so that its plans can be made again offline,
-//! bit for bit.
+//! Record and replay: a compact log of all scheduler inputs, from which its plans are reproduced offline bit
+//! by bit.
 
 use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
@@ -12,12 +12,13 @@ use crate::{
     TransferId, Verdict,
 };
 
+/// First bytes of a log, including the format version.
 const MAGIC: &[u8; 8] = b"inflrec2";
 
-/// What reached a scheduler.
+/// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum Kind {
+enum RecordKind {
     Submit = 1,
     Cancel,
     Plan,
@@ -29,14 +30,14 @@ enum Kind {
     Preempt,
 }
 
-/// The log of a scheduler, as bytes that were not taken yet.
+/// Log of a scheduler's inputs, with the bytes not drained yet.
 #[derive(Debug, Default)]
-pub(crate) struct Log {
+pub(crate) struct RecordLog {
     bytes: Vec<u8>,
 }
 
-impl Log {
-    /// Begins with what the scheduler was made of.
+impl RecordLog {
+    /// Creates a log that starts with the scheduler's configuration.
     pub fn new(limits: &Limits, policy: PolicyKind, prior: &CostPrior) -> Self {
         let mut log = Self { bytes: MAGIC.to_vec() };
         let Limits { block_tokens, blocks, host_blocks, running_max, waiting_max, iteration_tokens, .. } =
@@ -79,7 +80,7 @@ impl Log {
     }
 
     pub fn submit(&mut self, new: &NewSequence<'_>, now: Time) {
-        self.kind(Kind::Submit);
+        self.kind(RecordKind::Submit);
         self.number(now.as_nanos());
         self.number(new.known_tokens.into());
         self.number(new.max_tokens.into());
@@ -95,25 +96,25 @@ impl Log {
     }
 
     pub fn cancel(&mut self, id: SequenceId) {
-        self.kind(Kind::Cancel);
+        self.kind(RecordKind::Cancel);
         self.number(id.index.into());
         self.number(id.generation.into());
     }
 
     pub fn preempt(&mut self, id: SequenceId) {
-        self.kind(Kind::Preempt);
+        self.kind(RecordKind::Preempt);
         self.number(id.index.into());
         self.number(id.generation.into());
     }
 
     pub fn plan(&mut self, plan: &Iteration, now: Time) {
-        self.kind(Kind::Plan);
+        self.kind(RecordKind::Plan);
         self.number(now.as_nanos());
         self.bytes.extend_from_slice(&digest(plan).to_le_bytes());
     }
 
     pub fn commit(&mut self, iteration: u64, outcome: &Outcome<'_>) {
-        self.kind(Kind::Commit);
+        self.kind(RecordKind::Commit);
         self.number(iteration);
         self.number(nanos(outcome.took));
         self.number(outcome.verdicts.len() as u64);
@@ -124,12 +125,12 @@ impl Log {
     }
 
     pub fn fail(&mut self, iteration: u64) {
-        self.kind(Kind::Fail);
+        self.kind(RecordKind::Fail);
         self.number(iteration);
     }
 
     pub fn transfer_done(&mut self, id: TransferId, succeeded: bool, took: Duration, now: Time) {
-        self.kind(Kind::TransferDone);
+        self.kind(RecordKind::TransferDone);
         self.number(id.0);
         self.number(succeeded.into());
         self.number(nanos(took));
@@ -137,7 +138,7 @@ impl Log {
     }
 
     pub fn step(&mut self, work: &StepWork, took: Duration) {
-        self.kind(Kind::Step);
+        self.kind(RecordKind::Step);
         self.number(work.tokens.into());
         self.number(work.keys);
         self.number(work.prefill_keys);
@@ -146,7 +147,7 @@ impl Log {
     }
 
     pub fn copy(&mut self, blocks: u32, took: Duration) {
-        self.kind(Kind::Copy);
+        self.kind(RecordKind::Copy);
         self.number(blocks.into());
         self.number(nanos(took));
     }
@@ -155,11 +156,11 @@ impl Log {
         std::mem::take(&mut self.bytes)
     }
 
-    fn kind(&mut self, kind: Kind) {
+    fn kind(&mut self, kind: RecordKind) {
         self.bytes.push(kind as u8);
     }
 
-    /// LEB128: seven bits a byte, the lowest first.
+    /// Appends an unsigned LEB128 integer.
     fn number(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.bytes.push(value as u8 | 0x80);
@@ -187,7 +188,7 @@ fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A digest of everything that a plan says: FNV-1a over its fields.
+/// Returns the FNV-1a digest of all fields of a plan.
 fn digest(plan: &Iteration) -> u64 {
     struct Fnv(u64);
     impl Hasher for Fnv {
@@ -206,34 +207,34 @@ fn digest(plan: &Iteration) -> u64 {
     hasher.finish()
 }
 
-/// Why a log can't be replayed.
+/// Reason why a log cannot be replayed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayError {
-    /// It is not a log, or a damaged one.
+    /// Not a log, or a damaged one.
     #[error("the log is malformed at byte {at}: {what}")]
     Malformed {
-        /// Where.
+        /// Byte offset.
         at: usize,
-        /// What was expected.
+        /// Expected content.
         what: &'static str,
     },
-    /// The scheduler plans otherwise than it did when the log was made: another version, most likely.
+    /// The scheduler makes a different plan than at recording time, most likely because its version differs.
     #[error("plan {plan} (at byte {at}) is not the one that was recorded")]
     Diverged {
-        /// Plans replayed before it.
+        /// Number of plans replayed before.
         plan: u64,
-        /// Where.
+        /// Byte offset.
         at: usize,
     },
 }
 
-/// Replays a log; `each` hears every plan with its time. Returns the number of plans. A log that ends in the middle of
-/// a record, as that of a killed process does, is replayed up to there.
+/// Replays a log and calls `each` with every plan and its time. Returns the number of plans. A log truncated
+/// in the middle of a record, as by a killed process, is replayed up to that record.
 ///
 /// # Errors
-/// [`ReplayError`]; what was heard until then is right.
+/// [`ReplayError`]; the plans passed to `each` before are correct.
 pub fn replay(bytes: &[u8], mut each: impl FnMut(&Iteration, Time)) -> Result<u64, ReplayError> {
-    let mut reader = Reader { bytes, at: 0 };
+    let mut reader = RecordReader { bytes, at: 0 };
     let mut scheduler = reader.header()?;
     let mut plans = 0;
     while reader.at < bytes.len() {
@@ -257,12 +258,13 @@ pub fn replay(bytes: &[u8], mut each: impl FnMut(&Iteration, Time)) -> Result<u6
     Ok(plans)
 }
 
-struct Reader<'a> {
+/// Cursor over a log.
+struct RecordReader<'a> {
     bytes: &'a [u8],
     at: usize,
 }
 
-impl Reader<'_> {
+impl RecordReader<'_> {
     fn header(&mut self) -> Result<Scheduler, ReplayError> {
         if self.take(MAGIC.len())? != MAGIC {
             return Err(ReplayError::Malformed { at: 0, what: "the log of a scheduler of this version" });
@@ -286,7 +288,7 @@ impl Reader<'_> {
         };
         let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
         let mut real = || self.number().map(f64::from_bits);
-        // Fields are evaluated in the order in which the log has them.
+        // Struct fields are evaluated in source order, which is the order of the log.
         let cost = CostCoefficients {
             step_s: real()?,
             token_s: real()?,
@@ -302,19 +304,19 @@ impl Reader<'_> {
             .map_err(|_| self.malformed("limits that agree with each other"))
     }
 
-    /// Does what a record says. Returns the time and the digest of a plan.
+    /// Applies one record to the scheduler. Returns time and digest if it is a plan.
     fn record(&mut self, scheduler: &mut Scheduler) -> Result<Option<(Time, u64)>, ReplayError> {
         match self.take(1)?[0] {
-            kind if kind == Kind::Submit as u8 => self.submit(scheduler)?,
-            kind if kind == Kind::Cancel as u8 => {
+            kind if kind == RecordKind::Submit as u8 => self.submit(scheduler)?,
+            kind if kind == RecordKind::Cancel as u8 => {
                 let id = SequenceId { index: self.small()?, generation: self.small()? };
                 scheduler.cancel(id);
             }
-            kind if kind == Kind::Preempt as u8 => {
+            kind if kind == RecordKind::Preempt as u8 => {
                 let id = SequenceId { index: self.small()?, generation: self.small()? };
                 scheduler.preempt(id);
             }
-            kind if kind == Kind::Plan as u8 => {
+            kind if kind == RecordKind::Plan as u8 => {
                 let now = Time::from_nanos(self.number()?);
                 let digest = self.fixed::<8>().map(u64::from_le_bytes)?;
                 if scheduler.in_flight() >= scheduler.limits().depth as usize {
@@ -323,7 +325,7 @@ impl Reader<'_> {
                 scheduler.plan(now);
                 return Ok(Some((now, digest)));
             }
-            kind if kind == Kind::Commit as u8 => {
+            kind if kind == RecordKind::Commit as u8 => {
                 let (number, took) = (self.number()?, self.duration()?);
                 let mut verdicts = Vec::new();
                 for _ in 0..self.number()? {
@@ -334,24 +336,24 @@ impl Reader<'_> {
                 let done = scheduler.commit(number, Outcome { verdicts: &verdicts, took });
                 done.map_err(|_| self.malformed("the commit of the iteration in flight"))?;
             }
-            kind if kind == Kind::Fail as u8 => {
+            kind if kind == RecordKind::Fail as u8 => {
                 let number = self.number()?;
                 scheduler
                     .fail(number)
                     .map_err(|_| self.malformed("the failure of the iteration in flight"))?;
             }
-            kind if kind == Kind::TransferDone as u8 => {
+            kind if kind == RecordKind::TransferDone as u8 => {
                 let (id, succeeded) = (TransferId(self.number()?), self.number()? != 0);
                 let (took, now) = (self.duration()?, Time::from_nanos(self.number()?));
                 let done = scheduler.transfer_done(id, succeeded, took, now);
-                done.map_err(|_| self.malformed("the end of a transfer under way"))?;
+                done.map_err(|_| self.malformed("the end of a transfer in flight"))?;
             }
-            kind if kind == Kind::Step as u8 => {
+            kind if kind == RecordKind::Step as u8 => {
                 let (tokens, keys) = (self.small()?, self.number()?);
                 let (prefill_keys, sequences) = (self.number()?, self.small()?);
                 scheduler.observe_step(&StepWork { tokens, keys, prefill_keys, sequences }, self.duration()?);
             }
-            kind if kind == Kind::Copy as u8 => {
+            kind if kind == RecordKind::Copy as u8 => {
                 let blocks = self.small()?;
                 scheduler.observe_copy(blocks, self.duration()?);
             }
@@ -387,7 +389,7 @@ impl Reader<'_> {
             order,
             charged_tokens,
         };
-        // What was refused then is refused again.
+        // A submission that was rejected at recording time is rejected again.
         let _ = scheduler.submit(new, now);
         Ok(())
     }

@@ -1,8 +1,10 @@
+//! Sequences: submission parameters, states and per-sequence bookkeeping.
+
 use inflight_contract::{BlockHash, Service, Tenant, Weight};
 
 use crate::{Block, Time, TransferId};
 
-/// Names a sequence from its submission to its end. Ids are reused, but never with the same generation.
+/// Id of a sequence from submission to end. Indices are reused, with a new generation each time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId {
     pub(crate) index: u32,
@@ -10,43 +12,45 @@ pub struct SequenceId {
 }
 
 impl SequenceId {
-    /// A small number, below the most sequences ever held at once: an index for tables kept beside the
-    /// scheduler's.
+    /// Returns a dense index, smaller than the maximum number of sequences ever held at once, for tables
+    /// parallel to the scheduler's.
     pub fn index(self) -> usize {
         self.index as usize
     }
 }
 
-/// A running sequence's place in the runtime.
+/// Index of a running sequence's slot in the runtime.
 pub type Slot = u32;
 
-/// A sequence to schedule. Its tokens stay with the driver: the scheduler counts them.
+/// Sequence to be submitted. The driver keeps its tokens; the scheduler only counts them.
 #[derive(Debug, Clone, Copy)]
 pub struct NewSequence<'a> {
-    /// Tokens known at submission: the prompt and, for a resumed sequence, what it generated before.
+    /// Tokens known at submission: the prompt and, for a resumed sequence, the tokens generated before.
     pub known_tokens: u32,
-    /// Most tokens to generate from here on.
+    /// Maximum number of tokens to generate.
     pub max_tokens: u32,
-    /// A higher number is more important.
+    /// Priority; higher is more important.
     pub priority: i32,
-    /// When to give up.
+    /// Time at which the sequence ends unfinished.
     pub deadline: Option<Time>,
-    /// Whose it is.
+    /// Name of the tenant.
     pub tenant: &'a str,
-    /// The tenant's share.
+    /// Fairness weight of the tenant.
     pub weight: Weight,
-    /// Hashes of the full blocks of the known tokens; fewer are fine, and none means no sharing.
+    /// Hashes of the leading full blocks of the known tokens; fewer are allowed, none disables prefix
+    /// sharing.
     pub hashes: &'a [BlockHash],
-    /// Sequences of the same group have the same known tokens: the first computes them, the others share.
+    /// Group of sequences with equal known tokens (choices of one request): the first computes them, the
+    /// others share.
     pub group: Option<u64>,
-    /// Its turn among those that wait: what its tenant had cluster-wide, over its weight, when a router handed it over.
-    /// `None`: what the tenant has had here.
+    /// Virtual start time: the tenant's cluster-wide virtual time at dispatch. `None`: the tenant's virtual
+    /// time on this worker.
     pub order: Option<Service>,
-    /// Of the known tokens, those that the tenant was charged for elsewhere.
+    /// Known tokens already charged to the tenant by another worker.
     pub charged_tokens: u32,
 }
 
-/// Where a sequence is. The transitions are in `scheduler/` and nowhere else:
+/// State of a sequence. Only `scheduler/` makes the transitions:
 ///
 /// ```text
 /// Waiting ──admit──▶ Prefilling ──last chunk──▶ Decoding ──stop, length──▶ (ended)
@@ -59,90 +63,91 @@ pub struct NewSequence<'a> {
 ///    └──────────────────copy failed────────────────────┘
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
-    /// Owns neither slot nor blocks.
+pub(crate) enum SequenceState {
+    /// In the waiting queue; owns neither slot nor blocks.
     Waiting,
-    /// Owns a slot and the blocks of all its known tokens; some of these are not computed yet.
+    /// Owns a slot and the blocks of all its known tokens, some of which are not computed yet.
     Prefilling { slot: Slot },
-    /// Owns a slot; all but its newest token are computed.
+    /// Owns a slot; all tokens but the newest are computed.
     Decoding { slot: Slot },
-    /// Its blocks are on their way to the host and belong to the transfer.
+    /// Being copied to the host; the transfer owns its blocks.
     SwappingOut { transfer: TransferId },
-    /// Its blocks are in `host_table`.
+    /// On the host, with its blocks in `host_table`.
     Swapped,
-    /// They are on their way back and belong to the transfer. The slot is its own already.
+    /// Being copied to the device; it owns a slot, and the transfer owns its blocks.
     SwappingIn { transfer: TransferId, slot: Slot },
-    /// Its terminal event is out, but an iteration in flight still writes to its slot and blocks.
+    /// Ended, but an iteration in flight still writes to its slot and blocks.
     Leaving { slot: Slot },
 }
 
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub id: SequenceId,
-    pub state: State,
+    pub state: SequenceState,
     pub tenant: Tenant,
-    /// Its turn while it waits; rises within a lane.
+    /// Virtual start time, used while it waits; non-decreasing within a flow.
     pub order: Option<Service>,
     pub priority: i32,
-    /// Counts submissions: the order of arrival, kept over preemptions.
+    /// Arrival number, counted over submissions and kept over preemptions.
     pub arrival: u64,
-    /// When it last began to wait.
+    /// Time at which it was last queued.
     pub queued: Time,
     pub deadline: Option<Time>,
-    /// Prompt and generated tokens, those included whose iteration is in flight.
+    /// Prompt and generated tokens, including those sampled by iterations in flight.
     pub known_tokens: u32,
-    /// Tokens whose keys and values are in the pool or will be when what is in flight has run.
+    /// Tokens with KV computed, including launched but uncommitted iterations.
     pub computed_tokens: u32,
-    /// Of these, those that have run.
+    /// Tokens with KV computed by committed iterations.
     pub committed_tokens: u32,
-    /// Tokens that may still be generated, those in flight excluded.
+    /// Tokens that may still be generated, not counting those in flight.
     pub remaining_tokens: u32,
-    /// Known tokens at submission: computing more than these is charged as output.
+    /// Known tokens at submission; tokens beyond these are charged as output.
     pub input_tokens: u32,
-    /// Input tokens that were charged, or were shared and need not be.
+    /// Input tokens already charged, or shared and therefore not charged.
     pub charged_tokens: u32,
     pub table: Vec<Block>,
     pub host_table: Vec<Block>,
     pub hashes: Vec<BlockHash>,
-    /// Blocks of the table that are findable already.
+    /// Leading blocks of the table that are in the prefix cache.
     pub sealed_blocks: u32,
     pub group: Option<u64>,
-    /// Iterations in flight that it takes part in.
+    /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
-    /// Will be preempted for this one, once nothing of it is in flight.
-    pub evict_for: Option<SequenceId>,
-    /// It gives way whether anybody needs its blocks or not.
+    /// Beneficiary of a pending preemption, which happens when no iteration uses this sequence any more.
+    pub preempt_for: Option<SequenceId>,
+    /// Set if the pending preemption happens even if no sequence needs the blocks.
     pub forced: bool,
-    /// A copy of its prefix from the host failed: it is computed instead.
+    /// Set after a copy of its prefix from the host failed; the prefix is then computed.
     pub skip_host: bool,
-    /// Sequences admitted past it.
-    pub bypassed: u32,
-    /// When it lost its slot, until it gets one again.
+    /// Number of sequences admitted past it.
+    pub bypass_count: u32,
+    /// Time of its preemption; `None` while it has a slot or was never preempted.
     pub preempted_at: Option<Time>,
-    /// Findable blocks that nobody else had when it was preempted by dropping them.
+    /// Exclusively owned cached blocks that were dropped by its last recompute preemption.
     pub dropped_blocks: u32,
-    /// It came back from a preemption, and none of its tokens was computed since.
+    /// Set after resumption until one of its tokens is computed.
     pub without_progress: bool,
-    /// Number of the iteration before which it is not preempted again, if another candidate is there.
-    pub spared_until: u64,
+    /// Iteration number until which other sequences are preempted first (cool-down after resumption).
+    pub protected_until: u64,
 }
 
 impl Sequence {
     pub fn slot(&self) -> Option<Slot> {
         match self.state {
-            State::Waiting | State::SwappingOut { .. } | State::Swapped => None,
-            State::Prefilling { slot }
-            | State::Decoding { slot }
-            | State::SwappingIn { slot, .. }
-            | State::Leaving { slot } => Some(slot),
+            SequenceState::Waiting | SequenceState::SwappingOut { .. } | SequenceState::Swapped => None,
+            SequenceState::Prefilling { slot }
+            | SequenceState::Decoding { slot }
+            | SequenceState::SwappingIn { slot, .. }
+            | SequenceState::Leaving { slot } => Some(slot),
         }
     }
 
-    /// Whether it is about to be preempted.
-    pub fn evicted(&self) -> bool {
-        self.evict_for.is_some()
+    /// Returns true if its preemption is pending.
+    pub fn is_marked(&self) -> bool {
+        self.preempt_for.is_some()
     }
 
+    /// Returns the number of known tokens without computed KV.
     pub fn uncomputed(&self) -> u32 {
         self.known_tokens - self.computed_tokens
     }

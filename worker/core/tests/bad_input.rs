@@ -1,4 +1,4 @@
-//! What a scheduler is given that it must refuse, or bear.
+//! Invalid inputs that the scheduler must reject or tolerate.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -35,7 +35,7 @@ const LIMITS: fn() -> Limits =
     || Limits { sequence_tokens: 100, waiting_max: 2, ..Limits::new(4, 20, 4, 16) };
 
 #[test]
-fn limits_that_contradict_each_other_are_named() {
+fn contradictory_limits_are_rejected_by_name() {
     assert_eq!(
         scheduler(Limits { block_tokens: 0, ..LIMITS() }).err(),
         Some(LimitsError::Zero("block_tokens"))
@@ -49,7 +49,7 @@ fn limits_that_contradict_each_other_are_named() {
 }
 
 #[test]
-fn without_a_host_pool_who_gives_way_is_computed_again() {
+fn without_a_host_pool_preemption_is_by_recompute() {
     let limits = Limits { host_blocks: 0, watermark_blocks: 0, min_decode_tokens: 0, ..LIMITS() };
     let mut scheduler = scheduler(Limits { blocks: 6, ..limits }).unwrap();
     for _ in 0..2 {
@@ -69,25 +69,25 @@ fn without_a_host_pool_who_gives_way_is_computed_again() {
 }
 
 #[test]
-fn what_can_never_run_is_refused_at_once_and_changes_nothing() {
+fn a_sequence_that_can_never_run_is_rejected_without_side_effects() {
     let mut scheduler = scheduler(LIMITS()).unwrap();
-    let mut refused = |new| scheduler.submit(new, Time::ZERO).err();
-    assert_eq!(refused(sequence(5, 0)), Some(SubmitError::Empty));
-    assert_eq!(refused(sequence(0, 5)), Some(SubmitError::Empty));
+    let mut rejected = |new| scheduler.submit(new, Time::ZERO).err();
+    assert_eq!(rejected(sequence(5, 0)), Some(SubmitError::Empty));
+    assert_eq!(rejected(sequence(0, 5)), Some(SubmitError::Empty));
     // The pool holds 80 tokens, less than the context of 100.
-    assert_eq!(refused(sequence(80, 1)), Some(SubmitError::TooLong { tokens: 81, most: 80 }));
+    assert_eq!(rejected(sequence(80, 1)), Some(SubmitError::TooLong { tokens: 81, most: 80 }));
     assert_eq!(
-        refused(sequence(u32::MAX, u32::MAX)),
+        rejected(sequence(u32::MAX, u32::MAX)),
         Some(SubmitError::TooLong { tokens: 2 * u64::from(u32::MAX), most: 80 })
     );
-    assert_eq!(refused(sequence(79, 1)), None);
-    assert_eq!(refused(sequence(1, 1)), None);
-    assert_eq!(refused(sequence(1, 1)), Some(SubmitError::QueueFull { waiting: 2 }));
+    assert_eq!(rejected(sequence(79, 1)), None);
+    assert_eq!(rejected(sequence(1, 1)), None);
+    assert_eq!(rejected(sequence(1, 1)), Some(SubmitError::QueueFull { waiting: 2 }));
     assert_eq!(scheduler.load().waiting, 2);
 }
 
 #[test]
-fn a_clock_that_goes_backwards_ends_nothing_early_and_stops_nothing() {
+fn a_clock_that_goes_backwards_neither_ends_nor_stalls_sequences() {
     let mut scheduler = scheduler(LIMITS()).unwrap();
     let late = Time::from_nanos(1_000_000);
     let deadline = Some(Time::from_nanos(2_000_000));
@@ -102,7 +102,7 @@ fn a_clock_that_goes_backwards_ends_nothing_early_and_stops_nothing() {
 }
 
 #[test]
-fn results_of_what_was_never_started_are_refused_and_change_nothing() {
+fn unknown_completions_are_rejected_without_side_effects() {
     let mut scheduler = scheduler(LIMITS()).unwrap();
     let nothing = Outcome { verdicts: &[], took: Duration::ZERO };
     let unknown = |given, in_flight| Err(CommitError::UnknownIteration { given, in_flight });

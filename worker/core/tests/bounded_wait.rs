@@ -1,19 +1,20 @@
-//! Nobody waits for ever, however many come after: a bound on the iterations until a sequence ends, from what was there
-//! when it came, against others that never stop coming.
+//! Freedom from starvation: an upper bound on the iterations until a sequence ends, as a function of the
+//! state at its arrival, under an endless stream of later arrivals.
 //!
-//! **The bound.** Let `A` be the sequences ahead of sequence r in policy order when it is submitted, and r itself; `S`
-//! the most tokens that any sequence computes, `R` the slots, `H` the host's blocks, `P = max(bypass_max, 1)`, and
-//! `D` the iterations that a transfer takes. The first of `A` that has not ended, f, is either running: then it gets on
-//! in each iteration (nobody who goes after it takes its blocks; at most it waits for a fence), so it ends within
-//! its own tokens. Or it waits: then at most `P` sequences are admitted past it; of those that run meanwhile or were
-//! swapped out, at most `R + H + P`, the first in order gets on in each iteration, so they end within `S` each, and f,
-//! which fits alone, starts. Together, times the fences:
+//! **Bound.** Let `A` be sequence r and the sequences ahead of it in policy order at its submission; `S` the
+//! maximum tokens computed by any sequence, `R` the slots, `H` the host blocks, `P = max(bypass_max, 1)`, and
+//! `D` the iterations that a transfer takes. Let f be the first of `A` that has not ended. If f runs, it
+//! progresses in each iteration (no sequence behind it takes its blocks; at most it waits for a fence), so it
+//! ends within its own tokens. If f waits, at most `P` sequences are admitted past it; of the running or
+//! swapped-out ones, at most `R + H + P`, the first in order progresses in each iteration, so they end within
+//! `S` each, and f, which fits alone, starts. Multiplied by the fences:
 //!
 //! `iterations <= (1 + D) * (tokens of A + |A| * (R + H + P) * S)`
 //!
-//! Under `fcfs`, `static` and `priority`, `A` is fixed once r is there, as long as nobody more important comes. Under
-//! `fair`, others' sequences go ahead as long as their tenant has had less service: each tenant at most until it has caught
-//! up with what r's has had when r ends, which adds that many tokens, and computing again adds what is not charged.
+//! Under `fcfs`, `static` and `priority`, `A` is fixed at submission unless higher priorities arrive. Under
+//! `fair`, other tenants' sequences go ahead while their virtual time is lower: each tenant until it has
+//! caught up with the virtual time of r's tenant at the end of r, which adds that many tokens; recomputation
+//! adds uncharged tokens.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
@@ -32,7 +33,7 @@ use inflight_worker_core::{
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Iterations until a transfer reaches its fence, at most.
+/// Maximum number of iterations until a transfer reaches its fence.
 const DELAY: u64 = 2;
 const TENANTS: u32 = 3;
 
@@ -40,10 +41,11 @@ const TENANTS: u32 = 3;
 struct Flood {
     limits: Limits,
     policy: PolicyKind,
-    /// Prompt and output of those that come, over and over.
+    /// Prompt and output lengths of the arrivals, used cyclically.
     sizes: Vec<(u32, u32)>,
-    /// How many are there before it.
+    /// Number of sequences queued ahead.
     ahead: usize,
+    /// Prompt and output length of the observed sequence.
     own: (u32, u32),
 }
 
@@ -84,7 +86,7 @@ fn flood() -> impl Strategy<Value = Flood> {
                 prefix_cache: false,
                 ..Limits::new(1 << block_log, tokens >> block_log, running_max, running_max + extra)
             };
-            // Every other one of those that come last takes the whole pool.
+            // With an even prompt length, the observed sequence takes the whole pool.
             let most = limits.sequence_tokens_max();
             let own = if prompt % 2 == 0 {
                 (most - output.min(most - 1), output.min(most - 1))
@@ -97,17 +99,20 @@ fn flood() -> impl Strategy<Value = Flood> {
     )
 }
 
-struct Driver {
+/// Driver of a scheduler in which every iteration succeeds.
+struct FloodDriver {
     scheduler: Scheduler,
-    flights: Vec<(u64, usize)>,
+    /// Iterations in flight, with their number of samples.
+    launched: Vec<(u64, usize)>,
+    /// Transfers in flight, with the round of their fence.
     transfers: Vec<(TransferId, u64)>,
     sizes: BTreeMap<SequenceId, (u32, u32)>,
     ended: Vec<SequenceId>,
     iterations: u64,
-    turns: u64,
+    rounds: u64,
 }
 
-impl Driver {
+impl FloodDriver {
     fn submit(&mut self, size: (u32, u32), tenant: u32) -> Option<SequenceId> {
         let tenant = tenant.to_string();
         let new = NewSequence {
@@ -128,27 +133,27 @@ impl Driver {
     }
 
     fn now(&self) -> Time {
-        Time::from_nanos(self.turns * 1000)
+        Time::from_nanos(self.rounds * 1000)
     }
 
-    fn turn(&mut self) {
-        self.turns += 1;
+    fn advance(&mut self) {
+        self.rounds += 1;
         let now = self.now();
-        let due: Vec<_> = self.transfers.iter().filter(|one| one.1 <= self.turns).map(|one| one.0).collect();
-        self.transfers.retain(|one| one.1 > self.turns);
+        let due: Vec<_> = self.transfers.iter().filter(|one| one.1 <= self.rounds).map(|one| one.0).collect();
+        self.transfers.retain(|one| one.1 > self.rounds);
         due.into_iter().for_each(|id| self.scheduler.transfer_done(id, true, Duration::ZERO, now).unwrap());
         let plan = self.scheduler.plan(now);
         let samples = plan.chunks.iter().filter(|chunk| chunk.samples).count();
         let started =
-            plan.transfers.iter().map(|transfer| (transfer.id, self.turns + 1 + transfer.id.0 % DELAY));
+            plan.transfers.iter().map(|transfer| (transfer.id, self.rounds + 1 + transfer.id.0 % DELAY));
         self.transfers.extend(started);
         if !plan.chunks.is_empty() {
             self.iterations += 1;
-            self.flights.push((plan.number, samples));
+            self.launched.push((plan.number, samples));
         }
-        let full = self.flights.len() >= self.scheduler.limits().depth as usize;
-        if full || plan_is_empty(&self.scheduler) && !self.flights.is_empty() {
-            let (number, samples) = self.flights.remove(0);
+        let full = self.launched.len() >= self.scheduler.limits().depth as usize;
+        if full || plan_is_empty(&self.scheduler) && !self.launched.is_empty() {
+            let (number, samples) = self.launched.remove(0);
             let outcome =
                 Outcome { verdicts: &vec![Verdict::CONTINUE; samples], took: Duration::from_micros(1) };
             self.scheduler.commit(number, outcome).unwrap();
@@ -162,66 +167,66 @@ fn plan_is_empty(scheduler: &Scheduler) -> bool {
     scheduler.iteration().chunks.is_empty()
 }
 
-/// Submits a sequence in the middle of a flood. Returns the iterations until it ended, and the bound.
+/// Submits a sequence during a flood. Returns the iterations until it ended, and the bound.
 fn wait(flood: &Flood) -> (u64, u64) {
     let limits = flood.limits;
     // Copies are cheap in half of the runs.
     let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1.0 };
     let cost = CostModel::new(CostPrior::default().with_copies(0.0, copy_block));
     let tenants = TenantService::new(TokenCost::default(), 100);
-    let mut driver = Driver {
+    let mut driver = FloodDriver {
         scheduler: Scheduler::new(limits, flood.policy.build(), cost, tenants).unwrap(),
-        flights: Vec::new(),
+        launched: Vec::new(),
         transfers: Vec::new(),
         sizes: BTreeMap::new(),
         ended: Vec::new(),
         iterations: 0,
-        turns: 0,
+        rounds: 0,
     };
     let mut next = 0;
-    let mut pour = |driver: &mut Driver, room: usize| {
-        while (driver.scheduler.load().waiting as usize) < room {
+    let mut fill_queue = |driver: &mut FloodDriver, len: usize| {
+        while (driver.scheduler.load().waiting as usize) < len {
             let size = flood.sizes[next % flood.sizes.len()];
             assert!(driver.submit(size, next as u32 % TENANTS).is_some());
             next += 1;
         }
     };
     for _ in 0..flood.ahead * 3 {
-        pour(&mut driver, flood.ahead);
-        driver.turn();
+        fill_queue(&mut driver, flood.ahead);
+        driver.advance();
         for id in driver.ended.drain(..) {
             driver.sizes.remove(&id);
         }
     }
     let computes = |size: &(u32, u32)| u64::from(size.0 + size.1);
     let most = flood.sizes.iter().chain([&flood.own]).map(computes).max().unwrap();
-    let service = |driver: &Driver, tenant: u32| {
+    let service = |driver: &FloodDriver, tenant: u32| {
         let name = tenant.to_string();
         let mut all = driver.scheduler.tenants().iter();
         all.find(|(known, ..)| *known == name).map_or(0.0, |(_, service, _)| service.tokens())
     };
-    let others_had: f64 = (1..TENANTS).map(|tenant| service(&driver, tenant)).sum();
-    let (begun, redone) = (driver.iterations, driver.scheduler.load().recomputed_tokens);
+    let others_service: f64 = (1..TENANTS).map(|tenant| service(&driver, tenant)).sum();
+    let (begun, recomputed) = (driver.iterations, driver.scheduler.load().recomputed_tokens);
     let id = driver.submit(flood.own, 0).unwrap();
     let ahead: Vec<u64> = driver.sizes.values().map(computes).collect();
-    let passes = u64::from(limits.bypass_max.max(1));
-    let others = u64::from(limits.running_max + limits.host_blocks) + passes;
-    let bound = |driver: &Driver| {
+    let bypasses = u64::from(limits.bypass_max.max(1));
+    let others = u64::from(limits.running_max + limits.host_blocks) + bypasses;
+    let bound = |driver: &FloodDriver| {
         let mut tokens = ahead.iter().sum::<u64>() + ahead.len() as u64 * others * most;
         if flood.policy == PolicyKind::Fair {
-            // What each other tenant may have had when it has caught up, and who was admitted until then.
-            let catch_up = f64::from(TENANTS - 1) * service(driver, 0) - others_had;
+            // Service of the other tenants until they have caught up, and the sequences admitted until then.
+            let catch_up = f64::from(TENANTS - 1) * service(driver, 0) - others_service;
             tokens += catch_up.max(0.0) as u64 + u64::from(TENANTS) * others * most;
-            tokens += driver.scheduler.load().recomputed_tokens - redone;
+            tokens += driver.scheduler.load().recomputed_tokens - recomputed;
         }
         (1 + DELAY) * tokens
     };
     loop {
-        pour(&mut driver, limits.waiting_max as usize);
-        driver.turn();
+        fill_queue(&mut driver, limits.waiting_max as usize);
+        driver.advance();
         let (took, most) = (driver.iterations - begun, bound(&driver));
         assert!(took <= most, "it waits for more than {most} iterations: {:?}", driver.scheduler.load());
-        assert!(driver.turns <= 1000 + 8 * most, "nothing runs at all");
+        assert!(driver.rounds <= 1000 + 8 * most, "nothing runs at all");
         if driver.ended.contains(&id) {
             return (took, most);
         }
@@ -230,7 +235,7 @@ fn wait(flood: &Flood) -> (u64, u64) {
 }
 
 #[test]
-fn however_many_come_after_it_nobody_waits_longer_than_the_bound() {
+fn no_sequence_waits_longer_than_the_bound_under_endless_arrivals() {
     let mut worst = 0.0f64;
     for seed in seeds::seeds() {
         let config = Config {
@@ -253,10 +258,10 @@ fn however_many_come_after_it_nobody_waits_longer_than_the_bound() {
     println!("seeds {:?}: the longest wait was {:.1} % of its bound", seeds::seeds(), 100.0 * worst);
 }
 
-/// The same with a scheduler that passes whom it can't fit for ever: the bound would not be kept.
+/// A scheduler with unbounded bypass violates the bound.
 #[cfg(feature = "mutants")]
 #[test]
-fn a_scheduler_that_passes_some_for_ever_breaks_the_bound() {
+fn a_scheduler_with_unbounded_bypass_violates_the_bound() {
     use inflight_worker_core::Mutant;
     let limits = Limits {
         waiting_max: 8,
@@ -268,24 +273,24 @@ fn a_scheduler_that_passes_some_for_ever_breaks_the_bound() {
     let tenants = TenantService::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());
     let mut scheduler = Scheduler::new(limits, PolicyKind::Fcfs.build(), cost, tenants).unwrap();
-    scheduler.mutate(Mutant::PassedForEver);
-    let mut driver = Driver {
+    scheduler.mutate(Mutant::UnboundedBypass);
+    let mut driver = FloodDriver {
         scheduler,
-        flights: Vec::new(),
+        launched: Vec::new(),
         transfers: Vec::new(),
         sizes: BTreeMap::new(),
         ended: Vec::new(),
         iterations: 0,
-        turns: 0,
+        rounds: 0,
     };
     driver.submit((8, 8), 1).unwrap();
-    driver.turn();
+    driver.advance();
     let large = driver.submit((70, 10), 0).unwrap();
     for _ in 0..20_000 {
         while driver.scheduler.load().waiting < limits.waiting_max {
             driver.submit((8, 8), 1).unwrap();
         }
-        driver.turn();
+        driver.advance();
     }
-    assert!(!driver.ended.contains(&large), "it got through");
+    assert!(!driver.ended.contains(&large), "the large sequence ended");
 }

@@ -1,4 +1,4 @@
-//! What a plan costs: allocations are counted, and the time is printed by `cargo test -- --nocapture`.
+//! Cost of planning: counts allocations, and prints times with `cargo test -- --nocapture`.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_types, clippy::disallowed_methods, reason = "a test may look at the clock")]
@@ -19,16 +19,16 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: passes every call on to the system's allocator.
+// SAFETY: every method forwards its arguments unchanged to `System`, which upholds the contract.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees a layout of non-zero size.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees that `at` was returned by `alloc`, hence by `System`, for this layout.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A scheduler with so many sequences decoding and so many waiting, of 27 tenants.
+/// Returns a scheduler with the given numbers of decoding and waiting sequences, of 27 tenants.
 fn busy(running: u32, waiting: u32) -> Scheduler {
     let limits = Limits {
         waiting_max: running + waiting,
@@ -92,7 +92,7 @@ fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<Verdict>) {
     scheduler.drain_cache_events().for_each(drop);
 }
 
-/// The least and the median of many steps.
+/// Returns the minimum and the median duration of 301 steps.
 fn timed_step(running: u32, waiting: u32) -> (Duration, Duration) {
     let mut scheduler = busy(running, waiting);
     let mut verdicts = Vec::with_capacity(running as usize);
@@ -107,8 +107,8 @@ fn timed_step(running: u32, waiting: u32) -> (Duration, Duration) {
     (took[0], took[150])
 }
 
-/// Everything at once: a host pool with a part of the prefix cache in it, sequences that were swapped out for more
-/// important ones, and waiting ones that would find their prefix if there were blocks for the rest.
+/// Returns a scheduler short of all resources: cached blocks in the host pool, sequences swapped out for
+/// higher priorities, and waiting sequences with a cached prefix but too few free blocks for the rest.
 fn crowded() -> Scheduler {
     let limits = Limits { host_blocks: 2000, watermark_blocks: 0, ..Limits::new(16, 4000, 64, 4096) };
     let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
@@ -138,12 +138,12 @@ fn crowded() -> Scheduler {
         (0..steps).for_each(|_| step(scheduler, &mut Vec::with_capacity(64)));
     };
     submit(&mut scheduler, 1, 8000, 2, 0, 500);
-    run(&mut scheduler, 600); // it ends, and its blocks go to the host
+    run(&mut scheduler, 600); // it ends, and its blocks are offloaded to the host
     submit(&mut scheduler, 40, 200, 20_000, 0, 0);
     run(&mut scheduler, 20);
     submit(&mut scheduler, 60, 500, 20_000, 1, 0);
     run(&mut scheduler, 200);
-    submit(&mut scheduler, 20, 60_000, 1000, 1, 900); // finds half of what it needs, and no room for the rest
+    submit(&mut scheduler, 20, 60_000, 1000, 1, 900); // half of the blocks are cached, no room for the rest
     run(&mut scheduler, 50);
     let load = scheduler.load();
     assert!(load.swapped > 0 && load.waiting > 0 && load.running > 0, "{load:?}");
@@ -170,8 +170,8 @@ fn a_steady_iteration_allocates_nothing() {
 
 #[test]
 fn the_cost_of_a_plan_grows_no_worse_than_linearly() {
-    // A ratio in one run of what each takes when nothing disturbs it; 16 times the sequences may cost 16 times as much,
-    // and half as much again for the caches that they no longer fit.
+    // Ratio of the minimum times of one run: 16 times the sequences may take 16 times as long, plus half for
+    // CPU caches that no longer hold the state.
     let [(small, _), (middle, median), (large, most)] =
         [(64, 250), (256, 1000), (1024, 4000)].map(|(running, waiting)| timed_step(running, waiting));
     println!("plan + commit at 64, 256, 1024 running, undisturbed: {small:?}, {middle:?}, {large:?}");

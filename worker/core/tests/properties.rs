@@ -1,5 +1,5 @@
-//! Random workloads under random interleavings of submission, cancel, deadline, transfer and failure: blocks are
-//! conserved, every sequence ends once, and nobody ever reads what is not its own.
+//! Random workloads under random interleavings of submission, cancellation, deadline, transfer and failure:
+//! blocks are conserved, every sequence ends once, and no sequence reads foreign KV.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 #![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
@@ -12,7 +12,7 @@ use harness::{Harness, limits, op, policy};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Schedules that one seed stands for.
+/// Number of schedules per seed.
 const SCHEDULES: u32 = 1000;
 
 #[test]

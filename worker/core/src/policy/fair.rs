@@ -1,23 +1,25 @@
+//! Fair policy: virtual token counters (Sheng et al., OSDI 2024) beneath priorities.
+
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use super::{Policy, View};
+use super::{SchedulingPolicy, SequenceView};
 
-/// The more important first; among equals the tenant that has had the least service over its weight; within a
-/// tenant by arrival. This is VTC (Sheng et al., OSDI 2024) beneath priorities.
+/// Orders by priority, then by the tenant's virtual time (service over weight), then by arrival.
 ///
-/// Ageing: a waiting sequence's tenant counts as if it had had `tokens_per_second` less for each second that the
-/// sequence has queued, at most `tokens_max`. The bound on the difference of two tenants' services grows by
-/// `tokens_max`, which is why it is small, and 0 by default.
+/// Aging: the tenant's virtual time is reduced by `tokens_per_second` for each second that the sequence has
+/// queued, by at most `tokens_max`. The fairness bound between two tenants grows by `tokens_max`, so it is
+/// small, and 0 by default.
 ///
-/// Trade-off: a tenant within its share waits little whatever others send; those over their share wait for it.
+/// Trade-off: a tenant within its share waits little under any load of others; tenants over their share wait
+/// longer.
 #[derive(Debug, Clone, Copy)]
 pub struct Fair {
-    /// Service forgiven for each second in the queue, in tokens of weight 1.
+    /// Service forgiven per second in the queue, in tokens at weight 1.
     pub tokens_per_second: f64,
-    /// Service forgiven at most.
+    /// Maximum service forgiven, in tokens at weight 1.
     pub tokens_max: f64,
-    /// Past this time in the queue, a sequence goes before everything of a higher priority.
+    /// Queueing time after which a sequence goes before those of higher priority.
     pub wait_max: Duration,
 }
 
@@ -28,18 +30,19 @@ impl Default for Fair {
 }
 
 impl Fair {
-    fn aged(&self, view: &View) -> f64 {
+    /// Returns the virtual time after aging, in tokens at weight 1.
+    fn aged(&self, view: &SequenceView) -> f64 {
         view.service.tokens() - (self.tokens_per_second * view.waited.as_secs_f64()).min(self.tokens_max)
     }
 }
 
-impl Policy for Fair {
+impl SchedulingPolicy for Fair {
     fn name(&self) -> &'static str {
         "fair"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
-        let overdue = |view: &View| view.waited > self.wait_max;
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
+        let overdue = |view: &SequenceView| view.waited > self.wait_max;
         let by_wait = overdue(b).cmp(&overdue(a));
         by_wait
             .then(b.priority.cmp(&a.priority))

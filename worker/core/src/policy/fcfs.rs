@@ -1,20 +1,22 @@
+//! First-come-first-served policy.
+
 use std::cmp::Ordering;
 
-use super::{Policy, View};
+use super::{SchedulingPolicy, SequenceView};
 
-/// First come, first served.
+/// Orders by arrival.
 ///
-/// Trade-off: the simplest order, and no starvation; but a tenant with many requests gets as much more service,
-/// priorities mean nothing, and short requests suffer behind long ones.
+/// Trade-off: simple and free of starvation; but tenants with more requests get more service, priorities are
+/// ignored, and short requests queue behind long ones (head-of-line blocking).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Fcfs;
 
-impl Policy for Fcfs {
+impl SchedulingPolicy for Fcfs {
     fn name(&self) -> &'static str {
         "fcfs"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
         a.arrival.cmp(&b.arrival)
     }
 }

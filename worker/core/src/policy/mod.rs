@@ -1,4 +1,4 @@
-//! Who goes first. Each policy is one file: a name, an order, and what it trades for what.
+//! Scheduling policies: one file each, with its name, its order and its trade-off.
 
 mod fair;
 mod fcfs;
@@ -16,57 +16,57 @@ pub use fcfs::Fcfs;
 pub use priority::Priority;
 pub use static_batch::StaticBatch;
 
-/// What a policy sees of a sequence.
+/// Properties of a sequence that a scheduling policy orders by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct View {
-    /// A higher number is more important.
+pub struct SequenceView {
+    /// Priority; higher is more important.
     pub priority: i32,
-    /// Counts submissions.
+    /// Arrival number, counted over submissions.
     pub arrival: u64,
-    /// Tokens that it has and those that it may still generate: the same all its life.
+    /// Known tokens plus tokens it may still generate; constant over its lifetime.
     pub tokens: u32,
-    /// Whose it is.
+    /// Tenant of the sequence.
     pub tenant: Tenant,
-    /// What that tenant has had.
+    /// Virtual time: the tenant's service over its weight.
     pub service: Service,
-    /// Time in the queue so far; zero while it runs.
+    /// Current queueing time; zero while it runs.
     pub waited: Duration,
 }
 
-/// Orders sequences: who is admitted first, and who gives way first.
+/// Order of sequences: the first is admitted first, the last is preempted first.
 ///
-/// An order must be total at any moment, and within one tenant and priority it must be that of arrival: the
-/// scheduler looks only at the first of each such lane. Both are checked for every policy by one suite, below.
-pub trait Policy: Debug + Send {
-    /// The name in configuration.
+/// The order must be total at any time, and by arrival within a flow (one tenant and priority), since the
+/// scheduler considers only the head of each flow. One test suite checks both for every policy.
+pub trait SchedulingPolicy: Debug + Send {
+    /// Returns the name used in configuration.
     fn name(&self) -> &'static str;
 
-    /// `Less` if `a` goes before `b`.
-    fn compare(&self, a: &View, b: &View) -> Ordering;
+    /// Compares two sequences; `Less` means `a` goes before `b`.
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering;
 
-    /// Whether waiting sequences may start while `running` sequences run. `group_open`: the admissions of the step
-    /// before ended only because its tokens were used up.
+    /// Returns true if waiting sequences may be admitted while `running` sequences run. `group_open` is set
+    /// if the previous step stopped admitting only because its token budget was used up.
     fn admits(&self, running: usize, group_open: bool) -> bool {
         let _ = (running, group_open);
         true
     }
 }
 
-/// The policies by name.
+/// Names of the scheduling policies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PolicyKind {
-    /// [`Fcfs`].
+    /// First come, first served ([`Fcfs`]).
     Fcfs,
-    /// [`Priority`].
+    /// By priority with aging ([`Priority`]).
     Priority,
-    /// [`Fair`].
+    /// Virtual token counters beneath priorities ([`Fair`]).
     #[default]
     Fair,
-    /// [`StaticBatch`].
+    /// Static batching ([`StaticBatch`]).
     Static,
 }
 
-/// A policy that does not exist.
+/// Unknown name of a scheduling policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown scheduling policy `{0}`; supported are `fcfs`, `priority`, `fair` and `static`")]
 pub struct UnknownPolicy(String);
@@ -86,8 +86,8 @@ impl std::str::FromStr for PolicyKind {
 }
 
 impl PolicyKind {
-    /// The policy, with its defaults.
-    pub fn build(self) -> Box<dyn Policy> {
+    /// Creates the policy with default parameters.
+    pub fn build(self) -> Box<dyn SchedulingPolicy> {
         match self {
             Self::Fcfs => Box::new(Fcfs),
             Self::Priority => Box::new(Priority::default()),
@@ -117,23 +117,25 @@ mod tests {
     const ALL: [PolicyKind; 4] =
         [PolicyKind::Fcfs, PolicyKind::Priority, PolicyKind::Fair, PolicyKind::Static];
 
-    fn views() -> impl Strategy<Value = Vec<View>> {
+    fn views() -> impl Strategy<Value = Vec<SequenceView>> {
         prop::collection::vec((-2i32..=2, 0usize..3, 0u64..100_000), 1..12).prop_map(|specs| {
             let mut service = TenantService::new(TokenCost::default(), 10);
             let tenants: Vec<_> = (0..3).map(|t| service.arrive(&t.to_string(), Weight::default())).collect();
             service.charge(tenants[1], 700, 10);
             service.charge(tenants[2], 30, 5);
-            // Earlier arrivals have waited longer.
+            // Earlier arrivals have longer queueing times.
             let mut waits: Vec<u64> = specs.iter().map(|(_, _, wait)| *wait).collect();
             waits.sort_unstable_by(|a, b| b.cmp(a));
             let views =
-                specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| View {
-                    priority: *priority,
-                    arrival: arrival as u64,
-                    tokens: 1,
-                    tenant: tenants[*tenant],
-                    service: service.service(tenants[*tenant]),
-                    waited: Duration::from_millis(wait),
+                specs.iter().zip(waits).enumerate().map(|(arrival, ((priority, tenant, _), wait))| {
+                    SequenceView {
+                        priority: *priority,
+                        arrival: arrival as u64,
+                        tokens: 1,
+                        tenant: tenants[*tenant],
+                        service: service.service(tenants[*tenant]),
+                        waited: Duration::from_millis(wait),
+                    }
                 });
             views.collect()
         })
@@ -141,7 +143,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_policy_is_a_total_order_that_keeps_arrivals_within_a_lane(views in views()) {
+        fn every_policy_is_a_total_order_and_fcfs_within_a_flow(views in views()) {
             for policy in ALL.map(PolicyKind::build) {
                 for a in &views {
                     for b in &views {
@@ -149,7 +151,7 @@ mod tests {
                         prop_assert_eq!(order, policy.compare(b, a).reverse(), "{} is not antisymmetric", policy.name());
                         prop_assert_eq!(order == Ordering::Equal, a.arrival == b.arrival);
                         if (a.priority, a.tenant) == (b.priority, b.tenant) {
-                            prop_assert_eq!(order, a.arrival.cmp(&b.arrival), "{} reorders a lane", policy.name());
+                            prop_assert_eq!(order, a.arrival.cmp(&b.arrival), "{} reorders a flow", policy.name());
                         }
                         for c in &views {
                             if order.is_lt() && policy.compare(b, c).is_lt() {

@@ -1,20 +1,22 @@
+//! Priority policy with bounded aging.
+
 use std::cmp::Ordering;
 use std::time::Duration;
 
-use super::{Policy, View};
+use super::{SchedulingPolicy, SequenceView};
 
-/// The more important first; equals by arrival.
+/// Orders by priority, then by arrival.
 ///
-/// A waiting sequence gains a level for each `level_every` in the queue, at most `levels_max`, so that a steady
-/// stream of somewhat more important requests does not starve it. The term is additive and clamped, and counts
-/// queue time only: a running sequence keeps its plain priority.
+/// Aging: a waiting sequence gains one level per `level_every` of queueing time, at most `levels_max`, so
+/// that a steady stream of slightly more important requests does not starve it. A running sequence keeps its
+/// plain priority.
 ///
-/// Trade-off: latency for the important; tenants of equal priority share by how much they send.
+/// Trade-off: low latency for high priorities; tenants of equal priority share in proportion to their load.
 #[derive(Debug, Clone, Copy)]
 pub struct Priority {
-    /// Time in the queue worth one level.
+    /// Queueing time per level gained.
     pub level_every: Duration,
-    /// Levels gained at most.
+    /// Maximum number of levels gained.
     pub levels_max: u32,
 }
 
@@ -25,19 +27,20 @@ impl Default for Priority {
 }
 
 impl Priority {
-    fn level(&self, view: &View) -> i64 {
+    /// Returns the priority after aging.
+    fn level(&self, view: &SequenceView) -> i64 {
         let every = self.level_every.as_nanos().max(1);
         let gained = (view.waited.as_nanos() / every).min(u128::from(self.levels_max));
         i64::from(view.priority) + gained as i64
     }
 }
 
-impl Policy for Priority {
+impl SchedulingPolicy for Priority {
     fn name(&self) -> &'static str {
         "priority"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
         self.level(b).cmp(&self.level(a)).then(a.arrival.cmp(&b.arrival))
     }
 }

@@ -1,20 +1,22 @@
+//! Static batching (request-level batching), the baseline for continuous batching.
+
 use std::cmp::Ordering;
 
-use super::{Policy, View};
+use super::{SchedulingPolicy, SequenceView};
 
-/// Request-level batching: a group starts together, and the next one when its last member has ended.
+/// Static batching: a batch starts together, and the next one starts when its last sequence has ended.
 ///
-/// The baseline that continuous batching is measured against, and nothing to serve with: three slots with outputs
-/// of 1000, 200 and 400 tokens stand empty for 1,400 of 3,000 slot iterations.
+/// A baseline for measurements, not for serving: with outputs of 1000, 200 and 400 tokens in three slots,
+/// 1,400 of 3,000 slot iterations are empty.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StaticBatch;
 
-impl Policy for StaticBatch {
+impl SchedulingPolicy for StaticBatch {
     fn name(&self) -> &'static str {
         "static"
     }
 
-    fn compare(&self, a: &View, b: &View) -> Ordering {
+    fn compare(&self, a: &SequenceView, b: &SequenceView) -> Ordering {
         a.arrival.cmp(&b.arrival)
     }
 

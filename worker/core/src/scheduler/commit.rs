@@ -1,53 +1,53 @@
-//! What becomes of an iteration that has run, and of a transfer that has reached its fence.
+//! Completion of iterations and transfers.
 
 use std::time::Duration;
 
 use inflight_contract::FinishReason;
 
-use super::{CommitError, Flight, Purpose, Scheduler};
-use crate::sequence::State;
+use super::{CommitError, LaunchedIteration, Scheduler, TransferPurpose};
+use crate::sequence::SequenceState;
 use crate::{Chunk, Direction, Outcome, Time, TransferId, Verdict};
 
 impl Scheduler {
-    /// Takes the results of the oldest iteration in flight.
+    /// Commits the results of the oldest iteration in flight.
     ///
     /// # Errors
-    /// [`CommitError`]; nothing has changed then.
+    /// [`CommitError`]; the scheduler is then unchanged.
     pub fn commit(&mut self, iteration: u64, outcome: Outcome<'_>) -> Result<(), CommitError> {
-        let flight = self.oldest(iteration)?;
-        let expected = flight.chunks.iter().filter(|chunk| chunk.samples).count();
+        let launched = self.oldest_launched(iteration)?;
+        let expected = launched.chunks.iter().filter(|chunk| chunk.samples).count();
         if expected != outcome.verdicts.len() {
             return Err(CommitError::Verdicts { expected, given: outcome.verdicts.len() });
         }
         self.log.iter_mut().for_each(|log| log.commit(iteration, &outcome));
-        let Some(mut flight) = self.flights.pop_front() else { return Ok(()) };
-        self.history.finish(flight.number, outcome.took);
-        self.cost.observe_step(&flight.work, outcome.took);
+        let Some(mut launched) = self.launched.pop_front() else { return Ok(()) };
+        self.history.finish(launched.number, outcome.took);
+        self.cost.observe_step(&launched.work, outcome.took);
         let mut verdicts = outcome.verdicts.iter();
-        for index in flight.sources.drain(..) {
-            self.land(index);
+        for index in launched.sources.drain(..) {
+            self.release_from_iteration(index);
         }
-        for chunk in flight.chunks.drain(..) {
+        for chunk in launched.chunks.drain(..) {
             let verdict = if chunk.samples { verdicts.next() } else { None };
             self.commit_chunk(&chunk, verdict);
         }
-        self.spare.push(flight);
+        self.recycled.push(launched);
         Ok(())
     }
 
-    /// Ends everything that takes part in any iteration in flight: the device failed.
+    /// Ends all sequences of all iterations in flight after a device failure.
     ///
     /// # Errors
-    /// [`CommitError::UnknownIteration`]; nothing has changed then.
+    /// [`CommitError::UnknownIteration`]; the scheduler is then unchanged.
     pub fn fail(&mut self, iteration: u64) -> Result<(), CommitError> {
-        self.oldest(iteration)?;
+        self.oldest_launched(iteration)?;
         self.log.iter_mut().for_each(|log| log.fail(iteration));
-        while let Some(flight) = self.flights.pop_front() {
-            for &index in &flight.sources {
-                self.land(index);
+        while let Some(launched) = self.launched.pop_front() {
+            for &index in &launched.sources {
+                self.release_from_iteration(index);
             }
-            for chunk in &flight.chunks {
-                if self.land(chunk.id.index) {
+            for chunk in &launched.chunks {
+                if self.release_from_iteration(chunk.id.index) {
                     self.end(chunk.id.index, FinishReason::Error);
                 }
             }
@@ -55,10 +55,10 @@ impl Scheduler {
         Ok(())
     }
 
-    /// A transfer reached its fence, or failed; `took` is how long it ran.
+    /// Completes a transfer that reached its fence or failed; `took` is its measured duration.
     ///
     /// # Errors
-    /// [`CommitError::UnknownTransfer`]; nothing has changed then.
+    /// [`CommitError::UnknownTransfer`]; the scheduler is then unchanged.
     pub fn transfer_done(
         &mut self,
         id: TransferId,
@@ -66,13 +66,13 @@ impl Scheduler {
         took: Duration,
         now: Time,
     ) -> Result<(), CommitError> {
-        let mut moving = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
+        let mut transfer = self.transfers.remove(&id).ok_or(CommitError::UnknownTransfer(id))?;
         self.log.iter_mut().for_each(|log| log.transfer_done(id, succeeded, took, now));
         if succeeded {
-            self.cost.observe_copy(moving.host.len() as u32, took);
+            self.cost.observe_copy(transfer.host.len() as u32, took);
         }
-        if let Purpose::Offload(hashes) = &moving.purpose {
-            for ((device, host), hash) in moving.device.iter().zip(&moving.host).zip(hashes) {
+        if let TransferPurpose::Offload(hashes) = &transfer.purpose {
+            for ((device, host), hash) in transfer.device.iter().zip(&transfer.host).zip(hashes) {
                 self.device.release_cold(*device);
                 if succeeded {
                     self.host.seal(*host, *hash);
@@ -81,66 +81,71 @@ impl Scheduler {
             }
             return Ok(());
         }
-        let owner = moving.owner().map(|owner| owner.index);
-        match moving.direction {
+        let owner = transfer.owner().map(|owner| owner.index);
+        match transfer.direction {
             Direction::Out => {
-                self.device.release_table(&mut moving.device);
+                self.device.release_table(&mut transfer.device);
                 match owner {
                     Some(index) if succeeded => {
-                        let sequence = self.at(index);
-                        sequence.state = State::Swapped;
-                        sequence.host_table = moving.host;
+                        let sequence = self.sequence_mut(index);
+                        sequence.state = SequenceState::Swapped;
+                        sequence.host_table = transfer.host;
                         self.swapped.push(index);
                     }
                     Some(index) => {
-                        self.host.release_table(&mut moving.host);
+                        self.host.release_table(&mut transfer.host);
                         self.requeue(index, now);
                     }
-                    None => self.host.release_table(&mut moving.host),
+                    None => self.host.release_table(&mut transfer.host),
                 }
             }
             Direction::In => {
-                self.host.release_table(&mut moving.host);
+                self.host.release_table(&mut transfer.host);
                 match owner {
                     Some(index) if succeeded => {
-                        let sequence = self.at(index);
-                        sequence.table = moving.device;
+                        let sequence = self.sequence_mut(index);
+                        sequence.table = transfer.device;
                         if let Some(slot) = sequence.slot() {
                             let decodes = sequence.uncomputed() == 1;
-                            sequence.state =
-                                if decodes { State::Decoding { slot } } else { State::Prefilling { slot } };
+                            sequence.state = if decodes {
+                                SequenceState::Decoding { slot }
+                            } else {
+                                SequenceState::Prefilling { slot }
+                            };
                         }
                         self.running.push(index);
                     }
                     Some(index) => {
-                        self.device.release_table(&mut moving.device);
-                        let slot = self.at(index).slot();
+                        self.device.release_table(&mut transfer.device);
+                        let slot = self.sequence_mut(index).slot();
                         self.free_slots.extend(slot);
                         self.freed_slots.extend(slot);
-                        self.at(index).skip_host = true;
+                        self.sequence_mut(index).skip_host = true;
                         self.requeue(index, now);
                     }
-                    None => self.device.release_table(&mut moving.device),
+                    None => self.device.release_table(&mut transfer.device),
                 }
             }
         }
         Ok(())
     }
 
-    fn oldest(&self, given: u64) -> Result<&Flight, CommitError> {
-        let in_flight = self.flights.front().map(|flight| flight.number);
-        match self.flights.front() {
-            Some(flight) if flight.number == given => Ok(flight),
+    /// Returns the oldest iteration in flight, whose number must be `given`.
+    fn oldest_launched(&self, given: u64) -> Result<&LaunchedIteration, CommitError> {
+        let in_flight = self.launched.front().map(|launched| launched.number);
+        match self.launched.front() {
+            Some(launched) if launched.number == given => Ok(launched),
             _ => Err(CommitError::UnknownIteration { given, in_flight }),
         }
     }
 
     fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&Verdict>) {
         let index = chunk.id.index;
-        if !self.land(index) {
+        if !self.release_from_iteration(index) {
             return;
         }
-        // Borrows several fields at once, which `at` can't; `land` found it.
+        // Borrows single fields, which `sequence_mut` cannot; the sequence exists, as the call above returned
+        // true.
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
         sequence.committed_tokens = chunk.start + chunk.len;
         sequence.without_progress = false;
@@ -149,8 +154,8 @@ impl Scheduler {
         sequence.charged_tokens = sequence.charged_tokens.max(inputs);
         self.tenants.charge(sequence.tenant, charged, u32::from(verdict.is_some()));
         let full = (sequence.committed_tokens / self.limits.block_tokens).min(sequence.hashes.len() as u32);
-        for place in sequence.sealed_blocks..full {
-            self.device.seal(sequence.table[place as usize], sequence.hashes[place as usize]);
+        for position in sequence.sealed_blocks..full {
+            self.device.seal(sequence.table[position as usize], sequence.hashes[position as usize]);
         }
         sequence.sealed_blocks = sequence.sealed_blocks.max(full);
         let Some(verdict) = verdict else { return };
@@ -166,12 +171,12 @@ impl Scheduler {
         }
     }
 
-    /// An iteration that uses a sequence's slot or blocks has run. Returns whether the sequence still lives; if
-    /// not, and this was the last such iteration, what it owns is free now.
-    fn land(&mut self, index: u32) -> bool {
+    /// Ends the use of a sequence's slot and blocks by one iteration. Returns true if the sequence is alive.
+    /// If it has ended and no other iteration uses it, frees its slot and blocks.
+    fn release_from_iteration(&mut self, index: u32) -> bool {
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return false };
         sequence.in_flight -= 1;
-        let leaving = matches!(sequence.state, State::Leaving { .. });
+        let leaving = matches!(sequence.state, SequenceState::Leaving { .. });
         if leaving && sequence.in_flight == 0 {
             self.remove(index);
         }

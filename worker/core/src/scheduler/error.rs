@@ -1,6 +1,8 @@
+//! Errors of scheduler inputs.
+
 use crate::TransferId;
 
-/// Why a sequence was not taken.
+/// Reason why a submission is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// The waiting queue is full.
@@ -9,39 +11,39 @@ pub enum SubmitError {
         /// Sequences waiting.
         waiting: u32,
     },
-    /// There is nothing to compute or nothing to generate.
+    /// No known token or no token to generate.
     #[error("a sequence needs at least one known token and one to generate")]
     Empty,
-    /// It could never run to its end.
+    /// The sequence could exceed the maximum length.
     #[error("the sequence may reach {tokens} tokens, but at most {most} fit")]
     TooLong {
-        /// Tokens at its full length.
+        /// Maximum length of the sequence in tokens.
         tokens: u64,
-        /// The longest that runs here.
+        /// Maximum length supported in tokens.
         most: u32,
     },
 }
 
-/// The outcome does not belong to the oldest iteration in flight.
+/// Reason why a completion is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CommitError {
-    /// No iteration was planned, or another one is to be committed first.
+    /// The iteration is not the oldest one in flight.
     #[error("iteration {given} is not the oldest in flight (that is {in_flight:?})")]
     UnknownIteration {
-        /// The number given.
+        /// Given iteration number.
         given: u64,
-        /// The one expected.
+        /// Number of the oldest iteration in flight.
         in_flight: Option<u64>,
     },
-    /// One verdict is needed for each sampling chunk.
+    /// Number of verdicts differs from the number of sampling chunks.
     #[error("the iteration samples {expected} tokens, but {given} verdicts came")]
     Verdicts {
-        /// Sampling chunks.
+        /// Number of sampling chunks.
         expected: usize,
-        /// Verdicts given.
+        /// Number of given verdicts.
         given: usize,
     },
-    /// No such transfer was started, or it was reported before.
-    #[error("transfer {0:?} is not under way")]
+    /// Unknown or already completed transfer.
+    #[error("transfer {0:?} is not in flight")]
     UnknownTransfer(TransferId),
 }

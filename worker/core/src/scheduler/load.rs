@@ -1,47 +1,49 @@
+//! Load snapshots and the prefill outlook reported to routers.
+
 use std::time::Duration;
 
-/// How busy the scheduler is, and what it has done since the start.
+/// Current load of the scheduler and its counters since the start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
     /// Sequences with a slot.
     pub running: u32,
-    /// Sequences that wait.
+    /// Sequences in the waiting queue.
     pub waiting: u32,
-    /// Sequences whose blocks are on the host, or on their way there.
+    /// Sequences swapped out or being swapped out.
     pub swapped: u32,
-    /// Device blocks owned, by sequences and transfers.
+    /// Device blocks owned by sequences and transfers.
     pub blocks_used: u32,
-    /// Device blocks in all.
+    /// Device blocks in total.
     pub blocks: u32,
-    /// Host blocks owned.
+    /// Host blocks owned by sequences and transfers.
     pub host_blocks_used: u32,
-    /// Preemptions that dropped the blocks.
+    /// Total preemptions by recompute.
     pub recompute_preemptions: u64,
-    /// Preemptions that moved them to the host.
+    /// Total preemptions by swap.
     pub swap_preemptions: u64,
-    /// Tokens computed again.
+    /// Total tokens whose KV was dropped by preemption and must be recomputed.
     pub recomputed_tokens: u64,
-    /// Known tokens of all admissions.
+    /// Total known tokens of admitted sequences.
     pub admitted_tokens: u64,
-    /// Of these, found in the prefix cache or shared with a sibling.
+    /// Subset of `admitted_tokens` found in the prefix cache or shared with a sibling.
     pub cached_tokens: u64,
-    /// Of these, found on the host.
+    /// Subset of `cached_tokens` found in the host pool.
     pub host_cached_tokens: u64,
-    /// Cold blocks of the prefix cache copied to the host.
+    /// Total cold prefix-cache blocks copied to the host.
     pub blocks_offloaded: u64,
-    /// Device blocks moved to the host.
+    /// Total blocks swapped out.
     pub blocks_swapped_out: u64,
-    /// Blocks moved back.
+    /// Total blocks swapped in.
     pub blocks_swapped_in: u64,
 }
 
-/// What a prompt that comes now has ahead of it, by the cost model.
+/// Predicted prefill delay of a prompt submitted now, by the cost model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PrefillOutlook {
-    /// Time that the prompts taken on and not computed take on their own.
+    /// Time to prefill all accepted but uncomputed prompt tokens, without decodes.
     pub ahead: Duration,
-    /// By what factor computing prompts takes longer in chunks, beside the sequences that decode; at least 1.
+    /// Slowdown of prefill in chunks beside the running decodes; at least 1.
     pub stretch: f64,
-    /// Duration of a step with these sequences alone.
+    /// Duration of a step with the running decodes alone.
     pub decode_step: Duration,
 }

@@ -1,15 +1,15 @@
-//! The scheduler: what it holds, how sequences come and go. What a step does is in [`plan`], [`admit`] and
-//! [`preempt`], what comes of it in [`commit`].
+//! Iteration scheduler: state, submission and end of sequences. Planning is in [`plan`], [`admit`] and
+//! [`preempt`], completion in [`commit`].
 
 mod admit;
-mod check;
 mod commit;
 mod error;
+mod invariants;
 mod load;
-mod outlook;
 mod plan;
 mod preempt;
-mod resumption;
+mod prefill_backlog;
+mod resumption_estimator;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -20,80 +20,85 @@ use inflight_contract::{BlockHash, Charged, FinishReason, Service, Tenant, Tenan
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
 use crate::mutant::Mutant;
-use crate::policy::{Policy, PolicyKind, View};
-use crate::record::Log;
-use crate::sequence::{Sequence, State};
+use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
+use crate::record::RecordLog;
+use crate::sequence::{Sequence, SequenceState};
 use crate::{
     Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence,
     SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillOutlook};
-use resumption::Resumption;
+use resumption_estimator::ResumptionEstimator;
 
-/// A sequence's one terminal event. Its slot is freed apart: an iteration in flight may still use it.
+/// Terminal event of a sequence. Its slot is freed separately, since an iteration in flight may still use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ended {
-    /// Which.
+    /// Ended sequence.
     pub id: SequenceId,
-    /// Why.
+    /// Reason of the end.
     pub reason: FinishReason,
 }
 
+/// Launched and uncommitted iteration.
 #[derive(Debug, Default)]
-struct Flight {
+struct LaunchedIteration {
     number: u64,
     chunks: Vec<Chunk>,
-    /// Sequences whose blocks the iteration's copies read, each once for each copy.
+    /// Sequences whose blocks are used by the iteration's block copies, once per copy.
     sources: Vec<u32>,
     work: StepWork,
 }
 
+/// Transfer between device and host that has not reached its fence. It owns its blocks.
 #[derive(Debug)]
-struct Moving {
+struct TransferInFlight {
     direction: Direction,
-    purpose: Purpose,
-    /// Blocks of the device: all those of its sequence, also where only some are copied.
+    purpose: TransferPurpose,
+    /// Device blocks: the whole block table of the sequence, even if only a part is copied.
     device: Vec<Block>,
     host: Vec<Block>,
 }
 
-/// Whom a transfer is for.
+/// Purpose of a transfer.
 #[derive(Debug)]
-enum Purpose {
-    /// A sequence that is swapped, or that finds its prefix on the host.
+enum TransferPurpose {
+    /// Swap of a sequence, or load of its prefix from the host.
     Sequence(SequenceId),
-    /// A sequence that has ended: the blocks are freed at the fence and that is all.
-    Nobody,
-    /// The prefix cache: cold blocks are kept on the host under these hashes.
+    /// Transfer of a sequence that has ended: its blocks are freed at the fence.
+    Orphaned,
+    /// Offload of cold prefix-cache blocks with these hashes to the host.
     Offload(Vec<BlockHash>),
 }
 
-impl Moving {
+impl TransferInFlight {
     fn owner(&self) -> Option<SequenceId> {
         match self.purpose {
-            Purpose::Sequence(owner) => Some(owner),
-            Purpose::Nobody | Purpose::Offload(_) => None,
+            TransferPurpose::Sequence(owner) => Some(owner),
+            TransferPurpose::Orphaned | TransferPurpose::Offload(_) => None,
         }
     }
 }
 
+/// Key of a flow: the waiting sequences of one tenant at one priority, which are served in order of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Lane {
+struct FlowKey {
     priority: Reverse<i32>,
     tenant: Tenant,
 }
 
-/// Decides, before every forward pass, who takes part and with how many tokens.
+/// Iteration-level scheduler: decides before every forward pass which sequences take part and with how many
+/// tokens.
 ///
-/// **Invariants**, checked by the property tests: blocks are conserved under every interleaving, and a block in a
-/// transfer or in an iteration in flight is not reused before that has ended; each sequence ends exactly once; an
-/// iteration never exceeds its budget; nobody gives way to one that goes after it; a step that preempts admits
-/// nobody of the same class; whatever is admitted fits alone, so that the first in order always gets on.
+/// **Invariants**, checked by the property tests: blocks are conserved under every interleaving, and a block
+/// used by a transfer or an iteration in flight is not reused before its completion; each sequence ends
+/// exactly once; an iteration never exceeds its token budget; no sequence is preempted for one that goes
+/// after it; a step that preempts admits no sequence of the same class; every admitted sequence fits the pool
+/// alone, so that the first sequence in policy order always makes progress.
 #[derive(Debug)]
 pub struct Scheduler {
     limits: Limits,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn SchedulingPolicy>,
     cost: CostModel,
     tenants: TenantService,
     device: BlockPool,
@@ -104,50 +109,53 @@ pub struct Scheduler {
     free_slots: Vec<Slot>,
     /// Sequences in `Prefilling` or `Decoding`.
     running: Vec<u32>,
-    lanes: BTreeMap<Lane, BTreeMap<u64, u32>>,
     waiting: u32,
+    /// Waiting sequences by flow and arrival number.
+    flows: BTreeMap<FlowKey, BTreeMap<u64, u32>>,
     swapped: Vec<u32>,
-    transfers: BTreeMap<TransferId, Moving>,
+    transfers: BTreeMap<TransferId, TransferInFlight>,
     deadlines: BTreeSet<(Time, u32)>,
     arrivals: u64,
-    /// The highest order of those that began.
+    /// Highest virtual start time of the sequences that left the waiting queue.
     begun: Service,
     transfer_ids: u64,
     iterations: u64,
     iteration: Iteration,
-    flights: VecDeque<Flight>,
-    spare: Vec<Flight>,
+    launched: VecDeque<LaunchedIteration>,
+    /// Committed iterations whose buffers are reused.
+    recycled: Vec<LaunchedIteration>,
     ended: Vec<Ended>,
     freed_slots: Vec<Slot>,
     totals: Load,
     history: History,
-    resumption: Resumption,
-    /// The last step's admissions ended only because its tokens were used up.
+    resumption: ResumptionEstimator,
+    /// Set if the last step stopped admitting only because its token budget was used up.
     group_open: bool,
-    log: Option<Log>,
+    log: Option<RecordLog>,
     #[cfg(feature = "mutants")]
     mutant: Option<Mutant>,
+    // Scratch buffers, kept to avoid allocation.
     scratch: Vec<(u32, u32)>,
-    heads: Vec<admit::Head>,
-    passed: Vec<u32>,
+    heads: Vec<admit::FlowHead>,
+    bypassed: Vec<u32>,
     swap_order: Vec<u32>,
     victims: Vec<u32>,
 }
 
 impl Scheduler {
-    /// Idle tenants that are remembered with what they have had.
+    /// Maximum number of idle tenants whose service is kept.
     pub const TENANTS_MAX: usize = 10_000;
 
-    /// Iterations that are remembered.
+    /// Number of iterations in the history.
     pub const HISTORY: usize = 1024;
 
-    /// An idle scheduler.
+    /// Creates an idle scheduler.
     ///
     /// # Errors
     /// [`LimitsError`] if the limits contradict each other.
     pub fn new(
         limits: Limits,
-        policy: Box<dyn Policy>,
+        policy: Box<dyn SchedulingPolicy>,
         cost: CostModel,
         tenants: TenantService,
     ) -> Result<Self, LimitsError> {
@@ -164,7 +172,7 @@ impl Scheduler {
             free_indices: Vec::new(),
             free_slots: (0..limits.running_max).rev().collect(),
             running: Vec::with_capacity(limits.running_max as usize),
-            lanes: BTreeMap::new(),
+            flows: BTreeMap::new(),
             waiting: 0,
             swapped: Vec::new(),
             transfers: BTreeMap::new(),
@@ -174,26 +182,26 @@ impl Scheduler {
             transfer_ids: 0,
             iterations: 0,
             iteration: Iteration::default(),
-            flights: VecDeque::new(),
-            spare: Vec::new(),
+            launched: VecDeque::new(),
+            recycled: Vec::new(),
             ended: Vec::new(),
             freed_slots: Vec::new(),
             totals: Load::default(),
             history: History::new(Self::HISTORY),
-            resumption: Resumption::default(),
+            resumption: ResumptionEstimator::default(),
             group_open: false,
             log: None,
             #[cfg(feature = "mutants")]
             mutant: None,
             scratch: Vec::new(),
             heads: Vec::new(),
-            passed: Vec::new(),
+            bypassed: Vec::new(),
             swap_order: Vec::new(),
             victims: Vec::new(),
         })
     }
 
-    /// Breaks it on purpose.
+    /// Enables a deliberate fault.
     #[cfg(feature = "mutants")]
     pub fn mutate(&mut self, mutant: Mutant) {
         self.mutant = Some(mutant);
@@ -209,62 +217,63 @@ impl Scheduler {
         false
     }
 
-    /// The limits it was made with.
+    /// Returns the scheduler's limits.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// Records from now on everything that reaches it, for [`crate::replay`]. To be called before anything does, with
-    /// the policy and the prior that it was made with.
+    /// Starts recording all inputs, for [`crate::replay`]. Must be called before any input, with the policy
+    /// and the prior that the scheduler was created with.
     pub fn record(&mut self, policy: PolicyKind, prior: &CostPrior) {
-        debug_assert!(self.arrivals == 0 && self.iterations == 0, "the beginning would be missing");
-        self.log = Some(Log::new(&self.limits, policy, prior));
+        debug_assert!(self.arrivals == 0 && self.iterations == 0, "recording started after the first input");
+        self.log = Some(RecordLog::new(&self.limits, policy, prior));
     }
 
-    /// Takes what was recorded since the last call; empty if nothing is.
+    /// Drains the bytes recorded since the last call; empty if recording is off.
     pub fn take_log(&mut self) -> Vec<u8> {
-        self.log.as_mut().map(Log::take).unwrap_or_default()
+        self.log.as_mut().map(RecordLog::take).unwrap_or_default()
     }
 
-    /// Teaches the cost model a step that was measured apart from any iteration, as in a calibration.
+    /// Fits the cost model to a step measured outside of any iteration, as in calibration.
     pub fn observe_step(&mut self, work: &StepWork, took: Duration) {
         self.log.iter_mut().for_each(|log| log.step(work, took));
         self.cost.observe_step(work, took);
     }
 
-    /// Teaches the cost model a copy of this many blocks.
+    /// Fits the cost model to a measured one-way copy of `blocks` blocks.
     pub fn observe_copy(&mut self, blocks: u32, took: Duration) {
         self.log.iter_mut().for_each(|log| log.copy(blocks, took));
         self.cost.observe_copy(blocks, took);
     }
 
-    /// What it has learnt of the device.
+    /// Returns the cost model of the device.
     pub fn cost(&self) -> &CostModel {
         &self.cost
     }
 
-    /// What its tenants have had.
+    /// Returns the service accounting of the tenants.
     pub fn tenants(&self) -> &TenantService {
         &self.tenants
     }
 
-    /// Takes the tenants charged since the last call, each with all it was charged since it is known.
+    /// Drains the tenants charged since the last call, each with its total charge.
     pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
         self.tenants.drain_charged()
     }
 
-    /// The highest order of the sequences that began to run: how far service has got.
+    /// Returns the system virtual time: the highest virtual start time of the sequences that began to run.
     pub fn begun(&self) -> Service {
         self.begun
     }
 
-    /// How busy it is now.
+    /// Returns the current load and the counters.
     pub fn load(&self) -> Load {
-        let moving_out = |moving: &&Moving| moving.direction == Direction::Out && moving.owner().is_some();
+        let swapping_out =
+            |transfer: &&TransferInFlight| transfer.direction == Direction::Out && transfer.owner().is_some();
         Load {
             running: (self.limits.running_max as usize - self.free_slots.len()) as u32,
             waiting: self.waiting,
-            swapped: (self.swapped.len() + self.transfers.values().filter(moving_out).count()) as u32,
+            swapped: (self.swapped.len() + self.transfers.values().filter(swapping_out).count()) as u32,
             blocks_used: self.device.used(),
             blocks: self.device.total(),
             host_blocks_used: self.host.used(),
@@ -272,25 +281,25 @@ impl Scheduler {
         }
     }
 
-    /// What the last iterations did, and why not more.
+    /// Returns the recent iterations.
     pub fn history(&self) -> &History {
         &self.history
     }
 
-    /// Whether there is nothing to do and nothing under way.
+    /// Returns true without sequences and transfers.
     pub fn is_idle(&self) -> bool {
         self.sequences.len() == self.free_indices.len() && self.transfers.is_empty()
     }
 
-    /// The blocks of a sequence, in the order of its positions; empty while it does not run.
+    /// Returns the block table of a sequence; empty while it does not run.
     pub fn block_table(&self, id: SequenceId) -> &[Block] {
         self.get(id).map_or(&[], |sequence| &sequence.table)
     }
 
-    /// Queues a sequence.
+    /// Adds a sequence to the waiting queue.
     ///
     /// # Errors
-    /// [`SubmitError`]; nothing has changed then.
+    /// [`SubmitError`]; no sequence is added then.
     pub fn submit(&mut self, new: NewSequence<'_>, now: Time) -> Result<SequenceId, SubmitError> {
         self.log.iter_mut().for_each(|log| log.submit(&new, now));
         if self.waiting >= self.limits.waiting_max {
@@ -311,7 +320,7 @@ impl Scheduler {
         });
         let id = SequenceId { index, generation: self.generations[index as usize] };
         let full = |tokens: u32| (tokens / self.limits.block_tokens) as usize;
-        // All the room that it can come to need, so that nothing is allocated while it runs.
+        // Reserved for the maximum length, so that nothing is allocated while the sequence runs.
         let mut hashes = Vec::new();
         if self.limits.prefix_cache {
             hashes.reserve_exact(full(new.known_tokens + new.max_tokens));
@@ -320,13 +329,14 @@ impl Scheduler {
         let table = Vec::with_capacity(self.limits.blocks_for(new.known_tokens + new.max_tokens) as usize);
         self.arrivals += 1;
         let tenant = self.tenants.arrive(new.tenant, new.weight);
-        // A lane is served by arrival, so within it the turns must rise, whichever router sent them.
-        let lane = self.lanes.get(&Lane { priority: Reverse(new.priority), tenant });
-        let last = lane.and_then(|waiting| waiting.last_key_value()).map(|(_, last)| self.peek(*last).order);
+        // A flow is served by arrival, so virtual start times must not decrease within it, whichever router
+        // sent them.
+        let flow = self.flows.get(&FlowKey { priority: Reverse(new.priority), tenant });
+        let last = flow.and_then(|flow| flow.last_key_value()).map(|(_, last)| self.sequence(*last).order);
         let order = new.order.map(|order| order.max(last.flatten().unwrap_or_default()));
         let sequence = Sequence {
             id,
-            state: State::Waiting,
+            state: SequenceState::Waiting,
             tenant,
             order,
             priority: new.priority,
@@ -345,14 +355,14 @@ impl Scheduler {
             sealed_blocks: 0,
             group: new.group,
             in_flight: 0,
-            evict_for: None,
+            preempt_for: None,
             forced: false,
             skip_host: false,
-            bypassed: 0,
+            bypass_count: 0,
             preempted_at: None,
             dropped_blocks: 0,
             without_progress: false,
-            spared_until: 0,
+            protected_until: 0,
         };
         if let Some(deadline) = new.deadline {
             self.deadlines.insert((deadline, index));
@@ -362,7 +372,7 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Withdraws a sequence: it ends at once. An unknown or ended sequence is left alone.
+    /// Cancels a sequence, which ends at once. No-op for an unknown or ended sequence.
     pub fn cancel(&mut self, id: SequenceId) {
         if self.get(id).is_some() {
             self.log.iter_mut().for_each(|log| log.cancel(id));
@@ -370,52 +380,53 @@ impl Scheduler {
         }
     }
 
-    /// Makes a running sequence give way at the next moment it can, as if another lacked its blocks: for drills, and to
-    /// prove that it changes no answer. One that does not run is left alone.
+    /// Forces the preemption of a running sequence as soon as no iteration uses it, for drills and tests.
+    /// No-op for a sequence that does not run.
     pub fn preempt(&mut self, id: SequenceId) {
-        let runs =
-            |sequence: &Sequence| matches!(sequence.state, State::Prefilling { .. } | State::Decoding { .. });
+        let runs = |sequence: &Sequence| {
+            matches!(sequence.state, SequenceState::Prefilling { .. } | SequenceState::Decoding { .. })
+        };
         if self.get(id).is_some_and(runs) {
             self.log.iter_mut().for_each(|log| log.preempt(id));
-            let sequence = self.at(id.index);
-            (sequence.evict_for, sequence.forced) = (Some(id), true);
+            let sequence = self.sequence_mut(id.index);
+            (sequence.preempt_for, sequence.forced) = (Some(id), true);
         }
     }
 
-    /// Takes the terminal events since the last call, in order.
+    /// Drains the terminal events since the last call, in order.
     pub fn drain_ended(&mut self) -> impl Iterator<Item = Ended> + '_ {
         self.ended.drain(..)
     }
 
-    /// Takes the slots that became free since the last call: detach them before the next iteration runs.
+    /// Drains the slots freed since the last call; the driver detaches them before the next iteration runs.
     pub fn drain_freed_slots(&mut self) -> impl Iterator<Item = Slot> + '_ {
         self.freed_slots.drain(..)
     }
 
-    /// Takes the changes of the prefix cache since the last call, those of each tier in order.
+    /// Drains the changes of the prefix cache since the last call, in order per tier.
     pub fn drain_cache_events(&mut self) -> impl Iterator<Item = (CacheTier, CacheEvent)> + '_ {
         let device = self.device.drain_events().map(|event| (CacheTier::Device, event));
         device.chain(self.host.drain_events().map(|event| (CacheTier::Host, event)))
     }
 
-    /// All that the prefix cache can find again, with the changes that were not taken yet: at most one entry for each
-    /// block of each pool.
+    /// Returns the contents of the prefix cache, with undrained changes applied: at most one entry per block
+    /// of each pool.
     pub fn cache_contents(&self) -> impl Iterator<Item = (CacheTier, BlockHash)> + '_ {
         let device = self.device.contents().map(|hash| (CacheTier::Device, hash));
         device.chain(self.host.contents().map(|hash| (CacheTier::Host, hash)))
     }
 
-    /// The iteration planned last.
+    /// Returns the last plan.
     pub fn iteration(&self) -> &Iteration {
         &self.iteration
     }
 
-    /// Iterations planned and not yet committed.
+    /// Returns the number of launched and uncommitted iterations.
     pub fn in_flight(&self) -> usize {
-        self.flights.len()
+        self.launched.len()
     }
 
-    /// Ends what is past its deadline.
+    /// Ends the sequences past their deadline.
     fn expire(&mut self, now: Time) {
         while let Some(&(deadline, index)) = self.deadlines.first() {
             if deadline > now {
@@ -425,39 +436,39 @@ impl Scheduler {
         }
     }
 
-    /// The one place where a sequence's terminal event is made. What it owns comes back now or, if an iteration
-    /// or a transfer still uses it, when that is over.
+    /// Ends a sequence; all terminal events are made here. Slot and blocks are freed now or, if an iteration
+    /// or a transfer still uses them, at its completion.
     fn end(&mut self, index: u32, reason: FinishReason) {
-        if reason == FinishReason::Cancelled && self.peek(index).preempted_at.is_some() {
-            self.resumption.withdrawn();
+        if reason == FinishReason::Cancelled && self.sequence(index).preempted_at.is_some() {
+            self.resumption.record_cancelled();
         }
-        let sequence = self.at(index);
+        let sequence = self.sequence_mut(index);
         let (id, state, in_flight) = (sequence.id, sequence.state, sequence.in_flight);
         if let Some(deadline) = sequence.deadline.take() {
             self.deadlines.remove(&(deadline, index));
         }
         self.ended.push(Ended { id, reason });
         match state {
-            State::Waiting => self.dequeue(index),
-            State::Swapped => self.swapped.retain(|other| *other != index),
-            State::SwappingOut { transfer } | State::SwappingIn { transfer, .. } => {
-                if let Some(moving) = self.transfers.get_mut(&transfer) {
-                    moving.purpose = Purpose::Nobody;
+            SequenceState::Waiting => self.dequeue(index),
+            SequenceState::Swapped => self.swapped.retain(|other| *other != index),
+            SequenceState::SwappingOut { transfer } | SequenceState::SwappingIn { transfer, .. } => {
+                if let Some(transfer) = self.transfers.get_mut(&transfer) {
+                    transfer.purpose = TransferPurpose::Orphaned;
                 }
             }
-            State::Prefilling { slot } | State::Decoding { slot } => {
+            SequenceState::Prefilling { slot } | SequenceState::Decoding { slot } => {
                 self.running.retain(|other| *other != index);
                 if in_flight > 0 {
-                    self.at(index).state = State::Leaving { slot };
+                    self.sequence_mut(index).state = SequenceState::Leaving { slot };
                     return;
                 }
             }
-            State::Leaving { .. } => unreachable!("a sequence ends once"),
+            SequenceState::Leaving { .. } => unreachable!("a sequence ends once"),
         }
         self.remove(index);
     }
 
-    /// Takes the entry away and frees what it owns.
+    /// Removes a sequence and frees its slot and blocks.
     fn remove(&mut self, index: u32) {
         let Some(mut sequence) = self.sequences[index as usize].take() else { return };
         let slot = sequence.slot();
@@ -470,41 +481,42 @@ impl Scheduler {
         self.free_indices.push(index);
     }
 
-    /// Puts a sequence into its lane.
+    /// Adds a sequence to its flow.
     fn enqueue(&mut self, index: u32) {
-        let sequence = self.at(index);
-        sequence.state = State::Waiting;
-        let (lane, arrival) = (lane(sequence), sequence.arrival);
-        self.lanes.entry(lane).or_default().insert(arrival, index);
+        let sequence = self.sequence_mut(index);
+        sequence.state = SequenceState::Waiting;
+        let (flow, arrival) = (flow_key(sequence), sequence.arrival);
+        self.flows.entry(flow).or_default().insert(arrival, index);
         self.waiting += 1;
     }
 
+    /// Removes a sequence from its flow and advances the system virtual time.
     fn dequeue(&mut self, index: u32) {
-        let sequence = self.at(index);
-        let (lane, arrival, order) = (lane(sequence), sequence.arrival, sequence.order);
+        let sequence = self.sequence_mut(index);
+        let (flow, arrival, order) = (flow_key(sequence), sequence.arrival, sequence.order);
         self.begun = self.begun.max(order.unwrap_or_default());
-        self.tenants.start(lane.tenant);
-        if let Some(waiting) = self.lanes.get_mut(&lane) {
+        self.tenants.start(flow.tenant);
+        if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.remove(&arrival);
             if waiting.is_empty() {
-                self.lanes.remove(&lane);
+                self.flows.remove(&flow);
             }
         }
         self.waiting -= 1;
     }
 
-    /// It has a slot again after a preemption: it is spared until it got on, and for the cool-down.
+    /// Marks a preempted sequence as resumed: it is protected until it makes progress, and for the cool-down.
     fn resume(&mut self, index: u32, now: Time) {
-        let spared_until = self.iterations + self.limits.cooldown_steps;
-        let sequence = self.at(index);
+        let protected_until = self.iterations + self.limits.cooldown_steps;
+        let sequence = self.sequence_mut(index);
         let Some(since) = sequence.preempted_at.take() else { return };
-        (sequence.without_progress, sequence.spared_until) = (true, spared_until);
-        self.resumption.resumed(now.since(since));
+        (sequence.without_progress, sequence.protected_until) = (true, protected_until);
+        self.resumption.record_resumed(now.since(since));
     }
 
-    /// Back to the queue, at its old place, with nothing computed.
+    /// Returns a sequence to the waiting queue at its old position, with nothing computed.
     fn requeue(&mut self, index: u32, now: Time) {
-        let sequence = self.at(index);
+        let sequence = self.sequence_mut(index);
         let lost = u64::from(sequence.committed_tokens);
         (sequence.computed_tokens, sequence.committed_tokens, sequence.sealed_blocks) = (0, 0, 0);
         sequence.queued = now;
@@ -514,40 +526,42 @@ impl Scheduler {
         self.enqueue(index);
     }
 
-    fn view(&self, index: u32, now: Time) -> View {
-        let sequence = self.peek(index);
-        View {
+    /// Returns the properties by which the policy orders a sequence.
+    fn view(&self, index: u32, now: Time) -> SequenceView {
+        let sequence = self.sequence(index);
+        SequenceView {
             priority: sequence.priority,
             arrival: sequence.arrival,
             tokens: sequence.known_tokens + sequence.remaining_tokens,
             tenant: sequence.tenant,
             service: match (sequence.state, sequence.order) {
-                (State::Waiting, Some(order)) => order,
+                (SequenceState::Waiting, Some(order)) => order,
                 _ => self.tenants.service(sequence.tenant),
             },
             waited: match sequence.state {
-                State::Waiting | State::Swapped => now.since(sequence.queued),
+                SequenceState::Waiting | SequenceState::Swapped => now.since(sequence.queued),
                 _ => Duration::ZERO,
             },
         }
     }
 
+    /// Returns a sequence that has not ended.
     fn get(&self, id: SequenceId) -> Option<&Sequence> {
         let sequence = self.sequences.get(id.index())?.as_ref()?;
-        (sequence.id == id && !matches!(sequence.state, State::Leaving { .. })).then_some(sequence)
+        (sequence.id == id && !matches!(sequence.state, SequenceState::Leaving { .. })).then_some(sequence)
     }
 
-    fn peek(&self, index: u32) -> &Sequence {
-        // Indices come from the scheduler's own lists, and `remove` comes after a sequence left them all.
+    fn sequence(&self, index: u32) -> &Sequence {
+        // Indices come from the scheduler's own lists, which a sequence leaves before `remove`.
         self.sequences[index as usize].as_ref().expect("a scheduled sequence exists")
     }
 
-    fn at(&mut self, index: u32) -> &mut Sequence {
-        // As in `peek`.
+    fn sequence_mut(&mut self, index: u32) -> &mut Sequence {
+        // Indices come from the scheduler's own lists, which a sequence leaves before `remove`.
         self.sequences[index as usize].as_mut().expect("a scheduled sequence exists")
     }
 }
 
-fn lane(sequence: &Sequence) -> Lane {
-    Lane { priority: Reverse(sequence.priority), tenant: sequence.tenant }
+fn flow_key(sequence: &Sequence) -> FlowKey {
+    FlowKey { priority: Reverse(sequence.priority), tenant: sequence.tenant }
 }

@@ -1,4 +1,4 @@
-//! The order of a step: decodes, prefills under way, swap-ins, admissions.
+//! Planning of an iteration: decodes, running prefills (chunked), swap-ins, admissions, in this order.
 
 use std::time::Duration;
 
@@ -6,74 +6,74 @@ use super::Scheduler;
 use crate::cost::StepWork;
 use crate::history::Step;
 use crate::mutant::Mutant;
-use crate::sequence::State;
+use crate::sequence::SequenceState;
 use crate::{Chunk, Iteration, Time};
 
-/// Sequences that decode to each that waits for its first token, where a tight target is to leave both as much time.
-const PREFILL_WORTH: u32 = 24;
-/// Most time that a tight target leaves prompts, in times of what the decodes take: the more it is, the sooner first
-/// tokens come, and the longer are the longest times between tokens.
-const PREFILL_MOST: f64 = 3.0;
+/// Ratio of decodes to prefilling prompts at which, under a tight step target, both get equal time.
+const DECODES_PER_PREFILL: u32 = 24;
+/// Maximum prefill time under a tight step target, as a multiple of the decode time. Larger values lower TTFT
+/// and raise the longest gaps.
+const PREFILL_TIME_FACTOR_MAX: f64 = 3.0;
 
-/// What a plan has decided so far.
+/// Plan under construction.
 #[derive(Debug, Default)]
-pub(super) struct Draft {
-    /// Tokens of the budget that are left.
+pub(super) struct PlanDraft {
+    /// Remaining token budget.
     pub budget: u32,
-    /// What the step computes so far.
+    /// Work planned so far.
     pub work: StepWork,
-    /// What is kept for the first prefill: its position, and tokens.
-    pub kept: Option<(u32, u32)>,
-    /// How long the step may take with prompts in it; none: as long as it does.
+    /// Start position and tokens reserved for the first prefill in policy order.
+    pub reserved_prefill: Option<(u32, u32)>,
+    /// Maximum duration of the step with prefills; `None`: unbounded.
     pub target: Option<Duration>,
-    /// Whether the limits' target is tight, see [`Scheduler::is_tight`]. Then `target` bounds all prompts together; else the first
-    /// may take as much again as the others.
+    /// Set if the step target is tight, see [`Scheduler::is_tight`]. Then `target` bounds all prefills
+    /// together; else the first prefill may take as much time again as the others.
     pub tight: bool,
-    /// Blocks that fences will give back, less those that stalled sequences wait for.
+    /// Blocks that become free at fences, less those that stalled sequences wait for.
     pub incoming: u32,
-    /// Priority of the most important sequence preempted in this step: nobody up to it is admitted.
+    /// Highest priority preempted in this step; sequences up to this priority are not admitted.
     pub preempted: Option<i32>,
-    /// Sequences whose blocks are copied.
+    /// Sequences whose blocks are used by block copies, once per copy.
     pub sources: Vec<u32>,
 }
 
 impl Scheduler {
-    /// Decides the next iteration. One with no chunks is nothing to execute and is not committed, but its
-    /// transfers are to be started all the same.
+    /// Plans the next iteration. A plan without chunks is neither executed nor committed, but its transfers
+    /// are started.
     ///
     /// # Panics
-    /// If as many iterations are in flight as the limits allow: that is a fault of the driver, not of any input.
+    /// If `Limits::depth` iterations are in flight already: a fault of the driver, not of any input.
     pub fn plan(&mut self, now: Time) -> &Iteration {
-        assert!(self.flights.len() < self.limits.depth as usize, "plan was called before a commit was due");
+        assert!(self.launched.len() < self.limits.depth as usize, "plan was called while a commit was due");
         self.iteration.clear();
         self.expire(now);
-        let mut draft = Draft { budget: self.limits.iteration_tokens, ..Draft::default() };
-        self.evict_marked(now, &mut draft);
+        let mut draft = PlanDraft { budget: self.limits.iteration_tokens, ..PlanDraft::default() };
+        self.preempt_marked(now, &mut draft);
         draft.incoming = self.incoming_blocks();
         self.plan_decodes(now, &mut draft);
-        let oldest = self.plan_prefills(now, &mut draft);
+        let first = self.plan_prefills(now, &mut draft);
         self.start_waiting(now, &mut draft);
-        if let Some((index, reserved)) = oldest {
-            // What nobody else took.
+        if let Some((index, reserved)) = first {
+            // The reserved tokens and the rest of the budget go to the first prefill.
             draft.budget += reserved;
-            draft.kept = None;
+            draft.reserved_prefill = None;
             let len = self.prefill_len(index, &draft).max(reserved);
             self.push_prefill(index, len, &mut draft);
         }
-        // Looking for what to keep costs a little: now and then is enough while there is work.
+        // The search for cold blocks costs time, so it runs only every few iterations while there is work.
         if self.iteration.chunks.is_empty() || self.iterations.is_multiple_of(8) {
             self.offload();
         }
         if !self.iteration.chunks.is_empty() {
             self.iterations += 1;
             self.iteration.number = self.iterations;
-            let mut flight = self.spare.pop().unwrap_or_default();
-            flight.number = self.iterations;
-            self.remember(now, &draft);
-            flight.work = draft.work;
-            flight.sources.append(&mut draft.sources);
-            flight.chunks.extend_from_slice(&self.iteration.chunks);
-            self.flights.push_back(flight);
+            let mut launched = self.recycled.pop().unwrap_or_default();
+            launched.number = self.iterations;
+            self.push_history(now, &draft);
+            launched.work = draft.work;
+            launched.sources.append(&mut draft.sources);
+            launched.chunks.extend_from_slice(&self.iteration.chunks);
+            self.launched.push_back(launched);
         }
         if let Some(log) = &mut self.log {
             log.plan(&self.iteration, now);
@@ -81,13 +81,13 @@ impl Scheduler {
         &self.iteration
     }
 
-    /// Adds the iteration just planned to the history.
-    fn remember(&mut self, now: Time, draft: &Draft) {
+    /// Adds the planned iteration to the history.
+    fn push_history(&mut self, now: Time, draft: &PlanDraft) {
         let plan = &self.iteration;
-        // Within a lane the first has waited longest; heads of all lanes are looked at in `start_waiting` anyway.
-        let heads = self.lanes.values().filter_map(|lane| lane.first_key_value());
+        // The head of a flow has waited longest; `start_waiting` visits all heads anyway.
+        let heads = self.flows.values().filter_map(|flow| flow.first_key_value());
         let longest_wait =
-            heads.map(|(_, index)| now.since(self.peek(*index).queued)).max().unwrap_or_default();
+            heads.map(|(_, index)| now.since(self.sequence(*index).queued)).max().unwrap_or_default();
         let load = self.load();
         self.history.push(Step {
             number: plan.number,
@@ -105,10 +105,10 @@ impl Scheduler {
         });
     }
 
-    /// One token for each decoding sequence. Only where blocks are short does the order matter: then the first
-    /// in policy order takes from the last.
-    fn plan_decodes(&mut self, now: Time, draft: &mut Draft) {
-        let short = self.growing() > self.device.free();
+    /// Plans one token for each decoding sequence. The order matters only if blocks are short: then sequences
+    /// are served in policy order and preempt from its end.
+    fn plan_decodes(&mut self, now: Time, draft: &mut PlanDraft) {
+        let short = self.decode_blocks_needed() > self.device.free();
         let mut order = std::mem::take(&mut self.scratch);
         order.clear();
         order.extend(self.running.iter().map(|index| (*index, 0)));
@@ -116,10 +116,10 @@ impl Scheduler {
             order.sort_unstable_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
         }
         for &(index, _) in &order {
-            let sequence = self.peek(index);
-            let State::Decoding { slot } = sequence.state else { continue };
-            if sequence.evicted() || sequence.remaining_tokens == 0 {
-                continue; // gives way, or waits for its last token's commit
+            let sequence = self.sequence(index);
+            let SequenceState::Decoding { slot } = sequence.state else { continue };
+            if sequence.is_marked() || sequence.remaining_tokens == 0 {
+                continue; // its preemption is pending, or its last token is in flight
             }
             if self.is_mutant(Mutant::FirstSkipped) && order.len() > 1 && index == order[0].0 {
                 continue;
@@ -129,7 +129,7 @@ impl Scheduler {
                 continue;
             }
             if !self.is_mutant(Mutant::BudgetIgnoresDecodes) {
-                draft.budget -= 1; // never below zero: `running_max` is at most the budget
+                draft.budget -= 1; // no underflow: `running_max` is at most the budget
             }
             draft.work.add(start, 1);
             self.iteration.decodes += 1;
@@ -138,27 +138,28 @@ impl Scheduler {
         self.scratch = order;
     }
 
-    /// Blocks that the decodes of this step need.
-    pub(super) fn growing(&self) -> u32 {
+    /// Returns the number of new blocks that the decodes of this step need.
+    pub(super) fn decode_blocks_needed(&self) -> u32 {
         let grows = |index: &&u32| {
-            let sequence = self.peek(**index);
-            matches!(sequence.state, State::Decoding { .. })
-                && !sequence.evicted()
+            let sequence = self.sequence(**index);
+            matches!(sequence.state, SequenceState::Decoding { .. })
+                && !sequence.is_marked()
                 && sequence.remaining_tokens > 0
                 && sequence.table.len() as u32 * self.limits.block_tokens <= sequence.computed_tokens
         };
         self.running.iter().filter(grows).count() as u32
     }
 
-    /// Half of the budget is kept for the first prefill in policy order, so that it always gets on; the rest
-    /// goes to the others, the shortest first, so that no short prompt waits behind a long one. Returns the first
-    /// with the tokens kept for it.
-    fn plan_prefills(&mut self, now: Time, draft: &mut Draft) -> Option<(u32, u32)> {
+    /// Plans chunks for the running prefills. Reserves up to half of the budget for the first one in policy
+    /// order, so that it always makes progress; the others share the rest, shortest first, so that short
+    /// prompts do not wait behind long ones. Returns the first prefill and its reserved tokens, which the
+    /// caller plans last.
+    fn plan_prefills(&mut self, now: Time, draft: &mut PlanDraft) -> Option<(u32, u32)> {
         let mut prefilling = std::mem::take(&mut self.scratch);
         prefilling.clear();
         for &index in &self.running {
-            let sequence = self.peek(index);
-            if matches!(sequence.state, State::Prefilling { .. }) && !sequence.evicted() {
+            let sequence = self.sequence(index);
+            if matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked() {
                 prefilling.push((index, sequence.uncomputed()));
             }
         }
@@ -166,90 +167,95 @@ impl Scheduler {
             .iter()
             .copied()
             .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
-        let least = self.least_time(&draft.work, prefilling.len() as u32);
+        let min_time = self.min_step_time(&draft.work, prefilling.len() as u32);
         draft.tight = self.is_tight(&draft.work);
         draft.target =
-            self.limits.step_target.map(|target| if draft.tight { target.max(least) } else { target });
-        let kept = first.map(|(index, _)| {
+            self.limits.step_target.map(|target| if draft.tight { target.max(min_time) } else { target });
+        let reservation = first.map(|(index, _)| {
             let len = self.prefill_len(index, draft);
-            let sequence = self.peek(index);
-            let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
-            let len = len.max(self.cost.chunk_within(&draft.work, start, most, least)).max(1);
+            let sequence = self.sequence(index);
+            let (start, max) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+            let len = len.max(self.cost.chunk_within(&draft.work, start, max, min_time)).max(1);
             let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
-            draft.kept = Some((start, reserved));
+            draft.reserved_prefill = Some((start, reserved));
             (index, reserved)
         });
-        prefilling.retain(|(index, _)| Some(*index) != kept.map(|(first, _)| first));
-        prefilling.sort_by_key(|&(index, uncomputed)| (uncomputed, self.peek(index).arrival));
+        prefilling.retain(|(index, _)| Some(*index) != reservation.map(|(first, _)| first));
+        prefilling.sort_by_key(|&(index, uncomputed)| (uncomputed, self.sequence(index).arrival));
         for &(index, _) in &prefilling {
             let len = self.prefill_len(index, draft);
             self.push_prefill(index, len, draft);
         }
         self.scratch = prefilling;
-        kept
+        reservation
     }
 
-    /// The tokens of a prefill that budget and target allow.
-    pub(super) fn prefill_len(&self, index: u32, draft: &Draft) -> u32 {
-        let sequence = self.peek(index);
-        let (start, most) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+    /// Returns the chunk length of a prefill within token budget and step target.
+    pub(super) fn prefill_len(&self, index: u32, draft: &PlanDraft) -> u32 {
+        let sequence = self.sequence(index);
+        let (start, max) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
         let target = match draft.target {
             Some(target) if self.iteration.decodes > 0 => target,
-            _ => return most, // nobody's inter-token latency is at stake
+            _ => return max, // no decode whose inter-token latency would suffer
         };
         let mut work = draft.work;
-        if let (true, Some((start, len))) = (draft.tight, draft.kept) {
+        if let (true, Some((start, len))) = (draft.tight, draft.reserved_prefill) {
             work.add(start, len);
         }
-        self.cost.chunk_within(&work, start, most, target)
+        self.cost.chunk_within(&work, start, max, target)
     }
 
-    /// Whether the target leaves prompts less time than decodes take.
+    /// Returns true if the step target leaves prefills less time than the decodes take.
     fn is_tight(&self, decodes: &StepWork) -> bool {
         self.limits.step_target.is_some_and(|target| target < 2 * self.cost.step(decodes))
     }
 
-    /// How long a step with these decodes may take for the sake of the first prompt, whatever the target says: a quarter more
-    /// than without it. Where the target is tight, it is the more the more prompts wait for each sequence that decodes, up to
-    /// three times what decodes take, and for all prompts together: else a target that decodes alone come near to, as those of
-    /// a large model do, would keep the device half empty while prompts wait. The bound is one of time rather than of tokens,
-    /// which are dear at the end of a long prompt.
-    fn least_time(&self, decodes: &StepWork, prompts: u32) -> Duration {
-        let crowd = f64::from(PREFILL_WORTH * prompts.max(1)) / f64::from(decodes.sequences.max(1));
-        let share = if self.is_tight(decodes) { crowd.clamp(0.25, PREFILL_MOST) } else { 0.25 };
-        self.cost.longer(decodes, share)
+    /// Returns the step duration allowed beside these decodes regardless of the target, so that prefills make
+    /// progress: 1.25 times the decode time for the first prompt. Under a tight target it grows with the
+    /// ratio of prompts to decodes, to at most `1 + PREFILL_TIME_FACTOR_MAX` times the decode time for all
+    /// prompts together; otherwise a target close to the decode time, as with large models, would leave the
+    /// device half empty while prompts wait. The bound is in time, not tokens, since tokens at the end of a
+    /// long prompt are expensive.
+    fn min_step_time(&self, decodes: &StepWork, prompts: u32) -> Duration {
+        let contention =
+            f64::from(DECODES_PER_PREFILL * prompts.max(1)) / f64::from(decodes.sequences.max(1));
+        let slack =
+            if self.is_tight(decodes) { contention.clamp(0.25, PREFILL_TIME_FACTOR_MAX) } else { 0.25 };
+        self.cost.target_with_slack(decodes, slack)
     }
 
-    /// Tokens of a prompt that a step with these decodes takes, one of so many prompts that wait; at least one.
+    /// Returns the chunk length of a new prompt in a step with these decodes, while `prompts` prompts share
+    /// the steps; at least 1.
     pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
-        let most = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
-        let least = self.cost.chunk_within(decodes, 0, most, self.least_time(decodes, prompts));
+        let max = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
+        let min = self.cost.chunk_within(decodes, 0, max, self.min_step_time(decodes, prompts));
         let within = match self.limits.step_target {
-            Some(target) if decodes.tokens > 0 => self.cost.chunk_within(decodes, 0, most, target),
-            _ => most,
+            Some(target) if decodes.tokens > 0 => self.cost.chunk_within(decodes, 0, max, target),
+            _ => max,
         };
-        within.max(least).max(1)
+        within.max(min).max(1)
     }
 
-    pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut Draft) {
-        let sequence = self.peek(index);
+    /// Adds a prefill chunk of `len` tokens to the plan; no-op for 0.
+    pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut PlanDraft) {
+        let sequence = self.sequence(index);
         let (Some(slot), true) = (sequence.slot(), len > 0) else { return };
         draft.budget -= len;
         draft.work.add(sequence.computed_tokens, len);
         self.push_chunk(index, slot, len);
     }
 
-    /// Plans `len` tokens of a sequence as if they had run: the next plan, made while this one runs, goes on
-    /// from there.
+    /// Adds a chunk to the plan and advances the sequence as if it had run: the next plan, made while this
+    /// iteration is in flight, continues from there.
     fn push_chunk(&mut self, index: u32, slot: u32, len: u32) {
-        let sequence = self.at(index);
+        let sequence = self.sequence_mut(index);
         let start = sequence.computed_tokens;
         sequence.computed_tokens += len;
         sequence.in_flight += 1;
         let samples = sequence.computed_tokens == sequence.known_tokens;
         if samples {
-            sequence.state = State::Decoding { slot };
+            sequence.state = SequenceState::Decoding { slot };
             sequence.known_tokens += 1;
             sequence.remaining_tokens -= 1;
         }

@@ -1,9 +1,9 @@
-//! Random schedules against a model of what is in memory: each token position holds a hash of the whole prefix up to
-//! it, written when an iteration runs and checked when one reads it. A block that is reused too early, shared
-//! wrongly, copied from the wrong place or lost on its way to the host changes what is read.
+//! SequenceModel-based testing with random schedules. The model memory holds at each token position a hash of
+//! the prefix up to it, written when an iteration runs and checked when one reads it. A block that is reused
+//! too early, shared wrongly, copied from the wrong block or lost in a transfer changes the values read.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(dead_code, reason = "each test binary uses a part of the module")]
 
 mod rules;
 
@@ -11,42 +11,43 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
-use inflight_worker_core::policy::{Policy, PolicyKind};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence,
     Outcome, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
 };
 use proptest::prelude::*;
 
-/// One thing that happens.
+/// Operation of a schedule.
 #[derive(Debug, Clone)]
 pub enum Op {
-    Submit(Ask),
+    Submit(TestRequest),
     Cancel {
         pick: usize,
     },
-    /// A sequence is made to give way.
+    /// Forces the preemption of a sequence.
     Preempt {
         pick: usize,
     },
     /// Plans an iteration; the oldest in flight is committed first if there is no room.
     Plan,
-    /// Runs what is in flight, then commits the oldest. `stops` decides, bit by bit, which samples end.
+    /// Runs the iterations in flight, then commits the oldest. Each bit of `stops` decides whether a sample
+    /// ends its sequence.
     Commit {
         stops: u64,
         device_fails: bool,
     },
-    /// A transfer reaches its fence.
+    /// Completes a transfer.
     Fence {
         pick: usize,
         succeeds: bool,
     },
 }
 
-/// A request.
+/// Request of a schedule.
 #[derive(Debug, Clone)]
-pub struct Ask {
-    /// Which of a few long texts the prompt is the beginning of: prompts share prefixes.
+pub struct TestRequest {
+    /// Index of the text that the prompt is a prefix of; prompts of one text share prefixes.
     text: u64,
     known: u32,
     max: u32,
@@ -56,9 +57,9 @@ pub struct Ask {
     choices: u32,
 }
 
-fn ask() -> impl Strategy<Value = Ask> {
+fn request() -> impl Strategy<Value = TestRequest> {
     (0u64..3, 1u32..60, 1u32..40, -1i32..=1, 0u8..3, prop::option::weighted(0.2, 0u64..50), 1u32..=3)
-        .prop_map(|(text, known, max, priority, tenant, deadline_ms, choices)| Ask {
+        .prop_map(|(text, known, max, priority, tenant, deadline_ms, choices)| TestRequest {
             text,
             known,
             max,
@@ -69,10 +70,10 @@ fn ask() -> impl Strategy<Value = Ask> {
         })
 }
 
-/// A strategy.
+/// Generates operations.
 pub fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
-        4 => ask().prop_map(Op::Submit),
+        4 => request().prop_map(Op::Submit),
         1 => any::<usize>().prop_map(|pick| Op::Cancel { pick }),
         1 => any::<usize>().prop_map(|pick| Op::Preempt { pick }),
         8 => Just(Op::Plan),
@@ -82,7 +83,7 @@ pub fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A strategy.
+/// Generates scheduler limits.
 pub fn limits() -> impl Strategy<Value = Limits> {
     (
         (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
@@ -116,7 +117,7 @@ pub fn limits() -> impl Strategy<Value = Limits> {
         )
 }
 
-/// A strategy.
+/// Generates scheduling policies.
 pub fn policy() -> impl Strategy<Value = PolicyKind> {
     prop_oneof![
         Just(PolicyKind::Fcfs),
@@ -130,9 +131,9 @@ fn mix(a: u64, b: u64) -> u64 {
     (a ^ b.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xff51_afd7_ed55_8ccd).rotate_left(31)
 }
 
-/// What the driver knows of a live sequence, kept apart from the scheduler's own books.
+/// SequenceModel of a live sequence, independent of the scheduler's own state.
 #[derive(Debug)]
-struct Model {
+struct SequenceModel {
     tokens: Vec<u32>,
     /// Hash of the prefix up to each position.
     contents: Vec<u64>,
@@ -146,41 +147,42 @@ struct Model {
     seed: u64,
     cancelled: bool,
     slot: Option<u32>,
-    /// Its blocks are on the host, or on their way there.
+    /// Set while swapped out or being swapped out.
     swapped: bool,
-    /// Was preempted and has no slot since.
+    /// Set from a preemption until the next slot.
     preempted: bool,
-    /// Came back from a preemption, and nothing of it was computed since.
-    idle: bool,
-    /// Will give way once it is not in flight.
+    /// Set from a resumption until a token is computed.
+    without_progress: bool,
+    /// Set while its preemption is pending.
     marked: bool,
-    /// Will in any case.
+    /// Set while a forced preemption is pending.
     forced: bool,
-    /// Admissions past it while it was the first of its lane.
-    passed: u32,
+    /// Number of admissions past it while it was the head of its flow.
+    bypass_count: u32,
 }
 
-struct Running {
+/// Iteration in flight, with the block tables at its planning.
+struct ModelIteration {
     number: u64,
     chunks: Vec<(Chunk, Vec<u32>)>,
     copies: Vec<Copy>,
     ran: bool,
 }
 
-/// The scheduler with its driver, its memory and the model of both.
+/// Scheduler under test with a model of its driver and its memory.
 pub struct Harness {
-    /// What is tested.
+    /// Scheduler under test.
     pub scheduler: Scheduler,
-    /// Every plan, as it was made.
+    /// All plans so far.
     plans: Vec<Iteration>,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn SchedulingPolicy>,
     kind: PolicyKind,
-    live: BTreeMap<SequenceId, Model>,
+    live: BTreeMap<SequenceId, SequenceModel>,
     slots: BTreeMap<u32, SequenceId>,
     device: Vec<Vec<u64>>,
     host: Vec<Vec<u64>>,
-    in_flight: VecDeque<Running>,
-    /// With whether they were made already, and for whom.
+    in_flight: VecDeque<ModelIteration>,
+    /// Transfers in flight, whether their copies were made, and their sequences.
     transfers: Vec<(Transfer, bool, Option<SequenceId>)>,
     cached: BTreeMap<(CacheTier, BlockHash), ()>,
     submitted: u64,
@@ -191,9 +193,10 @@ pub struct Harness {
 }
 
 impl Harness {
-    /// An idle one.
+    /// Creates a harness with an idle scheduler.
     pub fn new(limits: Limits, policy: PolicyKind) -> Self {
-        // Copies are cheap in half of the runs and dear in the others, so that both kinds of preemption happen.
+        // Copies are cheap in half of the runs and expensive in the others, so that both preemption modes
+        // occur.
         let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
         let prior = CostPrior::default().with_copies(0.0, copy_block);
         let cost = CostModel::new(prior);
@@ -225,7 +228,7 @@ impl Harness {
         self.scheduler.limits().block_tokens as usize
     }
 
-    fn append(model: &mut Model, token: u32, block_tokens: usize) -> Option<BlockHash> {
+    fn append(model: &mut SequenceModel, token: u32, block_tokens: usize) -> Option<BlockHash> {
         let before = model.contents.last().copied().unwrap_or(u64::from(model.tenant) + 77);
         model.tokens.push(token);
         model.contents.push(mix(before, u64::from(token)));
@@ -235,48 +238,48 @@ impl Harness {
         model.chain.get(known).copied()
     }
 
-    fn submit(&mut self, ask: &Ask) {
+    fn submit(&mut self, request: &TestRequest) {
         self.groups += 1;
-        for choice in 0..ask.choices {
+        for choice in 0..request.choices {
             let limits = *self.scheduler.limits();
-            let mut model = Model {
+            let mut model = SequenceModel {
                 tokens: Vec::new(),
                 contents: Vec::new(),
                 chain: Vec::new(),
-                tenant: ask.tenant,
-                priority: ask.priority,
+                tenant: request.tenant,
+                priority: request.priority,
                 arrival: self.submitted,
                 planned: 0,
-                remaining: ask.max,
-                deadline: ask.deadline_ms.map(|ms| self.now.after(Duration::from_millis(ms))),
+                remaining: request.max,
+                deadline: request.deadline_ms.map(|ms| self.now.after(Duration::from_millis(ms))),
                 seed: mix(self.submitted, u64::from(choice)),
                 cancelled: false,
                 slot: None,
                 swapped: false,
                 preempted: false,
-                idle: false,
+                without_progress: false,
                 marked: false,
                 forced: false,
-                passed: 0,
+                bypass_count: 0,
             };
-            for position in 0..ask.known {
+            for position in 0..request.known {
                 Self::append(
                     &mut model,
-                    mix(ask.text, u64::from(position)) as u32,
+                    mix(request.text, u64::from(position)) as u32,
                     limits.block_tokens as usize,
                 );
             }
-            let fits = ask.known + ask.max <= limits.sequence_tokens_max();
-            let tenant = ask.tenant.to_string();
+            let fits = request.known + request.max <= limits.sequence_tokens_max();
+            let tenant = request.tenant.to_string();
             let new = NewSequence {
-                known_tokens: ask.known,
-                max_tokens: ask.max,
-                priority: ask.priority,
+                known_tokens: request.known,
+                max_tokens: request.max,
+                priority: request.priority,
                 deadline: model.deadline,
                 tenant: &tenant,
                 weight: Weight::default(),
                 hashes: &model.chain,
-                group: (ask.choices > 1).then_some(self.groups),
+                group: (request.choices > 1).then_some(self.groups),
                 order: None,
                 charged_tokens: 0,
             };
@@ -288,7 +291,7 @@ impl Harness {
                 }
                 Err(SubmitError::TooLong { .. }) => assert!(!fits),
                 Err(SubmitError::QueueFull { waiting }) => assert!(waiting >= limits.waiting_max),
-                Err(SubmitError::Empty) => unreachable!("both are at least 1"),
+                Err(SubmitError::Empty) => unreachable!("both lengths are at least 1"),
             }
         }
     }
@@ -300,7 +303,7 @@ impl Harness {
         let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
         self.live.get_mut(&id).unwrap().cancelled = true;
         self.scheduler.cancel(id);
-        self.scheduler.cancel(id); // withdrawing twice is withdrawing once
+        self.scheduler.cancel(id); // cancellation is idempotent
         self.settle();
     }
 
@@ -339,21 +342,21 @@ impl Harness {
             }
         }
         let contents: BTreeMap<_, _> = self.scheduler.cache_contents().map(|block| (block, ())).collect();
-        assert_eq!(contents, self.cached, "whoever joins now is told something else than those who listened");
+        assert_eq!(contents, self.cached, "the cache contents differ from the sum of the events");
         self.scheduler.assert_consistent();
     }
 
-    /// Returns whether there was anything to compute or to move.
+    /// Plans an iteration and checks it. Returns true if there was work or a transfer.
     fn plan(&mut self, eager: bool) -> bool {
         if self.scheduler.in_flight() >= self.scheduler.limits().depth as usize {
             self.commit(0, false);
         }
         self.now = self.now.after(Duration::from_millis(1));
-        let before = self.look();
+        let before = self.snapshot();
         let plan = self.scheduler.plan(self.now).clone();
         self.plans.push(plan.clone());
         self.settle();
-        self.judge(&before, &plan);
+        self.check_plan(&before, &plan);
         let limits = *self.scheduler.limits();
         assert!(plan.tokens() <= limits.iteration_tokens, "the budget is exceeded");
         for Preempted { id, kind, .. } in &plan.preempted {
@@ -362,18 +365,19 @@ impl Harness {
                 victim.planned = 0;
             }
             victim.swapped = *kind == Preemption::Swap;
-            (victim.preempted, victim.idle, victim.marked, victim.forced) = (true, false, false, false);
+            (victim.preempted, victim.without_progress, victim.marked, victim.forced) =
+                (true, false, false, false);
             let priority = victim.priority;
             for (admitted, _) in &plan.admitted {
                 assert!(self.live[admitted].priority > priority, "its class was admitted in the same step");
             }
         }
         for (id, slot) in &plan.admitted {
-            assert!(self.slots.insert(*slot, *id).is_none(), "a slot was given out twice");
+            assert!(self.slots.insert(*slot, *id).is_none(), "a slot was assigned twice");
             let model = self.live.get_mut(id).expect("an ended sequence was admitted");
             assert!(model.slot.replace(*slot).is_none(), "admitted twice");
-            model.idle |= std::mem::take(&mut model.preempted);
-            (model.swapped, model.passed) = (false, 0);
+            model.without_progress |= std::mem::take(&mut model.preempted);
+            (model.swapped, model.bypass_count) = (false, 0);
         }
         for (id, _) in &plan.marked {
             self.live.get_mut(id).expect("an ended sequence was marked").marked = true;
@@ -384,11 +388,11 @@ impl Harness {
         let (mut out, mut back) = (swapped.collect::<VecDeque<_>>(), arriving.collect::<VecDeque<_>>());
         for transfer in &plan.transfers {
             self.swaps += 1;
-            // A copy happens at some moment before its fence: at the first or at the last.
+            // A copy may happen at any time before its fence: at once or at the end.
             if eager {
                 self.run_transfer(transfer);
             }
-            // Blocks of the prefix cache go out last.
+            // Offloads of the prefix cache come last and have no owner.
             let owner = match transfer.direction {
                 Direction::Out => out.pop_front(),
                 Direction::In => back.pop_front(),
@@ -398,11 +402,11 @@ impl Harness {
         let mut seen = BTreeMap::new();
         for chunk in &plan.chunks {
             assert!(seen.insert(chunk.id, ()).is_none(), "a sequence has two chunks");
-            assert_eq!(self.slots.get(&chunk.slot), Some(&chunk.id), "a chunk in another's slot");
+            assert_eq!(self.slots.get(&chunk.slot), Some(&chunk.id), "a chunk in another sequence's slot");
             let held = self.scheduler.block_table(chunk.id).len() as u32 * limits.block_tokens;
             assert!(held >= chunk.start + chunk.len, "the block table is too short");
             let model = self.live.get_mut(&chunk.id).unwrap();
-            assert!(chunk.start >= model.planned, "computed again without a preemption");
+            assert!(chunk.start >= model.planned, "recomputed without a preemption");
             model.planned = chunk.start + chunk.len;
         }
         let moved = !plan.transfers.is_empty() || !plan.preempted.is_empty();
@@ -414,7 +418,7 @@ impl Harness {
         }
         let chunks = plan.chunks.iter().map(|chunk| (*chunk, self.scheduler.block_table(chunk.id).to_vec()));
         let running =
-            Running { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
+            ModelIteration { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
         self.in_flight.push_back(running);
         if eager {
             self.run();
@@ -431,7 +435,7 @@ impl Harness {
         }
     }
 
-    /// Runs everything in flight that has not run.
+    /// Runs all iterations in flight that have not run.
     fn run(&mut self) {
         let block_tokens = self.block_tokens();
         for running in self.in_flight.iter_mut().filter(|running| !running.ran) {
@@ -440,17 +444,17 @@ impl Harness {
                 self.device[copy.to as usize] = self.device[copy.from as usize].clone();
             }
             for (chunk, table) in &running.chunks {
-                // Of a sequence that has ended in the meantime nobody reads the result.
+                // Results of an ended sequence are not read.
                 let Some(model) = self.live.get(&chunk.id) else { continue };
                 for position in 0..(chunk.start + chunk.len) as usize {
-                    // The newest token may be a placeholder that only the device knows yet.
+                    // The newest token may be a placeholder known only to the device.
                     let Some(content) = model.contents.get(position) else { continue };
-                    let place =
+                    let cell =
                         &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
                     if position >= chunk.start as usize {
-                        *place = *content;
+                        *cell = *content;
                     } else {
-                        assert_eq!(place, content, "{:?} reads what is not its own at {position}", chunk.id);
+                        assert_eq!(cell, content, "{:?} reads foreign KV at position {position}", chunk.id);
                     }
                 }
             }
@@ -459,11 +463,11 @@ impl Harness {
 
     fn commit(&mut self, stops: u64, device_fails: bool) {
         let Some(oldest) = self.in_flight.front() else { return };
-        // Only the oldest is sure to have run by its commit; those behind it run when they must.
+        // Only the oldest has certainly run at its commit; later ones run as late as possible.
         let number = oldest.number;
-        let behind: Vec<_> = self.in_flight.drain(1..).collect();
+        let later: Vec<_> = self.in_flight.drain(1..).collect();
         self.run();
-        self.in_flight.extend(behind);
+        self.in_flight.extend(later);
         let Some(oldest) = self.in_flight.pop_front() else { return };
         let nothing = Outcome { verdicts: &[], took: Duration::ZERO };
         assert!(self.scheduler.commit(number + 7, nothing).is_err(), "an unknown iteration was committed");
@@ -475,7 +479,7 @@ impl Harness {
         }
         for (chunk, _) in &oldest.chunks {
             if let Some(model) = self.live.get_mut(&chunk.id) {
-                model.idle = false;
+                model.without_progress = false;
             }
         }
         let block_tokens = self.block_tokens();
@@ -492,12 +496,11 @@ impl Harness {
         let took = Duration::from_micros(100 + 10 * oldest.chunks.len() as u64);
         self.scheduler.commit(number, Outcome { verdicts: &verdicts, took }).unwrap();
         self.settle();
-        // A token that was a placeholder when its iteration was planned is known now, and so is what it writes.
-        self.check_tails();
+        self.fill_placeholders();
     }
 
-    /// Writes what iterations in flight computed for placeholders, once the token is known.
-    fn check_tails(&mut self) {
+    /// Writes the KV computed by iterations in flight for placeholder tokens that are known now.
+    fn fill_placeholders(&mut self) {
         let block_tokens = self.block_tokens();
         for running in self.in_flight.iter().filter(|running| running.ran) {
             for (chunk, table) in &running.chunks {
@@ -519,7 +522,7 @@ impl Harness {
             self.run_transfer(&transfer);
         }
         if !succeeds {
-            // A copy that failed leaves rubbish behind.
+            // A failed copy leaves garbage.
             for (device, host) in &transfer.blocks {
                 match transfer.direction {
                     Direction::Out => self.host[*host as usize].fill(13),
@@ -533,7 +536,7 @@ impl Harness {
             if let Some(model) = owner.and_then(|owner| self.live.get_mut(&owner)) {
                 model.swapped = false;
             }
-            // Whoever it belonged to starts over.
+            // Its sequence starts over.
             for model in self.live.values_mut().filter(|model| model.slot.is_none()) {
                 model.planned = 0;
             }
@@ -547,10 +550,10 @@ impl Harness {
         }
     }
 
-    /// Does one thing.
+    /// Applies an operation; `at` is its position in the schedule.
     pub fn apply(&mut self, at: usize, op: &Op) {
         match op {
-            Op::Submit(ask) => self.submit(ask),
+            Op::Submit(request) => self.submit(request),
             Op::Cancel { pick } => self.cancel(*pick),
             Op::Preempt { pick } => self.preempt(*pick),
             Op::Plan => {
@@ -561,7 +564,7 @@ impl Harness {
         }
     }
 
-    /// Left alone, everything ends.
+    /// Runs until all sequences have ended, then checks counters and the replay of the log.
     pub fn finish(&mut self) {
         let mut steps = 0usize;
         while !self.live.is_empty() || !self.transfers.is_empty() || !self.in_flight.is_empty() {
@@ -581,13 +584,13 @@ impl Harness {
         let plans = replay(&log, |plan, _| replayed.push(plan.clone())).unwrap();
         assert_eq!(plans as usize, self.plans.len());
         assert!(replayed == self.plans, "a replay plans otherwise");
-        // A log that was cut short, as that of a killed process, replays up to there; a spoilt one says so.
+        // A truncated log, as of a killed process, replays up to the truncation; a corrupt one is rejected.
         if plans > 0 {
-            let cut = &log[..log.len() - 3];
-            assert!(replay(cut, |_, _| {}).is_ok_and(|fewer| fewer <= plans));
+            let truncated = &log[..log.len() - 3];
+            assert!(replay(truncated, |_, _| {}).is_ok_and(|fewer| fewer <= plans));
         }
-        let mut spoilt = log;
-        spoilt[3] ^= 1;
-        assert!(replay(&spoilt, |_, _| {}).is_err());
+        let mut corrupt = log;
+        corrupt[3] ^= 1;
+        assert!(replay(&corrupt, |_, _| {}).is_err());
     }
 }

@@ -1,18 +1,18 @@
-//! What every plan must keep, judged from outside, by the driver's own books: who gives way to whom and for what, who
-//! is passed how often, and that the first in order gets on.
+//! Properties of every plan, checked against the model: choice and need of preemptions, bounded bypass, and
+//! progress of the first sequence in policy order.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
-use inflight_worker_core::policy::{PolicyKind, View};
+use inflight_worker_core::policy::{PolicyKind, SequenceView};
 use inflight_worker_core::{Iteration, SequenceId, Time};
 
-use super::{Harness, Model};
+use super::{Harness, SequenceModel};
 
-/// As it was before a plan.
-pub(super) struct Before {
-    /// Those with a slot and blocks at hand, with the number of these.
+/// Snapshot of the model before a plan.
+pub(super) struct ModelSnapshot {
+    /// Sequences with a slot and blocks on the device, with their number of blocks.
     ran: BTreeMap<SequenceId, u32>,
     waiting: BTreeSet<SequenceId>,
     in_flight: BTreeSet<SequenceId>,
@@ -25,19 +25,19 @@ pub(super) struct Before {
 }
 
 impl Harness {
-    pub(super) fn look(&self) -> Before {
+    pub(super) fn snapshot(&self) -> ModelSnapshot {
         let table = |id: SequenceId| self.scheduler.block_table(id).len() as u32;
         let running = self.live.iter().filter(|(id, model)| model.slot.is_some() && table(**id) > 0);
         let waiting = self.live.iter().filter(|(_, model)| model.slot.is_none() && !model.swapped);
         let chunks = self.in_flight.iter().flat_map(|running| &running.chunks);
         let load = self.scheduler.load();
         let tenants = self.scheduler.tenants().iter();
-        Before {
+        ModelSnapshot {
             ran: running.map(|(id, _)| (*id, table(*id))).collect(),
             waiting: waiting.map(|(id, _)| *id).collect(),
             in_flight: chunks.map(|(chunk, _)| chunk.id).collect(),
             services: tenants.map(|(name, service, _)| (name.to_owned(), service)).collect(),
-            // No policy looks at the name itself.
+            // Policies do not use the name of a tenant.
             tenant: TenantService::new(TokenCost::default(), 1).arrive("", Weight::default()),
             free: load.blocks - load.blocks_used,
             free_slots: self.scheduler.limits().running_max - self.slots.len() as u32,
@@ -46,27 +46,27 @@ impl Harness {
         }
     }
 
-    /// Judges a plan. The books are still those from before it, less what ended in it.
-    pub(super) fn judge(&mut self, before: &Before, plan: &Iteration) {
+    /// Checks a plan. The model is in the state before the plan, without the sequences that ended in it.
+    pub(super) fn check_plan(&mut self, before: &ModelSnapshot, plan: &Iteration) {
         if self.now > Time::from_nanos(5_000_000_000) {
-            return; // ageing would begin, which these books do not keep
+            return; // aging would begin, which the model does not implement
         }
-        // Giving way may lift a tenant's counter in the middle of the plan, and change the order.
+        // A preemption may raise a tenant's virtual time within the plan, and so change the order.
         if self.kind != PolicyKind::Fair || plan.preempted.is_empty() {
-            self.check_passes(before, plan);
+            self.check_bypasses(before, plan);
             self.check_first(before, plan);
         }
         self.check_victims(before, plan);
         let waits = before.waiting.iter().any(|id| self.live.contains_key(id));
         let starts = plan.admitted.iter().any(|(id, _)| before.waiting.contains(id));
-        assert!(!waits || starts || plan.blocked.is_some(), "nobody starts, and the plan does not say why");
+        assert!(!waits || starts || plan.blocked.is_some(), "no admission, and the plan gives no reason");
         for (id, model) in &mut self.live {
             model.marked &= before.in_flight.contains(id);
         }
     }
 
-    fn compare(&self, before: &Before, a: &Model, b: &Model) -> Ordering {
-        let view = |model: &Model| View {
+    fn compare(&self, before: &ModelSnapshot, a: &SequenceModel, b: &SequenceModel) -> Ordering {
+        let view = |model: &SequenceModel| SequenceView {
             priority: model.priority,
             arrival: model.arrival,
             tokens: model.tokens.len() as u32 + model.remaining,
@@ -77,111 +77,122 @@ impl Harness {
         self.policy.compare(&view(a), &view(b))
     }
 
-    /// The first of a lane is passed by at most `bypass_max` admissions, and by one where it waits to share a prefix.
-    fn check_passes(&mut self, before: &Before, plan: &Iteration) {
-        let most = self.scheduler.limits().bypass_max.max(1);
+    /// Checks that the head of a flow is bypassed at most `max(bypass_max, 1)` times.
+    fn check_bypasses(&mut self, before: &ModelSnapshot, plan: &Iteration) {
+        let max = self.scheduler.limits().bypass_max.max(1);
         let waiting = || before.waiting.iter().filter_map(|id| Some((*id, self.live.get(id)?)));
-        let mut passed = Vec::new();
+        let mut bypassed = Vec::new();
         for (id, model) in waiting() {
-            let ahead_in_lane = |other: &Model| {
+            let ahead_in_flow = |other: &SequenceModel| {
                 (other.tenant, other.priority) == (model.tenant, model.priority)
                     && other.arrival < model.arrival
             };
-            if waiting().any(|(_, other)| ahead_in_lane(other)) || plan.admitted.iter().any(|(a, _)| *a == id)
+            if waiting().any(|(_, other)| ahead_in_flow(other)) || plan.admitted.iter().any(|(a, _)| *a == id)
             {
                 continue;
             }
             let admitted = plan.admitted.iter().filter(|(id, _)| before.waiting.contains(id));
             let later =
                 admitted.filter(|(id, _)| self.compare(before, model, &self.live[id]).is_lt()).count();
-            passed.push((id, later as u32));
+            bypassed.push((id, later as u32));
         }
-        for (id, times) in passed {
-            let model = self.live.get_mut(&id).expect("it was there");
-            model.passed += times;
-            assert!(model.passed <= most, "{id:?} was passed {} times, more than {most}", model.passed);
+        for (id, times) in bypassed {
+            let model = self.live.get_mut(&id).expect("taken from `live` above");
+            model.bypass_count += times;
+            let count = model.bypass_count;
+            assert!(count <= max, "{id:?} was bypassed {count} times, more than {max}");
         }
     }
 
-    /// Where nothing is on its way, the first in order of those that run gets on.
-    fn check_first(&self, before: &Before, plan: &Iteration) {
+    /// Checks that the first running sequence in policy order makes progress if nothing is in flight.
+    fn check_first(&self, before: &ModelSnapshot, plan: &Iteration) {
         if before.transfers || !plan.transfers.is_empty() || !before.in_flight.is_empty() {
             return;
         }
         let running = before.ran.keys().filter_map(|id| Some((id, self.live.get(id)?)));
         let Some((first, _)) = running.min_by(|a, b| self.compare(before, a.1, b.1)) else { return };
-        let gave_way = plan.preempted.iter().any(|one| one.id == *first);
-        let gets_on = plan.chunks.iter().any(|chunk| chunk.id == *first);
-        assert!(gets_on || gave_way, "{first:?} is the first in order and gets nothing: {plan:?}");
+        let preempted = plan.preempted.iter().any(|one| one.id == *first);
+        let progresses = plan.chunks.iter().any(|chunk| chunk.id == *first);
+        assert!(progresses || preempted, "{first:?} is the first in order and gets no token: {plan:?}");
     }
 
-    fn check_victims(&self, before: &Before, plan: &Iteration) {
+    /// Checks that each preemption has a valid victim and beneficiary, is needed, and lets the beneficiary
+    /// proceed.
+    fn check_victims(&self, before: &ModelSnapshot, plan: &Iteration) {
         let limits = self.scheduler.limits();
         let preempted = |id: &SequenceId| plan.preempted.iter().any(|one| one.id == *id);
         let planned = |id: &SequenceId| plan.chunks.iter().any(|chunk| chunk.id == *id);
         let order_holds = self.kind != PolicyKind::Fair || plan.preempted.len() == 1;
         for one in &plan.preempted {
-            let (Some(victim), Some(needy)) = (self.live.get(&one.id), self.live.get(&one.needy)) else {
+            let (Some(victim), Some(beneficiary)) = (self.live.get(&one.id), self.live.get(&one.beneficiary))
+            else {
                 panic!("{one:?}: one of them has ended");
             };
-            let goes_after = |other: &Model| self.compare(before, needy, other).is_lt();
-            let itself = one.id == one.needy;
+            let goes_after = |other: &SequenceModel| self.compare(before, beneficiary, other).is_lt();
+            let itself = one.id == one.beneficiary;
             if itself && victim.forced {
                 continue;
             }
             assert!(
                 itself || !order_holds || goes_after(victim),
-                "{one:?}: it goes before whom it gives way to"
+                "{one:?}: the victim goes before the beneficiary"
             );
-            let displaced = before.waiting.contains(&one.needy);
+            let for_admission = before.waiting.contains(&one.beneficiary);
             let threshold = i64::from(limits.preemption_threshold);
-            let displaceable =
-                |other: &Model| i64::from(other.priority) <= i64::from(needy.priority) - threshold;
-            assert!(!displaced || displaceable(victim), "{one:?}: it is as important");
+            let outranked = |other: &SequenceModel| {
+                i64::from(other.priority) <= i64::from(beneficiary.priority) - threshold
+            };
+            assert!(!for_admission || outranked(victim), "{one:?}: the victim's priority is not low enough");
 
-            // What it gives way for is really lacking.
+            // The beneficiary really lacks blocks or a slot.
             let block = limits.block_tokens;
             let grows = |(id, held): (&SequenceId, &u32)| {
                 self.live.get(id).is_some_and(|model| model.remaining > 0 && model.planned + 1 > held * block)
             };
             let wanted = before.ran.iter().filter(|one| grows(*one)).count() as u32;
             let reserves =
-                |model: &Model| limits.admission_blocks(model.tokens.len() as u32, model.remaining);
+                |model: &SequenceModel| limits.admission_blocks(model.tokens.len() as u32, model.remaining);
             let admitted = || plan.admitted.iter().filter_map(|(id, _)| self.live.get(id));
-            // Others may have started ahead of it in this very plan.
-            let admission = reserves(needy) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
+            // Others may have been admitted before it in this plan.
+            let admission =
+                reserves(beneficiary) + limits.watermark_blocks + admitted().map(reserves).sum::<u32>();
             let slots = before.free_slots.saturating_sub(admitted().count() as u32);
-            let lacks = match displaced {
+            let lacks = match for_admission {
                 true => slots == 0 || wanted + admission > before.free,
                 false => wanted > before.free,
             };
             assert!(
                 lacks || self.ended > before.ended,
-                "{one:?}: nothing is lacking, {} are free",
+                "{one:?}: the beneficiary lacks nothing, {} blocks are free",
                 before.free
             );
 
-            // It has got on since it came back, or nobody else could give way.
+            // The victim has made progress since its resumption, or there was no other candidate.
             let candidate = |(id, _): (&SequenceId, &u32)| {
                 let Some(other) = self.live.get(id) else { return false };
-                let flying = before.in_flight.contains(id);
+                let in_flight = before.in_flight.contains(id);
                 let leaves = plan.marked.iter().any(|(marked, _)| marked == id)
                     || other.forced
-                    || other.marked && flying;
-                let idle = other.idle && !flying;
-                let eligible = !displaced || displaceable(other);
-                *id != one.needy && !preempted(id) && !leaves && !idle && eligible && goes_after(other)
+                    || other.marked && in_flight;
+                let no_progress = other.without_progress && !in_flight;
+                let eligible = !for_admission || outranked(other);
+                *id != one.beneficiary
+                    && !preempted(id)
+                    && !leaves
+                    && !no_progress
+                    && eligible
+                    && goes_after(other)
             };
-            let idle = victim.idle && !before.in_flight.contains(&one.id);
-            if idle && order_holds {
+            let no_progress = victim.without_progress && !before.in_flight.contains(&one.id);
+            if no_progress && order_holds {
                 let other = before.ran.iter().find(|one| candidate(*one));
-                assert!(other.is_none(), "{one:?}: it has not got on since it came back, but {other:?} has");
+                assert!(other.is_none(), "{one:?}: no progress since its resumption, but {other:?} has");
             }
 
-            // And not in vain: whom it gave way to gets on, unless something is still on its way.
-            let on_its_way = before.transfers || !plan.transfers.is_empty() || !before.in_flight.is_empty();
-            let served = planned(&one.needy) || preempted(&one.needy);
-            assert!(served || displaced || on_its_way, "{one:?}: it gave way in vain");
+            // The beneficiary proceeds, unless a transfer or iteration is still in flight.
+            let pending = before.transfers || !plan.transfers.is_empty() || !before.in_flight.is_empty();
+            let served = planned(&one.beneficiary) || preempted(&one.beneficiary);
+            assert!(served || for_admission || pending, "{one:?}: the beneficiary does not proceed");
         }
     }
 }

@@ -1,6 +1,8 @@
+//! Seeds of randomized tests.
+
 use std::ops::Range;
 
-/// `INFLIGHT_SEEDS=FIRST..END` asks for other seeds than the two that every run tries.
+/// Returns the seeds of `INFLIGHT_SEEDS=FIRST..END`, or two default seeds.
 pub fn seeds() -> Range<u64> {
     let parse = |text: String| {
         let (first, end) = text.split_once("..")?;

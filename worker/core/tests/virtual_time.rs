@@ -1,4 +1,4 @@
-//! What routers say of a request's turn, and what a scheduler says of the service it gave.
+//! Virtual start times from routers, and reported service.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -10,7 +10,7 @@ use inflight_worker_core::{
     CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, SequenceId, Time, Verdict,
 };
 
-/// A scheduler that runs one sequence at a time.
+/// Returns a scheduler with one slot.
 fn scheduler() -> Scheduler {
     let limits = Limits { waiting_max: 100, sequence_tokens: 1000, ..Limits::new(16, 100, 1, 256) };
     let tenants = TenantService::new(TokenCost::default(), 10);
@@ -33,7 +33,7 @@ fn submit(scheduler: &mut Scheduler, tenant: &str, order: u64, charged_tokens: u
     scheduler.submit(new, Time::ZERO).unwrap()
 }
 
-/// Runs to the end; the order in which sequences began.
+/// Runs until idle. Returns the sequences in order of their first chunk.
 fn run(scheduler: &mut Scheduler) -> Vec<SequenceId> {
     let mut began = Vec::new();
     while !scheduler.is_idle() {
@@ -55,34 +55,35 @@ fn run(scheduler: &mut Scheduler) -> Vec<SequenceId> {
 }
 
 #[test]
-fn those_that_wait_begin_in_the_routers_order_whatever_their_tenants_had_here() {
+fn waiting_sequences_start_in_order_of_virtual_start_time() {
     let mut scheduler = scheduler();
     let heavy_here = submit(&mut scheduler, "a", 0, 0);
     assert_eq!(run(&mut scheduler), [heavy_here]);
-    // By what tenants had here, c would go before a.
+    // By service on this worker, c would go before a.
     let third = submit(&mut scheduler, "c", 9_000, 0);
     let second = submit(&mut scheduler, "b", 5_000, 0);
     let first = submit(&mut scheduler, "a", 4_000, 0);
-    // Within a tenant by arrival, even where another router thinks otherwise.
+    // Within a tenant by arrival, whatever virtual start time a router sends.
     let fourth = submit(&mut scheduler, "c", 1_000, 0);
     assert_eq!(run(&mut scheduler), [first, second, third, fourth]);
     assert_eq!(scheduler.begun(), Service::from_thousandths(9_000));
 }
 
 #[test]
-fn service_is_reported_once_for_each_token_and_not_for_prompts_charged_elsewhere() {
+fn service_is_reported_once_per_token_and_not_for_prompts_charged_before() {
     let mut scheduler = scheduler();
     submit(&mut scheduler, "a", 0, 0);
     submit(&mut scheduler, "b", 0, 10);
     run(&mut scheduler);
-    let told: Vec<_> =
+    let charged: Vec<_> =
         scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
-    // Ten prompt tokens at 1 and two made at 2; the second was resumed.
-    assert_eq!(told, [("a".to_owned(), 14), ("b".to_owned(), 4)]);
+    // Ten prompt tokens at cost 1 and two output tokens at cost 2; the prompt of the second was charged
+    // before.
+    assert_eq!(charged, [("a".to_owned(), 14), ("b".to_owned(), 4)]);
     assert_eq!(scheduler.drain_charged().count(), 0, "nothing is new");
     submit(&mut scheduler, "a", 0, 0);
     run(&mut scheduler);
-    let told: Vec<_> =
+    let charged: Vec<_> =
         scheduler.drain_charged().map(|(name, charged)| (name.to_owned(), charged.cost)).collect();
-    assert_eq!(told, [("a".to_owned(), 28)], "the sum goes on");
+    assert_eq!(charged, [("a".to_owned(), 28)], "charges accumulate");
 }

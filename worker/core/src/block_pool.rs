@@ -1,3 +1,5 @@
+//! KV block pool with reference counts and a prefix cache: LRU eviction over intrusive free lists.
+
 use inflight_contract::BlockHash;
 
 use crate::hash_index::HashIndex;
@@ -5,64 +7,65 @@ use crate::hash_index::HashIndex;
 /// Index of a KV block in its pool.
 pub type Block = u32;
 
-/// No block: the ends of the free list.
+/// Null block index, at the ends of a free list.
 const NONE: Block = Block::MAX;
 
 #[derive(Debug, Clone, Copy)]
-struct Meta {
-    /// Owners: tables and transfers.
+struct BlockMeta {
+    /// Reference count: block tables and transfers that own the block.
     refs: u32,
-    /// Set while the content can be found again.
+    /// Hash of the content while it is in the prefix cache.
     hash: Option<BlockHash>,
-    /// When it was last freed, on the pool's own count.
+    /// Value of the pool's free counter when the block was last freed.
     freed: u64,
-    /// Neighbours in its free list; meaningful while `refs` is 0.
+    /// Neighbours in the free list; valid while `refs` is 0.
     prev: Block,
     next: Block,
 }
 
-/// Ends of a free list: blocks are taken at the head.
+/// Ends of a doubly linked free list; blocks are allocated from the head.
 #[derive(Debug, Clone, Copy)]
-struct List {
+struct FreeList {
     head: Block,
     tail: Block,
 }
 
-impl List {
+impl FreeList {
     const EMPTY: Self = Self { head: NONE, tail: NONE };
 }
 
-/// Which pool a block of the prefix cache is in.
+/// Pool that holds a block of the prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheTier {
-    /// The device's.
+    /// Device pool.
     Device,
-    /// The host's.
+    /// Host pool.
     Host,
 }
 
-/// A change of what the pool can find again, for routers.
+/// Change of the prefix cache, reported to routers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheEvent {
-    /// A block with this hash can be shared.
+    /// A block with this hash was added.
     Stored(BlockHash),
-    /// It is gone.
+    /// The block with this hash was removed.
     Removed(BlockHash),
 }
 
-/// A pool of KV blocks: who owns which, and which content can be found again.
+/// Pool of KV blocks: owners of each block, and the prefix cache.
 ///
-/// The free blocks with content *are* the cache: a block without owners keeps its content and its hash until it is taken
-/// for something else, the least recently freed first. Blocks whose content cannot be found again are taken before
-/// any of those. Tables are released from their end, so that the tails of prefixes are evicted before their heads.
+/// The prefix cache consists of the blocks with a hash. A block without owners keeps content and hash until
+/// it is allocated again. Allocation takes blocks without a hash first, then evicts the least recently freed
+/// one. Tables are released from their end, so that the tails of prefixes are evicted before their heads.
 ///
-/// **Invariants**: free + owned = total after every call; a block is in a free list exactly while it has no
-/// owner: in `cached`, by the time it was freed, if it has a hash, else in `empty`; `index` holds exactly the hashes of the blocks that have one, so no two blocks have the same.
+/// **Invariants**: free + owned = total after every call. A block is in a free list exactly while it has no
+/// owner: in `cached`, ordered by the time of its release, if it has a hash, else in `empty`. `index` holds
+/// exactly the hashes of the blocks that have one, so hashes are unique.
 #[derive(Debug)]
 pub struct BlockPool {
-    meta: Vec<Meta>,
-    empty: List,
-    cached: List,
+    meta: Vec<BlockMeta>,
+    empty: FreeList,
+    cached: FreeList,
     free: u32,
     frees: u64,
     index: HashIndex,
@@ -70,66 +73,67 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
-    /// A pool of `total` free blocks, none of which has content.
+    /// Creates a pool of `total` free blocks with an empty cache.
     pub fn new(total: u32) -> Self {
-        let unused = Meta { refs: 0, hash: None, freed: 0, prev: NONE, next: NONE };
+        let unused = BlockMeta { refs: 0, hash: None, freed: 0, prev: NONE, next: NONE };
         let mut pool = Self {
             meta: vec![unused; total as usize],
-            empty: List::EMPTY,
-            cached: List::EMPTY,
+            empty: FreeList::EMPTY,
+            cached: FreeList::EMPTY,
             free: 0,
             frees: 0,
             index: HashIndex::new(total),
             events: Vec::new(),
         };
-        // Low indices first: a lightly used pool stays small in memory.
+        // Low indices first, so that a lightly used pool touches little memory.
         (0..total).rev().for_each(|block| pool.link(block, NONE));
         pool
     }
 
-    /// All blocks.
+    /// Returns the number of blocks in the pool.
     pub fn total(&self) -> u32 {
         self.meta.len() as u32
     }
 
-    /// Blocks without an owner, those with content that can be found again included.
+    /// Returns the number of blocks without an owner, cached ones included.
     pub fn free(&self) -> u32 {
         self.free
     }
 
-    /// Blocks with an owner.
+    /// Returns the number of blocks with an owner.
     pub fn used(&self) -> u32 {
         self.total() - self.free
     }
 
-    /// Blocks whose content can be found again, owned or not.
+    /// Returns the number of blocks in the prefix cache, owned or not.
     pub fn cached(&self) -> u32 {
         self.index.len()
     }
 
-    /// All content that can be found again: at most one entry for each block of the pool.
+    /// Returns the hashes of all blocks in the prefix cache; at most one per block of the pool.
     pub fn contents(&self) -> impl Iterator<Item = BlockHash> + '_ {
         self.index.iter().map(|(hash, _)| hash)
     }
 
-    /// Owners of a block.
+    /// Returns the reference count of a block.
     pub fn owners(&self, block: Block) -> u32 {
         self.meta[block as usize].refs
     }
 
-    /// Takes a free block, forgetting its content. Its one owner is the caller.
+    /// Allocates a free block to the caller, evicting its content from the cache; `None` if no block is free.
     pub fn take(&mut self) -> Option<Block> {
         let block = if self.empty.head == NONE { self.cached.head } else { self.empty.head };
         if block == NONE {
             return None;
         }
         self.unlink(block);
-        self.forget(block);
+        self.uncache(block);
         self.meta[block as usize].refs = 1;
         Some(block)
     }
 
-    /// Takes blocks until `table` has `len` of them; takes none if there are too few.
+    /// Allocates blocks until `table` has `len` of them. Returns false and allocates none if too few are
+    /// free.
     pub fn extend(&mut self, table: &mut Vec<Block>, len: u32) -> bool {
         let missing = (len as usize).saturating_sub(table.len());
         if missing > self.free as usize {
@@ -141,12 +145,12 @@ impl BlockPool {
         true
     }
 
-    /// The block with this content, if there is one.
+    /// Returns the cached block with this hash.
     pub fn lookup(&self, hash: BlockHash) -> Option<Block> {
         self.index.get(hash)
     }
 
-    /// Adds an owner to a block that `lookup` found or that another table holds.
+    /// Adds an owner to a block that is cached or in another table.
     pub fn share(&mut self, block: Block) {
         if self.meta[block as usize].refs == 0 {
             self.unlink(block);
@@ -154,11 +158,10 @@ impl BlockPool {
         self.meta[block as usize].refs += 1;
     }
 
-    /// Makes the content of an owned block findable. Where another block has the same content already, that one
-    /// stays the one to be found.
+    /// Adds an owned block to the prefix cache. No-op if another block has the same hash already.
     pub fn seal(&mut self, block: Block, hash: BlockHash) {
         let meta = &mut self.meta[block as usize];
-        debug_assert!(meta.refs > 0, "only an owner knows the content");
+        debug_assert!(meta.refs > 0, "a block without an owner was sealed");
         if meta.hash.is_some() {
             return;
         }
@@ -168,13 +171,13 @@ impl BlockPool {
         }
     }
 
-    /// Gives up one ownership of a block.
+    /// Releases one reference to a block.
     ///
     /// # Panics
-    /// If it has no owner: it was given back twice.
+    /// If the block has no owner (double release).
     pub fn release(&mut self, block: Block) {
         let meta = &mut self.meta[block as usize];
-        assert!(meta.refs > 0, "block {block} was given back twice");
+        assert!(meta.refs > 0, "block {block} was released twice");
         meta.refs -= 1;
         if meta.refs > 0 {
             return;
@@ -185,22 +188,22 @@ impl BlockPool {
         self.link(block, after);
     }
 
-    /// Gives up one ownership of a block that was borrowed only to be copied: if it was the last, the block goes back
-    /// to where it was among the free ones.
+    /// Releases a reference that was taken only to copy the block. If it was the last one, the block returns
+    /// to its previous position in the eviction order.
     ///
     /// # Panics
-    /// As [`BlockPool::release`].
+    /// If the block has no owner (double release).
     pub fn release_cold(&mut self, block: Block) {
         let meta = &mut self.meta[block as usize];
-        assert!(meta.refs > 0, "block {block} was given back twice");
+        assert!(meta.refs > 0, "block {block} was released twice");
         meta.refs -= 1;
         if meta.refs > 0 {
             return;
         }
-        let Meta { freed, hash, .. } = *meta;
+        let BlockMeta { freed, hash, .. } = *meta;
         let mut after = NONE;
         if hash.is_some() {
-            // It was near the head, so this walk is short.
+            // The block was near the head, so the search is short.
             let mut next = self.cached.head;
             while next != NONE && self.meta[next as usize].freed < freed {
                 after = next;
@@ -210,7 +213,7 @@ impl BlockPool {
         self.link(block, after);
     }
 
-    /// The free blocks whose content can be found again, the next to be taken first.
+    /// Returns the free cached blocks in eviction order.
     pub fn cold(&self) -> impl Iterator<Item = (Block, BlockHash)> + '_ {
         let first = (self.cached.head != NONE).then_some(self.cached.head);
         let links = std::iter::successors(first, |block| {
@@ -220,43 +223,44 @@ impl BlockPool {
         links.filter_map(|block| self.meta[block as usize].hash.map(|hash| (block, hash)))
     }
 
-    /// Gives up all blocks of a table, from its end.
+    /// Releases all blocks of a table, from its end.
     pub fn release_table(&mut self, table: &mut Vec<Block>) {
         while let Some(block) = table.pop() {
             self.release(block);
         }
     }
 
-    /// Forgets all content that can be found again.
+    /// Removes all blocks from the prefix cache.
     pub fn clear_cache(&mut self) {
         for block in 0..self.total() {
-            let Meta { refs, hash, .. } = self.meta[block as usize];
+            let BlockMeta { refs, hash, .. } = self.meta[block as usize];
             if hash.is_none() {
                 continue;
             }
             if refs == 0 {
                 self.unlink(block);
             }
-            self.forget(block);
+            self.uncache(block);
             if refs == 0 {
                 self.link(block, NONE);
             }
         }
     }
 
-    /// Takes the changes since the last call, in order.
+    /// Drains the cache changes since the last call, in order.
     pub fn drain_events(&mut self) -> impl Iterator<Item = CacheEvent> + '_ {
         self.events.drain(..)
     }
 
-    fn forget(&mut self, block: Block) {
+    /// Removes a block from the prefix cache, if it is there.
+    fn uncache(&mut self, block: Block) {
         if let Some(hash) = self.meta[block as usize].hash.take() {
             self.index.remove(hash);
             self.events.push(CacheEvent::Removed(hash));
         }
     }
 
-    /// Puts a block without owners into its list, behind `after` or, if that is no block, at the head.
+    /// Inserts a block without owners into its free list behind `after`, or at the head if `after` is `NONE`.
     fn link(&mut self, block: Block, after: Block) {
         let list = if self.meta[block as usize].hash.is_some() { &mut self.cached } else { &mut self.empty };
         let next = match after {
@@ -272,8 +276,9 @@ impl BlockPool {
         self.free += 1;
     }
 
+    /// Removes a block from its free list.
     fn unlink(&mut self, block: Block) {
-        let Meta { prev, next, hash, .. } = self.meta[block as usize];
+        let BlockMeta { prev, next, hash, .. } = self.meta[block as usize];
         let list = if hash.is_some() { &mut self.cached } else { &mut self.empty };
         match prev {
             NONE => list.head = next,
@@ -286,10 +291,11 @@ impl BlockPool {
         self.free -= 1;
     }
 
-    /// Checks the structure against the owners that tables and transfers claim: `claims[block]` is their number.
+    /// Checks the pool's invariants. `claims[block]` is the number of references held by tables and
+    /// transfers.
     ///
     /// # Panics
-    /// If an invariant is broken.
+    /// If an invariant is violated.
     pub fn assert_consistent(&self, claims: &[u32]) {
         for (block, meta) in self.meta.iter().enumerate() {
             assert_eq!(meta.refs, claims[block], "owners of block {block}");
@@ -332,13 +338,13 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_of_a_prefix_is_evicted_before_its_head_and_nothing_findable_before_the_rest() {
+    fn a_prefix_is_evicted_from_its_tail_and_after_uncached_blocks() {
         let mut pool = BlockPool::new(4);
         let mut table = Vec::new();
         assert!(pool.extend(&mut table, 3));
         let prefix = table.clone();
-        for (place, block) in table.iter().enumerate() {
-            pool.seal(*block, hash(place as u128));
+        for (position, block) in table.iter().enumerate() {
+            pool.seal(*block, hash(position as u128));
         }
         pool.release_table(&mut table);
         assert_eq!(pool.free(), 4);
@@ -349,12 +355,12 @@ mod tests {
     }
 
     #[test]
-    fn borrowing_cold_blocks_does_not_change_who_is_taken_next() {
+    fn borrowing_cold_blocks_does_not_change_the_eviction_order() {
         let filled = || {
             let mut pool = BlockPool::new(6);
             let mut table = Vec::new();
             assert!(pool.extend(&mut table, 4));
-            (0..4).for_each(|place| pool.seal(table[place], hash(place as u128)));
+            (0..4).for_each(|position| pool.seal(table[position], hash(position as u128)));
             pool.release_table(&mut table);
             pool
         };
@@ -362,15 +368,15 @@ mod tests {
         for borrowed in [vec![0, 1], vec![1, 0], vec![2], vec![3, 1, 0], vec![0, 1, 2, 3]] {
             let mut pool = filled();
             let cold: Vec<Block> = pool.cold().map(|(block, _)| block).collect();
-            borrowed.iter().for_each(|place| pool.share(cold[*place]));
-            borrowed.iter().for_each(|place| pool.release_cold(cold[*place]));
+            borrowed.iter().for_each(|position| pool.share(cold[*position]));
+            borrowed.iter().for_each(|position| pool.release_cold(cold[*position]));
             assert_eq!(taken(pool), taken(filled()), "{borrowed:?}");
         }
     }
 
     proptest! {
         #[test]
-        fn the_books_agree_with_a_naive_model(ops in prop::collection::vec((0u8..5, any::<u32>()), 0..300)) {
+        fn the_pool_agrees_with_a_naive_model(ops in prop::collection::vec((0u8..5, any::<u32>()), 0..300)) {
             let mut pool = BlockPool::new(12);
             let mut owned: Vec<Block> = Vec::new();
             let mut found: BTreeMap<BlockHash, Block> = BTreeMap::new();

@@ -1,29 +1,29 @@
-//! What went wrong in other engines, each kind of fault as the proof that it can't happen here.
+//! Faults known from other engines, each with the test that excludes it.
 //!
-//! | kind of fault | proof |
+//! | fault | test |
 //! |---|---|
-//! | a block is reused while a step that uses it is in flight | `properties`: `every_schedule_conserves_blocks_and_ends_each_sequence_once` (contents are checked), mutant `FreeBeforeFence` |
-//! | whoever waits for a fence preempts, and again, and nobody gets on | `properties` (`check_victims` in `harness/rules.rs`), mutants `NoProgressForgotten`, `MarkNotRechecked` |
-//! | a preempted sequence's late result is taken for the next one's | [`a_sequence_in_flight_gives_way_only_when_its_step_has_run`]; worker: `whatever_the_schedule_every_choice_gets_the_tokens_it_gets_alone` at depth 2 |
-//! | loads that are parked hold the whole pool | [`loads_under_way_never_stop_who_runs`] |
-//! | blocks leak where a request ends in the middle of a transfer | [`a_sequence_that_ends_in_any_transfer_gives_everything_back`] |
-//! | what gave way is put back into the queue that is being drained | [`who_gives_way_does_not_start_again_in_the_same_step`] |
-//! | sequences that decode well are preempted to sort lengths | [`sequences_of_any_length_decode_together_while_blocks_suffice`] |
-//! | the oldest is evicted | `properties` (`check_victims`), mutant `VictimOldest` |
-//! | the loop ends while sequences are swapped out | [`who_is_swapped_out_comes_back_when_all_others_are_gone`] |
-//! | a cool-down by the wall clock | [`the_cool_down_counts_steps_whatever_the_clock_says`] |
-//! | the last sequence left preempts itself | [`the_last_one_left_has_the_whole_pool_and_never_gives_way`] |
-//! | a swap is copied into something temporary and lost | `properties` (contents are checked over both pools); worker: `scarcity_never_changes_the_answer` |
-//! | a long prompt blocks all short ones | [`short_prompts_overtake_a_long_one_that_came_first`] |
-//! | the important wait because all slots are taken | [`a_more_important_request_gets_a_slot_when_all_are_taken`] |
-//! | cold requests starve behind those with cached prefixes | [`a_cold_request_is_passed_a_bounded_number_of_times`], `bounded_wait` |
-//! | victims are chosen without regard to what they cost | [`of_another_tenants_sequences_the_cheapest_gives_way`] |
-//! | a preempted request loses its place | [`who_gave_way_starts_before_those_that_came_later`] |
-//! | filling memory to the brim, and preempting all the time | [`admission_leaves_room_for_the_growth_of_what_runs`] |
-//! | nothing starts any more, and nothing says why | `bounded_wait`; `properties` (each plan that starts nobody names the reason) |
-//! | decoding slows down for long after a preemption | [`after_a_preemption_the_others_decode_in_every_step`] |
-//! | a latency target that decodes alone exceed leaves prompts nothing, and the device half empty | [`prompts_get_on_beside_decodes_that_exceed_the_target`] |
-//! | one full context ends every generation | [`who_reaches_its_length_ends_alone`] |
+//! | a block is reused while a step that uses it is in flight | `properties` (contents are checked), mutant `FreeBeforeFence` |
+//! | sequences that wait for a fence keep preempting each other (livelock) | `properties` (`check_victims` in `harness/rules.rs`), mutants `ProgressNotRequired`, `MarkNotRechecked` |
+//! | the late result of a preempted sequence is attributed to its successor | [`a_sequence_in_flight_is_preempted_only_after_its_step`]; worker: token equality under every schedule at depth 2 |
+//! | stalled swap-ins hold the whole pool | [`swap_ins_in_flight_never_stop_running_sequences`] |
+//! | blocks leak where a request ends during a transfer | [`a_sequence_that_ends_during_a_transfer_frees_all_blocks`] |
+//! | a preempted sequence returns to the queue that is being drained | [`a_preempted_sequence_is_not_admitted_in_the_same_step`] |
+//! | decoding sequences are preempted to sort by length | [`sequences_of_any_length_decode_together_while_blocks_suffice`] |
+//! | the oldest sequence is preempted | `properties` (`check_victims`), mutant `VictimOldest` |
+//! | the loop ends while sequences are swapped out | [`a_swapped_sequence_resumes_when_all_others_have_ended`] |
+//! | the cool-down uses the wall clock | [`the_cool_down_counts_steps_independent_of_the_clock`] |
+//! | the last sequence preempts itself | [`the_last_sequence_has_the_whole_pool_and_is_never_preempted`] |
+//! | a swap copies into temporary memory and is lost | `properties` (contents are checked over both pools); worker: token equality under scarce memory |
+//! | a long prompt blocks all short ones | [`short_prompts_overtake_a_long_one_that_arrived_first`] |
+//! | high priorities wait because all slots are taken | [`a_request_of_higher_priority_gets_a_slot_when_all_are_taken`] |
+//! | cold requests starve behind requests with cached prefixes | [`a_cold_request_is_bypassed_a_bounded_number_of_times`], `bounded_wait` |
+//! | victims are chosen regardless of cost | [`the_cheapest_sequence_of_another_tenant_is_preempted`] |
+//! | a preempted request loses its queue position | [`a_preempted_sequence_is_admitted_before_later_arrivals`] |
+//! | a full pool causes preemption all the time | [`admission_leaves_room_for_the_growth_of_running_sequences`] |
+//! | admission stops without a reason | `bounded_wait`; `properties` (each plan without admissions names the reason) |
+//! | decoding stays slow after a preemption | [`after_a_preemption_the_others_decode_in_every_step`] |
+//! | a target below the decode time starves prompts, and leaves the device half empty | [`prompts_make_progress_beside_decodes_that_exceed_the_target`] |
+//! | one full context ends every generation | [`a_sequence_that_reaches_its_length_ends_alone`] |
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -36,17 +36,17 @@ use inflight_worker_core::{
     Scheduler, SequenceId, Time, Transfer, Verdict,
 };
 
-/// A scheduler whose iterations and transfers the test runs when it likes.
+/// Scheduler whose iterations and transfers are completed by the test.
 struct Bench {
     scheduler: Scheduler,
     clock: u64,
     ended: Vec<Ended>,
-    /// What a step takes.
+    /// Duration of a step.
     took: fn(&Iteration) -> Duration,
 }
 
 impl Bench {
-    /// Copies cost next to nothing: whoever gives way is swapped, if there is a host pool.
+    /// Creates a bench with almost free copies, so that preemption is by swap if there is a host pool.
     fn new(limits: Limits, policy: PolicyKind) -> Self {
         let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
         Self::on(limits, policy, prior, |_| Duration::from_micros(100))
@@ -100,7 +100,7 @@ impl Bench {
         self.scheduler.transfer_done(transfer.id, succeeded, Duration::ZERO, now).unwrap();
     }
 
-    /// One step with everything it starts.
+    /// Plans and completes one step with its transfers.
     fn step(&mut self) -> Iteration {
         let plan = self.plan();
         self.commit(&plan);
@@ -108,7 +108,7 @@ impl Bench {
         plan
     }
 
-    /// Steps until somebody gives way.
+    /// Runs steps until a sequence is preempted.
     fn until_preempted(&mut self) -> Iteration {
         for _ in 0..1000 {
             let plan = self.plan();
@@ -118,9 +118,10 @@ impl Bench {
             }
             plan.transfers.iter().for_each(|transfer| self.finish(transfer, true));
         }
-        panic!("nobody gave way");
+        panic!("no sequence was preempted");
     }
 
+    /// Runs steps until the scheduler is idle.
     fn drain(&mut self) {
         for _ in 0..10_000 {
             self.step();
@@ -128,7 +129,7 @@ impl Bench {
                 return;
             }
         }
-        panic!("it does not end: {:?}", self.scheduler.load());
+        panic!("sequences are left: {:?}", self.scheduler.load());
     }
 
     fn used(&self) -> (u32, u32) {
@@ -150,7 +151,7 @@ fn decodes(plan: &Iteration, id: SequenceId) -> bool {
 }
 
 #[test]
-fn a_sequence_in_flight_gives_way_only_when_its_step_has_run() {
+fn a_sequence_in_flight_is_preempted_only_after_its_step() {
     let mut bench = Bench::new(Limits { depth: 2, ..limits(6, 2, 16) }, PolicyKind::Fcfs);
     let (old, young) = (bench.submit(8, 16), bench.submit(8, 8));
     let mut before = bench.plan();
@@ -158,8 +159,8 @@ fn a_sequence_in_flight_gives_way_only_when_its_step_has_run() {
     while bench.scheduler.load().recompute_preemptions == 0 {
         let plan = bench.plan();
         for preempted in &plan.preempted {
-            assert_eq!((preempted.id, preempted.needy), (young, old));
-            assert!(marked, "it was in flight, so it was marked first");
+            assert_eq!((preempted.id, preempted.beneficiary), (young, old));
+            assert!(marked, "a sequence in flight is marked first");
             assert!(!decodes(&before, young), "its step is still in flight");
         }
         marked |= plan.marked == [(young, old)];
@@ -170,28 +171,28 @@ fn a_sequence_in_flight_gives_way_only_when_its_step_has_run() {
 }
 
 #[test]
-fn loads_under_way_never_stop_who_runs() {
+fn swap_ins_in_flight_never_stop_running_sequences() {
     let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
     let old = bench.submit(12, 20);
     let young = bench.submit(12, 8);
     let plan = bench.until_preempted();
     assert_eq!((plan.preempted[0].id, plan.preempted[0].kind), (young, Preemption::Swap));
     plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
-    // Whatever it loads never arrives, and the other one runs to its end all the same.
-    let mut parked = Vec::new();
+    // Its swap-in never completes, and the other sequence still runs to its end.
+    let mut pending = Vec::new();
     for _ in 0..200 {
         let plan = bench.plan();
         bench.commit(&plan);
-        parked.extend(plan.transfers);
+        pending.extend(plan.transfers);
         if bench.ended.iter().any(|ended| ended.id == old) {
             return;
         }
     }
-    panic!("{old:?} waits for loads of another: {parked:?}");
+    panic!("{old:?} waits for transfers of another sequence: {pending:?}");
 }
 
 #[test]
-fn a_sequence_that_ends_in_any_transfer_gives_everything_back() {
+fn a_sequence_that_ends_during_a_transfer_frees_all_blocks() {
     for direction in [Direction::Out, Direction::In] {
         for succeeded in [true, false] {
             let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
@@ -205,7 +206,7 @@ fn a_sequence_that_ends_in_any_transfer_gives_everything_back() {
             let transfer = plan.transfers.iter().find(|one| one.direction == direction).unwrap().clone();
             bench.scheduler.cancel(young);
             bench.scheduler.assert_consistent();
-            assert_ne!(bench.used(), (0, 0), "the transfer still uses them");
+            assert_ne!(bench.used(), (0, 0), "the transfer still uses its blocks");
             bench.finish(&transfer, succeeded);
             bench.scheduler.cancel(old);
             bench.drain();
@@ -215,7 +216,7 @@ fn a_sequence_that_ends_in_any_transfer_gives_everything_back() {
 }
 
 #[test]
-fn who_gives_way_does_not_start_again_in_the_same_step() {
+fn a_preempted_sequence_is_not_admitted_in_the_same_step() {
     let mut bench = Bench::new(limits(8, 4, 16), PolicyKind::Fcfs);
     for _ in 0..4 {
         bench.submit(8, 16);
@@ -244,21 +245,21 @@ fn sequences_of_any_length_decode_together_while_blocks_suffice() {
 }
 
 #[test]
-fn who_is_swapped_out_comes_back_when_all_others_are_gone() {
+fn a_swapped_sequence_resumes_when_all_others_have_ended() {
     let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
     let (old, young) = (bench.submit(12, 20), bench.submit(12, 8));
     let plan = bench.until_preempted();
     plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
     bench.scheduler.cancel(old);
-    assert!(!bench.scheduler.is_idle(), "somebody is swapped out");
+    assert!(!bench.scheduler.is_idle(), "a sequence is swapped out");
     bench.drain();
     let last = bench.ended.last().unwrap();
     assert_eq!((last.id, last.reason), (young, FinishReason::Length));
 }
 
 #[test]
-fn the_cool_down_counts_steps_whatever_the_clock_says() {
-    // The same workload with a clock that stands still and with one that leaps an hour a step.
+fn the_cool_down_counts_steps_independent_of_the_clock() {
+    // The same workload with a stopped clock and with one that advances an hour per step.
     let plans = |leap: u64| {
         let mut bench = Bench::new(Limits { cooldown_steps: 3, ..limits(10, 4, 16) }, PolicyKind::Fcfs);
         for i in 0..5 {
@@ -278,7 +279,7 @@ fn the_cool_down_counts_steps_whatever_the_clock_says() {
 }
 
 #[test]
-fn the_last_one_left_has_the_whole_pool_and_never_gives_way() {
+fn the_last_sequence_has_the_whole_pool_and_is_never_preempted() {
     let limits = Limits { watermark_blocks: 3, ..limits(5, 2, 16) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let id = bench.submit(3, 17);
@@ -288,7 +289,7 @@ fn the_last_one_left_has_the_whole_pool_and_never_gives_way() {
 }
 
 #[test]
-fn short_prompts_overtake_a_long_one_that_came_first() {
+fn short_prompts_overtake_a_long_one_that_arrived_first() {
     let mut bench = Bench::new(limits(400, 8, 16), PolicyKind::Fcfs);
     let long = bench.submit(800, 4);
     bench.step();
@@ -300,22 +301,22 @@ fn short_prompts_overtake_a_long_one_that_came_first() {
             plan.chunks.iter().filter(|chunk| chunk.id == long).map(|chunk| chunk.len).sum::<u32>();
     }
     assert!(short.iter().all(|id| bench.ended.iter().any(|ended| ended.id == *id)), "{:?}", bench.ended);
-    assert!(long_tokens >= 8 * 8, "and it gets on meanwhile, by half of each step");
+    assert!(long_tokens >= 8 * 8, "the long prompt gets half of each step");
 }
 
 #[test]
-fn a_more_important_request_gets_a_slot_when_all_are_taken() {
+fn a_request_of_higher_priority_gets_a_slot_when_all_are_taken() {
     let mut bench = Bench::new(limits(100, 2, 16), PolicyKind::Priority);
     let low = [bench.submit_as("t", 0, 4, 50), bench.submit_as("t", 0, 4, 50)];
     (0..3).for_each(|_| drop(bench.step()));
     let high = bench.submit_as("t", 1, 4, 5);
     let started = (0..3).any(|_| bench.step().admitted.iter().any(|(id, _)| *id == high));
-    assert!(started, "all slots are taken by the less important, and stay so");
+    assert!(started, "lower priorities keep all slots");
     assert_eq!(bench.scheduler.load().recompute_preemptions, 1, "one of {low:?} is enough");
 }
 
 #[test]
-fn a_cold_request_is_passed_a_bounded_number_of_times() {
+fn a_cold_request_is_bypassed_a_bounded_number_of_times() {
     let limits = Limits { prefix_cache: true, bypass_max: 4, waiting_max: 64, ..limits(20, 8, 64) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let hashes: Vec<_> = (1..4).map(|block| BlockHash::from_raw(block << 64 | block)).collect();
@@ -337,36 +338,37 @@ fn a_cold_request_is_passed_a_bounded_number_of_times() {
     hit(&mut bench);
     (0..2).for_each(|_| drop(bench.step()));
     let cold = bench.submit_as("cold", 0, 70, 2);
-    let mut passed = 0;
+    let mut bypasses = 0;
     for _ in 0..200 {
         while bench.scheduler.load().waiting < 16 {
             hit(&mut bench);
         }
         let plan = bench.step();
         if plan.admitted.iter().any(|(id, _)| *id == cold) {
-            assert!(bench.scheduler.load().cached_tokens > 0, "the others had their prefix cached");
+            assert!(bench.scheduler.load().cached_tokens > 0, "the others found no cached prefix");
             return;
         }
-        passed += plan.admitted.len();
-        assert!(passed <= 4, "{passed} passed it");
+        bypasses += plan.admitted.len();
+        assert!(bypasses <= 4, "{bypasses} bypasses");
     }
-    panic!("it never starts");
+    panic!("the cold request is never admitted");
 }
 
 #[test]
-fn of_another_tenants_sequences_the_cheapest_gives_way() {
+fn the_cheapest_sequence_of_another_tenant_is_preempted() {
     let mut bench = Bench::new(limits(14, 4, 64), PolicyKind::Fair);
-    // The tenant that has had more, with much computed, and with little; then another that needs the room.
-    let dear = bench.submit_as("much", 0, 37, 12);
+    // Two sequences of the tenant with more service, expensive and cheap to recompute; then one of another
+    // tenant.
+    let expensive = bench.submit_as("much", 0, 37, 12);
     let cheap = bench.submit_as("much", 0, 5, 12);
     bench.step();
-    let needy = bench.submit_as("little", 0, 8, 30);
+    let beneficiary = bench.submit_as("little", 0, 8, 30);
     let preempted = bench.until_preempted().preempted[0];
-    assert_eq!((preempted.id, preempted.needy), (cheap, needy), "and not {dear:?}");
+    assert_eq!((preempted.id, preempted.beneficiary), (cheap, beneficiary), "and not {expensive:?}");
 }
 
 #[test]
-fn who_gave_way_starts_before_those_that_came_later() {
+fn a_preempted_sequence_is_admitted_before_later_arrivals() {
     let mut bench = Bench::new(Limits { bypass_max: 0, ..limits(8, 4, 16) }, PolicyKind::Fcfs);
     bench.submit(12, 12);
     let young = bench.submit(12, 12);
@@ -381,10 +383,10 @@ fn who_gave_way_starts_before_those_that_came_later() {
 }
 
 #[test]
-fn admission_leaves_room_for_the_growth_of_what_runs() {
-    // Each of 40 grows by two blocks over its life. Reserving the first beforehand and keeping a tenth of the pool
-    // free, few have to be computed again; filling the pool with prompts, many more.
-    let redone = |limits: Limits| {
+fn admission_leaves_room_for_the_growth_of_running_sequences() {
+    // Each sequence grows by two blocks. With the first one reserved and a tenth of the pool as the
+    // watermark, few are recomputed; with a pool full of prompts, many more.
+    let preemptions = |limits: Limits| {
         let mut bench = Bench::new(limits, PolicyKind::Fair);
         for _ in 0..200 {
             bench.submit(24, 8);
@@ -392,16 +394,16 @@ fn admission_leaves_room_for_the_growth_of_what_runs() {
         bench.drain();
         bench.scheduler.load().recompute_preemptions
     };
-    let careful = Limits {
+    let reserved = Limits {
         waiting_max: 1000,
         prefix_cache: false,
         watermark_blocks: 20,
         ..Limits::new(4, 200, 100, 256)
     };
-    let brim = Limits { watermark_blocks: 0, min_decode_tokens: 0, ..careful };
-    let (careful, brim) = (redone(careful), redone(brim));
-    println!("{careful} preemptions against {brim} for 200 sequences");
-    assert!(careful * 2 < brim && careful <= 20, "{careful} against {brim}");
+    let unreserved = Limits { watermark_blocks: 0, min_decode_tokens: 0, ..reserved };
+    let (reserved, unreserved) = (preemptions(reserved), preemptions(unreserved));
+    println!("{reserved} preemptions against {unreserved} for 200 sequences");
+    assert!(reserved * 2 < unreserved && reserved <= 20, "{reserved} against {unreserved}");
     let mut bench = Bench::new(Limits { watermark_blocks: 2, ..limits(8, 4, 64) }, PolicyKind::Fair);
     bench.submit(20, 4);
     bench.submit(8, 4);
@@ -419,15 +421,15 @@ fn after_a_preemption_the_others_decode_in_every_step() {
         let plan = bench.step();
         let live = others.iter().filter(|id| !bench.ended.iter().any(|ended| ended.id == **id));
         for id in live {
-            let gave_way = plan.preempted.iter().any(|one| one.id == *id);
+            let preempted = plan.preempted.iter().any(|one| one.id == *id);
             let waits = bench.scheduler.block_table(*id).is_empty();
-            assert!(gave_way || waits || decodes(&plan, *id), "{id:?} stands still: {plan:?}");
+            assert!(preempted || waits || decodes(&plan, *id), "{id:?} is stalled: {plan:?}");
         }
     }
 }
 
 #[test]
-fn who_reaches_its_length_ends_alone() {
+fn a_sequence_that_reaches_its_length_ends_alone() {
     let limits = Limits { sequence_tokens: 24, ..limits(40, 4, 32) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let full = bench.submit(20, 4);
@@ -441,11 +443,12 @@ fn who_reaches_its_length_ends_alone() {
 }
 
 #[test]
-fn prompts_get_on_beside_decodes_that_exceed_the_target() {
-    // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of arithmetic a token.
+fn prompts_make_progress_beside_decodes_that_exceed_the_target() {
+    // A model of a billion parameters on two cores: 50 ms to read the weights, 2.5 ms of compute per token.
     let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
     let prior = CostPrior { cost, trust: 0.01 };
-    // Some steps take longer than predicted, as on real machines; what is kept for those must not come off the prompts' share.
+    // Some steps take longer than predicted, as on real machines; the tail factor must not reduce the share
+    // of the prompts.
     let took = |plan: &Iteration| {
         let late = if plan.number.is_multiple_of(5) { 14 } else { 10 };
         Duration::from_micros((5_000 + 250 * u64::from(plan.tokens())) * late)
@@ -474,25 +477,25 @@ fn prompts_get_on_beside_decodes_that_exceed_the_target() {
             decoding += plan.decodes;
             let alone = Duration::from_micros(50_000 + 2_500 * u64::from(plan.decodes));
             let longer = took(&plan).as_secs_f64() / alone.as_secs_f64();
-            // The tail, and what the model still errs.
+            // Allows for the tail and for the remaining model error.
             assert!(plan.decodes == 0 || longer < 1.6 * most, "{longer} times what the decodes take");
         }
         let decoding = f64::from(decoding) / f64::from(steps);
-        assert!(decoding > 13.5, "of 16 streams only {decoding:.1} decode under a target of {target} ms");
+        assert!(decoding > 13.5, "only {decoding:.1} of 16 sequences decode under a target of {target} ms");
     }
 }
 
-/// How long a step of so many tokens takes on two cores with a model of a billion parameters.
-fn steady(tokens: u32) -> Duration {
+/// Returns the step time of a model of a billion parameters on two cores.
+fn step_time(tokens: u32) -> Duration {
     Duration::from_micros(50_000 + 2_500 * u64::from(tokens))
 }
 
-/// Sequences that decode in 70 ms, under a target of so many milliseconds.
-fn eight_that_decode(target: u64) -> Bench {
+/// Returns a bench with eight decoding sequences, whose steps take 70 ms, under a target in milliseconds.
+fn eight_decodes(target: u64) -> Bench {
     let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
     let prior = CostPrior { cost, trust: 0.01 };
     let limits = Limits { step_target: Some(Duration::from_millis(target)), ..limits(4096, 16, 512) };
-    let mut bench = Bench::on(limits, PolicyKind::Fair, prior, |plan| steady(plan.tokens()));
+    let mut bench = Bench::on(limits, PolicyKind::Fair, prior, |plan| step_time(plan.tokens()));
     for _ in 0..8 {
         bench.submit(4, 60);
     }
@@ -501,19 +504,19 @@ fn eight_that_decode(target: u64) -> Bench {
 }
 
 #[test]
-fn prompts_share_the_time_that_a_tight_target_leaves_them() {
-    let mut bench = eight_that_decode(50);
+fn prompts_share_the_time_allowed_by_a_tight_target() {
+    let mut bench = eight_decodes(50);
     let short: Vec<_> = (0..3).map(|_| bench.submit(8, 4)).collect();
-    // Three times the 70 ms of the decodes are 84 tokens.
+    // Three times the 70 ms of the decodes allow 84 tokens.
     let plan = bench.step();
     assert_eq!((plan.decodes, plan.tokens()), (8, 8 + 3 * 8), "{plan:?}");
     assert!(short.iter().all(|id| plan.chunks.iter().any(|chunk| chunk.id == *id && chunk.samples)));
-    // The first of those that take several steps has all of that time, and the next one what it leaves.
+    // Of prompts that take several steps, the first may use all of that time, and the next one the rest.
     let long: Vec<_> = (0..3).map(|_| bench.submit(400, 40)).collect();
     let (mut steps, mut shared) = (0, 0);
     while long.iter().any(|id| bench.ended.iter().all(|ended| ended.id != *id)) {
         let plan = bench.step();
-        assert!(plan.decodes == 0 || steady(plan.tokens()) <= 4 * steady(plan.decodes), "{plan:?}");
+        assert!(plan.decodes == 0 || step_time(plan.tokens()) <= 4 * step_time(plan.decodes), "{plan:?}");
         let prompts = plan.chunks.len() as u32 - plan.decodes;
         if plan.decodes >= 8 && plan.tokens() >= plan.decodes + 80 {
             shared += u32::from(prompts == 2);
@@ -521,17 +524,17 @@ fn prompts_share_the_time_that_a_tight_target_leaves_them() {
         steps += 1;
         assert!(steps < 200, "a prompt starves");
     }
-    assert!(shared > 0, "what the first prompts left, nobody took");
+    assert!(shared > 0, "no step was shared by two prompts");
 }
 
 #[test]
-fn prompts_under_way_do_not_fill_a_tight_target_on_top_of_what_the_first_has() {
-    let mut bench = eight_that_decode(130);
+fn running_prefills_stay_within_a_tight_target_together() {
+    let mut bench = eight_decodes(130);
     (0..4).for_each(|_| {
         bench.submit(400, 4);
     });
     for _ in 0..20 {
         let plan = bench.step();
-        assert!(steady(plan.tokens()) <= 4 * steady(plan.decodes), "{plan:?}");
+        assert!(step_time(plan.tokens()) <= 4 * step_time(plan.decodes), "{plan:?}");
     }
 }

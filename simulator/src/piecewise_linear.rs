@@ -1,12 +1,14 @@
-/// A function given by points, linear between them.
+//! Piecewise linear functions.
+
+/// Piecewise linear function through given points.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Table {
+pub struct PiecewiseLinear {
     points: Vec<(f64, f64)>,
 }
 
-impl Table {
-    /// A table through these points; where several have the same place, through their mean. `None` if there is no
-    /// point, or one that is not finite.
+impl PiecewiseLinear {
+    /// Creates the function through these points; points with equal x are averaged. `None` without points or
+    /// if one is not finite.
     pub fn new(mut points: Vec<(f64, f64)>) -> Option<Self> {
         if points.is_empty() || points.iter().any(|(x, y)| !x.is_finite() || !y.is_finite()) {
             return None;
@@ -19,7 +21,8 @@ impl Table {
         Some(Self { points: merged.collect() })
     }
 
-    /// The value at a place: the first point's before it, and beyond the last point the line through the last two.
+    /// Evaluates the function at `x`: constant before the first point, extrapolated from the last two points
+    /// beyond the last one.
     pub fn at(&self, x: f64) -> f64 {
         let behind = self.points.partition_point(|point| point.0 <= x);
         if behind == 0 {
@@ -37,16 +40,16 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
-    use super::Table;
+    use super::PiecewiseLinear;
 
     #[test]
-    fn a_table_is_linear_between_and_beyond_its_points_and_flat_before_them() {
-        let table = Table::new(vec![(4.0, 8.0), (2.0, 1.0), (2.0, 3.0), (6.0, 9.0)]).unwrap();
+    fn the_function_is_linear_between_and_beyond_its_points_and_flat_before() {
+        let function = PiecewiseLinear::new(vec![(4.0, 8.0), (2.0, 1.0), (2.0, 3.0), (6.0, 9.0)]).unwrap();
         for (x, y) in [(0.0, 2.0), (2.0, 2.0), (3.0, 5.0), (4.0, 8.0), (6.0, 9.0), (10.0, 11.0)] {
-            assert_eq!(table.at(x), y, "at {x}");
+            assert_eq!(function.at(x), y, "at {x}");
         }
-        assert_eq!(Table::new(vec![(1.0, 7.0)]).unwrap().at(5.0), 7.0);
-        assert_eq!(Table::new(Vec::new()), None);
-        assert_eq!(Table::new(vec![(f64::NAN, 1.0)]), None);
+        assert_eq!(PiecewiseLinear::new(vec![(1.0, 7.0)]).unwrap().at(5.0), 7.0);
+        assert_eq!(PiecewiseLinear::new(Vec::new()), None);
+        assert_eq!(PiecewiseLinear::new(vec![(f64::NAN, 1.0)]), None);
     }
 }

@@ -1,11 +1,13 @@
+//! Structural invariants of the scheduler, for tests.
+
 use super::Scheduler;
-use crate::sequence::State;
+use crate::sequence::SequenceState;
 
 impl Scheduler {
-    /// Checks every structural invariant. For tests: it looks at all sequences and blocks.
+    /// Checks all structural invariants, in time linear in sequences and blocks. For tests.
     ///
     /// # Panics
-    /// If one is broken.
+    /// If an invariant is violated.
     pub fn assert_consistent(&self) {
         let mut device = vec![0; self.device.total() as usize];
         let mut host = vec![0; self.host.total() as usize];
@@ -13,9 +15,9 @@ impl Scheduler {
         let claim = |claims: &mut Vec<u32>, blocks: &[u32]| {
             blocks.iter().for_each(|block| claims[*block as usize] += 1);
         };
-        for moving in self.transfers.values() {
-            claim(&mut device, &moving.device);
-            claim(&mut host, &moving.host);
+        for transfer in self.transfers.values() {
+            claim(&mut device, &transfer.device);
+            claim(&mut host, &transfer.host);
         }
         let mut waiting = 0;
         for sequence in self.sequences.iter().flatten() {
@@ -23,15 +25,18 @@ impl Scheduler {
             claim(&mut device, &sequence.table);
             claim(&mut host, &sequence.host_table);
             slots.extend(sequence.slot());
-            let is_waiting = sequence.state == State::Waiting;
-            let lane = self.lanes.get(&super::lane(sequence));
-            let listed = lane.and_then(|lane| lane.get(&sequence.arrival)) == Some(&index);
-            assert_eq!(is_waiting, listed, "{:?} and the waiting lanes disagree", sequence.id);
+            let is_waiting = sequence.state == SequenceState::Waiting;
+            let flow = self.flows.get(&super::flow_key(sequence));
+            let listed = flow.and_then(|flow| flow.get(&sequence.arrival)) == Some(&index);
+            assert_eq!(is_waiting, listed, "{:?} and the waiting flows disagree", sequence.id);
             waiting += u32::from(is_waiting);
-            let runs = matches!(sequence.state, State::Prefilling { .. } | State::Decoding { .. });
+            let runs =
+                matches!(sequence.state, SequenceState::Prefilling { .. } | SequenceState::Decoding { .. });
             assert_eq!(runs, self.running.contains(&index), "{:?} and `running` disagree", sequence.id);
-            assert_eq!(sequence.state == State::Swapped, self.swapped.contains(&index));
-            assert!(runs || sequence.in_flight == 0 || matches!(sequence.state, State::Leaving { .. }));
+            assert_eq!(sequence.state == SequenceState::Swapped, self.swapped.contains(&index));
+            assert!(
+                runs || sequence.in_flight == 0 || matches!(sequence.state, SequenceState::Leaving { .. })
+            );
             assert!(sequence.committed_tokens <= sequence.computed_tokens);
             assert!(sequence.computed_tokens <= sequence.known_tokens);
             if runs {
@@ -53,6 +58,6 @@ impl Scheduler {
         self.host.assert_consistent(&host);
         slots.sort_unstable();
         assert!(slots.iter().copied().eq(0..self.limits.running_max), "slots are not conserved: {slots:?}");
-        assert!(self.flights.len() <= self.limits.depth as usize);
+        assert!(self.launched.len() <= self.limits.depth as usize);
     }
 }
