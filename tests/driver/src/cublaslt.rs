@@ -370,7 +370,8 @@ calls! {
         let gemm = SimulatedGemm::new(description(how)?, layout(a)?, layout(b)?, layout(d)?)?;
         let algorithms = SimulatedAlgorithm::ALL.into_iter();
         let algorithms = algorithms.filter(|known| known.scratch_bytes() <= scratch && known.supports(&gemm));
-        let algorithms: Vec<SimulatedAlgorithm> = algorithms.take(usize::try_from(wanted).map_err(|_| INVALID)?).collect();
+        let wanted = usize::try_from(wanted).map_err(|_| INVALID)?;
+        let algorithms: Vec<SimulatedAlgorithm> = algorithms.take(wanted).collect();
         for (i, algorithm) in algorithms.iter().enumerate() {
             let mut data = [0; 8];
             data[..2].copy_from_slice(&[ALGORITHM_MAGIC, *algorithm as u64]);
@@ -423,8 +424,7 @@ calls! {
         }
         let gemm = SimulatedGemm::new(description, layout(a_layout)?, layout(b_layout)?, out)?;
         check_value(!algorithm.is_null())?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
-        // writes.
+        // SAFETY: `algorithm` is not null, and the caller guarantees that it points to an algorithm.
         let [magic, id, ..] = unsafe { (*algorithm).data };
         let mut known = SimulatedAlgorithm::ALL.into_iter();
         let algorithm =

@@ -168,19 +168,19 @@ calls! {
 
     fn cuDriverGetVersion(version: *mut c_int) {
         let (major, minor) = Settings::get().cuda;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(version, major * 1000 + minor * 10) }
     }
 
     fn cuDeviceGetCount(count: *mut c_int) {
         check_initialized()?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(count, device::all().len() as c_int) }
     }
 
     fn cuDeviceGet(out: *mut CUdevice, ordinal: c_int) {
         device(ordinal)?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(out, ordinal) }
     }
 
@@ -211,14 +211,14 @@ calls! {
             POOLS => 0,
             _ => return Err(Error::CUDA_ERROR_INVALID_VALUE),
         };
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(value, result) }
     }
 
     fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, ordinal: CUdevice) {
         let device = device(ordinal)?;
         *lock(&device.retained) += 1;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(context, std::ptr::without_provenance_mut(CONTEXT_BASE + 16 * device.ordinal)) }
     }
 
@@ -239,27 +239,27 @@ calls! {
 
     fn cuCtxGetCurrent(context: *mut CUcontext) {
         check_initialized()?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(context, std::ptr::without_provenance_mut(CURRENT.get())) }
     }
 
     fn cuCtxSynchronize() {
         let device = current()?;
         check_not_capturing()?;
-        device.wait();
+        device.synchronize();
         device.check()
     }
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         let (left, all) = current()?.bytes();
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(free, left as usize).and_then(|()| put(total, all as usize)) }
     }
 
     fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize) {
         let device = current()?;
         check_not_capturing()?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(address, device.alloc(bytes)?) }
     }
 
@@ -274,7 +274,7 @@ calls! {
         current()?;
         check_not_capturing()?;
         check_value(bytes > 0)?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(at, pinned::alloc(bytes)) }
     }
 
@@ -305,13 +305,15 @@ calls! {
 
     fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream) {
         let (to, from) = (to as usize, from.expose_provenance());
-        let valid_ranges = move |device: &SimulatedDevice| pinned::holds(from, bytes) && device.holds(to as u64, bytes);
+        let valid_ranges =
+            move |device: &SimulatedDevice| pinned::holds(from, bytes) && device.holds(to as u64, bytes);
         enqueue_copy(stream, to, from, bytes, valid_ranges)
     }
 
     fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream) {
         let (to, from) = (to.expose_provenance(), from as usize);
-        let valid_ranges = move |device: &SimulatedDevice| pinned::holds(to, bytes) && device.holds(from as u64, bytes);
+        let valid_ranges =
+            move |device: &SimulatedDevice| pinned::holds(to, bytes) && device.holds(from as u64, bytes);
         enqueue_copy(stream, to, from, bytes, valid_ranges)
     }
 
@@ -324,7 +326,7 @@ calls! {
         let device = current()?;
         check_not_capturing()?;
         check_value(device.holds(to, bytes))?;
-        device.null_stream().wait();
+        device.null_stream().synchronize();
         copy(to as usize, from.expose_provenance(), bytes);
         device.check()
     }
@@ -333,7 +335,7 @@ calls! {
         let device = current()?;
         check_not_capturing()?;
         check_value(device.holds(from, bytes))?;
-        device.null_stream().wait();
+        device.null_stream().synchronize();
         copy(to.expose_provenance(), from as usize, bytes);
         device.check()
     }
@@ -371,7 +373,7 @@ calls! {
         if flags != NON_BLOCKING {
             return Err(Error::CUDA_ERROR_NOT_SUPPORTED);
         }
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(handle, STREAMS.add(device.stream())) }
     }
 
@@ -388,7 +390,7 @@ calls! {
             stream.break_capture();
             return Err(Error::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         }
-        stream.wait();
+        stream.synchronize();
         stream.device.check()
     }
 
@@ -409,7 +411,7 @@ calls! {
         let captured = STREAMS.get(handle).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?.end_capture();
         CAPTURING.set(None);
         current()?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(graph, std::ptr::null_mut()).and_then(|()| put(graph, GRAPHS.add(Arc::new(captured?)))) }
     }
 
@@ -417,7 +419,7 @@ calls! {
         current()?;
         check_value(flags == 0)?;
         let graph = GRAPHS.get(graph).ok_or(Error::CUDA_ERROR_INVALID_VALUE)?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(executable, EXECUTABLES.add(Arc::new(graph.to_vec()))) }
     }
 
@@ -442,7 +444,7 @@ calls! {
 
     fn cuEventCreate(handle: *mut CUevent, _flags: c_uint) {
         let device = current()?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(handle, EVENTS.add(SimulatedEvent::new(Arc::clone(device)))) }
     }
 
@@ -467,13 +469,13 @@ calls! {
     fn cuEventSynchronize(handle: CUevent) {
         let event = event(handle)?;
         check_not_capturing()?;
-        event.wait();
+        event.synchronize();
         event.device.check()
     }
 
     fn cuEventElapsedTime_v2(milliseconds: *mut f32, begin: CUevent, end: CUevent) {
         let elapsed = event(end)?.milliseconds_since(&*event(begin)?)?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(milliseconds, elapsed) }
     }
 
@@ -481,7 +483,7 @@ calls! {
         current()?;
         check_not_capturing()?;
         check_value(!image.is_null())?;
-        // SAFETY: `image` is not null, and the caller guarantees a complete image and a valid output pointer.
+        // SAFETY: `image` is not null; the caller guarantees a complete image and a valid output pointer.
         unsafe { put(handle, MODULES.add(SimulatedModule::load(image)?)) }
     }
 
@@ -494,7 +496,7 @@ calls! {
         current()?;
         check_value(!name.is_null())?;
         let module = MODULES.get(module).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
-        // SAFETY: `name` is not null, and the caller guarantees a zero-terminated name and a valid output pointer.
+        // SAFETY: `name` is not null; the caller guarantees a zero-terminated name and a valid output pointer.
         unsafe { put(handle, FUNCTIONS.add(module.function(CStr::from_ptr(name))?)) }
     }
 
@@ -503,7 +505,7 @@ calls! {
         check_initialized()?;
         let function = FUNCTIONS.get(function).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
         check_value(attribute == Attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION as c_uint)?;
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(value, function.ptx) }
     }
 
@@ -514,7 +516,7 @@ calls! {
         let device = current()?;
         let function = FUNCTIONS.get(function).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
         match attribute {
-            SHARED => function.allow_shared(value, device.shared_bytes()),
+            SHARED => function.set_shared_limit(value, device.shared_bytes()),
             CARVEOUT => check_value((-1..=100).contains(&value)),
             _ => Err(Error::CUDA_ERROR_INVALID_VALUE),
         }
@@ -560,12 +562,12 @@ calls! {
     }
 
     fn cuGetErrorName(error: CUresult, text: *mut *const c_char) {
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(text, name_and_description(error).0.as_ptr()) }
     }
 
     fn cuGetErrorString(error: CUresult, text: *mut *const c_char) {
-        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for writes.
+        // SAFETY: the caller guarantees that the output pointer is null or valid for writes.
         unsafe { put(text, name_and_description(error).1.as_ptr()) }
     }
 }

@@ -119,8 +119,8 @@ impl CublasLt {
         let plan = self.plan(&mut plans, key, p)?;
         loop {
             let enqueued = match plan.algorithms.first().copied() {
-                // SAFETY: the caller guarantees the addresses, shapes and lifetimes of the matrices.
                 Some(GemmAlgorithm::CublasLt(algorithm)) => {
+                    // SAFETY: the caller guarantees the addresses, shapes and lifetimes of the matrices.
                     unsafe { self.matmul(plan, algorithm, p, stream) }?
                 }
                 Some(GemmAlgorithm::BuiltIn(kernel)) if kernel.supports(p) => return Ok(Some(kernel)),

@@ -366,8 +366,8 @@ impl DeviceState {
                         missing: super::mebibytes(missing),
                         allowed: super::mebibytes(budget.allowed(options.utilization)),
                         total: super::mebibytes(total),
-                        parts: component_table(&all),
-                        levers: options_to_lower(&components),
+                        components: component_table(&all),
+                        options: options_to_lower(&components),
                     })
                 }
             }

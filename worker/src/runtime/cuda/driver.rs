@@ -226,7 +226,7 @@ impl CudaDevice {
 
     /// Returns free and total bytes of device memory.
     pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
-        let (free, total) = result::mem_get_info().map_err(failed("asking for free memory"))?;
+        let (free, total) = result::mem_get_info().map_err(failed("querying free memory"))?;
         Ok((free as u64, total as u64))
     }
 

@@ -5,7 +5,7 @@ use inflight_kernels::cuda::{
     AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, as_bytes,
 };
 
-use super::sizing::PARTIALS;
+use super::memory_plan::PARTIALS;
 use crate::runtime::{Batch, Error};
 
 /// Flag of a token id that stands for a sample index of the previous step.

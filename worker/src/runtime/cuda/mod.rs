@@ -13,7 +13,7 @@
 //! through NCCL ([`nccl`]) on the compute stream. Each rank then samples from identical logits, so all know
 //! the same tokens without a host round trip.
 //!
-//! All modules but the driver, cuBLASLt, NCCL and copy engine are generic over [`gpu::Gpu`] and tested on the
+//! Weights, model runner, sampling slots and forward pass are generic over [`gpu::Gpu`] and tested on the
 //! kernels' CPU harness.
 
 mod algorithm_search;
@@ -121,7 +121,7 @@ pub enum Error {
     /// Weights, buffers and one KV block exceed the memory limit.
     #[error(
         "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
-         {parts}); lower {levers}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
+         {components}); lower {options}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
     )]
     Memory {
         /// Name of the GPU.
@@ -133,9 +133,9 @@ pub enum Error {
         /// Total MiB of the GPU.
         total: u64,
         /// MiB per component, largest first.
-        parts: String,
+        components: String,
         /// Options to lower, the one with the largest effect first.
-        levers: String,
+        options: String,
     },
     /// A driver or library call failed.
     #[error("the GPU failed while loading: {0}")]
@@ -226,7 +226,7 @@ impl CudaRuntime {
         progress: &(dyn Fn(u64, u64) + Sync),
     ) -> Result<Self, Error> {
         let config = model.config();
-        let context_tokens = check(options, config)?;
+        let context_tokens = validate_options(options, config)?;
         let gpus = gpu_info::probe_all(&options.gpus)?;
         let tensors = Arc::new(weights::find(model)?);
         let shards = shard_model(model, &tensors, options.gpus.len())?;
@@ -316,7 +316,7 @@ impl CudaRuntime {
 }
 
 /// Validates all options and returns the maximum sequence length in tokens.
-fn check(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Error> {
+fn validate_options(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Error> {
     let within = |name, value: u64, low: u64, high: u64| {
         if (low..=high).contains(&value) {
             return Ok(());
