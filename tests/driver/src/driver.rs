@@ -318,7 +318,8 @@ calls! {
     }
 
     fn cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream) {
-        let valid_ranges = move |device: &SimulatedDevice| device.holds(to, bytes) && device.holds(from, bytes);
+        let valid_ranges =
+            move |device: &SimulatedDevice| device.holds(to, bytes) && device.holds(from, bytes);
         enqueue_copy(stream, to as usize, from as usize, bytes, valid_ranges)
     }
 
@@ -496,7 +497,7 @@ calls! {
         current()?;
         check_value(!name.is_null())?;
         let module = MODULES.get(module).ok_or(Error::CUDA_ERROR_INVALID_HANDLE)?;
-        // SAFETY: `name` is not null; the caller guarantees a zero-terminated name and a valid output pointer.
+        // SAFETY: `name` is not null; the caller guarantees that it ends with a zero byte and `handle` is valid.
         unsafe { put(handle, FUNCTIONS.add(module.function(CStr::from_ptr(name))?)) }
     }
 

@@ -245,7 +245,8 @@ mod tests {
                         algorithm,
                         timings
                     );
-                    let hopeless = times[algorithm].is_none_or(|seconds| seconds > best * (1.0 + noise) * ELIMINATION_FACTOR);
+                    let bound = best * (1.0 + noise) * ELIMINATION_FACTOR;
+                    let hopeless = times[algorithm].is_none_or(|seconds| seconds > bound);
                     prop_assert!(!hopeless || *timings == 1, "algorithm {} was timed again", algorithm);
                 }
             }

@@ -97,7 +97,7 @@ impl CopyEngine for GpuCopyEngine {
             return malformed("a transferred block is out of its pool");
         }
         if self.swap_out.in_flight.len() + self.swap_in.in_flight.len() >= 2 * IN_FLIGHT_MAX {
-            return malformed("more transfers are under way than there may be");
+            return malformed("too many transfers in flight");
         }
         self.context.bind_to_thread().map_err(failed("copying blocks")).map_err(device_error)?;
         let (begin, done) = match self.events.pop() {

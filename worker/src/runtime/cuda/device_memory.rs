@@ -89,7 +89,8 @@ impl PinnedMemory {
     }
 
     /// # Safety
-    /// No copy in flight accesses the memory while the slice lives, and no other slice of it exists.
+    /// While the slice lives, no other slice exists, and copies in flight do not access the ranges that are
+    /// used through it.
     #[expect(clippy::mut_from_ref, reason = "the GPU shares it; callers order accesses by events")]
     pub(super) unsafe fn as_slice(&self) -> &mut [u8] {
         // SAFETY: the allocation has `bytes` bytes and lives as long as `self`; the caller guarantees

@@ -191,7 +191,7 @@ impl Drop for DeviceThread {
 
 /// Returns the error of calls after the device thread has ended.
 pub(super) fn thread_ended() -> runtime::Error {
-    runtime::Error::Device("the thread that owns the GPU is gone".to_owned())
+    runtime::Error::Device("the GPU's device thread has ended".to_owned())
 }
 
 /// Body of the device thread: loads the model, then serves commands.
@@ -205,7 +205,7 @@ fn run(
     let nccl = job.group.as_ref().map(|group| Rc::new(group.rank(job.rank())));
     // The receiver is gone if the worker has aborted loading.
     let done = |outcome| events.send((job.rank(), LoadEvent::Done(outcome))).is_ok();
-    let panicked = "the thread that owns the GPU panicked; the log above says where";
+    let panicked = "the GPU's device thread panicked; see the log above";
     let loading = AssertUnwindSafe(|| DeviceState::load(job, events, nccl.clone()));
     let (mut state, loaded) = match catch_unwind(loading) {
         Ok(Ok(loaded)) => loaded,

@@ -29,7 +29,8 @@ impl GemmAlgorithm {
 pub(super) enum GemmKernel {
     /// Tiled kernel for any shape. Batch-invariant: it alone runs in the deterministic mode.
     Tiled,
-    /// Faster kernel for few rows. Its bits differ from [`GemmKernel::Tiled`], so the deterministic mode cannot use it.
+    /// Faster kernel for few rows. Its bits differ from the tiled kernel's, so the deterministic mode cannot
+    /// use it.
     Skinny,
 }
 
@@ -74,7 +75,8 @@ impl GemmKernel {
             k: p.k,
             stride: p.stride,
         };
-        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given shapes.
+        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
+        // shapes.
         unsafe {
             match self {
                 Self::Tiled => gemm(device, half, p.f32_out, &params),

@@ -344,7 +344,8 @@ mod tests {
         ) {
             let (rows, slots, context, metadata) = sizes;
             let samples = slots.max(u64::from(largest_bucket(slots as u32)));
-            let components = shapes.components(&BatchLimits { rows: rows.max(samples), samples, slots, context, metadata });
+            let limits = BatchLimits { rows: rows.max(samples), samples, slots, context, metadata };
+            let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
             let block = shapes.block_bytes(1 << block_tokens, store);
             let budget = MemoryBudget { total, free: total.saturating_sub(others), taken };
@@ -355,7 +356,8 @@ mod tests {
                 PoolSize::Blocks(blocks) => {
                     let pool = u64::from(blocks) * block;
                     let used = taken + total_bytes(&components);
-                    prop_assert!(allocated_bytes(pool) + used <= allowed || limit.is_some_and(|limit| pool <= limit));
+                    let limited = limit.is_some_and(|limit| pool <= limit);
+                    prop_assert!(allocated_bytes(pool) + used <= allowed || limited);
                     prop_assert!(pool + used <= allowed);
                     prop_assert!(limit.is_none_or(|limit| pool <= limit));
                     // There is no memory for another block.

@@ -200,7 +200,7 @@ fn wait_for_load(
             LoadEvent::Done(Err(error)) => return Err(error),
         }
     }
-    Err(Error::Device("the thread that owns the GPU ended while it loaded the model".to_owned()))
+    Err(Error::Device("the GPU's device thread ended while loading the model".to_owned()))
 }
 
 /// Waits until a step has completed on every rank or the group has failed.
