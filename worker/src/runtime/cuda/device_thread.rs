@@ -18,7 +18,7 @@ use super::forward::windows;
 use super::gpu::{Gpu, GpuMemory};
 use super::gpu_info::GpuInfo;
 use super::memory_plan::{
-    BatchLimits, MemoryBudget, MemoryComponent, PARTIALS, PoolSize, RESERVE_BYTES, WORKSPACE_BYTES,
+    BufferLimits, MemoryBudget, MemoryComponent, PARTIALS, PoolSize, RESERVE_BYTES, WORKSPACE_BYTES,
     allocated_bytes, buckets, component_table, largest_bucket, options_to_lower, pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout, StepShape, bucket_layout};
@@ -112,7 +112,7 @@ pub(super) struct LoadJob {
     /// Configuration of the unsharded model.
     pub(super) config: ModelConfig,
     pub(super) shard_plan: ShardPlan,
-    pub(super) tensors: Arc<weights::CheckpointTensors>,
+    pub(super) tensors: Arc<weights::SourceTensors>,
     pub(super) options: CudaOptions,
     pub(super) context_tokens: u32,
     pub(super) fingerprint: String,
@@ -344,7 +344,7 @@ impl DeviceState {
             plans: windows(config).0.len(),
         };
         let metadata_bytes = MetadataLayout::new(&capacity).bytes(table_entries.min(1 << 24));
-        let limits = BatchLimits {
+        let limits = BufferLimits {
             rows: rows.into(),
             samples: samples.into(),
             slots: options.slots.into(),

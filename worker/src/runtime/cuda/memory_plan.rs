@@ -101,8 +101,8 @@ impl ModelShapes {
     }
 
     /// Lists all allocations beside weights and KV pool; all are made at load.
-    pub(super) fn components(&self, limits: &BatchLimits) -> Vec<MemoryComponent> {
-        let BatchLimits { rows, samples, slots, context, metadata } = *limits;
+    pub(super) fn components(&self, limits: &BufferLimits) -> Vec<MemoryComponent> {
+        let BufferLimits { rows, samples, slots, context, metadata } = *limits;
         let half = |width: u64| rows * width * 2;
         let partial = self.partial_bytes();
         let activations = [
@@ -155,7 +155,7 @@ const MAPPING_HALF: u64 = MAPPING_BYTES / 2;
 
 /// Batch limits that buffer sizes depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct BatchLimits {
+pub(super) struct BufferLimits {
     /// Rows of the largest batch.
     pub(super) rows: u64,
     /// Rows of logits.
@@ -283,8 +283,8 @@ mod tests {
         logits: 128_256,
         gathered: 0,
     };
-    const LARGE: BatchLimits =
-        BatchLimits { rows: 8192, samples: 256, slots: 256, context: 131_072, metadata: 12 << 20 };
+    const LARGE: BufferLimits =
+        BufferLimits { rows: 8192, samples: 256, slots: 256, context: 131_072, metadata: 12 << 20 };
 
     #[test]
     fn a_llama_8b_block_is_two_mebibytes_and_in_fp8_half_plus_scales() {
@@ -344,7 +344,7 @@ mod tests {
         ) {
             let (rows, slots, context, metadata) = sizes;
             let samples = slots.max(u64::from(largest_bucket(slots as u32)));
-            let limits = BatchLimits { rows: rows.max(samples), samples, slots, context, metadata };
+            let limits = BufferLimits { rows: rows.max(samples), samples, slots, context, metadata };
             let components = shapes.components(&limits);
             let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
             let block = shapes.block_bytes(1 << block_tokens, store);

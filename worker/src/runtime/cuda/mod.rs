@@ -190,7 +190,7 @@ pub fn supports(model: &ModelDir, ranks: usize) -> Result<(), Error> {
 /// Returns a model's shards by rank, after checking that kernels exist for their shapes.
 fn shard_model(
     model: &ModelDir,
-    tensors: &weights::CheckpointTensors,
+    tensors: &weights::SourceTensors,
     ranks: usize,
 ) -> Result<Vec<sharding::Shard>, Error> {
     let config = model.config();

@@ -9,7 +9,7 @@ use super::gpu::Gpu;
 use super::memory_plan::{PARTIALS, bucket, largest_bucket};
 use super::metadata::{MetadataPacker, PackerConfig, StepShape};
 use super::shard_plan::ShardPlan;
-use super::slots::SamplingSlots;
+use super::slots::GpuSlots;
 use super::weights::DeviceWeights;
 use crate::models::{self, ModelConfig};
 use crate::runtime::{Batch, Capabilities, Error, PositionLogprobs, Sampled, Slot, SlotSetup, TokenLogprob};
@@ -21,7 +21,7 @@ const QUERIES_PER_KEY_MAX: usize = 16;
 pub(super) struct ModelRunner<G: Gpu> {
     pub(super) capabilities: Capabilities,
     pub(super) forward: CudaForward<G>,
-    slots: SamplingSlots<G>,
+    slots: GpuSlots<G>,
     packer: MetadataPacker,
     packer_config: PackerConfig,
     rows: Vec<SamplingRow>,
@@ -103,12 +103,8 @@ impl<G: Gpu> ModelRunner<G> {
         };
         let config = shard_plan.shard().config(unsharded);
         let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, &capacity)?;
-        let slots = SamplingSlots::new(
-            gpu,
-            capabilities.slots,
-            capabilities.vocab_size,
-            capabilities.context_tokens,
-        )?;
+        let slots =
+            GpuSlots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
         let packer_config = PackerConfig {
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,

@@ -40,11 +40,11 @@ pub(super) struct Ranks {
 }
 
 /// Load progress (done bytes, total bytes) by rank.
-struct LoadProgress {
+struct GroupLoadProgress {
     ranks: Vec<(u64, u64)>,
 }
 
-impl LoadProgress {
+impl GroupLoadProgress {
     /// Records a rank's progress and returns done and total bytes over all ranks; ranks that have not
     /// reported are estimated.
     fn record(&mut self, rank: usize, done: u64, total: u64) -> (u64, u64) {
@@ -183,7 +183,7 @@ fn wait_for_load(
     world: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<Vec<LoadedRank>, Error> {
-    let mut total_progress = LoadProgress { ranks: vec![(0, 0); world] };
+    let mut total_progress = GroupLoadProgress { ranks: vec![(0, 0); world] };
     let mut loaded: Vec<Option<LoadedRank>> = (0..world).map(|_| None).collect();
     for (rank, event) in events {
         match event {

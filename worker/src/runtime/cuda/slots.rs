@@ -23,8 +23,8 @@ pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
 }
 
 /// Sampling state by slot: parameters on the host; biases, masks and token counts on the device.
-pub(super) struct SamplingSlots<G: Gpu> {
-    slots: Vec<Option<SlotState>>,
+pub(super) struct GpuSlots<G: Gpu> {
+    slots: Vec<Option<GpuSlot>>,
     vocabulary: u32,
     /// Logit biases and masks by slot, [slots, ADJUSTMENTS_MAX, 2].
     adjustments: G::Memory,
@@ -37,7 +37,7 @@ pub(super) struct SamplingSlots<G: Gpu> {
 }
 
 /// Sampling state of an attached sequence.
-struct SlotState {
+struct GpuSlot {
     sampling: Arc<SamplingParams>,
     choice: u32,
     /// Tokens sampled so far, including steps in flight.
@@ -48,7 +48,7 @@ struct SlotState {
     history: u64,
 }
 
-impl<G: Gpu> SamplingSlots<G> {
+impl<G: Gpu> GpuSlots<G> {
     pub(super) fn new(gpu: &G, slots: u32, vocabulary: u32, context: u32) -> Result<Self, DeviceError> {
         Ok(Self {
             slots: (0..slots).map(|_| None).collect(),
@@ -104,7 +104,7 @@ impl<G: Gpu> SamplingSlots<G> {
             unsafe { count_history(gpu, &p) }.map_err(device_error)?;
         }
         let generated = setup.generated.len() as u32;
-        *entry = Some(SlotState { sampling, choice: setup.choice, generated, biases, masked, history });
+        *entry = Some(GpuSlot { sampling, choice: setup.choice, generated, biases, masked, history });
         Ok(())
     }
 

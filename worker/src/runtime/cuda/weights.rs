@@ -13,17 +13,17 @@ use crate::runtime::decoder::DecoderLayer;
 use crate::runtime::sharding::{Cut, Grain, Matrix, Shard};
 
 /// Tensors of a model in the checkpoint, all present and of the expected shape.
-pub(super) struct CheckpointTensors {
+pub(super) struct SourceTensors {
     embedding: Tensor,
-    layers: Vec<CheckpointLayer>,
+    layers: Vec<SourceLayer>,
     norm: Tensor,
     head: Option<Tensor>,
 }
 
-type CheckpointLayer = DecoderLayer<Tensor, CheckpointLinear>;
+type SourceLayer = DecoderLayer<Tensor, SourceLinear>;
 
 /// Matrices that are stacked to one GEMM operand, with their biases, if any.
-struct CheckpointLinear {
+struct SourceLinear {
     matrix: Matrix,
     matrices: Vec<Tensor>,
     biases: Vec<Tensor>,
@@ -92,7 +92,7 @@ impl<M: GpuMemory> DeviceLinear<M> {
     }
 }
 
-impl CheckpointLinear {
+impl SourceLinear {
     /// Returns a shard's slices of the matrices.
     fn slices(&self, shard: &Shard) -> Vec<TensorSlice<'_>> {
         match shard.cut(self.matrix) {
@@ -129,12 +129,12 @@ fn elements(slices: &[TensorSlice<'_>]) -> usize {
 const MATRIX_ALIGN: u64 = 256;
 
 /// Looks up every tensor that the configuration requires.
-pub(super) fn find(model: &ModelDir) -> Result<CheckpointTensors, Error> {
+pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, Error> {
     let (config, tensors) = (model.config(), model.tensors());
     let ModelConfig { hidden_size: hidden, intermediate_size: inner, head_dim, .. } = *config;
     let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
     let linear = |matrix: Matrix, prefix: &str, parts: &[(&str, usize)], k: usize, bias: bool| {
-        let mut linear = CheckpointLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
+        let mut linear = SourceLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
         for (part, n) in parts {
             linear.matrices.push(tensors.get(&format!("{prefix}.{part}.weight"), &[*n, k])?);
             if bias {
@@ -148,7 +148,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointTensors, Error> {
         let (attention, mlp) = (format!("{at}.self_attn"), format!("{at}.mlp"));
         let head_norm = |which: &str| tensors.get(&format!("{attention}.{which}.weight"), &[head_dim]);
         let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
-        Ok(CheckpointLayer {
+        Ok(SourceLayer {
             attention_norm: tensors.get(&format!("{at}.input_layernorm.weight"), &[hidden])?,
             qkv: linear(Matrix::Qkv, &attention, &qkv, hidden, config.qkv_bias)?,
             qk_norm: match config.qk_norm {
@@ -167,7 +167,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointTensors, Error> {
             down: linear(Matrix::Down, &mlp, &[("down_proj", hidden)], inner, config.mlp_bias)?,
         })
     };
-    Ok(CheckpointTensors {
+    Ok(SourceTensors {
         embedding: tensors.get("model.embed_tokens.weight", &[config.vocab_size, hidden])?,
         layers: (0..config.layers).map(layer).collect::<Result<_, Error>>()?,
         norm: tensors.get("model.norm.weight", &[hidden])?,
@@ -178,7 +178,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointTensors, Error> {
     })
 }
 
-impl CheckpointTensors {
+impl SourceTensors {
     /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
     pub(super) fn half(&self) -> Half {
         match self.layers[0].qkv.matrices[0].encoding {
@@ -219,7 +219,7 @@ impl CheckpointTensors {
     /// Returns the bytes of a shard's matrices on the device, without norms and biases, which are small. The
     /// embedding is replicated.
     pub(super) fn bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.layers.iter().flat_map(CheckpointLayer::products);
+        let linears = self.layers.iter().flat_map(SourceLayer::products);
         let linears: usize = linears.map(|linear| elements(&linear.slices(shard))).sum();
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
@@ -230,7 +230,7 @@ impl CheckpointTensors {
 
     /// Returns the bytes that the driver uses for a shard's matrices, each allocated separately.
     pub(super) fn allocated_bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.layers.iter().flat_map(CheckpointLayer::products);
+        let linears = self.layers.iter().flat_map(SourceLayer::products);
         let linears = linears.map(|linear| elements(&linear.slices(shard)));
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
@@ -294,7 +294,7 @@ struct WeightUpload<'a, G> {
 const CHUNK_BYTES: usize = 16 << 20;
 
 impl<G: Gpu> WeightUpload<'_, G> {
-    fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, DeviceError> {
+    fn layer(&mut self, layer: &SourceLayer) -> Result<WeightLayer<G::Memory>, DeviceError> {
         Ok(WeightLayer {
             attention_norm: self.upload_f32(&layer.attention_norm.to_f32())?,
             qkv: self.linear(&layer.qkv)?,
@@ -309,7 +309,7 @@ impl<G: Gpu> WeightUpload<'_, G> {
         })
     }
 
-    fn linear(&mut self, linear: &CheckpointLinear) -> Result<DeviceLinear<G::Memory>, DeviceError> {
+    fn linear(&mut self, linear: &SourceLinear) -> Result<DeviceLinear<G::Memory>, DeviceError> {
         let (mut f32_bias, mut half_bias) = (None, None);
         let bias = linear.bias(self.shard);
         if !bias.is_empty() {
