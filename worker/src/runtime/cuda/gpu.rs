@@ -89,7 +89,7 @@ pub(super) trait Gpu: Device {
 }
 
 /// Returns the bytes of a slice of primitive numbers.
-pub(super) fn bytes_of<T: numbers::Number>(values: &[T]) -> &[u8] {
+pub(super) fn bytes_of<T: numbers::PrimitiveNumber>(values: &[T]) -> &[u8] {
     // SAFETY: implementors of `Number` have no padding, and the byte slice borrows `values`.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
@@ -97,9 +97,9 @@ pub(super) fn bytes_of<T: numbers::Number>(values: &[T]) -> &[u8] {
 /// Types without padding bytes.
 pub(super) mod numbers {
     /// Primitive numbers.
-    pub trait Number: Copy {}
-    impl Number for u8 {}
-    impl Number for u16 {}
-    impl Number for u32 {}
-    impl Number for f32 {}
+    pub trait PrimitiveNumber: Copy {}
+    impl PrimitiveNumber for u8 {}
+    impl PrimitiveNumber for u16 {}
+    impl PrimitiveNumber for u32 {}
+    impl PrimitiveNumber for f32 {}
 }
