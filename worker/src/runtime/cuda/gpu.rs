@@ -90,7 +90,7 @@ pub(super) trait Gpu: Device {
 
 /// Returns the bytes of a slice of primitive numbers.
 pub(super) fn bytes_of<T: numbers::PrimitiveNumber>(values: &[T]) -> &[u8] {
-    // SAFETY: implementors of `Number` have no padding, and the byte slice borrows `values`.
+    // SAFETY: implementors of `PrimitiveNumber` have no padding, and the byte slice borrows `values`.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
