@@ -1,5 +1,5 @@
-//! The calls of cuBLASLt. Matrices are column by column; only what the runtime asks for is there: the first one transposed,
-//! 16-bit numbers in, sums in single precision, with a bias or without.
+//! Entry points of libcublasLt. Matrices are column-major. Supported is what the runtime uses: A transposed,
+//! 16-bit inputs, f32 accumulation, with or without bias.
 
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex};
@@ -13,28 +13,29 @@ use cudarc::cublaslt::sys::{
 use cudarc::driver::sys::CUstream;
 use inflight_kernels::cuda::Half;
 
-use crate::device::Device;
-use crate::driver::{current, still, stream};
-use crate::handles::Handles;
-use crate::locked;
-use crate::stream::Work;
+use crate::device::SimulatedDevice;
+use crate::driver::{check_ranges, current, stream};
+use crate::handle_table::HandleTable;
+use crate::lock;
+use crate::stream::StreamWork;
 
-type Made<T = ()> = Result<T, Status>;
+/// Result of a cuBLASLt call.
+type CublasResult<T = ()> = Result<T, Status>;
 
 const BF16: u32 = cudaDataType_t::CUDA_R_16BF as u32;
 const F16: u32 = cudaDataType_t::CUDA_R_16F as u32;
 const F32: u32 = cudaDataType_t::CUDA_R_32F as u32;
 const INVALID: Status = Status::CUBLAS_STATUS_INVALID_VALUE;
 const NOT_SUPPORTED: Status = Status::CUBLAS_STATUS_NOT_SUPPORTED;
-/// What every algorithm begins with, so that one which was never named is known.
-const ALGORITHM: u64 = 0x696e_666c;
-/// Scratch of the algorithm that needs some.
+/// First word of every algorithm, which detects those that the heuristic never returned.
+const ALGORITHM_MAGIC: u64 = 0x696e_666c;
+/// Scratch bytes of the split-k algorithm.
 const SCRATCH_BYTES: usize = 4096;
-/// What addresses are multiples of, unless a preference says otherwise.
+/// Alignment of addresses that algorithms assume, in bytes, unless a preference lowers it.
 const ALIGNMENT: u64 = 256;
 
 #[derive(Clone, Copy)]
-struct Layout {
+struct MatrixLayout {
     kind: u32,
     rows: u64,
     columns: u64,
@@ -42,48 +43,48 @@ struct Layout {
 }
 
 #[derive(Default, Clone, Copy)]
-struct Description {
+struct MatmulDescription {
     transposed: (i32, i32),
     epilogue: u32,
     bias: u64,
     bias_kind: u32,
 }
 
-static HANDLES: Handles<usize> = Handles::new();
-static LAYOUTS: Handles<Mutex<Layout>> = Handles::new();
-static DESCRIPTIONS: Handles<Mutex<Description>> = Handles::new();
-static PREFERENCES: Handles<Mutex<usize>> = Handles::new();
+static HANDLES: HandleTable<usize> = HandleTable::new();
+static LAYOUTS: HandleTable<Mutex<MatrixLayout>> = HandleTable::new();
+static DESCRIPTIONS: HandleTable<Mutex<MatmulDescription>> = HandleTable::new();
+static PREFERENCES: HandleTable<Mutex<usize>> = HandleTable::new();
 
-fn valid(whether: bool) -> Made {
-    whether.then_some(()).ok_or(INVALID)
+fn check_value(valid: bool) -> CublasResult {
+    valid.then_some(()).ok_or(INVALID)
 }
 
-fn layout(handle: *mut c_void) -> Made<Layout> {
-    LAYOUTS.get(handle).map(|layout| *locked(&layout)).ok_or(INVALID)
+fn layout(handle: *mut c_void) -> CublasResult<MatrixLayout> {
+    LAYOUTS.get(handle).map(|layout| *lock(&layout)).ok_or(INVALID)
 }
 
-fn description(handle: *mut c_void) -> Made<Description> {
-    DESCRIPTIONS.get(handle).map(|description| *locked(&description)).ok_or(INVALID)
+fn description(handle: *mut c_void) -> CublasResult<MatmulDescription> {
+    DESCRIPTIONS.get(handle).map(|description| *lock(&description)).ok_or(INVALID)
 }
 
 /// # Safety
-/// It is null or of that type.
-unsafe fn take<T: Copy>(from: *const c_void, bytes: usize) -> Made<T> {
-    valid(!from.is_null() && bytes == size_of::<T>())?;
-    // SAFETY: passed on to the caller.
+/// `from` is null or points to `bytes` readable bytes.
+unsafe fn read<T: Copy>(from: *const c_void, bytes: usize) -> CublasResult<T> {
+    check_value(!from.is_null() && bytes == size_of::<T>())?;
+    // SAFETY: `from` is not null, and the caller guarantees `bytes` readable bytes, the size of `T`.
     Ok(unsafe { from.cast::<T>().read_unaligned() })
 }
 
 /// # Safety
-/// It is null or may be written to.
-unsafe fn put<T>(to: *mut T, value: T) -> Made {
-    valid(!to.is_null())?;
-    // SAFETY: passed on to the caller.
+/// `to` is null or valid for writes.
+unsafe fn put<T>(to: *mut T, value: T) -> CublasResult {
+    check_value(!to.is_null())?;
+    // SAFETY: `to` is not null, and the caller guarantees that it is then valid for writes.
     unsafe { to.write(value) };
     Ok(())
 }
 
-fn number_bytes(kind: u32) -> Made<usize> {
+fn element_bytes(kind: u32) -> CublasResult<usize> {
     match kind {
         BF16 | F16 => Ok(2),
         F32 => Ok(4),
@@ -91,11 +92,11 @@ fn number_bytes(kind: u32) -> Made<usize> {
     }
 }
 
-/// A product that can be made: y[m, n] = x[m, k] * weight[n, k]^T + bias, row by row.
+/// Supported GEMM, row-major: y[m, n] = x[m, k] * weight[n, k]^T + bias.
 #[derive(Clone, Copy)]
-struct Product {
+struct SimulatedGemm {
     half: Half,
-    wide: bool,
+    f32_out: bool,
     bias: Option<(u64, u32)>,
     m: usize,
     n: usize,
@@ -103,8 +104,13 @@ struct Product {
     strides: (usize, usize, usize),
 }
 
-impl Product {
-    fn of(description: Description, a: Layout, b: Layout, d: Layout) -> Made<Self> {
+impl SimulatedGemm {
+    fn new(
+        description: MatmulDescription,
+        a: MatrixLayout,
+        b: MatrixLayout,
+        d: MatrixLayout,
+    ) -> CublasResult<Self> {
         if description.transposed != (1, 0) || a.kind != b.kind {
             return Err(NOT_SUPPORTED);
         }
@@ -117,10 +123,11 @@ impl Product {
             return Err(NOT_SUPPORTED);
         }
         // op(A) is [n, k], B is [k, m], D is [n, m].
-        valid(a.columns == d.rows && a.rows == b.rows && b.columns == d.columns)?;
-        let stride = |layout: Layout| {
+        check_value(a.columns == d.rows && a.rows == b.rows && b.columns == d.columns)?;
+        let stride = |layout: MatrixLayout| {
             let stride = usize::try_from(layout.stride).map_err(|_| INVALID)?;
-            valid(stride as u64 >= layout.rows && layout.rows > 0 && layout.columns > 0).map(|()| stride)
+            check_value(stride as u64 >= layout.rows && layout.rows > 0 && layout.columns > 0)
+                .map(|()| stride)
         };
         let bias = match description.epilogue {
             0 | 1 => None,
@@ -130,39 +137,47 @@ impl Product {
             _ => return Err(NOT_SUPPORTED),
         };
         let (m, n, k) = (d.columns as usize, d.rows as usize, a.rows as usize);
-        Ok(Self { half, wide: d.kind == F32, bias, m, n, k, strides: (stride(a)?, stride(b)?, stride(d)?) })
+        Ok(Self {
+            half,
+            f32_out: d.kind == F32,
+            bias,
+            m,
+            n,
+            k,
+            strides: (stride(a)?, stride(b)?, stride(d)?),
+        })
     }
 
-    /// Bytes from the first number to the last of each matrix: weight, x, y.
+    /// Returns the bytes spanned by weight, x and y.
     fn bytes(&self) -> [usize; 3] {
-        let reach =
+        let span =
             |columns: usize, rows: usize, stride: usize, size: usize| ((columns - 1) * stride + rows) * size;
         let (a, b, d) = self.strides;
         [
-            reach(self.n, self.k, a, 2),
-            reach(self.m, self.k, b, 2),
-            reach(self.m, self.n, d, if self.wide { 4 } else { 2 }),
+            span(self.n, self.k, a, 2),
+            span(self.m, self.k, b, 2),
+            span(self.m, self.n, d, if self.f32_out { 4 } else { 2 }),
         ]
     }
 
-    /// Sums go over parts of `part` numbers.
-    fn make(&self, weight: u64, x: u64, y: u64, part: usize) {
+    /// Computes the GEMM, accumulating over blocks of `k_block` elements.
+    fn run(&self, weight: u64, x: u64, y: u64, k_block: usize) {
         let (a, b, d) = self.strides;
         let widened = |at: u64, columns: usize, stride: usize| {
             let at = std::ptr::with_exposed_provenance::<u16>(at as usize);
-            let mut wide = Vec::with_capacity(columns * self.k);
+            let mut values = Vec::with_capacity(columns * self.k);
             for column in 0..columns {
-                // SAFETY: whoever calls has looked whether the matrix is there.
-                let numbers = (0..self.k).map(|i| unsafe { at.add(column * stride + i).read() });
-                wide.extend(numbers.map(|bits| self.half.widen(bits)));
+                // SAFETY: the caller has checked that the matrix is within an allocation.
+                let bits = (0..self.k).map(|i| unsafe { at.add(column * stride + i).read() });
+                values.extend(bits.map(|bits| self.half.widen(bits)));
             }
-            wide
+            values
         };
         let (weight, x) = (widened(weight, self.n, a), widened(x, self.m, b));
         let bias = |column: usize| {
             let Some((at, kind)) = self.bias else { return 0.0 };
             let at = std::ptr::with_exposed_provenance::<u8>(at as usize);
-            // SAFETY: as above.
+            // SAFETY: the caller has checked that the bias is within an allocation.
             unsafe {
                 match kind == F32 {
                     true => at.cast::<f32>().add(column).read(),
@@ -174,7 +189,7 @@ impl Product {
         for (row, x) in x.chunks(self.k).enumerate() {
             for (column, weight) in weight.chunks(self.k).enumerate() {
                 let mut sum = 0.0;
-                for (x, weight) in x.chunks(part).zip(weight.chunks(part)) {
+                for (x, weight) in x.chunks(k_block).zip(weight.chunks(k_block)) {
                     let mut lanes = [0.0f32; 8];
                     for (x, weight) in x.chunks(8).zip(weight.chunks(8)) {
                         x.iter()
@@ -185,9 +200,9 @@ impl Product {
                     sum += lanes.iter().sum::<f32>();
                 }
                 let sum = sum + bias(column);
-                // SAFETY: as above.
+                // SAFETY: the caller has checked that `y` is within an allocation.
                 unsafe {
-                    match self.wide {
+                    match self.f32_out {
                         true => y.cast::<f32>().add(row * d + column).write(sum),
                         false => y.cast::<u16>().add(row * d + column).write(self.half.narrow(sum)),
                     }
@@ -197,32 +212,32 @@ impl Product {
     }
 }
 
-/// Ways to make products, which differ in their sums, in what they need, and in what they take.
+/// Algorithms with different accumulation orders, scratch sizes and supported shapes.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum SimulatedAlgorithm {
     Whole = 1,
-    /// With scratch.
-    Split,
-    /// Of few rows; that it is asked for more is seen only then.
-    Few,
+    /// Split-k, which needs scratch.
+    SplitK,
+    /// Few rows only; larger shapes are rejected when the GEMM is enqueued.
+    FewRows,
 }
 
-impl Way {
-    const ALL: [Self; 3] = [Self::Whole, Self::Split, Self::Few];
+impl SimulatedAlgorithm {
+    const ALL: [Self; 3] = [Self::Whole, Self::SplitK, Self::FewRows];
 
     fn scratch_bytes(self) -> usize {
-        if self == Self::Split { SCRATCH_BYTES } else { 0 }
+        if self == Self::SplitK { SCRATCH_BYTES } else { 0 }
     }
 
-    fn takes(self, product: &Product) -> bool {
-        self != Self::Few || product.m <= 24
+    fn supports(self, gemm: &SimulatedGemm) -> bool {
+        self != Self::FewRows || gemm.m <= 24
     }
 
-    fn part(self, product: &Product) -> usize {
+    fn k_block(self, gemm: &SimulatedGemm) -> usize {
         match self {
-            Self::Whole => product.k,
-            Self::Split => product.k.div_ceil(2),
-            Self::Few => 64,
+            Self::Whole => gemm.k,
+            Self::SplitK => gemm.k.div_ceil(2),
+            Self::FewRows => 64,
         }
     }
 }
@@ -232,10 +247,11 @@ macro_rules! calls {
         #[doc = concat!("`", stringify!($name), "` of cuBLASLt.")]
         ///
         /// # Safety
-        /// As the library's documentation says.
+        /// As the library's documentation says: pointers are null or valid, and matrices stay allocated until
+        /// the stream has run.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> Status {
-            let call = || -> Made { $body };
+            let call = || -> CublasResult { $body };
             let outcome = call();
             outcome.err().unwrap_or(Status::CUBLAS_STATUS_SUCCESS)
         }
@@ -251,7 +267,8 @@ pub extern "C" fn cublasLtGetVersion() -> usize {
 calls! {
     fn cublasLtCreate(handle: *mut *mut c_void) {
         let device = current().map_err(|_| Status::CUBLAS_STATUS_NOT_INITIALIZED)?;
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
+        // writes.
         unsafe { put(handle, HANDLES.add(Arc::new(device.ordinal))) }
     }
 
@@ -260,9 +277,10 @@ calls! {
     }
 
     fn cublasLtMatrixLayoutCreate(out: *mut *mut c_void, kind: u32, rows: u64, columns: u64, stride: i64) {
-        number_bytes(kind)?;
-        // SAFETY: passed on to the caller.
-        unsafe { put(out, LAYOUTS.add(Arc::new(Mutex::new(Layout { kind, rows, columns, stride })))) }
+        element_bytes(kind)?;
+        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
+        // writes.
+        unsafe { put(out, LAYOUTS.add(Arc::new(Mutex::new(MatrixLayout { kind, rows, columns, stride })))) }
     }
 
     fn cublasLtMatrixLayoutSetAttribute(handle: *mut c_void, attribute: u32, from: *const c_void, bytes: usize) {
@@ -270,8 +288,8 @@ calls! {
         if attribute != cublasLtMatrixLayoutAttribute_t::CUBLASLT_MATRIX_LAYOUT_COLS as u32 {
             return Err(NOT_SUPPORTED);
         }
-        // SAFETY: passed on to the caller.
-        locked(&layout).columns = unsafe { take(from, bytes) }?;
+        // SAFETY: the caller of this entry point guarantees `bytes` readable bytes at `from`, or null.
+        lock(&layout).columns = unsafe { read(from, bytes) }?;
         Ok(())
     }
 
@@ -283,9 +301,10 @@ calls! {
         if compute != cublasComputeType_t::CUBLAS_COMPUTE_32F as u32 || scale != F32 {
             return Err(NOT_SUPPORTED);
         }
-        // Without a kind of its own, a bias is of the output's.
-        let description = Description { epilogue: 1, bias_kind: u32::MAX, ..Description::default() };
-        // SAFETY: passed on to the caller.
+        // Unless set, a bias has the output's type.
+        let description = MatmulDescription { epilogue: 1, bias_kind: u32::MAX, ..MatmulDescription::default() };
+        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
+        // writes.
         unsafe { put(out, DESCRIPTIONS.add(Arc::new(Mutex::new(description)))) }
     }
 
@@ -295,14 +314,14 @@ calls! {
         const BIAS: u32 = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER as u32;
         const BIAS_KIND: u32 = Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE as u32;
         let description = DESCRIPTIONS.get(handle).ok_or(INVALID)?;
-        let mut description = locked(&description);
-        // SAFETY: passed on to the caller.
+        let mut description = lock(&description);
+        // SAFETY: the caller of this entry point guarantees `bytes` readable bytes at `from`, or null.
         unsafe {
             match attribute {
-                TRANSPOSED => description.transposed.0 = take(from, bytes)?,
-                EPILOGUE => description.epilogue = take(from, bytes)?,
-                BIAS => description.bias = take(from, bytes)?,
-                BIAS_KIND => description.bias_kind = take(from, bytes)?,
+                TRANSPOSED => description.transposed.0 = read(from, bytes)?,
+                EPILOGUE => description.epilogue = read(from, bytes)?,
+                BIAS => description.bias = read(from, bytes)?,
+                BIAS_KIND => description.bias_kind = read(from, bytes)?,
                 _ => return Err(NOT_SUPPORTED),
             }
         }
@@ -314,7 +333,8 @@ calls! {
     }
 
     fn cublasLtMatmulPreferenceCreate(out: *mut *mut c_void) {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
+        // writes.
         unsafe { put(out, PREFERENCES.add(Arc::new(Mutex::new(0)))) }
     }
 
@@ -323,8 +343,8 @@ calls! {
         if attribute != Preferred::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES as u32 {
             return Err(NOT_SUPPORTED);
         }
-        // SAFETY: passed on to the caller.
-        *locked(&preference) = unsafe { take(from, bytes) }?;
+        // SAFETY: the caller of this entry point guarantees `bytes` readable bytes at `from`, or null.
+        *lock(&preference) = unsafe { read(from, bytes) }?;
         Ok(())
     }
 
@@ -345,27 +365,30 @@ calls! {
         count: *mut c_int,
     ) {
         HANDLES.get(handle).ok_or(Status::CUBLAS_STATUS_NOT_INITIALIZED)?;
-        let scratch = *locked(PREFERENCES.get(preference).ok_or(INVALID)?.as_ref());
+        let scratch = *lock(PREFERENCES.get(preference).ok_or(INVALID)?.as_ref());
         layout(c)?;
-        let product = Product::of(description(how)?, layout(a)?, layout(b)?, layout(d)?)?;
-        let ways = Way::ALL.into_iter().filter(|way| way.scratch_bytes() <= scratch && way.takes(&product));
-        let ways: Vec<Way> = ways.take(usize::try_from(wanted).map_err(|_| INVALID)?).collect();
-        for (i, way) in ways.iter().enumerate() {
+        let gemm = SimulatedGemm::new(description(how)?, layout(a)?, layout(b)?, layout(d)?)?;
+        let algorithms = SimulatedAlgorithm::ALL.into_iter();
+        let algorithms = algorithms.filter(|known| known.scratch_bytes() <= scratch && known.supports(&gemm));
+        let wanted = usize::try_from(wanted).map_err(|_| INVALID)?;
+        let algorithms: Vec<SimulatedAlgorithm> = algorithms.take(wanted).collect();
+        for (i, algorithm) in algorithms.iter().enumerate() {
             let mut data = [0; 8];
-            data[..2].copy_from_slice(&[ALGORITHM, *way as u64]);
+            data[..2].copy_from_slice(&[ALGORITHM_MAGIC, *algorithm as u64]);
             let result = cublasLtMatmulHeuristicResult_t {
                 algo: cublasLtMatmulAlgo_t { data },
-                workspaceSize: way.scratch_bytes(),
+                workspaceSize: algorithm.scratch_bytes(),
                 state: Status::CUBLAS_STATUS_SUCCESS,
                 wavesCount: 1.0,
                 reserved: [0; 4],
             };
-            // SAFETY: there is room for as many as are wanted.
+            // SAFETY: the caller guarantees room for `wanted` results.
             unsafe { found.add(i).write(result) };
         }
-        // SAFETY: passed on to the caller.
-        unsafe { put(count, ways.len() as c_int) }?;
-        if ways.is_empty() { Err(NOT_SUPPORTED) } else { Ok(()) }
+        // SAFETY: the caller of this entry point guarantees that the output pointer is null or valid for
+        // writes.
+        unsafe { put(count, algorithms.len() as c_int) }?;
+        if algorithms.is_empty() { Err(NOT_SUPPORTED) } else { Ok(()) }
     }
 
     fn cublasLtMatmul(
@@ -388,9 +411,9 @@ calls! {
     ) {
         let ordinal = HANDLES.get(handle).ok_or(Status::CUBLAS_STATUS_NOT_INITIALIZED)?;
         let stream = stream(on).map_err(|_| Status::CUBLAS_STATUS_EXECUTION_FAILED)?;
-        valid(stream.device.ordinal == *ordinal)?;
-        // SAFETY: both are numbers of the scale's type, on the host.
-        let (alpha, beta) = unsafe { (take::<f32>(alpha, 4)?, take::<f32>(beta, 4)?) };
+        check_value(stream.device.ordinal == *ordinal)?;
+        // SAFETY: the caller guarantees host pointers to factors of the scale type, f32.
+        let (alpha, beta) = unsafe { (read::<f32>(alpha, 4)?, read::<f32>(beta, 4)?) };
         if (alpha, beta) != (1.0, 0.0) || c != d.cast_const() || c_layout != d_layout {
             return Err(NOT_SUPPORTED);
         }
@@ -399,38 +422,40 @@ calls! {
         if description.bias_kind == u32::MAX {
             description.bias_kind = out.kind;
         }
-        let product = Product::of(description, layout(a_layout)?, layout(b_layout)?, out)?;
-        valid(!algorithm.is_null())?;
-        // SAFETY: passed on to the caller.
-        let [magic, way, ..] = unsafe { (*algorithm).data };
-        let way = Way::ALL.into_iter().find(|known| (ALGORITHM, *known as u64) == (magic, way)).ok_or(INVALID)?;
-        if !way.takes(&product) {
+        let gemm = SimulatedGemm::new(description, layout(a_layout)?, layout(b_layout)?, out)?;
+        check_value(!algorithm.is_null())?;
+        // SAFETY: `algorithm` is not null, and the caller guarantees that it points to an algorithm.
+        let [magic, id, ..] = unsafe { (*algorithm).data };
+        let mut known = SimulatedAlgorithm::ALL.into_iter();
+        let algorithm =
+            known.find(|known| (ALGORITHM_MAGIC, *known as u64) == (magic, id)).ok_or(INVALID)?;
+        if !algorithm.supports(&gemm) {
             return Err(NOT_SUPPORTED);
         }
         let (weight, x, y) = (a.addr() as u64, b.addr() as u64, d.addr() as u64);
-        let (scratch, scratch_bytes) = (workspace.addr() as u64, way.scratch_bytes());
-        valid(scratch_bytes <= workspace_bytes)?;
-        // Algorithms are chosen for addresses that are so aligned.
-        valid([weight, x, y].iter().all(|address| address % ALIGNMENT == 0))?;
-        let there = move |device: &Device| {
-            let [weight_bytes, x_bytes, y_bytes] = product.bytes();
+        let (scratch, scratch_bytes) = (workspace.addr() as u64, algorithm.scratch_bytes());
+        check_value(scratch_bytes <= workspace_bytes)?;
+        // Algorithms assume aligned addresses.
+        check_value([weight, x, y].iter().all(|address| address % ALIGNMENT == 0))?;
+        let valid_ranges = move |device: &SimulatedDevice| {
+            let [weight_bytes, x_bytes, y_bytes] = gemm.bytes();
             let bias_size = |kind| if kind == F32 { 4 } else { 2 };
             device.holds(weight, weight_bytes)
                 && device.holds(x, x_bytes)
                 && device.holds(y, y_bytes)
-                && product.bias.is_none_or(|(at, kind)| device.holds(at, product.n * bias_size(kind)))
+                && gemm.bias.is_none_or(|(at, kind)| device.holds(at, gemm.n * bias_size(kind)))
                 && (scratch_bytes == 0 || device.holds(scratch, scratch_bytes))
         };
-        let work = move |device: &Device| {
-            still(there(device))?;
+        let work = move |device: &SimulatedDevice| {
+            check_ranges(valid_ranges(device))?;
             if scratch_bytes > 0 {
                 let scratch = std::ptr::with_exposed_provenance_mut::<u8>(scratch as usize);
-                // SAFETY: it is there, as was just seen.
+                // SAFETY: the scratch was just checked to be within an allocation.
                 unsafe { scratch.write_bytes(0xff, scratch_bytes) };
             }
-            product.make(weight, x, y, way.part(&product));
+            gemm.run(weight, x, y, algorithm.k_block(&gemm));
             Ok(())
         };
-        stream.enqueue(Work::new(work)).map(drop).map_err(|_| Status::CUBLAS_STATUS_EXECUTION_FAILED)
+        stream.enqueue(StreamWork::new(work)).map(drop).map_err(|_| Status::CUBLAS_STATUS_EXECUTION_FAILED)
     }
 }

@@ -1,4 +1,4 @@
-//! A GPU: its memory, its streams, and whether it still works.
+//! Simulated GPU: its memory, its streams and its failure.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -7,35 +7,37 @@ use cudarc::driver::sys::CUresult;
 use inflight_kernels::cuda::{Device as _, DeviceError, Harness, HostMemory, Launch};
 
 use crate::settings::Settings;
-use crate::stream::Stream;
-use crate::{Outcome, locked};
+use crate::stream::SimulatedStream;
+use crate::{DriverResult, lock};
 
-/// What contexts and loaded kernels take for themselves.
+/// Bytes used by contexts and loaded kernels.
 const OVERHEAD_BYTES: u64 = 16 << 20;
 
-pub(crate) struct Device {
+pub(crate) struct SimulatedDevice {
     pub(crate) ordinal: usize,
     harness: Mutex<Harness>,
     memory: Mutex<BTreeMap<u64, HostMemory>>,
     failure: OnceLock<CUresult>,
-    streams: Mutex<Vec<Weak<Stream>>>,
-    null: OnceLock<Arc<Stream>>,
-    /// How often the primary context was taken and not given back.
+    streams: Mutex<Vec<Weak<SimulatedStream>>>,
+    null: OnceLock<Arc<SimulatedStream>>,
+    /// Reference count of the primary context.
     pub(crate) retained: Mutex<u32>,
 }
 
-/// All there are.
-pub(crate) fn all() -> &'static [Arc<Device>] {
-    static DEVICES: OnceLock<Vec<Arc<Device>>> = OnceLock::new();
-    DEVICES.get_or_init(|| (0..Settings::get().gpus).map(|ordinal| Arc::new(Device::new(ordinal))).collect())
+/// Returns all simulated GPUs.
+pub(crate) fn all() -> &'static [Arc<SimulatedDevice>] {
+    static DEVICES: OnceLock<Vec<Arc<SimulatedDevice>>> = OnceLock::new();
+    DEVICES.get_or_init(|| {
+        (0..Settings::get().gpus).map(|ordinal| Arc::new(SimulatedDevice::new(ordinal))).collect()
+    })
 }
 
-/// What an allocation takes: small ones lie beside each other, large ones have pages of their own.
-fn taken(bytes: u64) -> u64 {
+/// Returns the bytes that an allocation uses: small ones share pages, large ones have their own.
+fn allocated_bytes(bytes: u64) -> u64 {
     bytes.next_multiple_of(if bytes < 1 << 20 { 512 } else { 2 << 20 })
 }
 
-impl Device {
+impl SimulatedDevice {
     fn new(ordinal: usize) -> Self {
         Self {
             ordinal,
@@ -49,75 +51,76 @@ impl Device {
     }
 
     pub(crate) fn multiprocessors(&self) -> i32 {
-        locked(&self.harness).profile().multiprocessors as i32
+        lock(&self.harness).profile().multiprocessors as i32
     }
 
     pub(crate) fn shared_bytes(&self) -> i32 {
-        locked(&self.harness).profile().shared_bytes as i32
+        lock(&self.harness).profile().shared_bytes as i32
     }
 
     pub(crate) fn multiprocessor_shared_bytes(&self) -> i32 {
-        locked(&self.harness).profile().multiprocessor_shared_bytes as i32
+        lock(&self.harness).profile().multiprocessor_shared_bytes as i32
     }
 
-    /// The error that it has failed with: every call says it from then on.
-    pub(crate) fn check(&self) -> Outcome {
+    /// Returns the device's failure, which every call reports from then on.
+    pub(crate) fn check(&self) -> DriverResult {
         self.failure.get().map_or(Ok(()), |failure| Err(*failure))
     }
 
-    /// Fails for good, as a GPU does after a fault in a kernel.
+    /// Fails the device permanently, as a kernel fault does on a GPU.
     pub(crate) fn fail(&self, error: CUresult, why: &str) {
         if self.failure.set(error).is_ok() {
             eprintln!("simulated GPU {}: {error:?}: {why}", self.ordinal);
         }
     }
 
-    /// Free bytes, and all.
+    /// Returns free and total bytes.
     pub(crate) fn bytes(&self) -> (u64, u64) {
         let (total, others) = (Settings::get().memory_mib << 20, Settings::get().taken_mib << 20);
-        let used: u64 = locked(&self.memory).values().map(|memory| taken(memory.bytes() as u64)).sum();
+        let used: u64 =
+            lock(&self.memory).values().map(|memory| allocated_bytes(memory.bytes() as u64)).sum();
         (total.saturating_sub(used + others + OVERHEAD_BYTES), total)
     }
 
-    pub(crate) fn alloc(&self, bytes: usize) -> Outcome<u64> {
+    pub(crate) fn alloc(&self, bytes: usize) -> DriverResult<u64> {
         if bytes == 0 {
             return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
         }
-        if taken(bytes as u64) + (Settings::get().racing_mib << 20) > self.bytes().0 {
+        if allocated_bytes(bytes as u64) + (Settings::get().racing_mib << 20) > self.bytes().0 {
             return Err(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
         }
-        let memory = locked(&self.harness).alloc(bytes);
+        let memory = lock(&self.harness).alloc(bytes);
         let address = memory.address();
-        locked(&self.memory).insert(address, memory);
+        lock(&self.memory).insert(address, memory);
         Ok(address)
     }
 
-    /// Waits for everything, and frees.
-    pub(crate) fn free(&self, address: u64) -> Outcome {
-        if !locked(&self.memory).contains_key(&address) {
+    /// Frees an allocation after all streams are idle.
+    pub(crate) fn free(&self, address: u64) -> DriverResult {
+        if !lock(&self.memory).contains_key(&address) {
             return Err(CUresult::CUDA_ERROR_INVALID_VALUE);
         }
-        self.wait();
-        let freed = locked(&self.memory).remove(&address);
+        self.synchronize();
+        let freed = lock(&self.memory).remove(&address);
         if let Some(damaged) = freed.filter(|memory| !memory.is_intact()) {
             self.fail(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, "something was written beside a buffer");
-            // It would panic, and this thread can't.
+            // Its drop would panic, which must not cross the C boundary.
             std::mem::forget(damaged);
         }
         Ok(())
     }
 
-    /// Whether a range lies in one allocation.
+    /// Returns whether a range lies within one allocation.
     pub(crate) fn holds(&self, address: u64, bytes: usize) -> bool {
-        let memory = locked(&self.memory);
+        let memory = lock(&self.memory);
         let below = memory.range(..=address).next_back();
         below.is_some_and(|(from, memory)| address + bytes as u64 <= from + memory.bytes() as u64)
     }
 
-    /// The error that somebody wants of this device.
+    /// Returns the error to inject into this device, if any.
     fn fault(&self) -> Option<CUresult> {
-        let wanted = std::fs::read_to_string(Settings::get().fault.as_ref()?).ok()?;
-        let mut words = wanted.split_whitespace();
+        let injected = std::fs::read_to_string(Settings::get().fault.as_ref()?).ok()?;
+        let mut words = injected.split_whitespace();
         let error = words.next()?;
         if words.next().is_some_and(|gpu| gpu != self.ordinal.to_string()) {
             return None;
@@ -129,36 +132,36 @@ impl Device {
         })
     }
 
-    pub(crate) fn launch(&self, launch: &Launch<'_>) -> Outcome {
+    pub(crate) fn launch(&self, launch: &Launch<'_>) -> DriverResult {
         if let Some(error) = self.fault() {
-            self.fail(error, "a fault was asked for");
+            self.fail(error, "injected fault");
             return Err(error);
         }
-        // SAFETY: the harness checks every address; those of its memory stay until all that was launched has run.
-        unsafe { locked(&self.harness).launch(launch) }.map_err(|error: DeviceError| {
+        // SAFETY: the harness checks every address; its memory is freed only after all enqueued work has run.
+        unsafe { lock(&self.harness).launch(launch) }.map_err(|error: DeviceError| {
             self.fail(CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, &error.to_string());
             CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
         })
     }
 
-    pub(crate) fn stream(self: &Arc<Self>) -> Arc<Stream> {
-        let stream = Stream::start(Arc::clone(self));
-        let mut streams = locked(&self.streams);
+    pub(crate) fn stream(self: &Arc<Self>) -> Arc<SimulatedStream> {
+        let stream = SimulatedStream::start(Arc::clone(self));
+        let mut streams = lock(&self.streams);
         streams.retain(|stream| stream.strong_count() > 0);
         streams.push(Arc::downgrade(&stream));
         stream
     }
 
-    /// The one that needs no handle.
-    pub(crate) fn null_stream(self: &Arc<Self>) -> Arc<Stream> {
+    /// Returns the null stream.
+    pub(crate) fn null_stream(self: &Arc<Self>) -> Arc<SimulatedStream> {
         Arc::clone(self.null.get_or_init(|| self.stream()))
     }
 
-    /// Waits for all that was enqueued.
-    pub(crate) fn wait(&self) {
-        let streams: Vec<_> = locked(&self.streams).iter().filter_map(Weak::upgrade).collect();
+    /// Waits for all enqueued work.
+    pub(crate) fn synchronize(&self) {
+        let streams: Vec<_> = lock(&self.streams).iter().filter_map(Weak::upgrade).collect();
         for stream in streams {
-            stream.wait();
+            stream.synchronize();
         }
     }
 }

@@ -1,81 +1,81 @@
-//! Events: points in streams.
+//! Simulated CUDA events.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use cudarc::driver::sys::CUresult;
 
-use crate::device::Device;
-use crate::stream::{Stream, Work};
-use crate::{Outcome, locked};
+use crate::device::SimulatedDevice;
+use crate::stream::{SimulatedStream, StreamWork};
+use crate::{DriverResult, lock};
 
 #[derive(Default)]
-struct State {
-    /// How often it was recorded, and how many of these have passed.
+struct EventState {
+    /// Number of records, and of records that have passed.
     recorded: u64,
     passed: u64,
-    at: Option<Instant>,
-    /// The stream that was told last, and the number of the record there.
-    stream: Weak<Stream>,
+    passed_at: Option<Instant>,
+    /// Stream of the last record, and the record's position in it.
+    stream: Weak<SimulatedStream>,
     number: u64,
 }
 
-pub(crate) struct Event {
-    pub(crate) device: Arc<Device>,
-    state: Mutex<State>,
+pub(crate) struct SimulatedEvent {
+    pub(crate) device: Arc<SimulatedDevice>,
+    state: Mutex<EventState>,
     changed: Condvar,
 }
 
-impl Event {
-    pub(crate) fn new(device: Arc<Device>) -> Arc<Self> {
+impl SimulatedEvent {
+    pub(crate) fn new(device: Arc<SimulatedDevice>) -> Arc<Self> {
         Arc::new(Self { device, state: Mutex::default(), changed: Condvar::new() })
     }
 
-    pub(crate) fn record(self: &Arc<Self>, stream: &Arc<Stream>) -> Outcome {
-        let mut state = locked(&self.state);
+    pub(crate) fn record(self: &Arc<Self>, stream: &Arc<SimulatedStream>) -> DriverResult {
+        let mut state = lock(&self.state);
         let record = state.recorded + 1;
-        let number = stream.enqueue(Work::Mark(Arc::clone(self), record))?;
+        let number = stream.enqueue(StreamWork::Event(Arc::clone(self), record))?;
         state.recorded = record;
         state.stream = Arc::downgrade(stream);
         state.number = number;
         Ok(())
     }
 
-    /// The stream has come to a record.
+    /// Marks a record as passed by its stream.
     pub(crate) fn pass(&self, record: u64) {
-        let mut state = locked(&self.state);
-        // The last record counts, on whichever stream it is.
+        let mut state = lock(&self.state);
+        // The last record counts, on any stream.
         if record > state.passed {
             state.passed = record;
-            state.at = Some(Instant::now());
+            state.passed_at = Some(Instant::now());
         }
         self.changed.notify_all();
     }
 
     pub(crate) fn is_done(&self) -> bool {
-        let state = locked(&self.state);
+        let state = lock(&self.state);
         state.passed == state.recorded
     }
 
-    pub(crate) fn wait(&self) {
+    pub(crate) fn synchronize(&self) {
         let (stream, number) = {
-            let state = locked(&self.state);
+            let state = lock(&self.state);
             (state.stream.upgrade(), state.number)
         };
         if let Some(stream) = stream {
-            stream.want(number);
+            stream.require(number);
         }
-        let mut state = locked(&self.state);
+        let mut state = lock(&self.state);
         while state.passed < state.recorded {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Milliseconds since another one.
-    pub(crate) fn since(&self, begin: &Self) -> Outcome<f32> {
+    /// Returns the milliseconds from `begin` to this event.
+    pub(crate) fn milliseconds_since(&self, begin: &Self) -> DriverResult<f32> {
         let at = |event: &Self| {
-            let state = locked(&event.state);
-            match state.at {
+            let state = lock(&event.state);
+            match state.passed_at {
                 _ if state.recorded == 0 => Err(CUresult::CUDA_ERROR_INVALID_HANDLE),
                 Some(at) if state.passed == state.recorded => Ok(at),
                 _ => Err(CUresult::CUDA_ERROR_NOT_READY),

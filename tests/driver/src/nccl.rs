@@ -1,4 +1,4 @@
-//! The calls of NCCL, for ranks in one process.
+//! Entry points of libnccl, for ranks in one process.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -6,95 +6,96 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use cudarc::driver::sys::CUstream;
 use inflight_kernels::cuda::Half;
 
-use crate::device::Device;
-use crate::driver::{still, stream};
-use crate::handles::Handles;
-use crate::stream::{POLL, Work};
-use crate::{Outcome, device, locked};
+use crate::device::SimulatedDevice;
+use crate::driver::{check_ranges, stream};
+use crate::handle_table::HandleTable;
+use crate::stream::{POLL_INTERVAL, StreamWork};
+use crate::{DriverResult, device, lock};
 
 const SUCCESS: c_int = 0;
 const UNHANDLED: c_int = 1;
 const INVALID_ARGUMENT: c_int = 4;
 const INVALID_USAGE: c_int = 5;
 
-/// What a rank has all do.
+/// Collective operation.
 #[derive(Clone, Copy, PartialEq)]
-enum Task {
-    /// Sums so many numbers.
-    Reduce(usize, Half),
-    /// Gathers parts of so many bytes.
-    Gather(usize),
+enum CollectiveOp {
+    /// All-reduce (sum) of this many elements.
+    AllReduce(usize, Half),
+    /// All-gather of this many bytes per rank.
+    AllGather(usize),
 }
 
 #[derive(Default)]
-struct Meeting {
-    /// Of each rank that has come: from where, to where, and what.
-    parts: Vec<Option<(usize, usize, Task)>>,
-    round: u64,
-    /// Ranks asked for different things.
-    odd: bool,
-    /// Ranks whose communicators were aborted: those of the others wait on.
+struct CollectiveRound {
+    /// Source, target and operation of each rank that has arrived.
+    parts: Vec<Option<(usize, usize, CollectiveOp)>>,
+    number: u64,
+    /// Ranks called different operations.
+    mismatched: bool,
+    /// Whether each rank's communicator was aborted; the other ranks keep waiting.
     aborted: Vec<bool>,
 }
 
-struct Group {
-    meeting: Mutex<Meeting>,
-    met: Condvar,
+struct SimulatedGroup {
+    round: Mutex<CollectiveRound>,
+    round_done: Condvar,
 }
 
-struct Communicator {
-    group: Arc<Group>,
+struct SimulatedCommunicator {
+    group: Arc<SimulatedGroup>,
     rank: usize,
     ordinal: usize,
-    /// Held by everything that was enqueued or captured with it.
+    /// Cloned into all work that was enqueued or captured with it.
     uses: Arc<()>,
 }
 
-static COMMUNICATORS: Handles<Communicator> = Handles::new();
+static COMMUNICATORS: HandleTable<SimulatedCommunicator> = HandleTable::new();
 
-impl Group {
-    /// On each rank's stream: waits for the others, and the last does it for all.
-    fn meet(&self, rank: usize, from: usize, to: usize, task: Task) -> Outcome {
-        let mut meeting = locked(&self.meeting);
-        if meeting.aborted[rank] {
+impl SimulatedGroup {
+    /// Runs on each rank's stream: waits for the other ranks; the last to arrive performs the operation for
+    /// all.
+    fn run(&self, rank: usize, from: usize, to: usize, op: CollectiveOp) -> DriverResult {
+        let mut round = lock(&self.round);
+        if round.aborted[rank] {
             return Ok(());
         }
-        let round = meeting.round;
-        meeting.parts[rank] = Some((from, to, task));
-        if meeting.parts.iter().all(Option::is_some) {
-            let parts: Vec<_> = meeting.parts.iter_mut().filter_map(Option::take).collect();
-            meeting.odd |= parts.iter().any(|part| part.2 != task);
-            if !meeting.odd {
-                work(&parts, task);
+        let number = round.number;
+        round.parts[rank] = Some((from, to, op));
+        if round.parts.iter().all(Option::is_some) {
+            let parts: Vec<_> = round.parts.iter_mut().filter_map(Option::take).collect();
+            round.mismatched |= parts.iter().any(|part| part.2 != op);
+            if !round.mismatched {
+                perform(&parts, op);
             }
-            meeting.round += 1;
-            self.met.notify_all();
+            round.number += 1;
+            self.round_done.notify_all();
         }
-        while meeting.round == round {
-            if meeting.aborted[rank] {
-                // What it brought is freed before long.
-                meeting.parts[rank] = None;
+        while round.number == number {
+            if round.aborted[rank] {
+                // Its memory is about to be freed.
+                round.parts[rank] = None;
                 return Ok(());
             }
-            meeting = self.met.wait(meeting).unwrap_or_else(PoisonError::into_inner);
+            round = self.round_done.wait(round).unwrap_or_else(PoisonError::into_inner);
         }
-        // GPUs would wait for ever or write anything anywhere.
-        still(!meeting.odd)
+        // GPUs would hang or write to arbitrary addresses.
+        check_ranges(!round.mismatched)
     }
 }
 
-/// Every rank's part and result is there: each has looked.
-fn work(parts: &[(usize, usize, Task)], task: Task) {
-    // SAFETY: of the ranges that the ranks have looked at.
+/// Performs a collective. Each rank has checked that its source and target are allocated.
+fn perform(parts: &[(usize, usize, CollectiveOp)], op: CollectiveOp) {
+    // SAFETY: each rank has checked that its source range is allocated.
     let read = |at: usize, bytes: usize| unsafe {
         std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(at), bytes).to_vec()
     };
-    let result: Vec<u8> = match task {
-        Task::Gather(bytes) => parts.iter().flat_map(|(from, ..)| read(*from, bytes)).collect(),
-        Task::Reduce(numbers, half) => {
-            let mut sums = vec![0.0f32; numbers];
+    let result: Vec<u8> = match op {
+        CollectiveOp::AllGather(bytes) => parts.iter().flat_map(|(from, ..)| read(*from, bytes)).collect(),
+        CollectiveOp::AllReduce(elements, half) => {
+            let mut sums = vec![0.0f32; elements];
             for (from, ..) in parts {
-                let bytes = read(*from, numbers * 2);
+                let bytes = read(*from, elements * 2);
                 let values =
                     bytes.chunks_exact(2).map(|pair| half.widen(u16::from_ne_bytes([pair[0], pair[1]])));
                 sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
@@ -104,15 +105,21 @@ fn work(parts: &[(usize, usize, Task)], task: Task) {
     };
     for (_, to, _) in parts {
         let to = std::ptr::with_exposed_provenance_mut::<u8>(*to);
-        // SAFETY: as above.
+        // SAFETY: each rank has checked that its target range is allocated.
         unsafe { std::ptr::copy_nonoverlapping(result.as_ptr(), to, result.len()) };
     }
 }
 
-/// Enqueues a rank's end of a task.
-fn ask(communicator: *mut c_void, on: CUstream, from: *const c_void, to: *mut c_void, task: Task) -> c_int {
+/// Enqueues one rank's part of a collective.
+fn enqueue(
+    communicator: *mut c_void,
+    on: CUstream,
+    from: *const c_void,
+    to: *mut c_void,
+    op: CollectiveOp,
+) -> c_int {
     let Some(communicator) = COMMUNICATORS.get(communicator) else { return INVALID_ARGUMENT };
-    if locked(&communicator.group.meeting).aborted[communicator.rank] {
+    if lock(&communicator.group.round).aborted[communicator.rank] {
         return INVALID_USAGE;
     }
     let Ok(stream) = stream(on) else { return UNHANDLED };
@@ -121,29 +128,31 @@ fn ask(communicator: *mut c_void, on: CUstream, from: *const c_void, to: *mut c_
     }
     let (from, to) = (from.addr(), to.addr());
     let (group, rank) = (Arc::clone(&communicator.group), communicator.rank);
-    let ranks = locked(&group.meeting).parts.len();
-    let (part, whole) = match task {
-        Task::Reduce(numbers, _) => (numbers * 2, numbers * 2),
-        Task::Gather(bytes) => (bytes, bytes * ranks),
+    let ranks = lock(&group.round).parts.len();
+    let (source_bytes, target_bytes) = match op {
+        CollectiveOp::AllReduce(elements, _) => (elements * 2, elements * 2),
+        CollectiveOp::AllGather(bytes) => (bytes, bytes * ranks),
     };
-    let there = move |device: &Device| device.holds(from as u64, part) && device.holds(to as u64, whole);
-    if !there(&stream.device) {
+    let valid_ranges = move |device: &SimulatedDevice| {
+        device.holds(from as u64, source_bytes) && device.holds(to as u64, target_bytes)
+    };
+    if !valid_ranges(&stream.device) {
         return INVALID_ARGUMENT;
     }
     let held = Arc::clone(&communicator.uses);
-    let work = move |device: &Device| {
+    let work = move |device: &SimulatedDevice| {
         let _held = &held;
-        still(there(device))?;
-        group.meet(rank, from, to, task)
+        check_ranges(valid_ranges(device))?;
+        group.run(rank, from, to, op)
     };
-    stream.enqueue(Work::new(work)).map_or(UNHANDLED, |_| SUCCESS)
+    stream.enqueue(StreamWork::new(work)).map_or(UNHANDLED, |_| SUCCESS)
 }
 
-/// Takes a communicator away; returns once nothing that was captured with it is left.
-fn end(communicator: *mut c_void) -> c_int {
+/// Removes a communicator; returns once all graphs captured with it are destroyed.
+fn remove(communicator: *mut c_void) -> c_int {
     let Some(communicator) = COMMUNICATORS.remove(communicator) else { return INVALID_ARGUMENT };
     while Arc::strong_count(&communicator.uses) > 1 {
-        std::thread::sleep(POLL);
+        std::thread::sleep(POLL_INTERVAL);
     }
     SUCCESS
 }
@@ -154,7 +163,7 @@ fn end(communicator: *mut c_void) -> c_int {
 /// As the library's documentation says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller guarantees that `version` is valid for writes.
     unsafe { version.write(22_700) };
     SUCCESS
 }
@@ -170,18 +179,22 @@ pub unsafe extern "C" fn ncclCommInitAll(
     devices: *const c_int,
 ) -> c_int {
     let Some(ranks) = usize::try_from(count).ok().filter(|ranks| *ranks > 0) else { return INVALID_ARGUMENT };
-    let meeting = Meeting { parts: vec![None; ranks], aborted: vec![false; ranks], ..Meeting::default() };
-    let group = Arc::new(Group { meeting: Mutex::new(meeting), met: Condvar::new() });
+    let round = CollectiveRound {
+        parts: vec![None; ranks],
+        aborted: vec![false; ranks],
+        ..CollectiveRound::default()
+    };
+    let group = Arc::new(SimulatedGroup { round: Mutex::new(round), round_done: Condvar::new() });
     for rank in 0..ranks {
-        // SAFETY: as many as said.
+        // SAFETY: the caller guarantees `count` device ordinals.
         let ordinal = unsafe { *devices.add(rank) };
         let Some(ordinal) = usize::try_from(ordinal).ok().filter(|ordinal| *ordinal < device::all().len())
         else {
             return INVALID_ARGUMENT;
         };
         let (group, uses) = (Arc::clone(&group), Arc::new(()));
-        let communicator = Arc::new(Communicator { group, rank, ordinal, uses });
-        // SAFETY: as above.
+        let communicator = Arc::new(SimulatedCommunicator { group, rank, ordinal, uses });
+        // SAFETY: the caller guarantees room for `count` communicators.
         unsafe { out.add(rank).write(COMMUNICATORS.add(communicator)) };
     }
     SUCCESS
@@ -210,7 +223,7 @@ pub unsafe extern "C" fn ncclAllReduce(
     if operation != 0 {
         return INVALID_ARGUMENT;
     }
-    ask(communicator, stream, from, to, Task::Reduce(count, half))
+    enqueue(communicator, stream, from, to, CollectiveOp::AllReduce(count, half))
 }
 
 /// `ncclAllGather` of NCCL.
@@ -230,7 +243,7 @@ pub unsafe extern "C" fn ncclAllGather(
     if kind != 0 {
         return INVALID_ARGUMENT;
     }
-    ask(communicator, stream, from, to, Task::Gather(count))
+    enqueue(communicator, stream, from, to, CollectiveOp::AllGather(count))
 }
 
 /// `ncclCommGetAsyncError` of NCCL.
@@ -242,7 +255,7 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(communicator: *mut c_void, error:
     if COMMUNICATORS.get(communicator).is_none() {
         return INVALID_ARGUMENT;
     }
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller guarantees that `error` is valid for writes.
     unsafe { error.write(SUCCESS) };
     SUCCESS
 }
@@ -253,11 +266,11 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(communicator: *mut c_void, error:
 /// As the library's documentation says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
-    if let Some(Communicator { group, rank, .. }) = COMMUNICATORS.get(communicator).as_deref() {
-        locked(&group.meeting).aborted[*rank] = true;
-        group.met.notify_all();
+    if let Some(SimulatedCommunicator { group, rank, .. }) = COMMUNICATORS.get(communicator).as_deref() {
+        lock(&group.round).aborted[*rank] = true;
+        group.round_done.notify_all();
     }
-    end(communicator)
+    remove(communicator)
 }
 
 /// `ncclCommDestroy` of NCCL.
@@ -266,7 +279,7 @@ pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
 /// As the library's documentation says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommDestroy(communicator: *mut c_void) -> c_int {
-    end(communicator)
+    remove(communicator)
 }
 
 /// `ncclGetErrorString` of NCCL.

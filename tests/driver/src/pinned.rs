@@ -1,4 +1,4 @@
-//! Memory of the host that copies may run from and to by themselves.
+//! Simulated pinned host memory.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -6,33 +6,33 @@ use std::sync::Mutex;
 
 use cudarc::driver::sys::CUresult;
 
-use crate::{Outcome, locked};
+use crate::{DriverResult, lock};
 
-struct Memory {
+struct PinnedAllocation {
     _words: Box<[u128]>,
     bytes: usize,
 }
 
-/// By address.
-static PINNED: Mutex<BTreeMap<usize, Memory>> = Mutex::new(BTreeMap::new());
+/// Pinned allocations by address.
+static PINNED: Mutex<BTreeMap<usize, PinnedAllocation>> = Mutex::new(BTreeMap::new());
 
-/// Memory that holds NaN.
+/// Allocates pinned memory filled with NaN.
 pub(crate) fn alloc(bytes: usize) -> *mut c_void {
     let mut words = vec![u128::MAX; bytes.div_ceil(16)].into_boxed_slice();
     let at = words.as_mut_ptr();
-    locked(&PINNED).insert(at.addr(), Memory { _words: words, bytes });
+    lock(&PINNED).insert(at.addr(), PinnedAllocation { _words: words, bytes });
     at.cast()
 }
 
-/// Frees it at once, whatever copies still run: these then fail.
-pub(crate) fn free(at: *mut c_void) -> Outcome {
-    let freed = locked(&PINNED).remove(&at.addr());
+/// Frees an allocation at once; copies that still use it then fail.
+pub(crate) fn free(at: *mut c_void) -> DriverResult {
+    let freed = lock(&PINNED).remove(&at.addr());
     freed.map(drop).ok_or(CUresult::CUDA_ERROR_INVALID_VALUE)
 }
 
-/// Whether a range is pinned.
+/// Returns whether a range lies within one pinned allocation.
 pub(crate) fn holds(at: usize, bytes: usize) -> bool {
-    let pinned = locked(&PINNED);
+    let pinned = lock(&PINNED);
     let below = pinned.range(..=at).next_back();
     below.is_some_and(|(from, memory)| at + bytes <= from + memory.bytes)
 }

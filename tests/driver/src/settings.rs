@@ -1,38 +1,38 @@
-//! What GPUs are simulated, as the environment says.
+//! Configuration of the simulated GPUs, from environment variables.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The variable with the settings: `name=value`, separated by commas; all have defaults.
+/// Environment variable with the settings: `name=value`, separated by commas; all have defaults.
 pub const VARIABLE: &str = "INFLIGHT_SIMULATED_GPU";
-/// The variable with the name of a file: while it is there, the next kernel fails, with the number in it as the driver's error;
-/// of one GPU only, if a second number names it.
+/// Environment variable with the path of a file that injects faults: while it exists, the next kernel fails
+/// with the driver error number in it; of one GPU only, if a second number names it.
 pub const FAULT_VARIABLE: &str = "INFLIGHT_SIMULATED_GPU_FAULT";
 
-/// What GPUs are simulated.
+/// Configuration of the simulated GPUs.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// `gpus`: how many.
+    /// `gpus`: number of GPUs.
     pub gpus: usize,
-    /// `memory`: MiB of each.
+    /// `memory`: MiB of each GPU.
     pub memory_mib: u64,
-    /// `taken`: MiB of it that other processes have.
+    /// `taken`: MiB of it in use by other processes.
     pub taken_mib: u64,
-    /// `racing`: MiB of it that other processes take unseen, so that allocations fail although memory was free.
+    /// `racing`: MiB of it that other processes take after free memory is reported, so that allocations fail.
     pub racing_mib: u64,
-    /// `compute`: compute capability, as `9.0`.
+    /// `compute`: compute capability, such as `9.0`.
     pub compute: (i32, i32),
-    /// `cuda`: what the driver supports, as `13.0`.
+    /// `cuda`: CUDA version of the driver, such as `13.0`.
     pub cuda: (i32, i32),
-    /// `ptx`: the virtual architecture that kernels claim to be compiled of, instead of that of their image; from 90 on they
-    /// may overlap.
+    /// `ptx`: virtual architecture that kernels report, instead of that of their image; from 90 on they
+    /// support overlap.
     pub ptx: Option<i32>,
-    /// `overlap`: whether launches that overlap are accepted.
+    /// `overlap`: whether launches with programmatic serialization are accepted.
     pub overlap: bool,
-    /// `late`: how many microseconds streams may take until they begin what nobody waits for.
+    /// `late`: maximum random delay, in microseconds, before streams start work that is not waited for.
     pub late: Duration,
-    /// The file whose appearance is a fault.
+    /// File that injects faults.
     pub fault: Option<PathBuf>,
 }
 
@@ -51,12 +51,15 @@ impl Settings {
             fault: None,
         };
         for setting in text.split(',').filter(|setting| !setting.is_empty()) {
-            let wrong = || format!("{VARIABLE}: {setting:?} is no setting of the simulated GPU");
-            let (name, value) = setting.split_once('=').ok_or_else(wrong)?;
-            let number = || value.parse::<u32>().map_err(|_| wrong());
+            let invalid = || format!("{VARIABLE}: {setting:?} is no setting of the simulated GPU");
+            let (name, value) = setting.split_once('=').ok_or_else(invalid)?;
+            let number = || value.parse::<u32>().map_err(|_| invalid());
             let version = || {
-                let (major, minor) = value.split_once('.').ok_or_else(wrong)?;
-                Ok::<_, String>((major.parse().map_err(|_| wrong())?, minor.parse().map_err(|_| wrong())?))
+                let (major, minor) = value.split_once('.').ok_or_else(invalid)?;
+                Ok::<_, String>((
+                    major.parse().map_err(|_| invalid())?,
+                    minor.parse().map_err(|_| invalid())?,
+                ))
             };
             match name {
                 "gpus" => settings.gpus = number()? as usize,
@@ -66,21 +69,22 @@ impl Settings {
                 "compute" => settings.compute = version()?,
                 "cuda" => settings.cuda = version()?,
                 "ptx" => settings.ptx = Some(number()? as i32),
-                "overlap" => settings.overlap = value.parse().map_err(|_| wrong())?,
+                "overlap" => settings.overlap = value.parse().map_err(|_| invalid())?,
                 "late" => settings.late = Duration::from_micros(number()?.into()),
-                _ => return Err(wrong()),
+                _ => return Err(invalid()),
             }
         }
         Ok(settings)
     }
 
-    /// What the environment says; a wrong setting ends the process, for nobody could be told.
+    /// Returns the settings of the environment. Exits the process on an invalid setting, since no caller can
+    /// handle the error.
     pub(crate) fn get() -> &'static Self {
         static SETTINGS: OnceLock<Settings> = OnceLock::new();
         SETTINGS.get_or_init(|| {
             let text = std::env::var(VARIABLE).unwrap_or_default();
-            let mut settings = Self::parse(&text).unwrap_or_else(|wrong| {
-                eprintln!("{wrong}");
+            let mut settings = Self::parse(&text).unwrap_or_else(|invalid| {
+                eprintln!("{invalid}");
                 std::process::exit(2)
             });
             settings.fault = std::env::var_os(FAULT_VARIABLE).map(PathBuf::from);

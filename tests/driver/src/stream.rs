@@ -1,4 +1,5 @@
-//! Streams: work in order, on a thread of its own, as late as may be; and work that is captured instead.
+//! Simulated CUDA streams: each runs its work in order on its own thread, as late as possible, or captures
+//! it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -7,56 +8,56 @@ use std::time::Duration;
 
 use cudarc::driver::sys::CUresult;
 
-use crate::device::Device;
-use crate::event::Event;
+use crate::device::SimulatedDevice;
+use crate::event::SimulatedEvent;
 use crate::settings::Settings;
-use crate::{Outcome, locked};
+use crate::{DriverResult, lock};
 
-/// What a stream does.
+/// Unit of work of a stream.
 #[derive(Clone)]
-pub(crate) enum Work {
-    /// Something that may fail, and then fails the device.
-    Do(Arc<dyn Fn(&Device) -> Outcome + Send + Sync>),
-    /// An event's n-th record: told even if the device has failed.
-    Mark(Arc<Event>, u64),
+pub(crate) enum StreamWork {
+    /// Operation whose error fails the device.
+    Operation(Arc<dyn Fn(&SimulatedDevice) -> DriverResult + Send + Sync>),
+    /// N-th record of an event; passed even if the device has failed.
+    Event(Arc<SimulatedEvent>, u64),
 }
 
-impl Work {
-    pub(crate) fn new(work: impl Fn(&Device) -> Outcome + Send + Sync + 'static) -> Self {
-        Self::Do(Arc::new(work))
+impl StreamWork {
+    pub(crate) fn new(work: impl Fn(&SimulatedDevice) -> DriverResult + Send + Sync + 'static) -> Self {
+        Self::Operation(Arc::new(work))
     }
 }
 
 #[derive(Default)]
-struct State {
-    queue: VecDeque<Work>,
-    /// How many were enqueued, have run, and somebody waits for.
+struct StreamState {
+    queue: VecDeque<StreamWork>,
+    /// Numbers of work units enqueued, completed, and waited for.
     enqueued: u64,
     done: u64,
-    wanted: u64,
-    capture: Option<Capture>,
+    required: u64,
+    capture: Option<StreamCapture>,
     ended: bool,
-    /// Random bits.
-    word: u64,
+    /// State of the random generator for delays.
+    random: u64,
 }
 
-struct Capture {
+struct StreamCapture {
     thread: ThreadId,
-    work: Vec<Work>,
-    /// Whether what was captured last is a kernel.
+    work: Vec<StreamWork>,
+    /// Whether the last captured work is a kernel.
     after_kernel: bool,
     broken: bool,
 }
 
-pub(crate) struct Stream {
-    pub(crate) device: Arc<Device>,
-    state: Mutex<State>,
+pub(crate) struct SimulatedStream {
+    pub(crate) device: Arc<SimulatedDevice>,
+    state: Mutex<StreamState>,
     changed: Condvar,
 }
 
-impl Stream {
-    pub(crate) fn start(device: Arc<Device>) -> Arc<Self> {
-        let state = State { word: 0x9e37_79b9_7f4a_7c15, ..State::default() };
+impl SimulatedStream {
+    pub(crate) fn start(device: Arc<SimulatedDevice>) -> Arc<Self> {
+        let state = StreamState { random: 0x9e37_79b9_7f4a_7c15, ..StreamState::default() };
         let stream = Arc::new(Self { device, state: Mutex::new(state), changed: Condvar::new() });
         let runner = Arc::clone(&stream);
         let thread = std::thread::Builder::new().name("stream".to_owned());
@@ -65,31 +66,32 @@ impl Stream {
     }
 
     fn run(&self) {
-        let mut state = locked(&self.state);
+        let mut state = lock(&self.state);
         loop {
-            if state.done >= state.wanted && !state.queue.is_empty() {
-                // Nobody waits for it yet.
-                state.word = state.word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let late = Settings::get().late.mul_f64((state.word >> 40) as f64 / f64::from(1 << 24));
-                let waited = self.changed.wait_timeout_while(state, late, |state| state.wanted <= state.done);
+            if state.done >= state.required && !state.queue.is_empty() {
+                // Nothing waits for the work yet.
+                state.random = state.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let delay = Settings::get().late.mul_f64((state.random >> 40) as f64 / f64::from(1 << 24));
+                let waited =
+                    self.changed.wait_timeout_while(state, delay, |state| state.required <= state.done);
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
-                state.wanted = state.enqueued;
+                state.required = state.enqueued;
             }
             match state.queue.pop_front() {
                 Some(work) => {
                     drop(state);
                     match work {
-                        Work::Mark(event, record) => event.pass(record),
-                        Work::Do(work) => {
-                            // What comes behind a failure does not run.
+                        StreamWork::Event(event, record) => event.pass(record),
+                        StreamWork::Operation(work) => {
+                            // Work after a failure does not run.
                             if self.device.check().is_ok()
                                 && let Err(error) = work(&self.device)
                             {
-                                self.device.fail(error, "what was enqueued failed");
+                                self.device.fail(error, "enqueued work failed");
                             }
                         }
                     }
-                    state = locked(&self.state);
+                    state = lock(&self.state);
                     state.done += 1;
                     self.changed.notify_all();
                 }
@@ -99,18 +101,19 @@ impl Stream {
         }
     }
 
-    /// Enqueues, or captures; the number of the work if it will run.
-    pub(crate) fn enqueue(&self, work: Work) -> Outcome<u64> {
+    /// Enqueues work, or captures it. Returns the work's number in the stream, or 0 if captured.
+    pub(crate) fn enqueue(&self, work: StreamWork) -> DriverResult<u64> {
         self.add(work, false, false)
     }
 
-    /// The same for a kernel; in a capture, one that may begin while what is before it ends must come behind a kernel.
-    pub(crate) fn enqueue_kernel(&self, work: Work, overlaps: bool) -> Outcome<u64> {
+    /// Enqueues or captures a kernel. In a capture, a kernel with programmatic serialization must follow a
+    /// kernel.
+    pub(crate) fn enqueue_kernel(&self, work: StreamWork, overlaps: bool) -> DriverResult<u64> {
         self.add(work, true, overlaps)
     }
 
-    fn add(&self, work: Work, kernel: bool, overlaps: bool) -> Outcome<u64> {
-        let mut state = locked(&self.state);
+    fn add(&self, work: StreamWork, kernel: bool, overlaps: bool) -> DriverResult<u64> {
+        let mut state = lock(&self.state);
         if let Some(capture) = &mut state.capture {
             if capture.thread != std::thread::current().id() {
                 capture.broken = true;
@@ -119,8 +122,8 @@ impl Stream {
             if capture.broken {
                 return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
             }
-            if matches!(work, Work::Mark(..)) {
-                // It would become an edge of the graph, which nothing here asks for.
+            if matches!(work, StreamWork::Event(..)) {
+                // It would become a graph edge, which the runtime does not use.
                 return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
             }
             if overlaps && !capture.after_kernel {
@@ -136,53 +139,53 @@ impl Stream {
         Ok(state.enqueued)
     }
 
-    /// Somebody wants all up to that number.
-    pub(crate) fn want(&self, number: u64) {
-        let mut state = locked(&self.state);
-        state.wanted = state.wanted.max(number);
+    /// Requires all work up to `number` to run without further delay.
+    pub(crate) fn require(&self, number: u64) {
+        let mut state = lock(&self.state);
+        state.required = state.required.max(number);
         self.changed.notify_all();
     }
 
-    /// Waits for all that was enqueued so far.
-    pub(crate) fn wait(&self) {
-        let mut state = locked(&self.state);
+    /// Waits for all work enqueued so far.
+    pub(crate) fn synchronize(&self) {
+        let mut state = lock(&self.state);
         let all = state.enqueued;
-        state.wanted = state.wanted.max(all);
+        state.required = state.required.max(all);
         self.changed.notify_all();
         while state.done < all {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Ends once all has run.
+    /// Ends the thread once all work has run.
     pub(crate) fn end(&self) {
-        locked(&self.state).ended = true;
+        lock(&self.state).ended = true;
         self.changed.notify_all();
     }
 
     pub(crate) fn is_capturing(&self) -> bool {
-        locked(&self.state).capture.is_some()
+        lock(&self.state).capture.is_some()
     }
 
-    pub(crate) fn begin_capture(&self) -> Outcome {
-        let mut state = locked(&self.state);
+    pub(crate) fn begin_capture(&self) -> DriverResult {
+        let mut state = lock(&self.state);
         if state.capture.is_some() {
             return Err(CUresult::CUDA_ERROR_ILLEGAL_STATE);
         }
         let thread = std::thread::current().id();
-        state.capture = Some(Capture { thread, work: Vec::new(), after_kernel: false, broken: false });
+        state.capture = Some(StreamCapture { thread, work: Vec::new(), after_kernel: false, broken: false });
         Ok(())
     }
 
-    /// Something was called that must not be during a capture.
+    /// Invalidates a capture after a call that is not permitted during it.
     pub(crate) fn break_capture(&self) {
-        if let Some(capture) = &mut locked(&self.state).capture {
+        if let Some(capture) = &mut lock(&self.state).capture {
             capture.broken = true;
         }
     }
 
-    pub(crate) fn end_capture(&self) -> Outcome<Vec<Work>> {
-        let mut state = locked(&self.state);
+    pub(crate) fn end_capture(&self) -> DriverResult<Vec<StreamWork>> {
+        let mut state = lock(&self.state);
         let capture = state.capture.take().ok_or(CUresult::CUDA_ERROR_ILLEGAL_STATE)?;
         if capture.thread != std::thread::current().id() {
             return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
@@ -194,5 +197,5 @@ impl Stream {
     }
 }
 
-/// How long two looks at something that nobody tells of are apart.
-pub(crate) const POLL: Duration = Duration::from_micros(200);
+/// Interval of polling for conditions without notification.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_micros(200);

@@ -1,4 +1,4 @@
-//! The forward pass: its buffers on the device, and the order of its kernels.
+//! Forward pass of a decoder on the GPU: device buffers and the sequence of kernels.
 
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
@@ -7,25 +7,26 @@ use inflight_kernels::cuda::{
     finish_qkv, norm, sample, swiglu,
 };
 
-use super::division::Division;
-use super::gpu::{Columns, Gpu, Matmul, Memory, bytes_of};
+use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
+use super::memory_plan::{ModelShapes, PARTIALS};
 use super::metadata::StepShape;
-use super::sizing::{PARTIALS, Shapes};
-use super::weights::{Linear, Weights};
+use super::shard_plan::ShardPlan;
+use super::weights::{DeviceLinear, DeviceWeights};
 use crate::models::ModelConfig;
 
-/// Everything that a step works on, at addresses that never change, so that graphs may be captured.
-pub(super) struct Forward<G: Gpu> {
-    /// Of what this rank computes.
+/// Weights, KV pool and activation buffers of a rank. Addresses never change, so steps can be captured as
+/// graphs.
+pub(super) struct CudaForward<G: Gpu> {
+    /// Configuration of this rank's shard.
     config: ModelConfig,
-    division: Division,
-    shapes: Shapes,
+    shard_plan: ShardPlan,
+    shapes: ModelShapes,
     half: Half,
     store: KvStore,
     block_tokens: u32,
-    /// Of each layer: which of the plans it uses.
-    plan_of: Vec<usize>,
-    weights: Weights<G::Memory>,
+    /// Index of the attention plan, by layer.
+    plan_of_layer: Vec<usize>,
+    weights: DeviceWeights<G::Memory>,
     kv: G::Memory,
     angles: G::Memory,
     hidden: G::Memory,
@@ -35,9 +36,9 @@ pub(super) struct Forward<G: Gpu> {
     delta: G::Memory,
     gate_up: G::Memory,
     gated: G::Memory,
-    picked: G::Memory,
+    sampled_hidden: G::Memory,
     logits: G::Memory,
-    /// [ranks, samples, stride]: the logits of each, before they are brought together.
+    /// Each rank's logits, [ranks, samples, stride], before they are merged.
     gathered: Option<G::Memory>,
     results: G::Memory,
     sampled: G::Memory,
@@ -46,9 +47,9 @@ pub(super) struct Forward<G: Gpu> {
     counters: G::Memory,
 }
 
-/// How a [`Forward`] is sized.
+/// Capacity of the buffers of a [`CudaForward`].
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ForwardSize {
+pub(super) struct ForwardCapacity {
     pub(super) rows: u32,
     pub(super) samples: u32,
     pub(super) context: u32,
@@ -57,10 +58,10 @@ pub(super) struct ForwardSize {
     pub(super) store: KvStore,
 }
 
-/// The windows that a model's layers have, each once, and which of them each layer has.
+/// Returns the distinct sliding windows of a model's layers, and each layer's index among them.
 pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
     let mut windows: Vec<Option<u32>> = Vec::new();
-    let plan_of = config
+    let plan_of_layer = config
         .windows
         .iter()
         .map(|window| {
@@ -70,21 +71,21 @@ pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
             })
         })
         .collect();
-    (windows, plan_of)
+    (windows, plan_of_layer)
 }
 
-impl<G: Gpu> Forward<G> {
-    /// Of a rank's part of a model, whose configuration is that of the whole.
+impl<G: Gpu> CudaForward<G> {
+    /// Allocates buffers for a rank's shard. `unsharded` is the configuration of the whole model.
     pub(super) fn new(
         gpu: &G,
-        whole: &ModelConfig,
-        division: Division,
+        unsharded: &ModelConfig,
+        shard_plan: ShardPlan,
         half: Half,
-        weights: Weights<G::Memory>,
-        size: &ForwardSize,
+        weights: DeviceWeights<G::Memory>,
+        capacity: &ForwardCapacity,
     ) -> Result<Self, DeviceError> {
-        let (config, shapes) = (division.shard().config(whole), division.shapes(whole));
-        let (rows, samples) = (size.rows as usize, size.samples as usize);
+        let (config, shapes) = (shard_plan.shard().config(unsharded), shard_plan.shapes(unsharded));
+        let (rows, samples) = (capacity.rows as usize, capacity.samples as usize);
         let zeroed = |bytes: u64| {
             let memory = gpu.alloc(bytes as usize)?;
             gpu.zero(&memory)?;
@@ -92,19 +93,21 @@ impl<G: Gpu> Forward<G> {
         };
         let halves = |count: usize, width: u64| zeroed(count as u64 * width * 2);
         let partial = shapes.partial_bytes();
-        let angles = angles(&config, size.context);
-        let angles_at = gpu.alloc(angles.len() * 4)?;
-        gpu.upload(&angles_at, 0, bytes_of(&angles))?;
+        let table = rope_table(&config, capacity.context);
+        let angles = gpu.alloc(table.len() * 4)?;
+        gpu.upload(&angles, 0, bytes_of(&table))?;
         Ok(Self {
             shapes,
             half,
-            store: size.store,
-            block_tokens: size.block_tokens,
-            plan_of: windows(&config).1,
+            store: capacity.store,
+            block_tokens: capacity.block_tokens,
+            plan_of_layer: windows(&config).1,
             weights,
-            // Zeros, so that blocks never used cannot spoil a sum.
-            kv: zeroed(u64::from(size.blocks) * shapes.block_bytes(size.block_tokens, size.store))?,
-            angles: angles_at,
+            // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
+            kv: zeroed(
+                u64::from(capacity.blocks) * shapes.block_bytes(capacity.block_tokens, capacity.store),
+            )?,
+            angles,
             hidden: zeroed(rows as u64 * shapes.hidden * 4)?,
             normed: halves(rows, shapes.hidden)?,
             qkv: halves(rows, shapes.qkv())?,
@@ -112,11 +115,11 @@ impl<G: Gpu> Forward<G> {
             delta: halves(rows, shapes.hidden)?,
             gate_up: halves(rows, 2 * shapes.inner)?,
             gated: halves(rows, shapes.inner)?,
-            picked: halves(samples, shapes.hidden)?,
+            sampled_hidden: halves(samples, shapes.hidden)?,
             logits: zeroed(samples as u64 * shapes.logits * 4)?,
             gathered: match shapes.gathered {
                 0 => None,
-                numbers => Some(zeroed(samples as u64 * numbers * 4)?),
+                stride => Some(zeroed(samples as u64 * stride * 4)?),
             },
             results: gpu.alloc(samples * size_of::<SamplingResult>())?,
             sampled: zeroed(samples as u64 * 4)?,
@@ -124,21 +127,21 @@ impl<G: Gpu> Forward<G> {
             partial_tops: gpu.alloc(partial.1 as usize)?,
             counters: zeroed(u64::from(PARTIALS) * shapes.kv_heads * 4)?,
             config,
-            division,
+            shard_plan,
         })
     }
 
-    /// The KV pool.
+    /// KV pool, [blocks, layers, ...].
     pub(super) fn kv(&self) -> &G::Memory {
         &self.kv
     }
 
-    /// Where results come to lie.
+    /// Sampling results of the last step, one per sample.
     pub(super) fn results(&self) -> &G::Memory {
         &self.results
     }
 
-    /// Where logits come to lie; [samples, stride].
+    /// Logits of the last step, [samples, stride], and the stride in elements.
     pub(super) fn logits(&self) -> (&G::Memory, usize) {
         (&self.logits, self.shapes.logits as usize)
     }
@@ -146,7 +149,7 @@ impl<G: Gpu> Forward<G> {
     fn linear(
         &self,
         gpu: &G,
-        linear: &Linear<G::Memory>,
+        linear: &DeviceLinear<G::Memory>,
         x: &G::Memory,
         y: &G::Memory,
         m: u32,
@@ -162,25 +165,25 @@ impl<G: Gpu> Forward<G> {
             n: n as u32,
             k: k as u32,
             stride: n as u32,
-            wide: false,
+            f32_out: false,
         };
-        // SAFETY: x and y have room for the largest batch, the matrix is [n, k].
+        // SAFETY: x and y have room for the largest batch, and the weight is [n, k].
         unsafe { gpu.matmul(self.half, &matmul) }
     }
 
-    /// What goes from a product that was cut along its inputs to the hidden state: the sum of what all ranks have of it.
+    /// All-reduces the output of a row-parallel GEMM (`delta`) over the ranks.
     fn sum_delta(&self, gpu: &G, rows: u32) -> Result<(), DeviceError> {
-        let Some(peers) = gpu.peers() else { return Ok(()) };
-        let numbers = rows as usize * self.config.hidden_size;
-        // SAFETY: there is room for the largest batch.
-        unsafe { peers.all_reduce(self.half, self.delta.address(), numbers) }
+        let Some(collective) = gpu.collective() else { return Ok(()) };
+        let elements = rows as usize * self.config.hidden_size;
+        // SAFETY: `delta` has room for the largest batch.
+        unsafe { collective.all_reduce(self.half, self.delta.address(), elements) }
     }
 
-    /// The logits of so many samples, on every rank those of the whole vocabulary.
+    /// Computes the logits of `samples` rows; afterwards every rank has the full vocabulary.
     fn head(&self, gpu: &G, samples: u32) -> Result<(), DeviceError> {
         let shapes = &self.shapes;
-        let product = |y: u64, n: usize, stride: usize| Matmul {
-            x: self.picked.address(),
+        let head = |y: u64, n: usize, stride: usize| Matmul {
+            x: self.sampled_hidden.address(),
             weight: self.weights.head(),
             bias: None,
             y,
@@ -188,30 +191,30 @@ impl<G: Gpu> Forward<G> {
             n: n as u32,
             k: shapes.hidden as u32,
             stride: stride as u32,
-            wide: true,
+            f32_out: true,
         };
-        let (Some(gathered), Some(shards)) = (&self.gathered, self.division.group()) else {
-            let matmul = product(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
-            // SAFETY: there is room for as many samples as there are slots.
+        let (Some(gathered), Some(shards)) = (&self.gathered, self.shard_plan.collective_shards()) else {
+            let matmul = head(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
+            // SAFETY: the logits have room for as many samples as there are slots.
             return unsafe { gpu.matmul(self.half, &matmul) };
         };
         let stride = shapes.gathered as usize / shards.len();
         let part = samples as usize * stride * 4;
         let part_of = |rank: usize| gathered.address() + (rank * part) as u64;
-        let own = self.division.shard();
-        let matmul = product(part_of(own.rank), own.vocabulary.len(), stride);
-        // SAFETY: as above, for each of the ranks.
+        let own = self.shard_plan.shard();
+        let matmul = head(part_of(own.rank), own.vocabulary.len(), stride);
+        // SAFETY: `gathered` has room for one such part per rank, and `part_of` is this rank's.
         unsafe {
             gpu.matmul(self.half, &matmul)?;
-            // Asked for right before its use: it is then known that no kernel of ours follows one of ours.
-            let Some(peers) = gpu.peers() else {
+            // Called right before its use: it marks the end of a chain of built-in kernels.
+            let Some(collective) = gpu.collective() else {
                 let (what, reason) = ("gathering logits", "this rank has no communicator");
                 return Err(DeviceError::Failed { what: what.to_owned(), reason: reason.to_owned() });
             };
-            peers.all_gather(gathered.address(), part)?;
+            collective.all_gather(gathered.address(), part)?;
         }
         for shard in shards {
-            let columns = Columns {
+            let columns = ColumnCopy {
                 from: part_of(shard.rank),
                 from_stride: stride * 4,
                 to: self.logits.address() + shard.vocabulary.start as u64 * 4,
@@ -219,7 +222,7 @@ impl<G: Gpu> Forward<G> {
                 width: shard.vocabulary.len() * 4,
                 rows: samples as usize,
             };
-            // SAFETY: as above; a rank's columns are within the vocabulary.
+            // SAFETY: each part lies in `gathered`, and a rank's columns are within the vocabulary.
             unsafe { gpu.copy_columns(&columns) }?;
         }
         Ok(())
@@ -237,18 +240,18 @@ impl<G: Gpu> Forward<G> {
             residual: self.hidden.address(),
             delta: if delta { self.delta.address() } else { 0 },
             weight: weight.address(),
-            out: if pick.is_some() { self.picked.address() } else { self.normed.address() },
+            out: if pick.is_some() { self.sampled_hidden.address() } else { self.normed.address() },
             pick: pick.unwrap_or(0),
             rows,
             width: self.config.hidden_size as u32,
             eps: self.config.norm_eps,
             unused: 0,
         };
-        // SAFETY: buffers have room for the largest batch, picks are rows of the batch.
+        // SAFETY: buffers have room for the largest batch, and picked rows are rows of the batch.
         unsafe { norm(gpu, self.half, &p) }
     }
 
-    /// Enqueues a whole step, whose metadata lies at `metadata`.
+    /// Enqueues the kernels of one step, whose metadata lies at device address `metadata`.
     pub(super) fn run(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
         let (shapes, half, rows) = (&self.shapes, self.half, step.rows);
         let layout = &step.layout;
@@ -256,15 +259,15 @@ impl<G: Gpu> Forward<G> {
         let ModelConfig { heads, kv_heads, head_dim, norm_eps, .. } = self.config;
         let store = self.store;
         let layer_bytes = store.layer_bytes(shapes.kv_heads, u64::from(self.block_tokens), shapes.head_dim);
-        let (layer_numbers, block_bytes) = (layer_bytes / store.unit(), shapes.layers * layer_bytes);
-        let block_numbers = shapes.layers * layer_numbers;
+        let (layer_elements, block_bytes) = (layer_bytes / store.unit(), shapes.layers * layer_bytes);
+        let block_numbers = shapes.layers * layer_elements;
         for (first, end) in &step.copies {
             let p = CopyParams {
                 pool: self.kv.address(),
                 pairs: at(layout.copies) + u64::from(*first) * 8,
                 block_bytes,
             };
-            // SAFETY: the blocks are in the pool, and no copy of the range depends on another.
+            // SAFETY: the blocks are in the pool, and copies of one range are independent of each other.
             unsafe { copy_blocks(gpu, end - first, &p) }?;
         }
         let p = EmbeddingParams {
@@ -275,14 +278,14 @@ impl<G: Gpu> Forward<G> {
             rows,
             width: shapes.hidden as u32,
         };
-        // SAFETY: tokens are below the vocabulary's size, samples were taken in the step before.
+        // SAFETY: tokens are below the vocabulary size; fed-back samples are of the previous step.
         unsafe { embedding(gpu, half, &p) }?;
         let blocks = attention_blocks(&gpu.profile(), head_dim as u32, store, step.mixed);
         let scale = (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32;
         for (index, layer) in self.weights.layers.iter().enumerate() {
             self.norm(gpu, &layer.attention_norm, rows, index > 0, None)?;
             self.linear(gpu, &layer.qkv, &self.normed, &self.qkv, rows, shapes.qkv(), shapes.hidden)?;
-            let layer_offset = index as u64 * layer_numbers;
+            let layer_offset = index as u64 * layer_elements;
             let norms = layer.qk_norm.as_ref();
             let p = QkvParams {
                 qkv: self.qkv.address(),
@@ -290,7 +293,7 @@ impl<G: Gpu> Forward<G> {
                 k_norm: norms.map_or(0, |(_, k)| k.address()),
                 angles: self.angles.address(),
                 positions: at(layout.positions),
-                places: at(layout.places),
+                places: at(layout.kv_indices),
                 kv: self.kv.address(),
                 block_numbers,
                 layer_offset,
@@ -301,9 +304,9 @@ impl<G: Gpu> Forward<G> {
                 block_tokens: self.block_tokens,
                 eps: norm_eps,
             };
-            // SAFETY: positions are below the context, places in the pool and all different.
+            // SAFETY: positions are below the context; KV indices are in the pool and all different.
             unsafe { finish_qkv(gpu, half, store, &p) }?;
-            let plan = self.plan_of[index];
+            let plan = self.plan_of_layer[index];
             let p = AttentionParams {
                 qkv: self.qkv.address(),
                 out: self.attended.address(),
@@ -323,7 +326,7 @@ impl<G: Gpu> Forward<G> {
                 stages: 0,
                 scale,
             };
-            // SAFETY: the plan was made of this batch, whose block tables cover all positions.
+            // SAFETY: the plan was built from this batch, whose block tables cover all positions.
             unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
             let queries = shapes.heads * shapes.head_dim;
             self.linear(gpu, &layer.output, &self.attended, &self.delta, rows, shapes.hidden, queries)?;
@@ -352,8 +355,8 @@ impl<G: Gpu> Forward<G> {
         if step.samples == 0 {
             return Ok(());
         }
-        // Only sampled rows go through the head.
-        self.norm(gpu, &self.weights.norm, step.samples, true, Some(at(layout.pick)))?;
+        // Only sampled rows go through the LM head.
+        self.norm(gpu, &self.weights.norm, step.samples, true, Some(at(layout.sampled_rows)))?;
         self.head(gpu, step.samples)?;
         let p = SamplingParams {
             logits: self.logits.address(),
@@ -363,14 +366,15 @@ impl<G: Gpu> Forward<G> {
             vocabulary: self.config.vocab_size as u32,
             stride: shapes.logits as u32,
         };
-        // SAFETY: there is room for as many samples as there are slots; histories and adjustments are those of attached ones.
+        // SAFETY: results have room for as many samples as there are slots; histories and adjustments are
+        // those of attached slots.
         unsafe { sample(gpu, step.samples, &p) }
     }
 }
 
-/// Cosines and sines of all positions; [context, head_dim / 2, (cos, sin)]. The angle is rounded to f32 as in
-/// training; its functions are then taken exactly.
-fn angles(config: &ModelConfig, context: u32) -> Vec<f32> {
+/// Returns the RoPE table of all positions, [context, head_dim / 2, (cos, sin)]. The angle is rounded to f32
+/// as in training; its sine and cosine are computed in f64.
+fn rope_table(config: &ModelConfig, context: u32) -> Vec<f32> {
     let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
     let mut angles = Vec::with_capacity(context as usize * config.head_dim);
     for position in 0..context {

@@ -1,39 +1,41 @@
+//! Device interface that the CUDA runtime is generic over: memory, GEMMs and collectives.
+
 use inflight_kernels::cuda::{Device, DeviceError, Half};
 
-/// Memory of a device, freed when dropped.
-pub(super) trait Memory {
-    /// Where it begins.
+/// Allocation in device memory, freed when dropped.
+pub(super) trait GpuMemory {
+    /// Device address of its first byte.
     fn address(&self) -> u64;
 }
 
-/// A product y[m, n] = x[m, k] * weight[n, k]^T + bias, by addresses.
+/// GEMM y[m, n] = x[m, k] * weight[n, k]^T + bias, with device addresses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Matmul {
     pub(super) x: u64,
     pub(super) weight: u64,
-    pub(super) bias: Option<Bias>,
+    pub(super) bias: Option<BiasAddresses>,
     pub(super) y: u64,
     pub(super) m: u32,
     pub(super) n: u32,
     pub(super) k: u32,
-    /// Numbers from one row of y to the next.
+    /// Elements between the starts of two rows of y.
     pub(super) stride: u32,
-    /// y is f32; else it is as x.
-    pub(super) wide: bool,
+    /// Whether y is f32; otherwise it has the type of x.
+    pub(super) f32_out: bool,
 }
 
-/// A bias in both of the types that kernels want.
+/// Device addresses of a bias, in each of the types that GEMM implementations need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Bias {
-    pub(super) wide: u64,
+pub(super) struct BiasAddresses {
+    pub(super) f32: u64,
     pub(super) half: u64,
 }
 
-/// Some columns of a matrix that come to be some columns of another one; all but `rows` in bytes.
+/// Copy of a column range of one matrix into another; all but `rows` in bytes.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Columns {
+pub(super) struct ColumnCopy {
     pub(super) from: u64,
-    /// From one row to the next.
+    /// Bytes between the starts of two source rows.
     pub(super) from_stride: usize,
     pub(super) to: u64,
     pub(super) to_stride: usize,
@@ -41,63 +43,63 @@ pub(super) struct Columns {
     pub(super) rows: usize,
 }
 
-/// A device's end of a group of those that share a model. All ranks ask for the same in the same order; it is done in the
-/// order of each device's work, and can be captured.
-pub(super) trait Peers {
-    /// Replaces the numbers at `at` on every rank by their sum over all ranks.
+/// Collectives of a tensor-parallel group, from one rank's device. All ranks call the same operations in the
+/// same order. Each runs in the order of the device's stream and can be captured.
+pub(super) trait DeviceCollective {
+    /// Replaces the elements at `address` on every rank by their sums over all ranks.
     ///
     /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn all_reduce(&self, half: Half, at: u64, numbers: usize) -> Result<(), DeviceError>;
+    /// As [`Device::launch`]: `address` is of `elements` elements of this device.
+    unsafe fn all_reduce(&self, half: Half, address: u64, elements: usize) -> Result<(), DeviceError>;
 
-    /// What lies at `at` is [ranks, `bytes`]: each rank has written its own part, and gets those of the others.
+    /// Gathers [ranks, `bytes`] at `address`: each rank has written its own part and receives the others'.
     ///
     /// # Safety
-    /// As [`Device::launch`].
-    unsafe fn all_gather(&self, at: u64, bytes: usize) -> Result<(), DeviceError>;
+    /// As [`Device::launch`]: `address` is of `bytes` bytes per rank of this device.
+    unsafe fn all_gather(&self, address: u64, bytes: usize) -> Result<(), DeviceError>;
 }
 
-/// A device with memory of its own, which does what it is told in order.
+/// Device with its own memory that runs operations in the order of the calls.
 pub(super) trait Gpu: Device {
-    type Memory: Memory;
+    type Memory: GpuMemory;
 
-    /// Memory of undefined content.
+    /// Allocates memory of undefined content.
     fn alloc(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
 
-    /// Sets memory to zero bytes.
+    /// Fills memory with zero bytes.
     fn zero(&self, memory: &Self::Memory) -> Result<(), DeviceError>;
 
-    /// Copies to `byte` bytes behind the beginning of `to`. `from` may be reused when it returns.
+    /// Copies `from` to byte offset `byte` of `to`. `from` may be reused when the call returns.
     fn upload(&self, to: &Self::Memory, byte: usize, from: &[u8]) -> Result<(), DeviceError>;
 
-    /// A product in the type given.
+    /// Runs a GEMM whose 16-bit type is `half`.
     ///
     /// # Safety
-    /// As [`Device::launch`].
+    /// As [`Device::launch`]: addresses are of this device and of matrices with the given shapes.
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError>;
 
-    /// Copies columns.
+    /// Copies a column range of one matrix to another.
     ///
     /// # Safety
     /// As [`Device::launch`]; the two matrices do not overlap.
-    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError>;
+    unsafe fn copy_columns(&self, columns: &ColumnCopy) -> Result<(), DeviceError>;
 
-    /// The others that share the model; `None`: it has the whole of it.
-    fn peers(&self) -> Option<&dyn Peers>;
+    /// Collectives of the tensor-parallel group; `None`: the device holds the whole model.
+    fn collective(&self) -> Option<&dyn DeviceCollective>;
 }
 
-/// The bytes of plain numbers.
-pub(super) fn bytes_of<T: numbers::Number>(values: &[T]) -> &[u8] {
-    // SAFETY: numbers have no padding.
+/// Returns the bytes of a slice of primitive numbers.
+pub(super) fn bytes_of<T: numbers::PrimitiveNumber>(values: &[T]) -> &[u8] {
+    // SAFETY: implementors of `PrimitiveNumber` have no padding, and the byte slice borrows `values`.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// Types of which every byte is initialised.
+/// Types without padding bytes.
 pub(super) mod numbers {
-    /// Plain numbers.
-    pub trait Number: Copy {}
-    impl Number for u8 {}
-    impl Number for u16 {}
-    impl Number for u32 {}
-    impl Number for f32 {}
+    /// Primitive numbers.
+    pub trait PrimitiveNumber: Copy {}
+    impl PrimitiveNumber for u8 {}
+    impl PrimitiveNumber for u16 {}
+    impl PrimitiveNumber for u32 {}
+    impl PrimitiveNumber for f32 {}
 }

@@ -1,38 +1,39 @@
-//! What a step needs beside weights and buffers, packed so that it goes to the device in one copy.
+//! Step metadata: tokens, positions, KV indices, sampling rows, attention plans and block tables, packed for
+//! one upload.
 
 use inflight_kernels::cuda::{
     AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, as_bytes,
 };
 
-use super::sizing::PARTIALS;
+use super::memory_plan::PARTIALS;
 use crate::runtime::{Batch, Error};
 
-/// A token that the step before samples is named by its sample, with this bit.
+/// Flag of a token id that stands for a sample index of the previous step.
 const FEEDBACK: u32 = 1 << 31;
-/// The place of a row that is padding.
-const NO_PLACE: u32 = u32::MAX;
-/// Sections begin at multiples of it.
+/// KV index of padding rows, which write no keys and values.
+const PADDING_KV_INDEX: u32 = u32::MAX;
+/// Byte alignment of sections.
 const ALIGN: usize = 256;
 
-/// How many of everything there is room for.
+/// Capacity of each section, in entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Room {
+pub(super) struct MetadataCapacity {
     pub(super) rows: usize,
     pub(super) samples: usize,
-    /// Of each plan.
+    /// Attention items per plan.
     pub(super) items: usize,
     pub(super) copies: usize,
-    /// One for each window that some layer has.
+    /// Attention plans: one per distinct sliding window.
     pub(super) plans: usize,
 }
 
-/// Where each section begins, in bytes. The block tables come last and are as long as they are.
+/// Byte offset of each section. The block tables come last because their length varies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(super) struct MetadataLayout {
     pub(super) tokens: usize,
     pub(super) positions: usize,
-    pub(super) places: usize,
-    pub(super) pick: usize,
+    pub(super) kv_indices: usize,
+    pub(super) sampled_rows: usize,
     pub(super) sampling: usize,
     pub(super) copies: usize,
     item_counts: usize,
@@ -41,24 +42,24 @@ pub(super) struct Layout {
     pub(super) tables: usize,
 }
 
-impl Layout {
-    pub(super) fn new(room: &Room) -> Self {
+impl MetadataLayout {
+    pub(super) fn new(capacity: &MetadataCapacity) -> Self {
         let mut at = 0;
         let mut section = |bytes: usize| {
             let begin = at;
             at = (at + bytes).next_multiple_of(ALIGN);
             begin
         };
-        let item_bytes = (room.items * size_of::<AttentionItem>()).next_multiple_of(ALIGN);
+        let item_bytes = (capacity.items * size_of::<AttentionItem>()).next_multiple_of(ALIGN);
         Self {
-            tokens: section(room.rows * 4),
-            positions: section(room.rows * 4),
-            places: section(room.rows * 4),
-            pick: section(room.samples * 4),
-            sampling: section(room.samples * size_of::<SamplingRow>()),
-            copies: section(room.copies * 8),
-            item_counts: section(room.plans * 4),
-            items: section(room.plans * item_bytes),
+            tokens: section(capacity.rows * 4),
+            positions: section(capacity.rows * 4),
+            kv_indices: section(capacity.rows * 4),
+            sampled_rows: section(capacity.samples * 4),
+            sampling: section(capacity.samples * size_of::<SamplingRow>()),
+            copies: section(capacity.copies * 8),
+            item_counts: section(capacity.plans * 4),
+            items: section(capacity.plans * item_bytes),
             item_bytes,
             tables: section(0),
         }
@@ -72,63 +73,63 @@ impl Layout {
         self.items + plan * self.item_bytes
     }
 
-    /// Bytes of all, with block tables of so many entries.
+    /// Returns the bytes of all sections, with this many block table entries.
     pub(super) fn bytes(&self, table_entries: usize) -> usize {
         self.tables + table_entries * 4
     }
 }
 
-/// What a step launches.
+/// Launch shape of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct StepShape {
-    pub(super) layout: Layout,
-    /// Rows, padding included.
+    pub(super) layout: MetadataLayout,
+    /// Rows, including padding.
     pub(super) rows: u32,
-    /// Rows of logits, padding included.
+    /// Rows of logits, including padding.
     pub(super) samples: u32,
-    /// Ranges of copies that may run at once.
+    /// Ranges (first, end) of block copies that are independent of each other.
     pub(super) copies: Vec<(u32, u32)>,
-    /// Whether some plan has items of many rows.
+    /// Whether some attention plan has prefill items, of many rows.
     pub(super) mixed: bool,
-    /// Decoding alone, in this bucket.
+    /// CUDA graph bucket of a decode-only batch.
     pub(super) bucket: Option<u32>,
     pub(super) bytes: usize,
 }
 
-/// Packs batches; keeps its buffers.
+/// Packs batches into metadata; reuses its buffers.
 #[derive(Debug, Default)]
-pub(super) struct Packer {
+pub(super) struct MetadataPacker {
     plans: Vec<AttentionPlan>,
     sequences: Vec<PlannedSequence>,
-    places: Vec<u32>,
-    /// Per block, the last step that wrote to it.
+    kv_indices: Vec<u32>,
+    /// Last step that wrote to each block, by block.
     written: Vec<u64>,
     step: u64,
 }
 
-/// What packing needs to know beside the batch.
+/// Model and device properties that packing depends on.
 #[derive(Debug, Clone)]
-pub(super) struct PackerShape {
+pub(super) struct PackerConfig {
     pub(super) block_tokens: u32,
     pub(super) blocks: u32,
-    /// The windows that layers have, each once.
+    /// Distinct sliding windows of the layers.
     pub(super) windows: Vec<Option<u32>>,
-    /// Of the first window; others differ in it alone.
+    /// Plan parameters; `window` is replaced per plan.
     pub(super) plan: PlanShape,
 }
 
-impl Packer {
-    /// Where rows go, checked: no two sequences write to one block.
-    fn place(&mut self, batch: &Batch, shape: &PackerShape) -> Result<(), Error> {
+impl MetadataPacker {
+    /// Computes the KV index of each row and checks that no two sequences write to one block.
+    fn assign_kv_indices(&mut self, batch: &Batch, config: &PackerConfig) -> Result<(), Error> {
         self.step += 1;
-        self.written.resize(shape.blocks as usize, 0);
-        self.places.clear();
+        self.written.resize(config.blocks as usize, 0);
+        self.kv_indices.clear();
         for s in 0..batch.sequences() {
             let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
             let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
             for (i, position) in positions.iter().enumerate() {
-                let block = table[(position / shape.block_tokens) as usize];
-                let offset = position % shape.block_tokens;
+                let block = table[(position / config.block_tokens) as usize];
+                let offset = position % config.block_tokens;
                 if i == 0 || offset == 0 {
                     let written = &mut self.written[block as usize];
                     if *written == self.step {
@@ -136,27 +137,27 @@ impl Packer {
                     }
                     *written = self.step;
                 }
-                self.places.push(block * shape.block_tokens + offset);
+                self.kv_indices.push(block * config.block_tokens + offset);
             }
         }
         Ok(())
     }
 
-    /// Packs a checked batch into `out`. `sampling` has a row for each sample; `graphs` says which bucket, if any, has
-    /// room for so many rows that only decode.
+    /// Packs a validated batch into `out`. `sampling` has a row per sample; `bucket_for` returns the bucket,
+    /// if any, for this many decode rows.
     ///
     /// # Errors
     /// [`Error::Malformed`] if two sequences write to one block or feedback is out of range.
     pub(super) fn pack(
         &mut self,
         batch: &Batch,
-        shape: &PackerShape,
+        config: &PackerConfig,
         sampling: &[SamplingRow],
         previous_samples: usize,
-        graphs: impl Fn(u32) -> Option<u32>,
+        bucket_for: impl Fn(u32) -> Option<u32>,
         out: &mut Vec<u8>,
     ) -> Result<StepShape, Error> {
-        self.place(batch, shape)?;
+        self.assign_kv_indices(batch, config)?;
         let rows = batch.rows();
         self.sequences.clear();
         for s in 0..batch.sequences() {
@@ -168,27 +169,32 @@ impl Packer {
                 table: batch.block_starts[s],
             });
         }
-        self.plans.resize_with(shape.windows.len(), AttentionPlan::default);
-        for (plan, window) in self.plans.iter_mut().zip(&shape.windows) {
-            plan.make(&self.sequences, &PlanShape { window: *window, ..shape.plan });
+        self.plans.resize_with(config.windows.len(), AttentionPlan::default);
+        for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
+            plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
         }
         let decodes = batch.sequences() == rows
             && batch.samples.len() == rows
             && batch.copies.is_empty()
             && batch.samples.iter().enumerate().all(|(i, sample)| sample.row as usize == i);
-        let bucket = if decodes { graphs(rows as u32) } else { None };
-        let (padded, samples) = match bucket {
+        let bucket = if decodes { bucket_for(rows as u32) } else { None };
+        let (padded_rows, samples) = match bucket {
             Some(bucket) => (bucket as usize, bucket as usize),
             None => (rows, batch.samples.len()),
         };
         let items = match bucket {
-            // What a graph reads from must not move.
+            // A captured graph reads from fixed offsets.
             Some(bucket) => bucket_items(bucket),
             None => self.plans.iter().map(|plan| plan.items().len()).max().unwrap_or(0),
         };
-        let room =
-            Room { rows: padded, samples, items, copies: batch.copies.len(), plans: shape.windows.len() };
-        let layout = Layout::new(&room);
+        let capacity = MetadataCapacity {
+            rows: padded_rows,
+            samples,
+            items,
+            copies: batch.copies.len(),
+            plans: config.windows.len(),
+        };
+        let layout = MetadataLayout::new(&capacity);
         let bytes = layout.bytes(batch.blocks.len());
         out.clear();
         out.resize(bytes, 0);
@@ -207,13 +213,13 @@ impl Packer {
         for (i, position) in batch.positions.iter().enumerate() {
             put(layout.positions + i * 4, &position.to_ne_bytes());
         }
-        for i in 0..padded {
-            let place = self.places.get(i).copied().unwrap_or(NO_PLACE);
-            put(layout.places + i * 4, &place.to_ne_bytes());
+        for i in 0..padded_rows {
+            let index = self.kv_indices.get(i).copied().unwrap_or(PADDING_KV_INDEX);
+            put(layout.kv_indices + i * 4, &index.to_ne_bytes());
         }
         for i in 0..samples {
             let row = batch.samples.get(i).map_or(i as u32, |sample| sample.row);
-            put(layout.pick + i * 4, &row.to_ne_bytes());
+            put(layout.sampled_rows + i * 4, &row.to_ne_bytes());
         }
         for (i, row) in sampling.iter().enumerate() {
             put(layout.sampling + i * size_of::<SamplingRow>(), as_bytes(row));
@@ -233,7 +239,7 @@ impl Packer {
         }
         Ok(StepShape {
             layout,
-            rows: padded as u32,
+            rows: padded_rows as u32,
             samples: samples as u32,
             copies: copy_groups(batch),
             mixed: self.plans.iter().any(AttentionPlan::is_mixed),
@@ -243,29 +249,36 @@ impl Packer {
     }
 }
 
-/// The layout that a bucket's graph reads from.
-pub(super) fn bucket_layout(bucket: u32, plans: usize) -> Layout {
+/// Returns the layout that a bucket's graph reads.
+pub(super) fn bucket_layout(bucket: u32, plans: usize) -> MetadataLayout {
     let rows = bucket as usize;
-    Layout::new(&Room { rows, samples: rows, items: bucket_items(bucket), copies: 0, plans })
+    MetadataLayout::new(&MetadataCapacity {
+        rows,
+        samples: rows,
+        items: bucket_items(bucket),
+        copies: 0,
+        plans,
+    })
 }
 
-/// Items there may be in a bucket: one a row, and those of rows whose keys are cut.
+/// Returns the maximum number of attention items in a bucket: one per row, and the splits of rows with many
+/// keys.
 fn bucket_items(bucket: u32) -> usize {
     (bucket + PARTIALS) as usize
 }
 
-/// Cuts the copies such that within a range none reads or writes what another one writes.
+/// Groups block copies into ranges in which no copy reads or writes a block that another one writes.
 fn copy_groups(batch: &Batch) -> Vec<(u32, u32)> {
     let mut groups: Vec<(u32, u32)> = Vec::new();
     for (i, copy) in batch.copies.iter().enumerate() {
         let i = i as u32;
-        let clash = groups.last().is_none_or(|(first, _)| {
+        let conflicts = groups.last().is_none_or(|(first, _)| {
             batch.copies[*first as usize..i as usize]
                 .iter()
                 .any(|earlier| [copy.from, copy.to].contains(&earlier.to) || earlier.from == copy.to)
         });
         match groups.last_mut() {
-            Some(group) if !clash => group.1 = i + 1,
+            Some(group) if !conflicts => group.1 = i + 1,
             _ => groups.push((i, i + 1)),
         }
     }
@@ -277,7 +290,7 @@ mod tests {
     use super::*;
     use crate::runtime::{BlockCopy, Feedback};
 
-    fn shape(windows: Vec<Option<u32>>) -> PackerShape {
+    fn config(windows: Vec<Option<u32>>) -> PackerConfig {
         let plan = PlanShape {
             group: 4,
             kv_heads: 2,
@@ -287,7 +300,7 @@ mod tests {
             slots: 8,
             partials: PARTIALS,
         };
-        PackerShape { block_tokens: 16, blocks: 64, windows, plan }
+        PackerConfig { block_tokens: 16, blocks: 64, windows, plan }
     }
 
     fn word(bytes: &[u8], at: usize) -> u32 {
@@ -295,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_batch_is_padded_to_its_bucket_and_a_mixed_one_is_not() {
+    fn decode_batches_are_padded_to_their_bucket_and_mixed_ones_are_not() {
         let mut batch = Batch::default();
         batch.clear();
         for s in 0..3 {
@@ -303,42 +316,42 @@ mod tests {
             batch.sample_last_row(s);
         }
         batch.feedback.push(Feedback { row: 1, sample: 2 });
-        let (mut packer, mut out) = (Packer::default(), Vec::new());
-        let shape = shape(vec![None, Some(8)]);
+        let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
+        let config = config(vec![None, Some(8)]);
         let rows = vec![SamplingRow { active: 1, ..SamplingRow::default() }; 3];
-        let step = packer.pack(&batch, &shape, &rows, 3, |_| Some(8), &mut out).unwrap();
+        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
         assert_eq!((step.rows, step.samples, step.bucket), (8, 8, Some(8)));
         assert_eq!(step.layout, bucket_layout(8, 2));
         assert_eq!(word(&out, step.layout.tokens), 7);
         assert_eq!(word(&out, step.layout.tokens + 4), 1 << 31 | 2);
-        assert_eq!(word(&out, step.layout.places + 8), 5 * 16 + 6);
-        assert_eq!(word(&out, step.layout.places + 12), u32::MAX);
+        assert_eq!(word(&out, step.layout.kv_indices + 8), 5 * 16 + 6);
+        assert_eq!(word(&out, step.layout.kv_indices + 12), u32::MAX);
         assert_eq!(word(&out, step.layout.item_count(1)), 3);
         assert_eq!(word(&out, step.layout.tables + 20), 5);
         assert_eq!(out.len(), step.layout.bytes(6));
 
         batch.push_sequence(&[1, 2, 3], 0, &[9]);
-        let step = packer.pack(&batch, &shape, &rows, 3, |_| Some(8), &mut out).unwrap();
+        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
         assert_eq!((step.rows, step.samples, step.bucket), (6, 3, None));
     }
 
     #[test]
-    fn feedback_of_a_sample_that_was_not_and_blocks_written_twice_are_refused() {
-        let (mut packer, mut out) = (Packer::default(), Vec::new());
+    fn feedback_of_missing_samples_and_blocks_written_twice_are_refused() {
+        let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
         let mut batch = Batch::default();
         batch.clear();
         batch.push_sequence(&[1], 3, &[5]);
         batch.feedback.push(Feedback { row: 0, sample: 1 });
-        let refused = packer.pack(&batch, &shape(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
         assert!(refused.to_string().contains("waits for sample 1"), "{refused}");
         batch.feedback.clear();
         batch.push_sequence(&[1], 4, &[5]);
-        let refused = packer.pack(&batch, &shape(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
         assert!(refused.to_string().contains("block 5"), "{refused}");
     }
 
     #[test]
-    fn copies_that_depend_on_each_other_are_not_in_one_group() {
+    fn dependent_block_copies_are_in_different_groups() {
         let mut batch = Batch::default();
         batch.clear();
         batch.copies =

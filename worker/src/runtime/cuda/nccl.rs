@@ -1,13 +1,13 @@
-//! GPUs of one process that share a model, through NCCL. The library is loaded when a group is made and never before, so
-//! that nothing needs it to build or to start.
+//! NCCL communicators for the GPUs of one process. The library is loaded when a group is created, so that
+//! neither building nor starting needs it.
 //!
-//! All communicators are made by one call of one thread, so that none of them waits for a rank that failed to come. Each
-//! then belongs to the thread that owns its GPU, but for the questions whether it has failed and for its end.
+//! One call creates all communicators, so that none waits for a rank that failed to start. Each then belongs
+//! to its device thread; other threads only query its error and end it.
 //!
-//! **A group fails as one.** What a rank waits for on its stream comes from the others, so whoever learns of a failure
-//! aborts the communicators of all: what runs then ends, and every later call is refused. NCCL frees a communicator only
-//! once the graphs that were captured with it are gone, which its rank's thread sees to; so each is aborted on a thread of its
-//! own.
+//! **A group fails as one.** Work on a rank's stream waits for the other ranks, so a failure of any rank
+//! aborts all communicators: running collectives end and later calls return an error. NCCL frees a
+//! communicator only once the graphs captured with it are destroyed, which its device thread does; so each is
+//! aborted on a thread of its own.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -21,22 +21,23 @@ use std::time::{Duration, Instant};
 
 use inflight_kernels::cuda::{DeviceError, Half};
 
-use super::found::Unavailable;
-use super::gpu::Peers;
+use super::gpu::DeviceCollective;
+use super::gpu_info::Unavailable;
 use crate::runtime::collective::GroupFailed;
 
-/// The first release that knows bf16.
+/// First release with bf16 reductions.
 const VERSION_MIN: c_int = 21_000;
-/// Names that the library goes by: that of its packages, and that of its development files.
-const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// How long a call that is under way may take before its communicator is aborted all the same.
-const CALL_PATIENCE: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 5_000 });
-/// How long the end of a communicator may take before the process goes on without it.
-const END_PATIENCE: Duration = Duration::from_secs(20);
+/// File names of the library: of its runtime package and of its development package.
+const LIBRARY_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// Maximum wait for an NCCL call in progress before its communicator is aborted regardless.
+const CALL_TIMEOUT: Duration = Duration::from_millis(if cfg!(test) { 20 } else { 5_000 });
+/// Maximum wait for a communicator to end before it is leaked.
+const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-type Handle = *mut c_void;
+/// `ncclComm_t`.
+type CommHandle = *mut c_void;
 
-// Of nccl.h.
+// Constants of nccl.h.
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 const INT8: c_int = 0;
@@ -50,7 +51,7 @@ type ReduceFn = unsafe extern "C" fn(
     count: usize,
     kind: c_int,
     operation: c_int,
-    communicator: Handle,
+    communicator: CommHandle,
     stream: *mut c_void,
 ) -> c_int;
 type GatherFn = unsafe extern "C" fn(
@@ -58,41 +59,42 @@ type GatherFn = unsafe extern "C" fn(
     to: *mut c_void,
     count: usize,
     kind: c_int,
-    communicator: Handle,
+    communicator: CommHandle,
     stream: *mut c_void,
 ) -> c_int;
 
-/// The functions of the library that are used.
-struct Library {
-    init_all: unsafe extern "C" fn(communicators: *mut Handle, count: c_int, devices: *const c_int) -> c_int,
+/// Entry points of libnccl.
+struct NcclLibrary {
+    init_all:
+        unsafe extern "C" fn(communicators: *mut CommHandle, count: c_int, devices: *const c_int) -> c_int,
     all_reduce: ReduceFn,
     all_gather: GatherFn,
-    async_error: unsafe extern "C" fn(communicator: Handle, error: *mut c_int) -> c_int,
-    abort: unsafe extern "C" fn(communicator: Handle) -> c_int,
-    destroy: unsafe extern "C" fn(communicator: Handle) -> c_int,
+    async_error: unsafe extern "C" fn(communicator: CommHandle, error: *mut c_int) -> c_int,
+    abort: unsafe extern "C" fn(communicator: CommHandle) -> c_int,
+    destroy: unsafe extern "C" fn(communicator: CommHandle) -> c_int,
     error_string: unsafe extern "C" fn(error: c_int) -> *const c_char,
-    last_error: Option<unsafe extern "C" fn(communicator: Handle) -> *const c_char>,
+    last_error: Option<unsafe extern "C" fn(communicator: CommHandle) -> *const c_char>,
     version: c_int,
 }
 
-impl Library {
-    /// Loads the library by the first of these names that there is.
+impl NcclLibrary {
+    /// Loads the first of these library names that exists.
     ///
     /// # Errors
-    /// [`Unavailable::Collectives`], saying what to install.
+    /// [`Unavailable::Collectives`], which says what to install.
     fn load(names: &[&str]) -> Result<Self, Unavailable> {
         let unavailable = |found: String| Unavailable::Collectives { found };
         let mut refused = Vec::new();
         let library = names.iter().find_map(|name| {
-            // SAFETY: NCCL's initialisers only set up its own state.
+            // SAFETY: NCCL's static initializers only set up its own state.
             let loaded = unsafe { libloading::Library::new(*name) };
-            loaded.map_err(|error| refused.push(words(&error))).ok()
+            loaded.map_err(|error| refused.push(loader_error(&error))).ok()
         });
-        // It stays loaded: threads that called it, and its own, have destructors in it that run when they end.
+        // Never unloaded: threads that called it, and its own, run its destructors when they end.
         let library = ManuallyDrop::new(library.ok_or_else(|| unavailable(refused.join("; ")))?);
-        // SAFETY: the functions have these types in every release of NCCL 2.
+        // SAFETY: the functions have these signatures in every NCCL 2 release.
         unsafe {
-            let missing = |error: libloading::Error| unavailable(words(&error));
+            let missing = |error: libloading::Error| unavailable(loader_error(&error));
             macro_rules! function {
                 ($name:literal) => {
                     *library.get(concat!($name, "\0")).map_err(missing)?
@@ -102,7 +104,7 @@ impl Library {
             let mut version = 0;
             get_version(&mut version);
             if version < VERSION_MIN {
-                // Until 2.8 the major release counted thousands.
+                // Up to 2.8, version codes are major * 1000 + minor * 100.
                 let unit = if version < 10_000 { 1_000 } else { 10_000 };
                 let (major, minor) = (version / unit, version % unit / 100);
                 return Err(unavailable(format!("release {major}.{minor} is installed")));
@@ -121,13 +123,13 @@ impl Library {
         }
     }
 
-    /// What an error means, in the library's words.
-    fn explain(&self, error: c_int) -> String {
+    /// Returns NCCL's text of an error, with its last detailed message.
+    fn error_message(&self, error: c_int) -> String {
         let text = |text: *const c_char| {
-            // SAFETY: the library returns texts that end with a zero byte, or null.
+            // SAFETY: NCCL returns null or a static zero-terminated string.
             (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
-        // SAFETY: takes any number, or any communicator and none.
+        // SAFETY: both accept any error code, and a null communicator.
         let (kind, last) = unsafe {
             ((self.error_string)(error), self.last_error.map_or(std::ptr::null(), |last| last(null_mut())))
         };
@@ -139,102 +141,102 @@ impl Library {
     }
 }
 
-/// What the loader says, and below it the system.
-fn words(error: &libloading::Error) -> String {
+/// Returns the loader's error, which holds the system's message where there is one.
+fn loader_error(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// Which release of the library would be used, for the numerics fingerprint.
+/// Returns the version of the installed NCCL, for the numerics fingerprint.
 ///
 /// # Errors
-/// [`Unavailable::Collectives`], saying what to install.
-pub(super) fn release() -> Result<String, Unavailable> {
-    Library::load(&NAMES).map(|library| format!("nccl {}", library.version))
+/// [`Unavailable::Collectives`], which says what to install.
+pub(super) fn version() -> Result<String, Unavailable> {
+    NcclLibrary::load(&LIBRARY_NAMES).map(|library| format!("nccl {}", library.version))
 }
 
-/// The communicators of a group of GPUs.
-pub(super) struct Group {
-    library: Library,
-    links: Vec<Link>,
+/// NCCL communicators of a tensor-parallel group, shared by its device threads.
+pub(super) struct NcclGroup {
+    library: NcclLibrary,
+    communicators: Vec<RankCommunicator>,
     failure: OnceLock<GroupFailed>,
-    meeting: Mutex<Meeting>,
-    met: Condvar,
+    barrier: Mutex<HostBarrier>,
+    round_done: Condvar,
 }
 
-/// Where ranks wait for each other on the host.
+/// Host barrier that computes a minimum over the ranks.
 #[derive(Default)]
-struct Meeting {
-    /// How often all have met.
+struct HostBarrier {
+    /// Number of completed rounds.
     round: u64,
-    /// What those brought who came to this round.
-    brought: Vec<u32>,
-    /// The least of what the last round brought.
-    least: u32,
+    /// Values of the ranks that have arrived in this round.
+    values: Vec<u32>,
+    /// Minimum of the last completed round.
+    min: u32,
 }
 
-/// A rank's communicator.
-struct Link {
-    /// Null once somebody ends it.
-    communicator: AtomicPtr<c_void>,
-    /// Held during a call with it.
+/// One rank's communicator.
+struct RankCommunicator {
+    /// `ncclComm_t`; null once it is destroyed or aborted.
+    handle: AtomicPtr<c_void>,
+    /// Held during an NCCL call with the communicator.
     busy: Mutex<()>,
-    /// What aborts it.
-    aborting: Mutex<Option<JoinHandle<()>>>,
+    /// Thread that aborts it.
+    abort_thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Group {
-    /// Makes a communicator for each of these GPUs.
+impl NcclGroup {
+    /// Creates a communicator for each of these GPUs, by rank.
     ///
     /// # Errors
-    /// [`Unavailable::Collectives`] without the library, [`Unavailable::Group`] if it refuses.
+    /// [`Unavailable::Collectives`] without NCCL, [`Unavailable::Group`] if NCCL refuses.
     pub(super) fn open(ordinals: &[usize]) -> Result<Arc<Self>, Unavailable> {
-        Self::over(Library::load(&NAMES)?, ordinals)
+        Self::with_library(NcclLibrary::load(&LIBRARY_NAMES)?, ordinals)
     }
 
-    fn over(library: Library, ordinals: &[usize]) -> Result<Arc<Self>, Unavailable> {
+    fn with_library(library: NcclLibrary, ordinals: &[usize]) -> Result<Arc<Self>, Unavailable> {
         let devices: Vec<c_int> = ordinals.iter().map(|ordinal| *ordinal as c_int).collect();
         let mut handles = vec![null_mut(); devices.len()];
-        // SAFETY: both lists are as long as said.
-        let made =
+        // SAFETY: both arrays have `devices.len()` entries.
+        let status =
             unsafe { (library.init_all)(handles.as_mut_ptr(), devices.len() as c_int, devices.as_ptr()) };
-        if made != SUCCESS {
+        if status != SUCCESS {
             let gpus = ordinals.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-            return Err(Unavailable::Group { gpus, reason: library.explain(made) });
+            return Err(Unavailable::Group { gpus, reason: library.error_message(status) });
         }
-        let link = |handle| Link {
-            communicator: AtomicPtr::new(handle),
+        let communicator = |handle| RankCommunicator {
+            handle: AtomicPtr::new(handle),
             busy: Mutex::new(()),
-            aborting: Mutex::new(None),
+            abort_thread: Mutex::new(None),
         };
-        let links = handles.into_iter().map(link).collect();
-        let (meeting, met) = Default::default();
-        Ok(Arc::new(Self { library, links, failure: OnceLock::new(), meeting, met }))
+        let communicators = handles.into_iter().map(communicator).collect();
+        let (barrier, round_done) = Default::default();
+        Ok(Arc::new(Self { library, communicators, failure: OnceLock::new(), barrier, round_done }))
     }
 
-    /// The end of a rank, for the thread that owns its GPU; `stream` is the one that it computes on.
-    pub(super) fn end(self: &Arc<Self>, rank: usize) -> End {
-        End { group: Arc::clone(self), rank, stream: Cell::new(null_mut()), _one_thread: PhantomData }
+    /// Returns a rank's handle, for its device thread; [`NcclRank::enqueue_on`] sets the stream.
+    pub(super) fn rank(self: &Arc<Self>, rank: usize) -> NcclRank {
+        NcclRank { group: Arc::clone(self), rank, stream: Cell::new(null_mut()), _one_thread: PhantomData }
     }
 
-    /// Why the group failed, if it has.
+    /// Returns the group's failure, if any.
     pub(super) fn failure(&self) -> Option<&GroupFailed> {
         self.failure.get()
     }
 
-    /// Fails the group on behalf of a rank, and aborts what it has under way. The first reason stays.
+    /// Fails the group because of `rank` and aborts all communicators. The first reason is kept.
     pub(super) fn fail(self: &Arc<Self>, rank: usize, reason: &str) {
         if self.failure.set(GroupFailed { rank, reason: reason.to_owned() }).is_err() {
             return; // later ones are mostly consequences of the first
         }
         tracing::error!(rank, reason, "tensor-parallel group failed");
-        // Whoever is about to wait holds the lock from its last look until it does.
-        drop(lock(&self.meeting));
-        self.met.notify_all();
-        for (index, link) in self.links.iter().enumerate() {
+        // A thread in `barrier_min` holds this lock from its check of `failure` until it waits.
+        drop(lock(&self.barrier));
+        self.round_done.notify_all();
+        for (index, communicator) in self.communicators.iter().enumerate() {
             let group = Arc::clone(self);
             let work = move || group.abort(index);
             match std::thread::Builder::new().name(format!("abort-{index}")).spawn(work) {
-                Ok(thread) => *lock(&link.aborting) = Some(thread),
+                Ok(thread) => *lock(&communicator.abort_thread) = Some(thread),
                 Err(error) => {
                     tracing::error!(rank = index, %error, "cannot start a thread to abort the NCCL communicator")
                 }
@@ -242,103 +244,108 @@ impl Group {
         }
     }
 
-    /// Waits on the host until every rank has come, and returns the least of what they bring.
+    /// Waits on the host until all ranks have arrived, and returns the minimum of their values.
     ///
     /// # Errors
-    /// The group failed.
-    pub(super) fn meet(&self, brings: u32) -> Result<u32, GroupFailed> {
-        let mut meeting = lock(&self.meeting);
+    /// The group has failed.
+    pub(super) fn barrier_min(&self, value: u32) -> Result<u32, GroupFailed> {
+        let mut barrier = lock(&self.barrier);
         if let Some(failure) = self.failure.get() {
             return Err(failure.clone());
         }
-        let round = meeting.round;
-        meeting.brought.push(brings);
-        if meeting.brought.len() == self.links.len() {
-            meeting.least = meeting.brought.drain(..).min().unwrap_or(brings);
-            meeting.round += 1;
-            self.met.notify_all();
+        let round = barrier.round;
+        barrier.values.push(value);
+        if barrier.values.len() == self.communicators.len() {
+            barrier.min = barrier.values.drain(..).min().unwrap_or(value);
+            barrier.round += 1;
+            self.round_done.notify_all();
         }
-        while meeting.round == round {
+        while barrier.round == round {
             if let Some(failure) = self.failure.get() {
                 return Err(failure.clone());
             }
-            meeting = self.met.wait(meeting).unwrap_or_else(PoisonError::into_inner);
+            barrier = self.round_done.wait(barrier).unwrap_or_else(PoisonError::into_inner);
         }
-        // The next round ends only once this rank has come to it.
-        Ok(meeting.least)
+        // The minimum stays until this rank arrives at the next round.
+        Ok(barrier.min)
     }
 
-    /// Ends a rank's communicator, whatever runs on it. Returns once its graphs are gone.
+    /// Aborts a rank's communicator, whatever runs on it. Returns once graphs captured with it are destroyed.
     fn abort(&self, rank: usize) {
-        let link = &self.links[rank];
+        let communicator = &self.communicators[rank];
         let begun = Instant::now();
-        // One that waits inside a call for a rank which is gone holds the lock for ever.
-        let turn = loop {
-            match link.busy.try_lock() {
-                Ok(turn) => break Some(turn),
-                Err(TryLockError::Poisoned(turn)) => break Some(turn.into_inner()),
-                Err(TryLockError::WouldBlock) if begun.elapsed() > CALL_PATIENCE => break None,
+        // A call that waits for a dead rank holds the lock forever.
+        let guard = loop {
+            match communicator.busy.try_lock() {
+                Ok(guard) => break Some(guard),
+                Err(TryLockError::Poisoned(guard)) => break Some(guard.into_inner()),
+                Err(TryLockError::WouldBlock) if begun.elapsed() > CALL_TIMEOUT => break None,
                 Err(TryLockError::WouldBlock) => std::thread::yield_now(),
             }
         };
-        let handle = link.communicator.swap(null_mut(), Ordering::AcqRel);
-        drop(turn);
+        let handle = communicator.handle.swap(null_mut(), Ordering::AcqRel);
+        drop(guard);
         if !handle.is_null() {
-            // SAFETY: whoever takes the handle ends it, once; nobody begins a call with it any more, and to end one that
-            // is under way is what this is for.
+            // SAFETY: `swap` gave out the handle once, so it is ended once and no new call gets it; aborting
+            // a call in progress is what ncclCommAbort is for.
             unsafe { (self.library.abort)(handle) };
         }
     }
 
-    /// Asks the communicators whether something went wrong on the way, and fails the group if so.
+    /// Queries the communicators for asynchronous errors, and fails the group if there is one.
     pub(super) fn check(self: &Arc<Self>) {
-        for (rank, link) in self.links.iter().enumerate() {
-            // A call under way tells by itself.
-            let Ok(_turn) = link.busy.try_lock() else { continue };
-            let handle = link.communicator.load(Ordering::Acquire);
+        for (rank, communicator) in self.communicators.iter().enumerate() {
+            // A call in progress reports its own error.
+            let Ok(_guard) = communicator.busy.try_lock() else { continue };
+            let handle = communicator.handle.load(Ordering::Acquire);
             let mut error = SUCCESS;
-            // SAFETY: it is alive for as long as the lock is held.
+            // SAFETY: the communicator is not ended while its lock is held, and one `int` is written.
             if !handle.is_null() && unsafe { (self.library.async_error)(handle, &mut error) } != SUCCESS {
                 continue;
             }
             if error != SUCCESS && error != IN_PROGRESS {
-                self.fail(rank, &self.library.explain(error));
+                self.fail(rank, &self.library.error_message(error));
             }
         }
     }
 }
 
-impl Drop for Group {
+impl Drop for NcclGroup {
     fn drop(&mut self) {
-        for link in &self.links {
-            let handle = link.communicator.swap(null_mut(), Ordering::AcqRel);
+        for communicator in &self.communicators {
+            let handle = communicator.handle.swap(null_mut(), Ordering::AcqRel);
             if !handle.is_null() {
-                // SAFETY: its rank never began, so nothing uses it.
+                // SAFETY: no `NcclRank` took the handle, so nothing uses it; `swap` gave it out once.
                 unsafe { (self.library.abort)(handle) };
             }
         }
     }
 }
 
-/// A rank's end of a group. Dropped after all graphs that were captured with it; every rank drops its own at about the same
-/// time, unless the group has failed.
-pub(super) struct End {
-    group: Arc<Group>,
+/// One rank's communicator, for its device thread. Must be dropped after all graphs captured with it;
+/// destruction waits for the other ranks' unless the group has failed.
+pub(super) struct NcclRank {
+    group: Arc<NcclGroup>,
     rank: usize,
     stream: Cell<*mut c_void>,
     _one_thread: PhantomData<*const ()>,
 }
 
-impl End {
-    /// Sets the stream that everything is enqueued on.
+impl NcclRank {
+    /// Sets the stream for collectives.
     pub(super) fn enqueue_on(&self, stream: *mut c_void) {
         self.stream.set(stream);
     }
 
-    fn call(&self, what: &str, work: impl FnOnce(&Library, Handle) -> c_int) -> Result<(), DeviceError> {
+    fn call(
+        &self,
+        what: &str,
+        work: impl FnOnce(&NcclLibrary, CommHandle) -> c_int,
+    ) -> Result<(), DeviceError> {
         let failed = |reason: String| DeviceError::Failed { what: what.to_owned(), reason };
-        let _turn = lock(&self.group.links[self.rank].busy);
-        let handle = self.group.links[self.rank].communicator.load(Ordering::Acquire);
+        let communicator = &self.group.communicators[self.rank];
+        let _guard = lock(&communicator.busy);
+        let handle = communicator.handle.load(Ordering::Acquire);
         if let Some(failure) = self.group.failure() {
             return Err(failed(failure.to_string()));
         }
@@ -347,56 +354,58 @@ impl End {
         }
         match work(&self.group.library, handle) {
             SUCCESS => Ok(()),
-            error => Err(failed(self.group.library.explain(error))),
+            error => Err(failed(self.group.library.error_message(error))),
         }
     }
 }
 
-impl Peers for End {
-    unsafe fn all_reduce(&self, half: Half, at: u64, numbers: usize) -> Result<(), DeviceError> {
+impl DeviceCollective for NcclRank {
+    unsafe fn all_reduce(&self, half: Half, address: u64, elements: usize) -> Result<(), DeviceError> {
         let kind = match half {
             Half::Bf16 => BFLOAT16,
             Half::F16 => FLOAT16,
         };
-        let (at, stream) = (at as *mut c_void, self.stream.get());
-        self.call("adding up what the ranks have", |library, handle| {
-            // SAFETY: the communicator is alive; the rest is passed on to the caller.
-            unsafe { (library.all_reduce)(at, at, numbers, kind, SUM, handle, stream) }
+        let (address, stream) = (address as *mut c_void, self.stream.get());
+        self.call("ncclAllReduce", |library, handle| {
+            // SAFETY: `call` holds the communicator's lock; the caller guarantees `elements` elements of this
+            // device at `address`.
+            unsafe { (library.all_reduce)(address, address, elements, kind, SUM, handle, stream) }
         })
     }
 
-    unsafe fn all_gather(&self, at: u64, bytes: usize) -> Result<(), DeviceError> {
-        let own = (at as usize + self.rank * bytes) as *const c_void;
-        let (at, stream) = (at as *mut c_void, self.stream.get());
-        self.call("gathering what the ranks have", |library, handle| {
-            // SAFETY: as above.
-            unsafe { (library.all_gather)(own, at, bytes, INT8, handle, stream) }
+    unsafe fn all_gather(&self, address: u64, bytes: usize) -> Result<(), DeviceError> {
+        let own = (address as usize + self.rank * bytes) as *const c_void;
+        let (address, stream) = (address as *mut c_void, self.stream.get());
+        self.call("ncclAllGather", |library, handle| {
+            // SAFETY: `call` holds the communicator's lock; the caller guarantees `bytes` bytes per rank at
+            // `address`.
+            unsafe { (library.all_gather)(own, address, bytes, INT8, handle, stream) }
         })
     }
 }
 
-impl Drop for End {
+impl Drop for NcclRank {
     fn drop(&mut self) {
-        let link = &self.group.links[self.rank];
-        let aborting = match self.group.failure() {
-            Some(_) => lock(&link.aborting).take(),
+        let communicator = &self.group.communicators[self.rank];
+        let ending = match self.group.failure() {
+            Some(_) => lock(&communicator.abort_thread).take(),
             None => {
-                let handle = AtomicPtr::new(link.communicator.swap(null_mut(), Ordering::AcqRel));
+                let handle = AtomicPtr::new(communicator.handle.swap(null_mut(), Ordering::AcqRel));
                 let group = Arc::clone(&self.group);
                 let destroy = move || {
                     let handle = handle.into_inner();
                     if !handle.is_null() {
-                        // SAFETY: whoever takes the handle ends it, once.
+                        // SAFETY: `swap` gave out the handle once, so it is destroyed once.
                         unsafe { (group.library.destroy)(handle) };
                     }
                 };
                 std::thread::Builder::new().name(format!("end-{}", self.rank)).spawn(destroy).ok()
             }
         };
-        let Some(ending) = aborting else { return };
+        let Some(ending) = ending else { return };
         let begun = Instant::now();
         while !ending.is_finished() {
-            if begun.elapsed() > END_PATIENCE {
+            if begun.elapsed() > END_TIMEOUT {
                 tracing::warn!(
                     rank = self.rank,
                     "NCCL communicator did not abort in time; leaving it behind"

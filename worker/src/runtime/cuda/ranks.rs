@@ -1,142 +1,144 @@
-//! The threads that own the GPUs of a runtime: one, or those of a tensor-parallel group. Each gets the same commands in
-//! the same order and runs the same steps, so each knows the same tokens; the first one's are reported.
+//! Device threads of a runtime: one, or those of a tensor-parallel group. All receive the same commands in
+//! the same order and run the same steps, so all know the same tokens; rank 0's results are reported.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use super::Error;
-use super::nccl::Group;
-use super::owner::{Command, DEPTH, Flight, Job, Loaded, Loading, Owner, Place, gone};
-use super::slots::device;
+use super::device_thread::{
+    DEPTH, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadJob, LoadedRank, ResultSlot,
+    thread_ended,
+};
+use super::nccl::NcclGroup;
+use super::slots::device_error;
 use crate::runtime::{self, Batch};
 
-/// How often communicators are asked whether something went wrong.
+/// Interval of polling communicators for asynchronous errors.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// Rounds of `spin_loop` between two yields while results are waited for.
+/// `spin_loop` rounds between two yields while polling for results.
 const SPINS: u32 = 64;
 
-/// A step that is done.
-pub(super) struct Done {
-    /// Where its results are.
-    pub(super) place: usize,
-    /// For each sample: whether log probabilities are wanted.
-    pub(super) wanted: Vec<bool>,
+/// Completed step.
+pub(super) struct CompletedStep {
+    /// Index of the result slot with its results.
+    pub(super) result_slot: usize,
+    /// Whether log probabilities are requested, by sample.
+    pub(super) logprobs: Vec<bool>,
 }
 
-/// All ranks of a runtime, from outside.
+/// Handles to the device threads of all ranks.
 pub(super) struct Ranks {
-    owners: Vec<Owner>,
-    /// Of each rank.
-    places: Vec<Arc<Vec<Place>>>,
-    group: Option<Arc<Group>>,
-    /// Batches that no rank has any more.
-    spare: Vec<Arc<Batch>>,
-    /// What came of a step's launch, by rank.
+    threads: Vec<DeviceThread>,
+    /// Result slots, by rank.
+    result_slots: Vec<Arc<Vec<ResultSlot>>>,
+    group: Option<Arc<NcclGroup>>,
+    /// Batch buffers that no rank uses any more, for reuse.
+    spare_batches: Vec<Arc<Batch>>,
+    /// Launch outcomes of the step being completed, by rank.
     outcomes: Vec<Result<(), runtime::Error>>,
 }
 
-/// How far the loading of all ranks is.
-struct Progress {
+/// Load progress (done bytes, total bytes) by rank.
+struct GroupLoadProgress {
     ranks: Vec<(u64, u64)>,
 }
 
-impl Progress {
-    /// Bytes of all ranks, done and in all, once one of them has told.
-    fn after(&mut self, rank: usize, done: u64, total: u64) -> (u64, u64) {
+impl GroupLoadProgress {
+    /// Records a rank's progress and returns done and total bytes over all ranks; ranks that have not
+    /// reported are estimated.
+    fn record(&mut self, rank: usize, done: u64, total: u64) -> (u64, u64) {
         self.ranks[rank] = (done, total);
-        let unheard = self.ranks.iter().filter(|(_, total)| *total == 0).count() as u64;
+        let unreported = self.ranks.iter().filter(|(_, total)| *total == 0).count() as u64;
         let sum = self.ranks.iter().fold((0, 0), |sum, rank| (sum.0 + rank.0, sum.1 + rank.1));
-        // Shards are about as large as each other.
-        (sum.0, sum.1 + unheard * total)
+        // Shards have about the same size.
+        (sum.0, sum.1 + unreported * total)
     }
 }
 
 impl Ranks {
-    /// Starts a thread for each job and waits until all have loaded: each then has as many blocks as the one with the least
-    /// room. `progress` hears the bytes copied so far and in all.
+    /// Starts a thread per job and waits until all have loaded; each then has as many KV blocks as the rank
+    /// with the least memory. `progress` is called with the bytes copied so far and the total.
     pub(super) fn start(
-        jobs: Vec<Job>,
+        jobs: Vec<LoadJob>,
         progress: &(dyn Fn(u64, u64) + Sync),
-    ) -> Result<(Self, Vec<Loaded>), Error> {
+    ) -> Result<(Self, Vec<LoadedRank>), Error> {
         let group = jobs.first().and_then(|job| job.group.clone());
-        let (news, loading) = channel();
-        let mut owners = Vec::new();
+        let (sender, events) = channel();
+        let mut threads = Vec::new();
         for job in jobs {
-            match Owner::start(job, news.clone()) {
-                Ok(owner) => owners.push(owner),
+            match DeviceThread::start(job, sender.clone()) {
+                Ok(thread) => threads.push(thread),
                 Err(error) => {
-                    // The others wait for it.
+                    // Ranks already started wait for it.
                     if let Some(group) = &group {
-                        group.fail(owners.len(), &error.to_string());
+                        group.fail(threads.len(), &error.to_string());
                     }
                     return Err(error);
                 }
             }
         }
-        drop(news);
-        let loaded = loaded(&loading, owners.len(), progress);
-        let places = |loaded: &[Loaded]| loaded.iter().map(|loaded| Arc::clone(&loaded.places)).collect();
-        loaded.map(|loaded| {
-            let ranks =
-                Self { owners, places: places(&loaded), group, spare: Vec::new(), outcomes: Vec::new() };
-            (ranks, loaded)
-        })
+        drop(sender);
+        let loaded = wait_for_load(&events, threads.len(), progress)?;
+        let result_slots = loaded.iter().map(|loaded| Arc::clone(&loaded.result_slots)).collect();
+        let ranks = Self { threads, result_slots, group, spare_batches: Vec::new(), outcomes: Vec::new() };
+        Ok((ranks, loaded))
     }
 
-    /// Tells every rank.
-    pub(super) fn send(&self, command: Command) -> Result<(), runtime::Error> {
-        let Some((first, rest)) = self.owners.split_first() else { return Err(gone()) };
-        for owner in rest {
-            owner.send(command.clone())?;
+    /// Sends a command to every rank.
+    pub(super) fn send(&self, command: DeviceCommand) -> Result<(), runtime::Error> {
+        let Some((first, rest)) = self.threads.split_first() else { return Err(thread_ended()) };
+        for thread in rest {
+            thread.send(command.clone())?;
         }
         first.send(command)
     }
 
-    /// Tells the first rank alone, for questions that one can answer for all.
-    pub(super) fn ask(&self, command: Command) -> Result<(), runtime::Error> {
-        self.owners.first().map_or_else(|| Err(gone()), |owner| owner.send(command))
+    /// Sends a command to rank 0 only, for queries.
+    pub(super) fn send_to_first(&self, command: DeviceCommand) -> Result<(), runtime::Error> {
+        self.threads.first().map_or_else(|| Err(thread_ended()), |thread| thread.send(command))
     }
 
-    /// Has every rank enqueue a step; the caller gets buffers to fill again.
+    /// Sends a step to every rank, and replaces `batch` by buffers for reuse.
     pub(super) fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
-        let mut shared = self.spare.pop().unwrap_or_default();
+        let mut shared = self.spare_batches.pop().unwrap_or_default();
         match Arc::get_mut(&mut shared) {
             Some(spare) => std::mem::swap(spare, batch),
             None => shared = Arc::new(std::mem::take(batch)),
         }
-        self.send(Command::Step(shared))
+        self.send(DeviceCommand::Step(shared))
     }
 
-    /// Waits until every rank has run the oldest step.
-    pub(super) fn complete(&mut self) -> Result<Done, runtime::Error> {
+    /// Waits until every rank has completed the oldest step.
+    pub(super) fn complete(&mut self) -> Result<CompletedStep, runtime::Error> {
         let (mut first, mut last) = (None, None);
         self.outcomes.clear();
-        for owner in &self.owners {
-            let Flight { outcome, place, wanted, batch } = self.flight(owner)?;
+        for thread in &self.threads {
+            let LaunchedStep { outcome, result_slot, logprobs, batch } = self.receive_launched(thread)?;
             self.outcomes.push(outcome);
-            first.get_or_insert((place, wanted));
+            first.get_or_insert((result_slot, logprobs));
             last = Some(batch);
         }
-        // The others' are dropped.
-        self.spare.extend(last.filter(|_| self.spare.len() < DEPTH as usize));
-        judge(&mut self.outcomes, self.group.as_ref())?;
-        let (place, wanted) = first.ok_or_else(gone)?;
+        // The references of the other ranks are dropped.
+        self.spare_batches.extend(last.filter(|_| self.spare_batches.len() < DEPTH as usize));
+        combine_outcomes(&mut self.outcomes, self.group.as_ref())?;
+        let (result_slot, logprobs) = first.ok_or_else(thread_ended)?;
         match &self.group {
-            Some(group) => wait(&self.places, place, group)?,
-            None => self.places[0][place].done.wait().map_err(device)?,
+            Some(group) => wait_for_step(&self.result_slots, result_slot, group)?,
+            None => self.result_slots[0][result_slot].done.synchronize().map_err(device_error)?,
         }
-        Ok(Done { place, wanted })
+        Ok(CompletedStep { result_slot, logprobs })
     }
 
-    /// A rank's next flight. It hands it over whatever becomes of the others, once what holds it up has been ended.
-    fn flight(&self, owner: &Owner) -> Result<Flight, runtime::Error> {
-        let Some(group) = &self.group else { return owner.flights.recv().map_err(|_| gone()) };
+    /// Receives a rank's next launched step. It arrives even if other ranks fail, once the collectives it
+    /// blocks on are aborted.
+    fn receive_launched(&self, thread: &DeviceThread) -> Result<LaunchedStep, runtime::Error> {
+        let Some(group) = &self.group else { return thread.launched.recv().map_err(|_| thread_ended()) };
         loop {
-            match owner.flights.recv_timeout(CHECK_INTERVAL) {
-                Ok(flight) => return Ok(flight),
+            match thread.launched.recv_timeout(CHECK_INTERVAL) {
+                Ok(launched) => return Ok(launched),
                 Err(RecvTimeoutError::Timeout) => {
-                    probe(&self.places, 0, group);
+                    is_step_done(&self.result_slots, 0, group);
                     group.check();
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(failure(group)),
@@ -144,28 +146,28 @@ impl Ranks {
         }
     }
 
-    /// What the first rank shares of a step.
-    pub(super) fn place(&self, place: usize) -> &Place {
-        &self.places[0][place]
+    /// Returns a result slot of rank 0.
+    pub(super) fn result_slot(&self, index: usize) -> &ResultSlot {
+        &self.result_slots[0][index]
     }
 }
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        // All at once: a rank may wait for the others until its own end.
-        self.owners.iter_mut().for_each(Owner::close);
+        // All before any is joined: a rank may wait for the others until it ends.
+        self.threads.iter_mut().for_each(DeviceThread::close);
     }
 }
 
-/// What came of a step's launch on all ranks.
-fn judge(
+/// Combines the ranks' launch outcomes: an error on only some ranks fails the group.
+fn combine_outcomes(
     outcomes: &mut Vec<Result<(), runtime::Error>>,
-    group: Option<&Arc<Group>>,
+    group: Option<&Arc<NcclGroup>>,
 ) -> Result<(), runtime::Error> {
-    let refused = outcomes.iter().filter(|outcome| outcome.is_err()).count();
+    let failed = outcomes.iter().filter(|outcome| outcome.is_err()).count();
     match group {
-        // What some run and some do not has no end.
-        Some(group) if (1..outcomes.len()).contains(&refused) => {
+        // A step that only some ranks run never completes.
+        Some(group) if (1..outcomes.len()).contains(&failed) => {
             let rank = outcomes.iter().position(Result::is_err).unwrap_or(0);
             let reason = outcomes.swap_remove(rank).err().map(|error| error.to_string());
             group.fail(rank, &reason.unwrap_or_default());
@@ -175,40 +177,44 @@ fn judge(
     }
 }
 
-/// Hears of every rank's loading.
-fn loaded(
-    loading: &Receiver<(usize, Loading)>,
+/// Waits until all ranks have loaded, forwarding progress; returns the first error.
+fn wait_for_load(
+    events: &Receiver<(usize, LoadEvent)>,
     world: usize,
     progress: &(dyn Fn(u64, u64) + Sync),
-) -> Result<Vec<Loaded>, Error> {
-    let mut told = Progress { ranks: vec![(0, 0); world] };
-    let mut loaded: Vec<Option<Loaded>> = (0..world).map(|_| None).collect();
-    for (rank, news) in loading {
-        match news {
-            Loading::Progress(done, total) => {
-                let (done, total) = told.after(rank, done, total);
+) -> Result<Vec<LoadedRank>, Error> {
+    let mut total_progress = GroupLoadProgress { ranks: vec![(0, 0); world] };
+    let mut loaded: Vec<Option<LoadedRank>> = (0..world).map(|_| None).collect();
+    for (rank, event) in events {
+        match event {
+            LoadEvent::Progress(done, total) => {
+                let (done, total) = total_progress.record(rank, done, total);
                 progress(done, total);
             }
-            Loading::Done(Ok(done)) => {
+            LoadEvent::Done(Ok(done)) => {
                 loaded[rank] = Some(*done);
                 if loaded.iter().all(Option::is_some) {
                     return Ok(loaded.into_iter().flatten().collect());
                 }
             }
-            Loading::Done(Err(error)) => return Err(error),
+            LoadEvent::Done(Err(error)) => return Err(error),
         }
     }
-    Err(Error::Device("the thread that owns the GPU ended while it loaded the model".to_owned()))
+    Err(Error::Device("the GPU's device thread ended while loading the model".to_owned()))
 }
 
-/// Waits until a step has run on every rank, or the group has failed.
-fn wait(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> Result<(), runtime::Error> {
-    let (mut asked, mut spins) = (Instant::now(), 0u32);
+/// Waits until a step has completed on every rank or the group has failed.
+fn wait_for_step(
+    result_slots: &[Arc<Vec<ResultSlot>>],
+    index: usize,
+    group: &Arc<NcclGroup>,
+) -> Result<(), runtime::Error> {
+    let (mut checked, mut spins) = (Instant::now(), 0u32);
     loop {
-        let done = probe(places, place, group);
-        if asked.elapsed() > CHECK_INTERVAL {
+        let done = is_step_done(result_slots, index, group);
+        if checked.elapsed() > CHECK_INTERVAL {
             group.check();
-            asked = Instant::now();
+            checked = Instant::now();
         }
         if group.failure().is_some() {
             return Err(failure(group));
@@ -224,12 +230,12 @@ fn wait(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> Result<
     }
 }
 
-/// Whether a step that uses this place has run on every rank. Any error of any device is found, and fails the group.
-fn probe(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> bool {
+/// Returns whether the step in this result slot has completed on every rank. Device errors fail the group.
+fn is_step_done(result_slots: &[Arc<Vec<ResultSlot>>], index: usize, group: &Arc<NcclGroup>) -> bool {
     let mut done = true;
-    // All of them every time: an error of the last would keep the first waiting for ever.
-    for (rank, places) in places.iter().enumerate() {
-        match places[place].done.is_done() {
+    // Queries all ranks each time: an error on the last one would otherwise block the first forever.
+    for (rank, slots) in result_slots.iter().enumerate() {
+        match slots[index].done.is_done() {
             Ok(is_done) => done &= is_done,
             Err(error) => group.fail(rank, &error.to_string()),
         }
@@ -237,8 +243,8 @@ fn probe(places: &[Arc<Vec<Place>>], place: usize, group: &Arc<Group>) -> bool {
     done
 }
 
-fn failure(group: &Group) -> runtime::Error {
-    group.failure().map_or_else(gone, |failure| runtime::Error::Device(failure.to_string()))
+fn failure(group: &NcclGroup) -> runtime::Error {
+    group.failure().map_or_else(thread_ended, |failure| runtime::Error::Device(failure.to_string()))
 }
 
 #[cfg(test)]
@@ -247,32 +253,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loading_is_told_for_all_ranks_together_and_ends_with_the_first_that_can_not() {
-        let (news, loading) = channel();
+    fn load_progress_is_summed_over_ranks_and_loading_ends_with_the_first_error() {
+        let (sender, events) = channel();
         for rank in [1, 0, 2] {
-            news.send((rank, Loading::Progress(rank as u64, 10))).unwrap();
+            sender.send((rank, LoadEvent::Progress(rank as u64, 10))).unwrap();
         }
         for words in ["the card is on fire", "rank 2 failed"] {
-            news.send((2, Loading::Done(Err(Error::Device(words.to_owned()))))).unwrap();
+            sender.send((2, LoadEvent::Done(Err(Error::Device(words.to_owned()))))).unwrap();
         }
-        let told = std::sync::Mutex::new(Vec::new());
-        let progress = |done, total| told.lock().unwrap().push((done, total));
-        // The senders of the other ranks are alive: nobody waits for them.
-        let refused = loaded(&loading, 3, &progress).err().unwrap().to_string();
+        let reported = std::sync::Mutex::new(Vec::new());
+        let progress = |done, total| reported.lock().unwrap().push((done, total));
+        // The other ranks' senders are alive, but are not waited for.
+        let refused = wait_for_load(&events, 3, &progress).err().unwrap().to_string();
         assert!(refused.contains("on fire"), "{refused}");
-        assert_eq!(*told.lock().unwrap(), [(1, 30), (1, 30), (3, 30)]);
+        assert_eq!(*reported.lock().unwrap(), [(1, 30), (1, 30), (3, 30)]);
     }
 
     #[test]
-    fn a_batch_that_all_refuse_is_malformed_and_one_that_some_refuse_is_the_end_of_the_group() {
+    fn a_batch_refused_by_all_ranks_is_malformed_and_by_some_fails_the_group() {
         let malformed = || Err(runtime::Error::Malformed("it has no rows".to_owned()));
-        assert!(judge(&mut vec![Ok(())], None).is_ok());
-        assert!(matches!(judge(&mut vec![malformed()], None), Err(runtime::Error::Malformed(_))));
+        assert!(combine_outcomes(&mut vec![Ok(())], None).is_ok());
+        assert!(matches!(combine_outcomes(&mut vec![malformed()], None), Err(runtime::Error::Malformed(_))));
         let group = fake_group(3);
-        assert!(judge(&mut vec![Ok(()), Ok(()), Ok(())], Some(&group)).is_ok());
-        let all = judge(&mut vec![malformed(), malformed(), malformed()], Some(&group));
+        assert!(combine_outcomes(&mut vec![Ok(()), Ok(()), Ok(())], Some(&group)).is_ok());
+        let all = combine_outcomes(&mut vec![malformed(), malformed(), malformed()], Some(&group));
         assert!(matches!(all, Err(runtime::Error::Malformed(_))) && group.failure().is_none());
-        let some = judge(&mut vec![Ok(()), malformed(), Ok(())], Some(&group));
+        let some = combine_outcomes(&mut vec![Ok(()), malformed(), Ok(())], Some(&group));
         let Err(runtime::Error::Device(words)) = some else { panic!("{some:?}") };
         assert!(words.contains("rank 1") && words.contains("it has no rows"), "{words}");
         assert_eq!(group.failure().unwrap().rank, 1);

@@ -1,51 +1,54 @@
+//! Sampling state of attached sequences, by slot.
+
 use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_kernels::cuda::{DeviceError, HistoryParams, SamplingRow, TOP_MAX, count_history};
 
-use super::gpu::{Gpu, Memory, bytes_of};
+use super::gpu::{Gpu, GpuMemory, bytes_of};
 use crate::runtime::{Batch, Error, SampleRow, Slot, SlotSetup};
 
-/// Tokens that may be masked: stop ids, and the model's own.
+/// Maximum number of masked tokens: stop ids of the request and of the model.
 const MASKED_MAX: usize = SamplingSpec::STOP_TOKEN_IDS_MAX + 64;
 const ADJUSTMENTS_MAX: usize = SamplingSpec::LOGIT_BIAS_MAX + MASKED_MAX;
 
-/// Bytes of the biases and masks of so many slots.
+/// Returns the bytes of the logit biases and masks of `slots` slots.
 pub(super) fn adjustment_bytes(slots: u64) -> u64 {
     slots * ADJUSTMENTS_MAX as u64 * 8
 }
 
-/// Bytes of the histories of so many slots.
+/// Returns the bytes of the token histories of `slots` slots.
 pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
     slots * vocabulary * 4
 }
 
-/// What sampling knows of the running sequences: the small part here, the large part on the device.
-pub(super) struct Slots<G: Gpu> {
-    slots: Vec<Option<State>>,
+/// Sampling state by slot: parameters on the host; biases, masks and token counts on the device.
+pub(super) struct GpuSlots<G: Gpu> {
+    slots: Vec<Option<GpuSlot>>,
     vocabulary: u32,
-    /// Biases and masks of every slot, [slots, ADJUSTMENTS_MAX, 2].
+    /// Logit biases and masks by slot, [slots, ADJUSTMENTS_MAX, 2].
     adjustments: G::Memory,
-    /// Where the tokens of a history lie while they are counted.
+    /// Staging for the tokens of a history while they are counted.
     tokens: G::Memory,
     context: usize,
-    /// How often each token occurs in the sequence of each slot that wants to know, [slots, vocabulary].
+    /// Occurrences of each token in a slot's sequence, for penalties, [slots, vocabulary].
     histories: G::Memory,
-    samples: Vec<Slot>,
+    sampled_slots: Vec<Slot>,
 }
 
-struct State {
+/// Sampling state of an attached sequence.
+struct GpuSlot {
     sampling: Arc<SamplingParams>,
     choice: u32,
-    /// Sampled so far, those of steps in flight included.
+    /// Tokens sampled so far, including steps in flight.
     generated: u32,
     biases: u32,
     masked: u32,
-    /// Where it begins; 0: it has none.
+    /// Device address of its token history; 0: none.
     history: u64,
 }
 
-impl<G: Gpu> Slots<G> {
+impl<G: Gpu> GpuSlots<G> {
     pub(super) fn new(gpu: &G, slots: u32, vocabulary: u32, context: u32) -> Result<Self, DeviceError> {
         Ok(Self {
             slots: (0..slots).map(|_| None).collect(),
@@ -54,14 +57,15 @@ impl<G: Gpu> Slots<G> {
             tokens: gpu.alloc(context as usize * 4)?,
             context: context as usize,
             histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
-            samples: Vec::new(),
+            sampled_slots: Vec::new(),
         })
     }
 
+    /// Sets up a slot for a sequence, replacing the previous one.
     pub(super) fn attach(&mut self, gpu: &G, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
         self.detach(slot);
         let slots = self.slots.len();
-        let Some(place) = self.slots.get_mut(slot as usize) else {
+        let Some(entry) = self.slots.get_mut(slot as usize) else {
             return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
         };
         let sampling = Arc::clone(&setup.sampling);
@@ -76,17 +80,18 @@ impl<G: Gpu> Slots<G> {
         let masked = list.len() as u32 / 2 - biases;
         if !list.is_empty() {
             let at = adjustment_bytes(slot.into()) as usize;
-            gpu.upload(&self.adjustments, at, bytes_of(&list)).map_err(device)?;
+            gpu.upload(&self.adjustments, at, bytes_of(&list)).map_err(device_error)?;
         }
         let mut history = 0;
         if sampling.needs_history() {
-            // A step in flight may still use it for the sequence before, and was enqueued before what follows.
+            // A step in flight may still use it for the previous sequence, but was enqueued before the work
+            // below.
             history = self.histories.address() + history_bytes(slot.into(), self.vocabulary.into());
-            // Of more than the context holds, only the end can matter to a sequence that still runs.
+            // A sequence longer than the context cannot run, so the rest of it does not matter.
             let prompt = &setup.prompt[..setup.prompt.len().min(self.context)];
             let generated = &setup.generated[..setup.generated.len().min(self.context - prompt.len())];
-            gpu.upload(&self.tokens, 0, bytes_of(prompt)).map_err(device)?;
-            gpu.upload(&self.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device)?;
+            gpu.upload(&self.tokens, 0, bytes_of(prompt)).map_err(device_error)?;
+            gpu.upload(&self.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device_error)?;
             let p = HistoryParams {
                 history,
                 tokens: self.tokens.address(),
@@ -95,11 +100,11 @@ impl<G: Gpu> Slots<G> {
                 generated: generated.len() as u32,
                 unused: 0,
             };
-            // SAFETY: the history has a number for each token of the vocabulary, the list was just written.
-            unsafe { count_history(gpu, &p) }.map_err(device)?;
+            // SAFETY: the history has an entry per vocabulary token, and the token list was just uploaded.
+            unsafe { count_history(gpu, &p) }.map_err(device_error)?;
         }
         let generated = setup.generated.len() as u32;
-        *place = Some(State { sampling, choice: setup.choice, generated, biases, masked, history });
+        *entry = Some(GpuSlot { sampling, choice: setup.choice, generated, biases, masked, history });
         Ok(())
     }
 
@@ -109,23 +114,24 @@ impl<G: Gpu> Slots<G> {
         }
     }
 
-    /// Checks that every sample row's slot is attached, and none is sampled from twice.
+    /// Checks that every sample row's slot is attached and that none is sampled twice.
     pub(super) fn check(&mut self, batch: &Batch) -> Result<(), Error> {
-        self.samples.clear();
-        self.samples.extend(batch.samples.iter().map(|sample| sample.slot));
-        self.samples.sort_unstable();
-        if let Some(pair) = self.samples.windows(2).find(|pair| pair[0] == pair[1]) {
+        self.sampled_slots.clear();
+        self.sampled_slots.extend(batch.samples.iter().map(|sample| sample.slot));
+        self.sampled_slots.sort_unstable();
+        if let Some(pair) = self.sampled_slots.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(Error::Malformed(format!("slot {} is sampled from twice in one batch", pair[0])));
         }
         let free = |slot: &Slot| self.slots.get(*slot as usize).is_none_or(Option::is_none);
-        match self.samples.iter().find(|slot| free(slot)) {
+        match self.sampled_slots.iter().find(|slot| free(slot)) {
             Some(slot) => Err(Error::Malformed(format!("slot {slot} is sampled from but free"))),
             None => Ok(()),
         }
     }
 
-    /// How each of the batch's sample rows is sampled; counts the tokens to come. The batch was checked.
-    pub(super) fn rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
+    /// Fills the sampling parameters of each sample row and counts its token as generated. The batch was
+    /// checked.
+    pub(super) fn sampling_rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
         rows.clear();
         for sample in &batch.samples {
             rows.push(self.row(sample));
@@ -162,7 +168,7 @@ impl<G: Gpu> Slots<G> {
     }
 }
 
-/// A device's failure as a runtime's.
-pub(super) fn device(error: DeviceError) -> Error {
+/// Converts a device error to a runtime error.
+pub(super) fn device_error(error: DeviceError) -> Error {
     Error::Device(error.to_string())
 }

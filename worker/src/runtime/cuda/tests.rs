@@ -1,5 +1,5 @@
-//! Whole steps on the kernels' harness: from a batch, through packed metadata, every kernel, sampling and back, against
-//! the CPU runtime on the same weights.
+//! Whole steps on the kernels' CPU harness, from batch to sampled tokens, compared with the CPU runtime on
+//! the same weights.
 
 use std::sync::Arc;
 
@@ -10,21 +10,22 @@ use inflight_kernels::philox4x32;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::compute::{Compute, Modes, check_model, sampled};
-use super::division::Division;
-use super::gpu::{Columns, Gpu, Matmul, Memory, Peers, bytes_of};
+use super::gemm::GemmKernel;
+use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul, bytes_of};
+use super::model_runner::{ModelRunner, RunnerModes, check_model, sampled};
+use super::shard_model;
+use super::shard_plan::ShardPlan;
 use super::weights::find;
-use super::{OwnProduct, divide};
 use crate::models::{ModelDir, ModelSource};
 use crate::runtime::cpu::{CpuOptions, CpuRuntime};
 use crate::runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
 
+mod gemm;
 mod memory;
-mod products;
 mod ranks;
-mod watched;
+mod recording_device;
 
-impl Memory for HostMemory {
+impl GpuMemory for HostMemory {
     fn address(&self) -> u64 {
         HostMemory::address(self)
     }
@@ -38,14 +39,14 @@ impl Gpu for Harness {
     }
 
     fn zero(&self, memory: &HostMemory) -> Result<(), DeviceError> {
-        // SAFETY: the whole of an allocation, of which only addresses are held.
+        // SAFETY: the range is all of a live allocation, to which no reference exists.
         unsafe { std::ptr::write_bytes(memory.address() as *mut u8, 0, memory.bytes()) };
         Ok(())
     }
 
     fn upload(&self, to: &HostMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
         assert!(byte + from.len() <= to.bytes(), "more is uploaded than there is room for");
-        // SAFETY: within the allocation, of which only addresses are held.
+        // SAFETY: asserted to be within the allocation, to which no reference exists.
         unsafe {
             std::ptr::copy_nonoverlapping(from.as_ptr(), (to.address() as *mut u8).add(byte), from.len());
         }
@@ -53,15 +54,16 @@ impl Gpu for Harness {
     }
 
     unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
-        // SAFETY: passed on to the caller.
-        unsafe { OwnProduct::Tiled.make(self, half, matmul) }
+        // SAFETY: the caller guarantees that the addresses are of matrices with the given shapes.
+        unsafe { GemmKernel::Tiled.launch(self, half, matmul) }
     }
 
-    unsafe fn copy_columns(&self, columns: &Columns) -> Result<(), DeviceError> {
-        let Columns { from, from_stride, to, to_stride, width, rows } = *columns;
+    unsafe fn copy_columns(&self, columns: &ColumnCopy) -> Result<(), DeviceError> {
+        let ColumnCopy { from, from_stride, to, to_stride, width, rows } = *columns;
         assert!(width <= from_stride && width <= to_stride, "rows overlap");
         for row in 0..rows {
-            // SAFETY: passed on to the caller.
+            // SAFETY: the caller guarantees that both matrices are allocated with these strides and do not
+            // overlap.
             unsafe {
                 let from = (from as *const u8).add(row * from_stride);
                 std::ptr::copy_nonoverlapping(from, (to as *mut u8).add(row * to_stride), width);
@@ -70,22 +72,22 @@ impl Gpu for Harness {
         Ok(())
     }
 
-    fn peers(&self) -> Option<&dyn Peers> {
+    fn collective(&self) -> Option<&dyn DeviceCollective> {
         None
     }
 }
 
-/// All of a model, for one device.
-fn whole(model: &ModelDir) -> Division {
-    Division::of(divide(model, &find(model).unwrap(), 1).unwrap(), false).next().unwrap()
+/// Returns the shard plan of a model on a single device.
+fn unsharded(model: &ModelDir) -> ShardPlan {
+    ShardPlan::for_ranks(shard_model(model, &find(model).unwrap(), 1).unwrap(), false).next().unwrap()
 }
 
-/// A model in miniature whose heads are as wide as the kernels want them.
+/// Returns a tiny model with a head dimension that the kernels support.
 fn model(arch: Arch, dtype: Dtype, seed: u32) -> ModelDir {
     model_of(arch, dtype, seed, 6, false)
 }
 
-/// The same with so many heads, and a head that is the embedding or its own.
+/// Returns a tiny model with the given query heads; `tied`: the LM head is the embedding.
 fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> ModelDir {
     let folder: TempDir = Checkpoint::new(arch, dtype).write_temp().unwrap();
     let path = folder.path().join("config.json");
@@ -137,14 +139,14 @@ fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> Mo
     let encoded: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
         .into_iter()
         .map(|(name, shape)| {
-            let numbers: usize = shape.iter().product();
-            // Norms are about 1, matrices such that a product keeps the size of what goes in.
+            let elements: usize = shape.iter().product();
+            // Norms are about 1; matrices keep the magnitude of their input.
             let (middle, scale) = match shape.as_slice() {
                 [_, k] => (0.0, 1.7 / (*k as f32).sqrt()),
                 _ if name.ends_with("bias") => (0.0, 0.3),
                 _ => (1.0, 0.2),
             };
-            let values: Vec<u16> = (0..numbers)
+            let values: Vec<u16> = (0..elements)
                 .map(|_| {
                     count += 1;
                     let word = philox4x32([count, 0, 0, 0], [seed, 9])[0];
@@ -166,51 +168,55 @@ const CONTEXT: u32 = 600;
 const BLOCKS: u32 = 200;
 const SLOTS: u32 = 4;
 
-/// What runs steps on the harness as [`super::owner`] does on a GPU.
-struct OnHarness<G: Gpu<Memory = HostMemory> = Harness> {
+/// Runs steps on the harness, as [`super::device_thread`] does on a GPU.
+struct HarnessRunner<G: Gpu<Memory = HostMemory> = Harness> {
     harness: G,
-    compute: Compute<G>,
+    runner: ModelRunner<G>,
     metadata: HostMemory,
     packed: Vec<u8>,
 }
 
-impl OnHarness {
+impl HarnessRunner {
     fn new(model: &ModelDir, block_tokens: u32, deterministic: bool, buckets: bool) -> Self {
-        Self::storing(KvStore::Half, model, block_tokens, deterministic, buckets)
+        Self::with_store(KvStore::Half, model, block_tokens, deterministic, buckets)
     }
 
-    fn storing(
+    fn with_store(
         store: KvStore,
         model: &ModelDir,
         block_tokens: u32,
         deterministic: bool,
         buckets: bool,
     ) -> Self {
-        let shards = divide(model, &find(model).unwrap(), 1).unwrap();
-        let division = Division::of(shards, false).next().unwrap();
-        let modes = Modes { store, deterministic, buckets };
-        OnHarness::over(Harness::new(), division, model, block_tokens, modes)
+        let modes = RunnerModes { store, deterministic, buckets };
+        HarnessRunner::load(Harness::new(), unsharded(model), model, block_tokens, modes)
     }
 }
 
-impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
-    /// A rank's part of a model.
-    fn over(harness: G, division: Division, model: &ModelDir, block_tokens: u32, modes: Modes) -> Self {
-        Self::with(harness, division, model, block_tokens, modes, |_| {})
-    }
-
-    /// The same; `loaded` comes when there are weights, and nothing else yet.
-    fn with(
+impl<G: Gpu<Memory = HostMemory>> HarnessRunner<G> {
+    /// Loads a rank's shard of a model.
+    fn load(
         harness: G,
-        division: Division,
+        shard_plan: ShardPlan,
         model: &ModelDir,
         block_tokens: u32,
-        modes: Modes,
-        loaded: impl FnOnce(&G),
+        modes: RunnerModes,
     ) -> Self {
-        let found = find(model).unwrap();
-        let weights = found.upload(&harness, division.shard(), &|_, _| {}).unwrap();
-        loaded(&harness);
+        Self::load_with(harness, shard_plan, model, block_tokens, modes, |_| {})
+    }
+
+    /// Loads a rank's shard; `on_weights_loaded` is called before buffers are allocated.
+    fn load_with(
+        harness: G,
+        shard_plan: ShardPlan,
+        model: &ModelDir,
+        block_tokens: u32,
+        modes: RunnerModes,
+        on_weights_loaded: impl FnOnce(&G),
+    ) -> Self {
+        let tensors = find(model).unwrap();
+        let weights = tensors.upload(&harness, shard_plan.shard(), &|_, _| {}).unwrap();
+        on_weights_loaded(&harness);
         let capabilities = Capabilities {
             vocab_size: model.config().vocab_size as u32,
             context_tokens: CONTEXT,
@@ -222,11 +228,12 @@ impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
             depth: 2,
             fingerprint: String::new(),
         };
-        let half = found.half();
-        let compute =
-            Compute::new(&harness, model.config(), division, half, weights, capabilities, modes).unwrap();
+        let half = tensors.half();
+        let runner =
+            ModelRunner::new(&harness, model.config(), shard_plan, half, weights, capabilities, modes)
+                .unwrap();
         let metadata = harness.alloc(1 << 20).unwrap();
-        Self { harness, compute, metadata, packed: Vec::new() }
+        Self { harness, runner, metadata, packed: Vec::new() }
     }
 
     fn attach(&mut self, slot: u32, sampling: &SamplingParams, prompt: &[u32]) {
@@ -237,7 +244,7 @@ impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
             generated: &[],
             eos_token_ids: &[1],
         };
-        self.compute.attach(&self.harness, slot, &setup).unwrap();
+        self.runner.attach(&self.harness, slot, &setup).unwrap();
     }
 
     fn step(&mut self, batch: &Batch) -> (Vec<Sampled>, Vec<f32>) {
@@ -245,16 +252,16 @@ impl<G: Gpu<Memory = HostMemory>> OnHarness<G> {
     }
 
     fn try_step(&mut self, batch: &Batch) -> Result<(Vec<Sampled>, Vec<f32>), DeviceError> {
-        let step = self.compute.prepare(batch, &mut self.packed).unwrap();
+        let step = self.runner.prepare(batch, &mut self.packed).unwrap();
         self.harness.upload(&self.metadata, 0, &self.packed)?;
-        self.compute.forward.run(&self.harness, &step, Memory::address(&self.metadata))?;
-        let mut wanted = Vec::new();
-        self.compute.wanted(&mut wanted);
-        let results = self.compute.forward.results().read::<SamplingResult>(batch.samples.len());
-        let tokens = results.iter().zip(&wanted).map(|(result, wanted)| sampled(result, *wanted)).collect();
-        let (logits, stride) = self.compute.forward.logits();
+        self.runner.forward.run(&self.harness, &step, GpuMemory::address(&self.metadata))?;
+        let mut logprobs = Vec::new();
+        self.runner.logprobs_requested(&mut logprobs);
+        let results = self.runner.forward.results().read::<SamplingResult>(batch.samples.len());
+        let tokens = results.iter().zip(&logprobs).map(|(result, wanted)| sampled(result, *wanted)).collect();
+        let (logits, stride) = self.runner.forward.logits();
         let all = logits.read::<f32>(batch.samples.len() * stride);
-        let vocabulary = self.compute.capabilities.vocab_size as usize;
+        let vocabulary = self.runner.capabilities.vocab_size as usize;
         Ok((tokens, all.chunks(stride).flat_map(|row| row[..vocabulary].to_vec()).collect()))
     }
 }
@@ -276,18 +283,18 @@ fn on_cpu(model: &ModelDir, block_tokens: u32) -> CpuRuntime {
     CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
 }
 
-/// Sequences that take part in steps, with blocks scattered over the pool.
-struct Roster {
+/// Test sequences with block tables scattered over the pool.
+struct TestSequences {
     tables: Vec<Vec<u32>>,
     tokens: Vec<Vec<u32>>,
     done: Vec<usize>,
 }
 
-impl Roster {
+impl TestSequences {
     fn new(lengths: &[usize], vocabulary: u32, block_tokens: u32, seed: u32) -> Self {
         let word = |i: u32, j: u32| philox4x32([i, j, 0, 0], [seed, 3])[0];
         let each = CONTEXT.div_ceil(block_tokens).min(BLOCKS / SLOTS);
-        // Every fourth block, in falling order.
+        // Every fourth block, in descending order.
         let table = |s: u32| (0..each).rev().map(|i| i * SLOTS + s).collect();
         Self {
             tables: (0..lengths.len() as u32).map(table).collect(),
@@ -300,7 +307,7 @@ impl Roster {
         }
     }
 
-    /// The next chunk of each sequence; a sample of those whose known tokens end with it.
+    /// Builds a batch of the next chunk of each sequence; samples where the known tokens end.
     fn batch(&mut self, chunks: &[usize]) -> Batch {
         let mut batch = Batch::default();
         batch.clear();
@@ -319,11 +326,11 @@ impl Roster {
     }
 }
 
-fn far_apart(a: &[f32], b: &[f32]) -> f32 {
+fn max_abs_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-fn largest(x: &[f32]) -> f32 {
+fn max_abs(x: &[f32]) -> f32 {
     x.iter().map(|x| x.abs()).fold(0.0, f32::max)
 }
 
@@ -344,25 +351,25 @@ fn steps_on_the_harness_yield_the_logits_of_the_cpu_runtime() {
         let dtype = if i % 2 == 0 { Dtype::Bf16 } else { Dtype::F16 };
         let block_tokens = [16, 4, 32, 16][i];
         let model = model(arch, dtype, i as u32);
-        let (half, small) = (KvStore::Half, KvStore::Fp8);
-        for (deterministic, store) in [(false, half), (true, half), (false, small)] {
-            let gpu = OnHarness::storing(store, &model, block_tokens, deterministic, true);
+        let (half, fp8) = (KvStore::Half, KvStore::Fp8);
+        for (deterministic, store) in [(false, half), (true, half), (false, fp8)] {
+            let gpu = HarnessRunner::with_store(store, &model, block_tokens, deterministic, true);
             yields_the_logits_of_the_cpu_runtime(gpu, &model, block_tokens, store);
         }
     }
 }
 
-/// Runs steps, and the same steps on the CPU.
+/// Runs the same steps on the GPU runtime and on the CPU runtime and compares logits and tokens.
 fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
-    mut gpu: OnHarness<G>,
+    mut gpu: HarnessRunner<G>,
     model: &ModelDir,
     block_tokens: u32,
     store: KvStore,
-) -> OnHarness<G> {
+) -> HarnessRunner<G> {
     let (arch, vocabulary) = (model.config().architecture.name(), model.config().vocab_size);
     let mut cpu = on_cpu(model, block_tokens);
-    let mut roster = Roster::new(&[70, 1, 33], vocabulary as u32, block_tokens, 5);
-    for (slot, tokens) in roster.tokens.iter().enumerate() {
+    let mut sequences = TestSequences::new(&[70, 1, 33], vocabulary as u32, block_tokens, 5);
+    for (slot, tokens) in sequences.tokens.iter().enumerate() {
         gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
         let setup = SlotSetup {
             sampling: Arc::new(SamplingParams::greedy()),
@@ -373,56 +380,57 @@ fn yields_the_logits_of_the_cpu_runtime<G: Gpu<Memory = HostMemory>>(
         };
         cpu.attach(slot as u32, &setup).unwrap();
     }
-    // Prefills in chunks beside decodes, then decodes alone.
+    // Chunked prefills beside decodes, then decodes alone.
     for (step, chunks) in [[40, 1, 7], [30, 1, 26], [1, 1, 1], [1, 1, 1], [1, 0, 1]].iter().enumerate() {
-        let mut batch = roster.batch(chunks);
+        let mut batch = sequences.batch(chunks);
         if step == 2 {
-            batch
-                .copies
-                .push(BlockCopy { from: roster.tables[0][0], to: roster.tables[0].len() as u32 * 4 - 1 });
+            batch.copies.push(BlockCopy {
+                from: sequences.tables[0][0],
+                to: sequences.tables[0].len() as u32 * 4 - 1,
+            });
         }
         let (tokens, logits) = gpu.step(&batch);
         let slots: Vec<u32> = batch.samples.iter().map(|sample| sample.slot).collect();
         let mut reference = Vec::new();
         cpu.execute(&mut batch, &mut reference).unwrap();
         let exact = cpu.logits();
-        let apart = far_apart(&logits, exact);
-        // Keys and values are off by up to 2^-4 of themselves where they have 8 bits.
-        let part = if store == KvStore::Half { 2e-2 } else { 1e-1 };
-        let bound = part * largest(exact);
-        assert!(apart <= bound, "{arch}, step {step}: logits are {apart} apart, more than {bound}");
+        let difference = max_abs_difference(&logits, exact);
+        // 8-bit keys and values have a relative error of up to 2^-4.
+        let tolerance = if store == KvStore::Half { 2e-2 } else { 1e-1 };
+        let bound = tolerance * max_abs(exact);
+        assert!(difference <= bound, "{arch}, step {step}: logits differ by {difference}, more than {bound}");
         for (i, slot) in slots.iter().enumerate() {
             let row = &exact[i * vocabulary..(i + 1) * vocabulary];
             let best = row[reference[i].token as usize];
             assert!(row[tokens[i].token as usize] >= best - 2.0 * bound, "{arch}, step {step}");
-            roster.tokens[*slot as usize].push(reference[i].token);
+            sequences.tokens[*slot as usize].push(reference[i].token);
         }
     }
     gpu
 }
 
 #[test]
-fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_company() {
+fn in_the_deterministic_mode_no_bit_depends_on_chunks_or_batch() {
     if !available() {
         return;
     }
     for store in [KvStore::Half, KvStore::Fp8] {
-        no_bit_depends_on_chunks_or_company(store);
+        no_bit_depends_on_chunks_or_batch(store);
     }
 }
 
-fn no_bit_depends_on_chunks_or_company(store: KvStore) {
+fn no_bit_depends_on_chunks_or_batch(store: KvStore) {
     let model = model(Arch::Qwen3, Dtype::Bf16, 11);
     let vocabulary = model.config().vocab_size as u32;
     let logits_of = |chunks: &[[usize; 2]], buckets: bool| {
-        let mut gpu = OnHarness::storing(store, &model, 16, true, buckets);
-        let mut roster = Roster::new(&[290, 40], vocabulary, 16, 8);
-        for (slot, tokens) in roster.tokens.iter().enumerate() {
+        let mut gpu = HarnessRunner::with_store(store, &model, 16, true, buckets);
+        let mut sequences = TestSequences::new(&[290, 40], vocabulary, 16, 8);
+        for (slot, tokens) in sequences.tokens.iter().enumerate() {
             gpu.attach(slot as u32, &SamplingParams::greedy(), tokens);
         }
         let mut last = Vec::new();
         for chunks in chunks {
-            let batch = roster.batch(chunks);
+            let batch = sequences.batch(chunks);
             let (_, logits) = gpu.step(&batch);
             if let Some(i) = batch.samples.iter().position(|sample| sample.slot == 0) {
                 let vocabulary = vocabulary as usize;
@@ -439,7 +447,7 @@ fn no_bit_depends_on_chunks_or_company(store: KvStore) {
 }
 
 #[test]
-fn a_token_fed_back_on_the_device_is_as_good_as_one_sent() {
+fn a_token_fed_back_on_the_device_equals_one_sent_by_the_host() {
     if !available() {
         return;
     }
@@ -448,16 +456,16 @@ fn a_token_fed_back_on_the_device_is_as_good_as_one_sent() {
     let spec = SamplingSpec { temperature: 0.8, top_p: 0.9, seed: 77, ..SamplingSpec::default() };
     let sampling = spec.validate().unwrap();
     let run = |feed: bool| {
-        let mut gpu = OnHarness::new(&model, 16, false, true);
-        let mut roster = Roster::new(&[20, 9], vocabulary, 16, 2);
-        for (slot, tokens) in roster.tokens.iter().enumerate() {
+        let mut gpu = HarnessRunner::new(&model, 16, false, true);
+        let mut sequences = TestSequences::new(&[20, 9], vocabulary, 16, 2);
+        for (slot, tokens) in sequences.tokens.iter().enumerate() {
             gpu.attach(slot as u32, &sampling, tokens);
         }
-        let (first, _) = gpu.step(&roster.batch(&[20, 9]));
+        let (first, _) = gpu.step(&sequences.batch(&[20, 9]));
         for (s, sampled) in first.iter().enumerate() {
-            roster.tokens[s].push(sampled.token);
+            sequences.tokens[s].push(sampled.token);
         }
-        let mut batch = roster.batch(&[1, 1]);
+        let mut batch = sequences.batch(&[1, 1]);
         if feed {
             batch.tokens.fill(0);
             batch.feedback = (0..2).map(|row| Feedback { row, sample: row }).collect();
@@ -493,19 +501,19 @@ fn sampling_parameters_reach_the_kernel_and_history_stays_on_the_device() {
         };
         let sampling = spec.validate().unwrap();
         let mut cpu = on_cpu(&model, 16);
-        let mut gpu = OnHarness::new(&model, 16, false, true);
-        let mut roster = Roster::new(&[12], vocabulary, 16, seed as u32);
-        gpu.attach(0, &sampling, &roster.tokens[0]);
+        let mut gpu = HarnessRunner::new(&model, 16, false, true);
+        let mut sequences = TestSequences::new(&[12], vocabulary, 16, seed as u32);
+        gpu.attach(0, &sampling, &sequences.tokens[0]);
         let setup = SlotSetup {
             sampling: Arc::new(sampling),
             choice: 0,
-            prompt: &roster.tokens[0].clone(),
+            prompt: &sequences.tokens[0].clone(),
             generated: &[],
             eos_token_ids: &[1],
         };
         cpu.attach(0, &setup).unwrap();
         for _ in 0..5 {
-            let mut batch = roster.batch(&[12]);
+            let mut batch = sequences.batch(&[12]);
             let (tokens, _) = gpu.step(&batch);
             let mut reference = Vec::new();
             cpu.execute(&mut batch, &mut reference).unwrap();
@@ -514,11 +522,11 @@ fn sampling_parameters_reach_the_kernel_and_history_stays_on_the_device() {
                 prop_assert!((got.logprob - want.logprob).abs() < 0.1, "{got:?} is not {want:?}");
             }
             prop_assert_eq!(got.top.len(), 3);
-            // Logits are close, not equal, so a draw at an edge may differ; both then go on with the CPU's.
+            // Logits are close, not equal, so a draw near a boundary may differ; then the sequences diverge.
             if tokens[0].token != reference[0].token {
                 return Ok(());
             }
-            roster.tokens[0].push(reference[0].token);
+            sequences.tokens[0].push(reference[0].token);
         }
         Ok(())
     };
@@ -528,7 +536,7 @@ fn sampling_parameters_reach_the_kernel_and_history_stays_on_the_device() {
 }
 
 #[test]
-fn a_model_that_kernels_do_not_fit_is_refused_with_what_would_do() {
+fn a_model_without_kernels_is_refused_with_the_supported_shapes() {
     let folder = Checkpoint::new(Arch::Llama2, Dtype::Bf16).write_temp().unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
     let refused = check_model(model.config(), 1).unwrap_err().to_string();

@@ -1,41 +1,42 @@
-//! Weights on the device: rows of matrices as checkpoints have them, in one 16-bit type.
+//! Model weights: tensors of the checkpoint, and their upload to the device in one 16-bit type, row-major as
+//! in checkpoints.
 
 use std::ops::Range;
 
 use inflight_kernels::Encoding;
 use inflight_kernels::cuda::{DeviceError, Half};
 
-use super::gpu::{Bias, Gpu, Memory, bytes_of};
-use super::sizing;
+use super::gpu::{BiasAddresses, Gpu, GpuMemory, bytes_of};
+use super::memory_plan;
 use crate::models::{Error, ModelConfig, ModelDir, Tensor};
 use crate::runtime::decoder::DecoderLayer;
 use crate::runtime::sharding::{Cut, Grain, Matrix, Shard};
 
-/// The tensors of a model, all found and of the right shape.
-pub(super) struct Found {
+/// Tensors of a model in the checkpoint, all present and of the expected shape.
+pub(super) struct SourceTensors {
     embedding: Tensor,
-    layers: Vec<FoundLayer>,
+    layers: Vec<SourceLayer>,
     norm: Tensor,
     head: Option<Tensor>,
 }
 
-type FoundLayer = DecoderLayer<Tensor, FoundLinear>;
+type SourceLayer = DecoderLayer<Tensor, SourceLinear>;
 
-/// Matrices to be stacked, and their biases if they have any.
-struct FoundLinear {
+/// Matrices that are stacked to one GEMM operand, with their biases, if any.
+struct SourceLinear {
     matrix: Matrix,
     matrices: Vec<Tensor>,
     biases: Vec<Tensor>,
 }
 
-/// Rows of a tensor, of which some columns.
-struct Part<'a> {
+/// Row and column range of a tensor.
+struct TensorSlice<'a> {
     tensor: &'a Tensor,
     rows: Range<usize>,
     columns: Range<usize>,
 }
 
-impl<'a> Part<'a> {
+impl<'a> TensorSlice<'a> {
     fn rows(tensor: &'a Tensor, rows: Range<usize>) -> Self {
         Self { tensor, rows, columns: 0..tensor.shape[1] }
     }
@@ -44,108 +45,110 @@ impl<'a> Part<'a> {
         Self::rows(tensor, 0..tensor.shape[0])
     }
 
-    fn numbers(&self) -> usize {
+    fn elements(&self) -> usize {
         self.rows.len() * self.columns.len()
     }
 
-    /// Its bytes in the file, if they are one piece there.
-    fn piece(&self) -> Option<&'a [u8]> {
+    /// Returns its bytes in the file, if they are contiguous there.
+    fn contiguous(&self) -> Option<&'a [u8]> {
         let width = self.tensor.shape[1];
         let row = self.tensor.encoding.bytes(width);
-        let one = self.tensor.in_order() && self.columns.len() == width;
-        one.then(|| &self.tensor.bytes()[self.rows.start * row..self.rows.end * row])
+        let contiguous = self.tensor.in_order() && self.columns.len() == width;
+        contiguous.then(|| &self.tensor.bytes()[self.rows.start * row..self.rows.end * row])
     }
 }
 
-/// Weights in the device's memory.
-pub(super) struct Weights<M> {
+/// Weights of a rank's shard in device memory.
+pub(super) struct DeviceWeights<M> {
     pub(super) embedding: M,
-    pub(super) layers: Vec<Layer<M>>,
+    pub(super) layers: Vec<WeightLayer<M>>,
     pub(super) norm: M,
-    /// `None`: it is rows of the embedding, `head_offset` bytes behind its beginning.
+    /// LM head; `None`: rows of the embedding, from byte `head_offset` on.
     head: Option<M>,
     head_offset: u64,
 }
 
-impl<M: Memory> Weights<M> {
-    /// Where this rank's rows of the head are.
+impl<M: GpuMemory> DeviceWeights<M> {
+    /// Returns the device address of this rank's rows of the LM head.
     pub(super) fn head(&self) -> u64 {
-        self.head.as_ref().map_or(self.embedding.address() + self.head_offset, Memory::address)
+        self.head.as_ref().map_or(self.embedding.address() + self.head_offset, GpuMemory::address)
     }
 }
 
-pub(super) type Layer<M> = DecoderLayer<M, Linear<M>>;
+/// Decoder layer in device memory.
+pub(super) type WeightLayer<M> = DecoderLayer<M, DeviceLinear<M>>;
 
-pub(super) struct Linear<M> {
+/// GEMM operand in device memory, with its bias in both types.
+pub(super) struct DeviceLinear<M> {
     pub(super) matrix: M,
-    wide_bias: Option<M>,
+    f32_bias: Option<M>,
     half_bias: Option<M>,
 }
 
-impl<M: Memory> Linear<M> {
-    pub(super) fn bias(&self) -> Option<Bias> {
-        let (wide, half) = (self.wide_bias.as_ref()?, self.half_bias.as_ref()?);
-        Some(Bias { wide: wide.address(), half: half.address() })
+impl<M: GpuMemory> DeviceLinear<M> {
+    pub(super) fn bias(&self) -> Option<BiasAddresses> {
+        let (single, half) = (self.f32_bias.as_ref()?, self.half_bias.as_ref()?);
+        Some(BiasAddresses { f32: single.address(), half: half.address() })
     }
 }
 
-impl FoundLinear {
-    /// A shard's part.
-    fn parts(&self, shard: &Shard) -> Vec<Part<'_>> {
+impl SourceLinear {
+    /// Returns a shard's slices of the matrices.
+    fn slices(&self, shard: &Shard) -> Vec<TensorSlice<'_>> {
         match shard.cut(self.matrix) {
             Cut::Outputs(outputs) => {
-                let parts = self.matrices.iter().zip(outputs);
-                parts.map(|(tensor, rows)| Part::rows(tensor, rows)).collect()
+                let ranges = self.matrices.iter().zip(outputs);
+                ranges.map(|(tensor, rows)| TensorSlice::rows(tensor, rows)).collect()
             }
             Cut::Inputs(inputs) => {
-                let part = |tensor| Part { columns: inputs.clone(), ..Part::whole(tensor) };
-                self.matrices.iter().map(part).collect()
+                let slice = |tensor| TensorSlice { columns: inputs.clone(), ..TensorSlice::whole(tensor) };
+                self.matrices.iter().map(slice).collect()
             }
         }
     }
 
-    /// A shard's part of the bias; empty if it adds none.
+    /// Returns a shard's part of the bias; empty if it adds none.
     fn bias(&self, shard: &Shard) -> Vec<f32> {
         match shard.cut(self.matrix) {
             Cut::Outputs(outputs) => {
                 let biases = self.biases.iter().zip(outputs);
                 biases.flat_map(|(bias, rows)| bias.to_f32()[rows].to_vec()).collect()
             }
-            // A sum over ranks has it once.
+            // Rank 0 alone adds it, since outputs are summed over ranks.
             Cut::Inputs(_) if shard.rank > 0 => Vec::new(),
             Cut::Inputs(_) => self.biases.iter().flat_map(Tensor::to_f32).collect(),
         }
     }
 }
 
-fn numbers(parts: &[Part<'_>]) -> usize {
-    parts.iter().map(Part::numbers).sum()
+fn elements(slices: &[TensorSlice<'_>]) -> usize {
+    slices.iter().map(TensorSlice::elements).sum()
 }
 
-/// Where products want a matrix to begin: at multiples of so many bytes.
+/// Byte alignment of GEMM operands.
 const MATRIX_ALIGN: u64 = 256;
 
-/// Finds every tensor that the configuration calls for.
-pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
+/// Looks up every tensor that the configuration requires.
+pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, Error> {
     let (config, tensors) = (model.config(), model.tensors());
     let ModelConfig { hidden_size: hidden, intermediate_size: inner, head_dim, .. } = *config;
     let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
     let linear = |matrix: Matrix, prefix: &str, parts: &[(&str, usize)], k: usize, bias: bool| {
-        let mut found = FoundLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
+        let mut linear = SourceLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
         for (part, n) in parts {
-            found.matrices.push(tensors.get(&format!("{prefix}.{part}.weight"), &[*n, k])?);
+            linear.matrices.push(tensors.get(&format!("{prefix}.{part}.weight"), &[*n, k])?);
             if bias {
-                found.biases.push(tensors.get(&format!("{prefix}.{part}.bias"), &[*n])?);
+                linear.biases.push(tensors.get(&format!("{prefix}.{part}.bias"), &[*n])?);
             }
         }
-        Ok::<_, Error>(found)
+        Ok::<_, Error>(linear)
     };
     let layer = |index: usize| {
         let at = format!("model.layers.{index}");
         let (attention, mlp) = (format!("{at}.self_attn"), format!("{at}.mlp"));
         let head_norm = |which: &str| tensors.get(&format!("{attention}.{which}.weight"), &[head_dim]);
         let qkv = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)];
-        Ok(FoundLayer {
+        Ok(SourceLayer {
             attention_norm: tensors.get(&format!("{at}.input_layernorm.weight"), &[hidden])?,
             qkv: linear(Matrix::Qkv, &attention, &qkv, hidden, config.qkv_bias)?,
             qk_norm: match config.qk_norm {
@@ -164,7 +167,7 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
             down: linear(Matrix::Down, &mlp, &[("down_proj", hidden)], inner, config.mlp_bias)?,
         })
     };
-    Ok(Found {
+    Ok(SourceTensors {
         embedding: tensors.get("model.embed_tokens.weight", &[config.vocab_size, hidden])?,
         layers: (0..config.layers).map(layer).collect::<Result<_, Error>>()?,
         norm: tensors.get("model.norm.weight", &[hidden])?,
@@ -175,8 +178,8 @@ pub(super) fn find(model: &ModelDir) -> Result<Found, Error> {
     })
 }
 
-impl Found {
-    /// The model's dtype: that of its first projection. Norms may differ from it.
+impl SourceTensors {
+    /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
     pub(super) fn half(&self) -> Half {
         match self.layers[0].qkv.matrices[0].encoding {
             Encoding::Plain(dtype) => Half::of(dtype),
@@ -184,63 +187,67 @@ impl Found {
         }
     }
 
-    /// How the matrices may be cut along their inputs: blocks of a file stay whole.
-    pub(super) fn grain(&self) -> Grain {
-        let mut grain = Grain { output: 1, down: 1 };
+    /// Returns the alignment of input ranges of row-parallel matrices: quantization blocks stay whole.
+    pub(super) fn alignment(&self) -> Grain {
+        let mut alignment = Grain { output: 1, down: 1 };
         for layer in &self.layers {
-            for (linear, whole) in [(&layer.output, &mut grain.output), (&layer.down, &mut grain.down)] {
-                // Blocks are of 32 numbers or of 256, so the larger is a multiple of the smaller.
+            for (linear, inputs) in
+                [(&layer.output, &mut alignment.output), (&layer.down, &mut alignment.down)]
+            {
+                // Blocks have 32 or 256 elements, so the larger is a multiple of the smaller.
                 let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
-                *whole = blocks.fold(*whole, usize::max);
+                *inputs = blocks.fold(*inputs, usize::max);
             }
         }
-        grain
+        alignment
     }
 
-    /// The rows of the head that a shard has, and where they lie in the embedding on the device, if they can be used there.
-    fn head(&self, shard: &Shard) -> (Part<'_>, Option<u64>) {
+    /// Returns a shard's rows of the LM head and, if the embedding on the device can serve as head, their
+    /// byte offset in it.
+    fn head(&self, shard: &Shard) -> (TensorSlice<'_>, Option<u64>) {
         let rows = shard.vocabulary.clone();
         match &self.head {
-            Some(head) => (Part::rows(head, rows), None),
+            Some(head) => (TensorSlice::rows(head, rows), None),
             None => {
                 let offset = (rows.start * self.embedding.shape[1] * 2) as u64;
                 let usable = offset.is_multiple_of(MATRIX_ALIGN).then_some(offset);
-                (Part::rows(&self.embedding, rows), usable)
+                (TensorSlice::rows(&self.embedding, rows), usable)
             }
         }
     }
 
-    /// Bytes of a shard's matrices on the device; norms and biases are small beside them. The embedding is not cut.
+    /// Returns the bytes of a shard's matrices on the device, without norms and biases, which are small. The
+    /// embedding is replicated.
     pub(super) fn bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.layers.iter().flat_map(FoundLayer::products);
-        let linears: usize = linears.map(|linear| numbers(&linear.parts(shard))).sum();
+        let linears = self.layers.iter().flat_map(SourceLayer::products);
+        let linears: usize = linears.map(|linear| elements(&linear.slices(shard))).sum();
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
-            (head, None) => head.numbers(),
+            (head, None) => head.elements(),
         };
-        (linears + Part::whole(&self.embedding).numbers() + head) as u64 * 2
+        (linears + TensorSlice::whole(&self.embedding).elements() + head) as u64 * 2
     }
 
-    /// Bytes that they take, for each lies by itself.
-    pub(super) fn taken_bytes(&self, shard: &Shard) -> u64 {
-        let linears = self.layers.iter().flat_map(FoundLayer::products);
-        let linears = linears.map(|linear| numbers(&linear.parts(shard)));
+    /// Returns the bytes that the driver uses for a shard's matrices, each allocated separately.
+    pub(super) fn allocated_bytes(&self, shard: &Shard) -> u64 {
+        let linears = self.layers.iter().flat_map(SourceLayer::products);
+        let linears = linears.map(|linear| elements(&linear.slices(shard)));
         let head = match self.head(shard) {
             (_, Some(_)) => 0,
-            (head, None) => head.numbers(),
+            (head, None) => head.elements(),
         };
-        let all = linears.chain([Part::whole(&self.embedding).numbers(), head]);
-        all.map(|numbers| sizing::taken_bytes(numbers as u64 * 2)).sum()
+        let all = linears.chain([TensorSlice::whole(&self.embedding).elements(), head]);
+        all.map(|elements| memory_plan::allocated_bytes(elements as u64 * 2)).sum()
     }
 
-    /// Copies a shard to the device. `progress` hears the bytes done and in all.
+    /// Uploads a shard. `progress` is called with the bytes done and the total.
     pub(super) fn upload<G: Gpu>(
         &self,
         gpu: &G,
         shard: &Shard,
         progress: &dyn Fn(u64, u64),
-    ) -> Result<Weights<G::Memory>, DeviceError> {
-        let mut upload = Upload {
+    ) -> Result<DeviceWeights<G::Memory>, DeviceError> {
+        let mut upload = WeightUpload {
             gpu,
             shard,
             half: self.half(),
@@ -252,14 +259,14 @@ impl Found {
         };
         (upload.progress)(0, upload.total);
         let (head, offset) = self.head(shard);
-        Ok(Weights {
-            embedding: upload.matrix(&[Part::whole(&self.embedding)])?,
+        Ok(DeviceWeights {
+            embedding: upload.matrix(&[TensorSlice::whole(&self.embedding)])?,
             layers: self
                 .layers
                 .iter()
                 .map(|layer| upload.layer(layer))
                 .collect::<Result<_, DeviceError>>()?,
-            norm: upload.wide(&self.norm.to_f32())?,
+            norm: upload.upload_f32(&self.norm.to_f32())?,
             head: match offset {
                 Some(_) => None,
                 None => Some(upload.matrix(&[head])?),
@@ -269,80 +276,82 @@ impl Found {
     }
 }
 
-struct Upload<'a, G> {
+/// Upload of a shard in progress.
+struct WeightUpload<'a, G> {
     gpu: &'a G,
     shard: &'a Shard,
     half: Half,
     done: u64,
     total: u64,
     progress: &'a dyn Fn(u64, u64),
-    /// A piece that is none in the file.
+    /// Buffer for chunks that are not contiguous in the file.
     gathered: Vec<u8>,
-    /// Numbers of a piece whose type is changed.
+    /// Elements of a chunk converted to the 16-bit type.
     scratch: Vec<u16>,
 }
 
 /// Bytes that are copied or converted at once.
-const PIECE_BYTES: usize = 16 << 20;
+const CHUNK_BYTES: usize = 16 << 20;
 
-impl<G: Gpu> Upload<'_, G> {
-    fn layer(&mut self, layer: &FoundLayer) -> Result<Layer<G::Memory>, DeviceError> {
-        Ok(Layer {
-            attention_norm: self.wide(&layer.attention_norm.to_f32())?,
+impl<G: Gpu> WeightUpload<'_, G> {
+    fn layer(&mut self, layer: &SourceLayer) -> Result<WeightLayer<G::Memory>, DeviceError> {
+        Ok(WeightLayer {
+            attention_norm: self.upload_f32(&layer.attention_norm.to_f32())?,
             qkv: self.linear(&layer.qkv)?,
             qk_norm: match &layer.qk_norm {
-                Some((q, k)) => Some((self.wide(&q.to_f32())?, self.wide(&k.to_f32())?)),
+                Some((q, k)) => Some((self.upload_f32(&q.to_f32())?, self.upload_f32(&k.to_f32())?)),
                 None => None,
             },
             output: self.linear(&layer.output)?,
-            mlp_norm: self.wide(&layer.mlp_norm.to_f32())?,
+            mlp_norm: self.upload_f32(&layer.mlp_norm.to_f32())?,
             gate_up: self.linear(&layer.gate_up)?,
             down: self.linear(&layer.down)?,
         })
     }
 
-    fn linear(&mut self, linear: &FoundLinear) -> Result<Linear<G::Memory>, DeviceError> {
-        let (mut wide_bias, mut half_bias) = (None, None);
+    fn linear(&mut self, linear: &SourceLinear) -> Result<DeviceLinear<G::Memory>, DeviceError> {
+        let (mut f32_bias, mut half_bias) = (None, None);
         let bias = linear.bias(self.shard);
         if !bias.is_empty() {
-            wide_bias = Some(self.wide(&bias)?);
-            half_bias = Some(self.halves(&bias)?);
+            f32_bias = Some(self.upload_f32(&bias)?);
+            half_bias = Some(self.upload_half(&bias)?);
         }
-        Ok(Linear { matrix: self.matrix(&linear.parts(self.shard))?, wide_bias, half_bias })
+        Ok(DeviceLinear { matrix: self.matrix(&linear.slices(self.shard))?, f32_bias, half_bias })
     }
 
-    /// Numbers as f32.
-    fn wide(&self, values: &[f32]) -> Result<G::Memory, DeviceError> {
+    /// Uploads f32 values.
+    fn upload_f32(&self, values: &[f32]) -> Result<G::Memory, DeviceError> {
         let memory = self.gpu.alloc(values.len() * 4)?;
         self.gpu.upload(&memory, 0, bytes_of(values))?;
         Ok(memory)
     }
 
-    fn halves(&self, values: &[f32]) -> Result<G::Memory, DeviceError> {
+    /// Uploads values converted to the 16-bit type.
+    fn upload_half(&self, values: &[f32]) -> Result<G::Memory, DeviceError> {
         let values: Vec<u16> = values.iter().map(|x| self.half.narrow(*x)).collect();
         let memory = self.gpu.alloc(values.len() * 2)?;
         self.gpu.upload(&memory, 0, bytes_of(&values))?;
         Ok(memory)
     }
 
-    /// Parts of matrices, one after the other.
-    fn matrix(&mut self, parts: &[Part<'_>]) -> Result<G::Memory, DeviceError> {
-        let memory = self.gpu.alloc(numbers(parts) * 2)?;
+    /// Uploads slices of matrices, concatenated by rows.
+    fn matrix(&mut self, slices: &[TensorSlice<'_>]) -> Result<G::Memory, DeviceError> {
+        let memory = self.gpu.alloc(elements(slices) * 2)?;
         let mut at = 0;
-        for part in parts {
-            let encoding = part.tensor.encoding;
-            if let Some(bytes) = part.piece() {
-                for piece in bytes.chunks(PIECE_BYTES / encoding.block_bytes() * encoding.block_bytes()) {
-                    self.piece(&memory, &mut at, encoding, piece)?;
+        for slice in slices {
+            let encoding = slice.tensor.encoding;
+            if let Some(bytes) = slice.contiguous() {
+                for chunk in bytes.chunks(CHUNK_BYTES / encoding.block_bytes() * encoding.block_bytes()) {
+                    self.upload_chunk(&memory, &mut at, encoding, chunk)?;
                 }
                 continue;
             }
             let mut gathered = std::mem::take(&mut self.gathered);
             gathered.clear();
-            for row in part.rows.clone() {
-                gathered.extend_from_slice(part.tensor.columns_of_row(row, part.columns.clone()));
-                if gathered.len() >= PIECE_BYTES || row + 1 == part.rows.end {
-                    self.piece(&memory, &mut at, encoding, &gathered)?;
+            for row in slice.rows.clone() {
+                gathered.extend_from_slice(slice.tensor.columns_of_row(row, slice.columns.clone()));
+                if gathered.len() >= CHUNK_BYTES || row + 1 == slice.rows.end {
+                    self.upload_chunk(&memory, &mut at, encoding, &gathered)?;
                     gathered.clear();
                 }
             }
@@ -351,18 +360,19 @@ impl<G: Gpu> Upload<'_, G> {
         Ok(memory)
     }
 
-    fn piece(
+    /// Uploads a chunk to byte offset `at`, converting it if its type differs, and advances `at`.
+    fn upload_chunk(
         &mut self,
         memory: &G::Memory,
         at: &mut usize,
         encoding: Encoding,
-        piece: &[u8],
+        chunk: &[u8],
     ) -> Result<(), DeviceError> {
-        let count = piece.len() / encoding.block_bytes() * encoding.block();
+        let count = chunk.len() / encoding.block_bytes() * encoding.block();
         if encoding == Encoding::Plain(self.half.dtype()) {
-            self.gpu.upload(memory, *at, piece)?;
+            self.gpu.upload(memory, *at, chunk)?;
         } else {
-            self.convert(encoding, piece, count);
+            self.convert(encoding, chunk, count);
             self.gpu.upload(memory, *at, bytes_of(&self.scratch))?;
         }
         *at += count * 2;
@@ -371,11 +381,11 @@ impl<G: Gpu> Upload<'_, G> {
         Ok(())
     }
 
-    fn convert(&mut self, from: Encoding, piece: &[u8], count: usize) {
-        let mut wide = vec![0.0; count];
-        from.widen(piece, &mut wide);
+    fn convert(&mut self, from: Encoding, chunk: &[u8], count: usize) {
+        let mut values = vec![0.0; count];
+        from.widen(chunk, &mut values);
         self.scratch.clear();
-        self.scratch.extend(wide.into_iter().map(|x| self.half.narrow(x)));
+        self.scratch.extend(values.into_iter().map(|x| self.half.narrow(x)));
     }
 }
 
@@ -396,15 +406,16 @@ mod tests {
         memory.read::<u16>(memory.bytes() / 2)
     }
 
-    /// Rows of the head as products read them.
-    fn head(weights: &Weights<HostMemory>, numbers: usize) -> Vec<u16> {
+    /// Returns the elements of the head as GEMMs read them.
+    fn head(weights: &DeviceWeights<HostMemory>, elements: usize) -> Vec<u16> {
         let at = weights.head() as *const u16;
-        // SAFETY: so many are there, in one of the two.
-        unsafe { std::slice::from_raw_parts(at, numbers) }.to_vec()
+        // SAFETY: the head, or the embedding that serves as head, has this many elements from that address
+        // on.
+        unsafe { std::slice::from_raw_parts(at, elements) }.to_vec()
     }
 
     #[test]
-    fn every_number_of_every_shard_is_that_of_the_whole_and_biases_are_added_once() {
+    fn every_element_of_every_shard_is_the_unsharded_one_and_biases_are_added_once() {
         let mut compared = 0;
         for (arch, dtype) in [
             (Arch::Llama2, Dtype::Bf16),
@@ -414,25 +425,26 @@ mod tests {
         ] {
             let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
             let model = model(folder.path());
-            let found = find(&model).unwrap();
+            let tensors = find(&model).unwrap();
             let (config, harness) = (model.config(), Harness::new());
             let hidden = config.hidden_size;
-            let cut = |world| shards(config, world, &|_| found.grain()).unwrap();
+            let sharded = |world| shards(config, world, &|_| tensors.alignment()).unwrap();
             let upload = |shard: &Shard| {
-                let told = std::cell::Cell::new((0, 0));
-                let weights = found.upload(&harness, shard, &|done, total| told.set((done, total))).unwrap();
-                assert_eq!(told.get(), (found.bytes(shard), found.bytes(shard)), "{arch}");
+                let progress = std::cell::Cell::new((0, 0));
+                let report = |done, total| progress.set((done, total));
+                let weights = tensors.upload(&harness, shard, &report).unwrap();
+                assert_eq!(progress.get(), (tensors.bytes(shard), tensors.bytes(shard)), "{arch}");
                 weights
             };
-            let whole = upload(&cut(1)[0]);
+            let whole = upload(&sharded(1)[0]);
             let all_of_head = head(&whole, config.vocab_size * hidden);
-            for shard in [2, 4].into_iter().flat_map(cut) {
+            for shard in [2, 4].into_iter().flat_map(sharded) {
                 let part = upload(&shard);
                 let rows = shard.vocabulary.clone();
                 let expected = &all_of_head[rows.start * hidden..rows.end * hidden];
                 assert!(head(&part, rows.len() * hidden) == expected, "{arch}: head of rank {}", shard.rank);
                 assert!(part.head().is_multiple_of(16));
-                for (index, layer) in found.layers.iter().enumerate() {
+                for (index, layer) in tensors.layers.iter().enumerate() {
                     let (of_whole, of_part) = (&whole.layers[index], &part.layers[index]);
                     for (linear, (one, own)) in
                         layer.products().iter().zip(of_whole.products().into_iter().zip(of_part.products()))
@@ -450,15 +462,15 @@ mod tests {
                                 (outputs, 0..k)
                             }
                         };
-                        let numbers = words(&one.matrix);
-                        let row = |o: &usize| numbers[o * k + inputs.start..o * k + inputs.end].to_vec();
+                        let elements = words(&one.matrix);
+                        let row = |o: &usize| elements[o * k + inputs.start..o * k + inputs.end].to_vec();
                         let expected: Vec<u16> = outputs.iter().flat_map(row).collect();
                         assert!(words(&own.matrix) == expected, "{arch} {:?}", linear.matrix);
-                        let has = one.wide_bias.is_some() && (inputs.len() == k || shard.rank == 0);
-                        assert_eq!(own.wide_bias.is_some(), has, "{arch} {:?}", linear.matrix);
+                        let has = one.f32_bias.is_some() && (inputs.len() == k || shard.rank == 0);
+                        assert_eq!(own.f32_bias.is_some(), has, "{arch} {:?}", linear.matrix);
                         if let (Some(one), Some(own)) = (&one.half_bias, &own.half_bias) {
-                            let numbers = words(one);
-                            let expected: Vec<u16> = outputs.iter().map(|o| numbers[*o]).collect();
+                            let elements = words(one);
+                            let expected: Vec<u16> = outputs.iter().map(|o| elements[*o]).collect();
                             assert_eq!(words(own), expected, "{arch} {:?}", linear.matrix);
                         }
                         compared += 1;
@@ -470,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_a_file_holds_interleaved_are_brought_apart() {
+    fn rows_that_are_interleaved_in_a_file_are_deinterleaved() {
         for arch in [Arch::Llama2, Arch::Llama2Linear] {
             let checkpoint = Checkpoint::new(arch, Dtype::F16);
             let directory = checkpoint.write_temp().unwrap();
@@ -482,9 +494,9 @@ mod tests {
             for world in [1, 2] {
                 let of = |path: &std::path::Path, rank: usize| {
                     let model = model(path);
-                    let found = find(&model).unwrap();
-                    let shards = shards(model.config(), world, &|_| found.grain()).unwrap();
-                    let weights = found.upload(&harness, &shards[rank], &|_, _| {}).unwrap();
+                    let tensors = find(&model).unwrap();
+                    let shards = shards(model.config(), world, &|_| tensors.alignment()).unwrap();
+                    let weights = tensors.upload(&harness, &shards[rank], &|_, _| {}).unwrap();
                     weights.layers.iter().map(|layer| words(&layer.qkv.matrix)).collect::<Vec<_>>()
                 };
                 for rank in 0..world {

@@ -1,23 +1,23 @@
-//! What is allocated, and which products are made, against what was said before anything ran.
+//! Actual allocations and GEMMs, compared with the memory plan and the list of model GEMMs.
 
-use super::super::catalog::{Product, catalog};
-use super::super::sizing::{Extent, largest_bucket, taken_bytes};
-use super::watched::Watched;
+use super::super::memory_plan::{BufferLimits, allocated_bytes, largest_bucket};
+use super::super::model_gemms::{ModelGemm, model_gemms};
+use super::recording_device::RecordingDevice;
 use super::*;
 
 #[test]
-fn every_byte_on_the_device_is_one_that_sizing_knows_of() {
+fn every_device_allocation_is_in_the_memory_plan() {
     let model = model(Arch::Qwen2, Dtype::Bf16, 81);
-    let (config, division, found) = (model.config(), whole(&model), find(&model).unwrap());
+    let (config, shard_plan, tensors) = (model.config(), unsharded(&model), find(&model).unwrap());
     let strategy = (1u32..600, 1u32..3000, 2u32..1024, 1u32..300, 0u32..6, any::<bool>());
     let cases = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
     let test = |(slots, batch_tokens, context, blocks, block_bits, fp8): (u32, u32, u32, u32, u32, bool)| {
-        let gpu = Watched::new(Harness::new());
-        let weights = found.upload(&gpu, division.shard(), &|_, _| {}).unwrap();
-        let of_weights: u64 = gpu.allocated.take().into_iter().map(taken_bytes).sum();
-        let matrices = found.taken_bytes(division.shard());
-        // Norms and biases are small beside matrices.
-        prop_assert!(of_weights >= matrices && of_weights - matrices < 1 << 20);
+        let gpu = RecordingDevice::new(Harness::new());
+        let weights = tensors.upload(&gpu, shard_plan.shard(), &|_, _| {}).unwrap();
+        let weight_bytes: u64 = gpu.allocated.take().into_iter().map(allocated_bytes).sum();
+        let matrix_bytes = tensors.allocated_bytes(shard_plan.shard());
+        // Norms and biases are small compared with matrices.
+        prop_assert!(weight_bytes >= matrix_bytes && weight_bytes - matrix_bytes < 1 << 20);
         let capabilities = Capabilities {
             vocab_size: config.vocab_size as u32,
             context_tokens: context,
@@ -30,38 +30,39 @@ fn every_byte_on_the_device_is_one_that_sizing_knows_of() {
             fingerprint: String::new(),
         };
         let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
-        let modes = Modes { store, deterministic: false, buckets: true };
-        let half = found.half();
-        let compute =
-            Compute::new(&gpu, config, division.clone(), half, weights, capabilities, modes).unwrap();
-        let shapes = division.shapes(config);
+        let modes = RunnerModes { store, deterministic: false, buckets: true };
+        let half = tensors.half();
+        let runner =
+            ModelRunner::new(&gpu, config, shard_plan.clone(), half, weights, capabilities, modes).unwrap();
+        let shapes = shard_plan.shapes(config);
         let samples = slots.max(largest_bucket(slots));
-        let extent = Extent {
+        let limits = BufferLimits {
             rows: batch_tokens.max(samples).into(),
             samples: samples.into(),
             slots: slots.into(),
             context: context.into(),
             metadata: 0,
         };
-        let beside = ["workspace", "driver"];
-        let parts = shapes.parts(&extent).into_iter().filter(|part| !beside.contains(&part.name));
-        let planned: u64 = parts.map(|part| part.bytes).sum();
-        let pool = taken_bytes(u64::from(blocks) * shapes.block_bytes(4 << block_bits, store));
-        let allocated: u64 = gpu.allocated.borrow().iter().map(|bytes| taken_bytes(*bytes)).sum();
+        let excluded = ["workspace", "driver"];
+        let components = shapes.components(&limits).into_iter();
+        let components = components.filter(|component| !excluded.contains(&component.name));
+        let planned: u64 = components.map(|component| component.bytes).sum();
+        let pool = allocated_bytes(u64::from(blocks) * shapes.block_bytes(4 << block_bits, store));
+        let allocated: u64 = gpu.allocated.borrow().iter().map(|bytes| allocated_bytes(*bytes)).sum();
         prop_assert!(
             allocated <= planned + pool,
-            "{allocated} bytes are taken, {planned} and {pool} planned"
+            "{allocated} bytes are allocated, {planned} and {pool} planned"
         );
-        // Nor does it reserve what nobody takes: the padding of the vocabulary, rounded.
+        // The plan exceeds the allocations by the rounded padding of the vocabulary only.
         prop_assert!(allocated + (4 << 20) > planned + pool, "{allocated} of {} bytes", planned + pool);
-        drop(compute);
+        drop(runner);
         Ok(())
     };
     proptest::test_runner::TestRunner::new(cases).run(&strategy, test).unwrap_or_else(|e| panic!("{e}"));
 }
 
 #[test]
-fn once_loaded_nothing_is_allocated_any_more_and_histories_of_slots_are_their_own() {
+fn nothing_is_allocated_after_load_and_slot_histories_are_separate() {
     if !available() {
         return;
     }
@@ -75,17 +76,18 @@ fn once_loaded_nothing_is_allocated_any_more_and_histories_of_slots_are_their_ow
         ..SamplingSpec::default()
     };
     let (penalties, plain) = (spec.validate().unwrap(), SamplingParams::greedy());
-    let modes = Modes { store: KvStore::Half, deterministic: true, buckets: true };
+    let modes = RunnerModes { store: KvStore::Half, deterministic: true, buckets: true };
     let run = |alone: Option<usize>| {
-        let mut gpu = OnHarness::over(Watched::new(Harness::new()), whole(&model), &model, 16, modes);
+        let mut gpu =
+            HarnessRunner::load(RecordingDevice::new(Harness::new()), unsharded(&model), &model, 16, modes);
         gpu.harness.allocated.take();
         let vocabulary = model.config().vocab_size as u32;
-        let mut roster = Roster::new(&[9, 30, 5, 14], vocabulary, 16, 7);
+        let mut sequences = TestSequences::new(&[9, 30, 5, 14], vocabulary, 16, 7);
         let mut drawn = vec![Vec::new(); 4];
-        // Slots change hands: the second sequence of a slot must not see the history of the first.
+        // Slots are reused: the second sequence of a slot must not see the history of the first.
         for round in 0..2 {
-            roster.done.fill(0);
-            for (slot, tokens) in roster.tokens.iter_mut().enumerate() {
+            sequences.done.fill(0);
+            for (slot, tokens) in sequences.tokens.iter_mut().enumerate() {
                 tokens.truncate(5);
                 let sampling = if (slot + round) % 4 == 3 { &plain } else { &penalties };
                 gpu.attach(slot as u32, sampling, tokens);
@@ -93,65 +95,62 @@ fn once_loaded_nothing_is_allocated_any_more_and_histories_of_slots_are_their_ow
             for _ in 0..4 {
                 let chunks: Vec<usize> =
                     (0..4).map(|slot| if alone.is_none_or(|alone| alone == slot) { 64 } else { 0 }).collect();
-                let batch = roster.batch(&chunks);
+                let batch = sequences.batch(&chunks);
                 for (sample, sampled) in batch.samples.iter().zip(gpu.step(&batch).0) {
                     drawn[sample.slot as usize].push(sampled.token);
-                    roster.tokens[sample.slot as usize].push(sampled.token);
+                    sequences.tokens[sample.slot as usize].push(sampled.token);
                 }
             }
-            (0..4).for_each(|slot| gpu.compute.detach(slot));
+            (0..4).for_each(|slot| gpu.runner.detach(slot));
         }
         assert_eq!(*gpu.harness.allocated.borrow(), [0u64; 0], "memory was allocated in service");
         drawn
     };
     let together = run(None);
     for (slot, drawn) in together.iter().enumerate() {
-        assert_eq!(run(Some(slot))[slot], *drawn, "slot {slot} draws other tokens beside others");
+        assert_eq!(run(Some(slot))[slot], *drawn, "slot {slot} samples other tokens in a shared batch");
         assert_eq!(drawn.len(), 8);
     }
 }
 
 #[test]
-fn the_catalog_has_the_very_products_that_the_forward_pass_makes() {
+fn the_model_gemms_are_exactly_those_of_the_forward_pass() {
     if !available() {
         return;
     }
     for (arch, tied) in [(Arch::Qwen2, true), (Arch::Llama31, false)] {
         let model = model_of(arch, Dtype::Bf16, 85, 6, tied);
-        let (division, config) = (whole(&model), model.config());
-        let modes = Modes { store: KvStore::Half, deterministic: false, buckets: true };
-        let gpu = Watched::new(Harness::new());
-        let weights = find(&model).unwrap().upload(&gpu, division.shard(), &|_, _| {}).unwrap();
-        let of_weights = catalog(&weights, &division.shapes(config), &division, config.vocab_size);
-        let shape = |product: &Product| (product.n, product.k, product.stride, product.wide);
-        // Other weights, at other addresses, but the same shapes.
-        let mut on = OnHarness::over(gpu, division, &model, 16, modes);
-        let mut roster = Roster::new(&[21, 6], config.vocab_size as u32, 16, 1);
-        (0..2).for_each(|slot| on.attach(slot, &SamplingParams::greedy(), &roster.tokens[slot as usize]));
-        on.harness.take_products();
-        let batch = roster.batch(&[21, 6]);
-        on.step(&batch);
-        let made = on.harness.take_products();
-        let (layers, head) = made.split_at(made.len() - 1);
-        assert_eq!((layers.len(), of_weights.len()), (4 * config.layers, 5));
+        let (shard_plan, config) = (unsharded(&model), model.config());
+        let modes = RunnerModes { store: KvStore::Half, deterministic: false, buckets: true };
+        let gpu = RecordingDevice::new(Harness::new());
+        let weights = find(&model).unwrap().upload(&gpu, shard_plan.shard(), &|_, _| {}).unwrap();
+        let listed = model_gemms(&weights, &shard_plan.shapes(config), &shard_plan, config.vocab_size);
+        let shape = |gemm: &ModelGemm| (gemm.n, gemm.k, gemm.stride, gemm.f32_out);
+        // Other addresses of the weights, but the same shapes.
+        let mut runner = HarnessRunner::load(gpu, shard_plan, &model, 16, modes);
+        let mut sequences = TestSequences::new(&[21, 6], config.vocab_size as u32, 16, 1);
+        (0..2).for_each(|slot| {
+            runner.attach(slot, &SamplingParams::greedy(), &sequences.tokens[slot as usize])
+        });
+        runner.harness.take_gemms();
+        let batch = sequences.batch(&[21, 6]);
+        runner.step(&batch);
+        let run = runner.harness.take_gemms();
+        let (layers, head) = run.split_at(run.len() - 1);
+        assert_eq!((layers.len(), listed.len()), (4 * config.layers, 5));
         for (i, matmul) in layers.iter().chain(head).enumerate() {
-            let which = if matmul.wide { 4 } else { i % 4 };
-            let product = &of_weights[which];
-            assert_eq!(
-                shape(product),
-                (matmul.n, matmul.k, matmul.stride, matmul.wide),
-                "{arch}: product {i}"
-            );
-            let layer = if matmul.wide { 0 } else { i / 4 };
-            let listed = product.at(layer, matmul.m, matmul.x, matmul.y);
-            assert_eq!(listed.bias.is_some(), matmul.bias.is_some(), "{arch}: product {i}");
-            assert_eq!(product.operands.len(), if matmul.wide { 1 } else { config.layers });
+            let gemm = &listed[if matmul.f32_out { 4 } else { i % 4 }];
+            assert_eq!(shape(gemm), (matmul.n, matmul.k, matmul.stride, matmul.f32_out), "{arch}: GEMM {i}");
+            let layer = if matmul.f32_out { 0 } else { i / 4 };
+            let expected = gemm.of_layer(layer, matmul.m, matmul.x, matmul.y);
+            assert_eq!(expected.bias.is_some(), matmul.bias.is_some(), "{arch}: GEMM {i}");
+            assert_eq!(gemm.operands.len(), if matmul.f32_out { 1 } else { config.layers });
         }
         let addresses: std::collections::BTreeSet<u64> =
-            of_weights.iter().flat_map(|product| &product.operands).map(|operand| operand.weight).collect();
+            listed.iter().flat_map(|gemm| &gemm.operands).map(|operand| operand.weight).collect();
         assert_eq!(addresses.len(), 4 * config.layers + 1, "{arch}: a matrix is listed twice");
-        let head_of = &of_weights[4];
-        assert_eq!(head_of.operands[0].weight, weights.head());
-        assert_eq!(head_of.bytes(3), (3 * config.hidden_size as u64 * 2, 3 * u64::from(head_of.stride) * 4));
+        let head = &listed[4];
+        assert_eq!(head.operands[0].weight, weights.head());
+        assert_eq!(head.bytes(3), (3 * config.hidden_size as u64 * 2, 3 * u64::from(head.stride) * 4));
     }
 }

@@ -1,100 +1,100 @@
-//! Which GPUs there are, and why one can't be used.
+//! GPU discovery: properties of each GPU, and the reasons why one cannot be used.
 
 use cudarc::driver::{DriverError, result, sys};
 use inflight_kernels::cuda::Profile;
 
-use super::driver::explain;
+use super::driver::error_message;
 
-/// The driver that this build's kernels need: CUDA 13.0, which is release 580.
+/// Minimum driver version, that of this build's kernels: CUDA 13.0, release 580.
 const DRIVER_MIN: i32 = 13_000;
-/// Oldest architecture: Ampere.
+/// Minimum compute capability: Ampere.
 const COMPUTE_MIN: (i32, i32) = (8, 0);
 
-/// Why there is no GPU to use.
+/// Reasons why GPUs cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unavailable {
-    /// No libcuda.so.
+    /// libcuda.so is not installed.
     #[error("there is no NVIDIA driver (libcuda.so is not found)")]
     NoDriver,
-    /// The driver is older than the kernels.
+    /// The driver is too old for the kernels.
     #[error("the NVIDIA driver supports CUDA {found}; CUDA 13.0, which is driver 580 or later, is needed")]
     OldDriver {
-        /// What it supports.
+        /// CUDA version that it supports.
         found: String,
     },
-    /// The driver is there, but no such device.
+    /// The driver reports no such GPU.
     #[error("there is no GPU {ordinal}: the driver sees {count}")]
     NoDevice {
-        /// Which was asked for.
+        /// Requested ordinal.
         ordinal: usize,
-        /// How many there are.
+        /// Number of GPUs.
         count: i32,
     },
-    /// A GPU without the instructions that kernels need.
+    /// The GPU's architecture lacks instructions that the kernels use.
     #[error("GPU {ordinal}, {name}, has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed")]
     OldDevice {
-        /// Which.
+        /// Its ordinal.
         ordinal: usize,
         /// Its name.
         name: String,
-        /// Compute capability.
+        /// Major compute capability.
         major: i32,
-        /// Compute capability.
+        /// Minor compute capability.
         minor: i32,
     },
-    /// Several GPUs, and nothing by which they could tell each other anything.
+    /// NCCL, which a tensor-parallel group needs, is missing or too old.
     #[error(
         "tensor parallelism over GPUs needs NCCL 2.10 or later, which was not found ({found}); install it (the package \
          libnccl2, or the Python wheel nvidia-nccl-cu13) and name its folder in LD_LIBRARY_PATH"
     )]
     Collectives {
-        /// What was found instead.
+        /// Version found, or the loader's error.
         found: String,
     },
-    /// GPUs that can't work together.
+    /// NCCL refused to create a communicator.
     #[error("NCCL cannot create a communicator of GPUs {gpus}: {reason}")]
     Group {
-        /// Which.
+        /// Ordinals of the GPUs.
         gpus: String,
-        /// What it says.
+        /// NCCL's error.
         reason: String,
     },
-    /// GPUs of a group that would not compute alike.
+    /// The GPUs of a group are of different models.
     #[error(
         "GPU {first} is {first_name} and GPU {other} is {other_name}; GPUs of a tensor-parallel group must be of one model"
     )]
     Unequal {
-        /// The first of the group.
+        /// Ordinal of the group's first GPU.
         first: usize,
         /// Its name.
         first_name: String,
-        /// One that differs.
+        /// Ordinal of one that differs.
         other: usize,
         /// Its name.
         other_name: String,
     },
-    /// The driver refused.
+    /// A driver call failed.
     #[error("the NVIDIA driver refuses GPU {ordinal}: {reason}")]
     Refused {
-        /// Which.
+        /// Ordinal of the GPU.
         ordinal: usize,
-        /// What it says.
+        /// The driver's error.
         reason: String,
     },
 }
 
-/// What is known of a GPU before it is used.
+/// Properties of a usable GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct GpuInfo {
     pub(super) ordinal: usize,
     pub(super) name: String,
     pub(super) compute: (i32, i32),
     pub(super) profile: Profile,
 }
 
-/// How many GPUs the driver sees; 0 without one, or where it refuses to say.
+/// Returns the number of GPUs that the driver reports; 0 without a driver or if the query fails.
 pub(super) fn count() -> u32 {
-    // SAFETY: only loads the library. Everything else of the driver panics without it.
+    // SAFETY: only loads the library; every other driver call panics without it, so this comes first.
     if !unsafe { sys::is_culib_present() } {
         return 0;
     }
@@ -102,18 +102,18 @@ pub(super) fn count() -> u32 {
     count.ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
 }
 
-/// Asks whether a GPU can be used.
+/// Checks that a GPU can be used, and returns its properties.
 ///
 /// # Errors
-/// [`Unavailable`], saying why not.
-pub(super) fn find(ordinal: usize) -> Result<Found, Unavailable> {
-    // SAFETY: only loads the library. Everything else of the driver panics without it.
+/// [`Unavailable`] with the reason.
+pub(super) fn probe(ordinal: usize) -> Result<GpuInfo, Unavailable> {
+    // SAFETY: only loads the library; every other driver call panics without it, so this comes first.
     if !unsafe { sys::is_culib_present() } {
         return Err(Unavailable::NoDriver);
     }
-    let refused = |error: DriverError| Unavailable::Refused { ordinal, reason: explain(error) };
+    let refused = |error: DriverError| Unavailable::Refused { ordinal, reason: error_message(error) };
     let mut version = 0;
-    // SAFETY: writes one number.
+    // SAFETY: the driver writes one `int` to `version`.
     unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(refused)?;
     if version < DRIVER_MIN {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
@@ -126,7 +126,7 @@ pub(super) fn find(ordinal: usize) -> Result<Found, Unavailable> {
     }
     let device = result::device::get(ordinal as i32).map_err(refused)?;
     use sys::CUdevice_attribute as Attribute;
-    // SAFETY: the device exists.
+    // SAFETY: `device` was returned by the driver.
     let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(refused);
     let name = result::device::get_name(device).map_err(refused)?;
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -141,27 +141,27 @@ pub(super) fn find(ordinal: usize) -> Result<Found, Unavailable> {
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
         )? as u32,
     };
-    Ok(Found { ordinal, name, compute: (major, minor), profile })
+    Ok(GpuInfo { ordinal, name, compute: (major, minor), profile })
 }
 
-/// What is known of GPUs that are to work together.
+/// Checks that the GPUs can be used as a group, and returns their properties.
 ///
 /// # Errors
-/// [`Unavailable`], saying why not.
-pub(super) fn find_all(gpus: &[usize]) -> Result<Vec<Found>, Unavailable> {
-    let found = gpus.iter().map(|gpu| find(*gpu)).collect::<Result<Vec<_>, _>>()?;
-    alike(&found)?;
-    Ok(found)
+/// [`Unavailable`] with the reason.
+pub(super) fn probe_all(gpus: &[usize]) -> Result<Vec<GpuInfo>, Unavailable> {
+    let infos = gpus.iter().map(|gpu| probe(*gpu)).collect::<Result<Vec<_>, _>>()?;
+    check_same_model(&infos)?;
+    Ok(infos)
 }
 
-/// Checks that steps of all of them are planned and computed alike.
-fn alike(found: &[Found]) -> Result<(), Unavailable> {
-    let kind = |gpu: &Found| (gpu.name.clone(), gpu.compute, gpu.profile);
-    let other = found.iter().find(|other| kind(other) != kind(&found[0]));
+/// Checks that all GPUs are of one model, so that ranks plan and compute steps identically.
+fn check_same_model(gpus: &[GpuInfo]) -> Result<(), Unavailable> {
+    let kind = |gpu: &GpuInfo| (gpu.name.clone(), gpu.compute, gpu.profile);
+    let other = gpus.iter().find(|other| kind(other) != kind(&gpus[0]));
     other.map_or(Ok(()), |other| {
         Err(Unavailable::Unequal {
-            first: found[0].ordinal,
-            first_name: found[0].name.clone(),
+            first: gpus[0].ordinal,
+            first_name: gpus[0].name.clone(),
             other: other.ordinal,
             other_name: other.name.clone(),
         })
@@ -173,17 +173,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gpus_of_a_group_are_of_one_kind() {
+    fn gpus_of_a_group_are_of_one_model() {
         let profile =
             Profile { multiprocessors: 132, shared_bytes: 232_448, multiprocessor_shared_bytes: 233_472 };
-        let gpu = |ordinal, name: &str| Found { ordinal, name: name.to_owned(), compute: (9, 0), profile };
-        assert_eq!(alike(&[gpu(3, "H200")]), Ok(()));
-        assert_eq!(alike(&[gpu(0, "H200"), gpu(5, "H200")]), Ok(()));
-        let mixed = alike(&[gpu(0, "H200"), gpu(2, "H200"), gpu(1, "H100")]).unwrap_err().to_string();
+        let gpu = |ordinal, name: &str| GpuInfo { ordinal, name: name.to_owned(), compute: (9, 0), profile };
+        assert_eq!(check_same_model(&[gpu(3, "H200")]), Ok(()));
+        assert_eq!(check_same_model(&[gpu(0, "H200"), gpu(5, "H200")]), Ok(()));
+        let mixed =
+            check_same_model(&[gpu(0, "H200"), gpu(2, "H200"), gpu(1, "H100")]).unwrap_err().to_string();
         for clue in ["GPU 0 is H200", "GPU 1 is H100", "of one kind"] {
             assert!(mixed.contains(clue), "{mixed}");
         }
-        let cut = Profile { multiprocessors: 60, ..profile };
-        assert!(alike(&[gpu(0, "H200"), Found { profile: cut, ..gpu(1, "H200") }]).is_err());
+        let smaller = Profile { multiprocessors: 60, ..profile };
+        assert!(check_same_model(&[gpu(0, "H200"), GpuInfo { profile: smaller, ..gpu(1, "H200") }]).is_err());
     }
 }

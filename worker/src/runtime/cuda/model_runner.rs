@@ -1,49 +1,49 @@
-//! One step from batch to sampled tokens, on any [`Gpu`].
+//! Model runner: turns a batch into packed metadata and runs the forward pass and sampling on any [`Gpu`].
 
 use inflight_kernels::cuda::{
     DeviceError, HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
 
-use super::division::Division;
-use super::forward::{Forward, ForwardSize, windows};
+use super::forward::{CudaForward, ForwardCapacity, windows};
 use super::gpu::Gpu;
-use super::metadata::{Packer, PackerShape, StepShape};
-use super::sizing::{PARTIALS, bucket};
-use super::slots::Slots;
-use super::weights::Weights;
+use super::memory_plan::{PARTIALS, bucket, largest_bucket};
+use super::metadata::{MetadataPacker, PackerConfig, StepShape};
+use super::shard_plan::ShardPlan;
+use super::slots::GpuSlots;
+use super::weights::DeviceWeights;
 use crate::models::{self, ModelConfig};
 use crate::runtime::{Batch, Capabilities, Error, PositionLogprobs, Sampled, Slot, SlotSetup, TokenLogprob};
 
-/// Query heads that may share a key head.
-const GROUP_MAX: usize = 16;
+/// Maximum number of query heads per key head (grouped-query attention).
+const QUERIES_PER_KEY_MAX: usize = 16;
 
-/// All that a step touches but the streams it runs on.
-pub(super) struct Compute<G: Gpu> {
+/// State of all steps of a rank: weights, buffers, KV pool and sampling slots, but not streams and graphs.
+pub(super) struct ModelRunner<G: Gpu> {
     pub(super) capabilities: Capabilities,
-    pub(super) forward: Forward<G>,
-    slots: Slots<G>,
-    packer: Packer,
-    packer_shape: PackerShape,
+    pub(super) forward: CudaForward<G>,
+    slots: GpuSlots<G>,
+    packer: MetadataPacker,
+    packer_config: PackerConfig,
     rows: Vec<SamplingRow>,
     previous_samples: usize,
-    /// Whether decoding runs in buckets, which graphs are captured of.
+    /// Whether decode batches are padded to CUDA graph buckets.
     buckets: bool,
 }
 
-/// How a model is computed.
+/// Execution modes of a model runner.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Modes {
+pub(super) struct RunnerModes {
     pub(super) store: KvStore,
-    /// No bit depends on the batch.
+    /// Batch-invariant kernels only.
     pub(super) deterministic: bool,
-    /// Decoding runs in buckets, which graphs are captured of.
+    /// Decode batches are padded to CUDA graph buckets.
     pub(super) buckets: bool,
 }
 
-/// Checks that kernels exist for the shapes of a model, or of what each of `ranks` ranks computes of it.
+/// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1.
 ///
 /// # Errors
-/// [`models::Error::Unsupported`], naming the field and what is supported.
+/// [`models::Error::Unsupported`], naming the field and the supported values.
 pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), models::Error> {
     let unsupported = |field: &str, found: String, supported: String| {
         Err(models::Error::Unsupported {
@@ -57,9 +57,13 @@ pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), mode
         let supported = format!("{HEAD_DIMS:?} on CUDA; the CPU runtime (--device cpu) takes any even one");
         return unsupported("head_dim", config.head_dim.to_string(), supported);
     }
-    if config.heads / config.kv_heads > GROUP_MAX {
+    if config.heads / config.kv_heads > QUERIES_PER_KEY_MAX {
         let found = format!("{} heads on {} key heads", config.heads, config.kv_heads);
-        return unsupported("num_key_value_heads", found, format!("up to {GROUP_MAX} heads on one, on CUDA"));
+        return unsupported(
+            "num_key_value_heads",
+            found,
+            format!("up to {QUERIES_PER_KEY_MAX} heads on one, on CUDA"),
+        );
     }
     for (field, width) in
         [("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)]
@@ -75,32 +79,33 @@ pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), mode
     Ok(())
 }
 
-impl<G: Gpu> Compute<G> {
-    /// Sets up buffers and the KV pool for a rank's part of a model, whose configuration is that of the whole. It was checked.
+impl<G: Gpu> ModelRunner<G> {
+    /// Allocates buffers and the KV pool for a rank's shard. `unsharded` is the configuration of the whole
+    /// model, already checked.
     pub(super) fn new(
         gpu: &G,
-        whole: &ModelConfig,
-        division: Division,
+        unsharded: &ModelConfig,
+        shard_plan: ShardPlan,
         half: Half,
-        weights: Weights<G::Memory>,
+        weights: DeviceWeights<G::Memory>,
         capabilities: Capabilities,
-        modes: Modes,
+        modes: RunnerModes,
     ) -> Result<Self, DeviceError> {
-        let Modes { store, deterministic, buckets } = modes;
-        let size = ForwardSize {
-            // Graphs run whole buckets.
-            rows: capabilities.batch_tokens.max(super::sizing::largest_bucket(capabilities.slots)),
-            samples: capabilities.slots.max(super::sizing::largest_bucket(capabilities.slots)),
+        let RunnerModes { store, deterministic, buckets } = modes;
+        let capacity = ForwardCapacity {
+            // Graphs run padded to a whole bucket.
+            rows: capabilities.batch_tokens.max(largest_bucket(capabilities.slots)),
+            samples: capabilities.slots.max(largest_bucket(capabilities.slots)),
             context: capabilities.context_tokens,
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
             store,
         };
-        let config = division.shard().config(whole);
-        let forward = Forward::new(gpu, whole, division, half, weights, &size)?;
+        let config = shard_plan.shard().config(unsharded);
+        let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, &capacity)?;
         let slots =
-            Slots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
-        let packer_shape = PackerShape {
+            GpuSlots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
+        let packer_config = PackerConfig {
             block_tokens: capabilities.block_tokens,
             blocks: capabilities.blocks,
             windows: windows(&config).0,
@@ -118,8 +123,8 @@ impl<G: Gpu> Compute<G> {
             capabilities,
             forward,
             slots,
-            packer: Packer::default(),
-            packer_shape,
+            packer: MetadataPacker::default(),
+            packer_config,
             rows: Vec::new(),
             previous_samples: 0,
             buckets,
@@ -134,24 +139,30 @@ impl<G: Gpu> Compute<G> {
         self.slots.detach(slot);
     }
 
-    /// Number of block-table plans, one for each window.
+    /// Number of attention plans: one per distinct sliding window.
     pub(super) fn plans(&self) -> usize {
-        self.packer_shape.windows.len()
+        self.packer_config.windows.len()
     }
 
-    /// Checks a batch and packs what the device needs of it.
+    /// Validates a batch and packs its metadata into `out`.
     pub(super) fn prepare(&mut self, batch: &Batch, out: &mut Vec<u8>) -> Result<StepShape, Error> {
         batch.check(&self.capabilities)?;
         self.slots.check(batch)?;
         let slots = self.capabilities.slots;
         let buckets = self.buckets;
-        let graphs = |rows| if buckets { bucket(rows, slots) } else { None };
-        // Rows count the tokens to come, so nothing may fail behind them; what packing refuses, it refuses before.
+        let bucket_for = |rows| if buckets { bucket(rows, slots) } else { None };
+        // Filling sampling rows counts tokens, so nothing after it may fail: packing, which may, comes first.
         self.rows.clear();
         self.rows.resize(batch.samples.len(), SamplingRow::default());
-        let step =
-            self.packer.pack(batch, &self.packer_shape, &self.rows, self.previous_samples, graphs, out)?;
-        self.slots.rows(batch, &mut self.rows);
+        let step = self.packer.pack(
+            batch,
+            &self.packer_config,
+            &self.rows,
+            self.previous_samples,
+            bucket_for,
+            out,
+        )?;
+        self.slots.sampling_rows(batch, &mut self.rows);
         let size = size_of::<SamplingRow>();
         for (i, row) in self.rows.iter().enumerate() {
             let at = step.layout.sampling + i * size;
@@ -162,10 +173,10 @@ impl<G: Gpu> Compute<G> {
     }
 }
 
-/// What the device reports of a row, with log probabilities if `wanted`.
-pub(super) fn sampled(result: &SamplingResult, wanted: bool) -> Sampled {
+/// Converts a row's sampling result, with log probabilities if `with_logprobs`.
+pub(super) fn sampled(result: &SamplingResult, with_logprobs: bool) -> Sampled {
     let entry = |token, logprob| TokenLogprob { token, logprob };
-    let logprobs = wanted.then(|| {
+    let logprobs = with_logprobs.then(|| {
         let top = result.top.min(result.tokens.len() as u32) as usize;
         let pairs = result.tokens.iter().zip(&result.logprobs).take(top);
         Box::new(PositionLogprobs {
@@ -176,10 +187,10 @@ pub(super) fn sampled(result: &SamplingResult, wanted: bool) -> Sampled {
     Sampled { token: result.token, logprobs }
 }
 
-/// Which of the rows just packed want log probabilities.
-impl<G: Gpu> Compute<G> {
-    pub(super) fn wanted(&self, wanted: &mut Vec<bool>) {
-        wanted.clear();
-        wanted.extend(self.rows.iter().map(|row| row.logprobs > 0));
+impl<G: Gpu> ModelRunner<G> {
+    /// Writes, per sampled row of the batch just prepared, whether log probabilities are requested.
+    pub(super) fn logprobs_requested(&self, requested: &mut Vec<bool>) {
+        requested.clear();
+        requested.extend(self.rows.iter().map(|row| row.logprobs > 0));
     }
 }

@@ -1,4 +1,4 @@
-//! The copy engines of all ranks: a block is copied when each rank has copied its part.
+//! Swap over all ranks of a group: a transfer is finished once every rank has copied its shard of the blocks.
 
 use std::time::Duration;
 
@@ -6,39 +6,39 @@ use inflight_worker_core::{Transfer, TransferId};
 
 use crate::runtime::{Error, TransferDone};
 
-/// The copy engine of one rank.
+/// Copy engine of one rank.
 pub(super) trait CopyEngine {
     /// Starts a transfer.
     fn start(&mut self, transfer: &Transfer) -> Result<(), Error>;
-    /// Appends what has finished since the last call.
+    /// Appends the transfers finished since the last call.
     fn finished(&mut self, finished: &mut Vec<TransferDone>);
-    /// Returns when some transfer has finished; at once if none is under way.
+    /// Blocks until some transfer has finished; returns at once if none is in flight.
     fn wait(&mut self) -> Result<(), Error>;
 }
 
-/// A transfer that not every rank has finished.
-struct Open {
+/// Transfer that some rank has not finished.
+struct PendingTransfer {
     id: TransferId,
-    /// Ranks that have not.
+    /// Number of ranks that have not finished it.
     missing: usize,
     succeeded: bool,
-    /// How long the slowest rank took so far.
+    /// Duration of the slowest rank so far.
     took: Duration,
 }
 
-/// Those of all ranks, of which each copies its part of every block.
-pub(super) struct Swaps<E> {
+/// Copy engines of all ranks, each of which copies its shard of every block.
+pub(super) struct GroupSwap<E> {
     engines: Vec<E>,
-    /// At most as many as an engine has under way.
-    open: Vec<Open>,
-    /// Finished by all, and not reported.
+    /// Started and not finished by all ranks; bounded by an engine's limit.
+    pending: Vec<PendingTransfer>,
+    /// Finished by all ranks and not yet reported.
     ready: Vec<TransferDone>,
     scratch: Vec<TransferDone>,
 }
 
-impl<E: CopyEngine> Swaps<E> {
+impl<E: CopyEngine> GroupSwap<E> {
     pub(super) fn new(engines: Vec<E>) -> Self {
-        Self { engines, open: Vec::new(), ready: Vec::new(), scratch: Vec::new() }
+        Self { engines, pending: Vec::new(), ready: Vec::new(), scratch: Vec::new() }
     }
 
     /// Starts a transfer on every rank.
@@ -47,16 +47,21 @@ impl<E: CopyEngine> Swaps<E> {
             match engine.start(transfer) {
                 Ok(()) => {}
                 Err(refused) if rank == 0 => return Err(refused),
-                // Some copy what others do not: nobody knows any more what is where.
+                // Some ranks copy and others do not, so the content of the blocks is undefined.
                 Err(refused) => return Err(Error::Device(format!("rank {rank}: {refused}"))),
             }
         }
         let missing = self.engines.len();
-        self.open.push(Open { id: transfer.id, missing, succeeded: true, took: Duration::ZERO });
+        self.pending.push(PendingTransfer {
+            id: transfer.id,
+            missing,
+            succeeded: true,
+            took: Duration::ZERO,
+        });
         Ok(())
     }
 
-    /// Appends what has finished on every rank.
+    /// Appends the transfers finished by every rank.
     pub(super) fn finished(&mut self, finished: &mut Vec<TransferDone>) {
         self.collect();
         finished.append(&mut self.ready);
@@ -67,27 +72,29 @@ impl<E: CopyEngine> Swaps<E> {
             self.scratch.clear();
             engine.finished(&mut self.scratch);
             for done in &self.scratch {
-                let Some(at) = self.open.iter().position(|open| open.id == done.id) else { continue };
-                let open = &mut self.open[at];
-                open.missing -= 1;
-                open.succeeded &= done.succeeded;
-                open.took = open.took.max(done.took);
-                if open.missing == 0 {
-                    let Open { id, succeeded, took, .. } = self.open.remove(at);
+                let Some(at) = self.pending.iter().position(|pending| pending.id == done.id) else {
+                    continue;
+                };
+                let pending = &mut self.pending[at];
+                pending.missing -= 1;
+                pending.succeeded &= done.succeeded;
+                pending.took = pending.took.max(done.took);
+                if pending.missing == 0 {
+                    let PendingTransfer { id, succeeded, took, .. } = self.pending.remove(at);
                     self.ready.push(TransferDone { id, succeeded, took });
                 }
             }
         }
     }
 
-    /// Returns when some transfer has finished on every rank; at once if none is under way.
+    /// Blocks until some transfer has finished on every rank; returns at once if none is in flight.
     ///
     /// # Errors
-    /// [`Error::Device`]: a device that has failed finishes nothing any more.
+    /// [`Error::Device`]: a failed device finishes no transfer.
     pub(super) fn wait(&mut self) -> Result<(), Error> {
         loop {
             self.collect();
-            if !self.ready.is_empty() || self.open.is_empty() {
+            if !self.ready.is_empty() || self.pending.is_empty() {
                 return Ok(());
             }
             for engine in &mut self.engines {
@@ -106,23 +113,23 @@ mod tests {
 
     use super::*;
 
-    /// Finishes transfers in their order, one for each question that it is told to be ready for.
+    /// Copy engine that finishes transfers in order, as scripted: one per `true`.
     #[derive(Default)]
-    struct Scripted {
-        under_way: VecDeque<TransferId>,
+    struct ScriptedEngine {
+        in_flight: VecDeque<TransferId>,
         ready: VecDeque<bool>,
         fails: Option<u64>,
     }
 
-    impl CopyEngine for Scripted {
+    impl CopyEngine for ScriptedEngine {
         fn start(&mut self, transfer: &Transfer) -> Result<(), Error> {
-            self.under_way.push_back(transfer.id);
+            self.in_flight.push_back(transfer.id);
             Ok(())
         }
 
         fn finished(&mut self, finished: &mut Vec<TransferDone>) {
             while self.ready.pop_front().unwrap_or(true) {
-                let Some(id) = self.under_way.pop_front() else { return };
+                let Some(id) = self.in_flight.pop_front() else { return };
                 let succeeded = self.fails != Some(id.0);
                 finished.push(TransferDone { id, succeeded, took: Duration::from_millis(id.0) });
             }
@@ -135,34 +142,34 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_transfer_is_reported_once_and_only_after_every_rank(
+        fn a_transfer_is_reported_once_and_only_after_every_rank_finished(
             scripts in prop::collection::vec(prop::collection::vec(any::<bool>(), 0..40), 1..5),
             transfers in 1u64..20, fails in prop::option::of(0u64..20), rank in any::<prop::sample::Index>(),
         ) {
             let culprit = rank.index(scripts.len());
-            let engines = scripts.into_iter().enumerate().map(|(rank, ready)| Scripted {
+            let engines = scripts.into_iter().enumerate().map(|(rank, ready)| ScriptedEngine {
                 ready: ready.into(),
                 fails: fails.filter(|_| rank == culprit),
-                ..Scripted::default()
+                ..ScriptedEngine::default()
             });
-            let mut swaps = Swaps::new(engines.collect());
+            let mut swap = GroupSwap::new(engines.collect());
             let mut reported = Vec::new();
             for id in 0..transfers {
                 let transfer = Transfer { id: TransferId(id), direction: Direction::Out, blocks: Vec::new() };
-                swaps.start(&transfer).unwrap();
+                swap.start(&transfer).unwrap();
                 let before = reported.len();
-                swaps.finished(&mut reported);
+                swap.finished(&mut reported);
                 for done in &reported[before..] {
-                    prop_assert!(swaps.engines.iter().all(|engine| !engine.under_way.contains(&done.id)));
+                    prop_assert!(swap.engines.iter().all(|engine| !engine.in_flight.contains(&done.id)));
                 }
             }
             while reported.len() < transfers as usize {
-                swaps.wait().unwrap();
+                swap.wait().unwrap();
                 let before = reported.len();
-                swaps.finished(&mut reported);
+                swap.finished(&mut reported);
                 prop_assert!(reported.len() > before, "nothing had finished");
             }
-            swaps.wait().unwrap();
+            swap.wait().unwrap();
             for (id, done) in reported.iter().enumerate() {
                 prop_assert_eq!(done.id, TransferId(id as u64));
                 prop_assert_eq!(done.succeeded, fails != Some(done.id.0));
