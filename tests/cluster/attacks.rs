@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use futures::future::join_all;
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
-use inflight_tests::{Cluster, run, scrape};
+use inflight_tests::{LocalCluster, run, scrape};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::body::Body;
@@ -72,12 +72,12 @@ async fn unfinished(channel: Channel, path: &str, announced: u32) -> Result<Code
     Ok(Status::from_header_map(trailers).context("trailers without a status")?.code())
 }
 
-async fn resident(cluster: &Cluster) -> Result<f64> {
+async fn resident(cluster: &LocalCluster) -> Result<f64> {
     Ok(scrape(cluster.router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
 }
 
 /// A request of the tenant, whole.
-async fn served(cluster: &Cluster) -> Result<()> {
+async fn served(cluster: &LocalCluster) -> Result<()> {
     let mut request = Request::new(sampled("Once upon a time", 4, 0));
     request.metadata_mut().insert("authorization", "Bearer t".parse()?);
     let mut stream = cluster.client().await?.generate(request).await?.into_inner();
@@ -93,7 +93,7 @@ async fn unfinished_messages_of_strangers_take_neither_memory_nor_a_tenants_plac
     std::fs::write(&file, TENANTS)?;
     let tenants = format!("--tenants-file={}", file.display());
     let environment = [("INFLIGHT_ROUTER_MESSAGE_TIMEOUT", "2s".into())];
-    let cluster = Cluster::start_in(program(), &["--workers=1", &tenants], &environment).await?;
+    let cluster = LocalCluster::start_with_env(program(), &["--workers=1", &tenants], &environment).await?;
     served(&cluster).await?;
     let before = resident(&cluster).await?;
     let channel = Channel::from_shared(cluster.endpoint.clone())?.connect().await?;
@@ -150,7 +150,7 @@ async fn probe(address: SocketAddr, path: &str) -> Result<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn probes_and_calls_get_in_while_a_thousand_connections_send_one_byte_each() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let worker = cluster.workers.first().context("one was started")?;
     let mut held = Vec::new();
     for address in [cluster.router.metrics, worker.metrics, cluster.router.address, worker.address] {

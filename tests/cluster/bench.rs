@@ -3,25 +3,25 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{Cluster, Fault, Finished, Script, TokenServer, run, scrape};
+use inflight_tests::{LocalCluster, Fault, CommandOutput, Script, TokenServer, run, scrape};
 use serde_json::Value;
 
 use crate::program;
 
-async fn bench(arguments: &[&str]) -> Result<Finished> {
+async fn bench(arguments: &[&str]) -> Result<CommandOutput> {
     let mut all = vec!["bench"];
     all.extend_from_slice(arguments);
     run(program(), &all, "").await
 }
 
-fn json(finished: &Finished) -> Result<Value> {
+fn json(finished: &CommandOutput) -> Result<Value> {
     ensure!(finished.code == Some(0), "{finished:?}");
     serde_json::from_str(&finished.stdout).with_context(|| format!("not JSON: {}", finished.stdout))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let lengths =
         ["--prompt-tokens=10..40", "--output-tokens=lognormal:mean=20,sigma=0.7,max=60", "--seed=7"];
     for load in ["--concurrency=3", "--rate=50"] {
@@ -53,7 +53,7 @@ async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_run_with_the_same_seed_finds_nothing_cached_and_one_with_the_same_nonce_does() -> Result<()>
 {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let metrics = cluster.workers.first().context("one was started")?.metrics;
     let cached = async || scrape(metrics).await?.total("inflight_worker_cached_tokens_total");
     let common = ["--endpoint", &cluster.endpoint, "--requests=8", "--seed=7", "--json=-"];

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use futures::StreamExt as _;
 use futures::future::try_join_all;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Cluster, Member, eventually, kill, scrape};
+use inflight_tests::{LocalCluster, ClusterMember, eventually, kill, scrape};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::sync::OnceCell;
@@ -15,7 +15,7 @@ use tonic::Request;
 use tonic::transport::Channel;
 
 use crate::program;
-use crate::requests::{Answer, generate, model, sampled};
+use crate::requests::{GenerationResult, generate, model, sampled};
 
 /// Calls made in the test of cancels.
 const CALLS: u64 = 1_000;
@@ -30,7 +30,7 @@ async fn a_thousand_random_cancels_and_drops_leave_nothing_behind() -> Result<()
 }
 
 async fn cancels(seed: u64) -> Result<()> {
-    let cluster = Cluster::start(program(), &["--max-sequences=16"]).await?;
+    let cluster = LocalCluster::start(program(), &["--max-sequences=16"]).await?;
     let client = cluster.client().await?;
     let endpoint = Arc::new(cluster.endpoint.clone());
     let leavers =
@@ -106,7 +106,7 @@ async fn leave(
     Ok(true)
 }
 
-async fn idle(member: &Member) -> Result<()> {
+async fn idle(member: &ClusterMember) -> Result<()> {
     let samples = scrape(member.metrics).await?;
     for gauge in [
         "inflight_worker_kv_blocks_used",
@@ -120,7 +120,7 @@ async fn idle(member: &Member) -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_worker_costs_no_stream_and_no_token_and_the_killed_come_back() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &[]).await?;
+    let mut cluster = LocalCluster::start(program(), &[]).await?;
     let mut client = cluster.client().await?;
     let tokens = model(&mut client).await?.context_tokens - 64;
     // Enough work for the kill to fall into its midst, however late this process gets its turn.
@@ -136,7 +136,7 @@ async fn a_killed_worker_costs_no_stream_and_no_token_and_the_killed_come_back()
         let (mut client, killed, workers) = (client.clone(), &killed, &cluster.workers);
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
-            let begun = Answer::begin(&mut stream).await?;
+            let begun = GenerationResult::begin(&mut stream).await?;
             killed.get_or_try_init(|| kill_the_busier(workers)).await?;
             begun.read(&mut stream).await
         }
@@ -171,7 +171,7 @@ async fn a_killed_worker_costs_no_stream_and_no_token_and_the_killed_come_back()
 }
 
 /// Kills the worker that runs most, as by predicted cost all may have gone to one.
-async fn kill_the_busier(workers: &[Member]) -> Result<Member> {
+async fn kill_the_busier(workers: &[ClusterMember]) -> Result<ClusterMember> {
     let mut busier = None;
     for worker in workers {
         let running = scrape(worker.metrics).await?.total("inflight_worker_running_sequences")?;
@@ -185,7 +185,7 @@ async fn kill_the_busier(workers: &[Member]) -> Result<Member> {
 }
 
 /// Waits until `up` has started a killed member again, at its old addresses.
-async fn comes_back(cluster: &mut Cluster, victim: &Member) -> Result<()> {
+async fn comes_back(cluster: &mut LocalCluster, victim: &ClusterMember) -> Result<()> {
     let lost = cluster.event("lost").await?;
     ensure!(
         lost["name"] == victim.name && lost["status"].as_str().is_some_and(|s| s.contains("signal 9")),

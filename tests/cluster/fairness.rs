@@ -10,7 +10,7 @@ use inflight_fixtures::TempDir;
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Role, alone};
+use inflight_tests::{RoleProcess, alone};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
@@ -93,7 +93,7 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
             "--device=sim:flat,step=0.02,prompt_token=0.0001",
             &format!("--max-sequences={SEQUENCES}"),
         ]);
-        workers.push(Role::start(program().to_owned(), "worker", &worker).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -104,7 +104,7 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
     ]);
     let mut routers = Vec::new();
     for _ in 0..ROUTERS {
-        let router = Role::start(program().to_owned(), "router", &router).await?;
+        let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
         all_connected(&router).await?;
         routers.push(router);
     }

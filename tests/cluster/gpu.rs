@@ -4,11 +4,11 @@ use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_fixtures::{Shape, TempDir};
 use inflight_proto::v1::GenerateRequest;
-use inflight_tests::{Cluster, SimulatedGpu, run_in, scrape};
+use inflight_tests::{LocalCluster, SimulatedGpu, run_with_env, scrape};
 use tokio::sync::OnceCell;
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
+use crate::requests::{GenerationResult, generate, sampled};
 
 /// A model whose heads are as wide as the kernels want them, and the flag that names it.
 fn mini() -> Result<(TempDir, String)> {
@@ -25,7 +25,7 @@ const SMALL: [&str; 3] = ["--max-sequences=6", "--max-batch-tokens=64", "--max-c
 const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_worker::runtime::cuda::driver=debug";
 
 /// Answers to all requests at once, and after that to the first one alone.
-async fn answers(cluster: &Cluster, requests: &[GenerateRequest]) -> Result<Vec<Answer>> {
+async fn answers(cluster: &LocalCluster, requests: &[GenerateRequest]) -> Result<Vec<GenerationResult>> {
     let client = cluster.client().await?;
     let ask = |request: &GenerateRequest| {
         let (mut client, request) = (client.clone(), request.clone());
@@ -55,7 +55,7 @@ async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_
         let flags =
             ["--workers=1", "--device=cuda", "--deterministic", "--verbose", OVERLAP_IS_LOGGED, &model];
         let flags = [&flags, &SMALL[..]].concat();
-        let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+        let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
         let answers =
             answers(&cluster, &requests).await.with_context(|| format!("{settings}: {}", cluster.log()))?;
         ensure!(
@@ -87,7 +87,7 @@ async fn gpus_that_share_a_model_answer_alike_alone_and_in_a_crowd() -> Result<(
     let group =
         ["--workers=1", "--device=cuda", "--deterministic", "--tensor-parallel=2", "--verbose", &model];
     let flags = [&group, &SMALL[..]].concat();
-    let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+    let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let shared = answers(&cluster, &requests).await.with_context(|| cluster.log())?;
     ensure!(cluster.log().contains("ranks=2"), "{}", cluster.log());
     ensure!(shared.iter().all(|answer| answer.tokens.len() == 12), "{shared:?}");
@@ -127,7 +127,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Resul
     let gpu = SimulatedGpu::new("gpus=2,memory=768")?;
     let flags = ["--workers=2", "--device=cuda", "--deterministic", "--verbose", &model];
     let flags = [&flags, &SMALL[..]].concat();
-    let mut cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+    let mut cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let client = cluster.client().await?;
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 48, seed)).collect();
     let undisturbed = answers(&cluster, &requests).await?;
@@ -136,7 +136,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Resul
         let (mut client, failed, workers, gpu) = (client.clone(), &failed, &cluster.workers, &gpu);
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
-            let begun = Answer::begin(&mut stream).await?;
+            let begun = GenerationResult::begin(&mut stream).await?;
             let fail = || async {
                 let running = async |index: usize| {
                     scrape(workers[index].metrics).await?.total("inflight_worker_running_sequences")
@@ -190,7 +190,7 @@ async fn what_keeps_a_gpu_from_being_used_is_said_and_auto_takes_the_cpu() -> Re
         }
         let gpu = SimulatedGpu::new(settings)?;
         let worker = ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", &model, flag];
-        let refused = run_in(program(), &worker, "", &gpu.environment()).await?;
+        let refused = run_with_env(program(), &worker, "", &gpu.environment()).await?;
         ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{settings}: {refused:?}");
         for clue in clues {
             ensure!(refused.stderr.contains(clue), "{settings}: no {clue:?} in {}", refused.stderr);
@@ -198,7 +198,7 @@ async fn what_keeps_a_gpu_from_being_used_is_said_and_auto_takes_the_cpu() -> Re
     }
     let gpu = SimulatedGpu::new("cuda=12.8")?;
     let flags = [&["--workers=1", "--device=auto", "--verbose", &model], &SMALL[..]].concat();
-    let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+    let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let answer = generate(&mut cluster.client().await?, sampled("Once", 8, 0)).await?;
     ensure!(answer.tokens.len() == 8, "{answer:?}");
     let reasons = cluster.log().matches("supports CUDA 12.8").count();

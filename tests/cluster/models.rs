@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype};
-use inflight_tests::{Cluster, run};
+use inflight_tests::{LocalCluster, run};
 
 use crate::program;
 use crate::requests::{generate, model, sampled};
@@ -12,7 +12,7 @@ async fn a_directory_of_every_architecture_serves() -> Result<()> {
     for arch in Arch::all() {
         let folder = Checkpoint::new(*arch, Dtype::Bf16).sharded(2).write_temp()?;
         let flag = format!("--model={}", folder.path().display());
-        let cluster = Cluster::start(program(), &["--workers=1", "--model-name=tiny", &flag]).await?;
+        let cluster = LocalCluster::start(program(), &["--workers=1", "--model-name=tiny", &flag]).await?;
         let mut client = cluster.client().await?;
         let served = model(&mut client).await?;
         ensure!(served.name == "tiny" && served.workers == 1, "{served:?}");
@@ -29,7 +29,7 @@ async fn a_model_that_ranks_share_serves_like_any_other() -> Result<()> {
     let mut answers = Vec::new();
     for overlap in [false, true] {
         let flags = flags.into_iter().chain(overlap.then_some("--overlap")).collect::<Vec<_>>();
-        let cluster = Cluster::start(program(), &flags).await?;
+        let cluster = LocalCluster::start(program(), &flags).await?;
         let mut client = cluster.client().await?;
         // Side by side and alone, in this cluster and the next: the same tokens.
         let requests = (0..4).map(|i| {

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Role, alone};
+use inflight_tests::{RoleProcess, alone};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -134,7 +134,7 @@ async fn call(
 }
 
 /// Bytes of memory that a process holds.
-fn resident(role: &Role) -> Result<u64> {
+fn resident(role: &RoleProcess) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", role.pid))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
     Ok(line.trim().trim_end_matches("kB").trim().parse::<u64>()? * 1024)
@@ -171,11 +171,11 @@ async fn at_ten_times_its_capacity_a_cluster_does_what_it_can_and_refuses_the_re
             "--device=sim:flat,step=0.01,prompt_token=0.0001",
             &format!("--max-sequences={SEQUENCES}"),
         ]);
-        workers.push(Role::start(program().to_owned(), "worker", &worker).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[&format!("--workers={}", addresses.join(",")), "--queue-requests-max=128"]);
-    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     all_connected(&router).await?;
     let clients: Vec<_> = (0..4).map(|_| router.client()).collect::<Result<_>>()?;
 

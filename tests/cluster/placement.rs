@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, TokenIds};
-use inflight_tests::{Role, alone, eventually, scrape};
+use inflight_tests::{RoleProcess, alone, eventually, scrape};
 
 use crate::program;
 use crate::requests::{generate, sampled};
@@ -26,11 +26,11 @@ fn turn(conversation: u32, nth: u32, tenant: &str) -> GenerateRequest {
 }
 
 /// Three workers and a router; the devices take long enough for a prompt that being idle is not all that counts.
-async fn cluster(placement: &str) -> Result<(Vec<Role>, Role)> {
+async fn cluster(placement: &str) -> Result<(Vec<RoleProcess>, RoleProcess)> {
     let mut workers = Vec::new();
     for _ in 0..3 {
         let worker = flags(&["--device=sim:flat,step=0.001,prompt_token=0.00002", "--max-sequences=64"]);
-        workers.push(Role::start(program().to_owned(), "worker", &worker).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -38,13 +38,13 @@ async fn cluster(placement: &str) -> Result<(Vec<Role>, Role)> {
         &format!("--placement={placement}"),
         "--reconnect-backoff-max=300ms",
     ]);
-    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     all_connected(&router).await?;
     Ok((workers, router))
 }
 
 /// Tokens of prompts that the workers found in their caches.
-async fn found(workers: &[Role]) -> Result<f64> {
+async fn found(workers: &[RoleProcess]) -> Result<f64> {
     let mut sum = 0.0;
     for worker in workers {
         sum += scrape(worker.metrics).await?.total("inflight_worker_cached_tokens_total").unwrap_or(0.0);

@@ -39,14 +39,14 @@ pub async fn model(client: &mut InferenceClient<Channel>) -> Result<Model> {
 
 /// A generation as far as it got.
 #[derive(Debug, Default, Clone, PartialEq)]
-pub struct Answer {
+pub struct GenerationResult {
     pub text: String,
     pub tokens: Vec<u32>,
     pub reasons: Vec<FinishReason>,
     pub usage: Option<Usage>,
 }
 
-impl Answer {
+impl GenerationResult {
     /// Adds an event, checking that it may come now.
     pub fn add(&mut self, response: GenerateResponse) -> Result<()> {
         ensure!(self.usage.is_none(), "an event after `completed`: {response:?}");
@@ -88,7 +88,7 @@ impl Answer {
 }
 
 /// Generates to the end.
-pub async fn generate(client: &mut InferenceClient<Channel>, request: GenerateRequest) -> Result<Answer> {
+pub async fn generate(client: &mut InferenceClient<Channel>, request: GenerateRequest) -> Result<GenerationResult> {
     let mut stream = client.generate(request).await?.into_inner();
-    Answer::default().read(&mut stream).await
+    GenerationResult::default().read(&mut stream).await
 }

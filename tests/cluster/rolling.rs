@@ -9,12 +9,12 @@ use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Role, alone};
+use inflight_tests::{RoleProcess, alone};
 use tonic::Code;
 use tonic::transport::Channel;
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
+use crate::requests::{GenerationResult, generate, sampled};
 use crate::storm::{all_connected, flags, idle, same, worker_flags};
 
 const WORKERS: usize = 3;
@@ -26,7 +26,7 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
     let _alone = alone().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
-        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router_flags = flags(&[
@@ -37,11 +37,11 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
     ]);
     let mut routers = Vec::new();
     for _ in 0..ROUTERS {
-        let router = Role::start(program().to_owned(), "router", &router_flags).await?;
+        let router = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
         all_connected(&router).await?;
         routers.push(router);
     }
-    let clients: Vec<_> = routers.iter().map(Role::client).collect::<Result<_>>()?;
+    let clients: Vec<_> = routers.iter().map(RoleProcess::client).collect::<Result<_>>()?;
     let requests: Vec<_> = (0..16).map(|i| sampled("Once upon a time", 100 + 20 * i, i.into())).collect();
     let undisturbed = try_join_all(requests.iter().map(|request| {
         let mut client = clients[0].clone();
@@ -103,13 +103,13 @@ async fn retrying(
     first: usize,
     request: &GenerateRequest,
     refused: &AtomicU32,
-) -> Result<Answer> {
+) -> Result<GenerationResult> {
     for router in (first..first + 1000).map(|n| n % clients.len()) {
         let mut client = clients[router].clone();
         match client.generate(request.clone()).await {
             Ok(response) => {
                 let mut stream = response.into_inner();
-                return Answer::default().read(&mut stream).await.context("after it had begun");
+                return GenerationResult::default().read(&mut stream).await.context("after it had begun");
             }
             // The router's word is UNAVAILABLE. Of a connection that closes under a call the client's own transport says
             // CANCELLED or UNKNOWN at times, with the cause, which no status from a server has.

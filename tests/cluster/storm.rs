@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
-use inflight_tests::{Role, alone, eventually, scrape};
+use inflight_tests::{RoleProcess, alone, eventually, scrape};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
+use crate::requests::{GenerationResult, generate, sampled};
 
 const WORKERS: usize = 4;
 const STREAMS: usize = 200;
@@ -52,7 +52,7 @@ async fn storm(seed: u64) -> Result<()> {
     let _alone = alone().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
-        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -61,7 +61,7 @@ async fn storm(seed: u64) -> Result<()> {
         "--connect-timeout=2s",
         "--no-worker-timeout=60s",
     ]);
-    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     let client = router.client()?;
     all_connected(&router).await?;
 
@@ -143,7 +143,7 @@ async fn storm(seed: u64) -> Result<()> {
 }
 
 /// Waits until the router has a session with every worker.
-pub async fn all_connected(router: &Role) -> Result<()> {
+pub async fn all_connected(router: &RoleProcess) -> Result<()> {
     eventually("every worker is connected", || async {
         let samples = scrape(router.metrics).await?;
         let connected = samples.total("inflight_router_workers_connected")?;
@@ -155,8 +155,8 @@ pub async fn all_connected(router: &Role) -> Result<()> {
 }
 
 /// Waits until nothing runs or waits anywhere and nothing is held.
-pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
-    let zero = async |role: &Role, gauges: &[&str]| {
+pub async fn idle(workers: &[RoleProcess], router: &RoleProcess) -> Result<()> {
+    let zero = async |role: &RoleProcess, gauges: &[&str]| {
         let samples = scrape(role.metrics).await?;
         for gauge in gauges {
             let value = match samples.total(gauge) {
@@ -204,7 +204,7 @@ pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
 }
 
 /// Whether two answers are the same stream; for callers that compare with an undisturbed run.
-pub fn same(expected: &Answer, got: &Answer) -> Result<()> {
+pub fn same(expected: &GenerationResult, got: &GenerationResult) -> Result<()> {
     ensure!(expected == got, "expected {expected:?}, got {got:?}");
     Ok(())
 }

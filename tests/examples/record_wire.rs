@@ -13,7 +13,7 @@ use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_tests::{Recorded, Role, WireTap};
+use inflight_tests::{RecordedMessage, RoleProcess, WireTap};
 use tonic::Request;
 use tonic::transport::Channel;
 
@@ -31,13 +31,13 @@ async fn main() -> Result<()> {
     let flags = ["--threads=1", "--kv-cache-bytes=8MiB", "--host-cache-bytes=8MiB"].map(str::to_owned);
     let mut workers = Vec::new();
     for _ in 0..2 {
-        let worker = Role::start(program.clone(), "worker", &flags).await?;
+        let worker = RoleProcess::start(program.clone(), "worker", &flags).await?;
         workers.push((WireTap::start(worker.address).await?, worker));
     }
     let mut flags: Vec<String> =
         workers.iter().map(|(tap, _)| format!("--workers={}", tap.address)).collect();
     flags.push("--placement=round-robin".to_owned());
-    let router = Role::start(program, "router", &flags).await?;
+    let router = RoleProcess::start(program, "router", &flags).await?;
     let tap = WireTap::start(router.address).await?;
     let endpoint = format!("http://{}", tap.address);
     let channel = Channel::from_shared(endpoint)?.connect().await?;
@@ -94,9 +94,10 @@ async fn main() -> Result<()> {
         let methods: BTreeSet<(&str, bool)> =
             recorded.iter().map(|message| (message.method.as_str(), message.request)).collect();
         for (method, request) in methods {
-            let of_kind =
-                |m: &&Recorded| m.method == method && m.request == request && m.bytes.len() <= BYTES_MAX;
-            lines.extend(recorded.iter().filter(of_kind).take(KEPT_MAX).map(Recorded::line));
+            let of_kind = |m: &&RecordedMessage| {
+                m.method == method && m.request == request && m.bytes.len() <= BYTES_MAX
+            };
+            lines.extend(recorded.iter().filter(of_kind).take(KEPT_MAX).map(RecordedMessage::line));
         }
     }
     std::fs::write(&file, lines.join("\n") + "\n")?;

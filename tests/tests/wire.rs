@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use inflight_proto::v1;
 use inflight_proto::v1::session_request::Message as FromRouter;
 use inflight_proto::v1::session_response::Message as FromWorker;
-use inflight_tests::Recorded;
+use inflight_tests::RecordedMessage;
 use prost::Message;
 
 const RELEASES: [(&str, &str); 1] = [("0.1.0", include_str!("../wire/0.1.0.txt"))];
@@ -28,7 +28,7 @@ fn bytes_of_earlier_releases_decode_to_what_they_meant() -> Result<()> {
         let (mut requests, mut seen) = (Vec::new(), BTreeSet::new());
         for (number, line) in recording.lines().enumerate().filter(|(_, line)| !line.starts_with('#')) {
             let at = || format!("{release}, line {}", number + 1);
-            let Recorded { method, request, bytes } = Recorded::parse(line).with_context(at)?;
+            let RecordedMessage { method, request, bytes } = RecordedMessage::parse(line).with_context(at)?;
             let (_, method) = method.rsplit_once('/').with_context(at)?;
             let encoded = match (method, request) {
                 ("Generate", true) => {

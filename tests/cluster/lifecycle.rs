@@ -3,14 +3,14 @@
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_proto::v1::FinishReason;
-use inflight_tests::{Cluster, eventually, run};
+use inflight_tests::{LocalCluster, eventually, run};
 
 use crate::program;
-use crate::requests::{Answer, generate, model, sampled};
+use crate::requests::{GenerationResult, generate, model, sampled};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn up_starts_streams_and_stops() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &[]).await?;
+    let mut cluster = LocalCluster::start(program(), &[]).await?;
     ensure!(cluster.workers.len() == 2, "two workers by default: {:?}", cluster.workers);
     let endpoint = cluster.endpoint.clone();
 
@@ -44,7 +44,7 @@ async fn up_starts_streams_and_stops() -> Result<()> {
     // What is in flight when SIGTERM comes still finishes.
     let tokens = context / 2;
     let mut stream = client.generate(sampled("Once upon a time", tokens, 1)).await?.into_inner();
-    let begun = Answer::begin(&mut stream).await?;
+    let begun = GenerationResult::begin(&mut stream).await?;
     cluster.signal(libc::SIGTERM)?;
     cluster.event("stopping").await?;
     let answer = begun.read(&mut stream).await?;
@@ -53,12 +53,12 @@ async fn up_starts_streams_and_stops() -> Result<()> {
 
     let status = cluster.wait().await?;
     ensure!(status.success(), "{status}; it wrote:\n{}", cluster.log());
-    cluster.mark.check_gone()
+    cluster.tag.check_gone()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let endpoint = cluster.endpoint.as_str();
     let flags =
         ["generate", "--endpoint", endpoint, "--json", "--n=2", "--max-tokens=5", "--ignore-eos", "--seed=7"];
@@ -94,28 +94,28 @@ async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn children_end_with_up_even_when_it_is_killed() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &[]).await?;
+    let mut cluster = LocalCluster::start(program(), &[]).await?;
     ensure!(
-        cluster.mark.processes().len() == 4,
+        cluster.tag.processes().len() == 4,
         "up, a router and two workers: {:?}",
-        cluster.mark.processes()
+        cluster.tag.processes()
     );
     cluster.signal(libc::SIGKILL)?;
     cluster.wait().await?;
-    let mark = cluster.mark.clone();
-    eventually("the children end", || async { mark.check_gone() }).await
+    let tag = cluster.tag.clone();
+    eventually("the children end", || async { tag.check_gone() }).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_interrupt_ends_at_once() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &["--workers=1", "--drain-timeout=10m"]).await?;
+    let mut cluster = LocalCluster::start(program(), &["--workers=1", "--drain-timeout=10m"]).await?;
     let mut client = cluster.client().await?;
     let tokens = model(&mut client).await?.context_tokens - 64;
     let mut streams = Vec::new();
     for seed in 0..32 {
         let mut stream = client.generate(sampled("Once upon a time", tokens, seed)).await?.into_inner();
         if seed == 0 {
-            Answer::begin(&mut stream).await?;
+            GenerationResult::begin(&mut stream).await?;
         }
         streams.push(stream);
     }
@@ -124,5 +124,5 @@ async fn a_second_interrupt_ends_at_once() -> Result<()> {
     cluster.signal(libc::SIGINT)?;
     let status = cluster.wait().await?;
     ensure!(status.code() == Some(130), "{status}; it wrote:\n{}", cluster.log());
-    cluster.mark.check_gone()
+    cluster.tag.check_gone()
 }

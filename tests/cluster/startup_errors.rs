@@ -6,17 +6,17 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype, TempDir};
-use inflight_tests::{Finished, run};
+use inflight_tests::{CommandOutput, run};
 
 use crate::program;
 
-fn check(finished: &Finished, code: i32, pieces: &[&str]) -> Result<()> {
+fn check(finished: &CommandOutput, code: i32, pieces: &[&str]) -> Result<()> {
     ensure!(finished.code == Some(code), "exit code {code} was expected: {finished:?}");
     for piece in pieces {
         ensure!(finished.stderr.contains(piece), "{piece:?} was expected: {finished:?}");
     }
     ensure!(!finished.stderr.contains("panic"), "{finished:?}");
-    finished.mark.check_gone()
+    finished.tag.check_gone()
 }
 
 fn taken() -> Result<(TcpListener, SocketAddr)> {

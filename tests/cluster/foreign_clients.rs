@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{Cluster, run};
+use inflight_tests::{LocalCluster, run};
 use serde_json::Value;
 
 use crate::program;
@@ -20,7 +20,7 @@ async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Res
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let cluster = Cluster::start(program(), &[]).await?;
+    let cluster = LocalCluster::start(program(), &[]).await?;
     let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
     let address = cluster.endpoint.trim_start_matches("http://");
     let protos = root.join("proto").to_string_lossy().into_owned();
@@ -59,7 +59,7 @@ async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let cluster = Cluster::start(program(), &["--model-name=demo"]).await?;
+    let cluster = LocalCluster::start(program(), &["--model-name=demo"]).await?;
     let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
     let script = root.join("tests/clients/python/triton.py").to_string_lossy().into_owned();
     let address = cluster.endpoint.trim_start_matches("http://");

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions, TokenIds};
-use inflight_tests::{Cluster, eventually, run, send_raw};
+use inflight_tests::{LocalCluster, eventually, run, send_raw};
 use tonic::Code;
 
 use crate::program;
@@ -49,7 +49,7 @@ fn ids(ids: &[u32]) -> Option<Input> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_bad_request_gets_its_status_and_the_cluster_goes_on() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let mut client = cluster.client().await?;
     model(&mut client).await?;
     for (what, change, code, word) in REFUSED {
