@@ -1,4 +1,4 @@
-//! The ordinary life of a cluster: start, serve, drain, stop.
+//! Life cycle of a cluster: start, serve, drain, stop.
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
@@ -41,7 +41,7 @@ async fn up_starts_streams_and_stops() -> Result<()> {
     });
     try_join_all(calls).await?;
 
-    // What is in flight when SIGTERM comes still finishes.
+    // A stream in flight at SIGTERM completes.
     let tokens = context / 2;
     let mut stream = client.generate(sampled("Once upon a time", tokens, 1)).await?.into_inner();
     let begun = GenerationResult::begin(&mut stream).await?;
@@ -57,7 +57,7 @@ async fn up_starts_streams_and_stops() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
+async fn generate_writes_json_events_and_reads_standard_input() -> Result<()> {
     let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let endpoint = cluster.endpoint.as_str();
     let flags =
@@ -85,7 +85,7 @@ async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
     ensure!(unknown.code == Some(4) && unknown.stderr.contains("NOT_FOUND"), "{unknown:?}");
     let late = ["generate", "--endpoint", endpoint, "--timeout=1us", "--raw", "--ignore-eos", "Hello"];
     let late = run(program(), &late, "").await?;
-    // Whoever sees first that it can't be kept: the router, before anything is queued, or the clock.
+    // Either the router rejects the deadline before queueing the request, or the deadline expires.
     let refused = late.code == Some(5) && late.stderr.contains("RESOURCE_EXHAUSTED");
     let exceeded = late.code == Some(6) && late.stderr.contains("DEADLINE_EXCEEDED");
     ensure!(refused || exceeded, "{late:?}");
@@ -93,7 +93,7 @@ async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn children_end_with_up_even_when_it_is_killed() -> Result<()> {
+async fn child_processes_exit_with_up_even_after_sigkill() -> Result<()> {
     let mut cluster = LocalCluster::start(program(), &[]).await?;
     ensure!(
         cluster.tag.processes().len() == 4,
@@ -107,7 +107,7 @@ async fn children_end_with_up_even_when_it_is_killed() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_second_interrupt_ends_at_once() -> Result<()> {
+async fn a_second_sigint_ends_the_drain_at_once() -> Result<()> {
     let mut cluster = LocalCluster::start(program(), &["--workers=1", "--drain-timeout=10m"]).await?;
     let mut client = cluster.client().await?;
     let tokens = model(&mut client).await?.context_tokens - 64;

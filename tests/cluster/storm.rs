@@ -1,4 +1,4 @@
-//! Workers that are killed and stopped, again and again, under a full load of streams.
+//! Workers killed and suspended repeatedly under a full load of streams; also helpers shared by other tests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use crate::requests::{GenerationResult, generate, sampled};
 const WORKERS: usize = 4;
 const STREAMS: usize = 200;
 const MAX_SEQUENCES: u32 = 128;
-/// Different requests; the streams repeat them.
+/// Distinct requests; the streams repeat them.
 const REQUESTS: usize = 40;
-/// How long the unrest lasts where nothing else is said: `INFLIGHT_CHAOS_SECONDS` says.
+/// Default length of fault injection, in seconds; `INFLIGHT_CHAOS_SECONDS` overrides it.
 const SECONDS: u64 = 15;
 
 fn seconds() -> Duration {
@@ -26,11 +26,12 @@ fn seconds() -> Duration {
     Duration::from_secs(given.unwrap_or(SECONDS))
 }
 
+/// Converts flags to owned strings.
 pub fn flags(flags: &[&str]) -> Vec<String> {
     flags.iter().map(|flag| (*flag).to_owned()).collect()
 }
 
-/// Flags of a small worker that is soon missed.
+/// Returns the flags of a small worker with a short heartbeat, whose loss is noticed soon.
 pub fn worker_flags() -> Vec<String> {
     flags(&[
         "--kv-cache-bytes=64MiB",
@@ -42,10 +43,10 @@ pub fn worker_flags() -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_killed_and_stopped_every_second_cost_no_stream_no_token_and_no_credit() -> Result<()> {
+async fn workers_killed_and_suspended_every_second_lose_no_token_and_no_grant() -> Result<()> {
     let seed =
         std::env::var("INFLIGHT_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
-    storm(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the order of the blows"))
+    storm(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the sequence of faults"))
 }
 
 async fn storm(seed: u64) -> Result<()> {
@@ -82,35 +83,36 @@ async fn storm(seed: u64) -> Result<()> {
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
         let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
-        // More streams than a server may allow on one connection would wait for one another.
+        // Several connections: streams beyond the server's limit per connection would wait.
         let mut client = connections[stream % connections.len()].clone();
         streams.spawn(async move {
             let mut ended = 0u32;
             while Instant::now() < end {
-                let which = (stream + 7 * ended as usize) % REQUESTS;
-                let answer = generate(&mut client, requests[which].clone()).await?;
+                let index = (stream + 7 * ended as usize) % REQUESTS;
+                let result = generate(&mut client, requests[index].clone()).await?;
                 ensure!(
-                    answer == undisturbed[which],
-                    "request {which} changed: expected {:?}, got {answer:?}",
-                    undisturbed[which]
+                    result == undisturbed[index],
+                    "request {index} changed: expected {:?}, got {result:?}",
+                    undisturbed[index]
                 );
                 ended += 1;
             }
             anyhow::Ok(ended)
         });
     }
-    let mut blows = [0; 2];
+    // Kills and suspensions.
+    let mut faults = [0; 2];
     let mut next = Instant::now();
     while next < end {
         let victim = &mut workers[random.random_range(0..WORKERS)];
         if random.random() {
-            blows[0] += 1;
+            faults[0] += 1;
             victim.signal(libc::SIGKILL)?;
             victim.wait().await?;
             victim.restart().await?;
         } else {
-            // Past three heartbeats, so that it is given up and then comes back.
-            blows[1] += 1;
+            // Longer than three heartbeats, so that the router closes the session and reconnects later.
+            faults[1] += 1;
             victim.signal(libc::SIGSTOP)?;
             sleep(Duration::from_millis(random.random_range(800..1500))).await;
             victim.signal(libc::SIGCONT)?;
@@ -124,8 +126,11 @@ async fn storm(seed: u64) -> Result<()> {
     }
     let samples = scrape(router.metrics).await?;
     let moved = samples.total("inflight_router_resubmissions_total")?;
-    println!("{ended} streams whole after {} kills and {} stops; {moved} resubmissions", blows[0], blows[1]);
-    ensure!(moved >= f64::from(blows[0]), "only {moved} streams were disturbed by {blows:?} blows");
+    let [kills, suspensions] = faults;
+    println!(
+        "{ended} complete streams after {kills} kills and {suspensions} suspensions; {moved} resubmissions"
+    );
+    ensure!(moved >= f64::from(kills), "only {moved} streams were resubmitted after {kills} kills");
     let outcomes =
         samples.series().filter(|(series, _)| series.starts_with("inflight_router_requests_total"));
     for (series, count) in outcomes {
@@ -133,10 +138,10 @@ async fn storm(seed: u64) -> Result<()> {
     }
     all_connected(&router).await?;
     idle(&workers, &router).await?;
-    eventually("all grants are back", || async {
+    eventually("the router holds all grants again", || async {
         let now = scrape(router.metrics).await?.total("inflight_router_worker_sequences_granted")?;
         let all = f64::from(MAX_SEQUENCES) * WORKERS as f64;
-        ensure!(now > all, "{now} of more than {all}");
+        ensure!(now > all, "{now} sequences granted, not more than {all}");
         Ok(())
     })
     .await
@@ -154,14 +159,14 @@ pub async fn all_connected(router: &RoleProcess) -> Result<()> {
     .await
 }
 
-/// Waits until nothing runs or waits anywhere and nothing is held.
+/// Waits until the router and the workers have no open call, queued request, sequence or allocated block.
 pub async fn idle(workers: &[RoleProcess], router: &RoleProcess) -> Result<()> {
     let zero = async |role: &RoleProcess, gauges: &[&str]| {
         let samples = scrape(role.metrics).await?;
         for gauge in gauges {
             let value = match samples.total(gauge) {
                 Ok(value) => value,
-                // There is one for each worker that has a session, so there may be none.
+                // One series per worker with a session, so there may be none.
                 Err(_) if gauge.starts_with("inflight_router_worker_") => continue,
                 Err(error) => return Err(error),
             };
@@ -203,8 +208,8 @@ pub async fn idle(workers: &[RoleProcess], router: &RoleProcess) -> Result<()> {
     Ok(())
 }
 
-/// Whether two answers are the same stream; for callers that compare with an undisturbed run.
-pub fn same(expected: &GenerationResult, got: &GenerationResult) -> Result<()> {
+/// Checks that a result equals that of the undisturbed run.
+pub fn ensure_same(expected: &GenerationResult, got: &GenerationResult) -> Result<()> {
     ensure!(expected == got, "expected {expected:?}, got {got:?}");
     Ok(())
 }

@@ -1,3 +1,5 @@
+//! Scenario of a simulation run: client calls and fault events, drawn from a seed.
+
 use std::ops::Range;
 use std::time::Duration;
 
@@ -7,35 +9,35 @@ use rand::{Rng as _, SeedableRng as _};
 pub const WORKERS: usize = 3;
 pub const ROUTERS: usize = 2;
 const CALLS: usize = 24;
-/// While calls begin and things break.
-pub const UNREST: Duration = Duration::from_secs(6);
+/// Period in which calls start and faults are injected.
+pub const FAULT_WINDOW: Duration = Duration::from_secs(6);
 
-/// What happens to the cluster.
+/// Fault or repair of the cluster. Fields are indices: worker, router, or router and worker of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
-    /// A worker dies.
+pub enum FaultEvent {
+    /// Crash of a worker.
     Crash(usize),
-    /// It is started again, crashed or drained.
+    /// Restart of a crashed or draining worker.
     Start(usize),
-    /// A worker is told to drain.
+    /// Drain of a worker.
     Drain(usize),
-    /// Nothing gets through between a router and a worker; both find out by themselves.
+    /// Partition of a link: messages are dropped without an error on either side.
     Partition(usize, usize),
-    /// Everything gets through again.
+    /// End of a partition.
     Repair(usize, usize),
-    /// What is sent between a router and a worker is kept.
+    /// Hold of a link: messages are buffered.
     Hold(usize, usize),
-    /// It arrives, late.
+    /// End of a hold: buffered messages are delivered.
     Release(usize, usize),
-    /// A router is told to drain.
+    /// Drain of a router.
     DrainRouter(usize),
-    /// It is started again.
+    /// Restart of a drained router.
     StartRouter(usize),
 }
 
-/// A client's call.
+/// Call of a client, at time `at` to router `router` first.
 #[derive(Debug, Clone)]
-pub struct Call {
+pub struct ClientCall {
     pub id: usize,
     pub at: Duration,
     pub router: usize,
@@ -43,35 +45,37 @@ pub struct Call {
     pub n: u32,
     pub max_tokens: u32,
     pub seed: u64,
-    /// Tokens that end it, beside the model's own.
+    /// Stop token ids beside the EOS tokens.
     pub stop_ids: Vec<u32>,
-    /// It goes on past the model's own.
+    /// Ignores the EOS tokens.
     pub ignore_eos: bool,
-    /// Messages after which the client leaves.
+    /// Number of messages after which the client cancels.
     pub leaves_after: Option<usize>,
 }
 
-/// One run: everything that chance decides, decided beforehand.
+/// Calls and faults of one run.
 #[derive(Debug, Clone)]
-pub struct Script {
-    pub calls: Vec<Call>,
-    /// In order.
-    pub events: Vec<(Duration, Event)>,
+pub struct Scenario {
+    pub calls: Vec<ClientCall>,
+    /// Simulated times and events, ascending.
+    pub events: Vec<(Duration, FaultEvent)>,
 }
 
+/// Draws a duration from a range of milliseconds.
 fn between(random: &mut StdRng, millis: Range<u64>) -> Duration {
     Duration::from_millis(random.random_range(millis))
 }
 
-impl Script {
+impl Scenario {
+    /// Draws a scenario from a seed.
     pub fn new(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
-        let unrest = UNREST.as_millis() as u64;
-        let calls = (0..CALLS).map(|id| Call {
+        let window_ms = FAULT_WINDOW.as_millis() as u64;
+        let calls = (0..CALLS).map(|id| ClientCall {
             id,
-            at: between(&mut random, 500..unrest),
+            at: between(&mut random, 500..window_ms),
             router: random.random_range(0..ROUTERS),
-            // Few beginnings, so that prompts share prefixes.
+            // One of four texts, so that prompts share prefixes.
             prompt: {
                 let (text, len) = (random.random_range(0..4u32), random.random_range(1..50u32));
                 (0..len).map(|i| (i * i + text * 41) % 250).collect()
@@ -85,34 +89,40 @@ impl Script {
         });
         let calls = calls.collect();
         let mut events = Vec::new();
-        // Each worker, each router and each link has its own row of misfortunes.
+        // Each worker, router and link has an independent sequence of faults.
         for worker in 0..WORKERS {
             let mut at = between(&mut random, 500..3000);
-            while at < UNREST {
-                events.push((at, if random.random() { Event::Crash(worker) } else { Event::Drain(worker) }));
+            while at < FAULT_WINDOW {
+                events.push((
+                    at,
+                    if random.random() { FaultEvent::Crash(worker) } else { FaultEvent::Drain(worker) },
+                ));
                 at += between(&mut random, 200..1200);
-                events.push((at, Event::Start(worker)));
+                events.push((at, FaultEvent::Start(worker)));
                 at += between(&mut random, 800..4000);
             }
         }
         for router in 0..ROUTERS {
             for worker in 0..WORKERS {
                 let mut at = between(&mut random, 500..6000);
-                while at < UNREST {
+                while at < FAULT_WINDOW {
                     let long = between(&mut random, 20..1500);
                     let (begin, end) = match random.random() {
-                        true => (Event::Partition(router, worker), Event::Repair(router, worker)),
-                        false => (Event::Hold(router, worker), Event::Release(router, worker)),
+                        true => (FaultEvent::Partition(router, worker), FaultEvent::Repair(router, worker)),
+                        false => (FaultEvent::Hold(router, worker), FaultEvent::Release(router, worker)),
                     };
                     events.extend([(at, begin), (at + long, end)]);
                     at += long + between(&mut random, 1000..6000);
                 }
             }
             if random.random_bool(0.3) {
-                let at = between(&mut random, 1000..unrest);
-                // Late enough for its streams to end, for what is started again was told to stop and is not killed.
-                let again = UNREST + between(&mut random, 1000..3000);
-                events.extend([(at, Event::DrainRouter(router)), (again, Event::StartRouter(router))]);
+                let at = between(&mut random, 1000..window_ms);
+                // Late enough for its streams to end, because turmoil's `bounce` ends the previous instance.
+                let again = FAULT_WINDOW + between(&mut random, 1000..3000);
+                events.extend([
+                    (at, FaultEvent::DrainRouter(router)),
+                    (again, FaultEvent::StartRouter(router)),
+                ]);
             }
         }
         events.sort_by_key(|(at, _)| *at);
