@@ -114,7 +114,7 @@ async fn unauthenticated_unfinished_messages_take_no_memory_from_tenants() -> Re
         }
         println!("{path}: {CALLS} calls ended after {:?}", started.elapsed());
     }
-    // Below the size limit, up to 32 unauthenticated calls run into the message timeout; the rest is rejected at once.
+    // Below the size limit, up to 32 unauthenticated calls may wait for the message timeout; others fail at once.
     let calls = (0..CALLS).map(|_| unfinished(channel.clone(), "/grpc.health.v1.Health/Check", 1000));
     let ended = join_all(calls.collect::<Vec<_>>()).await.into_iter().collect::<Result<Vec<_>>>()?;
     let late = ended.iter().filter(|code| **code == Code::DeadlineExceeded).count();

@@ -48,7 +48,7 @@ async fn bench_measures_a_cluster_in_a_closed_and_an_open_loop() -> Result<()> {
     Ok(())
 }
 
-/// Two runs with one seed against the same server must not share prompts, or the prefix cache makes the second faster.
+/// Two runs with one seed must not share prompts, or the prefix cache of the server makes the second faster.
 #[tokio::test(flavor = "multi_thread")]
 async fn runs_share_cached_prompts_only_with_the_same_nonce() -> Result<()> {
     let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
@@ -120,7 +120,7 @@ async fn bench_fails_with_a_reason_where_it_cannot_measure() -> Result<()> {
         let down = bench(&["--endpoint", &down]).await?;
         ensure!(down.code == Some(3) && down.stderr.contains("cannot connect to"), "{down:?}");
     }
-    // Fault, exit code, text on standard error if all requests fail, and error kind if the first eight succeed.
+    // Fault, exit code, text on stderr if all requests fail, and error kind if the first eight succeed.
     let faults = [
         (Fault::Error, 1, "500 Internal Server Error: out of order", "http_500"),
         (Fault::EndsEarly(3), 1, "ended before its completion did", "truncated"),

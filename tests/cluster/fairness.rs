@@ -1,5 +1,5 @@
-//! Weighted fairness between tenants over real routers and workers: unequal weights, a flooding tenant, and queueing
-//! times beyond the aging threshold.
+//! Weighted fairness between tenants over real routers and workers: unequal weights, a flooding tenant, and
+//! queueing times beyond the aging threshold.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,8 +27,8 @@ const OUTPUT: u32 = 20;
 /// Length of a measurement window, in seconds.
 const SECONDS: u64 = 10;
 
-/// Tenants: API key, its SHA-256, weight, and open requests per router. Each has more requests open than its share of the
-/// workers' slots, so every tenant is always backlogged.
+/// Tenants: API key, its SHA-256, weight, and open requests per router. Each has more requests open than its
+/// share of the workers' slots, so every tenant is always backlogged.
 const TENANTS: [(&str, &str, u32, usize); 3] = [
     ("one", "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed", 1, 8),
     ("three", "8b5b9db0c13db24256c829aa364aa90c6d2eba318b9232a4ab9313b954d3555f", 3, 24),

@@ -1,4 +1,4 @@
-//! Workers on simulated GPUs ([`SimulatedGpu`]): the worker and its CUDA driver calls are real, the driver is not.
+//! Real workers whose CUDA driver calls go to simulated GPUs ([`SimulatedGpu`]).
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
@@ -10,7 +10,7 @@ use tokio::sync::OnceCell;
 use crate::program;
 use crate::requests::{GenerationResult, generate, sampled};
 
-/// Writes a small model with a head size that the CUDA kernels support; returns its folder and the `--model` flag.
+/// Writes a small model with a head size that the CUDA kernels support; returns folder and `--model` flag.
 fn mini() -> Result<(TempDir, String)> {
     let folder = TempDir::new("inflight-mini")?;
     Shape::Mini.write(folder.path())?;
@@ -24,7 +24,7 @@ const SMALL: [&str; 3] = ["--max-sequences=6", "--max-batch-tokens=64", "--max-c
 /// Log filter that shows whether programmatic dependent launch is on.
 const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_worker::runtime::cuda::driver=debug";
 
-/// Generates all requests concurrently, then the first one alone, and checks that both of its results are equal.
+/// Generates all requests concurrently, then the first one alone, and checks that its results agree.
 async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> Result<Vec<GenerationResult>> {
     let client = cluster.client().await?;
     let generate_one = |request: &GenerateRequest| {

@@ -1,5 +1,6 @@
-//! Overload at ten times capacity, for a real router over workers on simulated devices: goodput holds, excess requests are
-//! rejected at once, high-priority requests keep their TTFT, and the router's memory does not grow.
+//! Overload at ten times capacity, for a real router over workers on simulated devices: goodput holds, excess
+//! requests are rejected at once, high-priority requests keep their TTFT, and the router's memory does not
+//! grow.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +24,7 @@ const WORKERS: usize = 2;
 const SEQUENCES: u32 = 32;
 /// Mean output tokens per request; each token takes a step of 10 ms.
 const OUTPUT: u32 = 40;
-/// Requests per second that keep all slots of all workers busy; 12.5 ms per token, because steps also run prefills.
+/// Requests per second that keep all slots busy, at 12.5 ms per token because steps also run prefills.
 const CAPACITY: f64 = WORKERS as f64 * SEQUENCES as f64 / (OUTPUT as f64 * 0.0125);
 /// Default length of a phase, in seconds; `INFLIGHT_OVERLOAD_SECONDS` overrides it.
 const SECONDS: f64 = 5.0;
@@ -56,8 +57,8 @@ struct PhaseStats {
     rejected_high: u64,
 }
 
-/// Sends `rate` requests per second with normal priority and `rate_high` with high priority in an open loop, and waits
-/// until all have ended. `phase` makes their prompts unique.
+/// Sends `rate` requests per second with normal priority and `rate_high` with high priority in an open loop,
+/// and waits until all have ended. `phase` makes their prompts unique.
 async fn run_phase(
     clients: &[InferenceClient<Channel>],
     rate: f64,
@@ -210,8 +211,8 @@ async fn at_ten_times_capacity_goodput_holds_and_the_excess_is_rejected_at_once(
         let rejected = over.rejected_s.len();
         ensure!(rejected as f64 > 0.8 * sent, "of {sent} only {rejected} were rejected");
         ensure!(over.rejected_high == 0, "{} high-priority requests were rejected", over.rejected_high);
-        // A rejection must not wait for service, so it takes a fraction of the TTFT. Except those by displacement from the
-        // queue: at most one per high-priority request.
+        // A rejection must not wait for service, so it takes a fraction of the TTFT. Except those by
+        // displacement from the queue: at most one per high-priority request.
         let displaced = over.ttft_s[1].len().min(rejected);
         let immediate = &over.rejected_s[..rejected - displaced];
         let (rejection, ttft) = (percentile(immediate, 0.99), percentile(&over.ttft_s[0], 0.5));

@@ -11,7 +11,7 @@ use crate::storm::{all_connected, flags};
 
 /// Prompt tokens; all but the last 32 are common to the turns of a conversation.
 const PROMPT: u32 = 640;
-/// Number of conversations. Not a multiple of the workers, or round-robin would return each to its worker by chance.
+/// Number of conversations; not a multiple of the workers, or round-robin would return each to its worker.
 const CONVERSATIONS: u32 = 7;
 
 fn turn(conversation: u32, nth: u32, tenant: &str) -> GenerateRequest {
@@ -52,7 +52,7 @@ async fn cached_tokens(workers: &[RoleProcess]) -> Result<f64> {
     Ok(sum)
 }
 
-/// Runs three turns of each conversation, and returns the prefix-cache hit rate of the second and third turns.
+/// Runs three turns of each conversation; returns the prefix-cache hit rate of the second and third turns.
 async fn hit_rate(placement: &str) -> Result<f64> {
     let (workers, router) = cluster(placement).await?;
     let mut client = router.client()?;

@@ -111,8 +111,8 @@ async fn generate_with_retries(
                 let mut stream = response.into_inner();
                 return GenerationResult::default().read(&mut stream).await.context("after it had begun");
             }
-            // A draining router returns UNAVAILABLE. For a connection closed during a call, tonic may report CANCELLED or
-            // UNKNOWN with an error source, which a status from a server never has.
+            // A draining router returns UNAVAILABLE. For a connection closed during a call, tonic may report
+            // CANCELLED or UNKNOWN with an error source, which a status from a server never has.
             Err(status) if status.code() == Code::Unavailable || status.source().is_some() => {
                 rejected.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(Duration::from_millis(20)).await;

@@ -1,8 +1,8 @@
 //! Records the wire messages of a release, for the compatibility test of later builds:
 //! `cargo run --release -p inflight-tests --example record_wire -- BINARY FILE`.
 //!
-//! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that use every
-//! field a client can set, kills a worker in mid-stream, and writes up to [`KEPT_MAX`] messages per method and direction.
+//! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that
+//! use every field a client can set, kills a worker in mid-stream, and writes up to 64 messages per method and way.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use inflight_tests::{RecordedMessage, RoleProcess, WireTap};
 use tonic::Request;
 use tonic::transport::Channel;
 
-/// Maximum size of a recorded message; larger ones are chunks of the model bundle and show nothing of the format.
+/// Maximum size of a recorded message in bytes; larger ones are chunks of the model bundle.
 const BYTES_MAX: usize = 4096;
 /// Maximum recorded messages per method and direction.
 const KEPT_MAX: usize = 64;

@@ -1,5 +1,6 @@
-//! Deterministic simulation of complete routers and workers over a simulated network and device: links are partitioned and
-//! held, workers crash and drain, routers drain, and every client's stream must stay complete and exact.
+//! Deterministic simulation of complete routers and workers over a simulated network and device: links are
+//! partitioned and held, workers crash and drain, routers drain, and every client's stream must stay complete
+//! and exact.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
@@ -120,8 +121,8 @@ fn expected_output(call: &ClientCall, choice: u32) -> (Vec<u32>, Option<u32>) {
     (context.split_off(call.prompt.len()), stop)
 }
 
-/// Makes a call and checks its output; while it is rejected before its first message, it is retried on the other router.
-/// Returns the number of tokens received. `record` is called with each message.
+/// Makes a call and checks its output; while it is rejected before its first message, it is retried on the
+/// other router. Returns the number of tokens received. `record` is called with each message.
 async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(String)) -> usize {
     let request = v1::GenerateRequest {
         request_id: format!("call-{}", call.id),
@@ -142,7 +143,7 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
         let mut client = InferenceClient::new(channels[router].clone());
         match client.generate(request.clone()).await {
             Ok(response) => break response.into_inner(),
-            // UNAVAILABLE from a draining router, or an error of the client's transport: only those have a source.
+            // UNAVAILABLE from a draining router, or an error of the client's transport, which has a source.
             Err(status) => {
                 let retriable = status.code() == Code::Unavailable || status.source().is_some();
                 assert!(retriable, "call {}: {status}", call.id);
@@ -343,8 +344,8 @@ fn every_stream_is_complete_under_any_faults_and_nothing_leaks() {
     assert!(resubmissions > 0.0, "no fault interrupted a stream");
 }
 
-/// Calls, faults and network delays follow from the seed. The order in which tokio polls tasks that are ready at the same
-/// instant does so only under `--cfg tokio_unstable`, hence the condition.
+/// Calls, faults and network delays follow from the seed. The order in which tokio polls tasks that are ready
+/// at the same instant does so only under `--cfg tokio_unstable`, hence the condition.
 #[cfg(tokio_unstable)]
 #[test]
 fn a_seed_repeats_its_run_to_the_time_of_every_message() {

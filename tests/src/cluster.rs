@@ -20,8 +20,8 @@ use crate::process::{ProcessTag, kill};
 /// Held shared by every cluster and exclusively by a test that measures.
 static CLUSTERS: RwLock<()> = RwLock::const_new(());
 
-/// Waits until no other cluster of this process runs, and excludes new ones while the guard lives. For tests that
-/// measure; under nextest, which runs each test in a separate process, `.config/nextest.toml` does the same by name.
+/// Waits until no other cluster of this process runs, and excludes new ones while the guard lives. For tests
+/// that measure; under nextest, with one process per test, `.config/nextest.toml` does the same by name.
 pub async fn alone() -> RwLockWriteGuard<'static, ()> {
     CLUSTERS.write().await
 }

@@ -37,8 +37,8 @@ impl SimulatedGpu {
         Ok(Self { folder, settings: settings.to_owned() })
     }
 
-    /// Runs the test named `test` of this program again in a child process with simulated GPUs, because the dynamic
-    /// loader reads its search path only at process start. Returns true in the child, which then runs the test's body.
+    /// Runs the test named `test` of this program again in a child process with simulated GPUs, because the
+    /// dynamic loader reads its search path only at process start. Returns true in the child, false outside.
     ///
     /// # Errors
     /// The test fails in the child, or the simulated GPUs cannot be created.
@@ -82,7 +82,7 @@ impl SimulatedGpu {
         ]
     }
 
-    /// Injects a fault: kernels on GPU `gpu` fail with CUDA driver error `error` until [`SimulatedGpu::heal`].
+    /// Makes kernels on GPU `gpu` fail with CUDA driver error `error`, until [`SimulatedGpu::heal`].
     ///
     /// # Errors
     /// A file operation fails.

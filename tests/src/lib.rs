@@ -1,5 +1,5 @@
-//! Harness of the whole-cluster tests: routers and workers as real processes, metric scraping, an OTLP collector,
-//! a simulated GPU, a recording gRPC proxy and a scripted token server.
+//! Harness of the whole-cluster tests: routers and workers as real processes, metric scraping, an OTLP
+//! collector, a simulated GPU, a recording gRPC proxy and a scripted token server.
 
 mod cluster;
 mod collector;

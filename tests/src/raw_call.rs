@@ -7,7 +7,7 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 
-/// Sends `message` as the bytes of one request message; returns the error status of the call, `None` if it succeeds.
+/// Sends `message` as the bytes of one request message; returns the error status, `None` on success.
 ///
 /// # Errors
 /// The connection fails.

@@ -31,7 +31,7 @@ pub struct RoleProcess {
 }
 
 impl RoleProcess {
-    /// Starts `program ROLE` on free ports with `flags`, and waits until a worker is ready or a router listens.
+    /// Starts `program ROLE` on free ports with `flags`; waits until a worker is ready or a router listens.
     ///
     /// # Errors
     /// The process does not get ready; the error contains its standard error.

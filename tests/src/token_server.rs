@@ -1,4 +1,4 @@
-//! Scripted server for tests of load generators: it sends the requested number of tokens at scripted times and logs them.
+//! Scripted server for tests of load generators: sends the requested number of tokens at scripted times.
 
 use std::convert::Infallible;
 use std::io;

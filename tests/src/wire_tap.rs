@@ -33,7 +33,7 @@ pub struct RecordedMessage {
 }
 
 impl RecordedMessage {
-    /// Formats the message as a line of a recording: `>` (request) or `<` (response), the method, the bytes in hex.
+    /// Formats the message as a line of a recording: `>` (request) or `<` (response), method, bytes in hex.
     pub fn line(&self) -> String {
         let mut line = format!("{} {} ", if self.request { '>' } else { '<' }, self.method);
         for byte in &self.bytes {

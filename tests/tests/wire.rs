@@ -1,4 +1,5 @@
-//! Wire compatibility: messages recorded from earlier releases (`wire/VERSION.txt`, by `examples/record_wire`) decode.
+//! Wire compatibility: messages recorded from earlier releases (`wire/VERSION.txt`, by
+//! `examples/record_wire`) decode.
 
 use std::collections::BTreeSet;
 

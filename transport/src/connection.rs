@@ -109,8 +109,8 @@ impl Peer {
         self.0.calls.load(Ordering::Acquire)
     }
 
-    /// Marks the connection as authenticated: from now on `idle_max` applies, and the connection is not evicted while a
-    /// call is open on it.
+    /// Marks the connection as authenticated: from now on `idle_max` applies, and the connection is not
+    /// evicted while a call is open on it.
     pub fn set_authenticated(&self) {
         if !self.0.authenticated.swap(true, Ordering::AcqRel)
             && let Some(authentication) = &self.0.authentication
@@ -150,8 +150,8 @@ enum Socket {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Accepted connection. Reads fail once it exceeds a limit: no first call in time, idle for too long, or evicted for
-/// another connection.
+/// Accepted connection. Reads fail once it exceeds a limit: no first call in time, idle for too long, or
+/// evicted for another connection.
 pub struct Connection {
     /// Value of the metrics' `listener` label.
     listener: &'static str,
@@ -239,7 +239,7 @@ impl Connection {
 fn next_idle_check(idle_since: Option<Instant>, now: Instant, idle_max: Duration) -> Option<Instant> {
     match idle_since {
         Some(since) if now >= since + idle_max => None,
-        // The earliest time at which the limit can be reached, but at least 1 ms away, to bound the cost of checks.
+        // The earliest time at which the limit can be reached, at least 1 ms away to bound the cost of checks.
         Some(since) => Some((since + idle_max).max(now + Duration::from_millis(1))),
         // A call is open; it may end right after this check.
         None => Some(now + idle_max),

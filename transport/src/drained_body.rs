@@ -14,9 +14,9 @@ const DRAIN_MAX: Duration = Duration::from_secs(1);
 
 /// Request body whose unread rest is read and discarded after its drop, for [`DRAIN_MAX`] at most.
 ///
-/// A server that drops an unread body resets the stream. Frames still in flight then count as errors of the peer, and
-/// HTTP/2 implementations close a connection after a number of those (a guard against forced resets). A proxy that
-/// multiplexes many clients would lose its connection to calls that were rejected.
+/// A server that drops an unread body resets the stream. Frames still in flight then count as errors of the
+/// peer, and HTTP/2 implementations close a connection after a number of those (a guard against forced
+/// resets). A proxy that multiplexes many clients would lose its connection to calls that were rejected.
 pub(crate) struct DrainedBody(Option<Incoming>);
 
 impl DrainedBody {

@@ -1,4 +1,4 @@
-//! HTTP/2 server for many streams of small messages: one task per connection writes the frames of all its responses.
+//! HTTP/2 server for many streams of small messages: one task per connection writes all its responses.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -29,17 +29,17 @@ use crate::response_streams::{ResponseStream, ResponseStreams};
 
 /// Streams that a client may make this side reset before its connection is closed; h2's own default.
 const LOCAL_RESETS_MAX: usize = 1024;
-/// Initial flow-control window of a connection, in bytes: bounds the memory of a connection whose calls are not read.
+/// Initial flow-control window of a connection, in bytes; bounds the memory of unread request data.
 const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
 /// Initial flow-control window of a stream, in bytes.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 
 /// Server of gRPC over HTTP/2, for many streams of small messages.
 ///
-/// One task drives a connection and all its response streams, so one write carries the frames of every stream that is
-/// ready. With one task per stream, as under hyper's usual executors, a worker's update would wake as many tasks as it has
-/// tokens, on several threads, each of which locks the connection and writes a few frames. Layers and handlers run in
-/// a separate task per call, so that a slow call does not block its connection.
+/// One task drives a connection and all its response streams, so one write carries the frames of every stream
+/// that is ready. With one task per stream, as under hyper's usual executors, a worker's update would wake as
+/// many tasks as it has tokens, on several threads, each of which locks the connection and writes a few
+/// frames. Layers and handlers run in a separate task per call, so a slow call does not block its connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Http2 {
     /// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements.
@@ -51,8 +51,8 @@ pub struct Http2 {
 }
 
 impl Http2 {
-    /// Serves connections until `drain` is cancelled. It then stops accepting, sends GOAWAY on the open connections and
-    /// returns when the last one has ended. Dropping the future closes all connections.
+    /// Serves connections until `drain` is cancelled. It then stops accepting, sends GOAWAY on the open
+    /// connections and returns when the last one has ended. Dropping the future closes all connections.
     pub async fn serve<I, C, E, S>(self, incoming: I, service: S, drain: CancellationToken)
     where
         I: Stream<Item = Result<C, E>>,
@@ -103,8 +103,9 @@ impl Http2 {
             .timer(TokioTimer::new())
             .keep_alive_interval(self.keepalive_interval)
             .keep_alive_timeout(self.keepalive_interval)
-            // Guards against clients that make the server reset streams (CVE-2025-8671). It counts over the lifetime of
-            // a connection, so bodies of rejected calls are read to their ends, see `DrainedBody`.
+            // Guards against clients that make the server reset streams (CVE-2025-8671). It counts over the
+            // lifetime of a connection, so bodies of rejected calls are read to their ends, see
+            // `DrainedBody`.
             .max_local_error_reset_streams(LOCAL_RESETS_MAX)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)

@@ -1,5 +1,5 @@
-//! Connections of routers and workers: accepting within limits, TLS with certificates reloaded from disk, receive
-//! budgets, and HTTP/2 serving that writes the messages of many streams with one system call.
+//! Connections of routers and workers: accepting within limits, TLS with certificates reloaded from disk,
+//! receive budgets, and HTTP/2 serving that writes the messages of many streams with one system call.
 
 mod accept;
 mod connection;

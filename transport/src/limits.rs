@@ -5,12 +5,12 @@ use std::time::Duration;
 /// Limits of the connections of one listener.
 ///
 /// A connection counts as authenticated after a call on it has authenticated
-/// ([`Peer::set_authenticated`](crate::Peer::set_authenticated)); where authentication is off, after any call. Before
-/// that it may be evicted for another connection, so unauthenticated connections cannot exhaust the limit.
+/// ([`Peer::set_authenticated`](crate::Peer::set_authenticated)); where authentication is off, after any
+/// call. Before that it may be evicted for another connection, so unauthenticated ones cannot exhaust a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Maximum open connections. Beyond it, one connection is evicted: the oldest unauthenticated one of the address
-    /// with most of those, else the longest idle one. If all are in use, the new connection is rejected.
+    /// Maximum open connections. Beyond it, one connection is evicted: the oldest unauthenticated one of the
+    /// address with most of those, else the longest idle one. If all are in use, the new one is rejected.
     pub connections_max: usize,
     /// Maximum open connections of one address (one /64 for IPv6), enforced by eviction within the address.
     pub per_address_max: usize,

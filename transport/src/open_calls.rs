@@ -1,4 +1,4 @@
-//! Tower layer that counts the open calls of a connection, from the request headers to the last response byte.
+//! Tower layer that counts a connection's open calls, from request headers to the last response byte.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -12,7 +12,7 @@ use tower::{Layer, Service};
 
 use crate::connection::Peer;
 
-/// Layer that counts every call as open on its connection ([`Peer::call`]), so that the connection is not idle.
+/// Layer that counts every call as open on its connection ([`Peer::call`]), for the idle limits.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenCallsLayer;
 

@@ -26,7 +26,7 @@ struct ReceiveBudgetState {
 }
 
 impl ReceiveBudget {
-    /// Creates a budget of `max` bytes and exports its use as `gauge`. Calls beyond it fail with the status of `exhausted`.
+    /// Creates a budget of `max` bytes, exported as `gauge`. Calls beyond it fail with the status of `exhausted`.
     pub fn new(max: u64, gauge: Gauge, exhausted: impl Fn() -> Status + Send + Sync + 'static) -> Self {
         gauge.set(0.0);
         let used = AtomicU64::new(0);
@@ -56,8 +56,8 @@ impl ReceiveBudget {
     }
 }
 
-/// Bytes of the budget reserved by one call; the drop releases them. Every request has it as an [`Arc`] in its
-/// extensions, for handlers that hold a message after it is decoded.
+/// Bytes of the budget reserved by one call; the drop releases them. Every request has it as an [`Arc`] in
+/// its extensions, for handlers that hold a message after it is decoded.
 pub struct ReceivedBytes {
     budget: ReceiveBudget,
     held: AtomicU64,
@@ -328,7 +328,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any split into frames, all bytes pass, and only the last message stays reserved until the body is dropped.
+        /// For any split into frames, only the last message stays reserved, until the body is dropped.
         #[test]
         fn all_bytes_pass_and_the_last_message_stays_reserved(
             messages in prop::collection::vec(0usize..200, 1..6), cuts in prop::collection::vec(1usize..90, 1..40)

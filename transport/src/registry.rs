@@ -10,8 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limits::Limits;
 
-/// Minimum time between searches for an idle connection that found none, so that a flood of connections does not cost a
-/// full scan each.
+/// Minimum time between searches for an idle connection that found none, so that a flood of connections does
+/// not cost a full scan each.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
 /// Key of the per-address limit: an IPv4 address, or the /64 prefix of an IPv6 address, usually one host's.
@@ -115,7 +115,7 @@ impl Registry {
 }
 
 impl ConnectionTable {
-    /// Evicts a connection of one address, the oldest unauthenticated or the longest idle; returns whether one was.
+    /// Evicts the oldest unauthenticated or the longest idle connection of an address, and returns if it did.
     fn evict_from(&mut self, address: AddressKey) -> bool {
         let oldest = self.unauthenticated.get(&address).and_then(BTreeSet::first).copied();
         let id = oldest.or_else(|| {
@@ -126,8 +126,8 @@ impl ConnectionTable {
         id.is_some_and(|id| self.evict(id))
     }
 
-    /// Evicts the oldest unauthenticated connection of the address with most of those, else the longest idle one;
-    /// returns whether one was evicted.
+    /// Evicts the oldest unauthenticated connection of the address with most of those, else the longest idle
+    /// one; returns whether one was evicted.
     fn evict_any(&mut self) -> bool {
         let most = self.unauthenticated.iter().max_by_key(|(_, ids)| ids.len());
         if let Some(id) = most.and_then(|(_, ids)| ids.first()).copied() {
@@ -291,7 +291,7 @@ mod tests {
     }
 
     proptest! {
-        /// For any sequence of events, the limits hold, no connection in use is evicted, and the indices agree.
+        /// For any events, the limits hold, no connection in use is evicted, and the indices agree.
         #[test]
         fn limits_hold_and_no_connection_in_use_is_evicted(
             connections_max in 1usize..6, per_address_max in 1usize..6,

@@ -1,5 +1,5 @@
-//! Response futures of one connection, polled by the connection's own task: a `FuturesUnordered` that polls every woken
-//! future before it yields.
+//! Response futures of one connection, polled by the connection's own task: a `FuturesUnordered` that polls
+//! every woken future before it yields.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,8 +15,8 @@ pub(crate) type ResponseStream = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// Response futures of a connection. A poll runs all that were woken, and no others.
 ///
-/// `FuturesUnordered` yields to other tasks after the second future that wakes itself. A response does so whenever it
-/// sends, because h2 reports the capacity just requested; that would cost one socket write per two responses.
+/// `FuturesUnordered` yields to other tasks after the second future that wakes itself. A response does so
+/// whenever it sends, because h2 reports the capacity just requested: one socket write per two responses.
 #[derive(Default)]
 pub(crate) struct ResponseStreams {
     slots: Vec<StreamSlot>,
@@ -30,7 +30,7 @@ pub(crate) struct ResponseStreams {
 struct StreamSlot {
     response: Option<ResponseStream>,
     stream_waker: Arc<StreamWaker>,
-    /// `stream_waker` as a `Waker`. A late wake-up by a finished response polls the slot's next one, which is harmless.
+    /// `stream_waker` as a `Waker`. A late wake-up by a finished response only polls the slot's next one.
     waker: Waker,
 }
 
@@ -115,8 +115,8 @@ impl ResponseStreams {
             drop(queue);
             for slot in self.batch.drain(..) {
                 let StreamSlot { response, stream_waker, waker } = &mut self.slots[slot];
-                // Cleared before the poll, so that no later wake-up is lost. A swap, not a store: it acquires what a waker
-                // that found the flag set published before, and orders the poll's reads after it.
+                // Cleared before the poll, so that no later wake-up is lost. A swap, not a store: it acquires
+                // the writes made before a wake-up that found the flag set, and orders the poll's reads after.
                 stream_waker.queued.swap(false, Ordering::AcqRel);
                 let Some(polled) = response else { continue };
                 // A panic in a poll or in a drop must not end the other responses.

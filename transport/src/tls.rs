@@ -78,7 +78,7 @@ pub struct ServerTlsFiles {
     pub certificate: PathBuf,
     /// Private key of the leaf certificate.
     pub key: PathBuf,
-    /// Certificate authorities of client certificates (mutual TLS); without it no client certificate is requested.
+    /// Certificate authorities of client certificates (mutual TLS); `None` requests no client certificate.
     pub client_ca: Option<PathBuf>,
     /// Whether a client may connect without a certificate although `client_ca` is set.
     pub client_optional: bool,
@@ -122,8 +122,8 @@ impl ServerTlsFiles {
     }
 }
 
-/// TLS configuration of a server. After a file has changed, new connections use its new content; if that is invalid,
-/// the previous configuration stays.
+/// TLS configuration of a server. After a file has changed, new connections use its new content; if that is
+/// invalid, the previous configuration stays.
 #[derive(Clone)]
 pub struct ServerTls {
     files: ServerTlsFiles,

@@ -1,4 +1,4 @@
-//! Batched wake-ups: tasks woken during a piece of work are collected in a thread-local and woken once it ends.
+//! Batched wake-ups: a thread-local list defers the wake-ups of a piece of work until it ends.
 
 use std::cell::RefCell;
 use std::task::Waker;
@@ -8,8 +8,8 @@ thread_local! {
     static DEFERRED: RefCell<Option<Vec<Waker>>> = const { RefCell::new(None) };
 }
 
-/// Runs work that wakes many streams, and defers the wake-ups of [`Http2`](crate::Http2) connections until it returns.
-/// Otherwise a connection could start on another thread at the first stream, write its few frames, and write again.
+/// Runs work that wakes many streams, and defers the wake-ups of [`Http2`](crate::Http2) connections until it
+/// returns. Otherwise a connection could start on another thread at the first stream and write a few frames.
 pub fn batch_wakeups<T>(work: impl FnOnce() -> T) -> T {
     let outer = DEFERRED.replace(Some(Vec::new()));
     let batch = WakeupBatch { outer };

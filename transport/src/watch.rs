@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Modification time, size and inode of a file; `None` inside if the file is missing. Symbolic links are followed, so
-/// the swap of a mounted Kubernetes secret shows as a change.
+/// Modification time, size and inode of a file; `None` inside if the file is missing. Symbolic links are
+/// followed, so the swap of a mounted Kubernetes secret shows as a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileState(Option<(SystemTime, u64, u64)>);
 
@@ -24,7 +24,7 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// Records the current states of `files`. Call this before reading them, or a change in between is missed.
+    /// Records the current states of `files`. Call it before reading them, or a change in between is missed.
     pub fn new(files: impl IntoIterator<Item = PathBuf>) -> Self {
         let files = files.into_iter().map(|path| {
             let state = FileState::of(&path);
