@@ -127,30 +127,30 @@ async fn killed_processes_are_restarted_and_a_killed_worker_loses_no_token() -> 
     let tokens = model(&mut client).await?.context_tokens - 64;
     // Enough work that the kill interrupts streams even if this process is scheduled late.
     let requests: Vec<_> = (0..64).map(|seed| sampled("Once upon a time", tokens, seed)).collect();
-    let undisturbed = try_join_all(requests.iter().map(|request| {
+    let baseline = try_join_all(requests.iter().map(|request| {
         let mut client = client.clone();
         async move { generate(&mut client, request.clone()).await }
     }))
     .await?;
 
     let killed = OnceCell::new();
-    let disturbed = try_join_all(requests.iter().map(|request| {
+    let interrupted = try_join_all(requests.iter().map(|request| {
         let (mut client, killed, workers) = (client.clone(), &killed, &cluster.workers);
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
-            let begun = GenerationResult::begin(&mut stream).await?;
+            let partial = GenerationResult::until_first_tokens(&mut stream).await?;
             killed.get_or_try_init(|| kill_busiest(workers)).await?;
-            begun.read(&mut stream).await
+            partial.read_rest(&mut stream).await
         }
     }))
     .await?;
     let victim = killed.into_inner().context("no worker was killed")?;
-    for (request, (expected, got)) in undisturbed.iter().zip(&disturbed).enumerate() {
+    for (request, (expected, got)) in baseline.iter().zip(&interrupted).enumerate() {
         ensure!(expected == got, "request {request} changed: expected {expected:?}, got {got:?}");
     }
     let moved =
         scrape(cluster.router.metrics).await?.total("inflight_router_resubmissions_total").unwrap_or(0.0);
-    ensure!(moved >= 1.0, "the kill disturbed no stream");
+    ensure!(moved >= 1.0, "the kill interrupted no stream");
 
     wait_for_restart(&mut cluster, &victim).await?;
     let poller = client.clone();
@@ -168,7 +168,7 @@ async fn killed_processes_are_restarted_and_a_killed_worker_loses_no_token() -> 
     kill(router.pid, libc::SIGKILL)?;
     wait_for_restart(&mut cluster, &router).await?;
     let answer = generate(&mut cluster.client().await?, requests[0].clone()).await?;
-    ensure!(answer == undisturbed[0], "another answer: {answer:?}");
+    ensure!(answer == baseline[0], "another answer: {answer:?}");
     Ok(())
 }
 

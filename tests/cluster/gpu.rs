@@ -131,13 +131,13 @@ async fn a_gpu_failure_ends_its_worker_and_no_stream_loses_a_token() -> Result<(
     let mut cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let client = cluster.client().await?;
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 48, seed)).collect();
-    let undisturbed = generate_all(&cluster, &requests).await?;
+    let baseline = generate_all(&cluster, &requests).await?;
     let failed = OnceCell::new();
-    let disturbed = try_join_all(requests.iter().map(|request| {
+    let interrupted = try_join_all(requests.iter().map(|request| {
         let (mut client, failed, workers, gpu) = (client.clone(), &failed, &cluster.workers, &gpu);
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
-            let begun = GenerationResult::begin(&mut stream).await?;
+            let partial = GenerationResult::until_first_tokens(&mut stream).await?;
             let fail = || async {
                 let running = async |index: usize| {
                     scrape(workers[index].metrics).await?.total("inflight_worker_running_sequences")
@@ -146,7 +146,7 @@ async fn a_gpu_failure_ends_its_worker_and_no_stream_loses_a_token() -> Result<(
                 gpu.fail(busier, 214).map(|()| busier)
             };
             failed.get_or_try_init(fail).await?;
-            begun.read(&mut stream).await
+            partial.read_rest(&mut stream).await
         }
     }))
     .await
@@ -155,11 +155,11 @@ async fn a_gpu_failure_ends_its_worker_and_no_stream_loses_a_token() -> Result<(
     let lost = cluster.event("lost").await?;
     gpu.heal()?;
     exited_with_failure(&lost, &format!("worker-{busier}"))?;
-    for (request, (expected, got)) in undisturbed.iter().zip(&disturbed).enumerate() {
+    for (request, (expected, got)) in baseline.iter().zip(&interrupted).enumerate() {
         ensure!(expected == got, "request {request} changed: expected {expected:?}, got {got:?}");
     }
     let moved = scrape(cluster.router.metrics).await?.total("inflight_router_resubmissions_total")?;
-    ensure!(moved >= 1.0, "the failure disturbed no stream");
+    ensure!(moved >= 1.0, "the failure interrupted no stream");
     ensure!(cluster.log().contains("uncorrectable ECC error"), "{}", cluster.log());
     // The restarted worker gets a healthy GPU.
     while cluster.event("restarted").await?["member"]["name"] != lost["name"] {}

@@ -44,10 +44,10 @@ async fn up_starts_streams_and_stops() -> Result<()> {
     // A stream in flight at SIGTERM completes.
     let tokens = context / 2;
     let mut stream = client.generate(sampled("Once upon a time", tokens, 1)).await?.into_inner();
-    let begun = GenerationResult::begin(&mut stream).await?;
+    let partial = GenerationResult::until_first_tokens(&mut stream).await?;
     cluster.signal(libc::SIGTERM)?;
     cluster.event("stopping").await?;
-    let answer = begun.read(&mut stream).await?;
+    let answer = partial.read_rest(&mut stream).await?;
     ensure!(answer.tokens.len() == tokens as usize, "{} of {tokens} tokens", answer.tokens.len());
     drop((stream, client));
 
@@ -115,7 +115,7 @@ async fn a_second_sigint_ends_the_drain_at_once() -> Result<()> {
     for seed in 0..32 {
         let mut stream = client.generate(sampled("Once upon a time", tokens, seed)).await?.into_inner();
         if seed == 0 {
-            GenerationResult::begin(&mut stream).await?;
+            GenerationResult::until_first_tokens(&mut stream).await?;
         }
         streams.push(stream);
     }

@@ -211,8 +211,8 @@ async fn at_ten_times_capacity_goodput_holds_and_the_excess_is_rejected_at_once(
         let rejected = over.rejected_s.len();
         ensure!(rejected as f64 > 0.8 * sent, "of {sent} only {rejected} were rejected");
         ensure!(over.rejected_high == 0, "{} high-priority requests were rejected", over.rejected_high);
-        // A rejection must not wait for service, so it takes a fraction of the TTFT. Except those by
-        // displacement from the queue: at most one per high-priority request.
+        // An immediate rejection takes a fraction of the TTFT. Requests displaced from the queue, at most one per
+        // high-priority request, are rejected late.
         let displaced = over.ttft_s[1].len().min(rejected);
         let immediate = &over.rejected_s[..rejected - displaced];
         let (rejection, ttft) = (percentile(immediate, 0.99), percentile(&over.ttft_s[0], 0.5));

@@ -72,7 +72,7 @@ impl GenerationResult {
     }
 
     /// Reads the rest of a stream.
-    pub async fn read(mut self, stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
+    pub async fn read_rest(mut self, stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
         while let Some(response) = stream.message().await? {
             self.add(response)?;
         }
@@ -81,7 +81,7 @@ impl GenerationResult {
     }
 
     /// Reads a stream until its first tokens.
-    pub async fn begin(stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
+    pub async fn until_first_tokens(stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
         let mut answer = Self::default();
         while answer.tokens.is_empty() {
             answer.add(stream.message().await?.context("the stream ended before its first token")?)?;
@@ -96,5 +96,5 @@ pub async fn generate(
     request: GenerateRequest,
 ) -> Result<GenerationResult> {
     let mut stream = client.generate(request).await?.into_inner();
-    GenerationResult::default().read(&mut stream).await
+    GenerationResult::default().read_rest(&mut stream).await
 }

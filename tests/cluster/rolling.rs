@@ -43,25 +43,25 @@ async fn a_rolling_restart_of_every_process_loses_no_token() -> Result<()> {
     }
     let clients: Vec<_> = routers.iter().map(RoleProcess::client).collect::<Result<_>>()?;
     let requests: Vec<_> = (0..16).map(|i| sampled("Once upon a time", 100 + 20 * i, i.into())).collect();
-    let undisturbed = try_join_all(requests.iter().map(|request| {
+    let baseline = try_join_all(requests.iter().map(|request| {
         let mut client = clients[0].clone();
         async move { generate(&mut client, request.clone()).await }
     }))
     .await?;
 
     let (stop, rejected) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
-    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let (requests, baseline) = (Arc::new(requests), Arc::new(baseline));
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
         let clients = clients.clone();
-        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
+        let (requests, baseline) = (Arc::clone(&requests), Arc::clone(&baseline));
         let (stop, rejected) = (Arc::clone(&stop), Arc::clone(&rejected));
         streams.spawn(async move {
             let mut ended = 0;
             while !stop.load(Ordering::Relaxed) {
                 let index = (stream + 5 * ended) % requests.len();
                 let result = generate_with_retries(&clients, stream, &requests[index], &rejected).await?;
-                ensure_same(&undisturbed[index], &result).with_context(|| format!("request {index}"))?;
+                ensure_same(&baseline[index], &result).with_context(|| format!("request {index}"))?;
                 ended += 1;
             }
             anyhow::Ok(ended)
@@ -109,7 +109,10 @@ async fn generate_with_retries(
         match client.generate(request.clone()).await {
             Ok(response) => {
                 let mut stream = response.into_inner();
-                return GenerationResult::default().read(&mut stream).await.context("after it had begun");
+                return GenerationResult::default()
+                    .read_rest(&mut stream)
+                    .await
+                    .context("after it had begun");
             }
             // A draining router returns UNAVAILABLE. For a connection closed during a call, tonic may report
             // CANCELLED or UNKNOWN with an error source, which a status from a server never has.

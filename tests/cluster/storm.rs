@@ -70,7 +70,7 @@ async fn storm(seed: u64) -> Result<()> {
     let requests: Vec<_> = (0..REQUESTS as u64)
         .map(|i| sampled(&"Once upon a time. ".repeat(1 + i as usize % 7), random.random_range(100..400), i))
         .collect();
-    let undisturbed = try_join_all(requests.iter().map(|request| {
+    let baseline = try_join_all(requests.iter().map(|request| {
         let mut client = client.clone();
         async move { generate(&mut client, request.clone()).await }
     }))
@@ -78,11 +78,11 @@ async fn storm(seed: u64) -> Result<()> {
     idle(&workers, &router).await?;
 
     let end = Instant::now() + seconds();
-    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let (requests, baseline) = (Arc::new(requests), Arc::new(baseline));
     let connections: Vec<_> = (0..STREAMS / 10).map(|_| router.client()).collect::<Result<_>>()?;
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
-        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
+        let (requests, baseline) = (Arc::clone(&requests), Arc::clone(&baseline));
         // Several connections: streams beyond the server's limit per connection would wait.
         let mut client = connections[stream % connections.len()].clone();
         streams.spawn(async move {
@@ -91,9 +91,9 @@ async fn storm(seed: u64) -> Result<()> {
                 let index = (stream + 7 * ended as usize) % REQUESTS;
                 let result = generate(&mut client, requests[index].clone()).await?;
                 ensure!(
-                    result == undisturbed[index],
+                    result == baseline[index],
                     "request {index} changed: expected {:?}, got {result:?}",
-                    undisturbed[index]
+                    baseline[index]
                 );
                 ended += 1;
             }
@@ -208,7 +208,7 @@ pub async fn idle(workers: &[RoleProcess], router: &RoleProcess) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a result equals that of the undisturbed run.
+/// Checks that a result equals that of the baseline run.
 pub fn ensure_same(expected: &GenerationResult, got: &GenerationResult) -> Result<()> {
     ensure!(expected == got, "expected {expected:?}, got {got:?}");
     Ok(())

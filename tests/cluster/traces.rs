@@ -21,7 +21,7 @@ async fn a_trace_spans_client_router_and_worker_without_the_prompt() -> Result<(
     let mut request = Request::new(sampled(PROMPT, 5, 1));
     request.metadata_mut().insert("traceparent", format!("00-{TRACE}-{PARENT}-01").parse()?);
     let mut stream = client.generate(request).await?.into_inner();
-    GenerationResult::default().read(&mut stream).await?;
+    GenerationResult::default().read_rest(&mut stream).await?;
     drop((stream, client));
     // Shutdown flushes the recorded spans.
     cluster.signal(libc::SIGTERM)?;

@@ -2,7 +2,7 @@
 //! `cargo run --release -p inflight-tests --example record_wire -- BINARY FILE`.
 //!
 //! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that
-//! use every field a client can set, kills a worker in mid-stream, and writes up to 64 messages per method and way.
+//! use every field a client can set, kills a worker, and writes up to 64 messages per method and direction.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

@@ -176,7 +176,7 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
             }
         }
         messages += 1;
-        if call.leaves_after.is_some_and(|most| messages > most) {
+        if call.cancel_after.is_some_and(|most| messages > most) {
             break;
         }
     }
@@ -184,7 +184,7 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
         let (expected, stop) = expected_output(call, choice as u32);
         let reason = if stop.is_some() { v1::FinishReason::Stop } else { v1::FinishReason::Length };
         assert!(
-            ends[choice] == Some((reason, stop)) || (ends[choice].is_none() && call.leaves_after.is_some()),
+            ends[choice] == Some((reason, stop)) || (ends[choice].is_none() && call.cancel_after.is_some()),
             "call {}, choice {choice}: ended with {:?}, not {reason:?} by {stop:?}",
             call.id,
             ends[choice]
@@ -195,12 +195,12 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
             call.id
         );
         assert!(
-            call.leaves_after.is_some() || tokens.len() == expected.len(),
+            call.cancel_after.is_some() || tokens.len() == expected.len(),
             "call {} is incomplete",
             call.id
         );
     }
-    if call.leaves_after.is_none() {
+    if call.cancel_after.is_none() {
         let usage = completed.unwrap_or_else(|| panic!("call {} ended without usage", call.id));
         let completion: usize = (0..call.n).map(|choice| expected_output(call, choice).0.len()).sum();
         let counted = (usage.prompt_tokens as usize, usage.completion_tokens as usize);

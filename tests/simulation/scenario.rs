@@ -50,7 +50,7 @@ pub struct ClientCall {
     /// Ignores the EOS tokens.
     pub ignore_eos: bool,
     /// Number of messages after which the client cancels.
-    pub leaves_after: Option<usize>,
+    pub cancel_after: Option<usize>,
 }
 
 /// Calls and faults of one run.
@@ -85,7 +85,7 @@ impl Scenario {
             seed: random.random(),
             stop_ids: (0..random.random_range(0..4)).map(|_| random.random_range(0..250)).collect(),
             ignore_eos: random.random(),
-            leaves_after: random.random_bool(0.15).then(|| random.random_range(0..20)),
+            cancel_after: random.random_bool(0.15).then(|| random.random_range(0..20)),
         });
         let calls = calls.collect();
         let mut events = Vec::new();
