@@ -1,4 +1,4 @@
-//! Clients that have no key and mean no good: what they can take of a cluster, and who is served meanwhile.
+//! Resource exhaustion by unauthenticated clients, while a tenant is served.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use futures::future::join_all;
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
-use inflight_tests::{Cluster, run, scrape};
+use inflight_tests::{LocalCluster, run, scrape};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::body::Body;
@@ -23,10 +23,10 @@ use crate::program;
 use crate::requests::sampled;
 
 const MIB: f64 = (1 << 20) as f64;
-/// The key `t`, which the tenants' file knows by its SHA-256.
+/// Tenants file with the SHA-256 of the API key `t`.
 const TENANTS: &str = "[tenants.t]\nkeys = [{ sha256 = \"e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8\" }]\n";
 
-/// A gRPC message of `announced` bytes of which the last never comes.
+/// Body with one gRPC message of `announced` bytes whose last byte is never sent.
 struct Unfinished {
     announced: u32,
     sent: usize,
@@ -55,7 +55,7 @@ impl HttpBody for Unfinished {
     }
 }
 
-/// Makes a call whose message never ends; its status.
+/// Makes a call with an [`Unfinished`] message; returns its status code.
 async fn unfinished(channel: Channel, path: &str, announced: u32) -> Result<Code> {
     let mut request = HttpRequest::new(Body::new(Unfinished { announced, sent: 0 }));
     *request.uri_mut() = format!("http://router{path}").parse()?;
@@ -72,12 +72,12 @@ async fn unfinished(channel: Channel, path: &str, announced: u32) -> Result<Code
     Ok(Status::from_header_map(trailers).context("trailers without a status")?.code())
 }
 
-async fn resident(cluster: &Cluster) -> Result<f64> {
+async fn resident(cluster: &LocalCluster) -> Result<f64> {
     Ok(scrape(cluster.router.metrics).await?.total("process_resident_memory_peak_bytes")? / MIB)
 }
 
-/// A request of the tenant, whole.
-async fn served(cluster: &Cluster) -> Result<()> {
+/// Completes a request of the tenant.
+async fn serve_tenant(cluster: &LocalCluster) -> Result<()> {
     let mut request = Request::new(sampled("Once upon a time", 4, 0));
     request.metadata_mut().insert("authorization", "Bearer t".parse()?);
     let mut stream = cluster.client().await?.generate(request).await?.into_inner();
@@ -86,35 +86,35 @@ async fn served(cluster: &Cluster) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unfinished_messages_of_strangers_take_neither_memory_nor_a_tenants_place() -> Result<()> {
+async fn unauthenticated_unfinished_messages_take_no_memory_from_tenants() -> Result<()> {
     const CALLS: usize = 192;
     let folder = inflight_fixtures::TempDir::new("attacks")?;
     let file = folder.path().join("tenants.toml");
     std::fs::write(&file, TENANTS)?;
     let tenants = format!("--tenants-file={}", file.display());
     let environment = [("INFLIGHT_ROUTER_MESSAGE_TIMEOUT", "2s".into())];
-    let cluster = Cluster::start_in(program(), &["--workers=1", &tenants], &environment).await?;
-    served(&cluster).await?;
+    let cluster = LocalCluster::start_with_env(program(), &["--workers=1", &tenants], &environment).await?;
+    serve_tenant(&cluster).await?;
     let before = resident(&cluster).await?;
     let channel = Channel::from_shared(cluster.endpoint.clone())?.connect().await?;
     for (path, announced, code) in [
         ("/grpc.health.v1.Health/Check", 4 << 20, Code::ResourceExhausted),
         ("/grpc.health.v1.Health/Watch", 4 << 20, Code::ResourceExhausted),
-        // The service answers what it has read when its client's stream breaks.
+        // Reflection answers the requests it has read and then ends with OK when the request stream breaks.
         ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", 4 << 20, Code::Ok),
         ("/inflight.v1.Inference/Generate", 4 << 20, Code::Unauthenticated),
     ] {
-        let begun = Instant::now();
+        let started = Instant::now();
         let calls = (0..CALLS).map(|_| unfinished(channel.clone(), path, announced));
         let calls = tokio::spawn(join_all(calls.collect::<Vec<_>>()));
-        served(&cluster).await?;
+        serve_tenant(&cluster).await?;
         for ended in calls.await? {
             let ended = ended?;
             ensure!([code, Code::ResourceExhausted].contains(&ended), "{path} ended with {ended:?}");
         }
-        println!("{path}: {CALLS} calls ended after {:?}", begun.elapsed());
+        println!("{path}: {CALLS} calls ended after {:?}", started.elapsed());
     }
-    // Within the size, what does not come in time ends; beside the few that a stranger may have open, at once.
+    // Below the size limit, up to 32 unauthenticated calls may wait for the message timeout; others fail at once.
     let calls = (0..CALLS).map(|_| unfinished(channel.clone(), "/grpc.health.v1.Health/Check", 1000));
     let ended = join_all(calls.collect::<Vec<_>>()).await.into_iter().collect::<Result<Vec<_>>>()?;
     let late = ended.iter().filter(|code| **code == Code::DeadlineExceeded).count();
@@ -123,15 +123,15 @@ async fn unfinished_messages_of_strangers_take_neither_memory_nor_a_tenants_plac
     let after = resident(&cluster).await?;
     println!("the router's peak of memory went from {before:.1} to {after:.1} MiB");
     ensure!(after - before <= 32.0, "the router took {:.1} MiB", after - before);
-    served(&cluster).await
+    serve_tenant(&cluster).await
 }
 
-/// Connections that send one byte and wait.
+/// Opens `count` connections that send one byte and then stay open.
 async fn one_byte(address: SocketAddr, count: usize) -> Result<Vec<TcpStream>> {
     let mut held = Vec::with_capacity(count);
     for _ in 0..count {
         let mut stream = TcpStream::connect(address).await?;
-        // One that was closed already to make room for others may say so.
+        // Fails if the connection was evicted already.
         let _ = stream.write_all(b"G").await;
         held.push(stream);
     }
@@ -149,8 +149,8 @@ async fn probe(address: SocketAddr, path: &str) -> Result<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn probes_and_calls_get_in_while_a_thousand_connections_send_one_byte_each() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+async fn probes_and_calls_succeed_beside_a_thousand_one_byte_connections() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let worker = cluster.workers.first().context("one was started")?;
     let mut held = Vec::new();
     for address in [cluster.router.metrics, worker.metrics, cluster.router.address, worker.address] {

@@ -1,27 +1,27 @@
-//! `inflight bench` as a process, against a real cluster and against servers whose every token is known.
+//! `inflight bench` as a process, against a real cluster and against scripted servers ([`TokenServer`]).
 
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{Cluster, Fault, Finished, Script, TokenServer, run, scrape};
+use inflight_tests::{CommandOutput, Fault, LocalCluster, Script, TokenServer, run, scrape};
 use serde_json::Value;
 
 use crate::program;
 
-async fn bench(arguments: &[&str]) -> Result<Finished> {
+async fn bench(arguments: &[&str]) -> Result<CommandOutput> {
     let mut all = vec!["bench"];
     all.extend_from_slice(arguments);
     run(program(), &all, "").await
 }
 
-fn json(finished: &Finished) -> Result<Value> {
+fn json(finished: &CommandOutput) -> Result<Value> {
     ensure!(finished.code == Some(0), "{finished:?}");
     serde_json::from_str(&finished.stdout).with_context(|| format!("not JSON: {}", finished.stdout))
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+async fn bench_measures_a_cluster_in_a_closed_and_an_open_loop() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let lengths =
         ["--prompt-tokens=10..40", "--output-tokens=lognormal:mean=20,sigma=0.7,max=60", "--seed=7"];
     for load in ["--concurrency=3", "--rate=50"] {
@@ -48,12 +48,10 @@ async fn a_cluster_is_measured_in_a_closed_and_in_an_open_loop() -> Result<()> {
     Ok(())
 }
 
-/// A server that stays up between two commands of one seed must not find the prompts of the first in its prefix cache, or
-/// the second is measured too fast.
+/// Two runs with one seed must not share prompts, or the prefix cache of the server makes the second faster.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_second_run_with_the_same_seed_finds_nothing_cached_and_one_with_the_same_nonce_does() -> Result<()>
-{
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+async fn runs_share_cached_prompts_only_with_the_same_nonce() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let metrics = cluster.workers.first().context("one was started")?.metrics;
     let cached = async || scrape(metrics).await?.total("inflight_worker_cached_tokens_total");
     let common = ["--endpoint", &cluster.endpoint, "--requests=8", "--seed=7", "--json=-"];
@@ -71,7 +69,7 @@ async fn a_second_run_with_the_same_seed_finds_nothing_cached_and_one_with_the_s
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_servers_are_compared_by_ratios() -> Result<()> {
+async fn bench_compares_two_servers_by_ratios() -> Result<()> {
     let gap = Duration::from_millis(10);
     let fast = TokenServer::new(Script { gap, ..Script::default() }).listen_grpc().await?;
     let slow = TokenServer::new(Script { gap: gap * 4, ..Script::default() }).listen_openai().await?;
@@ -84,13 +82,13 @@ async fn two_servers_are_compared_by_ratios() -> Result<()> {
     let report = json(&bench(&[&arguments[..], &["--json=-"]].concat()).await?)?;
     let ratio =
         report["points"][0]["ratios"][0]["ratios"]["itl_ms_p50"]["median"].as_f64().context("no ratio")?;
-    // A quarter, and what a busy machine makes of it.
+    // 0.25, with tolerance for a busy machine.
     ensure!((0.15..0.6).contains(&ratio), "{ratio}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_trace_is_replayed_with_its_tenants() -> Result<()> {
+async fn bench_replays_a_trace_with_its_tenants() -> Result<()> {
     let server = TokenServer::new(Script::default());
     let endpoint = format!("http://{}", server.listen_grpc().await?);
     let path = std::env::temp_dir().join(format!("inflight-bench-{}.csv", std::process::id()));
@@ -116,13 +114,13 @@ async fn a_trace_is_replayed_with_its_tenants() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_measured_is_said_and_fails() -> Result<()> {
+async fn bench_fails_with_a_reason_where_it_cannot_measure() -> Result<()> {
     let free = std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?;
     for down in [format!("http://{free}"), format!("http://{free}/v1")] {
         let down = bench(&["--endpoint", &down]).await?;
         ensure!(down.code == Some(3) && down.stderr.contains("cannot connect to"), "{down:?}");
     }
-    // What goes wrong, its exit code, and what must be said: from the first request on, and after some that went well.
+    // Fault, exit code, text on stderr if all requests fail, and error kind if the first eight succeed.
     let faults = [
         (Fault::Error, 1, "500 Internal Server Error: out of order", "http_500"),
         (Fault::EndsEarly(3), 1, "ended before its completion did", "truncated"),

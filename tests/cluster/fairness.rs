@@ -1,5 +1,5 @@
-//! Fairness over real routers and workers: tenants of a file, unequal weights, a flood, and requests that wait for longer
-//! than the time after which they go first in their tenant.
+//! Weighted fairness between tenants over real routers and workers: unequal weights, a flooding tenant, and
+//! queueing times beyond the aging threshold.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use inflight_fixtures::TempDir;
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Role, alone};
+use inflight_tests::{RoleProcess, alone};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
@@ -22,21 +22,21 @@ use crate::storm::{all_connected, flags};
 const WORKERS: usize = 4;
 const ROUTERS: usize = 2;
 const SEQUENCES: u32 = 8;
-/// Of each request; each takes a step of 20 ms.
+/// Output tokens per request; each token takes a step of 20 ms.
 const OUTPUT: u32 = 20;
-/// How long is measured, after a while that brings every queue to its length.
+/// Length of a measurement window, in seconds.
 const SECONDS: u64 = 10;
 
-/// The tenants: key, SHA-256 of it, weight, and requests open at each router at all times. A share of the workers'
-/// sequences is less than each has open, so that all wait all the time.
+/// Tenants: API key, its SHA-256, weight, and open requests per router. Each has more requests open than its
+/// share of the workers' slots, so every tenant is always backlogged.
 const TENANTS: [(&str, &str, u32, usize); 3] = [
     ("one", "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed", 1, 8),
     ("three", "8b5b9db0c13db24256c829aa364aa90c6d2eba318b9232a4ab9313b954d3555f", 3, 24),
     ("flood", "d8864644c15d33be9c0aef2d08c8fc105adc040de488b0116882a2cc6aa4492b", 1, 800),
 ];
 
-/// Keeps one request of a tenant open at a router and counts its tokens, until it is told to stop.
-async fn ask(
+/// Keeps one request of a tenant open at a router and counts its tokens, until `stop` is set.
+async fn closed_loop(
     mut client: InferenceClient<Channel>,
     tenant: usize,
     stream: usize,
@@ -78,8 +78,7 @@ async fn generate(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_and_a_flood_gains_nothing()
--> Result<()> {
+async fn tenants_get_their_weights_across_routers_and_a_flood_gains_nothing() -> Result<()> {
     let _alone = alone().await;
     let folder = TempDir::new("fairness")?;
     let tenants = TENANTS.map(|(name, digest, weight, _)| {
@@ -93,7 +92,7 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
             "--device=sim:flat,step=0.02,prompt_token=0.0001",
             &format!("--max-sequences={SEQUENCES}"),
         ]);
-        workers.push(Role::start(program().to_owned(), "worker", &worker).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -104,43 +103,44 @@ async fn tenants_of_a_file_get_their_weights_over_two_routers_and_four_workers_a
     ]);
     let mut routers = Vec::new();
     for _ in 0..ROUTERS {
-        let router = Role::start(program().to_owned(), "router", &router).await?;
+        let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
         all_connected(&router).await?;
         routers.push(router);
     }
     let tokens = Arc::new([const { AtomicU64::new(0) }; TENANTS.len()]);
     let stop = Arc::new(AtomicBool::new(false));
-    let mut asking = JoinSet::new();
+    let mut streams = JoinSet::new();
     for (number, router) in routers.iter().enumerate() {
         for (tenant, (.., open)) in TENANTS.into_iter().enumerate() {
             let client = router.client()?;
             for nth in 0..open {
                 let stream = number + ROUTERS * nth;
-                asking.spawn(ask(client.clone(), tenant, stream, tokens.clone(), stop.clone()));
+                streams.spawn(closed_loop(client.clone(), tenant, stream, tokens.clone(), stop.clone()));
             }
         }
     }
-    let now = || tokens.each_ref().map(|tokens| tokens.load(Ordering::Relaxed));
+    let count = || tokens.each_ref().map(|tokens| tokens.load(Ordering::Relaxed));
+    // Warm-up: fills every queue.
     tokio::time::sleep(Duration::from_secs(3)).await;
-    let before = now();
+    let before = count();
     let mut fair = Ok(());
-    // What a busy machine does to a window averages out in a longer one; what a queue does to a tenant does not.
+    // Noise of a busy machine averages out over a longer window; unfairness does not.
     for _ in 0..3 {
         tokio::time::sleep(Duration::from_secs(SECONDS)).await;
-        fair = check(&before, &now());
+        fair = check(&before, &count());
         if fair.is_ok() {
             break;
         }
     }
     stop.store(true, Ordering::Relaxed);
     fair?;
-    while let Some(asked) = asking.join_next().await {
-        asked??;
+    while let Some(ended) = streams.join_next().await {
+        ended??;
     }
     Ok(())
 }
 
-/// Whether every tenant got what its weight is worth between two counts of tokens.
+/// Checks that the tokens per weight of every tenant are within 5 % of the first tenant's.
 fn check(before: &[u64; TENANTS.len()], after: &[u64; TENANTS.len()]) -> Result<()> {
     let share = |tenant: usize| (after[tenant] - before[tenant]) as f64 / f64::from(TENANTS[tenant].2);
     let shares: [f64; TENANTS.len()] = std::array::from_fn(share);
@@ -151,10 +151,7 @@ fn check(before: &[u64; TENANTS.len()], after: &[u64; TENANTS.len()]) -> Result<
     );
     for (tenant, (name, ..)) in TENANTS.into_iter().enumerate().skip(1) {
         let ratio = shares[tenant] / shares[0];
-        ensure!(
-            (0.95..=1.05).contains(&ratio),
-            "{name} gets {ratio:.3} of what its weight is worth; {shares:?}"
-        );
+        ensure!((0.95..=1.05).contains(&ratio), "{name} gets {ratio:.3} of its weighted share; {shares:?}");
     }
     Ok(())
 }

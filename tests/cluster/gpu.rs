@@ -1,16 +1,16 @@
-//! Workers with GPUs, which are simulated ([`SimulatedGpu`]): all of the worker is real, its calls of the driver too.
+//! Real workers whose CUDA driver calls go to simulated GPUs ([`SimulatedGpu`]).
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_fixtures::{Shape, TempDir};
 use inflight_proto::v1::GenerateRequest;
-use inflight_tests::{Cluster, SimulatedGpu, run_in, scrape};
+use inflight_tests::{LocalCluster, SimulatedGpu, run_with_env, scrape};
 use tokio::sync::OnceCell;
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
+use crate::requests::{GenerationResult, generate, sampled};
 
-/// A model whose heads are as wide as the kernels want them, and the flag that names it.
+/// Writes a small model with a head size that the CUDA kernels support; returns folder and `--model` flag.
 fn mini() -> Result<(TempDir, String)> {
     let folder = TempDir::new("inflight-mini")?;
     Shape::Mini.write(folder.path())?;
@@ -18,27 +18,27 @@ fn mini() -> Result<(TempDir, String)> {
     Ok((folder, flag))
 }
 
-/// What a worker on a simulated GPU is started with: small, as everything there takes long.
+/// Worker flags that keep work on the slow simulated GPU small.
 const SMALL: [&str; 3] = ["--max-sequences=6", "--max-batch-tokens=64", "--max-context-tokens=256"];
 
-/// Has the worker say whether its kernels overlap.
+/// Log filter that shows whether programmatic dependent launch is on.
 const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_worker::runtime::cuda::driver=debug";
 
-/// Answers to all requests at once, and after that to the first one alone.
-async fn answers(cluster: &Cluster, requests: &[GenerateRequest]) -> Result<Vec<Answer>> {
+/// Generates all requests concurrently, then the first one alone, and checks that its results agree.
+async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> Result<Vec<GenerationResult>> {
     let client = cluster.client().await?;
-    let ask = |request: &GenerateRequest| {
+    let generate_one = |request: &GenerateRequest| {
         let (mut client, request) = (client.clone(), request.clone());
         async move { generate(&mut client, request).await }
     };
-    let mut answers = try_join_all(requests.iter().map(ask)).await?;
-    answers.push(ask(&requests[0]).await?);
+    let mut answers = try_join_all(requests.iter().map(generate_one)).await?;
+    answers.push(generate_one(&requests[0]).await?);
     ensure!(answers[0] == answers[requests.len()], "alone it is another answer: {answers:?}");
     Ok(answers)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_they_may() -> Result<()> {
+async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
         inflight_fixtures::skipped(
             "the simulated GPU",
@@ -49,15 +49,16 @@ async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_
     let (_folder, model) = mini()?;
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 10, seed)).collect();
     let mut expected = None;
-    // Kernels one by one; overlapping; and refused to.
+    // Without programmatic dependent launch (sm_80), with it (sm_90), and with a driver that rejects it.
     for settings in ["memory=768,ptx=80", "memory=768,ptx=90", "memory=768,ptx=90,overlap=false"] {
         let gpu = SimulatedGpu::new(settings)?;
         let flags =
             ["--workers=1", "--device=cuda", "--deterministic", "--verbose", OVERLAP_IS_LOGGED, &model];
         let flags = [&flags, &SMALL[..]].concat();
-        let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
-        let answers =
-            answers(&cluster, &requests).await.with_context(|| format!("{settings}: {}", cluster.log()))?;
+        let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
+        let answers = generate_all(&cluster, &requests)
+            .await
+            .with_context(|| format!("{settings}: {}", cluster.log()))?;
         ensure!(
             *expected.get_or_insert_with(|| answers.clone()) == answers,
             "{settings}: other answers: {answers:?}"
@@ -73,7 +74,7 @@ async fn answers_of_a_gpu_do_not_depend_on_the_crowd_and_launches_overlap_where_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn gpus_that_share_a_model_answer_alike_alone_and_in_a_crowd() -> Result<()> {
+async fn a_tensor_parallel_gpu_group_is_batch_invariant_and_survives_a_fault() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
         inflight_fixtures::skipped(
             "the simulated GPU",
@@ -87,11 +88,11 @@ async fn gpus_that_share_a_model_answer_alike_alone_and_in_a_crowd() -> Result<(
     let group =
         ["--workers=1", "--device=cuda", "--deterministic", "--tensor-parallel=2", "--verbose", &model];
     let flags = [&group, &SMALL[..]].concat();
-    let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
-    let shared = answers(&cluster, &requests).await.with_context(|| cluster.log())?;
+    let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
+    let shared = generate_all(&cluster, &requests).await.with_context(|| cluster.log())?;
     ensure!(cluster.log().contains("ranks=2"), "{}", cluster.log());
     ensure!(shared.iter().all(|answer| answer.tokens.len() == 12), "{shared:?}");
-    // A rank that fails takes its group with it, and the supervisor starts both again.
+    // A rank that fails ends the whole group, and the supervisor restarts it.
     let mut cluster = cluster;
     gpu.fail(1, 700)?;
     let mut client = cluster.client().await?;
@@ -100,22 +101,22 @@ async fn gpus_that_share_a_model_answer_alike_alone_and_in_a_crowd() -> Result<(
         gpu.heal()?;
         Ok::<_, anyhow::Error>(lost)
     });
-    healed.and_then(|lost| lost_by_itself(&lost, "worker-0"))?;
+    healed.and_then(|lost| exited_with_failure(&lost, "worker-0"))?;
     ensure!(again.as_ref().is_ok_and(|again| *again == shared[0]), "{again:?} {}", cluster.log());
     let log = cluster.log();
     ensure!(log.contains("an illegal memory access was encountered"), "{log}");
     Ok(())
 }
 
-/// Whether a worker ended by itself, and told of a failure.
-fn lost_by_itself(lost: &serde_json::Value, name: &str) -> Result<()> {
+/// Checks that the `lost` event names worker `name` and a nonzero exit code.
+fn exited_with_failure(lost: &serde_json::Value, name: &str) -> Result<()> {
     let status = lost["status"].as_str().unwrap_or_default();
     ensure!(lost["name"] == name && status.starts_with("exit code") && status != "exit code 0", "{lost}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Result<()> {
+async fn a_gpu_failure_ends_its_worker_and_no_stream_loses_a_token() -> Result<()> {
     if !SimulatedGpu::AVAILABLE {
         inflight_fixtures::skipped(
             "the simulated GPU",
@@ -127,16 +128,16 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Resul
     let gpu = SimulatedGpu::new("gpus=2,memory=768")?;
     let flags = ["--workers=2", "--device=cuda", "--deterministic", "--verbose", &model];
     let flags = [&flags, &SMALL[..]].concat();
-    let mut cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+    let mut cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let client = cluster.client().await?;
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 48, seed)).collect();
-    let undisturbed = answers(&cluster, &requests).await?;
+    let baseline = generate_all(&cluster, &requests).await?;
     let failed = OnceCell::new();
-    let disturbed = try_join_all(requests.iter().map(|request| {
+    let interrupted = try_join_all(requests.iter().map(|request| {
         let (mut client, failed, workers, gpu) = (client.clone(), &failed, &cluster.workers, &gpu);
         async move {
             let mut stream = client.generate(request.clone()).await?.into_inner();
-            let begun = Answer::begin(&mut stream).await?;
+            let partial = GenerationResult::until_first_tokens(&mut stream).await?;
             let fail = || async {
                 let running = async |index: usize| {
                     scrape(workers[index].metrics).await?.total("inflight_worker_running_sequences")
@@ -145,7 +146,7 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Resul
                 gpu.fail(busier, 214).map(|()| busier)
             };
             failed.get_or_try_init(fail).await?;
-            begun.read(&mut stream).await
+            partial.read_rest(&mut stream).await
         }
     }))
     .await
@@ -153,20 +154,20 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_stream_loses_a_token() -> Resul
     let busier = failed.into_inner().context("nothing failed")?;
     let lost = cluster.event("lost").await?;
     gpu.heal()?;
-    lost_by_itself(&lost, &format!("worker-{busier}"))?;
-    for (request, (expected, got)) in undisturbed.iter().zip(&disturbed).enumerate() {
+    exited_with_failure(&lost, &format!("worker-{busier}"))?;
+    for (request, (expected, got)) in baseline.iter().zip(&interrupted).enumerate() {
         ensure!(expected == got, "request {request} changed: expected {expected:?}, got {got:?}");
     }
     let moved = scrape(cluster.router.metrics).await?.total("inflight_router_resubmissions_total")?;
-    ensure!(moved >= 1.0, "the failure disturbed no stream");
+    ensure!(moved >= 1.0, "the failure interrupted no stream");
     ensure!(cluster.log().contains("uncorrectable ECC error"), "{}", cluster.log());
-    // The one that is started again finds a GPU that works.
+    // The restarted worker gets a healthy GPU.
     while cluster.event("restarted").await?["member"]["name"] != lost["name"] {}
     Ok(())
 }
 
 #[tokio::test]
-async fn what_keeps_a_gpu_from_being_used_is_said_and_auto_takes_the_cpu() -> Result<()> {
+async fn an_unusable_gpu_is_rejected_with_a_reason_and_auto_uses_the_cpu() -> Result<()> {
     let (_folder, model) = mini()?;
     let refusals: [(&str, &str, &[&str]); 9] = [
         ("cuda=12.8", "--device=cuda", &["supports CUDA 12.8", "580 or later"]),
@@ -184,13 +185,13 @@ async fn what_keeps_a_gpu_from_being_used_is_said_and_auto_takes_the_cpu() -> Re
         ("gpus=1", "--device=cuda:1", &["no GPU 1", "sees 1"]),
     ];
     for (settings, flag, clues) in refusals {
-        // Kernels are loaded before memory is looked at.
+        // Kernels are loaded before memory is sized, so these cases need them.
         if !SimulatedGpu::AVAILABLE && clues[0].contains("fit") | clues[0].contains("MiB") {
             continue;
         }
         let gpu = SimulatedGpu::new(settings)?;
         let worker = ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", &model, flag];
-        let refused = run_in(program(), &worker, "", &gpu.environment()).await?;
+        let refused = run_with_env(program(), &worker, "", &gpu.environment()).await?;
         ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{settings}: {refused:?}");
         for clue in clues {
             ensure!(refused.stderr.contains(clue), "{settings}: no {clue:?} in {}", refused.stderr);
@@ -198,7 +199,7 @@ async fn what_keeps_a_gpu_from_being_used_is_said_and_auto_takes_the_cpu() -> Re
     }
     let gpu = SimulatedGpu::new("cuda=12.8")?;
     let flags = [&["--workers=1", "--device=auto", "--verbose", &model], &SMALL[..]].concat();
-    let cluster = Cluster::start_in(program(), &flags, &gpu.environment()).await?;
+    let cluster = LocalCluster::start_with_env(program(), &flags, &gpu.environment()).await?;
     let answer = generate(&mut cluster.client().await?, sampled("Once", 8, 0)).await?;
     ensure!(answer.tokens.len() == 8, "{answer:?}");
     let reasons = cluster.log().matches("supports CUDA 12.8").count();

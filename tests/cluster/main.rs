@@ -1,25 +1,25 @@
-//! Whole-cluster tests: `inflight up` and what stands around it, as real processes.
+//! Whole-cluster tests: `inflight up`, routers, workers and clients as real processes.
 
 mod attacks;
 mod bench;
 mod chaos;
-mod clients;
 mod fairness;
+mod foreign_clients;
 mod gpu;
-mod input;
-mod life;
+mod invalid_requests;
+mod lifecycle;
 mod models;
 mod overload;
 mod placement;
 mod requests;
 mod rolling;
-mod start;
+mod startup_errors;
 mod storm;
-mod trace;
+mod traces;
 
 use std::path::Path;
 
-/// The binary that this very build made.
+/// Path of the `inflight` binary of this build.
 fn program() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_inflight"))
 }

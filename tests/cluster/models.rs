@@ -1,18 +1,18 @@
-//! Model directories: good ones of every architecture serve, broken ones are refused with a reason.
+//! Model directories: every architecture serves, damaged checkpoints are rejected with a reason.
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype};
-use inflight_tests::{Cluster, run};
+use inflight_tests::{LocalCluster, run};
 
 use crate::program;
 use crate::requests::{generate, model, sampled};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_directory_of_every_architecture_serves() -> Result<()> {
+async fn a_checkpoint_of_every_architecture_serves() -> Result<()> {
     for arch in Arch::all() {
         let folder = Checkpoint::new(*arch, Dtype::Bf16).sharded(2).write_temp()?;
         let flag = format!("--model={}", folder.path().display());
-        let cluster = Cluster::start(program(), &["--workers=1", "--model-name=tiny", &flag]).await?;
+        let cluster = LocalCluster::start(program(), &["--workers=1", "--model-name=tiny", &flag]).await?;
         let mut client = cluster.client().await?;
         let served = model(&mut client).await?;
         ensure!(served.name == "tiny" && served.workers == 1, "{served:?}");
@@ -24,14 +24,14 @@ async fn a_directory_of_every_architecture_serves() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_model_that_ranks_share_serves_like_any_other() -> Result<()> {
+async fn a_tensor_parallel_model_is_batch_invariant_with_and_without_overlap() -> Result<()> {
     let flags = ["--workers=1", "--threads=2", "--tensor-parallel=2", "--verbose"];
     let mut answers = Vec::new();
     for overlap in [false, true] {
         let flags = flags.into_iter().chain(overlap.then_some("--overlap")).collect::<Vec<_>>();
-        let cluster = Cluster::start(program(), &flags).await?;
+        let cluster = LocalCluster::start(program(), &flags).await?;
         let mut client = cluster.client().await?;
-        // Side by side and alone, in this cluster and the next: the same tokens.
+        // Concurrent or alone, in this cluster or the next, a request gets the same tokens.
         let requests = (0..4).map(|i| {
             let mut client = client.clone();
             async move { generate(&mut client, sampled("Once upon a time", 24 + i, 7)).await }
@@ -53,7 +53,7 @@ async fn a_model_that_ranks_share_serves_like_any_other() -> Result<()> {
 }
 
 #[tokio::test]
-async fn every_damage_to_a_model_is_refused_with_a_clue() -> Result<()> {
+async fn every_damaged_checkpoint_is_rejected_with_a_clue() -> Result<()> {
     for damage in Damage::all() {
         let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp()?;
         damage.apply(folder.path())?;

@@ -1,17 +1,17 @@
-//! The placement of a real router over real workers on simulated devices.
+//! Prefix-aware placement of a real router over real workers on simulated devices.
 
 use anyhow::{Result, ensure};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, TokenIds};
-use inflight_tests::{Role, alone, eventually, scrape};
+use inflight_tests::{RoleProcess, alone, eventually, scrape};
 
 use crate::program;
 use crate::requests::{generate, sampled};
 use crate::storm::{all_connected, flags};
 
-/// Tokens of a prompt, and of it what two turns of a conversation have in common.
+/// Prompt tokens; all but the last 32 are common to the turns of a conversation.
 const PROMPT: u32 = 640;
-/// Conversations at a time: no multiple of the workers, else taking turns would bring each back by chance.
+/// Number of conversations; not a multiple of the workers, or round-robin would return each to its worker.
 const CONVERSATIONS: u32 = 7;
 
 fn turn(conversation: u32, nth: u32, tenant: &str) -> GenerateRequest {
@@ -25,12 +25,12 @@ fn turn(conversation: u32, nth: u32, tenant: &str) -> GenerateRequest {
     }
 }
 
-/// Three workers and a router; the devices take long enough for a prompt that being idle is not all that counts.
-async fn cluster(placement: &str) -> Result<(Vec<Role>, Role)> {
+/// Starts three workers and a router. Prefill is slow enough for a cached prefix to outweigh an idle worker.
+async fn cluster(placement: &str) -> Result<(Vec<RoleProcess>, RoleProcess)> {
     let mut workers = Vec::new();
     for _ in 0..3 {
         let worker = flags(&["--device=sim:flat,step=0.001,prompt_token=0.00002", "--max-sequences=64"]);
-        workers.push(Role::start(program().to_owned(), "worker", &worker).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -38,13 +38,13 @@ async fn cluster(placement: &str) -> Result<(Vec<Role>, Role)> {
         &format!("--placement={placement}"),
         "--reconnect-backoff-max=300ms",
     ]);
-    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     all_connected(&router).await?;
     Ok((workers, router))
 }
 
-/// Tokens of prompts that the workers found in their caches.
-async fn found(workers: &[Role]) -> Result<f64> {
+/// Returns the prompt tokens that all workers found in their prefix caches.
+async fn cached_tokens(workers: &[RoleProcess]) -> Result<f64> {
     let mut sum = 0.0;
     for worker in workers {
         sum += scrape(worker.metrics).await?.total("inflight_worker_cached_tokens_total").unwrap_or(0.0);
@@ -52,39 +52,37 @@ async fn found(workers: &[Role]) -> Result<f64> {
     Ok(sum)
 }
 
-/// Runs the first turns of some conversations, then two more of each, one after the other. What the workers found of the
-/// later turns, as a share of what they could have found.
-async fn share_found(placement: &str) -> Result<f64> {
+/// Runs three turns of each conversation; returns the prefix-cache hit rate of the second and third turns.
+async fn hit_rate(placement: &str) -> Result<f64> {
     let (workers, router) = cluster(placement).await?;
     let mut client = router.client()?;
     for conversation in 0..CONVERSATIONS {
         generate(&mut client, turn(conversation, 0, "a")).await?;
     }
-    let first = found(&workers).await?;
+    let first = cached_tokens(&workers).await?;
     for nth in 1..3 {
         for conversation in 0..CONVERSATIONS {
             generate(&mut client, turn(conversation, nth, "a")).await?;
         }
     }
-    let could = f64::from(2 * CONVERSATIONS * (PROMPT - 32));
-    Ok((found(&workers).await? - first) / could)
+    let cacheable = f64::from(2 * CONVERSATIONS * (PROMPT - 32));
+    Ok((cached_tokens(&workers).await? - first) / cacheable)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn conversations_find_their_workers_again_and_under_round_robin_they_do_not() -> Result<()> {
+async fn conversations_return_to_their_cached_prefix_except_under_round_robin() -> Result<()> {
     let _alone = alone().await;
     for placement in ["cost", "prefix"] {
-        let share = share_found(placement).await?;
-        ensure!(share == 1.0, "{placement}: {share} of what is cached is found");
+        let rate = hit_rate(placement).await?;
+        ensure!(rate == 1.0, "{placement}: hit rate {rate}");
     }
-    let share = share_found("round-robin").await?;
-    ensure!(share < 1.0, "round-robin: {share} of what is cached is found");
+    let rate = hit_rate("round-robin").await?;
+    ensure!(rate < 1.0, "round-robin: hit rate {rate}");
     Ok(())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_router_that_comes_later_learns_what_the_workers_have_and_a_tenant_finds_only_its_own() -> Result<()>
-{
+async fn a_restarted_router_recovers_its_prefix_index_and_tenants_stay_isolated() -> Result<()> {
     let _alone = alone().await;
     let (workers, mut router) = cluster("cost").await?;
     for conversation in 0..6 {
@@ -94,27 +92,28 @@ async fn a_router_that_comes_later_learns_what_the_workers_have_and_a_tenant_fin
     router.wait().await?;
     router.restart().await?;
     all_connected(&router).await?;
-    // 38 whole blocks of each prompt that nobody has in common, and what it generated.
-    eventually("the caches are known", || async {
+    // At least 38 full blocks of each prompt, shared with no other.
+    eventually("the prefix index is complete", || async {
         let blocks = scrape(router.metrics).await?.total("inflight_router_prefix_index_blocks")?;
-        ensure!(blocks >= 6.0 * 38.0, "{blocks} blocks are known");
+        ensure!(blocks >= 6.0 * 38.0, "{blocks} blocks are indexed");
         Ok(())
     })
     .await?;
-    let before = found(&workers).await?;
+    let before = cached_tokens(&workers).await?;
     for conversation in 0..6 {
         generate(&mut router.client()?, turn(conversation, 1, "a")).await?;
     }
-    let (hits, could) = (found(&workers).await? - before, 6.0 * f64::from(PROMPT - 32));
-    ensure!(hits == could, "{hits} tokens of {could} are found");
-    let expected = scrape(router.metrics).await?.total("inflight_router_dispatched_cached_tokens_total")?;
-    ensure!(expected == could, "{expected} were expected");
+    let (hits, cacheable) = (cached_tokens(&workers).await? - before, 6.0 * f64::from(PROMPT - 32));
+    ensure!(hits == cacheable, "{hits} of {cacheable} tokens were cached");
+    let predicted = scrape(router.metrics).await?.total("inflight_router_dispatched_cached_tokens_total")?;
+    ensure!(predicted == cacheable, "the router predicted {predicted}");
     for conversation in 0..6 {
         generate(&mut router.client()?, turn(conversation, 1, "b")).await?;
     }
-    ensure!(found(&workers).await? - before == could, "a tenant found another's blocks");
+    ensure!(cached_tokens(&workers).await? - before == cacheable, "a tenant hit another's blocks");
     let samples = scrape(router.metrics).await?;
-    ensure!(samples.total("inflight_router_dispatched_cached_tokens_total")? == could, "or was expected to");
-    ensure!(samples.total("inflight_router_prefix_index_resyncs_total").is_err(), "changes were missed");
+    let predicted = samples.total("inflight_router_dispatched_cached_tokens_total")?;
+    ensure!(predicted == cacheable, "the router predicted hits on another tenant's blocks");
+    ensure!(samples.total("inflight_router_prefix_index_resyncs_total").is_err(), "cache events were lost");
     Ok(())
 }

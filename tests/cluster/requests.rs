@@ -1,4 +1,4 @@
-//! Requests, and what came of them.
+//! Requests and their results, shared by the tests.
 
 use anyhow::{Context, Result, bail, ensure};
 use inflight_proto::v1::generate_request::Input;
@@ -11,7 +11,7 @@ use inflight_proto::v1::{
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-/// Asks for exactly `tokens` tokens after `prompt`, sampled with `seed`.
+/// Returns a request for exactly `tokens` output tokens, sampled with `seed`.
 pub fn sampled(prompt: &str, tokens: u32, seed: u64) -> GenerateRequest {
     GenerateRequest {
         input: Some(Input::Text(prompt.to_owned())),
@@ -30,24 +30,27 @@ pub fn sampled(prompt: &str, tokens: u32, seed: u64) -> GenerateRequest {
     }
 }
 
-/// The one model of the cluster.
+/// Returns the only model of the cluster.
 pub async fn model(client: &mut InferenceClient<Channel>) -> Result<Model> {
     let models = client.list_models(ListModelsRequest {}).await?.into_inner().models;
     ensure!(models.len() == 1, "one model was expected: {models:?}");
     models.into_iter().next().context("no model")
 }
 
-/// A generation as far as it got.
+/// Output of a generation stream as far as received.
 #[derive(Debug, Default, Clone, PartialEq)]
-pub struct Answer {
+pub struct GenerationResult {
     pub text: String,
     pub tokens: Vec<u32>,
     pub reasons: Vec<FinishReason>,
     pub usage: Option<Usage>,
 }
 
-impl Answer {
-    /// Adds an event, checking that it may come now.
+impl GenerationResult {
+    /// Adds an event.
+    ///
+    /// # Errors
+    /// The event is not allowed at this point of the stream.
     pub fn add(&mut self, response: GenerateResponse) -> Result<()> {
         ensure!(self.usage.is_none(), "an event after `completed`: {response:?}");
         match response.event.context("an empty message")? {
@@ -60,7 +63,7 @@ impl Answer {
             Event::Finished(finished) => self.reasons.push(finished.reason()),
             Event::Completed(completed) => {
                 let Usage { prompt_tokens, completion_tokens, .. } = completed.usage.context("no usage")?;
-                // What was cached and where it ran may differ from one run to the next.
+                // Other usage fields, such as cached tokens, may differ between runs.
                 self.usage = Some(Usage { prompt_tokens, completion_tokens, ..Usage::default() });
             }
             Event::FingerprintChanged(changed) => bail!("workers of one build differ: {changed:?}"),
@@ -68,8 +71,8 @@ impl Answer {
         Ok(())
     }
 
-    /// Reads a stream to its end.
-    pub async fn read(mut self, stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
+    /// Reads the rest of a stream.
+    pub async fn read_rest(mut self, stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
         while let Some(response) = stream.message().await? {
             self.add(response)?;
         }
@@ -77,8 +80,8 @@ impl Answer {
         Ok(self)
     }
 
-    /// Reads until the first tokens are there.
-    pub async fn begin(stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
+    /// Reads a stream until its first tokens.
+    pub async fn until_first_tokens(stream: &mut Streaming<GenerateResponse>) -> Result<Self> {
         let mut answer = Self::default();
         while answer.tokens.is_empty() {
             answer.add(stream.message().await?.context("the stream ended before its first token")?)?;
@@ -87,8 +90,11 @@ impl Answer {
     }
 }
 
-/// Generates to the end.
-pub async fn generate(client: &mut InferenceClient<Channel>, request: GenerateRequest) -> Result<Answer> {
+/// Generates, and reads the stream to its end.
+pub async fn generate(
+    client: &mut InferenceClient<Channel>,
+    request: GenerateRequest,
+) -> Result<GenerationResult> {
     let mut stream = client.generate(request).await?.into_inner();
-    Answer::default().read(&mut stream).await
+    GenerationResult::default().read_rest(&mut stream).await
 }

@@ -1,4 +1,4 @@
-//! Every process of a cluster is restarted, one after the other, under load.
+//! Rolling restart of every worker and router under load.
 
 use std::error::Error as _;
 use std::sync::Arc;
@@ -9,24 +9,24 @@ use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{Role, alone};
+use inflight_tests::{RoleProcess, alone};
 use tonic::Code;
 use tonic::transport::Channel;
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
-use crate::storm::{all_connected, flags, idle, same, worker_flags};
+use crate::requests::{GenerationResult, generate, sampled};
+use crate::storm::{all_connected, ensure_same, flags, idle, worker_flags};
 
 const WORKERS: usize = 3;
 const ROUTERS: usize = 2;
 const STREAMS: usize = 48;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
+async fn a_rolling_restart_of_every_process_loses_no_token() -> Result<()> {
     let _alone = alone().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
-        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router_flags = flags(&[
@@ -37,31 +37,31 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
     ]);
     let mut routers = Vec::new();
     for _ in 0..ROUTERS {
-        let router = Role::start(program().to_owned(), "router", &router_flags).await?;
+        let router = RoleProcess::start(program().to_owned(), "router", &router_flags).await?;
         all_connected(&router).await?;
         routers.push(router);
     }
-    let clients: Vec<_> = routers.iter().map(Role::client).collect::<Result<_>>()?;
+    let clients: Vec<_> = routers.iter().map(RoleProcess::client).collect::<Result<_>>()?;
     let requests: Vec<_> = (0..16).map(|i| sampled("Once upon a time", 100 + 20 * i, i.into())).collect();
-    let undisturbed = try_join_all(requests.iter().map(|request| {
+    let baseline = try_join_all(requests.iter().map(|request| {
         let mut client = clients[0].clone();
         async move { generate(&mut client, request.clone()).await }
     }))
     .await?;
 
-    let (stop, refused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
-    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let (stop, rejected) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let (requests, baseline) = (Arc::new(requests), Arc::new(baseline));
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
         let clients = clients.clone();
-        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
-        let (stop, refused) = (Arc::clone(&stop), Arc::clone(&refused));
+        let (requests, baseline) = (Arc::clone(&requests), Arc::clone(&baseline));
+        let (stop, rejected) = (Arc::clone(&stop), Arc::clone(&rejected));
         streams.spawn(async move {
             let mut ended = 0;
             while !stop.load(Ordering::Relaxed) {
-                let which = (stream + 5 * ended) % requests.len();
-                let answer = retrying(&clients, stream, &requests[which], &refused).await?;
-                same(&undisturbed[which], &answer).with_context(|| format!("request {which}"))?;
+                let index = (stream + 5 * ended) % requests.len();
+                let result = generate_with_retries(&clients, stream, &requests[index], &rejected).await?;
+                ensure_same(&baseline[index], &result).with_context(|| format!("request {index}"))?;
                 ended += 1;
             }
             anyhow::Ok(ended)
@@ -77,7 +77,7 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
             all_connected(router).await?;
         }
     }
-    ensure!(refused.load(Ordering::Relaxed) == 0, "restarts of workers are seen by nobody");
+    ensure!(rejected.load(Ordering::Relaxed) == 0, "a call was rejected while workers restarted");
     for router in &mut routers {
         router.signal(libc::SIGTERM)?;
         let status = router.wait().await?;
@@ -90,35 +90,38 @@ async fn a_rolling_restart_of_every_process_loses_nothing() -> Result<()> {
     while let Some(stream) = streams.join_next().await {
         ended += stream??;
     }
-    println!("{ended} streams whole, {} calls sent again", refused.load(Ordering::Relaxed));
+    println!("{ended} complete streams, {} retried calls", rejected.load(Ordering::Relaxed));
     for router in &routers {
         idle(&workers, router).await?;
     }
     Ok(())
 }
 
-/// Generates to the end. A call that was refused before anything of it began is sent again, to the other router.
-async fn retrying(
+/// Generates to the end of the stream. A call rejected before it started is retried on the other router.
+async fn generate_with_retries(
     clients: &[InferenceClient<Channel>],
     first: usize,
     request: &GenerateRequest,
-    refused: &AtomicU32,
-) -> Result<Answer> {
+    rejected: &AtomicU32,
+) -> Result<GenerationResult> {
     for router in (first..first + 1000).map(|n| n % clients.len()) {
         let mut client = clients[router].clone();
         match client.generate(request.clone()).await {
             Ok(response) => {
                 let mut stream = response.into_inner();
-                return Answer::default().read(&mut stream).await.context("after it had begun");
+                return GenerationResult::default()
+                    .read_rest(&mut stream)
+                    .await
+                    .context("after it had begun");
             }
-            // The router's word is UNAVAILABLE. Of a connection that closes under a call the client's own transport says
-            // CANCELLED or UNKNOWN at times, with the cause, which no status from a server has.
+            // A draining router returns UNAVAILABLE. For a connection closed during a call, tonic may report
+            // CANCELLED or UNKNOWN with an error source, which a status from a server never has.
             Err(status) if status.code() == Code::Unavailable || status.source().is_some() => {
-                refused.fetch_add(1, Ordering::Relaxed);
+                rejected.fetch_add(1, Ordering::Relaxed);
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
             Err(status) => return Err(status.into()),
         }
     }
-    bail!("refused a thousand times")
+    bail!("rejected a thousand times")
 }

@@ -1,24 +1,24 @@
-//! Workers that are killed and stopped, again and again, under a full load of streams.
+//! Workers killed and suspended repeatedly under a full load of streams; also helpers shared by other tests.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
-use inflight_tests::{Role, alone, eventually, scrape};
+use inflight_tests::{RoleProcess, alone, eventually, scrape};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::program;
-use crate::requests::{Answer, generate, sampled};
+use crate::requests::{GenerationResult, generate, sampled};
 
 const WORKERS: usize = 4;
 const STREAMS: usize = 200;
 const MAX_SEQUENCES: u32 = 128;
-/// Different requests; the streams repeat them.
+/// Distinct requests; the streams repeat them.
 const REQUESTS: usize = 40;
-/// How long the unrest lasts where nothing else is said: `INFLIGHT_CHAOS_SECONDS` says.
+/// Default length of fault injection, in seconds; `INFLIGHT_CHAOS_SECONDS` overrides it.
 const SECONDS: u64 = 15;
 
 fn seconds() -> Duration {
@@ -26,11 +26,12 @@ fn seconds() -> Duration {
     Duration::from_secs(given.unwrap_or(SECONDS))
 }
 
+/// Converts flags to owned strings.
 pub fn flags(flags: &[&str]) -> Vec<String> {
     flags.iter().map(|flag| (*flag).to_owned()).collect()
 }
 
-/// Flags of a small worker that is soon missed.
+/// Returns the flags of a small worker with a short heartbeat, whose loss is noticed soon.
 pub fn worker_flags() -> Vec<String> {
     flags(&[
         "--kv-cache-bytes=64MiB",
@@ -42,17 +43,17 @@ pub fn worker_flags() -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_killed_and_stopped_every_second_cost_no_stream_no_token_and_no_credit() -> Result<()> {
+async fn workers_killed_and_suspended_every_second_lose_no_token_and_no_grant() -> Result<()> {
     let seed =
         std::env::var("INFLIGHT_TEST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(rand::random);
-    storm(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the order of the blows"))
+    storm(seed).await.with_context(|| format!("INFLIGHT_TEST_SEED={seed} repeats the sequence of faults"))
 }
 
 async fn storm(seed: u64) -> Result<()> {
     let _alone = alone().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
-        workers.push(Role::start(program().to_owned(), "worker", &worker_flags()).await?);
+        workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);
     }
     let addresses: Vec<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let router = flags(&[
@@ -61,7 +62,7 @@ async fn storm(seed: u64) -> Result<()> {
         "--connect-timeout=2s",
         "--no-worker-timeout=60s",
     ]);
-    let router = Role::start(program().to_owned(), "router", &router).await?;
+    let router = RoleProcess::start(program().to_owned(), "router", &router).await?;
     let client = router.client()?;
     all_connected(&router).await?;
 
@@ -69,7 +70,7 @@ async fn storm(seed: u64) -> Result<()> {
     let requests: Vec<_> = (0..REQUESTS as u64)
         .map(|i| sampled(&"Once upon a time. ".repeat(1 + i as usize % 7), random.random_range(100..400), i))
         .collect();
-    let undisturbed = try_join_all(requests.iter().map(|request| {
+    let baseline = try_join_all(requests.iter().map(|request| {
         let mut client = client.clone();
         async move { generate(&mut client, request.clone()).await }
     }))
@@ -77,40 +78,41 @@ async fn storm(seed: u64) -> Result<()> {
     idle(&workers, &router).await?;
 
     let end = Instant::now() + seconds();
-    let (requests, undisturbed) = (Arc::new(requests), Arc::new(undisturbed));
+    let (requests, baseline) = (Arc::new(requests), Arc::new(baseline));
     let connections: Vec<_> = (0..STREAMS / 10).map(|_| router.client()).collect::<Result<_>>()?;
     let mut streams = tokio::task::JoinSet::new();
     for stream in 0..STREAMS {
-        let (requests, undisturbed) = (Arc::clone(&requests), Arc::clone(&undisturbed));
-        // More streams than a server may allow on one connection would wait for one another.
+        let (requests, baseline) = (Arc::clone(&requests), Arc::clone(&baseline));
+        // Several connections: streams beyond the server's limit per connection would wait.
         let mut client = connections[stream % connections.len()].clone();
         streams.spawn(async move {
             let mut ended = 0u32;
             while Instant::now() < end {
-                let which = (stream + 7 * ended as usize) % REQUESTS;
-                let answer = generate(&mut client, requests[which].clone()).await?;
+                let index = (stream + 7 * ended as usize) % REQUESTS;
+                let result = generate(&mut client, requests[index].clone()).await?;
                 ensure!(
-                    answer == undisturbed[which],
-                    "request {which} changed: expected {:?}, got {answer:?}",
-                    undisturbed[which]
+                    result == baseline[index],
+                    "request {index} changed: expected {:?}, got {result:?}",
+                    baseline[index]
                 );
                 ended += 1;
             }
             anyhow::Ok(ended)
         });
     }
-    let mut blows = [0; 2];
+    // Kills and suspensions.
+    let mut faults = [0; 2];
     let mut next = Instant::now();
     while next < end {
         let victim = &mut workers[random.random_range(0..WORKERS)];
         if random.random() {
-            blows[0] += 1;
+            faults[0] += 1;
             victim.signal(libc::SIGKILL)?;
             victim.wait().await?;
             victim.restart().await?;
         } else {
-            // Past three heartbeats, so that it is given up and then comes back.
-            blows[1] += 1;
+            // Longer than three heartbeats, so that the router closes the session and reconnects later.
+            faults[1] += 1;
             victim.signal(libc::SIGSTOP)?;
             sleep(Duration::from_millis(random.random_range(800..1500))).await;
             victim.signal(libc::SIGCONT)?;
@@ -124,8 +126,11 @@ async fn storm(seed: u64) -> Result<()> {
     }
     let samples = scrape(router.metrics).await?;
     let moved = samples.total("inflight_router_resubmissions_total")?;
-    println!("{ended} streams whole after {} kills and {} stops; {moved} resubmissions", blows[0], blows[1]);
-    ensure!(moved >= f64::from(blows[0]), "only {moved} streams were disturbed by {blows:?} blows");
+    let [kills, suspensions] = faults;
+    println!(
+        "{ended} complete streams after {kills} kills and {suspensions} suspensions; {moved} resubmissions"
+    );
+    ensure!(moved >= f64::from(kills), "only {moved} streams were resubmitted after {kills} kills");
     let outcomes =
         samples.series().filter(|(series, _)| series.starts_with("inflight_router_requests_total"));
     for (series, count) in outcomes {
@@ -133,17 +138,17 @@ async fn storm(seed: u64) -> Result<()> {
     }
     all_connected(&router).await?;
     idle(&workers, &router).await?;
-    eventually("all grants are back", || async {
+    eventually("the router holds all grants again", || async {
         let now = scrape(router.metrics).await?.total("inflight_router_worker_sequences_granted")?;
         let all = f64::from(MAX_SEQUENCES) * WORKERS as f64;
-        ensure!(now > all, "{now} of more than {all}");
+        ensure!(now > all, "{now} sequences granted, not more than {all}");
         Ok(())
     })
     .await
 }
 
 /// Waits until the router has a session with every worker.
-pub async fn all_connected(router: &Role) -> Result<()> {
+pub async fn all_connected(router: &RoleProcess) -> Result<()> {
     eventually("every worker is connected", || async {
         let samples = scrape(router.metrics).await?;
         let connected = samples.total("inflight_router_workers_connected")?;
@@ -154,14 +159,14 @@ pub async fn all_connected(router: &Role) -> Result<()> {
     .await
 }
 
-/// Waits until nothing runs or waits anywhere and nothing is held.
-pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
-    let zero = async |role: &Role, gauges: &[&str]| {
+/// Waits until the router and the workers have no open call, queued request, sequence or allocated block.
+pub async fn idle(workers: &[RoleProcess], router: &RoleProcess) -> Result<()> {
+    let zero = async |role: &RoleProcess, gauges: &[&str]| {
         let samples = scrape(role.metrics).await?;
         for gauge in gauges {
             let value = match samples.total(gauge) {
                 Ok(value) => value,
-                // There is one for each worker that has a session, so there may be none.
+                // One series per worker with a session, so there may be none.
                 Err(_) if gauge.starts_with("inflight_router_worker_") => continue,
                 Err(error) => return Err(error),
             };
@@ -203,8 +208,8 @@ pub async fn idle(workers: &[Role], router: &Role) -> Result<()> {
     Ok(())
 }
 
-/// Whether two answers are the same stream; for callers that compare with an undisturbed run.
-pub fn same(expected: &Answer, got: &Answer) -> Result<()> {
+/// Checks that a result equals that of the baseline run.
+pub fn ensure_same(expected: &GenerationResult, got: &GenerationResult) -> Result<()> {
     ensure!(expected == got, "expected {expected:?}, got {got:?}");
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Records what a release puts on the wire, for the test that later builds still read it:
+//! Records the wire messages of a release, for the compatibility test of later builds:
 //! `cargo run --release -p inflight-tests --example record_wire -- BINARY FILE`.
 //!
-//! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that use every
-//! field that a client can set, kills a worker in mid-stream, and writes every message once for each shape that it has.
+//! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that
+//! use every field a client can set, kills a worker, and writes up to 64 messages per method and direction.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -13,13 +13,13 @@ use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_tests::{Recorded, Role, WireTap};
+use inflight_tests::{RecordedMessage, RoleProcess, WireTap};
 use tonic::Request;
 use tonic::transport::Channel;
 
-/// Larger messages are pieces of the model bundle, whose data say nothing of the format.
+/// Maximum size of a recorded message in bytes; larger ones are chunks of the model bundle.
 const BYTES_MAX: usize = 4096;
-/// Messages kept of one method and direction.
+/// Maximum recorded messages per method and direction.
 const KEPT_MAX: usize = 64;
 
 #[tokio::main]
@@ -31,13 +31,13 @@ async fn main() -> Result<()> {
     let flags = ["--threads=1", "--kv-cache-bytes=8MiB", "--host-cache-bytes=8MiB"].map(str::to_owned);
     let mut workers = Vec::new();
     for _ in 0..2 {
-        let worker = Role::start(program.clone(), "worker", &flags).await?;
+        let worker = RoleProcess::start(program.clone(), "worker", &flags).await?;
         workers.push((WireTap::start(worker.address).await?, worker));
     }
     let mut flags: Vec<String> =
         workers.iter().map(|(tap, _)| format!("--workers={}", tap.address)).collect();
     flags.push("--placement=round-robin".to_owned());
-    let router = Role::start(program, "router", &flags).await?;
+    let router = RoleProcess::start(program, "router", &flags).await?;
     let tap = WireTap::start(router.address).await?;
     let endpoint = format!("http://{}", tap.address);
     let channel = Channel::from_shared(endpoint)?.connect().await?;
@@ -65,18 +65,18 @@ async fn main() -> Result<()> {
     traced.metadata_mut().insert("tracestate", "vendor=1".parse()?);
     drain(&mut client, traced).await?;
 
-    // A client that leaves.
-    let mut left = client.generate(long()).await?.into_inner();
-    left.message().await?;
-    drop(left);
+    // A cancelled call.
+    let mut cancelled = client.generate(long_request()).await?.into_inner();
+    cancelled.message().await?;
+    drop(cancelled);
     let diagnosed = workers.first().context("two were started")?.0.address;
     let mut worker = WorkerClient::connect(format!("http://{diagnosed}")).await?;
     worker.diagnose(v1::DiagnoseRequest { iterations: 8 }).await?;
 
-    // A worker that dies: one of two streams at two workers goes on at the other.
+    // A worker crash: one of two streams on two workers fails over to the other.
     let mut streams = Vec::new();
     for _ in 0..2 {
-        let mut stream = client.generate(long()).await?.into_inner();
+        let mut stream = client.generate(long_request()).await?.into_inner();
         for _ in 0..4 {
             stream.message().await?;
         }
@@ -94,9 +94,10 @@ async fn main() -> Result<()> {
         let methods: BTreeSet<(&str, bool)> =
             recorded.iter().map(|message| (message.method.as_str(), message.request)).collect();
         for (method, request) in methods {
-            let of_kind =
-                |m: &&Recorded| m.method == method && m.request == request && m.bytes.len() <= BYTES_MAX;
-            lines.extend(recorded.iter().filter(of_kind).take(KEPT_MAX).map(Recorded::line));
+            let of_kind = |m: &&RecordedMessage| {
+                m.method == method && m.request == request && m.bytes.len() <= BYTES_MAX
+            };
+            lines.extend(recorded.iter().filter(of_kind).take(KEPT_MAX).map(RecordedMessage::line));
         }
     }
     std::fs::write(&file, lines.join("\n") + "\n")?;
@@ -110,7 +111,7 @@ async fn drain(client: &mut InferenceClient<Channel>, request: Request<v1::Gener
     Ok(())
 }
 
-fn long() -> v1::GenerateRequest {
+fn long_request() -> v1::GenerateRequest {
     v1::GenerateRequest {
         input: Some(Input::Text("Once".to_owned())),
         stop: Some(v1::StopConditions {
@@ -122,7 +123,7 @@ fn long() -> v1::GenerateRequest {
     }
 }
 
-/// A request that sets every field.
+/// Returns a request with every field set except `model` and `require_fingerprint`.
 fn every_field(input: Input) -> v1::GenerateRequest {
     v1::GenerateRequest {
         model: String::new(),

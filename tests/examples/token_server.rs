@@ -1,4 +1,4 @@
-//! A server without a model, to see what a load generator itself costs and whether it measures right:
+//! Token server without a model, to measure the overhead and accuracy of a load generator:
 //! `cargo run --release -p inflight-tests --example token_server -- FIRST_MS GAP_MS [TOKENS_PER_MESSAGE]`.
 
 use std::time::Duration;

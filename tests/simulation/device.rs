@@ -1,3 +1,5 @@
+//! Simulated device: stores token ids in place of KV and derives each next token from the whole context.
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -7,15 +9,15 @@ use inflight_worker_core::Transfer;
 pub const VOCAB: u32 = 285;
 pub const BLOCK_TOKENS: u32 = 4;
 pub const CONTEXT_TOKENS: u32 = 160;
-/// The model's own ending tokens.
+/// End-of-sequence tokens of the model.
 pub const EOS: [u32; 2] = [3, 77];
 const SLOTS: u32 = 8;
-/// Too few for all slots at full length, so that sequences preempt one another.
+/// KV blocks; too few for all slots at full length, so that preemption occurs.
 const BLOCKS: u32 = 160;
-/// Ids below this are plain text in the vocabulary.
+/// Number of plain-text tokens, the first ids of the vocabulary.
 const TEXT_TOKENS: u64 = 256;
 
-/// The next token: a hash of the whole context, so that any mistake shows in everything after it.
+/// Returns the next token: a hash of the whole context, so that one wrong token changes all that follow.
 pub fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
     let mut hash = seed ^ (u64::from(choice) << 32) ^ 0x9e37_79b9_7f4a_7c15;
     for token in context {
@@ -24,15 +26,17 @@ pub fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
     ((hash >> 20) % TEXT_TOKENS) as u32
 }
 
-/// A device that computes nothing, but reads the context of each token back through the block table.
-pub struct Remembering {
+/// Runtime whose KV cache holds token ids; it reads each context back through the block table and hashes it.
+pub struct ContextHashRuntime {
     capabilities: Capabilities,
+    /// Token id at each KV position, `BLOCK_TOKENS` per block.
     memory: Vec<Option<u32>>,
+    /// Seed and choice of each attached slot.
     slots: Vec<Option<(u64, u32)>>,
     in_flight: VecDeque<Batch>,
 }
 
-impl Remembering {
+impl ContextHashRuntime {
     pub fn new() -> Self {
         let capabilities = Capabilities {
             vocab_size: VOCAB,
@@ -50,7 +54,7 @@ impl Remembering {
     }
 }
 
-impl Runtime for Remembering {
+impl Runtime for ContextHashRuntime {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
@@ -85,7 +89,7 @@ impl Runtime for Remembering {
         let batch = self.in_flight.pop_front().ok_or_else(|| missing("nothing was launched"))?;
         sampled.clear();
         let size = BLOCK_TOKENS as usize;
-        let place = |sequence: usize, position: usize| {
+        let address = |sequence: usize, position: usize| {
             let table = &batch.blocks[batch.block_starts[sequence] as usize..];
             table[position / size] as usize * size + position % size
         };
@@ -95,13 +99,13 @@ impl Runtime for Remembering {
         }
         for sequence in 0..batch.sequences() {
             for row in batch.starts[sequence] as usize..batch.starts[sequence + 1] as usize {
-                self.memory[place(sequence, batch.positions[row] as usize)] = Some(batch.tokens[row]);
+                self.memory[address(sequence, batch.positions[row] as usize)] = Some(batch.tokens[row]);
             }
         }
         for sample in &batch.samples {
             let sequence = batch.starts.partition_point(|start| *start <= sample.row) - 1;
-            let read = |position| self.memory[place(sequence, position)];
-            // A calibration asks for positions that were never computed; its tokens mean nothing.
+            let read = |position| self.memory[address(sequence, position)];
+            // Calibration samples at positions that were never computed; its tokens are discarded.
             let context: Vec<u32> =
                 (0..sample.position as usize).map(|position| read(position).unwrap_or(0)).collect();
             let (seed, choice) = self.slots[sample.slot as usize].ok_or_else(|| missing("a free slot"))?;

@@ -1,11 +1,12 @@
-//! Routers and workers, whole but for network and device, in one deterministic simulation: connections are cut, held up
-//! and restored, workers crash and drain, routers drain, and no client may notice.
+//! Deterministic simulation of complete routers and workers over a simulated network and device: links are
+//! partitioned and held, workers crash and drain, routers drain, and every client's stream must stay complete
+//! and exact.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
 mod device;
 mod network;
-mod script;
+mod scenario;
 
 use std::cell::{Cell, RefCell};
 use std::error::Error as _;
@@ -16,7 +17,7 @@ use std::time::Duration;
 use inflight_fixtures::Family;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
-use inflight_proto::v1::generate_response::Event as Said;
+use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_router::{Dial, Handle, RouterStats};
@@ -27,28 +28,29 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tonic::transport::Channel;
 
-use script::{Call, Event, ROUTERS, Script, UNREST, WORKERS};
+use scenario::{ClientCall, FAULT_WINDOW, FaultEvent, ROUTERS, Scenario, WORKERS};
 
 const PORT: u16 = 7000;
 const TICK: Duration = Duration::from_millis(1);
-/// Everything must be over by then.
+/// Simulated time at which a run fails if it has not ended.
 const END: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn std::error::Error>;
 
-/// What a run has to show.
+/// Result of a run, compared between runs of one seed.
 #[derive(Debug, Clone, PartialEq, Default)]
-struct Report {
-    /// When each call ended, in the run's own time, and with how many tokens.
+struct RunReport {
+    /// Call id, simulated end time and number of tokens of each call.
     ended: Vec<(usize, Duration, usize)>,
-    /// All that any client saw, and when.
+    /// Simulated time, call id and text of every message that a client received.
     trace: Vec<(Duration, usize, String)>,
-    /// Resubmissions, by reason, and what else was counted.
+    /// Prometheus lines of the failover metrics.
     counted: Vec<String>,
 }
 
+/// State shared by the simulated hosts and the test.
 #[derive(Default)]
-struct Shared {
+struct SimulationState {
     incarnations: Cell<u32>,
     workers: RefCell<[CancellationToken; WORKERS]>,
     routers: RefCell<[CancellationToken; ROUTERS]>,
@@ -57,7 +59,7 @@ struct Shared {
     trace: RefCell<Vec<(Duration, usize, String)>>,
 }
 
-async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
+async fn worker(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure> {
     let incarnation = shared.incarnations.replace(shared.incarnations.get() + 1);
     let drain = CancellationToken::new();
     shared.workers.borrow_mut()[index] = drain.clone();
@@ -67,7 +69,7 @@ async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
         ("tokenizer_config.json", family.tokenizer_config_json()),
     ];
     let served = Served {
-        runtime: Box::new(device::Remembering::new()),
+        runtime: Box::new(device::ContextHashRuntime::new()),
         prior: Some(CostPrior::default()),
         name: "tiny".to_owned(),
         architecture: "LlamaForCausalLM".to_owned(),
@@ -86,7 +88,7 @@ async fn worker(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
     Ok(core.serve(network::incoming(PORT).await?, Turning::Task, drain).await?)
 }
 
-async fn router(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
+async fn router(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure> {
     let incarnation = shared.incarnations.replace(shared.incarnations.get() + 1);
     let drain = CancellationToken::new();
     shared.routers.borrow_mut()[index] = drain.clone();
@@ -106,8 +108,8 @@ async fn router(index: usize, shared: Rc<Shared>) -> Result<(), Failure> {
     Ok(core.serve(network::incoming(PORT).await?, drain).await?)
 }
 
-/// What the request yields if nothing ever goes wrong: its tokens, and the one that ends it, if one does.
-fn undisturbed(call: &Call, choice: u32) -> (Vec<u32>, Option<u32>) {
+/// Returns the expected tokens of a choice and the stop token that ends it, if one does.
+fn expected_output(call: &ClientCall, choice: u32) -> (Vec<u32>, Option<u32>) {
     let mut context = call.prompt.clone();
     let mut stop = None;
     while stop.is_none() && context.len() < call.prompt.len() + call.max_tokens as usize {
@@ -119,9 +121,9 @@ fn undisturbed(call: &Call, choice: u32) -> (Vec<u32>, Option<u32>) {
     (context.split_off(call.prompt.len()), stop)
 }
 
-/// Makes a call, and again as long as it is refused before anything came. Returns the tokens that came. `saw` hears of each
-/// message.
-async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize {
+/// Makes a call and checks its output; while it is rejected before its first message, it is retried on the
+/// other router. Returns the number of tokens received. `record` is called with each message.
+async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(String)) -> usize {
     let request = v1::GenerateRequest {
         request_id: format!("call-{}", call.id),
         input: Some(Input::TokenIds(v1::TokenIds { ids: call.prompt.clone() })),
@@ -141,12 +143,11 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
         let mut client = InferenceClient::new(channels[router].clone());
         match client.generate(request.clone()).await {
             Ok(response) => break response.into_inner(),
-            // A router that drains, or is not there: its word is UNAVAILABLE. What the client's own transport says of a connection
-            // that closes before the call has left has a cause, which no status from a server has.
+            // UNAVAILABLE from a draining router, or an error of the client's transport, which has a source.
             Err(status) => {
-                let clean = status.code() == Code::Unavailable || status.source().is_some();
-                assert!(clean, "call {}: {status}", call.id);
-                saw(format!("router {router}: {:?}", status.code()));
+                let retriable = status.code() == Code::Unavailable || status.source().is_some();
+                assert!(retriable, "call {}: {status}", call.id);
+                record(format!("router {router}: {:?}", status.code()));
                 router = (router + 1) % channels.len();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
@@ -157,31 +158,33 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
     let mut messages = 0;
     while let Some(message) = stream.message().await.unwrap_or_else(|s| panic!("call {}: {s}", call.id)) {
         let event = message.event.unwrap();
-        // Times of completed calls are the router's own, down to the poll.
+        // Without the timings of completed calls: they depend on the router's poll order.
         match &event {
-            Said::Completed(end) => saw(format!("{:?}", end.usage)),
-            event => saw(format!("{event:?}")),
+            StreamEvent::Completed(end) => record(format!("{:?}", end.usage)),
+            event => record(format!("{event:?}")),
         }
         match event {
-            Said::Delta(delta) => choices[delta.choice as usize].extend(delta.token_ids),
-            Said::Completed(end) => completed = end.usage,
-            Said::Finished(end) => {
+            StreamEvent::Delta(delta) => choices[delta.choice as usize].extend(delta.token_ids),
+            StreamEvent::Completed(end) => completed = end.usage,
+            StreamEvent::Finished(end) => {
                 let before = ends[end.choice as usize].replace((end.reason(), end.stop_token_id));
                 assert!(before.is_none(), "call {}, choice {} ended twice", call.id, end.choice);
             }
-            Said::Started(_) => {}
-            Said::FingerprintChanged(changed) => panic!("all workers are alike: {changed:?}"),
+            StreamEvent::Started(_) => {}
+            StreamEvent::FingerprintChanged(changed) => {
+                panic!("all workers have one fingerprint: {changed:?}")
+            }
         }
         messages += 1;
-        if call.leaves_after.is_some_and(|most| messages > most) {
+        if call.cancel_after.is_some_and(|most| messages > most) {
             break;
         }
     }
     for (choice, tokens) in choices.iter().enumerate() {
-        let (expected, stop) = undisturbed(call, choice as u32);
+        let (expected, stop) = expected_output(call, choice as u32);
         let reason = if stop.is_some() { v1::FinishReason::Stop } else { v1::FinishReason::Length };
         assert!(
-            ends[choice] == Some((reason, stop)) || (ends[choice].is_none() && call.leaves_after.is_some()),
+            ends[choice] == Some((reason, stop)) || (ends[choice].is_none() && call.cancel_after.is_some()),
             "call {}, choice {choice}: ended with {:?}, not {reason:?} by {stop:?}",
             call.id,
             ends[choice]
@@ -192,22 +195,22 @@ async fn make(call: &Call, channels: &[Channel], saw: impl Fn(String)) -> usize 
             call.id
         );
         assert!(
-            call.leaves_after.is_some() || tokens.len() == expected.len(),
-            "call {} is not whole",
+            call.cancel_after.is_some() || tokens.len() == expected.len(),
+            "call {} is incomplete",
             call.id
         );
     }
-    if call.leaves_after.is_none() {
+    if call.cancel_after.is_none() {
         let usage = completed.unwrap_or_else(|| panic!("call {} ended without usage", call.id));
-        let completion: usize = (0..call.n).map(|choice| undisturbed(call, choice).0.len()).sum();
+        let completion: usize = (0..call.n).map(|choice| expected_output(call, choice).0.len()).sum();
         let counted = (usage.prompt_tokens as usize, usage.completion_tokens as usize);
         assert_eq!(counted, (call.prompt.len(), completion), "call {}", call.id);
     }
     choices.iter().map(Vec::len).sum()
 }
 
-/// Waits until neither routers nor workers hold anything.
-async fn settled(shared: &Shared) {
+/// Waits until no router or worker holds a request, sequence, block or grant in use.
+async fn wait_until_idle(shared: &SimulationState) {
     for index in 0..ROUTERS {
         let handle = shared.handles.borrow()[index].clone().unwrap();
         while handle.stats() != RouterStats::default() {
@@ -237,47 +240,47 @@ async fn settled(shared: &Shared) {
     }
 }
 
-async fn clients(calls: Vec<Call>, shared: Rc<Shared>) -> Result<(), Failure> {
+async fn clients(calls: Vec<ClientCall>, shared: Rc<SimulationState>) -> Result<(), Failure> {
     let channels: Vec<Channel> = (0..ROUTERS)
         .map(|router| network::channel(&format!("router-{router}:{PORT}")))
         .collect::<Result<_, _>>()?;
-    let began = tokio::time::Instant::now();
-    let made = calls.into_iter().map(|call| {
+    let start = tokio::time::Instant::now();
+    let runs = calls.into_iter().map(|call| {
         let (channels, shared) = (&channels, &shared);
         async move {
             tokio::time::sleep(call.at).await;
-            let saw = |what| shared.trace.borrow_mut().push((began.elapsed(), call.id, what));
-            let tokens = make(&call, channels, saw).await;
-            shared.ended.borrow_mut().push((call.id, began.elapsed(), tokens));
+            let record = |message| shared.trace.borrow_mut().push((start.elapsed(), call.id, message));
+            let tokens = run_call(&call, channels, record).await;
+            shared.ended.borrow_mut().push((call.id, start.elapsed(), tokens));
         }
     });
-    futures::future::join_all(made).await;
-    tokio::time::sleep_until(began + UNREST + Duration::from_secs(4)).await;
-    settled(&shared).await;
+    futures::future::join_all(runs).await;
+    tokio::time::sleep_until(start + FAULT_WINDOW + Duration::from_secs(4)).await;
+    wait_until_idle(&shared).await;
     Ok(())
 }
 
-fn happen(sim: &mut turmoil::Sim<'_>, event: Event, shared: &Shared) {
+fn apply_event(sim: &mut turmoil::Sim<'_>, event: FaultEvent, shared: &SimulationState) {
     let worker = |index: usize| format!("worker-{index}");
     let router = |index: usize| format!("router-{index}");
     match event {
-        Event::Crash(w) => sim.crash(worker(w)),
-        Event::Start(w) => sim.bounce(worker(w)),
-        Event::Drain(w) => shared.workers.borrow()[w].cancel(),
-        Event::Partition(r, w) => sim.partition(router(r), worker(w)),
-        Event::Repair(r, w) => sim.repair(router(r), worker(w)),
-        Event::Hold(r, w) => sim.hold(router(r), worker(w)),
-        Event::Release(r, w) => sim.release(router(r), worker(w)),
-        Event::DrainRouter(r) => shared.routers.borrow()[r].cancel(),
-        Event::StartRouter(r) => sim.bounce(router(r)),
+        FaultEvent::Crash(w) => sim.crash(worker(w)),
+        FaultEvent::Start(w) => sim.bounce(worker(w)),
+        FaultEvent::Drain(w) => shared.workers.borrow()[w].cancel(),
+        FaultEvent::Partition(r, w) => sim.partition(router(r), worker(w)),
+        FaultEvent::Repair(r, w) => sim.repair(router(r), worker(w)),
+        FaultEvent::Hold(r, w) => sim.hold(router(r), worker(w)),
+        FaultEvent::Release(r, w) => sim.release(router(r), worker(w)),
+        FaultEvent::DrainRouter(r) => shared.routers.borrow()[r].cancel(),
+        FaultEvent::StartRouter(r) => sim.bounce(router(r)),
     }
 }
 
-fn run(seed: u64) -> Report {
-    let Script { calls, events } = Script::new(seed);
+fn run(seed: u64) -> RunReport {
+    let Scenario { calls, events } = Scenario::new(seed);
     let recorder = PrometheusBuilder::new().build_recorder();
     let rendered = recorder.handle();
-    let shared = Rc::new(Shared::default());
+    let shared = Rc::new(SimulationState::default());
     metrics::with_local_recorder(&recorder, || {
         let mut sim = turmoil::Builder::new()
             .rng_seed(seed)
@@ -299,7 +302,7 @@ fn run(seed: u64) -> Report {
         let mut events = events.into_iter().peekable();
         loop {
             while let Some((_, event)) = events.next_if(|(at, _)| *at <= sim.elapsed()) {
-                happen(&mut sim, event, &shared);
+                apply_event(&mut sim, event, &shared);
             }
             if sim.step().unwrap_or_else(|error| panic!("{error}")) {
                 break;
@@ -310,10 +313,10 @@ fn run(seed: u64) -> Report {
     let rendered = rendered.render();
     let counted = rendered.lines().filter(|line| wanted.iter().any(|name| line.contains(name)));
     let counted = counted.filter(|line| !line.starts_with('#')).map(str::to_owned).collect();
-    Report { ended: shared.ended.take(), trace: shared.trace.take(), counted }
+    RunReport { ended: shared.ended.take(), trace: shared.trace.take(), counted }
 }
 
-/// `INFLIGHT_SIMULATION_SEEDS=FIRST..END` names other seeds.
+/// Returns the seeds to run: 0 to 49, or those of `INFLIGHT_SIMULATION_SEEDS=FIRST..END`.
 fn seeds() -> Range<u64> {
     let given = std::env::var("INFLIGHT_SIMULATION_SEEDS").ok();
     given.map_or(0..50, |given| {
@@ -323,29 +326,29 @@ fn seeds() -> Range<u64> {
 }
 
 #[test]
-fn whatever_breaks_every_stream_is_whole_and_nothing_is_left_behind() {
+fn every_stream_is_complete_under_any_faults_and_nothing_leaks() {
     let seeds = seeds();
     println!("seeds {seeds:?}");
-    let (mut moved, mut messages) = (0.0, 0);
+    let (mut resubmissions, mut messages) = (0.0, 0);
     for seed in seeds {
         let report = std::panic::catch_unwind(|| run(seed)).unwrap_or_else(|cause| {
             eprintln!("INFLIGHT_SIMULATION_SEEDS={seed}..{} repeats this run", seed + 1);
             std::panic::resume_unwind(cause)
         });
-        assert_eq!(report.ended.len(), Script::new(seed).calls.len(), "seed {seed}: a call is open");
+        assert_eq!(report.ended.len(), Scenario::new(seed).calls.len(), "seed {seed}: a call is open");
         messages += report.trace.len();
         let counts = report.counted.iter().filter(|line| line.contains("resubmissions_total"));
-        moved += counts.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>();
+        resubmissions += counts.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum::<f64>();
     }
-    println!("{messages} messages, {moved} resubmissions");
-    assert!(moved > 0.0, "the runs disturb nobody");
+    println!("{messages} messages, {resubmissions} resubmissions");
+    assert!(resubmissions > 0.0, "no fault interrupted a stream");
 }
 
-/// Calls, misfortunes and the network's delays follow from the seed. The order in which tokio polls what is ready at the same
-/// instant does so only in a build with `--cfg tokio_unstable`: without it a run can't be repeated, and this test is not there.
+/// Calls, faults and network delays follow from the seed. The order in which tokio polls tasks that are ready
+/// at the same instant does so only under `--cfg tokio_unstable`, hence the condition.
 #[cfg(tokio_unstable)]
 #[test]
-fn a_seed_repeats_its_run_to_the_moment_of_every_message() {
+fn a_seed_repeats_its_run_to_the_time_of_every_message() {
     let seed = seeds().start;
     let (first, second) = (run(seed), run(seed));
     let differs = first.trace.iter().zip(&second.trace).position(|(one, other)| one != other);

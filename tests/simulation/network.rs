@@ -1,3 +1,5 @@
+//! Adapters between tonic and turmoil's simulated network.
+
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::pin::Pin;
@@ -11,16 +13,16 @@ use tonic::transport::server::Connected;
 use tonic::transport::{Channel, Endpoint};
 use turmoil::net::{TcpListener, TcpStream};
 
-/// A connection of the simulated network, as tonic's server takes it.
-pub struct Link(TcpStream);
+/// Connection of the simulated network, for tonic's server.
+pub struct SimulatedConnection(TcpStream);
 
-impl Connected for Link {
+impl Connected for SimulatedConnection {
     type ConnectInfo = ();
 
     fn connect_info(&self) {}
 }
 
-impl AsyncRead for Link {
+impl AsyncRead for SimulatedConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -30,7 +32,7 @@ impl AsyncRead for Link {
     }
 }
 
-impl AsyncWrite for Link {
+impl AsyncWrite for SimulatedConnection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -48,22 +50,22 @@ impl AsyncWrite for Link {
     }
 }
 
-/// The connections to a port of the host that asks.
-pub async fn incoming(port: u16) -> io::Result<impl Stream<Item = io::Result<Link>> + Send> {
+/// Listens on a port of the calling host and returns its connections.
+pub async fn incoming(port: u16) -> io::Result<impl Stream<Item = io::Result<SimulatedConnection>> + Send> {
     let listener = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), port)).await?;
     Ok(futures::stream::unfold(listener, |listener| async move {
-        let accepted = listener.accept().await.map(|(stream, _)| Link(stream));
+        let accepted = listener.accept().await.map(|(stream, _)| SimulatedConnection(stream));
         Some((accepted, listener))
     }))
 }
 
-/// Opens a connection to `host:port`.
+/// Connects to the `host:port` of a URI.
 pub async fn open(uri: Uri) -> io::Result<TcpStream> {
     let authority = uri.authority().ok_or_else(|| io::Error::other("no authority"))?.to_string();
     TcpStream::connect(authority).await
 }
 
-/// A channel to `host:port`; it connects when it is used, and again after a loss.
+/// Returns a channel to `host:port` that connects at its first use and reconnects after a loss.
 pub fn channel(address: &str) -> Result<Channel, tonic::transport::Error> {
     let connector = tower::service_fn(|uri| async move { open(uri).await.map(TokioIo::new) });
     Ok(Endpoint::from_shared(format!("http://{address}"))?.connect_with_connector_lazy(connector))

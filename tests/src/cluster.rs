@@ -1,3 +1,5 @@
+//! A cluster started by `inflight up`.
+
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -13,66 +15,70 @@ use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tonic::transport::Channel;
 
 use crate::DEADLINE;
-use crate::process::{Mark, kill};
+use crate::process::{ProcessTag, kill};
 
-/// Clusters run side by side, as many as the test runner starts; a test that measures excludes all others.
+/// Held shared by every cluster and exclusively by a test that measures.
 static CLUSTERS: RwLock<()> = RwLock::const_new(());
 
-/// Waits until no other cluster of this process runs, and keeps it so while the guard lives. For tests that measure; under
-/// nextest, where each test is a process of its own, `.config/nextest.toml` does the same by their names.
+/// Waits until no other cluster of this process runs, and excludes new ones while the guard lives. For tests
+/// that measure; under nextest, with one process per test, `.config/nextest.toml` does the same by name.
 pub async fn alone() -> RwLockWriteGuard<'static, ()> {
     CLUSTERS.write().await
 }
 
-/// A process of a cluster.
+/// Router or worker process of a cluster.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
+pub struct ClusterMember {
     /// `router`, `worker-0`, …
     pub name: String,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Where it listens for gRPC.
+    /// gRPC address.
     pub address: SocketAddr,
-    /// Where its metrics are.
+    /// Address of the metrics endpoint.
     pub metrics: SocketAddr,
 }
 
-/// A running `inflight up`. Dropped, it is killed.
+/// Cluster of a running `inflight up`. The drop kills it.
 #[derive(Debug)]
-pub struct Cluster {
+pub struct LocalCluster {
     child: Child,
-    /// The process of `up`.
+    /// Process id of `inflight up`.
     pub pid: u32,
-    /// What clients call, as `http://HOST:PORT`.
+    /// Endpoint of the router, as `http://HOST:PORT`.
     pub endpoint: String,
-    /// The router.
-    pub router: Member,
-    /// The workers.
-    pub workers: Vec<Member>,
-    /// What all its processes are marked with.
-    pub mark: Mark,
+    /// Router process.
+    pub router: ClusterMember,
+    /// Worker processes.
+    pub workers: Vec<ClusterMember>,
+    /// Tag of all processes of the cluster.
+    pub tag: ProcessTag,
     events: tokio::io::Lines<BufReader<ChildStdout>>,
     log: Arc<StdMutex<String>>,
     _shared: RwLockReadGuard<'static, ()>,
 }
 
-impl Cluster {
-    /// Starts `program up` with free ports and `flags`, and waits until it is ready.
+impl LocalCluster {
+    /// Starts `program up` on free ports with `flags`, and waits until it is ready.
     ///
     /// # Errors
-    /// It does not become ready; the error has what it wrote.
+    /// The cluster does not become ready; the error contains its standard error.
     pub async fn start(program: &Path, flags: &[&str]) -> Result<Self> {
-        Self::start_in(program, flags, &[]).await
+        Self::start_with_env(program, flags, &[]).await
     }
 
-    /// The same, with these variables in its environment.
+    /// Starts `program up` on free ports with `flags` and added `environment`, and waits until it is ready.
     ///
     /// # Errors
-    /// As [`Cluster::start`].
-    pub async fn start_in(program: &Path, flags: &[&str], environment: &[(&str, OsString)]) -> Result<Self> {
+    /// The cluster does not become ready; the error contains its standard error.
+    pub async fn start_with_env(
+        program: &Path,
+        flags: &[&str],
+        environment: &[(&str, OsString)],
+    ) -> Result<Self> {
         let shared = CLUSTERS.read().await;
-        let mark = Mark::new();
-        let (name, value) = mark.variable();
+        let tag = ProcessTag::new();
+        let (name, value) = tag.variable();
         let threads =
             if flags.iter().any(|flag| flag.starts_with("--threads")) { &[][..] } else { &["--threads=1"] };
         let mut child = Command::new(program)
@@ -91,11 +97,11 @@ impl Cluster {
         let stdout = child.stdout.take().context("no standard output")?;
         let stderr = child.stderr.take().context("no standard error")?;
         let log = Arc::new(StdMutex::new(String::new()));
-        let kept = Arc::clone(&log);
+        let log_writer = Arc::clone(&log);
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
             while let Ok(Some(line)) = lines.next_line().await {
-                let mut log = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut log = log_writer.lock().unwrap_or_else(PoisonError::into_inner);
                 log.push_str(&line);
                 log.push('\n');
             }
@@ -112,42 +118,42 @@ impl Cluster {
         let router = member(&ready["router"])?;
         let workers =
             ready["workers"].as_array().context("no workers")?.iter().map(member).collect::<Result<_>>()?;
-        Ok(Self { child, pid, endpoint, router, workers, mark, events, log, _shared: shared })
+        Ok(Self { child, pid, endpoint, router, workers, tag, events, log, _shared: shared })
     }
 
-    /// The next event of this name; others before it are skipped.
+    /// Waits for the next event of this name on the JSON output; other events are skipped.
     ///
     /// # Errors
-    /// None comes.
+    /// No such event arrives within [`DEADLINE`].
     pub async fn event(&mut self, name: &str) -> Result<Value> {
         next_event(&mut self.events, name).await.with_context(|| format!("it wrote:\n{}", self.log()))
     }
 
-    /// A client with a connection of its own.
+    /// Connects a new client to the router.
     ///
     /// # Errors
-    /// The router does not answer.
+    /// The connection fails.
     pub async fn client(&self) -> Result<InferenceClient<Channel>> {
         Ok(InferenceClient::connect(self.endpoint.clone()).await?)
     }
 
-    /// What it wrote to its standard error so far.
+    /// Returns the standard error of `inflight up` so far.
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sends `up` a signal.
+    /// Sends a signal to `inflight up`.
     ///
     /// # Errors
-    /// It is gone.
+    /// The process does not exist.
     pub fn signal(&self, signal: i32) -> Result<()> {
         kill(self.pid, signal)
     }
 
-    /// Waits for the end of `up`.
+    /// Waits until `inflight up` exits.
     ///
     /// # Errors
-    /// It does not end.
+    /// It does not exit within [`DEADLINE`].
     pub async fn wait(&mut self) -> Result<ExitStatus> {
         let ended = tokio::time::timeout(DEADLINE, self.child.wait()).await;
         Ok(ended.with_context(|| format!("`up` did not end; it wrote:\n{}", self.log()))??)
@@ -168,9 +174,9 @@ async fn next_event(events: &mut tokio::io::Lines<BufReader<ChildStdout>>, name:
     tokio::time::timeout(DEADLINE, wanted).await.with_context(|| format!("no event {name}"))?
 }
 
-fn member(value: &Value) -> Result<Member> {
+fn member(value: &Value) -> Result<ClusterMember> {
     let text = |key: &str| value[key].as_str().with_context(|| format!("no {key} in {value}"));
-    Ok(Member {
+    Ok(ClusterMember {
         name: text("name")?.to_owned(),
         pid: value["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).context("no pid")?,
         address: text("address")?.parse()?,

@@ -1,3 +1,5 @@
+//! OTLP trace collector.
+
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,40 +15,40 @@ use tokio::net::TcpListener;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-/// A span as an OTLP collector saw it.
+/// Span received by the [`Collector`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SeenSpan {
+pub struct RecordedSpan {
     /// `service.name` of the process.
     pub service: String,
-    /// Its name.
+    /// Span name.
     pub name: String,
-    /// Its trace, in lower-case hex.
+    /// Trace id, in lower-case hex.
     pub trace: String,
-    /// Itself, likewise.
+    /// Span id, in lower-case hex.
     pub id: String,
-    /// Its parent, likewise; empty if it has none.
+    /// Parent span id, in lower-case hex; empty for a root span.
     pub parent: String,
-    /// Names and values of its attributes, the latter as text.
+    /// Attribute names, and values as text.
     pub attributes: Vec<(String, String)>,
 }
 
-/// An OTLP/gRPC collector that keeps what it gets.
+/// OTLP/gRPC collector that stores all received spans.
 #[derive(Debug, Clone)]
 pub struct Collector {
-    /// Where it listens.
+    /// Address on which the collector listens.
     pub address: SocketAddr,
-    spans: Arc<Mutex<Vec<SeenSpan>>>,
+    spans: Arc<Mutex<Vec<RecordedSpan>>>,
 }
 
 impl Collector {
-    /// Starts one on a free port; it runs as long as the runtime.
+    /// Starts a collector on a free port; it runs as long as the tokio runtime.
     ///
     /// # Errors
-    /// There is no port.
+    /// No port is free.
     pub async fn start() -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let collector = Self { address: listener.local_addr()?, spans: Arc::default() };
-        let service = TraceServiceServer::new(Keep(Arc::clone(&collector.spans)));
+        let service = TraceServiceServer::new(TraceSink(Arc::clone(&collector.spans)));
         let serving = tonic::transport::Server::builder()
             .add_service(service)
             .serve_with_incoming(TcpListenerStream::new(listener));
@@ -54,16 +56,16 @@ impl Collector {
         Ok(collector)
     }
 
-    /// What came so far.
-    pub fn spans(&self) -> Vec<SeenSpan> {
+    /// Returns the spans received so far.
+    pub fn spans(&self) -> Vec<RecordedSpan> {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-struct Keep(Arc<Mutex<Vec<SeenSpan>>>);
+struct TraceSink(Arc<Mutex<Vec<RecordedSpan>>>);
 
 #[tonic::async_trait]
-impl TraceService for Keep {
+impl TraceService for TraceSink {
     async fn export(
         &self,
         request: Request<ExportTraceServiceRequest>,
@@ -74,7 +76,7 @@ impl TraceService for Keep {
             let service = attributes.into_iter().find(|attribute| attribute.key == "service.name");
             let service = service.map(|attribute| text(attribute.value)).unwrap_or_default();
             for span in resource.scope_spans.into_iter().flat_map(|scope| scope.spans) {
-                spans.push(SeenSpan {
+                spans.push(RecordedSpan {
                     service: service.clone(),
                     name: span.name,
                     trace: hex(&span.trace_id),

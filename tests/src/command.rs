@@ -1,3 +1,5 @@
+//! Commands run to their end.
+
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Stdio;
@@ -7,41 +9,41 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 
 use crate::DEADLINE;
-use crate::process::Mark;
+use crate::process::ProcessTag;
 
-/// A command that ended.
+/// Exit code and output of a finished command.
 #[derive(Debug)]
-pub struct Finished {
-    /// Its exit code; `None` if a signal ended it.
+pub struct CommandOutput {
+    /// Exit code; `None` if a signal ended the process.
     pub code: Option<i32>,
-    /// Its standard output.
+    /// Standard output.
     pub stdout: String,
-    /// Its standard error.
+    /// Standard error.
     pub stderr: String,
-    /// What it and its children were marked with.
-    pub mark: Mark,
+    /// Tag of the process and its descendants.
+    pub tag: ProcessTag,
 }
 
 /// Runs a command to its end, with `input` on its standard input.
 ///
 /// # Errors
-/// It cannot be started or takes longer than [`DEADLINE`].
-pub async fn run(program: &Path, arguments: &[&str], input: &str) -> Result<Finished> {
-    run_in(program, arguments, input, &[]).await
+/// The command cannot be started or takes longer than [`DEADLINE`].
+pub async fn run(program: &Path, arguments: &[&str], input: &str) -> Result<CommandOutput> {
+    run_with_env(program, arguments, input, &[]).await
 }
 
-/// The same, with these variables in its environment.
+/// Runs a command to its end, with `input` on its standard input and `environment` added to its environment.
 ///
 /// # Errors
-/// As [`run`].
-pub async fn run_in(
+/// The command cannot be started or takes longer than [`DEADLINE`].
+pub async fn run_with_env(
     program: &Path,
     arguments: &[&str],
     input: &str,
     environment: &[(&str, OsString)],
-) -> Result<Finished> {
-    let mark = Mark::new();
-    let (name, value) = mark.variable();
+) -> Result<CommandOutput> {
+    let tag = ProcessTag::new();
+    let (name, value) = tag.variable();
     let mut child = Command::new(program)
         .args(arguments)
         .env(name, value)
@@ -53,16 +55,16 @@ pub async fn run_in(
         .spawn()
         .with_context(|| format!("cannot start {}", program.display()))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A command that takes no input may have closed it.
+        // The write fails if the command has closed its standard input.
         let _ = stdin.write_all(input.as_bytes()).await;
     }
     let output = tokio::time::timeout(DEADLINE, child.wait_with_output())
         .await
         .with_context(|| format!("{arguments:?} did not end within {DEADLINE:?}"))??;
-    Ok(Finished {
+    Ok(CommandOutput {
         code: output.status.code(),
         stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        mark,
+        tag,
     })
 }

@@ -1,3 +1,5 @@
+//! Processes on simulated GPUs.
+
 use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 
@@ -5,10 +7,10 @@ use anyhow::{Context, Result, ensure};
 use inflight_fixtures::TempDir;
 use inflight_simulated_driver::settings::{FAULT_VARIABLE, VARIABLE};
 
-/// Names that the libraries of a GPU are looked up by.
+/// File names of the CUDA libraries that the simulated driver stands for.
 const LIBRARIES: [&str; 3] = ["libcuda.so", "libcublasLt.so", "libnccl.so.2"];
 
-/// GPUs that are simulated for the processes that get its environment.
+/// Simulated GPUs, seen by processes that run with its [`environment`](Self::environment).
 #[derive(Debug)]
 pub struct SimulatedGpu {
     folder: TempDir,
@@ -16,32 +18,32 @@ pub struct SimulatedGpu {
 }
 
 impl SimulatedGpu {
-    /// Whether it has kernels: they need a C++ compiler to be built.
+    /// Whether kernels can run on it; they are built only with a C++ compiler.
     pub const AVAILABLE: bool = inflight_simulated_driver::AVAILABLE;
 
-    /// With these settings; see [`inflight_simulated_driver::settings`].
+    /// Creates simulated GPUs with `settings`, see [`inflight_simulated_driver::settings`].
     ///
     /// # Errors
-    /// The library was not built beside the running test, or the file system refuses.
+    /// The driver library is not in the folder of the running test, or a file operation fails.
     pub fn new(settings: &str) -> Result<Self> {
         let program = std::env::current_exe()?;
         let built = program.with_file_name("libinflight_simulated_driver.so");
         ensure!(built.is_file(), "{} is not there", built.display());
         let folder = TempDir::new("inflight-simulated-gpu")?;
         for name in LIBRARIES {
-            // One file by three names is loaded once.
+            // Three links to one file: the dynamic loader loads it once.
             symlink(&built, folder.path().join(name)).context("cannot link a library")?;
         }
         Ok(Self { folder, settings: settings.to_owned() })
     }
 
-    /// Runs the test of this name of the running program once more, in a process that has such GPUs: libraries are looked for where
-    /// the environment said when a process began. True in that process, which is to go on.
+    /// Runs the test named `test` of this program again in a child process with simulated GPUs, because the
+    /// dynamic loader reads its search path only at process start. Returns true in the child, false outside.
     ///
     /// # Errors
-    /// The test failed there, or as [`SimulatedGpu::new`].
+    /// The test fails in the child, or the simulated GPUs cannot be created.
     pub fn within(settings: &str, test: &str) -> Result<bool> {
-        // The name of a file that says that the test was there.
+        // Variable with the path of a file that the child creates, as proof that the test ran.
         const INSIDE: &str = "INFLIGHT_TEST_INSIDE_SIMULATION";
         if let Some(file) = std::env::var_os(INSIDE) {
             std::fs::write(file, test)?;
@@ -55,18 +57,18 @@ impl SimulatedGpu {
             return Ok(false);
         }
         let gpu = Self::new(settings)?;
-        let begun = gpu.folder.path().join("begun");
+        let started = gpu.folder.path().join("started");
         let status = std::process::Command::new(std::env::current_exe()?)
             .args(["--exact", test, "--nocapture"])
             .envs(gpu.environment())
-            .env(INSIDE, &begun)
+            .env(INSIDE, &started)
             .status()?;
         ensure!(status.success(), "{test} failed with {status} on GPUs that are {settings}");
-        ensure!(begun.exists(), "there is no test {test}");
+        ensure!(started.exists(), "there is no test {test}");
         Ok(false)
     }
 
-    /// What a process needs to find it.
+    /// Returns the environment variables of a process that is to run on the simulated GPUs.
     pub fn environment(&self) -> Vec<(&'static str, OsString)> {
         let mut path = OsString::from(self.folder.path());
         if let Some(before) = std::env::var_os("LD_LIBRARY_PATH") {
@@ -80,20 +82,20 @@ impl SimulatedGpu {
         ]
     }
 
-    /// The next kernel on this GPU fails with the driver's error of this number, until [`SimulatedGpu::heal`].
+    /// Makes kernels on GPU `gpu` fail with CUDA driver error `error`, until [`SimulatedGpu::heal`].
     ///
     /// # Errors
-    /// The file system refuses.
+    /// A file operation fails.
     pub fn fail(&self, gpu: usize, error: u32) -> Result<()> {
         let partial = self.folder.path().join("fault.partial");
         std::fs::write(&partial, format!("{error} {gpu}"))?;
         Ok(std::fs::rename(partial, self.folder.path().join("fault"))?)
     }
 
-    /// GPUs that are opened from now on work.
+    /// Clears the fault for GPUs opened from now on.
     ///
     /// # Errors
-    /// The file system refuses.
+    /// A file operation fails.
     pub fn heal(&self) -> Result<()> {
         Ok(std::fs::remove_file(self.folder.path().join("fault"))?)
     }

@@ -1,28 +1,30 @@
+//! Process tags, liveness and signals, through `/proc` and `kill`.
+
 use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Result, bail, ensure};
 
-/// Environment variable that processes of a test inherit from one another.
+/// Environment variable with the tag; child processes inherit it.
 const VARIABLE: &str = "INFLIGHT_TEST_MARK";
 
-/// Tells the processes that a test started, with all their descendants, from all others.
+/// Tag that identifies the processes started by a test and all their descendants.
 #[derive(Debug, Clone)]
-pub struct Mark(String);
+pub struct ProcessTag(String);
 
-impl Mark {
-    /// A mark that no other test has.
+impl ProcessTag {
+    /// Creates a tag unique among the tests of this machine.
     pub fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         Self(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)))
     }
 
-    /// The variable to set on the first process.
+    /// Returns name and value of the environment variable to set on the first process.
     pub fn variable(&self) -> (&'static str, &str) {
         (VARIABLE, &self.0)
     }
 
-    /// Ids of the marked processes that run now.
+    /// Returns the ids of the running processes with this tag.
     pub fn processes(&self) -> Vec<u32> {
         let wanted = format!("{VARIABLE}={}", self.0);
         let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -35,10 +37,10 @@ impl Mark {
             .collect()
     }
 
-    /// Checks that nothing is left.
+    /// Checks that no process with this tag runs.
     ///
     /// # Errors
-    /// The processes that still run.
+    /// Lists the processes that still run.
     pub fn check_gone(&self) -> Result<()> {
         let left = self.processes();
         ensure!(left.is_empty(), "processes {left:?} still run");
@@ -46,27 +48,27 @@ impl Mark {
     }
 }
 
-impl Default for Mark {
+impl Default for ProcessTag {
     fn default() -> Self {
         Self::new()
     }
 }
 
-/// Whether a process runs; one that has ended and was not yet reaped does not.
+/// Returns whether a process runs; zombies do not count.
 pub fn is_alive(pid: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    // "pid (name) state …", and the name may hold anything.
+    // "pid (name) state …", where the name may contain any character, also ')'.
     let state = stat.rsplit(')').next().unwrap_or_default().trim_start().chars().next();
     !matches!(state, Some('Z' | 'X') | None)
 }
 
-/// Sends a signal.
+/// Sends a signal to a process.
 ///
 /// # Errors
-/// There is no such process.
+/// The process does not exist.
 pub fn kill(pid: u32, signal: i32) -> Result<()> {
     let Ok(id) = libc::pid_t::try_from(pid) else { bail!("{pid} is no process id") };
-    // SAFETY: kill touches no memory of ours.
+    // SAFETY: `kill` takes two integers and accesses no memory of this process.
     let sent = unsafe { libc::kill(id, signal) };
     ensure!(sent == 0, "cannot signal process {pid}: {}", std::io::Error::last_os_error());
     Ok(())

@@ -1,3 +1,5 @@
+//! Prometheus scraping.
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
@@ -5,15 +7,15 @@ use anyhow::{Context, Result, bail, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// What a Prometheus endpoint said.
+/// Samples of one scrape, by series.
 #[derive(Debug, Clone)]
 pub struct Samples(BTreeMap<String, f64>);
 
 impl Samples {
-    /// The sum over all label sets of a metric.
+    /// Returns the sum of a metric over all label sets.
     ///
     /// # Errors
-    /// The endpoint does not have it.
+    /// The scrape has no such metric.
     pub fn total(&self, name: &str) -> Result<f64> {
         let of_name =
             |series: &str| series == name || series.strip_prefix(name).is_some_and(|l| l.starts_with('{'));
@@ -22,16 +24,16 @@ impl Samples {
         Ok(values.iter().sum())
     }
 
-    /// Every series as it was written.
+    /// Returns every series, as `name{labels}`, with its value.
     pub fn series(&self) -> impl Iterator<Item = (&str, f64)> {
         self.0.iter().map(|(series, value)| (series.as_str(), *value))
     }
 }
 
-/// Reads `/metrics` at an address.
+/// Scrapes `/metrics` of a process.
 ///
 /// # Errors
-/// Nobody answers, or not with metrics.
+/// The connection fails, or the response is no valid scrape.
 pub async fn scrape(address: SocketAddr) -> Result<Samples> {
     let mut stream = TcpStream::connect(address).await.context("metrics endpoint")?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: inflight\r\nconnection: close\r\n\r\n").await?;

@@ -1,4 +1,4 @@
-//! A server that computes nothing: it sends as many tokens as asked for at times known beforehand, and remembers what it did.
+//! Scripted server for tests of load generators: sends the requested number of tokens at scripted times.
 
 use std::convert::Infallible;
 use std::io;
@@ -32,46 +32,46 @@ use tokio_stream::{Stream, StreamExt as _};
 use tonic::transport::server::Connected;
 use tonic::{Request, Response, Status};
 
-/// Name of its model.
+/// Model name that the server reports.
 pub const TOKEN_SERVER_MODEL: &str = "clockwork";
 const VOCAB_SIZE: u32 = 5000;
 const CONTEXT_TOKENS: u32 = 100_000;
-/// Messages that may wait for a slow reader.
+/// Messages buffered per stream for a slow reader.
 const UNREAD_MAX: usize = 64;
 
-/// What goes wrong.
+/// Fault that the server injects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// 500, or INTERNAL.
+    /// HTTP status 500, or INTERNAL.
     Error,
-    /// 429, or RESOURCE_EXHAUSTED.
+    /// HTTP status 429, or RESOURCE_EXHAUSTED.
     Refusal,
-    /// After this many tokens the stream ends as if it were done, but without saying so.
+    /// End of the stream after this many tokens, without a finish event.
     EndsEarly(u32),
-    /// After this many tokens it tells of an error: an event of its own, or INTERNAL.
+    /// Error after this many tokens: an error event over HTTP, or INTERNAL.
     ErrorAfter(u32),
-    /// It takes no token ids (OpenAI only).
+    /// HTTP status 400 for prompts of token ids (OpenAI only).
     NoTokenIds,
 }
 
-/// How it answers.
+/// Timing and faults of a [`TokenServer`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Script {
-    /// From the beginning of a request's service to its first message.
+    /// Time from the start of a request's service to its first message.
     pub first: Duration,
-    /// From one message to the next.
+    /// Time between two messages of a stream.
     pub gap: Duration,
-    /// Tokens in a message.
+    /// Tokens per message.
     pub tokens_per_message: u32,
-    /// Whether each message says how many tokens there are so far (OpenAI only; our own protocol always does).
+    /// Whether each message contains usage with the token count so far (OpenAI only).
     pub counts: bool,
-    /// Requests served at once; others wait.
+    /// Maximum requests served concurrently; others wait.
     pub at_once: usize,
-    /// What goes wrong, with all requests but the first `healthy`.
+    /// Fault of all requests but the first `healthy`.
     pub fault: Option<Fault>,
-    /// Requests before anything goes wrong.
+    /// Number of requests without fault.
     pub healthy: usize,
-    /// Whether it remembers when it sent what.
+    /// Whether send times are logged.
     pub keeps_log: bool,
 }
 
@@ -90,22 +90,22 @@ impl Default for Script {
     }
 }
 
-/// A request that it answered.
+/// Log entry of one request.
 #[derive(Debug, Clone)]
 pub struct Answered {
-    /// Token ids of the prompt; empty if it was text.
+    /// Token ids of the prompt; empty for a text prompt.
     pub prompt: Vec<u32>,
-    /// Tokens asked for.
+    /// Requested number of tokens (`max_tokens`).
     pub asked: u32,
-    /// Whom for.
+    /// Tenant, or OpenAI's `user`.
     pub tenant: String,
-    /// When it came.
+    /// Arrival time.
     pub arrived: Instant,
-    /// When which number of tokens was sent.
+    /// Send time and number of tokens of each message.
     pub sent: Vec<(Instant, u32)>,
 }
 
-/// The server.
+/// Server that generates tokens without a model, by a [`Script`].
 #[derive(Debug, Clone)]
 pub struct TokenServer {
     script: Script,
@@ -114,20 +114,20 @@ pub struct TokenServer {
 }
 
 impl TokenServer {
-    /// A server that follows a script.
+    /// Creates a server with an empty log.
     pub fn new(script: Script) -> Self {
         Self { script, slots: Arc::new(Semaphore::new(script.at_once)), log: Arc::default() }
     }
 
-    /// What it did so far, in the order in which requests came.
+    /// Returns the requests so far, in the order of arrival.
     pub fn log(&self) -> Vec<Answered> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Serves our own protocol on a free port as long as the runtime runs.
+    /// Serves `inflight.v1` on a free port until the tokio runtime ends.
     ///
     /// # Errors
-    /// There is no port.
+    /// No port is free.
     pub async fn listen_grpc(&self) -> Result<SocketAddr> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let address = listener.local_addr()?;
@@ -140,10 +140,10 @@ impl TokenServer {
         Ok(address)
     }
 
-    /// Serves OpenAI's completions on a free port as long as the runtime runs.
+    /// Serves OpenAI completions on a free port until the tokio runtime ends.
     ///
     /// # Errors
-    /// There is no port.
+    /// No port is free.
     pub async fn listen_openai(&self) -> Result<SocketAddr> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let address = listener.local_addr()?;
@@ -157,7 +157,7 @@ impl TokenServer {
         Ok(address)
     }
 
-    /// Serves our own protocol on connections made elsewhere.
+    /// Serves `inflight.v1` on the given connections.
     pub async fn serve_grpc<C>(self, incoming: impl Stream<Item = io::Result<C>>)
     where
         C: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
@@ -170,33 +170,33 @@ impl TokenServer {
         }
     }
 
-    /// Serves OpenAI's completions on a connection made elsewhere.
+    /// Serves OpenAI completions on one connection.
     pub async fn serve_openai(self, connection: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
-        let answer = service_fn(move |request| {
+        let service = service_fn(move |request| {
             let server = self.clone();
             async move { Ok::<_, Infallible>(server.http(request).await) }
         });
-        // A client that leaves in the middle is none of our business.
+        // Errors of disconnected clients are expected.
         let _ = hyper::server::conn::http1::Builder::new()
-            .serve_connection(TokioIo::new(connection), answer)
+            .serve_connection(TokioIo::new(connection), service)
             .await;
     }
 
-    /// Notes a request; its number, and what is to go wrong with it.
-    fn arrive(&self, prompt: Vec<u32>, asked: u32, tenant: String) -> (usize, Option<Fault>) {
+    /// Logs a request; returns its index in the log and its fault.
+    fn log_request(&self, prompt: Vec<u32>, asked: u32, tenant: String) -> (usize, Option<Fault>) {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         log.push(Answered { prompt, asked, tenant, arrived: Instant::now(), sent: Vec::new() });
         (log.len() - 1, self.script.fault.filter(|_| log.len() > self.script.healthy))
     }
 
-    /// Sends the messages of a request at their times.
-    async fn play<T: Send>(
+    /// Sends the messages of a request at the scripted times. `index` is its index in the log.
+    async fn send_scripted<T: Send>(
         self,
-        number: usize,
+        index: usize,
         asked: u32,
         fault: Option<Fault>,
         messages: mpsc::Sender<T>,
-        encode: impl Fn(Played) -> Vec<T> + Send,
+        encode: impl Fn(StreamStep) -> Vec<T> + Send,
     ) {
         let Ok(_slot) = self.slots.acquire().await else { return };
         let mut at = Instant::now() + self.script.first;
@@ -211,9 +211,9 @@ impl TokenServer {
             so_far += tokens;
             if self.script.keeps_log {
                 let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-                log[number].sent.push((Instant::now(), tokens));
+                log[index].sent.push((Instant::now(), tokens));
             }
-            for message in encode(Played::Tokens { tokens, so_far }) {
+            for message in encode(StreamStep::Tokens { tokens, so_far }) {
                 if messages.send(message).await.is_err() {
                     return;
                 }
@@ -222,8 +222,8 @@ impl TokenServer {
         }
         let last = match fault {
             Some(Fault::EndsEarly(_)) => Vec::new(),
-            Some(Fault::ErrorAfter(_)) => encode(Played::Error),
-            _ => encode(Played::End { so_far }),
+            Some(Fault::ErrorAfter(_)) => encode(StreamStep::Error),
+            _ => encode(StreamStep::End { so_far }),
         };
         for message in last {
             if messages.send(message).await.is_err() {
@@ -233,46 +233,51 @@ impl TokenServer {
     }
 
     async fn http(&self, request: hyper::Request<Incoming>) -> hyper::Response<HttpBody> {
-        let answer = |status: u16, value: Value| {
+        let json_response = |status: u16, value: Value| {
             let mut response = hyper::Response::new(Either::Left(Full::new(Bytes::from(value.to_string()))));
             *response.status_mut() = hyper::StatusCode::from_u16(status).unwrap_or_default();
             response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
             response
         };
         match request.uri().path() {
-            "/v1/models" => return answer(200, json!({ "data": [{ "id": TOKEN_SERVER_MODEL }] })),
+            "/v1/models" => return json_response(200, json!({ "data": [{ "id": TOKEN_SERVER_MODEL }] })),
             "/v1/completions" => {}
-            _ => return answer(404, json!({ "error": { "message": "no such path" } })),
+            _ => return json_response(404, json!({ "error": { "message": "no such path" } })),
         }
         let body =
             request.into_body().collect().await.map(http_body_util::Collected::to_bytes).unwrap_or_default();
-        let Ok(asked) = serde_json::from_slice::<Value>(&body) else {
-            return answer(400, json!({ "error": { "message": "not JSON" } }));
+        let Ok(parameters) = serde_json::from_slice::<Value>(&body) else {
+            return json_response(400, json!({ "error": { "message": "not JSON" } }));
         };
-        let prompt: Vec<u32> = serde_json::from_value(asked["prompt"].clone()).unwrap_or_default();
-        let prompt_tokens = match asked["prompt"].as_str() {
+        let prompt: Vec<u32> = serde_json::from_value(parameters["prompt"].clone()).unwrap_or_default();
+        let prompt_tokens = match parameters["prompt"].as_str() {
             Some(text) => text.split_whitespace().count(),
             None => prompt.len(),
         };
-        let is_text = asked["prompt"].is_string();
-        let tenant = asked["user"].as_str().unwrap_or_default().to_owned();
-        let tokens = asked["max_tokens"].as_u64().and_then(|tokens| u32::try_from(tokens).ok()).unwrap_or(16);
-        let (number, fault) = self.arrive(prompt, tokens, tenant);
+        let is_text = parameters["prompt"].is_string();
+        let tenant = parameters["user"].as_str().unwrap_or_default().to_owned();
+        let tokens =
+            parameters["max_tokens"].as_u64().and_then(|tokens| u32::try_from(tokens).ok()).unwrap_or(16);
+        let (index, fault) = self.log_request(prompt, tokens, tenant);
         match fault {
-            Some(Fault::Error) => return answer(500, json!({ "error": { "message": "out of order" } })),
-            Some(Fault::Refusal) => return answer(429, json!({ "error": { "message": "too much to do" } })),
+            Some(Fault::Error) => {
+                return json_response(500, json!({ "error": { "message": "out of order" } }));
+            }
+            Some(Fault::Refusal) => {
+                return json_response(429, json!({ "error": { "message": "too much to do" } }));
+            }
             Some(Fault::NoTokenIds) if !is_text => {
-                return answer(400, json!({ "error": { "message": "a prompt is a string" } }));
+                return json_response(400, json!({ "error": { "message": "a prompt is a string" } }));
             }
             _ => {}
         }
         let (sender, messages) = mpsc::channel::<Bytes>(UNREAD_MAX);
         let counts = self.script.counts;
-        let encode = move |played| {
+        let encode = move |step| {
             let usage = |so_far: u32| json!({ "prompt_tokens": prompt_tokens, "completion_tokens": so_far, "total_tokens": so_far as usize + prompt_tokens });
             let line = |value: &Value| Bytes::from(format!("data: {value}\n\n"));
-            match played {
-                Played::Tokens { tokens, so_far } => {
+            match step {
+                StreamStep::Tokens { tokens, so_far } => {
                     let text = " tok".repeat(tokens as usize);
                     let choice = json!({ "index": 0, "text": text, "finish_reason": null });
                     let mut value = json!({ "object": "text_completion", "choices": [choice] });
@@ -281,15 +286,15 @@ impl TokenServer {
                     }
                     vec![line(&value)]
                 }
-                Played::End { so_far } => vec![
+                StreamStep::End { so_far } => vec![
                     line(&json!({ "choices": [{ "index": 0, "text": "", "finish_reason": "length" }] })),
                     line(&json!({ "choices": [], "usage": usage(so_far) })),
                     Bytes::from_static(b"data: [DONE]\n\n"),
                 ],
-                Played::Error => vec![line(&json!({ "error": { "message": "lost the thread" } }))],
+                StreamStep::Error => vec![line(&json!({ "error": { "message": "lost the thread" } }))],
             }
         };
-        tokio::spawn(self.clone().play(number, tokens, fault, sender, encode));
+        tokio::spawn(self.clone().send_scripted(index, tokens, fault, sender, encode));
         let frames: FrameStream = Box::pin(ReceiverStream::new(messages).map(|bytes| Ok(Frame::data(bytes))));
         let mut response = hyper::Response::new(Either::Right(StreamBody::new(frames)));
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -300,9 +305,9 @@ impl TokenServer {
 type FrameStream = Pin<Box<dyn Stream<Item = Result<Frame<Bytes>, Infallible>> + Send>>;
 type HttpBody = Either<Full<Bytes>, StreamBody<FrameStream>>;
 
-/// A moment of a request's stream.
+/// Step of a request's stream, to be encoded as messages of the protocol.
 #[derive(Debug, Clone, Copy)]
-enum Played {
+enum StreamStep {
     Tokens { tokens: u32, so_far: u32 },
     End { so_far: u32 },
     Error,
@@ -323,7 +328,7 @@ impl Inference for TokenServer {
         };
         let prompt_tokens = prompt.len() as u32;
         let asked = request.stop.and_then(|stop| stop.max_tokens).unwrap_or(16);
-        let (number, fault) = self.arrive(prompt, asked, request.tenant);
+        let (index, fault) = self.log_request(prompt, asked, request.tenant);
         match fault {
             Some(Fault::Error) => return Err(Status::internal("out of order")),
             Some(Fault::Refusal) => return Err(Status::resource_exhausted("too much to do")),
@@ -332,14 +337,14 @@ impl Inference for TokenServer {
         let (sender, messages) = mpsc::channel(UNREAD_MAX);
         let event = |event| Ok(GenerateResponse { event: Some(event) });
         let started = GenerationStarted {
-            request_id: number.to_string(),
+            request_id: index.to_string(),
             model: TOKEN_SERVER_MODEL.to_owned(),
             prompt_tokens,
             seed: 0,
             ..GenerationStarted::default()
         };
-        let encode = move |played| match played {
-            Played::Tokens { tokens, .. } => {
+        let encode = move |step| match step {
+            StreamStep::Tokens { tokens, .. } => {
                 let token_ids = vec![7; tokens as usize];
                 let text = " tok".repeat(tokens as usize);
                 vec![event(Event::Delta(GenerationDelta {
@@ -349,7 +354,7 @@ impl Inference for TokenServer {
                     logprobs: Vec::new(),
                 }))]
             }
-            Played::End { so_far } => {
+            StreamStep::End { so_far } => {
                 let reason = FinishReason::Length.into();
                 let usage = Some(Usage { prompt_tokens, completion_tokens: so_far, ..Usage::default() });
                 vec![
@@ -357,11 +362,11 @@ impl Inference for TokenServer {
                     event(Event::Completed(GenerationCompleted { usage, timings: None })),
                 ]
             }
-            Played::Error => vec![Err(Status::internal("lost the thread"))],
+            StreamStep::Error => vec![Err(Status::internal("lost the thread"))],
         };
-        // There is room: it is the first message.
+        // Cannot fail: the channel is empty and the receiver alive.
         let _ = sender.try_send(event(Event::Started(started)));
-        tokio::spawn(self.clone().play(number, asked, fault, sender, encode));
+        tokio::spawn(self.clone().send_scripted(index, asked, fault, sender, encode));
         Ok(Response::new(ReceiverStream::new(messages)))
     }
 

@@ -1,27 +1,29 @@
+//! Waiting for a condition, with a deadline.
+
 use std::future::Future;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-/// How long anything here may take. Far beyond what is needed, so that a busy machine fails no test.
+/// Timeout of every wait of this crate; generous, so that no test fails on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Asks again and again until there is an answer.
+/// Polls `attempt` every 10 ms until it succeeds, and returns its value.
 ///
 /// # Errors
-/// None came within [`DEADLINE`]; the error says what was waited for and the last refusal.
-pub async fn eventually<T, F>(what: &str, mut ask: impl FnMut() -> F) -> Result<T>
+/// No attempt succeeded within [`DEADLINE`]; the error contains `what` and the last attempt's error.
+pub async fn eventually<T, F>(what: &str, mut attempt: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T>>,
 {
     let deadline = tokio::time::Instant::now() + DEADLINE;
     loop {
-        let refusal = match ask().await {
-            Ok(answer) => return Ok(answer),
-            Err(refusal) => refusal,
+        let error = match attempt().await {
+            Ok(value) => return Ok(value),
+            Err(error) => error,
         };
         if tokio::time::Instant::now() >= deadline {
-            bail!("{what}: not within {DEADLINE:?}; last: {refusal:#}");
+            bail!("{what}: not within {DEADLINE:?}; last: {error:#}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

@@ -19,21 +19,21 @@ use tonic::server::{NamedService, StreamingService};
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::raw::BytesCodec;
+use crate::raw_call::RawCodec;
 
 /// One recorded message.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Recorded {
+pub struct RecordedMessage {
     /// `/package.Service/Method`.
     pub method: String,
-    /// Sent by the caller; otherwise by the callee.
+    /// Whether the client sent it; otherwise the server did.
     pub request: bool,
-    /// The message's bytes, without gRPC's frame header.
+    /// Encoded message, without gRPC's frame header.
     pub bytes: Vec<u8>,
 }
 
-impl Recorded {
-    /// The line of a recording: `>` or `<`, the method, the bytes in hex.
+impl RecordedMessage {
+    /// Formats the message as a line of a recording: `>` (request) or `<` (response), method, bytes in hex.
     pub fn line(&self) -> String {
         let mut line = format!("{} {} ", if self.request { '>' } else { '<' }, self.method);
         for byte in &self.bytes {
@@ -43,7 +43,7 @@ impl Recorded {
         line
     }
 
-    /// Reads a line of a recording; `None` if it is none.
+    /// Parses a line of a recording; `None` if it is malformed.
     pub fn parse(line: &str) -> Option<Self> {
         let mut words = line.split(' ');
         let request = match words.next()? {
@@ -59,26 +59,26 @@ impl Recorded {
     }
 }
 
-/// A proxy in front of one server. It forwards any method of any service.
+/// Proxy in front of one server that forwards and records every method of every service.
 #[derive(Debug)]
 pub struct WireTap {
-    /// Where to connect instead of the server.
+    /// Address on which the proxy listens.
     pub address: SocketAddr,
-    recorded: Arc<Mutex<Vec<Recorded>>>,
+    recorded: Arc<Mutex<Vec<RecordedMessage>>>,
     serving: tokio::task::JoinHandle<()>,
 }
 
 impl WireTap {
-    /// Listens on a free port and forwards to `target`.
+    /// Starts a proxy on a free port that forwards to `target`.
     ///
     /// # Errors
-    /// No port is free, or the target makes no endpoint.
+    /// No port is free.
     pub async fn start(target: SocketAddr) -> Result<Self> {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
         let address = listener.local_addr()?;
         let recorded = Arc::new(Mutex::new(Vec::new()));
         let channel = Endpoint::from_shared(format!("http://{target}"))?.connect_lazy();
-        let proxy = Proxy { channel, recorded: recorded.clone() };
+        let proxy = WireTapService { channel, recorded: recorded.clone() };
         let serving = tokio::spawn(async move {
             let server = Server::builder().serve_with_incoming(proxy, TcpListenerStream::new(listener));
             if let Err(error) = server.await {
@@ -88,8 +88,8 @@ impl WireTap {
         Ok(Self { address, recorded, serving })
     }
 
-    /// Everything recorded so far, in the order in which it was forwarded.
-    pub fn recorded(&self) -> Vec<Recorded> {
+    /// Returns the messages recorded so far, in the order of forwarding.
+    pub fn recorded(&self) -> Vec<RecordedMessage> {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -101,16 +101,16 @@ impl Drop for WireTap {
 }
 
 #[derive(Clone)]
-struct Proxy {
+struct WireTapService {
     channel: Channel,
-    recorded: Arc<Mutex<Vec<Recorded>>>,
+    recorded: Arc<Mutex<Vec<RecordedMessage>>>,
 }
 
-impl NamedService for Proxy {
+impl NamedService for WireTapService {
     const NAME: &'static str = "proxy";
 }
 
-impl tower::Service<HttpRequest<Body>> for Proxy {
+impl tower::Service<HttpRequest<Body>> for WireTapService {
     type Response = HttpResponse<Body>;
     type Error = Infallible;
     type Future = BoxFuture<'static, Result<HttpResponse<Body>, Infallible>>;
@@ -120,18 +120,18 @@ impl tower::Service<HttpRequest<Body>> for Proxy {
     }
 
     fn call(&mut self, request: HttpRequest<Body>) -> Self::Future {
-        let forward = Forward { proxy: self.clone(), method: request.uri().path().to_owned() };
-        // Every kind of call looks like a bidirectional stream on the wire.
-        Box::pin(async move { Ok(tonic::server::Grpc::new(BytesCodec).streaming(forward, request).await) })
+        let forward = ForwardedCall { proxy: self.clone(), method: request.uri().path().to_owned() };
+        // On the wire, calls of all kinds look like bidirectional streams.
+        Box::pin(async move { Ok(tonic::server::Grpc::new(RawCodec).streaming(forward, request).await) })
     }
 }
 
-struct Forward {
-    proxy: Proxy,
+struct ForwardedCall {
+    proxy: WireTapService,
     method: String,
 }
 
-impl StreamingService<Vec<u8>> for Forward {
+impl StreamingService<Vec<u8>> for ForwardedCall {
     type Response = Vec<u8>;
     type ResponseStream = BoxStream<'static, Result<Vec<u8>, Status>>;
     type Future = BoxFuture<'static, Result<Response<Self::ResponseStream>, Status>>;
@@ -142,14 +142,14 @@ impl StreamingService<Vec<u8>> for Forward {
             let record = |request: bool| {
                 let (recorded, method) = (proxy.recorded.clone(), method.clone());
                 move |bytes: &Vec<u8>| {
-                    let message = Recorded { method: method.clone(), request, bytes: bytes.clone() };
+                    let message = RecordedMessage { method: method.clone(), request, bytes: bytes.clone() };
                     recorded.lock().unwrap_or_else(PoisonError::into_inner).push(message);
                 }
             };
             let (metadata, extensions, messages) = request.into_parts();
             let (sent, received) = (record(true), record(false));
             let messages = stream::unfold(messages, |mut messages| async move {
-                // A caller that breaks off ends the forwarded call, too.
+                // If the client cancels, the forwarded request stream ends, too.
                 messages.message().await.ok().flatten().map(|bytes| (bytes, messages))
             });
             let outgoing = Request::from_parts(metadata, extensions, messages.inspect(sent));
@@ -158,7 +158,7 @@ impl StreamingService<Vec<u8>> for Forward {
             let path = PathAndQuery::from_maybe_shared(method.clone())
                 .map_err(|_| Status::unimplemented("no such method"))?;
             let (metadata, answers, extensions) =
-                client.streaming(outgoing, path, BytesCodec).await?.into_parts();
+                client.streaming(outgoing, path, RawCodec).await?.into_parts();
             let answers = answers.inspect(move |answer| {
                 if let Ok(bytes) = answer {
                     received(bytes);

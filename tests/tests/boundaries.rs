@@ -1,15 +1,15 @@
-//! Dependencies point one way, and the pure crates stay pure.
+//! Dependency rules between crates: dependencies point one way, and the pure crates stay pure.
 
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// Crates that bring clocks, I/O, protobuf or randomness.
+/// Crates with clocks, I/O, protobuf or randomness, which pure crates must not depend on.
 const IMPURE: [&str; 8] = ["tokio", "tonic", "prost", "rand", "hyper", "mio", "getrandom", "metrics"];
 
-/// Names of all packages that a package of this workspace is built from, itself included.
-fn built_from(package: &str) -> Result<Vec<String>> {
+/// Returns the names of a workspace package and all its transitive dependencies.
+fn dependencies(package: &str) -> Result<Vec<String>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let output = Command::new(cargo)
         .args([
@@ -35,18 +35,18 @@ fn built_from(package: &str) -> Result<Vec<String>> {
 }
 
 fn ensure_without(package: &str, unwanted: &[&str]) -> Result<()> {
-    let names = built_from(package)?;
+    let names = dependencies(package)?;
     ensure!(names.iter().any(|name| name == package), "cargo tree does not know {package}: {names:?}");
     let found: Vec<&String> = names
         .iter()
         .filter(|name| unwanted.iter().any(|u| name == u || name.starts_with(&format!("{u}-"))))
         .collect();
-    ensure!(found.is_empty(), "{package} is built from {found:?}");
+    ensure!(found.is_empty(), "{package} depends on {found:?}");
     Ok(())
 }
 
 #[test]
-fn the_pure_crates_pull_in_no_runtime_protobuf_or_randomness() -> Result<()> {
+fn pure_crates_depend_on_no_async_runtime_protobuf_or_randomness() -> Result<()> {
     for package in ["inflight-contract", "inflight-worker-core", "inflight-router-core"] {
         ensure_without(package, &IMPURE)?;
     }

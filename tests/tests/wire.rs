@@ -1,4 +1,5 @@
-//! Bytes that earlier releases put on the wire still mean the same: `wire/VERSION.txt`, made by `examples/record_wire`.
+//! Wire compatibility: messages recorded from earlier releases (`wire/VERSION.txt`, by
+//! `examples/record_wire`) decode.
 
 use std::collections::BTreeSet;
 
@@ -6,47 +7,47 @@ use anyhow::{Context as _, Result, ensure};
 use inflight_proto::v1;
 use inflight_proto::v1::session_request::Message as FromRouter;
 use inflight_proto::v1::session_response::Message as FromWorker;
-use inflight_tests::Recorded;
+use inflight_tests::RecordedMessage;
 use prost::Message;
 
 const RELEASES: [(&str, &str); 1] = [("0.1.0", include_str!("../wire/0.1.0.txt"))];
 
-/// Decodes and encodes again: a field that is gone, or whose number or type has changed, leaves other bytes.
-fn again<M: Message + Default>(bytes: &[u8]) -> Result<(M, Vec<u8>)> {
+/// Decodes a message and encodes it again: a removed, renumbered or retyped field changes the bytes.
+fn round_trip<M: Message + Default>(bytes: &[u8]) -> Result<(M, Vec<u8>)> {
     let message = M::decode(bytes)?;
     let encoded = message.encode_to_vec();
     Ok((message, encoded))
 }
 
-fn plain<M: Message + Default>(bytes: &[u8]) -> Result<Vec<u8>> {
-    Ok(again::<M>(bytes)?.1)
+fn reencoded<M: Message + Default>(bytes: &[u8]) -> Result<Vec<u8>> {
+    Ok(round_trip::<M>(bytes)?.1)
 }
 
 #[test]
-fn bytes_of_earlier_releases_decode_to_what_they_meant() -> Result<()> {
+fn messages_of_earlier_releases_decode_without_loss() -> Result<()> {
     for (release, recording) in RELEASES {
         let (mut requests, mut seen) = (Vec::new(), BTreeSet::new());
         for (number, line) in recording.lines().enumerate().filter(|(_, line)| !line.starts_with('#')) {
             let at = || format!("{release}, line {}", number + 1);
-            let Recorded { method, request, bytes } = Recorded::parse(line).with_context(at)?;
+            let RecordedMessage { method, request, bytes } = RecordedMessage::parse(line).with_context(at)?;
             let (_, method) = method.rsplit_once('/').with_context(at)?;
             let encoded = match (method, request) {
                 ("Generate", true) => {
-                    let (message, encoded) = again::<v1::GenerateRequest>(&bytes)?;
+                    let (message, encoded) = round_trip::<v1::GenerateRequest>(&bytes)?;
                     requests.push(message);
                     encoded
                 }
-                ("Generate", false) => plain::<v1::GenerateResponse>(&bytes)?,
-                ("ListModels", true) => plain::<v1::ListModelsRequest>(&bytes)?,
-                ("ListModels", false) => plain::<v1::ListModelsResponse>(&bytes)?,
-                ("Tokenize", true) => plain::<v1::TokenizeRequest>(&bytes)?,
-                ("Tokenize", false) => plain::<v1::TokenizeResponse>(&bytes)?,
-                ("Diagnose", true) => plain::<v1::DiagnoseRequest>(&bytes)?,
-                ("Diagnose", false) => plain::<v1::DiagnoseResponse>(&bytes)?,
-                ("FetchBundle", true) => plain::<v1::FetchBundleRequest>(&bytes)?,
-                ("FetchBundle", false) => plain::<v1::FetchBundleResponse>(&bytes)?,
+                ("Generate", false) => reencoded::<v1::GenerateResponse>(&bytes)?,
+                ("ListModels", true) => reencoded::<v1::ListModelsRequest>(&bytes)?,
+                ("ListModels", false) => reencoded::<v1::ListModelsResponse>(&bytes)?,
+                ("Tokenize", true) => reencoded::<v1::TokenizeRequest>(&bytes)?,
+                ("Tokenize", false) => reencoded::<v1::TokenizeResponse>(&bytes)?,
+                ("Diagnose", true) => reencoded::<v1::DiagnoseRequest>(&bytes)?,
+                ("Diagnose", false) => reencoded::<v1::DiagnoseResponse>(&bytes)?,
+                ("FetchBundle", true) => reencoded::<v1::FetchBundleRequest>(&bytes)?,
+                ("FetchBundle", false) => reencoded::<v1::FetchBundleResponse>(&bytes)?,
                 ("Session", true) => {
-                    let (message, encoded) = again::<v1::SessionRequest>(&bytes)?;
+                    let (message, encoded) = round_trip::<v1::SessionRequest>(&bytes)?;
                     seen.insert(match message.message.with_context(at)? {
                         FromRouter::Open(_) => "open",
                         FromRouter::Submit(submit) if !submit.resumed.is_empty() => "resumed",
@@ -59,7 +60,7 @@ fn bytes_of_earlier_releases_decode_to_what_they_meant() -> Result<()> {
                     encoded
                 }
                 ("Session", false) => {
-                    let (message, encoded) = again::<v1::SessionResponse>(&bytes)?;
+                    let (message, encoded) = round_trip::<v1::SessionResponse>(&bytes)?;
                     match message.message.with_context(at)? {
                         FromWorker::Hello(_) => _ = seen.insert("hello"),
                         FromWorker::Update(update) => {
@@ -79,9 +80,9 @@ fn bytes_of_earlier_releases_decode_to_what_they_meant() -> Result<()> {
                     }
                     encoded
                 }
-                other => anyhow::bail!("{}: a method that is gone: {other:?}", at()),
+                other => anyhow::bail!("{}: unknown method: {other:?}", at()),
             };
-            ensure!(encoded == bytes, "{}: {method} has lost something", at());
+            ensure!(encoded == bytes, "{}: {method} changed in the round trip", at());
         }
         for kind in [
             "open",
@@ -106,7 +107,7 @@ fn bytes_of_earlier_releases_decode_to_what_they_meant() -> Result<()> {
     Ok(())
 }
 
-/// The request that `record_wire` makes first, field by field: fields of one type that changed places would show here.
+/// Compares the first request of `record_wire` field by field, which detects swapped fields of one type.
 fn check_request(request: &v1::GenerateRequest) -> Result<()> {
     let expected = v1::GenerateRequest {
         model: String::new(),

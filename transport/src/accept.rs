@@ -1,4 +1,4 @@
-//! Accepting connections within limits, with TLS where it is configured.
+//! Acceptor of connections: enforces the listener's limits and performs TLS handshakes.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::metrics;
 use crate::registry::Registry;
 use crate::tls::ServerTls;
 
-/// Accepted connections that may wait for the server.
+/// Capacity of the channel from the accept loop to the server, in connections.
 const READY_MAX: usize = 64;
 
-/// Accepts connections within bounds; each has its handshake behind it.
+/// Listener that accepts connections within [`Limits`] and yields them after their handshakes.
 #[derive(Debug)]
 pub struct Accept {
     name: &'static str,
@@ -30,12 +30,12 @@ pub struct Accept {
 }
 
 impl Accept {
-    /// Accepts from this listener, in the clear or with TLS; `name` is its label in metrics.
+    /// Wraps a listener, with TLS or in plain text; `name` is the value of the metrics' `listener` label.
     pub fn new(name: &'static str, listener: TcpListener, tls: Option<ServerTls>, limits: Limits) -> Self {
         Self { name, listener, tls, limits }
     }
 
-    /// The connections. Accepting ends when the stream is dropped.
+    /// Starts accepting and returns the stream of connections. Dropping the stream stops the accept loop.
     pub fn incoming(self) -> impl Stream<Item = Result<Connection, Infallible>> + Send + Unpin + use<> {
         let (ready, connections) = mpsc::channel(READY_MAX);
         let stop = CancellationToken::new();
@@ -47,7 +47,8 @@ impl Accept {
                 () = self.accept(ready, stop) => {}
             }
         });
-        Guarded { connections: ReceiverStream::new(connections), _guard: guard }.connections()
+        IncomingConnections { connections: ReceiverStream::new(connections), _stop_guard: guard }
+            .into_stream()
     }
 
     async fn accept(self, ready: mpsc::Sender<Connection>, stop: CancellationToken) {
@@ -67,19 +68,19 @@ impl Accept {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept connection");
-                    // Out of file descriptors, most likely: give others time to close theirs.
+                    // Most likely out of file descriptors: wait for connections to close.
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
                 }
             };
             let registration = match registry.register(address.ip()) {
                 Ok(registration) => registration,
-                Err(refused) => {
-                    metrics::closed(name, refused.label());
+                Err(rejection) => {
+                    metrics::closed(name, rejection.label());
                     continue;
                 }
             };
-            // Tokens are small and must not wait for each other.
+            // Without Nagle's algorithm: messages of one token must not wait for acknowledgements.
             if stream.set_nodelay(true).is_err() {
                 continue;
             }
@@ -90,7 +91,7 @@ impl Accept {
                 continue;
             };
             let (acceptor, ready, stop) = (tls.acceptor(), ready.clone(), stop.clone());
-            // At most as many tasks as connections.
+            // Bounded: at most one task per registered connection.
             tokio::spawn(async move {
                 let handshake = timeout(limits.handshake_max, acceptor.accept(stream));
                 let result = tokio::select! {
@@ -100,7 +101,7 @@ impl Accept {
                 };
                 match result {
                     Ok(Ok(stream)) => {
-                        // The server that is gone needs none.
+                        // Fails only after the server has dropped the stream.
                         let _ = ready.send(Connection::tls(name, stream, registration, &limits)).await;
                     }
                     failed => {
@@ -117,16 +118,17 @@ impl Accept {
     }
 }
 
-struct Guarded {
+/// Accepted connections, with the guard whose drop stops the accept loop.
+struct IncomingConnections {
     connections: ReceiverStream<Connection>,
-    _guard: DropGuard,
+    _stop_guard: DropGuard,
 }
 
-impl Guarded {
-    fn connections(self) -> impl Stream<Item = Result<Connection, Infallible>> + Send + Unpin + use<> {
-        let Self { connections, _guard } = self;
+impl IncomingConnections {
+    fn into_stream(self) -> impl Stream<Item = Result<Connection, Infallible>> + Send + Unpin + use<> {
+        let Self { connections, _stop_guard } = self;
         connections.map(move |connection| {
-            let _held = &_guard;
+            let _held = &_stop_guard;
             Ok(connection)
         })
     }

@@ -1,4 +1,4 @@
-//! An accepted connection, and what calls on it know of its other end.
+//! Accepted connection with its idle limits, and the peer information that calls on it see.
 
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
@@ -20,24 +20,24 @@ use crate::limits::Limits;
 use crate::metrics;
 use crate::registry::{Authentication, Registration};
 
-/// The other end of a connection, as requests see it: in their extensions.
+/// Remote end of a connection; requests carry it in their extensions. Cheap to clone.
 #[derive(Clone)]
-pub struct Peer(Arc<Shared>);
+pub struct Peer(Arc<PeerState>);
 
-struct Shared {
+struct PeerState {
     address: Option<SocketAddr>,
     identity: Option<Identity>,
-    /// Calls open now.
+    /// Number of open calls.
     calls: AtomicU32,
-    /// A call was made.
+    /// Whether a call was ever made.
     used: AtomicBool,
-    /// A call passed authentication.
+    /// Whether a call has authenticated.
     authenticated: AtomicBool,
-    /// Absent where no limits apply.
+    /// Handle to the registry entry; absent where no limits apply.
     authentication: Option<Authentication>,
-    /// When the last call ended that left none open.
+    /// Time at which the number of open calls last fell to zero.
     idle_since: Mutex<Option<Instant>>,
-    /// Given back when the connection ends.
+    /// Named resources dropped when the connection ends.
     held: Mutex<Vec<(String, Box<dyn Send>)>>,
 }
 
@@ -47,22 +47,22 @@ impl std::fmt::Debug for Peer {
     }
 }
 
-/// Counts a call while it lives.
+/// Guard that counts one call as open until it is dropped.
 #[derive(Debug)]
 pub struct OpenCall(Peer);
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        let shared = &self.0.0;
-        let mut idle_since = shared.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
-        if shared.calls.fetch_sub(1, Ordering::AcqRel) == 1 {
+        let peer = &self.0.0;
+        let mut idle_since = peer.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
+        if peer.calls.fetch_sub(1, Ordering::AcqRel) == 1 {
             *idle_since = Some(Instant::now());
         }
     }
 }
 
-impl Shared {
-    /// Since when no call is open; `None` while one is, and before the first.
+impl PeerState {
+    /// Returns since when no call is open; `None` while one is, and before the first call.
     fn idle_since(&self) -> Option<Instant> {
         let idle_since = *self.idle_since.lock().unwrap_or_else(PoisonError::into_inner);
         idle_since.filter(|_| self.calls.load(Ordering::Acquire) == 0)
@@ -75,7 +75,7 @@ impl Peer {
         identity: Option<Identity>,
         authentication: Option<Authentication>,
     ) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(PeerState {
             address,
             identity,
             calls: AtomicU32::new(0),
@@ -87,30 +87,30 @@ impl Peer {
         }))
     }
 
-    /// Its address.
+    /// Remote address, if the socket reported one.
     pub fn address(&self) -> Option<SocketAddr> {
         self.0.address
     }
 
-    /// Whom its certificate names, if it showed one.
+    /// Identity from the client certificate, if one was presented.
     pub fn identity(&self) -> Option<&Identity> {
         self.0.identity.as_ref()
     }
 
-    /// A call begins: the connection is not idle until the guard is dropped.
+    /// Counts a new call as open until the returned guard is dropped.
     pub fn call(&self) -> OpenCall {
         self.0.used.store(true, Ordering::Release);
         self.0.calls.fetch_add(1, Ordering::AcqRel);
         OpenCall(self.clone())
     }
 
-    /// Calls open now.
+    /// Returns the number of open calls.
     pub fn calls(&self) -> u32 {
         self.0.calls.load(Ordering::Acquire)
     }
 
-    /// A call on the connection passed authentication: from now on the longer idle limit holds, and the connection is
-    /// not closed for others while a call is open on it.
+    /// Marks the connection as authenticated: from now on `idle_max` applies, and the connection is not
+    /// evicted while a call is open on it.
     pub fn set_authenticated(&self) {
         if !self.0.authenticated.swap(true, Ordering::AcqRel)
             && let Some(authentication) = &self.0.authentication
@@ -119,15 +119,15 @@ impl Peer {
         }
     }
 
-    /// Whether a call on the connection passed authentication.
+    /// Returns whether a call on the connection has authenticated.
     pub fn is_authenticated(&self) -> bool {
         self.0.authenticated.load(Ordering::Acquire)
     }
 
-    /// Keeps something for as long as the connection lives, once for each name. `make` makes it.
+    /// Attaches a resource to the connection until it ends, once per name; `make` runs only for a new name.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The error of `make`.
     pub fn hold<T, E>(&self, name: &str, make: impl FnOnce() -> Result<T, E>) -> Result<(), E>
     where
         T: Send + 'static,
@@ -145,22 +145,22 @@ impl Peer {
     }
 }
 
-enum Io {
+enum Socket {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// An accepted connection. It ends itself when the limits say so: no first call in time, idle for too long, or evicted
-/// for another connection.
+/// Accepted connection. Reads fail once it exceeds a limit: no first call in time, idle for too long, or
+/// evicted for another connection.
 pub struct Connection {
-    /// Its listener's label in metrics.
+    /// Value of the metrics' `listener` label.
     listener: &'static str,
-    io: Io,
+    socket: Socket,
     peer: Peer,
     limits: Limits,
     opened: Instant,
-    /// When to look again.
-    alarm: Pin<Box<Sleep>>,
+    /// Timer of the next check of the idle limits.
+    idle_check: Pin<Box<Sleep>>,
     evicted: Pin<Box<WaitForCancellationFutureOwned>>,
     _registration: Registration,
 }
@@ -173,7 +173,7 @@ impl Connection {
         limits: &Limits,
     ) -> Self {
         let peer = Peer::new(stream.peer_addr().ok(), None, Some(registration.authentication()));
-        Self::new(listener, Io::Plain(stream), peer, registration, limits)
+        Self::new(listener, Socket::Plain(stream), peer, registration, limits)
     }
 
     pub(crate) fn tls(
@@ -186,42 +186,48 @@ impl Connection {
         let certificate = session.peer_certificates().and_then(|chain| chain.first());
         let identity = certificate.map(Identity::of);
         let peer = Peer::new(tcp.peer_addr().ok(), identity, Some(registration.authentication()));
-        Self::new(listener, Io::Tls(Box::new(stream)), peer, registration, limits)
+        Self::new(listener, Socket::Tls(Box::new(stream)), peer, registration, limits)
     }
 
-    fn new(listener: &'static str, io: Io, peer: Peer, registration: Registration, limits: &Limits) -> Self {
+    fn new(
+        listener: &'static str,
+        socket: Socket,
+        peer: Peer,
+        registration: Registration,
+        limits: &Limits,
+    ) -> Self {
         let opened = Instant::now();
-        let shared = Arc::downgrade(&peer.0);
-        registration.watch(move || shared.upgrade().and_then(|shared| shared.idle_since()));
+        let state = Arc::downgrade(&peer.0);
+        registration.watch_idle(move || state.upgrade().and_then(|state| state.idle_since()));
         ::metrics::gauge!(metrics::CONNECTIONS, "listener" => listener).increment(1.0);
         Self {
             listener,
-            io,
+            socket,
             peer,
             limits: *limits,
             opened,
-            alarm: Box::pin(tokio::time::sleep_until(opened + limits.first_call_max)),
+            idle_check: Box::pin(tokio::time::sleep_until(opened + limits.first_call_max)),
             evicted: Box::pin(registration.evicted().clone().cancelled_owned()),
             _registration: registration,
         }
     }
 
-    /// Resolves to a reason when the connection has to be closed.
-    fn poll_over(&mut self, context: &mut Context<'_>) -> Poll<&'static str> {
+    /// Resolves to the value of the metrics' `reason` label once the connection must be closed.
+    fn poll_limits(&mut self, context: &mut Context<'_>) -> Poll<&'static str> {
         if self.evicted.as_mut().poll(context).is_ready() {
             return Poll::Ready("evicted");
         }
-        while self.alarm.as_mut().poll(context).is_ready() {
+        while self.idle_check.as_mut().poll(context).is_ready() {
             let now = Instant::now();
-            let shared = &self.peer.0;
-            if !shared.used.load(Ordering::Acquire) {
+            let peer = &self.peer.0;
+            if !peer.used.load(Ordering::Acquire) {
                 return Poll::Ready("slow");
             }
-            let authenticated = shared.authenticated.load(Ordering::Acquire);
+            let authenticated = peer.authenticated.load(Ordering::Acquire);
             let idle_max =
                 if authenticated { self.limits.idle_max } else { self.limits.unauthenticated_idle_max };
-            match next_look(shared.idle_since(), now, idle_max) {
-                Some(next) => self.alarm.as_mut().reset(next),
+            match next_idle_check(peer.idle_since(), now, idle_max) {
+                Some(next) => self.idle_check.as_mut().reset(next),
                 None => return Poll::Ready("idle"),
             }
         }
@@ -229,13 +235,13 @@ impl Connection {
     }
 }
 
-/// When to look again at a connection on which no call is open since then; `None` once it was idle for long enough.
-fn next_look(idle_since: Option<Instant>, now: Instant, idle_max: Duration) -> Option<Instant> {
+/// Returns the time of the next idle check; `None` once the connection has been idle for `idle_max`.
+fn next_idle_check(idle_since: Option<Instant>, now: Instant, idle_max: Duration) -> Option<Instant> {
     match idle_since {
         Some(since) if now >= since + idle_max => None,
-        // Not later, though a call may come and go until then, and not so often that looking costs.
+        // The earliest time at which the limit can be reached, at least 1 ms away to bound the cost of checks.
         Some(since) => Some((since + idle_max).max(now + Duration::from_millis(1))),
-        // The call that is open may end right after this.
+        // A call is open; it may end right after this check.
         None => Some(now + idle_max),
     }
 }
@@ -263,23 +269,23 @@ impl AsyncRead for Connection {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if let Poll::Ready(reason) = this.poll_over(context) {
+        if let Poll::Ready(reason) = this.poll_limits(context) {
             metrics::closed(this.listener, reason);
             tracing::debug!(peer = ?this.peer.address(), reason, "connection closed");
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
-        match &mut this.io {
-            Io::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
-            Io::Tls(stream) => Pin::new(stream.as_mut()).poll_read(context, buffer),
+        match &mut this.socket {
+            Socket::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
+            Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_read(context, buffer),
         }
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().io {
-            Io::Plain(stream) => Pin::new(stream).poll_write(context, buffer),
-            Io::Tls(stream) => Pin::new(stream.as_mut()).poll_write(context, buffer),
+        match &mut self.get_mut().socket {
+            Socket::Plain(stream) => Pin::new(stream).poll_write(context, buffer),
+            Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_write(context, buffer),
         }
     }
 
@@ -288,30 +294,30 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         buffers: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.get_mut().io {
-            Io::Plain(stream) => Pin::new(stream).poll_write_vectored(context, buffers),
-            Io::Tls(stream) => Pin::new(stream.as_mut()).poll_write_vectored(context, buffers),
+        match &mut self.get_mut().socket {
+            Socket::Plain(stream) => Pin::new(stream).poll_write_vectored(context, buffers),
+            Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_write_vectored(context, buffers),
         }
     }
 
     fn is_write_vectored(&self) -> bool {
-        match &self.io {
-            Io::Plain(stream) => stream.is_write_vectored(),
-            Io::Tls(stream) => stream.is_write_vectored(),
+        match &self.socket {
+            Socket::Plain(stream) => stream.is_write_vectored(),
+            Socket::Tls(stream) => stream.is_write_vectored(),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.get_mut().io {
-            Io::Plain(stream) => Pin::new(stream).poll_flush(context),
-            Io::Tls(stream) => Pin::new(stream.as_mut()).poll_flush(context),
+        match &mut self.get_mut().socket {
+            Socket::Plain(stream) => Pin::new(stream).poll_flush(context),
+            Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_flush(context),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.get_mut().io {
-            Io::Plain(stream) => Pin::new(stream).poll_shutdown(context),
-            Io::Tls(stream) => Pin::new(stream.as_mut()).poll_shutdown(context),
+        match &mut self.get_mut().socket {
+            Socket::Plain(stream) => Pin::new(stream).poll_shutdown(context),
+            Socket::Tls(stream) => Pin::new(stream.as_mut()).poll_shutdown(context),
         }
     }
 }
@@ -321,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_that_begin_and_end_between_two_looks_keep_a_connection_and_open_ones_do() {
+    fn open_calls_and_calls_between_two_idle_checks_keep_a_connection() {
         const IDLE: Duration = Duration::from_secs(8);
         let peer = Peer::new(None, None, None);
         let start = Instant::now();
@@ -332,19 +338,19 @@ mod tests {
         let (first, second) = (peer.call(), peer.call());
         drop(first);
         assert_eq!(peer.0.idle_since(), None, "one is open");
-        assert!(next_look(None, start + 100 * IDLE, IDLE).is_some());
+        assert!(next_idle_check(None, start + 100 * IDLE, IDLE).is_some());
         drop(second);
         let later = peer.0.idle_since().unwrap();
         assert!(later >= since);
 
-        // A call ends shortly before each look.
-        let mut look = start + IDLE;
+        // A call ends shortly before each check.
+        let mut check = start + IDLE;
         for _ in 0..100 {
-            let ended = look - IDLE / 8;
-            let next = next_look(Some(ended), look, IDLE).unwrap();
-            assert_eq!(next, ended + IDLE, "not before it can be idle for long enough, and not later");
-            look = next;
+            let ended = check - IDLE / 8;
+            let next = next_idle_check(Some(ended), check, IDLE).unwrap();
+            assert_eq!(next, ended + IDLE, "exactly when the idle limit can be reached");
+            check = next;
         }
-        assert_eq!(next_look(Some(look - IDLE), look, IDLE), None);
+        assert_eq!(next_idle_check(Some(check - IDLE), check, IDLE), None);
     }
 }

@@ -1,4 +1,4 @@
-//! HTTP/2 serving for many streams of small messages.
+//! HTTP/2 server for many streams of small messages: one task per connection writes all its responses.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -24,35 +24,35 @@ use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt as _};
 
-use crate::answers::{Answer, Answers};
-use crate::leftover::DrainedBody;
+use crate::drained_body::DrainedBody;
+use crate::response_streams::{ResponseStream, ResponseStreams};
 
 /// Streams that a client may make this side reset before its connection is closed; h2's own default.
 const LOCAL_RESETS_MAX: usize = 1024;
-/// Bytes that a client may send ahead of what is read, on a connection and on each of its streams: what a connection
-/// whose calls are not read can take of memory.
+/// Initial flow-control window of a connection, in bytes; bounds the memory of unread request data.
 const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
+/// Initial flow-control window of a stream, in bytes.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 
-/// Serves gRPC over HTTP/2, for many streams of small messages.
+/// Server of gRPC over HTTP/2, for many streams of small messages.
 ///
-/// A connection and the answers written to it are one task: whatever has something to send when the task runs goes out
-/// with one write. Were each stream a task of its own, as hyper's usual executors have it, a worker's update would wake as
-/// many tasks as it has tokens, on several threads, which take turns at the connection and write a few frames each. What
-/// leads to an answer, from the layers to the handler, is a task of its own for each call, so that it holds up nobody.
+/// One task drives a connection and all its response streams, so one write carries the frames of every stream
+/// that is ready. With one task per stream, as under hyper's usual executors, a worker's update would wake as
+/// many tasks as it has tokens, on several threads, each of which locks the connection and writes a few
+/// frames. Layers and handlers run in a separate task per call, so a slow call does not block its connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Http2 {
-    /// Time between two probes of a connection, and how long the answer may take.
+    /// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements.
     pub keepalive_interval: Duration,
-    /// Most bytes of a call's headers.
+    /// Maximum size of a call's headers, in bytes.
     pub header_bytes_max: u32,
-    /// Most calls open at once on a connection.
+    /// Maximum concurrent streams of a connection.
     pub streams_max: u32,
 }
 
 impl Http2 {
-    /// Serves connections until `drain` is cancelled; then no more are accepted, those there are take no further calls, and
-    /// this ends with the last of them. Dropped, it closes them all.
+    /// Serves connections until `drain` is cancelled. It then stops accepting, sends GOAWAY on the open
+    /// connections and returns when the last one has ended. Dropping the future closes all connections.
     pub async fn serve<I, C, E, S>(self, incoming: I, service: S, drain: CancellationToken)
     where
         I: Stream<Item = Result<C, E>>,
@@ -97,27 +97,28 @@ impl Http2 {
             + 'static,
         S::Future: Send,
     {
-        let begun = Begun::default();
-        let mut builder = Builder::new(begun.clone());
+        let pending = PendingExecutor::default();
+        let mut builder = Builder::new(pending.clone());
         builder
             .timer(TokioTimer::new())
             .keep_alive_interval(self.keepalive_interval)
             .keep_alive_timeout(self.keepalive_interval)
-            // Guards against clients that make the server reset streams (CVE-2025-8671). It counts over a connection's
-            // life, so bodies of refused calls are read to their ends, see `DrainedBody`.
+            // Guards against clients that make the server reset streams (CVE-2025-8671). It counts over the
+            // lifetime of a connection, so bodies of rejected calls are read to their ends, see
+            // `DrainedBody`.
             .max_local_error_reset_streams(LOCAL_RESETS_MAX)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .max_header_list_size(self.header_bytes_max)
             .max_concurrent_streams(self.streams_max);
-        let calls = Calls { service, info: connection.connect_info() };
+        let calls = CallSpawner { service, connect_info: connection.connect_info() };
         let connection = Box::pin(builder.serve_connection(TokioIo::new(connection), calls));
-        let mut served = Served { connection, answers: Answers::default(), begun };
+        let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending };
         let ended = tokio::select! {
-            ended = &mut served => ended,
+            ended = &mut task => ended,
             () = drain.cancelled() => {
-                served.connection.as_mut().graceful_shutdown();
-                served.await
+                task.connection.as_mut().graceful_shutdown();
+                task.await
             }
         };
         if let Err(error) = ended {
@@ -126,41 +127,41 @@ impl Http2 {
     }
 }
 
-/// Answers that a connection has begun to write and does not poll yet. It holds none while the connection waits.
+/// hyper executor that collects response futures for the connection's task, which takes them before it waits.
 #[derive(Clone, Default)]
-struct Begun(Arc<Mutex<Vec<Answer>>>);
+struct PendingExecutor(Arc<Mutex<Vec<ResponseStream>>>);
 
-impl Begun {
-    fn take(&self) -> Vec<Answer> {
+impl PendingExecutor {
+    fn take(&self) -> Vec<ResponseStream> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl<F> Executor<F> for Begun
+impl<F> Executor<F> for PendingExecutor
 where
     F: Future<Output = ()> + Send + 'static,
 {
-    fn execute(&self, answer: F) {
-        // All of them share the task's budget, and the socket's is enough.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(unconstrained(answer)));
+    fn execute(&self, response: F) {
+        // Unconstrained: all responses share one task, and its coop budget applies to the socket.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(unconstrained(response)));
     }
 }
 
-/// A connection and all that is answered on it.
-struct Served<C> {
+/// Future that drives a connection and its responses to their end.
+struct ConnectionTask<C> {
     connection: Pin<Box<C>>,
-    answers: Answers,
-    begun: Begun,
+    responses: ResponseStreams,
+    pending: PendingExecutor,
 }
 
-/// Answers hold the list that holds them, until they are taken.
-impl<C> Drop for Served<C> {
+/// Breaks the reference cycle between pending responses and the executor that owns them.
+impl<C> Drop for ConnectionTask<C> {
     fn drop(&mut self) {
-        drop(self.begun.take());
+        drop(self.pending.take());
     }
 }
 
-impl<C> Future for Served<C>
+impl<C> Future for ConnectionTask<C>
 where
     C: Future<Output = hyper::Result<()>>,
 {
@@ -169,26 +170,26 @@ where
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         loop {
-            // First the answers, so that all they have is there when the connection writes.
-            this.answers.poll(context);
+            // Responses first, so that all their frames are queued when the connection writes.
+            this.responses.poll(context);
             let ended = this.connection.as_mut().poll(context);
-            let begun = this.begun.take();
-            if ended.is_ready() || begun.is_empty() {
+            let pending = this.pending.take();
+            if ended.is_ready() || pending.is_empty() {
                 return ended;
             }
-            begun.into_iter().for_each(|answer| this.answers.push(answer));
+            pending.into_iter().for_each(|response| this.responses.push(response));
         }
     }
 }
 
-/// Makes the calls of a connection tasks.
-struct Calls<S, I> {
+/// hyper service that spawns a task for each call of a connection.
+struct CallSpawner<S, I> {
     service: S,
-    /// What is known of the other end, for the extensions of every call.
-    info: I,
+    /// Connection information, inserted into the extensions of every request.
+    connect_info: I,
 }
 
-impl<S, I> hyper::service::Service<Request<Incoming>> for Calls<S, I>
+impl<S, I> hyper::service::Service<Request<Incoming>> for CallSpawner<S, I>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + Sync + 'static,
     S::Future: Send,
@@ -200,13 +201,13 @@ where
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         let mut request = request.map(|body| Body::new(DrainedBody::new(body)));
-        request.extensions_mut().insert(self.info.clone());
+        request.extensions_mut().insert(self.connect_info.clone());
         // Aborted when its stream is reset or its connection ends.
         let call = AbortOnDropHandle::new(tokio::spawn(self.service.clone().oneshot(request)));
         Box::pin(async move {
             match call.await {
-                Ok(answer) => answer,
-                // It panicked: what it said of that is in the log.
+                Ok(response) => response,
+                // The handler panicked; the panic hook has logged the message.
                 Err(_) => Ok(Status::internal("the call failed on a fault of the server").into_http()),
             }
         })

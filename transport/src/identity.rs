@@ -1,23 +1,25 @@
+//! Identity of a client, from its TLS certificate.
+
 use std::fmt::Write as _;
 
 use sha2::{Digest as _, Sha256};
 use tokio_rustls::rustls::pki_types::CertificateDer;
 
-/// Whom a client certificate names. The chain behind it was verified in the handshake.
+/// Names and digest of a client certificate whose chain the TLS handshake has verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Names in the certificate (subject alternative names): hosts, and URIs such as SPIFFE ids.
+    /// Subject alternative names: DNS names, and URIs such as SPIFFE ids.
     pub names: Vec<String>,
-    /// `sha256:` and the certificate's digest in hex.
+    /// SHA-256 of the certificate's DER bytes, as `sha256:` and lower-case hex.
     pub digest: String,
 }
 
 impl Identity {
-    /// Reads a certificate. One that does not parse names nobody.
+    /// Parses a certificate. One that does not parse has a digest and no names.
     pub fn of(certificate: &CertificateDer<'_>) -> Self {
         let mut digest = String::from("sha256:");
         for byte in Sha256::digest(certificate) {
-            // A string takes everything.
+            // Writing to a string cannot fail.
             let _ = write!(digest, "{byte:02x}");
         }
         let names = match webpki::EndEntityCert::try_from(certificate) {
@@ -29,7 +31,7 @@ impl Identity {
         Self { names, digest }
     }
 
-    /// Whether the certificate goes by this name or digest.
+    /// Returns whether `name` equals the digest or one of the names.
     pub fn is(&self, name: &str) -> bool {
         self.digest == name || self.names.iter().any(|own| own == name)
     }

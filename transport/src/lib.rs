@@ -1,28 +1,30 @@
-//! Connections of both kinds of process: accepting them within bounds, TLS with certificates that are reloaded when
-//! their files change, HTTP/2 that writes the answers of many calls together.
+//! Connections of routers and workers: accepting within limits, TLS with certificates reloaded from disk,
+//! receive budgets, and HTTP/2 serving that writes the messages of many streams with one system call.
 
 mod accept;
-mod answers;
-mod calls;
 mod connection;
+mod drained_body;
 mod http2;
 mod identity;
-mod leftover;
 mod limits;
 pub mod metrics;
+mod open_calls;
 mod receive;
 mod registry;
+mod response_streams;
 mod tls;
-mod together;
+mod wakeups;
 mod watch;
 
 pub use accept::Accept;
-pub use calls::{OpenCalls, OpenCallsLayer, hold};
 pub use connection::{Connection, OpenCall, Peer};
 pub use http2::Http2;
 pub use identity::Identity;
 pub use limits::Limits;
+pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use receive::{Receive, ReceiveBudget, ReceiveLayer, ReceiveLimits, ReceivedBytes};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
-pub use together::together;
+pub use wakeups::batch_wakeups;
+/// Former name of [`batch_wakeups`].
+pub use wakeups::batch_wakeups as together;
 pub use watch::{FileState, Watched};

@@ -4,24 +4,23 @@ use std::time::Duration;
 
 /// Limits of the connections of one listener.
 ///
-/// A connection counts as authenticated once a call on it was ([`Peer::set_authenticated`](crate::Peer::set_authenticated));
-/// where no authentication is configured, once any call was made. Until then it may be closed to make room for others, so
-/// connections that show no key keep nobody out.
+/// A connection counts as authenticated after a call on it has authenticated
+/// ([`Peer::set_authenticated`](crate::Peer::set_authenticated)); where authentication is off, after any
+/// call. Before that it may be evicted for another connection, so unauthenticated ones cannot exhaust a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most connections open at once. Past it, the connection that is missed least is closed: one that is not
-    /// authenticated, of the address that has most of those, else the one idle for longest. Where every connection is in
-    /// use, the new one is refused.
+    /// Maximum open connections. Beyond it, one connection is evicted: the oldest unauthenticated one of the
+    /// address with most of those, else the longest idle one. If all are in use, the new one is rejected.
     pub connections_max: usize,
-    /// Most connections of one address (of one /64 for IPv6), by the same rule.
+    /// Maximum open connections of one address (one /64 for IPv6), enforced by eviction within the address.
     pub per_address_max: usize,
-    /// Longest TLS handshake.
+    /// Maximum duration of a TLS handshake.
     pub handshake_max: Duration,
-    /// Longest time from accepting a connection to its first call, headers included.
+    /// Maximum time from accepting a connection to its first call, headers included.
     pub first_call_max: Duration,
-    /// Longest time without an open call on a connection that is not authenticated.
+    /// Maximum time without an open call on an unauthenticated connection.
     pub unauthenticated_idle_max: Duration,
-    /// Longest time without an open call on an authenticated connection.
+    /// Maximum time without an open call on an authenticated connection.
     pub idle_max: Duration,
 }
 

@@ -1,13 +1,13 @@
-//! Metrics of connections. Both kinds of process have them.
+//! Metrics of connections and file reloads, exported by routers and workers.
 
-/// Connections open now.
+/// Gauge of open connections, by `listener`.
 pub const CONNECTIONS: &str = "inflight_connections";
-/// Connections that were closed by this side, by `reason`.
+/// Counter of connections closed by this side, by `listener` and `reason`.
 pub const CONNECTIONS_CLOSED: &str = "inflight_connections_closed_total";
-/// Times that files were read again, by `what` and `result`.
+/// Counter of file reloads, by `file` and `result`.
 pub const RELOADS: &str = "inflight_file_reloads_total";
 
-/// Names, meanings and labels of the metrics, for inventories.
+/// Name, help text and label names of each metric, for inventories.
 pub const METRICS: [(&str, &str, &[&str]); 3] = [
     (CONNECTIONS, "Open connections, by listener", &["listener"]),
     (
@@ -18,7 +18,7 @@ pub const METRICS: [(&str, &str, &[&str]); 3] = [
     (RELOADS, "Reloads of TLS certificates and tenants files, by file and result", &["file", "result"]),
 ];
 
-/// Tells the installed recorder what the metrics mean.
+/// Registers the help texts with the installed recorder.
 pub fn describe() {
     for (name, help, _) in METRICS {
         match name {
@@ -28,11 +28,12 @@ pub fn describe() {
     }
 }
 
-/// Notes that files were read again.
+/// Counts a reload of `what`: `certificate` or `tenants`.
 pub fn reloaded(what: &'static str, ok: bool) {
     metrics::counter!(RELOADS, "file" => what, "result" => if ok { "ok" } else { "error" }).increment(1);
 }
 
+/// Counts a connection closed by this side.
 pub(crate) fn closed(listener: &'static str, reason: &'static str) {
     metrics::counter!(CONNECTIONS_CLOSED, "listener" => listener, "reason" => reason).increment(1);
 }

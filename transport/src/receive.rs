@@ -1,4 +1,4 @@
-//! Receiving requests: each message whole within a time, within a size, and all of them within one byte budget.
+//! Receive limits: a deadline and a maximum size per request message, and a byte budget shared by all calls.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,39 +14,41 @@ use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
-/// Bytes of all messages that are being received, or received and not yet taken in. Cheap to clone.
+/// Byte budget of all messages in reception or received and not yet processed. Cheap to clone.
 #[derive(Clone)]
-pub struct ReceiveBudget(Arc<Budget>);
+pub struct ReceiveBudget(Arc<ReceiveBudgetState>);
 
-struct Budget {
-    max: u64,
+struct ReceiveBudgetState {
+    bytes_max: u64,
     used: AtomicU64,
     gauge: Gauge,
-    spent: Box<dyn Fn() -> Status + Send + Sync>,
+    exhausted: Box<dyn Fn() -> Status + Send + Sync>,
 }
 
 impl ReceiveBudget {
-    /// A budget of `max` bytes, whose use `gauge` shows; a call that finds it spent ends with the status of `spent`.
-    pub fn new(max: u64, gauge: Gauge, spent: impl Fn() -> Status + Send + Sync + 'static) -> Self {
+    /// Creates a budget of `max` bytes, exported as `gauge`. Calls beyond it fail with the status of `exhausted`.
+    pub fn new(max: u64, gauge: Gauge, exhausted: impl Fn() -> Status + Send + Sync + 'static) -> Self {
         gauge.set(0.0);
-        Self(Arc::new(Budget { max, used: AtomicU64::new(0), gauge, spent: Box::new(spent) }))
+        let used = AtomicU64::new(0);
+        Self(Arc::new(ReceiveBudgetState { bytes_max: max, used, gauge, exhausted: Box::new(exhausted) }))
     }
 
-    /// Starts counting a call's bytes.
-    fn call(&self) -> Arc<ReceivedBytes> {
+    /// Starts the accounting of one call.
+    fn start_call(&self) -> Arc<ReceivedBytes> {
         Arc::new(ReceivedBytes { budget: self.clone(), held: AtomicU64::new(0) })
     }
 
-    fn take(&self, bytes: u64) -> bool {
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.0.max);
-        let taken = self.0.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).is_ok();
-        if taken {
+    /// Reserves `bytes`; returns false, without effect, if they exceed the budget.
+    fn reserve(&self, bytes: u64) -> bool {
+        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.0.bytes_max);
+        let reserved = self.0.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, fits).is_ok();
+        if reserved {
             self.0.gauge.increment(bytes as f64);
         }
-        taken
+        reserved
     }
 
-    fn give_back(&self, bytes: u64) {
+    fn release(&self, bytes: u64) {
         if bytes > 0 {
             self.0.used.fetch_sub(bytes, Ordering::AcqRel);
             self.0.gauge.decrement(bytes as f64);
@@ -54,47 +56,47 @@ impl ReceiveBudget {
     }
 }
 
-/// What one call holds of the budget; given back when it is dropped. It is in the extensions of every call, as an [`Arc`],
-/// for handlers that keep a message longer than its decoding takes.
+/// Bytes of the budget reserved by one call; the drop releases them. Every request has it as an [`Arc`] in
+/// its extensions, for handlers that hold a message after it is decoded.
 pub struct ReceivedBytes {
     budget: ReceiveBudget,
     held: AtomicU64,
 }
 
 impl ReceivedBytes {
-    fn take(&self, bytes: u64) -> Result<(), Status> {
-        if !self.budget.take(bytes) {
-            return Err((self.budget.0.spent)());
+    fn reserve(&self, bytes: u64) -> Result<(), Status> {
+        if !self.budget.reserve(bytes) {
+            return Err((self.budget.0.exhausted)());
         }
         self.held.fetch_add(bytes, Ordering::AcqRel);
         Ok(())
     }
 
-    fn give_back(&self) {
-        self.budget.give_back(self.held.swap(0, Ordering::AcqRel));
+    fn release(&self) {
+        self.budget.release(self.held.swap(0, Ordering::AcqRel));
     }
 }
 
 impl Drop for ReceivedBytes {
     fn drop(&mut self) {
-        self.give_back();
+        self.release();
     }
 }
 
-/// How the messages of a call are received.
+/// Limits of the request messages of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct ReceiveLimits {
-    /// Largest message, in bytes.
+    /// Maximum message size, in bytes.
     pub message_bytes_max: usize,
-    /// The option that sets that limit, if one does.
+    /// Flag that sets `message_bytes_max`, if there is one, for the error message.
     pub option: Option<&'static str>,
-    /// Longest time for a message to arrive: from the call's headers, or on a stream of messages from its first byte.
+    /// Maximum time for a message to arrive: from the call's headers, or from its first byte if `streaming`.
     pub message_time_max: Duration,
-    /// Whether the call may send more than one message.
+    /// Whether the client may send more than one message.
     pub streaming: bool,
 }
 
-/// Receives the messages of every call within limits that depend on its path, and within the budget of all calls.
+/// Layer that enforces [`ReceiveLimits`], chosen by the path of the call, and the shared [`ReceiveBudget`].
 #[derive(Clone)]
 pub struct ReceiveLayer<F> {
     budget: ReceiveBudget,
@@ -102,7 +104,7 @@ pub struct ReceiveLayer<F> {
 }
 
 impl<F> ReceiveLayer<F> {
-    /// `limits` tells those of a path.
+    /// Creates the layer; `limits` maps a path to its limits.
     pub fn new(budget: ReceiveBudget, limits: F) -> Self {
         Self { budget, limits }
     }
@@ -116,7 +118,7 @@ impl<F: Clone, S> Layer<S> for ReceiveLayer<F> {
     }
 }
 
-/// The service that [`ReceiveLayer`] makes.
+/// Service created by [`ReceiveLayer`].
 #[derive(Clone)]
 pub struct Receive<F, S> {
     receive: ReceiveLayer<F>,
@@ -138,13 +140,13 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> S::Future {
         let limits = (self.receive.limits)(request.uri().path());
-        let received = self.receive.budget.call();
+        let received = self.receive.budget.start_call();
         request.extensions_mut().insert(received.clone());
         self.inner.call(request.map(|body| Body::new(LimitedBody::new(body, limits, received))))
     }
 }
 
-/// Where in gRPC's framing the next byte belongs: a flag and four bytes of length in front of each message.
+/// Parser state of gRPC's framing: each message follows a flag byte and a 4-byte big-endian length.
 #[derive(Debug, Clone, Copy)]
 enum Framing {
     Prefix { bytes: [u8; 5], len: usize },
@@ -155,33 +157,34 @@ impl Framing {
     const START: Self = Self::Prefix { bytes: [0; 5], len: 0 };
 }
 
-/// A request's body within [`ReceiveLimits`] and the budget.
+/// Request body that enforces [`ReceiveLimits`] and the budget.
 struct LimitedBody {
     body: Body,
     limits: ReceiveLimits,
     received: Arc<ReceivedBytes>,
     framing: Framing,
-    /// By when the message that is being received must be whole; `None` between the messages of a stream.
-    until: Option<Instant>,
-    expiry: Option<Pin<Box<Sleep>>>,
+    /// Deadline of the message in reception; `None` between the messages of a stream.
+    deadline: Option<Instant>,
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl LimitedBody {
     fn new(body: Body, limits: ReceiveLimits, received: Arc<ReceivedBytes>) -> Self {
-        let until = if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
-        Self { body, limits, received, framing: Framing::START, until, expiry: None }
+        let deadline =
+            if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
+        Self { body, limits, received, framing: Framing::START, deadline, timer: None }
     }
 
-    /// Follows the framing over the bytes of a frame.
+    /// Advances the framing over the bytes of a data frame and reserves them.
     fn receive(&mut self, mut data: &[u8]) -> Result<(), Status> {
         while !data.is_empty() {
             match &mut self.framing {
                 Framing::Prefix { bytes, len } => {
                     if *len == 0 {
-                        // The message before was taken by whoever asks for the next.
-                        self.received.give_back();
+                        // A reader that polls for the next message has processed the previous one.
+                        self.received.release();
                         if self.limits.streaming {
-                            self.until = Instant::now().checked_add(self.limits.message_time_max);
+                            self.deadline = Instant::now().checked_add(self.limits.message_time_max);
                         }
                     }
                     let count = data.len().min(bytes.len() - *len);
@@ -199,7 +202,7 @@ impl LimitedBody {
                     let count = (data.len() as u64).min(*left);
                     let left = *left - count;
                     data = &data[count as usize..];
-                    self.received.take(count)?;
+                    self.received.reserve(count)?;
                     self.enter(left);
                 }
             }
@@ -210,7 +213,7 @@ impl LimitedBody {
     fn enter(&mut self, left: u64) {
         self.framing = if left > 0 { Framing::Message { left } } else { Framing::START };
         if left == 0 && self.limits.streaming {
-            (self.until, self.expiry) = (None, None);
+            (self.deadline, self.timer) = (None, None);
         }
     }
 
@@ -243,9 +246,9 @@ impl HttpBody for LimitedBody {
             }
             return Poll::Ready(Some(Ok(frame)));
         }
-        let Some(until) = this.until else { return Poll::Pending };
-        let expiry = this.expiry.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
-        expiry.as_mut().poll(context).map(|()| {
+        let Some(deadline) = this.deadline else { return Poll::Pending };
+        let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
+        timer.as_mut().poll(context).map(|()| {
             let seconds = this.limits.message_time_max.as_secs_f64();
             let what = format!("the call's message did not arrive within {seconds} s (--message-timeout)");
             Some(Err(Status::deadline_exceeded(what)))
@@ -270,10 +273,10 @@ mod tests {
 
     use super::*;
 
-    /// A body of these frames, after which nothing comes for a while.
-    struct Frames(VecDeque<Bytes>);
+    /// Body of these data frames that stays pending after the last.
+    struct PendingAfterFrames(VecDeque<Bytes>);
 
-    impl HttpBody for Frames {
+    impl HttpBody for PendingAfterFrames {
         type Data = Bytes;
         type Error = Status;
 
@@ -294,8 +297,8 @@ mod tests {
     }
 
     fn budget(max: u64) -> ReceiveBudget {
-        let spent = || Status::resource_exhausted("the budget is spent");
-        ReceiveBudget::new(max, Gauge::noop(), spent)
+        let exhausted = || Status::resource_exhausted("the budget is spent");
+        ReceiveBudget::new(max, Gauge::noop(), exhausted)
     }
 
     fn limits(message_bytes_max: usize, streaming: bool) -> ReceiveLimits {
@@ -304,11 +307,11 @@ mod tests {
     }
 
     fn body(frames: Vec<Vec<u8>>, limits: ReceiveLimits, budget: &ReceiveBudget) -> LimitedBody {
-        let frames = Frames(frames.into_iter().map(Bytes::from).collect());
-        LimitedBody::new(Body::new(frames), limits, budget.call())
+        let frames = PendingAfterFrames(frames.into_iter().map(Bytes::from).collect());
+        LimitedBody::new(Body::new(frames), limits, budget.start_call())
     }
 
-    /// Reads until nothing comes any more, or an error does; whether time was over counts as nothing.
+    /// Reads until the body is pending or fails.
     async fn read(body: &mut LimitedBody) -> Result<Vec<u8>, Status> {
         let mut read = Vec::new();
         loop {
@@ -325,10 +328,9 @@ mod tests {
     }
 
     proptest! {
-        /// However the bytes are cut into frames: all of them pass, the last message counts until the body is gone, and
-        /// those before it do not.
+        /// For any split into frames, only the last message stays reserved, until the body is dropped.
         #[test]
-        fn messages_pass_whole_and_the_budget_holds_the_last(
+        fn all_bytes_pass_and_the_last_message_stays_reserved(
             messages in prop::collection::vec(0usize..200, 1..6), cuts in prop::collection::vec(1usize..90, 1..40)
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
@@ -351,7 +353,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_over_the_limit_is_refused_by_its_length_before_it_comes() {
+    async fn a_message_over_the_limit_is_rejected_by_its_length_prefix() {
         let budget = budget(1 << 20);
         let header = framed(&[0; 101])[..5].to_vec();
         let status = read(&mut body(vec![header], limits(100, false), &budget)).await.unwrap_err();
@@ -360,7 +362,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_passes_the_budget_of_all_calls_is_refused_and_given_back() {
+    async fn a_call_beyond_the_budget_is_rejected_and_its_bytes_are_released() {
         let budget = budget(150);
         let mut first = body(vec![framed(&[0; 100])], limits(100, false), &budget);
         read(&mut first).await.unwrap();
@@ -373,7 +375,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_message_has_a_time_to_arrive_and_a_stream_may_pause_between_messages() {
+    async fn a_message_has_a_deadline_and_a_stream_may_pause_between_messages() {
         let budget = budget(1000);
         let unfinished = framed(&[0; 100])[..50].to_vec();
         for (frames, streaming, expires) in [

@@ -1,4 +1,4 @@
-//! The open connections of a listener, and which of them is closed to make room.
+//! Registry of a listener's open connections, with eviction at the limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -10,15 +10,15 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limits::Limits;
 
-/// After a search for an idle connection found none, this long nothing is searched again: a flood of connections must
-/// not cost a search each.
+/// Minimum time between searches for an idle connection that found none, so that a flood of connections does
+/// not cost a full scan each.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
 
-/// What an address is counted by: itself, or for IPv6 the /64 that one host usually has to itself.
+/// Key of the per-address limit: an IPv4 address, or the /64 prefix of an IPv6 address, usually one host's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Source(IpAddr);
+struct AddressKey(IpAddr);
 
-impl Source {
+impl AddressKey {
     fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             v4 @ IpAddr::V4(_) => Self(v4),
@@ -30,37 +30,38 @@ impl Source {
     }
 }
 
-/// Tells since when no call is open on a connection; `None` while one is.
+/// Function that returns since when no call is open on a connection; `None` while one is.
 type IdleSince = Box<dyn Fn() -> Option<Instant> + Send>;
 
-struct Entry {
-    source: Source,
+struct ConnectionEntry {
+    address: AddressKey,
     /// Absent until the handshake is complete; such a connection is not authenticated.
     idle_since: Option<IdleSince>,
     evicted: CancellationToken,
 }
 
 #[derive(Default)]
-struct Table {
-    next: u64,
-    entries: BTreeMap<u64, Entry>,
-    /// Connections of each source: all, and those not authenticated. Ids ascend in the order of acceptance.
-    all: BTreeMap<Source, BTreeSet<u64>>,
-    unauthenticated: BTreeMap<Source, BTreeSet<u64>>,
+struct ConnectionTable {
+    next_id: u64,
+    entries: BTreeMap<u64, ConnectionEntry>,
+    /// Ids of all connections per address. Ids ascend in the order of acceptance.
+    all: BTreeMap<AddressKey, BTreeSet<u64>>,
+    /// Ids of the unauthenticated connections per address.
+    unauthenticated: BTreeMap<AddressKey, BTreeSet<u64>>,
     search_after: Option<Instant>,
 }
 
-/// Why a connection was not accepted.
+/// Reason for which a connection was rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refused {
-    /// Every connection is in use.
+pub(crate) enum Rejection {
+    /// All `connections_max` connections are in use.
     Full,
-    /// Every connection of its address is in use.
+    /// All `per_address_max` connections of the address are in use.
     Address,
 }
 
-impl Refused {
-    /// A label for metrics.
+impl Rejection {
+    /// Returns the value of the metrics' `reason` label.
     pub fn label(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -69,12 +70,12 @@ impl Refused {
     }
 }
 
-/// The open connections of one listener.
+/// Open connections of one listener.
 ///
-/// **Invariant**: a connection that passed authentication and has a call open is never closed for another.
+/// **Invariant**: an authenticated connection with an open call is never evicted.
 #[derive(Clone)]
 pub(crate) struct Registry {
-    table: Arc<Mutex<Table>>,
+    table: Arc<Mutex<ConnectionTable>>,
     limits: Limits,
 }
 
@@ -83,46 +84,50 @@ impl Registry {
         Self { table: Arc::default(), limits }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
-        // Nothing can panic while it is held but an allocation that fails.
+    fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
+        // Only a failed allocation can panic while the lock is held.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a new connection in, closing another where the limits ask for it.
-    pub fn register(&self, address: IpAddr) -> Result<Registration, Refused> {
-        let source = Source::of(address);
+    /// Registers a new connection, evicting another at a limit.
+    ///
+    /// # Errors
+    /// [`Rejection`] if the limit is reached and no connection can be evicted.
+    pub fn register(&self, address: IpAddr) -> Result<Registration, Rejection> {
+        let address = AddressKey::of(address);
         let mut table = self.lock();
-        let own = table.all.get(&source).map_or(0, BTreeSet::len);
-        if own >= self.limits.per_address_max && !table.evict_of(source) {
-            return Err(Refused::Address);
+        let own = table.all.get(&address).map_or(0, BTreeSet::len);
+        if own >= self.limits.per_address_max && !table.evict_from(address) {
+            return Err(Rejection::Address);
         }
         if table.entries.len() >= self.limits.connections_max && !table.evict_any() {
-            return Err(Refused::Full);
+            return Err(Rejection::Full);
         }
-        let id = table.next;
-        table.next += 1;
+        let id = table.next_id;
+        table.next_id += 1;
         let evicted = CancellationToken::new();
-        let entry = Entry { source, idle_since: None, evicted: evicted.clone() };
+        let entry = ConnectionEntry { address, idle_since: None, evicted: evicted.clone() };
         table.entries.insert(id, entry);
-        table.all.entry(source).or_default().insert(id);
-        table.unauthenticated.entry(source).or_default().insert(id);
+        table.all.entry(address).or_default().insert(id);
+        table.unauthenticated.entry(address).or_default().insert(id);
         Ok(Registration { registry: self.clone(), id, evicted })
     }
 }
 
-impl Table {
-    /// Closes a connection of one source; whether there was one to close.
-    fn evict_of(&mut self, source: Source) -> bool {
-        let oldest = self.unauthenticated.get(&source).and_then(BTreeSet::first).copied();
+impl ConnectionTable {
+    /// Evicts the oldest unauthenticated or the longest idle connection of an address, and returns if it did.
+    fn evict_from(&mut self, address: AddressKey) -> bool {
+        let oldest = self.unauthenticated.get(&address).and_then(BTreeSet::first).copied();
         let id = oldest.or_else(|| {
-            let ids = self.all.get(&source).into_iter().flatten().copied();
+            let ids = self.all.get(&address).into_iter().flatten().copied();
             let idle = ids.filter_map(|id| self.idle_since(id).map(|since| (since, id)));
             idle.min().map(|(_, id)| id)
         });
         id.is_some_and(|id| self.evict(id))
     }
 
-    /// Closes the connection that is missed least; whether there was one to close.
+    /// Evicts the oldest unauthenticated connection of the address with most of those, else the longest idle
+    /// one; returns whether one was evicted.
     fn evict_any(&mut self) -> bool {
         let most = self.unauthenticated.iter().max_by_key(|(_, ids)| ids.len());
         if let Some(id) = most.and_then(|(_, ids)| ids.first()).copied() {
@@ -154,13 +159,13 @@ impl Table {
         removed.is_some()
     }
 
-    fn remove(&mut self, id: u64) -> Option<Entry> {
+    fn remove(&mut self, id: u64) -> Option<ConnectionEntry> {
         let entry = self.entries.remove(&id)?;
         for index in [&mut self.all, &mut self.unauthenticated] {
-            if let Some(ids) = index.get_mut(&entry.source) {
+            if let Some(ids) = index.get_mut(&entry.address) {
                 ids.remove(&id);
                 if ids.is_empty() {
-                    index.remove(&entry.source);
+                    index.remove(&entry.address);
                 }
             }
         }
@@ -168,7 +173,7 @@ impl Table {
     }
 }
 
-/// A connection's place in the registry, until it is dropped.
+/// Registration of one connection; the drop removes it from the registry.
 pub(crate) struct Registration {
     registry: Registry,
     id: u64,
@@ -176,19 +181,19 @@ pub(crate) struct Registration {
 }
 
 impl Registration {
-    /// Cancelled when the connection has to make room for another.
+    /// Token that is cancelled when the connection is evicted.
     pub fn evicted(&self) -> &CancellationToken {
         &self.evicted
     }
 
-    /// Tells how to know whether a call is open on the connection.
-    pub fn watch(&self, idle_since: impl Fn() -> Option<Instant> + Send + 'static) {
+    /// Sets the function that reports since when the connection is idle.
+    pub fn watch_idle(&self, idle_since: impl Fn() -> Option<Instant> + Send + 'static) {
         if let Some(entry) = self.registry.lock().entries.get_mut(&self.id) {
             entry.idle_since = Some(Box::new(idle_since));
         }
     }
 
-    /// Marks the connection as authenticated, from elsewhere.
+    /// Returns a handle that can mark the connection as authenticated.
     pub fn authentication(&self) -> Authentication {
         Authentication { registry: self.registry.clone(), id: self.id }
     }
@@ -200,22 +205,22 @@ impl Drop for Registration {
     }
 }
 
-/// Marks one connection as authenticated.
+/// Handle that marks one connection as authenticated.
 pub(crate) struct Authentication {
     registry: Registry,
     id: u64,
 }
 
 impl Authentication {
-    /// From now on the connection is closed for another only while it is idle.
+    /// Marks the connection as authenticated: from now on it is evicted only while idle.
     pub fn mark(&self) {
         let mut table = self.registry.lock();
-        let Table { entries, unauthenticated, .. } = &mut *table;
+        let ConnectionTable { entries, unauthenticated, .. } = &mut *table;
         let Some(entry) = entries.get(&self.id) else { return };
-        if let Some(ids) = unauthenticated.get_mut(&entry.source) {
+        if let Some(ids) = unauthenticated.get_mut(&entry.address) {
             ids.remove(&self.id);
             if ids.is_empty() {
-                unauthenticated.remove(&entry.source);
+                unauthenticated.remove(&entry.address);
             }
         }
     }
@@ -234,16 +239,16 @@ mod tests {
         Registry::new(Limits { connections_max, per_address_max, ..Limits::default() })
     }
 
-    /// Registered, with a call open.
+    /// Registers an authenticated connection with an open call.
     fn in_use(registry: &Registry, last: u8) -> Registration {
         let registration = registry.register(address(last)).unwrap();
-        registration.watch(|| None);
+        registration.watch_idle(|| None);
         registration.authentication().mark();
         registration
     }
 
     #[test]
-    fn strangers_make_room_for_each_other_and_the_address_with_most_of_them_first() {
+    fn unauthenticated_connections_of_the_address_with_most_are_evicted_first() {
         let registry = registry(4, 4);
         let kept = in_use(&registry, 1);
         let flood: Vec<_> = (0..3).map(|_| registry.register(address(2)).unwrap()).collect();
@@ -256,24 +261,24 @@ mod tests {
     }
 
     #[test]
-    fn an_address_over_its_limit_closes_its_own_connections_only() {
+    fn an_address_at_its_limit_evicts_only_its_own_connections() {
         let registry = registry(100, 2);
         let other = registry.register(address(1)).unwrap();
         let used = in_use(&registry, 2);
         let idle = registry.register(address(2)).unwrap();
         let since = Instant::now();
-        idle.watch(move || Some(since));
+        idle.watch_idle(move || Some(since));
         idle.authentication().mark();
         let third = registry.register(address(2)).unwrap();
         assert!(idle.evicted().is_cancelled(), "it had no call open");
-        third.watch(|| None);
+        third.watch_idle(|| None);
         third.authentication().mark();
-        assert_eq!(registry.register(address(2)).err(), Some(Refused::Address), "both are in use");
+        assert_eq!(registry.register(address(2)).err(), Some(Rejection::Address), "both are in use");
         assert!(!other.evicted().is_cancelled() && !used.evicted().is_cancelled());
     }
 
     #[test]
-    fn a_host_counts_once_however_many_ipv6_addresses_it_has() {
+    fn ipv6_addresses_of_one_64_prefix_share_a_limit() {
         let registry = registry(100, 1);
         let first = registry.register("2001:db8::1".parse().unwrap()).unwrap();
         let _other = registry.register("2001:db8:0:1::1".parse().unwrap()).unwrap();
@@ -286,9 +291,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes: the limits hold, no connection in use is closed, and the indices agree.
+        /// For any events, the limits hold, no connection in use is evicted, and the indices agree.
         #[test]
-        fn limits_hold_and_no_connection_in_use_is_closed(
+        fn limits_hold_and_no_connection_in_use_is_evicted(
             connections_max in 1usize..6, per_address_max in 1usize..6,
             events in prop::collection::vec((0u8..4, 0u8..4, any::<prop::sample::Index>()), 1..80)
         ) {
@@ -300,10 +305,10 @@ mod tests {
                     2 if !open.is_empty() => {
                         let (registration, used) = index.get(&open);
                         if !registration.evicted().is_cancelled() && !used {
-                            registration.watch(|| None);
+                            registration.watch_idle(|| None);
                             registration.authentication().mark();
-                            let place = index.index(open.len());
-                            open[place].1 = true;
+                            let position = index.index(open.len());
+                            open[position].1 = true;
                         }
                     }
                     _ if !open.is_empty() => drop(open.swap_remove(index.index(open.len()))),

@@ -1,3 +1,5 @@
+//! TLS of servers and clients: certificates read from PEM files, reloaded by servers when the files change.
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -13,47 +15,47 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 use crate::metrics;
 use crate::watch::Watched;
 
-/// How often files are looked at.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which servers check their files for changes.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Certificates that cannot be used.
+/// Error of certificates or keys that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be read.
     #[error("cannot read {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error of the file system.
         source: std::io::Error,
     },
-    /// A file is not what it should be.
+    /// A file holds no PEM item of the expected kind.
     #[error("{} holds no {what} in PEM", path.display())]
     Empty {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it should hold.
+        /// Expected kind: `certificate` or `private key`.
         what: &'static str,
     },
     /// A certificate authority's certificate is not usable.
     #[error("{}: not a usable certificate authority: {reason}", path.display())]
     Authority {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// Error text of the TLS library.
         reason: String,
     },
-    /// Certificate and key do not go together.
+    /// Certificate and key do not match.
     #[error("certificate {} with key {}: {reason}", certificate.display(), key.display())]
     Pair {
-        /// The certificate's file.
+        /// Path of the certificate.
         certificate: PathBuf,
-        /// The key's file.
+        /// Path of the private key.
         key: PathBuf,
-        /// What is wrong.
+        /// Error text of the TLS library.
         reason: String,
     },
-    /// Only one of two files that belong together was named.
+    /// Only one of two options that require each other was given.
     #[error("a certificate needs its key and a key its certificate; name both files or neither")]
     Half,
 }
@@ -69,16 +71,16 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     found.ok().filter(|found| !found.is_empty()).ok_or_else(empty)
 }
 
-/// The files of a server.
+/// PEM files of a TLS server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerTlsFiles {
-    /// Its certificate, and those between it and a known authority.
+    /// Certificate chain of the server, leaf first.
     pub certificate: PathBuf,
-    /// The private key.
+    /// Private key of the leaf certificate.
     pub key: PathBuf,
-    /// Authorities whose clients are let in; without it clients show no certificate.
+    /// Certificate authorities of client certificates (mutual TLS); `None` requests no client certificate.
     pub client_ca: Option<PathBuf>,
-    /// Whether a client may also come without a certificate.
+    /// Whether a client may connect without a certificate although `client_ca` is set.
     pub client_optional: bool,
 }
 
@@ -99,14 +101,14 @@ impl ServerTlsFiles {
         let builder = match &self.client_ca {
             None => builder.with_no_client_auth(),
             Some(path) => {
-                let refuse = |reason: String| TlsError::Authority { path: path.clone(), reason };
+                let unusable = |reason: String| TlsError::Authority { path: path.clone(), reason };
                 let mut roots = RootCertStore::empty();
                 for authority in certificates(path)? {
-                    roots.add(authority).map_err(|error| refuse(error.to_string()))?;
+                    roots.add(authority).map_err(|error| unusable(error.to_string()))?;
                 }
                 let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
                 let verifier = if self.client_optional { verifier.allow_unauthenticated() } else { verifier };
-                let verifier = verifier.build().map_err(|error| refuse(error.to_string()))?;
+                let verifier = verifier.build().map_err(|error| unusable(error.to_string()))?;
                 builder.with_client_cert_verifier(verifier)
             }
         };
@@ -120,11 +122,12 @@ impl ServerTlsFiles {
     }
 }
 
-/// A server's side of TLS. When a file changes, new connections get what it says now; if that is unusable, the old stays.
+/// TLS configuration of a server. After a file has changed, new connections use its new content; if that is
+/// invalid, the previous configuration stays.
 #[derive(Clone)]
 pub struct ServerTls {
     files: ServerTlsFiles,
-    /// As the files were before they were first read.
+    /// States of the files before they were first read.
     watched: Watched,
     config: Arc<RwLock<Arc<ServerConfig>>>,
 }
@@ -136,7 +139,7 @@ impl std::fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// Reads the files.
+    /// Loads the files.
     ///
     /// # Errors
     /// [`TlsError`].
@@ -150,21 +153,21 @@ impl ServerTls {
         TlsAcceptor::from(self.config.read().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
-    /// Reads the files again.
+    /// Reloads the files.
     ///
     /// # Errors
-    /// [`TlsError`]; then what was read before stays in force.
+    /// [`TlsError`]; the previous configuration then stays in force.
     pub fn reload(&self) -> Result<(), TlsError> {
         let config = Arc::new(self.files.load()?);
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
         Ok(())
     }
 
-    /// Reads the files again whenever one has changed, for as long as it is polled.
+    /// Reloads the files whenever one has changed. Never returns; dropping the future ends it.
     pub async fn follow(self) {
         let mut watched = self.watched.clone();
         loop {
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             if !watched.changed() {
                 continue;
             }
@@ -180,22 +183,22 @@ impl ServerTls {
     }
 }
 
-/// A client's side of TLS; its files are read for each connection anew.
+/// TLS configuration of a client; the files are read anew for each connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClientTls {
-    /// Authorities that servers are trusted by.
+    /// Certificate authorities of server certificates.
     pub ca: PathBuf,
-    /// The client's own certificate and key, where servers ask for one.
+    /// Certificate and private key of the client, for servers that request one (mutual TLS).
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// The name that a server's certificate must have, if not that of its address.
+    /// Name that the server's certificate must have, if not the host of its address.
     pub server_name: Option<String>,
 }
 
 impl ClientTls {
-    /// Of options as they are given.
+    /// Combines command-line options; `None` if TLS is not configured.
     ///
     /// # Errors
-    /// [`TlsError::Half`].
+    /// [`TlsError::Half`] for a certificate without key or the reverse, or for either or a name without `ca`.
     pub fn new(
         ca: Option<PathBuf>,
         certificate: Option<PathBuf>,
@@ -214,18 +217,18 @@ impl ClientTls {
         }
     }
 
-    /// Reads the files, and tries whether they can be used.
+    /// Loads the files and validates them.
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn load(&self) -> Result<ClientTlsConfig, TlsError> {
         let mut roots = RootCertStore::empty();
         for authority in certificates(&self.ca)? {
-            let refuse = |error: rustls::Error| TlsError::Authority {
+            let unusable = |error: rustls::Error| TlsError::Authority {
                 path: self.ca.clone(),
                 reason: error.to_string(),
             };
-            roots.add(authority).map_err(refuse)?;
+            roots.add(authority).map_err(unusable)?;
         }
         if let Some((certificate, key)) = &self.identity {
             let chain = certificates(certificate)?;

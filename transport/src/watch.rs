@@ -1,12 +1,15 @@
+//! File watching by polling `stat`: modification time, size and inode.
+
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// What a file looks like from outside. Links are followed, so that the swap of a mounted secret is seen.
+/// Modification time, size and inode of a file; `None` inside if the file is missing. Symbolic links are
+/// followed, so the swap of a mounted Kubernetes secret shows as a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileState(Option<(SystemTime, u64, u64)>);
 
 impl FileState {
-    /// As it is now; a file that is not there has a state too.
+    /// Reads the current state of a file. A missing or unreadable file has a state too.
     pub fn of(path: &Path) -> Self {
         use std::os::unix::fs::MetadataExt as _;
         let metadata = std::fs::metadata(path).ok();
@@ -14,14 +17,14 @@ impl FileState {
     }
 }
 
-/// Files that are looked at from time to time, to read them again when one has changed.
+/// Set of watched files with their last observed states.
 #[derive(Debug, Clone)]
 pub struct Watched {
     files: Vec<(PathBuf, FileState)>,
 }
 
 impl Watched {
-    /// Watches from now on: to be made before the files are read, or a change in between is missed.
+    /// Records the current states of `files`. Call it before reading them, or a change in between is missed.
     pub fn new(files: impl IntoIterator<Item = PathBuf>) -> Self {
         let files = files.into_iter().map(|path| {
             let state = FileState::of(&path);
@@ -30,7 +33,7 @@ impl Watched {
         Self { files: files.collect() }
     }
 
-    /// Whether any of them changed since this was asked last.
+    /// Returns whether any file changed since the previous call, or since `new`.
     pub fn changed(&mut self) -> bool {
         let mut changed = false;
         for (path, state) in &mut self.files {

@@ -1,3 +1,5 @@
+//! gRPC calls with raw message bytes.
+
 use anyhow::Result;
 use bytes::{Buf as _, BufMut as _};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -5,7 +7,7 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 
-/// Sends bytes that no generated client would, and yields the status of the answer, if it is an error.
+/// Sends `message` as the bytes of one request message; returns the error status, `None` on success.
 ///
 /// # Errors
 /// The connection fails.
@@ -14,7 +16,7 @@ pub async fn send_raw(endpoint: &str, method: &'static str, message: Vec<u8>) ->
     let mut client = tonic::client::Grpc::new(channel);
     client.ready().await?;
     let path = PathAndQuery::from_static(method);
-    let mut stream = match client.server_streaming(Request::new(message), path, BytesCodec).await {
+    let mut stream = match client.server_streaming(Request::new(message), path, RawCodec).await {
         Ok(response) => response.into_inner(),
         Err(status) => return Ok(Some(status)),
     };
@@ -27,11 +29,11 @@ pub async fn send_raw(endpoint: &str, method: &'static str, message: Vec<u8>) ->
     }
 }
 
-/// Messages as they are, without a schema.
+/// Codec that passes message bytes through without decoding them.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct BytesCodec;
+pub(crate) struct RawCodec;
 
-impl Codec for BytesCodec {
+impl Codec for RawCodec {
     type Encode = Vec<u8>;
     type Decode = Vec<u8>;
     type Encoder = Self;
@@ -46,7 +48,7 @@ impl Codec for BytesCodec {
     }
 }
 
-impl Encoder for BytesCodec {
+impl Encoder for RawCodec {
     type Item = Vec<u8>;
     type Error = Status;
 
@@ -56,7 +58,7 @@ impl Encoder for BytesCodec {
     }
 }
 
-impl Decoder for BytesCodec {
+impl Decoder for RawCodec {
     type Item = Vec<u8>;
     type Error = Status;
 

@@ -1,9 +1,9 @@
-//! Requests that must be refused, each with its exact status.
+//! Invalid requests, each rejected with its exact status.
 
 use anyhow::{Context, Result, ensure};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions, TokenIds};
-use inflight_tests::{Cluster, eventually, run, send_raw};
+use inflight_tests::{LocalCluster, eventually, run, send_raw};
 use tonic::Code;
 
 use crate::program;
@@ -11,7 +11,7 @@ use crate::requests::{generate, model, sampled};
 
 type Change = fn(&mut GenerateRequest, &mut SamplingParams, &mut StopConditions);
 
-/// What is wrong, how to get there, the status, and a word that its message must have.
+/// Name of the case, change to a valid request, expected status code, and a word in the status message.
 const REFUSED: &[(&str, Change, Code, &str)] = &[
     ("no input", |r, _, _| r.input = None, Code::InvalidArgument, "input"),
     ("empty prompt", |r, _, _| r.input = ids(&[]), Code::InvalidArgument, "empty"),
@@ -48,8 +48,8 @@ fn ids(ids: &[u32]) -> Option<Input> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_bad_request_gets_its_status_and_the_cluster_goes_on() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+async fn every_invalid_request_gets_its_status_and_the_cluster_keeps_serving() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let mut client = cluster.client().await?;
     model(&mut client).await?;
     for (what, change, code, word) in REFUSED {
@@ -72,7 +72,7 @@ async fn every_bad_request_gets_its_status_and_the_cluster_goes_on() -> Result<(
         Err(status) => status,
     };
     ensure!(status.code() == Code::ResourceExhausted, "{status:?}");
-    // Field 2, `text`, of two bytes that are not UTF-8.
+    // Field 2, `text`: two bytes that are not UTF-8.
     let status =
         send_raw(&cluster.endpoint, "/inflight.v1.Inference/Generate", vec![0x12, 2, 0xc3, 0x28]).await?;
     let status = status.context("invalid UTF-8 was taken")?;
@@ -82,12 +82,12 @@ async fn every_bad_request_gets_its_status_and_the_cluster_goes_on() -> Result<(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_router_whose_workers_nobody_answers_says_unavailable() -> Result<()> {
+async fn a_router_without_reachable_workers_returns_unavailable() -> Result<()> {
     let free =
         || -> Result<String> { Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.to_string()) };
-    let (listen, nobody) = (free()?, free()?);
+    let (listen, unreachable) = (free()?, free()?);
     let mut router = tokio::process::Command::new(program())
-        .args(["router", "--metrics-listen=off", "--listen", &listen, "--workers", &nobody])
+        .args(["router", "--metrics-listen=off", "--listen", &listen, "--workers", &unreachable])
         .stdout(std::process::Stdio::null())
         .stderr(std::process::Stdio::null())
         .kill_on_drop(true)

@@ -1,28 +1,29 @@
-//! Traces: one from the client through the router to the worker's engine.
+//! Trace propagation from the client through the router to the worker's engine.
 
 use anyhow::{Result, ensure};
-use inflight_tests::{Cluster, Collector};
+use inflight_tests::{Collector, LocalCluster};
 use tonic::Request;
 
 use crate::program;
-use crate::requests::{Answer, sampled};
+use crate::requests::{GenerationResult, sampled};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 const PROMPT: &str = "a-prompt-that-no-span-may-show";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clients_trace_goes_through_router_and_worker_without_its_prompt() -> Result<()> {
+async fn a_trace_spans_client_router_and_worker_without_the_prompt() -> Result<()> {
     let collector = Collector::start().await?;
     let flag = format!("--otlp-endpoint=http://{}", collector.address);
-    let mut cluster = Cluster::start(program(), &["--workers=1", "--log=debug", "--verbose", &flag]).await?;
+    let mut cluster =
+        LocalCluster::start(program(), &["--workers=1", "--log=debug", "--verbose", &flag]).await?;
     let mut client = cluster.client().await?;
     let mut request = Request::new(sampled(PROMPT, 5, 1));
     request.metadata_mut().insert("traceparent", format!("00-{TRACE}-{PARENT}-01").parse()?);
     let mut stream = client.generate(request).await?.into_inner();
-    Answer::default().read(&mut stream).await?;
+    GenerationResult::default().read_rest(&mut stream).await?;
     drop((stream, client));
-    // The end of a process flushes what it has recorded.
+    // Shutdown flushes the recorded spans.
     cluster.signal(libc::SIGTERM)?;
     ensure!(cluster.wait().await?.success(), "it wrote:\n{}", cluster.log());
 

@@ -1,3 +1,5 @@
+//! A single router or worker process that a test can restart.
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
@@ -11,28 +13,28 @@ use tokio::process::{Child, Command};
 use tonic::transport::{Channel, Endpoint};
 
 use crate::DEADLINE;
-use crate::process::{Mark, kill};
+use crate::process::{ProcessTag, kill};
 
-/// One router or worker that a test starts, stops and starts again by itself. Dropped, it is killed.
+/// Router or worker process that a test starts, signals and restarts. The drop kills it.
 #[derive(Debug)]
-pub struct Role {
+pub struct RoleProcess {
     program: PathBuf,
     arguments: Vec<String>,
-    /// Where it listens; the same after a restart.
+    /// gRPC address; the same after a restart.
     pub address: SocketAddr,
-    /// Where its metrics are, likewise.
+    /// Address of the metrics endpoint; the same after a restart.
     pub metrics: SocketAddr,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
     child: Child,
     log: Arc<StdMutex<String>>,
 }
 
-impl Role {
-    /// Starts `program ROLE` with free ports and `flags`. A worker is ready when this returns; a router listens.
+impl RoleProcess {
+    /// Starts `program ROLE` on free ports with `flags`; waits until a worker is ready or a router listens.
     ///
     /// # Errors
-    /// It does not get so far; the error has what it wrote.
+    /// The process does not get ready; the error contains its standard error.
     pub async fn start(program: PathBuf, role: &str, flags: &[String]) -> Result<Self> {
         let mut arguments = vec![role.to_owned()];
         arguments.extend_from_slice(flags);
@@ -40,10 +42,10 @@ impl Role {
         Self::spawn(program, arguments, any, any).await
     }
 
-    /// Starts it again, at its old addresses; it must have ended.
+    /// Starts the process again on its previous addresses; it must have exited.
     ///
     /// # Errors
-    /// As for the start.
+    /// The process does not get ready; the error contains its standard error.
     pub async fn restart(&mut self) -> Result<()> {
         let (program, arguments) = (self.program.clone(), self.arguments.clone());
         let log = self.log();
@@ -58,8 +60,8 @@ impl Role {
         listen: SocketAddr,
         metrics: SocketAddr,
     ) -> Result<Self> {
-        let mark = Mark::new();
-        let (name, value) = mark.variable();
+        let tag = ProcessTag::new();
+        let (name, value) = tag.variable();
         let mut child = Command::new(&program)
             .args(&arguments)
             .arg(format!("--listen={listen}"))
@@ -75,17 +77,17 @@ impl Role {
         let stdout = child.stdout.take().context("no standard output")?;
         let stderr = child.stderr.take().context("no standard error")?;
         let log = Arc::new(StdMutex::new(String::new()));
-        let kept = Arc::clone(&log);
+        let log_writer = Arc::clone(&log);
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
             while let Ok(Some(line)) = lines.next_line().await {
-                let mut log = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut log = log_writer.lock().unwrap_or_else(PoisonError::into_inner);
                 log.push_str(&line);
                 log.push('\n');
             }
         });
         let mut events = BufReader::new(stdout).lines();
-        let begun = async {
+        let ready = async {
             loop {
                 let line = events.next_line().await?.context("it ended")?;
                 let event: Value = serde_json::from_str(&line)?;
@@ -95,45 +97,45 @@ impl Role {
                 }
             }
         };
-        let begun = tokio::time::timeout(DEADLINE, begun).await.context("it is not ready in time");
-        let (address, metrics) = match begun.and_then(|begun| begun) {
+        let ready = tokio::time::timeout(DEADLINE, ready).await.context("it is not ready in time");
+        let (address, metrics) = match ready.and_then(|ready| ready) {
             Ok(addresses) => addresses,
             Err(error) => {
                 let log = log.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 bail!("{arguments:?} did not start: {error:#}; it wrote:\n{log}");
             }
         };
-        // Whoever writes to a pipe that nobody reads waits.
+        // Drains the pipe: the process would block once it is full.
         tokio::spawn(async move { while let Ok(Some(_)) = events.next_line().await {} });
         Ok(Self { program, arguments, address, metrics, pid, child, log })
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the process.
     ///
     /// # Errors
-    /// It is gone.
+    /// The process does not exist.
     pub fn signal(&self, signal: i32) -> Result<()> {
         kill(self.pid, signal)
     }
 
-    /// Waits for its end.
+    /// Waits until the process exits.
     ///
     /// # Errors
-    /// It does not end.
+    /// It does not exit within [`DEADLINE`].
     pub async fn wait(&mut self) -> Result<ExitStatus> {
         let ended = tokio::time::timeout(DEADLINE, self.child.wait()).await;
         Ok(ended.with_context(|| format!("it did not end; it wrote:\n{}", self.log()))??)
     }
 
-    /// What it wrote to its standard error since it was started last.
+    /// Returns the standard error since the last start.
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A client of it, if it is a router, with a connection of its own that is made when it is needed.
+    /// Returns a client of this router on a new connection, which is opened at the first call.
     ///
     /// # Errors
-    /// Its address makes no endpoint.
+    /// The address is no valid endpoint.
     pub fn client(&self) -> Result<InferenceClient<Channel>> {
         Ok(InferenceClient::new(Endpoint::from_shared(format!("http://{}", self.address))?.connect_lazy()))
     }

@@ -1,4 +1,4 @@
-//! Starts that must fail, with words that help and nothing left behind.
+//! Startup failures: exit code, helpful error message, no process left.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener};
@@ -6,45 +6,46 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype, TempDir};
-use inflight_tests::{Finished, run};
+use inflight_tests::{CommandOutput, run};
 
 use crate::program;
 
-fn check(finished: &Finished, code: i32, pieces: &[&str]) -> Result<()> {
+fn check(finished: &CommandOutput, code: i32, pieces: &[&str]) -> Result<()> {
     ensure!(finished.code == Some(code), "exit code {code} was expected: {finished:?}");
     for piece in pieces {
         ensure!(finished.stderr.contains(piece), "{piece:?} was expected: {finished:?}");
     }
     ensure!(!finished.stderr.contains("panic"), "{finished:?}");
-    finished.mark.check_gone()
+    finished.tag.check_gone()
 }
 
-fn taken() -> Result<(TcpListener, SocketAddr)> {
+/// Returns a listener and its address.
+fn occupied_port() -> Result<(TcpListener, SocketAddr)> {
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let address = listener.local_addr()?;
     Ok((listener, address))
 }
 
 #[tokio::test]
-async fn a_taken_port_is_named_with_the_flag_that_changes_it() -> Result<()> {
-    let (_listener, address) = taken()?;
+async fn an_occupied_port_is_reported_with_the_flag_that_changes_it() -> Result<()> {
+    let (_listener, address) = occupied_port()?;
     let port = address.port().to_string();
-    let place = format!("cannot listen on {address}");
+    let message = format!("cannot listen on {address}");
     let router = run(program(), &["up", "--port", &port, "--metrics-port=0"], "").await?;
-    check(&router, 1, &[&place, "--port", "in use"])?;
+    check(&router, 1, &[&message, "--port", "in use"])?;
     let metrics = run(program(), &["up", "--port=0", "--metrics-port", &port], "").await?;
-    check(&metrics, 1, &[&place, "--metrics-port", "in use"])?;
+    check(&metrics, 1, &[&message, "--metrics-port", "in use"])?;
     let listen = address.to_string();
-    let alone = run(program(), &["worker", "--metrics-listen=off", "--listen", &listen], "").await?;
-    check(&alone, 1, &[&listen, "in use"])?;
-    let alone = ["router", "--metrics-listen=off", "--workers=127.0.0.1:1", "--listen", &listen];
-    check(&run(program(), &alone, "").await?, 1, &[&listen, "in use"])?;
-    let alone = ["worker", "--listen=127.0.0.1:0", "--metrics-listen", &listen];
-    check(&run(program(), &alone, "").await?, 1, &[&place, "--metrics-listen", "in use"])
+    let worker = run(program(), &["worker", "--metrics-listen=off", "--listen", &listen], "").await?;
+    check(&worker, 1, &[&listen, "in use"])?;
+    let router = ["router", "--metrics-listen=off", "--workers=127.0.0.1:1", "--listen", &listen];
+    check(&run(program(), &router, "").await?, 1, &[&listen, "in use"])?;
+    let worker = ["worker", "--listen=127.0.0.1:0", "--metrics-listen", &listen];
+    check(&run(program(), &worker, "").await?, 1, &[&message, "--metrics-listen", "in use"])
 }
 
 #[tokio::test]
-async fn a_missing_model_is_named() -> Result<()> {
+async fn a_missing_model_directory_is_reported() -> Result<()> {
     let up = run(program(), &["up", "--port=0", "--model=/no/such/model"], "").await?;
     check(&up, 1, &["/no/such/model", "no such directory"])?;
     let worker = ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", "--model=/no/such/model"];
@@ -52,7 +53,7 @@ async fn a_missing_model_is_named() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_worker_that_dies_at_its_start_ends_up_with_its_last_words() -> Result<()> {
+async fn up_fails_with_the_last_log_lines_of_a_worker_that_cannot_start() -> Result<()> {
     let folder = Checkpoint::new(Arch::Llama2, Dtype::F32).write_temp()?;
     Damage::TruncatedWeights.apply(folder.path())?;
     let model = folder.path().to_string_lossy().into_owned();
@@ -62,7 +63,7 @@ async fn a_worker_that_dies_at_its_start_ends_up_with_its_last_words() -> Result
 }
 
 #[tokio::test]
-async fn a_bad_configuration_is_refused_by_file_line_and_key() -> Result<()> {
+async fn an_invalid_configuration_is_rejected_by_file_line_and_key() -> Result<()> {
     let folder = TempDir::new("config")?;
     let path = folder.path().join("router.toml");
     let file = path.to_string_lossy().into_owned();
@@ -74,8 +75,8 @@ async fn a_bad_configuration_is_refused_by_file_line_and_key() -> Result<()> {
     check(&mistyped, 2, &[&format!("{file}:1: key `queue-requests-max`: expected an integer")])?;
     let missing = run(program(), &["worker", "--config", "/no/such/file.toml"], "").await?;
     check(&missing, 2, &["cannot read the configuration file /no/such/file.toml"])?;
-    let nobody = run(program(), &["router", "--metrics-listen=off"], "").await?;
-    check(&nobody, 2, &["no workers are given"])?;
+    let workerless = run(program(), &["router", "--metrics-listen=off"], "").await?;
+    check(&workerless, 2, &["no workers are given"])?;
     let device = run(program(), &["worker", "--device=abacus"], "").await?;
     check(&device, 2, &["unknown device `abacus`", "cpu"])?;
     let block = run(program(), &["worker", "--block-tokens=3"], "").await?;
@@ -95,7 +96,7 @@ async fn a_bad_configuration_is_refused_by_file_line_and_key() -> Result<()> {
 }
 
 #[tokio::test]
-async fn flags_win_over_the_environment_and_that_over_the_file_and_that_over_the_default() -> Result<()> {
+async fn flags_override_environment_variables_which_override_the_file() -> Result<()> {
     let folder = TempDir::new("config")?;
     let path = folder.path().join("worker.toml");
     fs::write(&path, "block_tokens = 3\nlisten = \"127.0.0.1:0\"\nmetrics-listen = \"off\"\n")?;
@@ -105,21 +106,21 @@ async fn flags_win_over_the_environment_and_that_over_the_file_and_that_over_the
         let (config, program) = (config.clone(), program.clone());
         async move { run(Path::new("env"), &[first, &program, "worker", &config, last], "").await }
     };
-    // Three and five are no powers of two, so each refusal tells which value was in force.
+    // 3, 5 and 7 are not powers of two, so the error message shows which value was in force.
     check(&worker("NONE=1", "--log=info").await?, 2, &["block_tokens is 3"])?;
     check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--log=info").await?, 2, &["block_tokens is 5"])?;
     check(&worker("INFLIGHT_WORKER_BLOCK_TOKENS=5", "--block-tokens=7").await?, 2, &["block_tokens is 7"])
 }
 
 #[tokio::test]
-async fn generate_says_that_nobody_answers() -> Result<()> {
-    let (listener, address) = taken()?;
+async fn generate_reports_an_unreachable_endpoint_and_invalid_arguments() -> Result<()> {
+    let (listener, address) = occupied_port()?;
     drop(listener);
     let endpoint = format!("http://{address}");
-    let nobody = run(program(), &["generate", "--endpoint", &endpoint, "Hello"], "").await?;
-    check(&nobody, 3, &[&format!("cannot connect to {endpoint}"), "inflight up"])?;
-    let nonsense = run(program(), &["generate", "--endpoint", "not a url", "Hello"], "").await?;
-    check(&nonsense, 2, &["--endpoint"])?;
+    let unreachable = run(program(), &["generate", "--endpoint", &endpoint, "Hello"], "").await?;
+    check(&unreachable, 3, &[&format!("cannot connect to {endpoint}"), "inflight up"])?;
+    let invalid = run(program(), &["generate", "--endpoint", "not a url", "Hello"], "").await?;
+    check(&invalid, 2, &["--endpoint"])?;
     let empty = run(program(), &["generate", "--endpoint", &endpoint], "").await?;
     check(&empty, 2, &["the prompt is empty"])
 }

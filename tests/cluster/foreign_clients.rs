@@ -1,16 +1,16 @@
-//! Clients that are not ours: Python's grpcio, with stubs and with reflection alone, and tritonclient.
+//! Third-party clients: Python's grpcio, with generated stubs and with reflection only, and tritonclient.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{Cluster, run};
+use inflight_tests::{LocalCluster, run};
 use serde_json::Value;
 
 use crate::program;
 use crate::requests::{generate, sampled};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Result<()> {
+async fn grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Result<()> {
     let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
         let needed = "tests/clients/python/requirements.txt";
         inflight_fixtures::skipped(
@@ -20,7 +20,7 @@ async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Res
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let cluster = Cluster::start(program(), &[]).await?;
+    let cluster = LocalCluster::start(program(), &[]).await?;
     let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
     let address = cluster.endpoint.trim_start_matches("http://");
     let protos = root.join("proto").to_string_lossy().into_owned();
@@ -49,7 +49,7 @@ async fn pythons_grpcio_gets_the_same_tokens_by_stubs_and_by_reflection() -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result<()> {
+async fn tritonclient_gets_the_same_text_unary_and_streamed() -> Result<()> {
     let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
         let needed = "tests/clients/python/requirements.txt";
         inflight_fixtures::skipped(
@@ -59,7 +59,7 @@ async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result
         return Ok(());
     };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let cluster = Cluster::start(program(), &["--model-name=demo"]).await?;
+    let cluster = LocalCluster::start(program(), &["--model-name=demo"]).await?;
     let expected = generate(&mut cluster.client().await?, sampled("Once upon a time", 24, 42)).await?;
     let script = root.join("tests/clients/python/triton.py").to_string_lossy().into_owned();
     let address = cluster.endpoint.trim_start_matches("http://");
@@ -85,7 +85,7 @@ async fn tritonclient_as_it_is_gets_the_same_text_whole_and_streamed() -> Result
     for id in ["a", "b"] {
         ensure!(answer["streamed"][id] == expected.text.as_str(), "{id}: {answer}, expected {expected:?}");
     }
-    ensure!(answer["pieces"].as_u64() > Some(4), "text came as it was made: {answer}");
+    ensure!(answer["pieces"].as_u64() > Some(4), "text was not streamed: {answer}");
     let errors = answer["stream_errors"].as_array().context("stream_errors")?;
     ensure!(
         errors.len() == 1 && errors[0].as_str().is_some_and(|e| e.contains("InvalidArgument")),

@@ -1,4 +1,4 @@
-//! Calls open on a connection: counted from their headers to the last byte of their responses.
+//! Tower layer that counts a connection's open calls, from request headers to the last response byte.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -12,7 +12,7 @@ use tower::{Layer, Service};
 
 use crate::connection::Peer;
 
-/// Counts every call as open on its connection, so that the connection is not taken for idle.
+/// Layer that counts every call as open on its connection ([`Peer::call`]), for the idle limits.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OpenCallsLayer;
 
@@ -24,7 +24,7 @@ impl<S> Layer<S> for OpenCallsLayer {
     }
 }
 
-/// The service that [`OpenCallsLayer`] makes.
+/// Service created by [`OpenCallsLayer`].
 #[derive(Debug, Clone)]
 pub struct OpenCalls<S> {
     inner: S,
@@ -51,7 +51,7 @@ where
     }
 }
 
-/// Keeps `guard` until the response's last byte was written, or the call was dropped.
+/// Attaches `guard` to a response body: it is dropped after the last byte was written, or with the call.
 pub fn hold<T>(response: Response<Body>, guard: T) -> Response<Body>
 where
     T: Send + Unpin + 'static,

@@ -1,16 +1,16 @@
-//! The ordinary life of a cluster: start, serve, drain, stop.
+//! Life cycle of a cluster: start, serve, drain, stop.
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_proto::v1::FinishReason;
-use inflight_tests::{Cluster, eventually, run};
+use inflight_tests::{LocalCluster, eventually, run};
 
 use crate::program;
-use crate::requests::{Answer, generate, model, sampled};
+use crate::requests::{GenerationResult, generate, model, sampled};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn up_starts_streams_and_stops() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &[]).await?;
+    let mut cluster = LocalCluster::start(program(), &[]).await?;
     ensure!(cluster.workers.len() == 2, "two workers by default: {:?}", cluster.workers);
     let endpoint = cluster.endpoint.clone();
 
@@ -41,24 +41,24 @@ async fn up_starts_streams_and_stops() -> Result<()> {
     });
     try_join_all(calls).await?;
 
-    // What is in flight when SIGTERM comes still finishes.
+    // A stream in flight at SIGTERM completes.
     let tokens = context / 2;
     let mut stream = client.generate(sampled("Once upon a time", tokens, 1)).await?.into_inner();
-    let begun = Answer::begin(&mut stream).await?;
+    let partial = GenerationResult::until_first_tokens(&mut stream).await?;
     cluster.signal(libc::SIGTERM)?;
     cluster.event("stopping").await?;
-    let answer = begun.read(&mut stream).await?;
+    let answer = partial.read_rest(&mut stream).await?;
     ensure!(answer.tokens.len() == tokens as usize, "{} of {tokens} tokens", answer.tokens.len());
     drop((stream, client));
 
     let status = cluster.wait().await?;
     ensure!(status.success(), "{status}; it wrote:\n{}", cluster.log());
-    cluster.mark.check_gone()
+    cluster.tag.check_gone()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
-    let cluster = Cluster::start(program(), &["--workers=1"]).await?;
+async fn generate_writes_json_events_and_reads_standard_input() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--workers=1"]).await?;
     let endpoint = cluster.endpoint.as_str();
     let flags =
         ["generate", "--endpoint", endpoint, "--json", "--n=2", "--max-tokens=5", "--ignore-eos", "--seed=7"];
@@ -85,7 +85,7 @@ async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
     ensure!(unknown.code == Some(4) && unknown.stderr.contains("NOT_FOUND"), "{unknown:?}");
     let late = ["generate", "--endpoint", endpoint, "--timeout=1us", "--raw", "--ignore-eos", "Hello"];
     let late = run(program(), &late, "").await?;
-    // Whoever sees first that it can't be kept: the router, before anything is queued, or the clock.
+    // Either the router rejects the deadline before queueing the request, or the deadline expires.
     let refused = late.code == Some(5) && late.stderr.contains("RESOURCE_EXHAUSTED");
     let exceeded = late.code == Some(6) && late.stderr.contains("DEADLINE_EXCEEDED");
     ensure!(refused || exceeded, "{late:?}");
@@ -93,29 +93,29 @@ async fn generate_speaks_json_and_reads_the_standard_input() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn children_end_with_up_even_when_it_is_killed() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &[]).await?;
+async fn child_processes_exit_with_up_even_after_sigkill() -> Result<()> {
+    let mut cluster = LocalCluster::start(program(), &[]).await?;
     ensure!(
-        cluster.mark.processes().len() == 4,
+        cluster.tag.processes().len() == 4,
         "up, a router and two workers: {:?}",
-        cluster.mark.processes()
+        cluster.tag.processes()
     );
     cluster.signal(libc::SIGKILL)?;
     cluster.wait().await?;
-    let mark = cluster.mark.clone();
-    eventually("the children end", || async { mark.check_gone() }).await
+    let tag = cluster.tag.clone();
+    eventually("the children end", || async { tag.check_gone() }).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_second_interrupt_ends_at_once() -> Result<()> {
-    let mut cluster = Cluster::start(program(), &["--workers=1", "--drain-timeout=10m"]).await?;
+async fn a_second_sigint_ends_the_drain_at_once() -> Result<()> {
+    let mut cluster = LocalCluster::start(program(), &["--workers=1", "--drain-timeout=10m"]).await?;
     let mut client = cluster.client().await?;
     let tokens = model(&mut client).await?.context_tokens - 64;
     let mut streams = Vec::new();
     for seed in 0..32 {
         let mut stream = client.generate(sampled("Once upon a time", tokens, seed)).await?.into_inner();
         if seed == 0 {
-            Answer::begin(&mut stream).await?;
+            GenerationResult::until_first_tokens(&mut stream).await?;
         }
         streams.push(stream);
     }
@@ -124,5 +124,5 @@ async fn a_second_interrupt_ends_at_once() -> Result<()> {
     cluster.signal(libc::SIGINT)?;
     let status = cluster.wait().await?;
     ensure!(status.code() == Some(130), "{status}; it wrote:\n{}", cluster.log());
-    cluster.mark.check_gone()
+    cluster.tag.check_gone()
 }

@@ -1,4 +1,4 @@
-//! Reading what is left of a request's body after its call was answered.
+//! Request bodies whose unread rest is drained in the background.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -9,14 +9,14 @@ use hyper::body::{Body as HttpBody, Bytes, Frame, Incoming, SizeHint};
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
-/// Longest time for which the rest of a body is read.
+/// Maximum time spent on reading the rest of a body.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
-/// A request's body whose rest is read and discarded when it is dropped, for a second at most.
+/// Request body whose unread rest is read and discarded after its drop, for [`DRAIN_MAX`] at most.
 ///
-/// A server that drops a body it has not read resets the stream, and frames of it that are still on their way are then
-/// errors of the peer, of which HTTP/2 implementations allow a connection only so many (a guard against clients that make
-/// servers reset streams). A proxy with many clients, some of whose calls are refused, would lose its connection by it.
+/// A server that drops an unread body resets the stream. Frames still in flight then count as errors of the
+/// peer, and HTTP/2 implementations close a connection after a number of those (a guard against forced
+/// resets). A proxy that multiplexes many clients would lose its connection to calls that were rejected.
 pub(crate) struct DrainedBody(Option<Incoming>);
 
 impl DrainedBody {
@@ -28,7 +28,7 @@ impl DrainedBody {
 impl Drop for DrainedBody {
     fn drop(&mut self) {
         let Some(mut body) = self.0.take().filter(|body| !body.is_end_stream()) else { return };
-        // There is no runtime where the process is ending.
+        // No runtime is left while the process exits.
         let Ok(runtime) = Handle::try_current() else { return };
         runtime.spawn(timeout(DRAIN_MAX, async move { while let Some(Ok(_)) = body.frame().await {} }));
     }
@@ -46,7 +46,7 @@ impl HttpBody for DrainedBody {
         let Some(body) = &mut this.0 else { return Poll::Ready(None) };
         let frame = std::task::ready!(Pin::new(body).poll_frame(context));
         if !matches!(frame, Some(Ok(_))) {
-            // Nothing is left to read.
+            // The end or an error: nothing is left to drain.
             this.0 = None;
         }
         Poll::Ready(frame)
