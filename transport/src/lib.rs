@@ -25,6 +25,4 @@ pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
 pub use receive::{Receive, ReceiveBudget, ReceiveLayer, ReceiveLimits, ReceivedBytes};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
 pub use wakeups::batch_wakeups;
-/// Former name of [`batch_wakeups`].
-pub use wakeups::batch_wakeups as together;
 pub use watch::{FileState, Watched};

@@ -6,7 +6,7 @@ use std::task::Waker;
 use std::time::Instant;
 
 use inflight_router_core::WorkerUpdate;
-use inflight_transport::together;
+use inflight_transport::batch_wakeups;
 
 use super::session::WorkerInfo;
 use super::{Dispatch, DispatcherState, Reason};
@@ -180,7 +180,7 @@ impl Dispatch {
             self.publish(&guard);
         }
         drop(guard);
-        together(|| readers.into_iter().for_each(Waker::wake));
+        batch_wakeups(|| readers.into_iter().for_each(Waker::wake));
         violation.map_or(Ok(()), Err)
     }
 

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::SamplingParams;
+pub use inflight_contract::{PositionLogprobs, TokenLogprob};
 use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
@@ -64,25 +65,6 @@ pub struct SlotSetup<'a> {
     pub generated: &'a [u32],
     /// EOS token ids; masked, like the stop ids, until `min_tokens` are generated.
     pub eos_token_ids: &'a [u32],
-}
-
-/// Token with its log probability.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TokenLogprob {
-    /// Token id.
-    pub token: u32,
-    /// Natural logarithm of the probability, after penalties, bias and masks, before temperature and
-    /// truncation.
-    pub logprob: f32,
-}
-
-/// Log probabilities at one position.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PositionLogprobs {
-    /// Sampled token.
-    pub chosen: TokenLogprob,
-    /// Most probable tokens, in descending order, ties by lower id.
-    pub top: Vec<TokenLogprob>,
 }
 
 /// Result of one [`SampleRow`].

@@ -10,7 +10,6 @@ use tokio::sync::Notify;
 
 use super::cache_feed::CacheFeed;
 use crate::engine::{ChoiceEvent, Failure, Finish};
-use crate::runtime::{PositionLogprobs, TokenLogprob};
 
 /// Maximum pending events of a session; a router that does not read and exceeds it loses the session, and
 /// resubmits its requests to other workers.
@@ -283,7 +282,7 @@ impl OutboxState {
             update.token_ids.push(token);
         }
         if let Some(logprobs) = event.logprobs {
-            update.logprobs.push(position(&logprobs));
+            update.logprobs.push((*logprobs).into());
         }
         update.computed_tokens += event.computed_tokens;
         match event.finish {
@@ -303,14 +302,6 @@ fn code(failure: &Failure) -> tonic::Code {
         Failure::Invalid(_) => tonic::Code::InvalidArgument,
         Failure::Overloaded(_) => tonic::Code::ResourceExhausted,
         Failure::Draining | Failure::Device(_) => tonic::Code::Unavailable,
-    }
-}
-
-fn position(logprobs: &PositionLogprobs) -> v1::PositionLogprobs {
-    let token = |one: &TokenLogprob| v1::TokenLogprob { token_id: one.token, logprob: one.logprob };
-    v1::PositionLogprobs {
-        chosen: Some(token(&logprobs.chosen)),
-        top: logprobs.top.iter().map(token).collect(),
     }
 }
 
