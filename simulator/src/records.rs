@@ -7,7 +7,7 @@ use inflight_worker_core::Time;
 
 use crate::{Observer, Request, RequestEvent, StepSample};
 
-/// Outcome of a request.
+/// IterationOutcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestRecord {
     /// Simulated request.

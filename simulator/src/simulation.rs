@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Chunk, CommitError, NewSequence, Outcome, Preempted, Preemption, Scheduler, SequenceId, Time, TransferId,
-    Verdict,
+    Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler, SequenceId, Time,
+    TokenVerdict, TransferId,
 };
 
 use crate::{BatchWork, Device, Observer, Request, RequestEvent, StepSample};
@@ -48,7 +48,7 @@ struct LiveRequest {
     on_device: bool,
 }
 
-/// Outcome of a plan.
+/// IterationOutcome of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PlanOutcome {
     /// A step was launched.
@@ -92,7 +92,7 @@ pub struct Simulation<D> {
     recycled: Vec<Vec<Chunk>>,
     /// Transfers in order of completion: the copy engine runs one at a time.
     transfers: VecDeque<SimulatedTransfer>,
-    verdicts: Vec<Verdict>,
+    verdicts: Vec<TokenVerdict>,
     served: Vec<(usize, RequestEvent)>,
     /// Sums over the requests on the device.
     stored_tokens: u64,
@@ -187,7 +187,7 @@ impl<D: Device> Simulation<D> {
             weight: request.weight,
             hashes: &[],
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         match self.scheduler.submit(new, self.now) {
@@ -318,7 +318,7 @@ impl<D: Device> Simulation<D> {
             let live = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut);
             // An iteration planned ahead may still compute a token of an ended request.
             let Some(live) = live else {
-                self.verdicts.extend(chunk.samples.then_some(Verdict::CONTINUE));
+                self.verdicts.extend(chunk.samples.then_some(TokenVerdict::CONTINUE));
                 continue;
             };
             let request = &requests[live.index];
@@ -328,12 +328,12 @@ impl<D: Device> Simulation<D> {
             live.output_tokens += u32::from(chunk.samples);
             if chunk.samples {
                 let stop = live.output_tokens == request.output_tokens;
-                self.verdicts.push(if stop { Verdict::STOP } else { Verdict::CONTINUE });
+                self.verdicts.push(if stop { TokenVerdict::STOP } else { TokenVerdict::CONTINUE });
             }
             let event = RequestEvent::Served { prompt_tokens, output_tokens: u32::from(chunk.samples) };
             self.served.push((live.index, event));
         }
-        let outcome = Outcome { verdicts: &self.verdicts, took: step.took };
+        let outcome = IterationOutcome { verdicts: &self.verdicts, took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         for (index, event) in &self.served {
             observer.request(self.now, *index, &requests[*index], event);

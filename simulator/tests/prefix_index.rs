@@ -9,7 +9,8 @@ use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
 use inflight_router_core::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, Time, Verdict,
+    CacheEvent, CacheTier, CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time,
+    TokenVerdict,
 };
 use proptest::prelude::*;
 
@@ -76,7 +77,7 @@ impl CacheSource {
             weight: Weight::default(),
             hashes: &hashes,
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         // Prompts too long for the pool are rejected.
@@ -93,7 +94,7 @@ impl CacheSource {
             self.scheduler.transfer_done(id, true, Duration::from_millis(1), self.now).unwrap();
         }
         if !chunks.is_empty() {
-            let verdicts: Vec<Verdict> = chunks
+            let verdicts: Vec<TokenVerdict> = chunks
                 .iter()
                 .filter(|chunk| chunk.samples)
                 .map(|chunk| {
@@ -102,10 +103,10 @@ impl CacheSource {
                     let hash = full.then(|| {
                         BlockHash::from_raw(u128::from(self.outputs) << 70 | u128::from(self.outputs))
                     });
-                    Verdict { stop: false, hash }
+                    TokenVerdict { stop: false, hash }
                 })
                 .collect();
-            let outcome = Outcome { verdicts: &verdicts, took: Duration::from_millis(1) };
+            let outcome = IterationOutcome { verdicts: &verdicts, took: Duration::from_millis(1) };
             self.scheduler.commit(number, outcome).unwrap();
         }
         self.scheduler.drain_ended().for_each(drop);

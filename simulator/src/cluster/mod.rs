@@ -81,7 +81,7 @@ pub enum ClusterError {
     },
 }
 
-/// Outcome of a request.
+/// IterationOutcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlacedRequest {
     /// Index of the worker that ran it.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use inflight_contract::{CostCoefficients, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants, NewSequence,
-    Outcome, Scheduler, SequenceId, StepWork, Time, TransferId, Verdict,
+    BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants,
+    IterationOutcome, NewSequence, Scheduler, SequenceId, StepWork, Time, TokenVerdict, TransferId,
 };
 
 use super::{ClusterError, ClusterOptions, ClusterRequest};
@@ -158,7 +158,7 @@ impl SimulatedWorker {
                 weight: Weight::default(),
                 hashes: &hashes,
                 group: None,
-                order: None,
+                virtual_start_time: None,
                 charged_tokens: 0,
             },
             now,
@@ -195,7 +195,7 @@ impl SimulatedWorker {
         let mut verdicts = Vec::with_capacity(step.chunks.len());
         for chunk in &step.chunks {
             let Some(live) = self.live.get_mut(chunk.id.index()).and_then(Option::as_mut) else {
-                verdicts.extend(chunk.samples.then_some(Verdict::CONTINUE));
+                verdicts.extend(chunk.samples.then_some(TokenVerdict::CONTINUE));
                 continue;
             };
             if chunk.samples {
@@ -204,10 +204,10 @@ impl SimulatedWorker {
                     self.progress.push((live.request, RequestProgress::FirstToken));
                 }
                 let stop = live.output_tokens == requests[live.request].output_tokens;
-                verdicts.push(if stop { Verdict::STOP } else { Verdict::CONTINUE });
+                verdicts.push(if stop { TokenVerdict::STOP } else { TokenVerdict::CONTINUE });
             }
         }
-        let outcome = Outcome { verdicts: &verdicts, took: step.took };
+        let outcome = IterationOutcome { verdicts: &verdicts, took: step.took };
         self.scheduler.commit(step.number, outcome)?;
         Ok(())
     }
@@ -309,6 +309,6 @@ impl SimulatedWorker {
 
 /// Returns the fields of [`WorkerUpdate::load`].
 fn load(scheduler: &Scheduler) -> (f64, f64, f64) {
-    let outlook = scheduler.prefill_outlook();
-    (outlook.ahead.as_secs_f64(), outlook.stretch, outlook.decode_step.as_secs_f64())
+    let estimate = scheduler.prefill_estimate();
+    (estimate.backlog.as_secs_f64(), estimate.slowdown, estimate.decode_step.as_secs_f64())
 }

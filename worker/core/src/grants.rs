@@ -100,7 +100,7 @@ impl<K: Ord + Copy> Grants<K> {
     }
 
     /// Returns the sum of what all sessions have in flight.
-    pub fn held(&self) -> Grant {
+    pub fn in_flight(&self) -> Grant {
         self.sessions.values().fold(Grant::default(), |sum, usage| Grant {
             sequences: sum.sequences + usage.in_flight.sequences,
             blocks: sum.blocks.saturating_add(usage.in_flight.blocks),
@@ -128,7 +128,7 @@ impl<K: Ord + Copy> Grants<K> {
     /// Returns the number of sequences that each session may have in flight beyond its grant for requests
     /// that outrank its others. Divides `max`, less the sequences already in flight beyond the capacity,
     /// equally among the sessions. A session that has not read the latest value still uses an older one.
-    pub fn urgent(&self, max: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
+    pub fn priority_sequences(&self, max: u32) -> impl Iterator<Item = (K, u32)> + use<K> {
         let excess = self.sequences_in_flight().saturating_sub(self.capacity.sequences);
         let left = max.saturating_sub(excess);
         let sessions = (self.sessions.len() as u32).max(1);
@@ -201,7 +201,7 @@ mod tests {
             let held_blocks: u32 = held.iter().map(|(_, b, _)| b).sum();
             prop_assert_eq!(sum(|g| g.sequences), sequences.max(held_sequences));
             prop_assert_eq!(sum(|g| g.blocks), held_blocks + blocks.saturating_sub(held_blocks.max(used)));
-            let urgent: Vec<u32> = grants.urgent(most).map(|(_, urgent)| urgent).collect();
+            let urgent: Vec<u32> = grants.priority_sequences(most).map(|(_, urgent)| urgent).collect();
             let beyond = held_sequences.saturating_sub(sequences);
             prop_assert_eq!(urgent.iter().sum::<u32>(), most.saturating_sub(beyond), "bound over all sessions");
             prop_assert!(urgent.iter().max().unwrap() - urgent.iter().min().unwrap() <= 1);

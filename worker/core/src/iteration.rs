@@ -168,25 +168,25 @@ impl BlockedBy {
 
 /// Driver's decision about a sampled token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Verdict {
+pub struct TokenVerdict {
     /// Set if the token ends the sequence.
     pub stop: bool,
     /// Hash of the KV block completed by this token, if it completes one.
     pub hash: Option<BlockHash>,
 }
 
-impl Verdict {
-    /// Verdict for a token after which the sequence continues, unless its maximum length is reached.
+impl TokenVerdict {
+    /// TokenVerdict for a token after which the sequence continues, unless its maximum length is reached.
     pub const CONTINUE: Self = Self { stop: false, hash: None };
-    /// Verdict for a token that ends the sequence.
+    /// TokenVerdict for a token that ends the sequence.
     pub const STOP: Self = Self { stop: true, hash: None };
 }
 
 /// Result of an iteration, reported by the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Outcome<'a> {
+pub struct IterationOutcome<'a> {
     /// Verdicts of the sampling chunks, in plan order.
-    pub verdicts: &'a [Verdict],
+    pub verdicts: &'a [TokenVerdict],
     /// Measured duration of the iteration.
     pub took: Duration,
 }

@@ -29,8 +29,8 @@ pub use grants::{Capacity, Grant, Grants};
 pub use history::{History, Step};
 pub use inflight_contract::BlockHash;
 pub use iteration::{
-    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, Outcome, Preempted, Preemption, Transfer,
-    TransferId, Verdict,
+    Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, Preempted, Preemption,
+    TokenVerdict, Transfer, TransferId,
 };
 pub use limits::{Limits, LimitsError};
 #[cfg(feature = "mutants")]
@@ -38,6 +38,6 @@ pub use mutant::Mutant;
 pub use profile::{DeviceProfile, ProfileError};
 pub use queue_ahead::QueueAhead;
 pub use record::{ReplayError, replay};
-pub use scheduler::{CommitError, Ended, Load, PrefillOutlook, Scheduler, SubmitError};
+pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};
 pub use time::Time;

@@ -8,8 +8,8 @@ use inflight_contract::{BlockHash, CostCoefficients, Service, TenantService, Tok
 
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Iteration, Limits, NewSequence, Outcome, Scheduler, SequenceId, StepWork, Time,
-    TransferId, Verdict,
+    CostModel, CostPrior, Iteration, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, StepWork,
+    Time, TokenVerdict, TransferId,
 };
 
 /// First bytes of a log, including the format version.
@@ -91,7 +91,7 @@ impl RecordLog {
         self.number(new.hashes.len() as u64);
         new.hashes.iter().for_each(|hash| self.hash(*hash));
         self.option(new.group);
-        self.option(new.order.map(Service::thousandths));
+        self.option(new.virtual_start_time.map(Service::thousandths));
         self.number(new.charged_tokens.into());
     }
 
@@ -113,7 +113,7 @@ impl RecordLog {
         self.bytes.extend_from_slice(&digest(plan).to_le_bytes());
     }
 
-    pub fn commit(&mut self, iteration: u64, outcome: &Outcome<'_>) {
+    pub fn commit(&mut self, iteration: u64, outcome: &IterationOutcome<'_>) {
         self.kind(RecordKind::Commit);
         self.number(iteration);
         self.number(nanos(outcome.took));
@@ -331,9 +331,9 @@ impl RecordReader<'_> {
                 for _ in 0..self.number()? {
                     let flags = self.take(1)?[0];
                     let hash = if flags & 2 != 0 { Some(self.hash()?) } else { None };
-                    verdicts.push(Verdict { stop: flags & 1 != 0, hash });
+                    verdicts.push(TokenVerdict { stop: flags & 1 != 0, hash });
                 }
-                let done = scheduler.commit(number, Outcome { verdicts: &verdicts, took });
+                let done = scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took });
                 done.map_err(|_| self.malformed("the commit of the iteration in flight"))?;
             }
             kind if kind == RecordKind::Fail as u8 => {
@@ -375,7 +375,7 @@ impl RecordReader<'_> {
             hashes.push(self.hash()?);
         }
         let group = self.option()?;
-        let order = self.option()?.map(Service::from_thousandths);
+        let virtual_start_time = self.option()?.map(Service::from_thousandths);
         let charged_tokens = self.small()?;
         let new = NewSequence {
             known_tokens,
@@ -386,7 +386,7 @@ impl RecordReader<'_> {
             weight,
             hashes: &hashes,
             group,
-            order,
+            virtual_start_time,
             charged_tokens,
         };
         // A submission that was rejected at recording time is rejected again.

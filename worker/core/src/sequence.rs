@@ -45,7 +45,7 @@ pub struct NewSequence<'a> {
     pub group: Option<u64>,
     /// Virtual start time: the tenant's cluster-wide virtual time at dispatch. `None`: the tenant's virtual
     /// time on this worker.
-    pub order: Option<Service>,
+    pub virtual_start_time: Option<Service>,
     /// Known tokens already charged to the tenant by another worker.
     pub charged_tokens: u32,
 }
@@ -86,7 +86,7 @@ pub(crate) struct Sequence {
     pub state: SequenceState,
     pub tenant: Tenant,
     /// Virtual start time, used while it waits; non-decreasing within a flow.
-    pub order: Option<Service>,
+    pub virtual_start_time: Option<Service>,
     pub priority: i32,
     /// Arrival number, counted over submissions and kept over preemptions.
     pub arrival: u64,

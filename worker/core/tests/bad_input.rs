@@ -7,8 +7,8 @@ use std::time::Duration;
 use inflight_contract::{FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CommitError, CostModel, CostPrior, Limits, LimitsError, NewSequence, Outcome, Scheduler, SubmitError,
-    Time, TransferId, Verdict,
+    CommitError, CostModel, CostPrior, IterationOutcome, Limits, LimitsError, NewSequence, Scheduler,
+    SubmitError, Time, TokenVerdict, TransferId,
 };
 
 fn scheduler(limits: Limits) -> Result<Scheduler, LimitsError> {
@@ -26,7 +26,7 @@ fn sequence(known_tokens: u32, max_tokens: u32) -> NewSequence<'static> {
         weight: Weight::default(),
         hashes: &[],
         group: None,
-        order: None,
+        virtual_start_time: None,
         charged_tokens: 0,
     }
 }
@@ -59,9 +59,9 @@ fn without_a_host_pool_preemption_is_by_recompute() {
         let plan = scheduler.plan(Time::from_nanos(now));
         assert!(plan.transfers.is_empty());
         let (number, chunks) = (plan.number, plan.chunks.len());
-        let verdicts = vec![Verdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+        let verdicts = vec![TokenVerdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
         if chunks > 0 {
-            scheduler.commit(number, Outcome { verdicts: &verdicts, took: Duration::ZERO }).unwrap();
+            scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took: Duration::ZERO }).unwrap();
         }
     }
     assert_eq!(scheduler.drain_ended().filter(|ended| ended.reason == FinishReason::Length).count(), 2);
@@ -94,7 +94,7 @@ fn a_clock_that_goes_backwards_neither_ends_nor_stalls_sequences() {
     scheduler.submit(NewSequence { deadline, ..sequence(4, 3) }, late).unwrap();
     for now in [late, Time::ZERO, Time::from_nanos(5)] {
         let number = scheduler.plan(now).number;
-        let outcome = Outcome { verdicts: &[Verdict::CONTINUE], took: Duration::ZERO };
+        let outcome = IterationOutcome { verdicts: &[TokenVerdict::CONTINUE], took: Duration::ZERO };
         scheduler.commit(number, outcome).unwrap();
     }
     let ended: Vec<_> = scheduler.drain_ended().map(|ended| ended.reason).collect();
@@ -104,7 +104,7 @@ fn a_clock_that_goes_backwards_neither_ends_nor_stalls_sequences() {
 #[test]
 fn unknown_completions_are_rejected_without_side_effects() {
     let mut scheduler = scheduler(LIMITS()).unwrap();
-    let nothing = Outcome { verdicts: &[], took: Duration::ZERO };
+    let nothing = IterationOutcome { verdicts: &[], took: Duration::ZERO };
     let unknown = |given, in_flight| Err(CommitError::UnknownIteration { given, in_flight });
     assert_eq!(scheduler.commit(1, nothing), unknown(1, None));
     assert_eq!(scheduler.fail(1), unknown(1, None));
@@ -115,7 +115,7 @@ fn unknown_completions_are_rejected_without_side_effects() {
     let transfer = TransferId(9);
     let done = scheduler.transfer_done(transfer, true, Duration::ZERO, Time::ZERO);
     assert_eq!(done, Err(CommitError::UnknownTransfer(transfer)));
-    let outcome = Outcome { verdicts: &[Verdict::STOP], took: Duration::ZERO };
+    let outcome = IterationOutcome { verdicts: &[TokenVerdict::STOP], took: Duration::ZERO };
     assert_eq!(scheduler.commit(number, outcome), Ok(()));
     assert!(scheduler.is_idle());
 }

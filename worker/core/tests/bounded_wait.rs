@@ -28,7 +28,8 @@ use std::time::Duration;
 use inflight_contract::{TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, SequenceId, Time, TransferId, Verdict,
+    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, Time, TokenVerdict,
+    TransferId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -124,7 +125,7 @@ impl FloodDriver {
             weight: Weight::default(),
             hashes: &[],
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         let id = self.scheduler.submit(new, self.now()).ok()?;
@@ -154,8 +155,10 @@ impl FloodDriver {
         let full = self.launched.len() >= self.scheduler.limits().depth as usize;
         if full || plan_is_empty(&self.scheduler) && !self.launched.is_empty() {
             let (number, samples) = self.launched.remove(0);
-            let outcome =
-                Outcome { verdicts: &vec![Verdict::CONTINUE; samples], took: Duration::from_micros(1) };
+            let outcome = IterationOutcome {
+                verdicts: &vec![TokenVerdict::CONTINUE; samples],
+                took: Duration::from_micros(1),
+            };
             self.scheduler.commit(number, outcome).unwrap();
         }
         self.ended.extend(self.scheduler.drain_ended().map(|ended| ended.id));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, Time, TransferId, Verdict,
+    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time, TokenVerdict, TransferId,
 };
 
 thread_local! {
@@ -57,7 +57,7 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
             weight: Weight::default(),
             hashes: &[BlockHash::from_raw((u128::from(sequence) << 64) | (u128::from(sequence) * 977))],
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         scheduler.submit(new, Time::ZERO).unwrap();
@@ -69,7 +69,7 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
     scheduler
 }
 
-fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<Verdict>) {
+fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<TokenVerdict>) {
     let plan = scheduler.plan(Time::from_nanos(1));
     let number = plan.number;
     let transfers: Vec<TransferId> = plan.transfers.iter().map(|transfer| transfer.id).collect();
@@ -78,10 +78,10 @@ fn step(scheduler: &mut Scheduler, verdicts: &mut Vec<Verdict>) {
         let filled = (chunk.start + chunk.len + 1).is_multiple_of(16);
         let index = chunk.id.index() as u128;
         let raw = (index << 64) | ((u128::from(chunk.start) * 0x9e37_79b9) ^ index);
-        verdicts.push(Verdict { stop: false, hash: filled.then(|| BlockHash::from_raw(raw)) });
+        verdicts.push(TokenVerdict { stop: false, hash: filled.then(|| BlockHash::from_raw(raw)) });
     }
     if !scheduler.iteration().chunks.is_empty() {
-        let outcome = Outcome { verdicts, took: Duration::from_micros(900) };
+        let outcome = IterationOutcome { verdicts, took: Duration::from_micros(900) };
         scheduler.commit(number, outcome).unwrap();
     }
     for id in transfers {
@@ -128,7 +128,7 @@ fn crowded() -> Scheduler {
                     weight: Weight::default(),
                     hashes: &shared[..found],
                     group: None,
-                    order: None,
+                    virtual_start_time: None,
                     charged_tokens: 0,
                 };
                 scheduler.submit(new, Time::ZERO).unwrap();

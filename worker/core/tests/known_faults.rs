@@ -32,8 +32,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, Limits, NewSequence, Outcome, Preemption,
-    Scheduler, SequenceId, Time, Transfer, Verdict,
+    BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, Limits, NewSequence,
+    Preemption, Scheduler, SequenceId, Time, TokenVerdict, Transfer,
 };
 
 /// Scheduler whose iterations and transfers are completed by the test.
@@ -72,7 +72,7 @@ impl Bench {
             weight: Weight::default(),
             hashes: &[],
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         self.scheduler.submit(new, Time::from_nanos(self.clock)).unwrap()
@@ -87,8 +87,8 @@ impl Bench {
         if plan.chunks.is_empty() {
             return;
         }
-        let verdicts = vec![Verdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
-        let outcome = Outcome { verdicts: &verdicts, took: (self.took)(plan) };
+        let verdicts = vec![TokenVerdict::CONTINUE; plan.chunks.iter().filter(|chunk| chunk.samples).count()];
+        let outcome = IterationOutcome { verdicts: &verdicts, took: (self.took)(plan) };
         self.scheduler.commit(plan.number, outcome).unwrap();
         self.ended.extend(self.scheduler.drain_ended());
         self.scheduler.drain_freed_slots().for_each(drop);
@@ -330,7 +330,7 @@ fn a_cold_request_is_bypassed_a_bounded_number_of_times() {
             weight: Weight::default(),
             hashes: &hashes,
             group: None,
-            order: None,
+            virtual_start_time: None,
             charged_tokens: 0,
         };
         bench.scheduler.submit(new, Time::from_nanos(bench.clock)).unwrap()

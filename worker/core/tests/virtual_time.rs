@@ -7,7 +7,7 @@ use std::time::Duration;
 use inflight_contract::{Service, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, Limits, NewSequence, Outcome, Scheduler, SequenceId, Time, Verdict,
+    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, Time, TokenVerdict,
 };
 
 /// Returns a scheduler with one slot.
@@ -27,7 +27,7 @@ fn submit(scheduler: &mut Scheduler, tenant: &str, order: u64, charged_tokens: u
         weight: Weight::default(),
         hashes: &[],
         group: None,
-        order: Some(Service::from_thousandths(order)),
+        virtual_start_time: Some(Service::from_thousandths(order)),
         charged_tokens,
     };
     scheduler.submit(new, Time::ZERO).unwrap()
@@ -41,13 +41,13 @@ fn run(scheduler: &mut Scheduler) -> Vec<SequenceId> {
         let number = plan.number;
         let ids: Vec<_> = plan.chunks.iter().map(|chunk| chunk.id).collect();
         let samples = plan.chunks.iter().filter(|chunk| chunk.samples).count();
-        let verdicts = vec![Verdict { stop: false, hash: None }; samples];
+        let verdicts = vec![TokenVerdict { stop: false, hash: None }; samples];
         for id in ids {
             if !began.contains(&id) {
                 began.push(id);
             }
         }
-        let outcome = Outcome { verdicts: &verdicts, took: Duration::from_micros(1) };
+        let outcome = IterationOutcome { verdicts: &verdicts, took: Duration::from_micros(1) };
         scheduler.commit(number, outcome).unwrap();
         scheduler.drain_ended().for_each(drop);
     }
@@ -66,7 +66,7 @@ fn waiting_sequences_start_in_order_of_virtual_start_time() {
     // Within a tenant by arrival, whatever virtual start time a router sends.
     let fourth = submit(&mut scheduler, "c", 1_000, 0);
     assert_eq!(run(&mut scheduler), [first, second, third, fourth]);
-    assert_eq!(scheduler.begun(), Service::from_thousandths(9_000));
+    assert_eq!(scheduler.virtual_time(), Service::from_thousandths(9_000));
 }
 
 #[test]

@@ -19,7 +19,8 @@ use inflight_contract::{
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
-    Limits, LimitsError, Load, Outcome, PrefillOutlook, QueueAhead, Scheduler, SequenceId, Time, Verdict,
+    IterationOutcome, Limits, LimitsError, Load, PrefillEstimate, QueueAhead, Scheduler, SequenceId, Time,
+    TokenVerdict,
 };
 
 use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
@@ -108,7 +109,7 @@ pub struct Engine {
     /// Index of the sequence's sample in the batch launched last, by `SequenceId::index`.
     sample_of: Vec<u32>,
     sampled: Vec<Sampled>,
-    verdicts: Vec<Verdict>,
+    verdicts: Vec<TokenVerdict>,
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
     transfers: usize,
@@ -218,7 +219,7 @@ impl Engine {
     /// Priority sequences that each session may have in flight beyond its grant: such that outrank one in
     /// flight.
     pub fn priority_sequences(&self) -> impl Iterator<Item = (SessionId, u32)> + '_ {
-        self.grants.urgent(self.priority_sequences_max)
+        self.grants.priority_sequences(self.priority_sequences_max)
     }
 
     /// Number of iterations launched and not completed.
@@ -236,7 +237,7 @@ impl Engine {
 
     /// Sum of the grants in use over all sessions.
     pub fn granted_in_use(&self) -> Grant {
-        self.grants.held()
+        self.grants.in_flight()
     }
 
     /// Rejects every new request from now on.
@@ -271,8 +272,8 @@ impl Engine {
     }
 
     /// Estimated prefill backlog ahead of a prompt that arrives now.
-    pub fn prefill_outlook(&self) -> PrefillOutlook {
-        self.scheduler.prefill_outlook()
+    pub fn prefill_estimate(&self) -> PrefillEstimate {
+        self.scheduler.prefill_estimate()
     }
 
     /// Takes the tenants charged since the last call, with their total charges.
@@ -287,7 +288,7 @@ impl Engine {
 
     /// Virtual time: the highest virtual start time of the sequences that have started.
     pub fn virtual_time(&self) -> Service {
-        self.scheduler.begun()
+        self.scheduler.virtual_time()
     }
 
     /// Predicted TTFT of a new prompt with `tokens` tokens to compute.
@@ -427,7 +428,7 @@ impl Engine {
         let sampled = self.sampled.len() as u32;
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
         self.take_samples(&launched, events);
-        let outcome = Outcome { verdicts: &self.verdicts, took };
+        let outcome = IterationOutcome { verdicts: &self.verdicts, took };
         self.scheduler.commit(launched.number, outcome).map_err(|error| EngineFailed(error.to_string()))?;
         self.spare.push(launched);
         self.settle(events);
@@ -474,14 +475,14 @@ impl Engine {
             // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
             // if it has ended.
             let Some(live) = &mut self.live[chunk.id.index()] else {
-                self.verdicts.extend(sample.map(|_| Verdict::CONTINUE));
+                self.verdicts.extend(sample.map(|_| TokenVerdict::CONTINUE));
                 continue;
             };
             live.computed_tokens += chunk.len;
             let Some(Sampled { token, logprobs }) = sample else { continue };
             let hash = live.push(token, block_tokens);
             let stop = live.ends_with(token, &self.eos_token_ids);
-            self.verdicts.push(Verdict { stop, hash });
+            self.verdicts.push(TokenVerdict { stop, hash });
             let computed_tokens = live.report_computed();
             let event = ChoiceEvent { token: Some(token), logprobs, computed_tokens, ..live.event() };
             events.push(event);

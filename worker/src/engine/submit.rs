@@ -101,7 +101,7 @@ impl Engine {
                     weight: request.weight,
                     hashes: &chain,
                     group,
-                    order: request.virtual_start_time,
+                    virtual_start_time: request.virtual_start_time,
                     // A resumed choice was charged for its prompt by the worker that generated its tokens.
                     charged_tokens: if resumed.tokens.is_empty() { 0 } else { tokens.len() as u32 },
                 },

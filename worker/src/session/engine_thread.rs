@@ -313,13 +313,13 @@ impl EngineThread {
         let routers = self.count_routers();
         let (load, iteration) = (self.engine.load(), self.engine.iteration());
         let first_token = self.engine.predict_first_token(load_report::TTFT_PROMPT_TOKENS);
-        let outlook = self.engine.prefill_outlook();
+        let estimate = self.engine.prefill_estimate();
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let reported_load = v1::Load {
             predicted_ttft_us: micros(first_token),
-            prefill_backlog_us: micros(outlook.ahead),
-            prefill_slowdown: outlook.stretch as f32,
-            decode_iteration_us: micros(outlook.decode_step),
+            prefill_backlog_us: micros(estimate.backlog),
+            prefill_slowdown: estimate.slowdown as f32,
+            decode_iteration_us: micros(estimate.decode_step),
             ..load_report::load(&load, self.step_us)
         };
         // The sort is stable: it groups by session and keeps each session's order.

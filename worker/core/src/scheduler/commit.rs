@@ -6,14 +6,14 @@ use inflight_contract::FinishReason;
 
 use super::{CommitError, LaunchedIteration, Scheduler, TransferPurpose};
 use crate::sequence::SequenceState;
-use crate::{Chunk, Direction, Outcome, Time, TransferId, Verdict};
+use crate::{Chunk, Direction, IterationOutcome, Time, TokenVerdict, TransferId};
 
 impl Scheduler {
     /// Commits the results of the oldest iteration in flight.
     ///
     /// # Errors
     /// [`CommitError`]; the scheduler is then unchanged.
-    pub fn commit(&mut self, iteration: u64, outcome: Outcome<'_>) -> Result<(), CommitError> {
+    pub fn commit(&mut self, iteration: u64, outcome: IterationOutcome<'_>) -> Result<(), CommitError> {
         let launched = self.oldest_launched(iteration)?;
         let expected = launched.chunks.iter().filter(|chunk| chunk.samples).count();
         if expected != outcome.verdicts.len() {
@@ -139,7 +139,7 @@ impl Scheduler {
         }
     }
 
-    fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&Verdict>) {
+    fn commit_chunk(&mut self, chunk: &Chunk, verdict: Option<&TokenVerdict>) {
         let index = chunk.id.index;
         if !self.release_from_iteration(index) {
             return;

@@ -39,11 +39,11 @@ pub struct Load {
 
 /// Predicted prefill delay of a prompt submitted now, by the cost model.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PrefillOutlook {
+pub struct PrefillEstimate {
     /// Time to prefill all accepted but uncomputed prompt tokens, without decodes.
-    pub ahead: Duration,
+    pub backlog: Duration,
     /// Slowdown of prefill in chunks beside the running decodes; at least 1.
-    pub stretch: f64,
+    pub slowdown: f64,
     /// Duration of a step with the running decodes alone.
     pub decode_step: Duration,
 }

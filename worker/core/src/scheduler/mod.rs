@@ -28,7 +28,7 @@ use crate::{
     SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
-pub use load::{Load, PrefillOutlook};
+pub use load::{Load, PrefillEstimate};
 use resumption_estimator::ResumptionEstimator;
 
 /// Terminal event of a sequence. Its slot is freed separately, since an iteration in flight may still use it.
@@ -117,7 +117,7 @@ pub struct Scheduler {
     deadlines: BTreeSet<(Time, u32)>,
     arrivals: u64,
     /// Highest virtual start time of the sequences that left the waiting queue.
-    begun: Service,
+    max_virtual_start_time: Service,
     transfer_ids: u64,
     iterations: u64,
     iteration: Iteration,
@@ -178,7 +178,7 @@ impl Scheduler {
             transfers: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             arrivals: 0,
-            begun: Service::default(),
+            max_virtual_start_time: Service::default(),
             transfer_ids: 0,
             iterations: 0,
             iteration: Iteration::default(),
@@ -262,8 +262,8 @@ impl Scheduler {
     }
 
     /// Returns the system virtual time: the highest virtual start time of the sequences that began to run.
-    pub fn begun(&self) -> Service {
-        self.begun
+    pub fn virtual_time(&self) -> Service {
+        self.max_virtual_start_time
     }
 
     /// Returns the current load and the counters.
@@ -332,13 +332,16 @@ impl Scheduler {
         // A flow is served by arrival, so virtual start times must not decrease within it, whichever router
         // sent them.
         let flow = self.flows.get(&FlowKey { priority: Reverse(new.priority), tenant });
-        let last = flow.and_then(|flow| flow.last_key_value()).map(|(_, last)| self.sequence(*last).order);
-        let order = new.order.map(|order| order.max(last.flatten().unwrap_or_default()));
+        let last = flow
+            .and_then(|flow| flow.last_key_value())
+            .map(|(_, last)| self.sequence(*last).virtual_start_time);
+        let virtual_start_time =
+            new.virtual_start_time.map(|start| start.max(last.flatten().unwrap_or_default()));
         let sequence = Sequence {
             id,
             state: SequenceState::Waiting,
             tenant,
-            order,
+            virtual_start_time,
             priority: new.priority,
             arrival: self.arrivals,
             queued: now,
@@ -493,8 +496,8 @@ impl Scheduler {
     /// Removes a sequence from its flow and advances the system virtual time.
     fn dequeue(&mut self, index: u32) {
         let sequence = self.sequence_mut(index);
-        let (flow, arrival, order) = (flow_key(sequence), sequence.arrival, sequence.order);
-        self.begun = self.begun.max(order.unwrap_or_default());
+        let (flow, arrival, order) = (flow_key(sequence), sequence.arrival, sequence.virtual_start_time);
+        self.max_virtual_start_time = self.max_virtual_start_time.max(order.unwrap_or_default());
         self.tenants.start(flow.tenant);
         if let Some(waiting) = self.flows.get_mut(&flow) {
             waiting.remove(&arrival);
@@ -534,7 +537,7 @@ impl Scheduler {
             arrival: sequence.arrival,
             tokens: sequence.known_tokens + sequence.remaining_tokens,
             tenant: sequence.tenant,
-            service: match (sequence.state, sequence.order) {
+            service: match (sequence.state, sequence.virtual_start_time) {
                 (SequenceState::Waiting, Some(order)) => order,
                 _ => self.tenants.service(sequence.tenant),
             },

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{PrefillOutlook, Scheduler};
+use super::{PrefillEstimate, Scheduler};
 use crate::cost::StepWork;
 use crate::sequence::SequenceState;
 
@@ -54,14 +54,14 @@ impl Scheduler {
     }
 
     /// Returns the predicted prefill delay of a prompt submitted now.
-    pub fn prefill_outlook(&self) -> PrefillOutlook {
+    pub fn prefill_estimate(&self) -> PrefillEstimate {
         let backlog = self.prefill_backlog();
         let mut work = backlog.decodes;
         let decode_step = if work.sequences > 0 { self.cost.step(&work) } else { Duration::ZERO };
         let chunk = self.chunk_beside(&work, backlog.prompts);
         work.add(0, chunk);
         let (step, alone) = (self.cost.step(&work).as_secs_f64(), self.cost.prefill(0, chunk).as_secs_f64());
-        let stretch = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
-        PrefillOutlook { ahead: backlog.time, stretch, decode_step }
+        let slowdown = if alone > 0.0 { (step / alone).clamp(1.0, 1000.0) } else { 1.0 };
+        PrefillEstimate { backlog: backlog.time, slowdown, decode_step }
     }
 }

@@ -13,8 +13,9 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, Limits, NewSequence,
-    Outcome, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, Transfer, Verdict, replay,
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome, Limits,
+    NewSequence, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, TokenVerdict, Transfer,
+    replay,
 };
 use proptest::prelude::*;
 
@@ -280,7 +281,7 @@ impl Harness {
                 weight: Weight::default(),
                 hashes: &model.chain,
                 group: (request.choices > 1).then_some(self.groups),
-                order: None,
+                virtual_start_time: None,
                 charged_tokens: 0,
             };
             match self.scheduler.submit(new, self.now) {
@@ -469,7 +470,7 @@ impl Harness {
         self.run();
         self.in_flight.extend(later);
         let Some(oldest) = self.in_flight.pop_front() else { return };
-        let nothing = Outcome { verdicts: &[], took: Duration::ZERO };
+        let nothing = IterationOutcome { verdicts: &[], took: Duration::ZERO };
         assert!(self.scheduler.commit(number + 7, nothing).is_err(), "an unknown iteration was committed");
         if device_fails {
             self.in_flight.clear();
@@ -491,10 +492,10 @@ impl Harness {
                 let token = mix(model.seed, model.tokens.len() as u64) as u32;
                 Self::append(model, token, block_tokens)
             });
-            verdicts.push(Verdict { stop, hash });
+            verdicts.push(TokenVerdict { stop, hash });
         }
         let took = Duration::from_micros(100 + 10 * oldest.chunks.len() as u64);
-        self.scheduler.commit(number, Outcome { verdicts: &verdicts, took }).unwrap();
+        self.scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took }).unwrap();
         self.settle();
         self.fill_placeholders();
     }

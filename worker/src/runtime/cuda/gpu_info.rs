@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(check_same_model(&[gpu(0, "H200"), gpu(5, "H200")]), Ok(()));
         let mixed =
             check_same_model(&[gpu(0, "H200"), gpu(2, "H200"), gpu(1, "H100")]).unwrap_err().to_string();
-        for clue in ["GPU 0 is H200", "GPU 1 is H100", "of one kind"] {
+        for clue in ["GPU 0 is H200", "GPU 1 is H100", "of one model"] {
             assert!(mixed.contains(clue), "{mixed}");
         }
         let smaller = Profile { multiprocessors: 60, ..profile };
