@@ -22,7 +22,7 @@ const SOURCES: [&str; 10] = [
 ];
 
 /// Longest file of production code, in lines.
-const LINES_MAX: usize = 620;
+const LINES_MAX: usize = 600;
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -163,5 +163,41 @@ fn no_more_than_two_files_of_the_router_import_each_other_in_a_circle() -> Resul
     cycles.sort();
     cycles.dedup();
     ensure!(cycles.is_empty(), "import cycles: {}", cycles.join("\n"));
+    Ok(())
+}
+
+/// Private words for things that have a name in the field.
+const PRIVATE_WORDS: [(&str, &str); 14] = [
+    ("gives way", "is preempted"),
+    ("give way", "preempt"),
+    ("gave way", "was preempted"),
+    ("needy", "beneficiary"),
+    ("somebody", "the client, the worker, …"),
+    ("nobody", "no worker, no client, …"),
+    ("whoever", "the caller, the client, …"),
+    ("goes on", "continues"),
+    ("gets on", "makes progress"),
+    ("got on", "made progress"),
+    ("nonsense", "protocol violation"),
+    ("hearsay", "indirect counters"),
+    ("abreast", "interleaved"),
+    ("tries on", "retries"),
+];
+
+#[test]
+fn comments_use_the_terms_of_the_field() -> Result<()> {
+    let mut wrong = Vec::new();
+    for (name, text) in sources()? {
+        for (number, line) in text.lines().enumerate() {
+            let Some((_, comment)) = line.split_once("//") else { continue };
+            let comment = comment.to_lowercase();
+            for (word, term) in PRIVATE_WORDS {
+                if comment.contains(word) {
+                    wrong.push(format!("{name}:{}: {word:?}; say: {term}", number + 1));
+                }
+            }
+        }
+    }
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
 }

@@ -149,12 +149,12 @@ impl ServiceTable {
         entry.counters.get(tenant).map_or(entry.evicted_cost_max, |counter| counter.charged.cost)
     }
 
-    /// Removes the incarnations that never had a session here and were first reported `hearsay_max` ago or
+    /// Removes the incarnations that never had a session here and were first reported `indirect_age_max` ago or
     /// longer. Returns the growth counted for their tenants. `now` must not decrease between calls.
-    pub fn expire(&mut self, now: Duration, hearsay_max: Duration) -> Vec<Expired> {
+    pub fn expire(&mut self, now: Duration, indirect_age_max: Duration) -> Vec<Expired> {
         self.now = now;
         let old = self.incarnations.iter().filter(|(_, entry)| {
-            !entry.ever_connected && now.saturating_sub(entry.first_seen) >= hearsay_max
+            !entry.ever_connected && now.saturating_sub(entry.first_seen) >= indirect_age_max
         });
         let old: Vec<String> = old.map(|(name, _)| name.clone()).collect();
         let mut expired = Vec::new();
