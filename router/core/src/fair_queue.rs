@@ -1,3 +1,5 @@
+//! Fair queue of a router: weighted fair queueing by virtual token counters (VTC), beneath strict priorities.
+
 mod displacement;
 
 use std::cmp::Reverse;
@@ -9,25 +11,26 @@ use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
 
 use crate::queue_bounds::{Hold, QueueFull, QueueLimits};
 
-/// How requests are ordered and bounded.
+/// Order and bounds of a [`FairQueue`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FairQueueOptions {
-    /// What may wait, over all tenants and lanes.
+    /// Bounds on the waiting requests over all tenants and lanes.
     pub limits: QueueLimits,
-    /// What tokens cost.
+    /// Service charged per prompt and output token.
     pub cost: TokenCost,
-    /// Service forgiven for each second in the queue, in tokens of weight 1.
+    /// Service forgiven per second of queueing, in tokens of weight 1.
     pub aging_tokens_per_second: f64,
-    /// Service forgiven at most; the bound on the difference of two tenants' services grows by it.
+    /// Maximum service forgiven; the bound on the difference of two tenants' services grows by it.
     pub aging_tokens_max: f64,
-    /// Past this time in the queue a request goes first in its tenant, in the turn of that tenant's most important one.
-    /// Against other tenants it gains nothing, or whoever floods the queue would always be overdue.
+    /// Queueing time after which a request goes first within its tenant, at the priority of the tenant's
+    /// first request. It gains nothing against other tenants, so that a tenant that floods the queue does not
+    /// profit.
     pub wait_max: Duration,
-    /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
+    /// Maximum number of bypasses of a head-of-line request that fits on no worker.
     pub bypass_max: u32,
-    /// Requests behind the first that are looked at in its place.
+    /// Number of requests behind the head that are considered for a bypass.
     pub lookahead: usize,
-    /// Idle tenants that a lane remembers with what they had.
+    /// Maximum number of idle tenants whose service a lane remembers.
     pub idle_tenants_max: usize,
 }
 
@@ -46,36 +49,37 @@ impl Default for FairQueueOptions {
     }
 }
 
-/// A request that wants in.
+/// Request to be queued.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrival<'a> {
-    /// Whose it is.
+    /// Name of the tenant.
     pub tenant: &'a str,
-    /// The tenant's share.
+    /// Fair-share weight of the tenant.
     pub weight: Weight,
-    /// A higher number is more important.
+    /// Priority; higher goes first.
     pub priority: i32,
-    /// Tokens it may come to hold.
+    /// Maximum tokens of the request: prompt and output of all choices.
     pub tokens: u64,
-    /// What may wait of this tenant.
+    /// Bounds on the waiting requests of this tenant.
     pub bounds: QueueLimits,
 }
 
-/// A request that was taken in.
+/// Result of queueing a request.
 #[derive(Debug)]
 pub struct Admitted<L, T> {
-    /// Where it waits.
+    /// Position of the request.
     pub place: Place<L>,
-    /// What had to make room for it: less important, or of a tenant that holds more than its share of the queue.
+    /// Requests displaced by it: of a lower priority, or of a tenant that holds more than its share of the
+    /// queue.
     pub displaced: Vec<T>,
 }
 
-/// A request taken out, to be served.
+/// Request taken out of the queue for dispatch.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Taken<T> {
     /// The request.
     pub item: T,
-    /// What its tenant has had so far over its weight, cluster-wide: the request's turn at a worker.
+    /// Cluster-wide virtual time of its tenant; orders the worker's waiting queue.
     pub order: Service,
 }
 
@@ -87,7 +91,7 @@ struct Rank {
     arrival: u64,
 }
 
-/// Where a request waits or waited; the key to take it out, to put it back and to end it.
+/// Position of a request in the queue; the key to take, requeue and end it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place<L> {
     lane: L,
@@ -96,7 +100,7 @@ pub struct Place<L> {
 }
 
 impl<L> Place<L> {
-    /// The request's number in the order of arrivals.
+    /// Arrival number of the request.
     pub fn arrival(&self) -> u64 {
         self.rank.arrival
     }
@@ -110,7 +114,7 @@ struct Entry<T> {
     item: T,
 }
 
-/// What waits of one tenant in one lane; never empty.
+/// Waiting requests of one tenant in one lane; never empty.
 #[derive(Debug)]
 struct Waiting<T> {
     name: Arc<str>,
@@ -122,14 +126,14 @@ struct Waiting<T> {
 struct Lane<T> {
     service: TenantService,
     waiting: BTreeMap<Tenant, Waiting<T>>,
-    /// Cost of what was handed over and not reported yet.
+    /// Provisional charge per tenant: dispatched and not yet reported by a worker.
     pending: BTreeMap<Tenant, u64>,
 }
 
-/// Requests of one priority, by tenant and arrival.
+/// Waiting requests of one priority, by tenant and arrival.
 type Class<L> = BTreeMap<Arc<str>, BTreeMap<u64, Place<L>>>;
 
-/// Where a request stands against all others of its lane; the least goes first.
+/// Sort key of a request among all tenants of its lane; the minimum goes first.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
 struct Turn {
     fresh: bool,
@@ -138,26 +142,26 @@ struct Turn {
     arrival: u64,
 }
 
-/// A bounded queue of requests that serves tenants by weight: virtual token counters (Sheng et al., *Fairness in
-/// Serving Large Language Models*, OSDI 2024) beneath priorities.
+/// Bounded queue that serves tenants by weight: virtual token counters (Sheng et al., *Fairness in Serving
+/// Large Language Models*, OSDI 2024) beneath priorities.
 ///
-/// There is one lane for each kind that is served apart (a model, say), so that a lane whose head cannot start does
-/// not hold up the others; bounds are common to all lanes. In a lane goes first what was resubmitted, then the
-/// higher priority, then the tenant with the least service over its weight, then the earlier arrival. Service is
-/// what workers report ([`FairQueue::charge`]), to which what was handed over and not reported yet is added
+/// Each kind that is served separately, such as a model, has a lane, so that a blocked head holds up no other
+/// lane; bounds are common to all lanes. Within a lane, resubmissions go first, then higher priority, then
+/// the tenant with the least virtual time, then the earlier arrival. Service is what workers report
+/// ([`FairQueue::charge`]) plus the provisional charge of requests dispatched and not yet reported
 /// ([`FairQueue::take`], [`FairQueue::settle`]).
 ///
-/// Invariants: `len` and `tokens` are the sums over the lanes; a request leaves by exactly one of `remove` and
-/// `take`, and after `take` by exactly one of `put_back` and `depart`; an arrival over the bounds displaces only
-/// what is less important or of a tenant that holds more over its weight than the arriving one would; resubmitted
-/// requests were admitted once and are always taken back, so they are bounded by what was in flight.
+/// Invariants: `len` and `tokens` are the sums over the lanes. A request leaves by exactly one of `remove`
+/// and `take`, and after `take` by exactly one of `requeue` and `depart`. An arrival over the bounds
+/// displaces only requests of lower priority, or of a tenant that holds more over its weight than the
+/// arriving tenant would. Resubmissions are never rejected; they are bounded by the requests in flight.
 #[derive(Debug)]
 pub struct FairQueue<L, T> {
     options: FairQueueOptions,
-    /// Routers that share the bounds.
+    /// Number of routers that share the bounds.
     routers: u32,
     lanes: BTreeMap<L, Lane<T>>,
-    /// What may be displaced, by priority, tenant and arrival.
+    /// Requests that may be displaced, by priority, tenant and arrival.
     fresh: BTreeMap<i32, Class<L>>,
     holds: BTreeMap<Arc<str>, Hold>,
     len: usize,
@@ -166,7 +170,7 @@ pub struct FairQueue<L, T> {
 }
 
 impl<L: Ord + Copy, T> FairQueue<L, T> {
-    /// An empty queue.
+    /// Creates an empty queue.
     pub fn new(options: FairQueueOptions) -> Self {
         Self {
             options,
@@ -180,19 +184,19 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         }
     }
 
-    /// Divides the bounds by the number of routers that serve the same clients, so that more routers do not raise
-    /// them.
+    /// Divides the bounds by the number of routers, so that more routers do not raise the cluster-wide
+    /// bounds.
     pub fn set_routers(&mut self, routers: u32) {
         self.routers = routers.max(1);
     }
 
-    /// The bounds in force here.
+    /// Returns this router's share of the bounds.
     pub fn limits(&self) -> QueueLimits {
         self.options.limits.divided(self.routers)
     }
 
-    /// Takes a new request in, if need be in the place of others. An empty queue takes any number of tokens, so
-    /// that no request is too large for ever.
+    /// Queues a new request, displacing others if necessary. An empty queue accepts any number of tokens, so
+    /// that no request is rejected for ever.
     ///
     /// # Errors
     /// [`QueueFull`] with the bound reached; the queue is unchanged.
@@ -214,7 +218,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         let freed = places.iter().filter_map(|place| self.entry(place)).map(|entry| entry.tokens);
         let all = all.less(places.len(), freed.sum());
         if let Some(full) = all.full(arrival.tokens, limits) {
-            // Where the tenant makes room for itself already, that has to be enough.
+            // Displacing requests of its own tenant must be enough.
             if !places.is_empty() {
                 return Err(full);
             }
@@ -236,8 +240,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         Ok(Admitted { place, displaced })
     }
 
-    /// Puts a request that was taken back, ahead of all that never started, in the order of the arrivals among its
-    /// like. `name` is its tenant's.
+    /// Requeues a request that was taken, ahead of all new requests and ordered by arrival among
+    /// resubmissions. `name` is its tenant.
     pub fn put_back(
         &mut self,
         place: &Place<L>,
@@ -279,7 +283,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         self.tokens += tokens;
     }
 
-    /// The request of a lane whose turn it is.
+    /// Returns the next request of a lane.
     pub fn head(&self, lane: L, now: Duration) -> Option<Place<L>> {
         let entry = self.lanes.get(&lane)?;
         let turns = entry.waiting.iter().filter_map(|(tenant, waiting)| {
@@ -287,13 +291,12 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let turn = self.turn(entry, *tenant, waiting, rank, priority, now);
             Some((turn, Place { lane, tenant: *tenant, rank }))
         });
-        // Arrival numbers differ, so that no two turns are equal; none is NaN.
+        // Arrival numbers are unique and no key is NaN, so the order is total.
         turns.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
     }
 
-    /// Who may go in the place of the head, which fits nowhere now: some of those behind it, first those of the
-    /// highest priority, and among them in turn the first of each tenant, then the second. Nobody, once the head
-    /// was overtaken as often as is allowed.
+    /// Returns the requests that may bypass the head: by priority, and then round-robin over the tenants'
+    /// first, second, ... requests. Empty once the head was bypassed `bypass_max` times.
     pub fn behind(&self, head: &Place<L>, now: Duration) -> Vec<Place<L>> {
         let spent = self.entry(head).is_none_or(|entry| entry.overtaken >= self.options.bypass_max);
         let Some(lane) = self.lanes.get(&head.lane).filter(|_| !spent) else { return Vec::new() };
@@ -336,12 +339,12 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         }
     }
 
-    /// The request at a place.
+    /// Returns the request at a position.
     pub fn get(&self, place: &Place<L>) -> Option<&T> {
         self.entry(place).map(|entry| &entry.item)
     }
 
-    /// Since when a request waits.
+    /// Returns when a request was queued.
     pub fn queued(&self, place: &Place<L>) -> Option<Duration> {
         self.entry(place).map(|entry| entry.queued)
     }
@@ -350,7 +353,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         self.lanes.get(&place.lane)?.waiting.get(&place.tenant)?.requests.get(&place.rank)
     }
 
-    /// Takes a request out to be served. Until [`FairQueue::settle`], its tenant counts as charged with `cost`.
+    /// Takes a request out for dispatch and charges its tenant provisionally with `cost`, until
+    /// [`FairQueue::settle`].
     pub fn take(&mut self, place: &Place<L>, cost: u64) -> Option<Taken<T>> {
         let item = self.extract(place)?;
         let lane = self.lanes.get_mut(&place.lane)?;
@@ -360,7 +364,8 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         Some(Taken { item, order })
     }
 
-    /// The turn at a worker of a request that was taken, and a provisional charge for it as [`FairQueue::take`] makes.
+    /// Returns the virtual start time of a taken request and charges its tenant provisionally, like
+    /// [`FairQueue::take`].
     pub fn reserve(&mut self, place: &Place<L>, cost: u64) -> Service {
         let Some(lane) = self.lanes.get_mut(&place.lane) else { return Service::default() };
         let order = lane.owed(place.tenant);
@@ -368,7 +373,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         order
     }
 
-    /// Notes that `head` was overtaken by one behind it.
+    /// Counts a bypass of `head`.
     pub fn overtake(&mut self, head: &Place<L>) {
         let lane = self.lanes.get_mut(&head.lane);
         let waiting = lane.and_then(|lane| lane.waiting.get_mut(&head.tenant));
@@ -377,7 +382,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         }
     }
 
-    /// The worker's report now covers what a request was provisionally charged when it was taken.
+    /// Ends the provisional charge of a request: the worker's reports now cover it.
     pub fn settle(&mut self, place: &Place<L>, cost: u64) {
         let Some(lane) = self.lanes.get_mut(&place.lane) else { return };
         if let Some(pending) = lane.pending.get_mut(&place.tenant) {
@@ -388,15 +393,15 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         }
     }
 
-    /// A request that was taken is over.
+    /// Records the end of a request that was taken.
     pub fn depart(&mut self, place: &Place<L>) {
         if let Some(lane) = self.lanes.get_mut(&place.lane) {
             lane.service.depart(place.tenant);
         }
     }
 
-    /// Takes a request that waits out for good, O(log n), at no cost to its tenant; `None` if it is not waiting
-    /// there any more.
+    /// Removes a waiting request for good, at no cost to its tenant, in O(log n); `None` if it does not wait
+    /// there.
     pub fn remove(&mut self, place: &Place<L>) -> Option<T> {
         let item = self.extract(place)?;
         if let Some(lane) = self.lanes.get_mut(&place.lane) {
@@ -438,29 +443,29 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         Some(entry.item)
     }
 
-    /// Takes in what a tenant was served in a lane, as a worker reported it.
+    /// Adds reported service to a tenant's counter in a lane.
     pub fn charge(&mut self, lane: L, tenant: &str, cost: u64) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.charge_elsewhere(tenant, cost);
         }
     }
 
-    /// Takes back what [`FairQueue::charge`] took in and turned out not to be known.
+    /// Takes back service added by [`FairQueue::charge`] whose report has expired.
     pub fn discharge(&mut self, lane: L, tenant: &str, cost: u64) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.discharge_elsewhere(tenant, cost);
         }
     }
 
-    /// How far service has got in the whole cluster, by a worker's word. A tenant that comes back while nobody waits
-    /// here starts from there, though never above all tenants known here.
+    /// Raises the virtual time of a lane to the cluster-wide one that a worker reported. Returning tenants
+    /// start from there if no request waits here, but never above all tenants known here.
     pub fn begun(&mut self, lane: L, order: Service) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.raise_floor(order);
         }
     }
 
-    /// Makes a lane, so that charges are kept also before its first request.
+    /// Creates a lane, so that charges before its first request are kept.
     pub fn open_lane(&mut self, lane: L) {
         let options = &self.options;
         self.lanes.entry(lane).or_insert_with(|| Lane {
@@ -470,43 +475,43 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         });
     }
 
-    /// Forgets a lane in which nobody waits, with what its tenants had.
+    /// Removes a lane without waiting requests, with its tenants' counters.
     pub fn forget_lane(&mut self, lane: L) {
         if self.lanes.get(&lane).is_some_and(|lane| lane.waiting.is_empty()) {
             self.lanes.remove(&lane);
         }
     }
 
-    /// Lanes in which something waits.
+    /// Returns the lanes with waiting requests.
     pub fn lanes(&self) -> impl Iterator<Item = L> + '_ {
         self.lanes.iter().filter(|(_, lane)| !lane.waiting.is_empty()).map(|(id, _)| *id)
     }
 
-    /// Whether something waits in a lane.
+    /// Whether requests wait in a lane.
     pub fn waits_in(&self, lane: L) -> bool {
         self.lanes.get(&lane).is_some_and(|lane| !lane.waiting.is_empty())
     }
 
-    /// The least that any tenant had whose requests wait in a lane, with what was handed over.
+    /// Returns the minimum virtual time of the tenants that wait in a lane, provisional charges included.
     pub fn least(&self, lane: L) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
         lane.waiting.keys().map(|tenant| lane.owed(*tenant)).min()
     }
 
-    /// What each tenant holds in the queue, by name.
+    /// Returns the queue usage of each tenant, by name.
     pub fn holds(&self) -> impl Iterator<Item = (&str, Hold)> + '_ {
         self.holds.iter().map(|(name, hold)| (&**name, *hold))
     }
 
-    /// What a tenant has had in a lane over its weight, what was handed over included.
+    /// Returns the virtual time of a tenant in a lane, provisional charges included.
     pub fn service(&self, lane: L, tenant: &str) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
         let (_, service, _) = lane.service.iter().find(|(name, ..)| *name == tenant)?;
         Some(service)
     }
 
-    /// How many requests go before a new one of this tenant and priority in a lane, at most, and at which share of
-    /// the lane's service its own tenant's go.
+    /// Returns an upper bound on the requests that go before a new one of this tenant and priority in a lane,
+    /// and its tenant's share of the lane.
     pub fn ahead(&self, lane: L, tenant: &str, weight: Weight, priority: i32) -> Ahead {
         let Some(lane) = self.lanes.get(&lane) else { return Ahead { all: 0, own: 0, share: 1.0 } };
         let before = Rank { fresh: true, priority: Reverse(priority), arrival: u64::MAX };
@@ -516,7 +521,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let all = waiting.requests.last_key_value().is_some_and(|(last, _)| *last <= before);
             let count = match all {
                 true => waiting.requests.len(),
-                // Counted over all lanes, which is as good as an estimate needs and costs little.
+                // Counted over all lanes: cheap, and exact enough for an estimate.
                 false => {
                     let above =
                         self.fresh.range(priority..).filter_map(|(_, class)| class.get(&waiting.name));
@@ -534,35 +539,36 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         ahead
     }
 
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing waits.
+    /// Whether no request waits.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that the waiting requests may come to hold.
+    /// Returns the maximum tokens of the waiting requests.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 }
 
-/// What goes before a request.
+/// Requests that go before a new request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Ahead {
     /// Requests of its priority or above, of all tenants.
     pub all: usize,
     /// Those of its own tenant.
     pub own: usize,
-    /// Its tenant's share of the service among those that wait, in (0, 1].
+    /// Its tenant's share of the service among the waiting tenants, in (0, 1].
     pub share: f64,
 }
 
 impl<T> Waiting<T> {
-    /// The tenant's own next, the oldest if it is overdue, else by rank; and the priority of the tenant's turn.
+    /// Returns the tenant's first request (the oldest if it is past `wait_max`, else by rank) and its
+    /// priority.
     fn first(&self, now: Duration, wait_max: Duration) -> Option<(Rank, Reverse<i32>)> {
         let overdue = |rank: &&Rank| {
             self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued) > wait_max)
@@ -575,7 +581,7 @@ impl<T> Waiting<T> {
 }
 
 impl<T> Lane<T> {
-    /// What a tenant had, with what was handed over and not reported yet.
+    /// Returns a tenant's virtual time, provisional charges included.
     fn owed(&self, tenant: Tenant) -> Service {
         let pending = self.pending.get(&tenant).copied().unwrap_or(0);
         self.service.service(tenant).plus(pending, self.service.weight(tenant))

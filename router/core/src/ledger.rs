@@ -1,48 +1,49 @@
+//! Grant ledger of one session: credits granted by a worker and credits used by requests in flight.
+
 use std::collections::BTreeMap;
 
 use crate::Credits;
 
-/// What ending one choice gave back.
+/// Credits released by the end of one choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settled {
     /// The choice's sequence and its own blocks; other choices of the request still run.
     Choice,
-    /// The last sequence and all blocks left of the request: it is no longer in flight.
+    /// The last sequence and all remaining blocks: the request is no longer in flight.
     Request,
-    /// Nothing: that choice was not in flight.
+    /// None: the choice was not in flight.
     Unknown,
 }
 
 #[derive(Debug)]
 struct Charge {
     priority: i32,
-    /// Bit i is set while choice i runs.
+    /// Bit mask of the running choices.
     running: u32,
-    /// Held until the last choice has ended.
+    /// Blocks held until the last choice ends.
     shared: u32,
-    /// Held until that choice has ended, for the choices that run and have some.
+    /// Blocks held by each running choice until it ends, as (choice, blocks).
     own: Vec<(u32, u32)>,
 }
 
-/// The credits of one session: what its worker grants and what its requests in flight use. What is more important than
-/// something in flight may use a few sequences beyond the grant: it need not wait until something ends, for its worker
-/// lets it go first.
+/// Credits of one session: the worker's grant and the usage of its requests in flight. A request that
+/// outranks another one in flight may use a few sequences beyond the grant: it need not wait for an end,
+/// because its worker preempts in its favour.
 ///
-/// Invariant: `used` is the sum over the requests in flight of their running choices and their blocks, so what
-/// is charged once is given back once. A grant is absolute and may shrink below what is used; then nothing
-/// fits until enough has ended.
+/// Invariant: `used` is the sum over the running choices in flight and their blocks; every charge is released
+/// exactly once. A grant is absolute and may shrink below `used`; then nothing fits until enough has ended.
 #[derive(Debug, Default)]
 pub struct Ledger {
     grant: Credits,
     urgent: u32,
     used: Credits,
-    /// Requests in flight, by priority.
+    /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
     charges: BTreeMap<u64, Charge>,
 }
 
 impl Ledger {
-    /// Most choices of one request.
+    /// Maximum choices of a request.
     pub const CHOICES_MAX: u32 = 32;
 
     /// Replaces the grant.
@@ -50,38 +51,41 @@ impl Ledger {
         self.grant = grant;
     }
 
-    /// Replaces the number of sequences that may be in flight beyond the grant.
+    /// Replaces the number of sequences allowed beyond the grant.
     pub fn set_urgent(&mut self, urgent: u32) {
         self.urgent = urgent;
     }
 
-    /// Sequences beyond the grant that a request of this priority may use: none if it outranks nothing in flight.
+    /// Returns the sequences beyond the grant that a request of this priority may use; 0 if it outranks
+    /// nothing in flight.
     pub fn urgent(&self, priority: i32) -> u32 {
         let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
         if outranks { self.urgent } else { 0 }
     }
 
-    /// What may be in flight.
+    /// Returns the grant.
     pub fn grant(&self) -> Credits {
         self.grant
     }
 
-    /// What is in flight.
+    /// Returns the credits in use.
     pub fn used(&self) -> Credits {
         self.used
     }
 
-    /// Requests in flight.
+    /// Returns the number of requests in flight.
     pub fn requests(&self) -> usize {
         self.charges.len()
     }
 
-    /// Charges a submission of priority 0: the choices set in the mask `running` and `blocks` for all of them together.
+    /// Charges a submission of priority 0: the choices in the bit mask `running`, and `blocks` for all of
+    /// them together.
     pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
         self.insert(submission, Charge { priority: 0, running, shared: blocks, own: Vec::new() });
     }
 
-    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`], each with blocks of its own.
+    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`] with the blocks
+    /// of each.
     pub fn charge_choices(
         &mut self,
         submission: u64,
@@ -103,7 +107,7 @@ impl Ledger {
         debug_assert!(before.is_none(), "a submission is charged once");
     }
 
-    /// Gives back what an ended choice held.
+    /// Releases the credits of an ended choice.
     pub fn settle(&mut self, submission: u64, choice: u32) -> Settled {
         let Some(charge) = self.charges.get_mut(&submission) else { return Settled::Unknown };
         let bit = 1u32.checked_shl(choice).unwrap_or(0);

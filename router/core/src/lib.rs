@@ -1,7 +1,7 @@
-//! The pure policies of a router: request queue, placement, credit ledger and relay journal.
+//! Pure policies of a router: fair queue, placement, grant ledger, journal, retry budget, outlier ejection.
 //!
-//! No clock, no I/O, no randomness, no unordered iteration: the same calls give the same answers, so a
-//! simulator can drive these types as the router does.
+//! No clock, no I/O, no randomness, no unordered iteration: equal calls give equal results, so a simulator
+//! drives these types exactly as the router does.
 
 mod command;
 mod fair_queue;

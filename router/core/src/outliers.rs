@@ -1,14 +1,16 @@
+//! Outlier ejection: workers that fail repeatedly are excluded from placement for a while.
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// When a worker is ejected, and for how long.
+/// Thresholds of outlier ejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutlierLimits {
-    /// Failures in a row.
+    /// Consecutive failures before an ejection.
     pub failures: u32,
-    /// How long the first ejection lasts; each further one without a success between lasts twice as long.
+    /// Duration of the first ejection; doubles with each further one without a success between.
     pub eject: Duration,
-    /// The longest ejection.
+    /// Maximum duration of an ejection.
     pub eject_max: Duration,
 }
 
@@ -24,16 +26,15 @@ struct Standing {
     failures: u32,
     /// Ejections since the last success.
     ejections: u32,
-    /// Until when it gets nothing; from then on one request at a time, until one succeeds.
+    /// End of the ejection; from then on one request at a time, until one succeeds.
     ejected_until: Option<Duration>,
 }
 
-/// Which workers get no work because they keep failing: outlier ejection by consecutive failures with half-open
-/// probing, as circuit breakers have it.
+/// Outlier detection by consecutive failures with half-open probing, like a circuit breaker.
 ///
-/// A worker with so many failures in a row gets nothing for a while. After that it gets one request at a time: a
-/// success lets it back, a failure ejects it for twice as long. At most half of the workers are ejected, for when more
-/// fail the fault is hardly theirs. Time is the caller's, since any fixed moment.
+/// A worker with too many consecutive failures is ejected. After the ejection it gets one request at a time:
+/// a success readmits it, a failure ejects it for twice as long. At most half of the workers are ejected:
+/// when more fail, the cause is hardly theirs. Times are relative to a fixed epoch.
 #[derive(Debug, Default)]
 pub struct Outliers {
     limits: OutlierLimits,
@@ -41,22 +42,23 @@ pub struct Outliers {
 }
 
 impl Outliers {
-    /// Nobody is known yet.
+    /// Creates a detector without workers.
     pub fn new(limits: OutlierLimits) -> Self {
         Self { limits, workers: BTreeMap::new() }
     }
 
-    /// A worker is there; one that was known keeps its standing.
+    /// Adds a worker; a known one keeps its record.
     pub fn join(&mut self, worker: usize) {
         self.workers.entry(worker).or_default();
     }
 
-    /// A worker is gone for good.
+    /// Removes a worker.
     pub fn leave(&mut self, worker: usize) {
         self.workers.remove(&worker);
     }
 
-    /// It brought a token or ended a request in order. A success of what it had before it was ejected says nothing.
+    /// Records a new token or a regular end. Does not count during an ejection: the request was dispatched
+    /// before.
     pub fn success(&mut self, worker: usize, now: Duration) {
         if let Some(standing) = self.workers.get_mut(&worker)
             && standing.ejected_until.is_none_or(|until| now >= until)
@@ -65,7 +67,7 @@ impl Outliers {
         }
     }
 
-    /// It failed in a way that is its own fault. Returns how long it is ejected, if that begins now.
+    /// Records a failure of the worker. Returns the duration of the ejection, if one starts now.
     pub fn failure(&mut self, worker: usize, now: Duration) -> Option<Duration> {
         let room = (self.ejected(now) + 1) * 2 <= self.workers.len();
         let limits = self.limits;
@@ -85,7 +87,7 @@ impl Outliers {
         Some(time)
     }
 
-    /// Whether it may be given a request while it has `in_flight`.
+    /// Whether a worker with `in_flight` requests accepts another one.
     pub fn admits(&self, worker: usize, in_flight: usize, now: Duration) -> bool {
         match self.workers.get(&worker).and_then(|standing| standing.ejected_until) {
             None => true,
@@ -93,7 +95,7 @@ impl Outliers {
         }
     }
 
-    /// Workers that get nothing now.
+    /// Returns the number of ejected workers.
     pub fn ejected(&self, now: Duration) -> usize {
         self.workers.values().filter(|w| w.ejected_until.is_some_and(|until| now < until)).count()
     }

@@ -1,44 +1,47 @@
+//! Dispatch rate of a lane and the queueing time predicted from it.
+
 use std::time::Duration;
 
 use crate::Ahead;
 
-/// How fast a lane of the queue is served: handovers over a sliding window of ten seconds, counted only while
-/// something waits, from which the wait of a newcomer is predicted.
+/// Dispatch rate of a lane over a sliding window of ten seconds, counted only while requests wait; predicts
+/// the queueing time of a new request.
 ///
-/// With `n` requests that go before it and the lane's pace `r`, a request waits about `n / r`; within its tenant's
-/// share `s`, at most about `own / (r * s)`. The smaller holds, for a light tenant goes before what heavy ones sent.
+/// With `n` requests ahead and rate `r`, a request waits about `n / r`; within its tenant's share `s`, at
+/// most about `own / (r * s)`. The minimum of both holds, because a light tenant goes before the requests of
+/// heavy ones.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pace {
-    /// Handovers in the part of the window that counts, decayed.
+    /// Dispatches in the window, decayed.
     handed: f64,
-    /// Seconds that count, decayed.
+    /// Seconds with waiting requests in the window, decayed.
     busy: f64,
     last: Duration,
 }
 
 const WINDOW_SECONDS: f64 = 10.0;
-/// Less than this was seen: nothing can be said.
+/// Dispatches below which nothing is predicted.
 const KNOWN_HANDOVERS: f64 = 4.0;
 
 impl Pace {
-    /// Time goes on; `waiting` says whether something waited since the call before.
+    /// Advances time; `waiting` if requests waited since the previous call.
     pub fn pass(&mut self, now: Duration, waiting: bool) {
         let seconds = now.saturating_sub(self.last).as_secs_f64();
         self.last = self.last.max(now);
         if waiting {
             let kept = (-seconds / WINDOW_SECONDS).exp();
             self.handed *= kept;
-            // The integral of the decay over the time that passed.
+            // Integral of the decay over the time passed.
             self.busy = self.busy * kept + WINDOW_SECONDS * (1.0 - kept);
         }
     }
 
-    /// A request that had waited was handed over.
+    /// Counts the dispatch of a request that had waited.
     pub fn hand(&mut self) {
         self.handed += 1.0;
     }
 
-    /// How long a request waits that has this before it; `None` where too little was seen.
+    /// Returns the predicted queueing time behind `ahead`; `None` if too few dispatches were seen.
     pub fn wait(&self, ahead: Ahead) -> Option<Duration> {
         if ahead.all == 0 {
             return Some(Duration::ZERO);
@@ -71,10 +74,10 @@ mod tests {
         let light = Ahead { all: 100, own: 0, share: 0.5 };
         let wait = pace.wait(light).unwrap().as_secs_f64();
         assert!((wait - 0.1).abs() < 0.01, "its turn comes next but one: {wait}");
-        // An idle hour teaches nothing.
+        // Idle time leaves the rate unchanged.
         pace.pass(Duration::from_secs(3600), false);
         assert!((pace.wait(all(100)).unwrap().as_secs_f64() - 5.0).abs() < 0.1);
-        // It halves: the window forgets.
+        // The rate halves: the window forgets.
         for step in 1..=400 {
             pace.pass(Duration::from_secs(3600) + Duration::from_millis(step * 100), true);
             pace.hand();

@@ -1,11 +1,13 @@
+//! Prefix index: a copy of a worker's prefix cache, maintained from its numbered events and snapshots.
+
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Where a worker keeps a block.
+/// Pool that holds a cached block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// In the device's pool: shared at no cost.
+    /// Device pool: shared at no cost.
     Device,
-    /// In the host's pool: to be copied first.
+    /// Host pool: must be copied first.
     Host,
 }
 
@@ -18,67 +20,67 @@ impl Tier {
     }
 }
 
-/// A change of what a worker can find again. Blocks go by the short form of their chained hash.
+/// Change of a worker's prefix cache. Blocks are named by their short chained hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheChange {
-    /// A block can be shared.
+    /// A block was cached.
     Stored(Tier, u64),
-    /// It is gone.
+    /// A block was evicted.
     Removed(Tier, u64),
-    /// All blocks are gone.
+    /// All blocks were evicted.
     Cleared,
-    /// Of a kind that a newer protocol added: it has a number, and changes nothing that is known here.
+    /// Kind of a newer protocol version: numbered, without effect here.
     Unknown,
 }
 
-/// A piece of the whole of what a worker can find again.
+/// Part of a snapshot of a worker's prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotPiece<'a> {
-    /// It is the first of its snapshot: what was known before is void.
+    /// First part: the previous contents are void.
     pub first: bool,
-    /// Blocks on the device.
+    /// Blocks in the device pool.
     pub device: &'a [u64],
-    /// Blocks on the host.
+    /// Blocks in the host pool.
     pub host: &'a [u64],
-    /// It is the last, and the changes after it are numbered from here.
+    /// Set in the last part: number of the first event after the snapshot.
     pub next: Option<u64>,
 }
 
-/// What became of news from a worker.
+/// Result of applying events or a part of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IndexStep {
-    /// The index says what the worker has, or will once the rest of a snapshot has come.
+    /// The index matches the worker, or will once the snapshot is complete.
     Followed,
-    /// Nothing is known until a snapshot begins, which has been asked for before.
+    /// Dropped: a snapshot was requested and has not started.
     Ignored,
-    /// Some changes are missing: nothing is known any more. Ask the worker for a snapshot.
+    /// Events are missing and the index is empty: request a snapshot from the worker.
     Lost,
-    /// The worker named more blocks than it has: nothing of it is indexed any more.
+    /// The worker reported more blocks than it has; it is not indexed any more.
     Overfull,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Until a snapshot begins, or the very first change ever comes.
+    /// Empty, until a snapshot starts or the worker's very first event arrives.
     Blank {
-        /// A snapshot was asked for.
+        /// A snapshot was requested.
         asked: bool,
     },
     /// Within a snapshot.
     Loading,
-    /// The next change has this number.
+    /// Exact; holds the number of the next event.
     Exact(u64),
-    /// Its worker lies.
+    /// Disabled: the worker reported more blocks than it has.
     Off,
 }
 
-/// What one worker's prefix cache holds, as its events tell: exact, or known to be nothing.
+/// Prefix cache of one worker as its events report it: exact, or empty.
 ///
-/// Changes are numbered. A number that does not follow the one before empties the index until a snapshot fills it again,
-/// so that it never claims what is not there for longer than an event travels. Blocks of different tenants never
-/// meet: a tenant's name is the start of its chains (`BlockHash::root`).
+/// Events are numbered. A gap empties the index until a snapshot fills it again, so a wrong entry lives no
+/// longer than an event travels. Blocks of different tenants never match: a tenant's name is the root of its
+/// hash chains (`BlockHash::root`).
 ///
-/// **Invariants**: it holds at most `most` blocks; while it is exact, it holds the snapshot with all changes since.
+/// **Invariants**: at most `most` blocks; while exact, it holds the snapshot with all events since.
 #[derive(Debug)]
 pub struct PrefixIndex {
     blocks: BlockMap<u8>,
@@ -87,22 +89,22 @@ pub struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    /// Nothing is known. The worker's pools hold `most` blocks in all.
+    /// Creates an empty index for a worker whose pools hold `most` blocks.
     pub fn new(most: usize) -> Self {
         Self { blocks: BlockMap::default(), most, state: State::Blank { asked: false } }
     }
 
-    /// Blocks known.
+    /// Returns the number of indexed blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether none is known.
+    /// Whether no block is indexed.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// Whether it says what the worker had when it sent the last change.
+    /// Whether it equals the worker's cache at its last event.
     pub fn is_exact(&self) -> bool {
         matches!(self.state, State::Exact(_))
     }
@@ -112,11 +114,11 @@ impl PrefixIndex {
         self.blocks.get(&block).is_some_and(|tiers| tiers & tier.bit() != 0)
     }
 
-    /// Takes changes in, the first of which has this number.
+    /// Applies consecutive events, numbered from `first`.
     pub fn apply(&mut self, first: u64, changes: impl IntoIterator<Item = CacheChange>) -> IndexStep {
         let mut number = match self.state {
             State::Exact(next) if next == first => next,
-            // A worker that has never told anybody anything has had nothing to tell.
+            // Event 0: the worker's cache was empty before.
             State::Blank { asked: false } if first == 0 => 0,
             State::Off => return IndexStep::Overfull,
             State::Blank { .. } | State::Exact(_) | State::Loading => return self.lose(),
@@ -138,7 +140,7 @@ impl PrefixIndex {
         IndexStep::Followed
     }
 
-    /// Takes a piece of a snapshot in.
+    /// Loads a part of a snapshot.
     pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStep {
         match self.state {
             State::Off => return IndexStep::Overfull,
@@ -157,14 +159,14 @@ impl PrefixIndex {
         IndexStep::Followed
     }
 
-    /// Something is missing: nothing is known until a snapshot begins, for which to ask once.
+    /// Empties the index after missing events, until a snapshot that is requested once.
     fn lose(&mut self) -> IndexStep {
         let asked = matches!(self.state, State::Blank { asked: true });
         self.forget(State::Blank { asked: true });
         if asked { IndexStep::Ignored } else { IndexStep::Lost }
     }
 
-    /// Returns whether there was room for it.
+    /// Adds a block. Returns whether there was room for it.
     fn add(&mut self, tier: Tier, block: u64) -> bool {
         let known = self.blocks.len();
         let tiers = self.blocks.entry(block).or_insert(0);
@@ -191,11 +193,11 @@ impl PrefixIndex {
     }
 }
 
-/// By block. It is looked up for each block of each prompt, and never iterated, so that its order decides nothing.
+/// Map by block hash. Looked up for each block of each prompt and never iterated, so its order has no effect.
 #[allow(clippy::disallowed_types, reason = "never iterated")]
 pub(crate) type BlockMap<V> = std::collections::HashMap<u64, V, BuildHasherDefault<Uniform>>;
 
-/// Block hashes are uniform already.
+/// Identity hasher: block hashes are uniform already.
 #[derive(Debug, Default)]
 pub(crate) struct Uniform(u64);
 
@@ -226,11 +228,11 @@ mod tests {
     enum Op {
         Change(bool, bool, u64),
         Clear,
-        /// Something of a newer protocol.
+        /// Event of a newer protocol version.
         Unknown,
-        /// The batch that comes next is lost on the way.
+        /// The next batch is lost.
         Drop,
-        /// The session breaks and opens again.
+        /// The session is lost and reopened.
         Reconnect,
     }
 
@@ -284,7 +286,7 @@ mod tests {
                 }
                 sent += changes.len() as u64;
                 if snapshot {
-                    // Its content includes the changes of this step.
+                    // Its contents include the changes of this step.
                     let blocks = |wanted: Tier| -> Vec<u64> {
                         has.iter().filter(|(tier, _)| *tier == wanted).map(|(_, block)| *block).collect()
                     };
@@ -310,7 +312,7 @@ mod tests {
                         }
                     }
                 } else {
-                    // It can't know yet that something was lost, or it knows nothing.
+                    // A loss is not detected yet, or the index is empty.
                     prop_assert!(index.is_exact() || index.is_empty());
                     prop_assert!(!snapshot);
                 }

@@ -1,20 +1,21 @@
-/// What becomes of a request whose worker was lost.
+//! Worker losses of a request without progress: when to retry, quarantine or reject it.
+
+/// Next step of a request whose worker was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AfterLoss {
-    /// It goes on elsewhere, beside others.
+    /// Resubmit it, beside other requests.
     Retry,
-    /// It goes on where nothing else runs.
+    /// Quarantine it: run it alone on a worker.
     Isolate,
-    /// It is refused: the worker that it had for itself was lost too.
+    /// Reject it: its worker was lost while it ran alone.
     Refuse,
 }
 
-/// Whether a request may be what kills its workers.
+/// Consecutive worker losses of a request without a new token between submission and loss.
 ///
-/// A request that brought no token between its submission and the loss of its worker is suspect. After
-/// [`Suspicion::LOSSES_MAX`] such losses in a row it runs alone, as far as its router knows, so that it takes nobody with it
-/// and nobody's fault is laid on it; only if that worker is lost too is it refused. Any new token clears it, so a stream that gets on is
-/// never refused, however many workers it loses.
+/// After [`LossStreak::LOSSES_MAX`] such losses the request may be their cause: it is quarantined, so that a
+/// further loss affects no other request. Only if that worker is lost too is it rejected. Any new token
+/// resets the streak, so a stream that makes progress is never rejected, however many workers it loses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Suspicion {
     losses: u32,
@@ -22,15 +23,15 @@ pub struct Suspicion {
 }
 
 impl Suspicion {
-    /// Losses without a token between them, after which a request runs alone.
+    /// Consecutive losses after which a request is quarantined.
     pub const LOSSES_MAX: u32 = 2;
 
-    /// A token came.
+    /// Records a new token.
     pub fn token(&mut self) {
         *self = Self { losses: 0, progressed: true };
     }
 
-    /// Its worker was lost, which it had for itself if `alone`.
+    /// Records the loss of its worker; `alone` if it was quarantined there.
     pub fn lost(&mut self, alone: bool) -> AfterLoss {
         if std::mem::take(&mut self.progressed) {
             return AfterLoss::Retry;
@@ -58,7 +59,7 @@ mod tests {
         #[test]
         fn only_a_request_that_ran_alone_after_two_barren_losses_in_a_row_is_refused(
             steps in proptest::collection::vec(any::<bool>(), 0..200)) {
-            // The oracle counts attempts that ended in a loss and brought nothing, back from now.
+            // Oracle: consecutive attempts without a token before a loss, counted back from the last.
             let (mut suspicion, mut barren, mut tokens) = (Suspicion::default(), 0u32, false);
             for token in steps {
                 if token {

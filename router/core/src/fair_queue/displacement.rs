@@ -1,4 +1,4 @@
-//! Who makes room for an arrival.
+//! Displacement: which waiting requests are evicted for an arrival when the queue is full.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,10 @@ use super::{Arrival, FairQueue, Place};
 use crate::queue_bounds::{Hold, QueueLimits};
 
 impl<L: Ord + Copy, T> FairQueue<L, T> {
-    /// What would have to go so that an arrival fits, where `hold` is held within `limits`: of the lowest priorities
-    /// first; in each, the latest arrival of the tenant that holds most over its weight. Of the arrival's own
-    /// priority only what other tenants hold beyond what its own tenant would. `None` if that is not enough.
+    /// Returns the requests to displace so that the arrival fits, where `hold` counts against `limits`;
+    /// `None` if that is not enough. Lowest priority first; within a priority, the latest arrival of the
+    /// tenant that holds most over its weight. At the arrival's own priority, only requests of other tenants
+    /// beyond what its own tenant would hold.
     pub(super) fn victims(
         &self,
         arrival: &Arrival<'_>,
@@ -35,14 +36,14 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 if hold.full(arrival.tokens, limits).is_none() {
                     return Some(victims);
                 }
-                // What a tenant holds over its weight, once it has given `more`.
+                // Tokens over weight that a tenant still holds after displacing `more`.
                 let left = |name: &str, more: u64| {
                     let all = self.holds.get(name).copied().unwrap_or_default();
                     share(all.tokens - given.get(name).copied().unwrap_or(0) - more, all.weight)
                 };
                 let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
                     let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
-                    // Giving way turns no order of tenants around, or two would displace each other for ever.
+                    // Never inverts the order of two tenants, or they would displace each other for ever.
                     let gives = !equal || (*name != arrival.tenant && left(name, tokens) >= own_share);
                     gives.then(|| (left(name, 0), at))
                 });

@@ -1,3 +1,5 @@
+//! State of all workers for placement: prefix indices, cost models, loads and dispatched prefill.
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -6,7 +8,7 @@ use inflight_contract::{BlockHash, CostCoefficients};
 use super::{Cached, Estimate, WorkerLoad};
 use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 
-/// The names of a prompt's full blocks, in the short form that events have.
+/// Short hashes of a prompt's full blocks, as prefix-cache events name them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     block_tokens: u32,
@@ -14,10 +16,10 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Blocks beyond this count as not cached: hashing a prompt takes a bounded time.
+    /// Maximum blocks hashed; later ones count as not cached. Bounds the time of hashing a prompt.
     pub const BLOCKS_MAX: usize = 1 << 14;
 
-    /// The blocks of a prompt, for workers with blocks of this size.
+    /// Hashes a prompt in blocks of `block_tokens`.
     pub fn of_prompt(tenant: &str, prompt: &[u32], block_tokens: u32) -> Self {
         let mut parent = BlockHash::root(tenant);
         let full = prompt.chunks_exact(block_tokens.max(1) as usize).take(Self::BLOCKS_MAX);
@@ -28,12 +30,12 @@ impl Chain {
         Self { block_tokens, blocks: blocks.collect() }
     }
 
-    /// Blocks that have names instead of tokens, as in a trace.
+    /// Creates a chain of given block hashes, for example from a trace.
     pub fn of_names(names: impl IntoIterator<Item = u64>, block_tokens: u32) -> Self {
         Self { block_tokens, blocks: names.into_iter().take(Self::BLOCKS_MAX).collect() }
     }
 
-    /// Tokens in a block.
+    /// Returns the tokens per block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
@@ -42,7 +44,7 @@ impl Chain {
 #[derive(Debug)]
 struct Routed {
     chain: Option<Chain>,
-    /// Its place among the session's submissions.
+    /// Sequence number of the submission in its session.
     number: u64,
 }
 
@@ -50,31 +52,32 @@ struct Routed {
 struct Member {
     block_tokens: u32,
     index: PrefixIndex,
-    /// Blocks of what is in flight there, each with the number of requests that have it: they are, or will soon be, on
-    /// the device, whatever its events have said so far.
+    /// Blocks of the requests in flight, each with their number: they are, or soon will be, on the device,
+    /// whatever events have arrived.
     coming: BlockMap<u32>,
     routed: BTreeMap<u64, Routed>,
     /// Submissions sent in this session.
     sent: u64,
-    /// Seconds of prefill of each submission that the worker's last word on its load does not include, by number.
+    /// Seconds of prefill of each submission, by number, that the last reported load does not include.
     unseen: BTreeMap<u64, f64>,
     load: WorkerLoad,
-    /// Absent until the worker has reported its costs.
+    /// `None` until the worker has reported its cost model.
     cost: Option<CostCoefficients>,
 }
 
-/// What a router knows of its workers for placing requests: their caches, costs and loads, and what it handed over that
-/// they have not accounted for yet. Workers go by the router's indices, submissions by their handles.
+/// What a router knows of its workers for placement: caches, costs, loads, and dispatched requests that they
+/// have not yet accounted for. Workers are named by the router's indices, submissions by their ids.
 ///
-/// **Invariants**: for each worker, `coming` counts the blocks of the submissions in `routed` and nothing else, and
-/// `unseen` has none that is not in `routed`; so both are bounded by what is in flight, and the index by the worker's pools.
+/// **Invariants**: for each worker, `coming` counts exactly the blocks of the submissions in `routed`, and
+/// `unseen` holds only submissions in `routed`; so both are bounded by the requests in flight, and the index
+/// by the worker's pools.
 #[derive(Debug, Default)]
 pub struct Fleet {
     members: BTreeMap<usize, Member>,
 }
 
 impl Fleet {
-    /// A session with a worker begins: nothing is known of it. Its pools have `blocks_max` blocks of `block_tokens`.
+    /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks of `block_tokens`.
     pub fn open(&mut self, worker: usize, block_tokens: u32, blocks_max: usize) {
         let member = Member {
             block_tokens,
@@ -89,34 +92,34 @@ impl Fleet {
         self.members.insert(worker, member);
     }
 
-    /// A session is over.
+    /// Ends a session.
     pub fn close(&mut self, worker: usize) {
         self.members.remove(&worker);
     }
 
-    /// Blocks in the indices of all workers.
+    /// Returns the number of blocks in the indices of all workers.
     pub fn indexed_blocks(&self) -> usize {
         self.members.values().map(|member| member.index.len()).sum()
     }
 
-    /// What a worker's cache holds, as far as is known.
+    /// Returns the prefix index of a worker.
     pub fn index(&self, worker: usize) -> Option<&PrefixIndex> {
         self.members.get(&worker).map(|member| &member.index)
     }
 
-    /// A worker said what steps cost there.
+    /// Stores a worker's cost model.
     pub fn set_cost(&mut self, worker: usize, cost: CostCoefficients) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.cost = Some(cost.sanitized());
         }
     }
 
-    /// Whether a worker has reported its costs in this session.
+    /// Whether a worker has reported its cost model in this session.
     pub fn knows_cost(&self, worker: usize) -> bool {
         self.members.get(&worker).is_some_and(|member| member.cost.is_some())
     }
 
-    /// A worker said how busy it is, having taken this many submissions of the session in.
+    /// Stores a worker's load, computed after it had received `taken` submissions of the session.
     pub fn set_load(&mut self, worker: usize, load: WorkerLoad, taken: u64) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.load = load;
@@ -124,7 +127,7 @@ impl Fleet {
         }
     }
 
-    /// A worker's cache changed.
+    /// Applies prefix-cache events of a worker, numbered from `first`.
     pub fn apply(
         &mut self,
         worker: usize,
@@ -135,12 +138,12 @@ impl Fleet {
         member.map_or(IndexStep::Ignored, |member| member.index.apply(first, changes))
     }
 
-    /// A piece of a worker's cache came.
+    /// Loads a part of a snapshot of a worker's prefix cache.
     pub fn load(&mut self, worker: usize, piece: SnapshotPiece<'_>) -> IndexStep {
         self.members.get_mut(&worker).map_or(IndexStep::Ignored, |member| member.index.load(piece))
     }
 
-    /// What is known of a worker with a prompt of this length in mind.
+    /// Returns the prediction for a prompt of this length at a worker.
     pub fn estimate(&self, worker: usize, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
         let Some(member) = self.members.get(&worker) else { return Estimate::default() };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
@@ -152,7 +155,7 @@ impl Fleet {
         }
     }
 
-    /// A request was handed to a worker, for which this had been estimated.
+    /// Records a dispatch to a worker, for which `estimate` was predicted.
     pub fn route(
         &mut self,
         worker: usize,
@@ -173,7 +176,7 @@ impl Fleet {
         debug_assert!(before.is_none(), "a submission is routed once");
     }
 
-    /// A submission has ended; its worker's events say what became of its blocks.
+    /// Records the end of a submission; its blocks are known by events from then on.
     pub fn settle(&mut self, worker: usize, submission: u64) {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
@@ -190,7 +193,7 @@ impl Fleet {
 }
 
 impl Member {
-    /// The run of the chain's first blocks that need not be computed; the last token always is.
+    /// Returns the cached prefix of a chain; the last token is always computed.
     fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
         let on_device =
             |block: &&u64| self.index.holds(Tier::Device, **block) || self.coming.contains_key(*block);

@@ -1,20 +1,22 @@
+//! Placement policy `least-loaded`.
+
 use super::{Ask, Candidate, Policy, Turn};
 
-/// The worker that is relatively least loaded after taking the request; among equals, one after the other.
+/// Worker with the lowest relative load after dispatch; round-robin among equals.
 ///
-/// - **Inputs**: the sequences and blocks of the session in flight, those handed over a moment ago included, as a
-///   fraction of its grant, which shrinks by what other routers have there.
+/// - **Inputs**: sequences and blocks of the session in flight as a fraction of its grant, which shrinks by
+///   the usage of other routers.
 /// - **Defaults**: none.
-/// - **Trade-offs**: balances what is in flight, whatever work that still is, and large and small workers by their
-///   size. It looks at every worker, so many routers with the same news agree on the same one, though each
-///   only until its own requests count; and prefixes are found by chance.
+/// - **Trade-offs**: balances requests in flight, whatever work they still are, and weighs workers by their
+///   size. Considers every worker, so many routers with the same information choose the same one until their
+///   own requests count; prefixes are hit by chance.
 #[derive(Debug)]
 pub struct LeastLoaded {
     turn: Turn,
 }
 
 impl LeastLoaded {
-    /// Begins at a place that the seed chooses.
+    /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
         Self { turn: Turn::new(seed) }
     }
