@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
 
-use crate::queue_bounds::{Hold, QueueFull, QueueLimits};
+use crate::queue_bounds::{QueueFull, QueueLimits, QueueUsage};
 
 /// Order and bounds of a [`FairQueue`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -68,7 +68,7 @@ pub struct Arrival<'a> {
 #[derive(Debug)]
 pub struct Admitted<L, T> {
     /// Position of the request.
-    pub place: Place<L>,
+    pub position: QueuePosition<L>,
     /// Requests displaced by it: of a lower priority, or of a tenant that holds more than its share of the
     /// queue.
     pub displaced: Vec<T>,
@@ -76,11 +76,11 @@ pub struct Admitted<L, T> {
 
 /// Request taken out of the queue for dispatch.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Taken<T> {
+pub struct Dequeued<T> {
     /// The request.
     pub item: T,
     /// Cluster-wide virtual time of its tenant; orders the worker's waiting queue.
-    pub order: Service,
+    pub virtual_start_time: Service,
 }
 
 /// Order within a tenant: resubmissions first, then higher priority, then earlier arrival.
@@ -93,13 +93,13 @@ struct Rank {
 
 /// Position of a request in the queue; the key to take, requeue and end it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place<L> {
+pub struct QueuePosition<L> {
     lane: L,
     tenant: Tenant,
     rank: Rank,
 }
 
-impl<L> Place<L> {
+impl<L> QueuePosition<L> {
     /// Arrival number of the request.
     pub fn arrival(&self) -> u64 {
         self.rank.arrival
@@ -107,35 +107,35 @@ impl<L> Place<L> {
 }
 
 #[derive(Debug)]
-struct Entry<T> {
+struct QueuedRequest<T> {
     tokens: u64,
-    queued: Duration,
-    overtaken: u32,
+    queued_at: Duration,
+    bypasses: u32,
     item: T,
 }
 
-/// Waiting requests of one tenant in one lane; never empty.
+/// TenantQueue requests of one tenant in one lane; never empty.
 #[derive(Debug)]
-struct Waiting<T> {
+struct TenantQueue<T> {
     name: Arc<str>,
-    requests: BTreeMap<Rank, Entry<T>>,
+    requests: BTreeMap<Rank, QueuedRequest<T>>,
     by_arrival: BTreeMap<u64, Rank>,
 }
 
 #[derive(Debug)]
-struct Lane<T> {
+struct LaneQueue<T> {
     service: TenantService,
-    waiting: BTreeMap<Tenant, Waiting<T>>,
+    waiting: BTreeMap<Tenant, TenantQueue<T>>,
     /// Provisional charge per tenant: dispatched and not yet reported by a worker.
     pending: BTreeMap<Tenant, u64>,
 }
 
-/// Waiting requests of one priority, by tenant and arrival.
-type Class<L> = BTreeMap<Arc<str>, BTreeMap<u64, Place<L>>>;
+/// TenantQueue requests of one priority, by tenant and arrival.
+type PriorityClass<L> = BTreeMap<Arc<str>, BTreeMap<u64, QueuePosition<L>>>;
 
 /// Sort key of a request among all tenants of its lane; the minimum goes first.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
-struct Turn {
+struct OrderKey {
     fresh: bool,
     priority: Reverse<i32>,
     service: f64,
@@ -160,10 +160,10 @@ pub struct FairQueue<L, T> {
     options: FairQueueOptions,
     /// Number of routers that share the bounds.
     routers: u32,
-    lanes: BTreeMap<L, Lane<T>>,
+    lanes: BTreeMap<L, LaneQueue<T>>,
     /// Requests that may be displaced, by priority, tenant and arrival.
-    fresh: BTreeMap<i32, Class<L>>,
-    holds: BTreeMap<Arc<str>, Hold>,
+    fresh: BTreeMap<i32, PriorityClass<L>>,
+    usage: BTreeMap<Arc<str>, QueueUsage>,
     len: usize,
     tokens: u64,
     arrivals: u64,
@@ -177,7 +177,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             routers: 1,
             lanes: BTreeMap::new(),
             fresh: BTreeMap::new(),
-            holds: BTreeMap::new(),
+            usage: BTreeMap::new(),
             len: 0,
             tokens: 0,
             arrivals: 0,
@@ -196,7 +196,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     }
 
     /// Queues a new request, displacing others if necessary. An empty queue accepts any number of tokens, so
-    /// that no request is rejected for ever.
+    /// that no request is rejected forever.
     ///
     /// # Errors
     /// [`QueueFull`] with the bound reached; the queue is unchanged.
@@ -208,97 +208,97 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         item: T,
     ) -> Result<Admitted<L, T>, QueueFull> {
         let (limits, bounds) = (self.limits(), arrival.bounds.divided(self.routers));
-        let held = self.holds.get(arrival.tenant).copied().unwrap_or_default();
-        let mut places = Vec::new();
-        if let Some(full) = held.full(arrival.tokens, bounds) {
+        let held = self.usage.get(arrival.tenant).copied().unwrap_or_default();
+        let mut positions = Vec::new();
+        if let Some(full) = held.exceeded(arrival.tokens, bounds) {
             let less_important = self.victims(&arrival, Some(arrival.tenant), held, bounds);
-            places = less_important.ok_or_else(|| full.of_tenant(arrival.tenant))?;
+            positions = less_important.ok_or_else(|| full.of_tenant(arrival.tenant))?;
         }
-        let all = Hold { requests: self.len, tokens: self.tokens, weight: Weight::default() };
-        let freed = places.iter().filter_map(|place| self.entry(place)).map(|entry| entry.tokens);
-        let all = all.less(places.len(), freed.sum());
-        if let Some(full) = all.full(arrival.tokens, limits) {
+        let all = QueueUsage { requests: self.len, tokens: self.tokens, weight: Weight::default() };
+        let freed = positions.iter().filter_map(|position| self.entry(position)).map(|entry| entry.tokens);
+        let all = all.minus(positions.len(), freed.sum());
+        if let Some(full) = all.exceeded(arrival.tokens, limits) {
             // Displacing requests of its own tenant must be enough.
-            if !places.is_empty() {
+            if !positions.is_empty() {
                 return Err(full);
             }
-            places = self.victims(&arrival, None, all, limits).ok_or(full)?;
+            positions = self.victims(&arrival, None, all, limits).ok_or(full)?;
         }
-        let displaced = places.iter().filter_map(|place| self.remove(place)).collect();
+        let displaced = positions.iter().filter_map(|position| self.remove(position)).collect();
         let number = self.arrivals;
         self.arrivals += 1;
         let options = &self.options;
-        let entry = self.lanes.entry(lane).or_insert_with(|| Lane {
+        let entry = self.lanes.entry(lane).or_insert_with(|| LaneQueue {
             service: TenantService::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
         });
         let tenant = entry.service.arrive(arrival.tenant, arrival.weight);
         let rank = Rank { fresh: true, priority: Reverse(arrival.priority), arrival: number };
-        let place = Place { lane, tenant, rank };
-        self.insert(place, arrival.tenant, arrival.tokens, now, item);
-        Ok(Admitted { place, displaced })
+        let position = QueuePosition { lane, tenant, rank };
+        self.insert(position, arrival.tenant, arrival.tokens, now, item);
+        Ok(Admitted { position, displaced })
     }
 
     /// Requeues a request that was taken, ahead of all new requests and ordered by arrival among
     /// resubmissions. `name` is its tenant.
-    pub fn put_back(
+    pub fn requeue(
         &mut self,
-        place: &Place<L>,
+        position: &QueuePosition<L>,
         name: &str,
         tokens: u64,
         now: Duration,
         item: T,
-    ) -> Place<L> {
-        debug_assert!(place.rank.arrival < self.arrivals, "only what arrived can be put back");
-        let place = Place { rank: Rank { fresh: false, ..place.rank }, ..*place };
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.wait(place.tenant);
+    ) -> QueuePosition<L> {
+        debug_assert!(position.rank.arrival < self.arrivals, "only what arrived can be put back");
+        let position = QueuePosition { rank: Rank { fresh: false, ..position.rank }, ..*position };
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.wait(position.tenant);
         }
-        self.insert(place, name, tokens, now, item);
-        place
+        self.insert(position, name, tokens, now, item);
+        position
     }
 
-    fn insert(&mut self, place: Place<L>, name: &str, tokens: u64, now: Duration, item: T) {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return };
-        let waiting = lane.waiting.entry(place.tenant).or_insert_with(|| Waiting {
+    fn insert(&mut self, position: QueuePosition<L>, name: &str, tokens: u64, now: Duration, item: T) {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return };
+        let waiting = lane.waiting.entry(position.tenant).or_insert_with(|| TenantQueue {
             name: Arc::from(name),
             requests: BTreeMap::new(),
             by_arrival: BTreeMap::new(),
         });
-        let entry = Entry { tokens, queued: now, overtaken: 0, item };
-        let before = waiting.requests.insert(place.rank, entry);
+        let entry = QueuedRequest { tokens, queued_at: now, bypasses: 0, item };
+        let before = waiting.requests.insert(position.rank, entry);
         debug_assert!(before.is_none(), "an arrival number waits once");
-        waiting.by_arrival.insert(place.rank.arrival, place.rank);
-        if place.rank.fresh {
-            let class = self.fresh.entry(place.rank.priority.0).or_default();
-            class.entry(waiting.name.clone()).or_default().insert(place.rank.arrival, place);
+        waiting.by_arrival.insert(position.rank.arrival, position.rank);
+        if position.rank.fresh {
+            let class = self.fresh.entry(position.rank.priority.0).or_default();
+            class.entry(waiting.name.clone()).or_default().insert(position.rank.arrival, position);
         }
-        let weight = lane.service.weight(place.tenant);
-        let hold = self.holds.entry(waiting.name.clone()).or_default();
-        hold.weight = weight;
-        hold.requests += 1;
-        hold.tokens += tokens;
+        let weight = lane.service.weight(position.tenant);
+        let usage = self.usage.entry(waiting.name.clone()).or_default();
+        usage.weight = weight;
+        usage.requests += 1;
+        usage.tokens += tokens;
         self.len += 1;
         self.tokens += tokens;
     }
 
     /// Returns the next request of a lane.
-    pub fn head(&self, lane: L, now: Duration) -> Option<Place<L>> {
+    pub fn head(&self, lane: L, now: Duration) -> Option<QueuePosition<L>> {
         let entry = self.lanes.get(&lane)?;
-        let turns = entry.waiting.iter().filter_map(|(tenant, waiting)| {
+        let keys = entry.waiting.iter().filter_map(|(tenant, waiting)| {
             let (rank, priority) = waiting.first(now, self.options.wait_max)?;
-            let turn = self.turn(entry, *tenant, waiting, rank, priority, now);
-            Some((turn, Place { lane, tenant: *tenant, rank }))
+            let key = self.order_key(entry, *tenant, waiting, rank, priority, now);
+            Some((key, QueuePosition { lane, tenant: *tenant, rank }))
         });
         // Arrival numbers are unique and no key is NaN, so the order is total.
-        turns.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
+        keys.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
     }
 
     /// Returns the requests that may bypass the head: by priority, and then round-robin over the tenants'
     /// first, second, ... requests. Empty once the head was bypassed `bypass_max` times.
-    pub fn behind(&self, head: &Place<L>, now: Duration) -> Vec<Place<L>> {
-        let spent = self.entry(head).is_none_or(|entry| entry.overtaken >= self.options.bypass_max);
+    pub fn bypass_candidates(&self, head: &QueuePosition<L>, now: Duration) -> Vec<QueuePosition<L>> {
+        let spent = self.entry(head).is_none_or(|entry| entry.bypasses >= self.options.bypass_max);
         let Some(lane) = self.lanes.get(&head.lane).filter(|_| !spent) else { return Vec::new() };
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
@@ -307,123 +307,124 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let rest = rest.map(|rank| (*rank, rank.priority));
             let ranks = first.into_iter().chain(rest).take(self.options.lookahead + 1);
             for (depth, (rank, priority)) in ranks.enumerate() {
-                let turn = self.turn(lane, *tenant, waiting, rank, priority, now);
-                found.push(((turn.fresh, turn.priority, depth), turn, *tenant, rank));
+                let key = self.order_key(lane, *tenant, waiting, rank, priority, now);
+                found.push(((key.fresh, key.priority, depth), key, *tenant, rank));
             }
         }
         found.sort_by(|a, b| {
-            let by_turn = || a.1.partial_cmp(&b.1).unwrap_or(std::cmp::Ordering::Equal);
-            a.0.cmp(&b.0).then_with(by_turn)
+            let by_key = || a.1.partial_cmp(&b.1).unwrap_or(std::cmp::Ordering::Equal);
+            a.0.cmp(&b.0).then_with(by_key)
         });
-        let places = found.into_iter().map(|(_, _, tenant, rank)| Place { lane: head.lane, tenant, rank });
-        places.filter(|place| place != head).take(self.options.lookahead).collect()
+        let positions =
+            found.into_iter().map(|(_, _, tenant, rank)| QueuePosition { lane: head.lane, tenant, rank });
+        positions.filter(|position| position != head).take(self.options.lookahead).collect()
     }
 
-    fn turn(
+    fn order_key(
         &self,
-        lane: &Lane<T>,
+        lane: &LaneQueue<T>,
         tenant: Tenant,
-        waiting: &Waiting<T>,
+        waiting: &TenantQueue<T>,
         rank: Rank,
         priority: Reverse<i32>,
         now: Duration,
-    ) -> Turn {
-        let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued));
+    ) -> OrderKey {
+        let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued_at));
         let aged =
             (self.options.aging_tokens_per_second * waited.as_secs_f64()).min(self.options.aging_tokens_max);
-        Turn {
+        OrderKey {
             fresh: rank.fresh,
             priority,
-            service: lane.owed(tenant).tokens() - aged,
+            service: lane.virtual_time(tenant).tokens() - aged,
             arrival: rank.arrival,
         }
     }
 
     /// Returns the request at a position.
-    pub fn get(&self, place: &Place<L>) -> Option<&T> {
-        self.entry(place).map(|entry| &entry.item)
+    pub fn get(&self, position: &QueuePosition<L>) -> Option<&T> {
+        self.entry(position).map(|entry| &entry.item)
     }
 
     /// Returns when a request was queued.
-    pub fn queued(&self, place: &Place<L>) -> Option<Duration> {
-        self.entry(place).map(|entry| entry.queued)
+    pub fn queued(&self, position: &QueuePosition<L>) -> Option<Duration> {
+        self.entry(position).map(|entry| entry.queued_at)
     }
 
-    fn entry(&self, place: &Place<L>) -> Option<&Entry<T>> {
-        self.lanes.get(&place.lane)?.waiting.get(&place.tenant)?.requests.get(&place.rank)
+    fn entry(&self, position: &QueuePosition<L>) -> Option<&QueuedRequest<T>> {
+        self.lanes.get(&position.lane)?.waiting.get(&position.tenant)?.requests.get(&position.rank)
     }
 
     /// Takes a request out for dispatch and charges its tenant provisionally with `cost`, until
     /// [`FairQueue::settle`].
-    pub fn take(&mut self, place: &Place<L>, cost: u64) -> Option<Taken<T>> {
-        let item = self.extract(place)?;
-        let lane = self.lanes.get_mut(&place.lane)?;
-        let order = lane.owed(place.tenant);
-        lane.service.start(place.tenant);
-        *lane.pending.entry(place.tenant).or_insert(0) += cost;
-        Some(Taken { item, order })
+    pub fn take(&mut self, position: &QueuePosition<L>, cost: u64) -> Option<Dequeued<T>> {
+        let item = self.extract(position)?;
+        let lane = self.lanes.get_mut(&position.lane)?;
+        let virtual_start_time = lane.virtual_time(position.tenant);
+        lane.service.start(position.tenant);
+        *lane.pending.entry(position.tenant).or_insert(0) += cost;
+        Some(Dequeued { item, virtual_start_time })
     }
 
     /// Returns the virtual start time of a taken request and charges its tenant provisionally, like
     /// [`FairQueue::take`].
-    pub fn reserve(&mut self, place: &Place<L>, cost: u64) -> Service {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return Service::default() };
-        let order = lane.owed(place.tenant);
-        *lane.pending.entry(place.tenant).or_insert(0) += cost;
-        order
+    pub fn reserve(&mut self, position: &QueuePosition<L>, cost: u64) -> Service {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return Service::default() };
+        let virtual_start_time = lane.virtual_time(position.tenant);
+        *lane.pending.entry(position.tenant).or_insert(0) += cost;
+        virtual_start_time
     }
 
     /// Counts a bypass of `head`.
-    pub fn overtake(&mut self, head: &Place<L>) {
+    pub fn count_bypass(&mut self, head: &QueuePosition<L>) {
         let lane = self.lanes.get_mut(&head.lane);
         let waiting = lane.and_then(|lane| lane.waiting.get_mut(&head.tenant));
         if let Some(entry) = waiting.and_then(|waiting| waiting.requests.get_mut(&head.rank)) {
-            entry.overtaken += 1;
+            entry.bypasses += 1;
         }
     }
 
     /// Ends the provisional charge of a request: the worker's reports now cover it.
-    pub fn settle(&mut self, place: &Place<L>, cost: u64) {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return };
-        if let Some(pending) = lane.pending.get_mut(&place.tenant) {
+    pub fn settle(&mut self, position: &QueuePosition<L>, cost: u64) {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return };
+        if let Some(pending) = lane.pending.get_mut(&position.tenant) {
             *pending = pending.saturating_sub(cost);
             if *pending == 0 {
-                lane.pending.remove(&place.tenant);
+                lane.pending.remove(&position.tenant);
             }
         }
     }
 
     /// Records the end of a request that was taken.
-    pub fn depart(&mut self, place: &Place<L>) {
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.depart(place.tenant);
+    pub fn depart(&mut self, position: &QueuePosition<L>) {
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.depart(position.tenant);
         }
     }
 
     /// Removes a waiting request for good, at no cost to its tenant, in O(log n); `None` if it does not wait
     /// there.
-    pub fn remove(&mut self, place: &Place<L>) -> Option<T> {
-        let item = self.extract(place)?;
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.start(place.tenant);
-            lane.service.depart(place.tenant);
+    pub fn remove(&mut self, position: &QueuePosition<L>) -> Option<T> {
+        let item = self.extract(position)?;
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.start(position.tenant);
+            lane.service.depart(position.tenant);
         }
         Some(item)
     }
 
-    fn extract(&mut self, place: &Place<L>) -> Option<T> {
-        let lane = self.lanes.get_mut(&place.lane)?;
-        let waiting = lane.waiting.get_mut(&place.tenant)?;
-        let entry = waiting.requests.remove(&place.rank)?;
-        waiting.by_arrival.remove(&place.rank.arrival);
+    fn extract(&mut self, position: &QueuePosition<L>) -> Option<T> {
+        let lane = self.lanes.get_mut(&position.lane)?;
+        let waiting = lane.waiting.get_mut(&position.tenant)?;
+        let entry = waiting.requests.remove(&position.rank)?;
+        waiting.by_arrival.remove(&position.rank.arrival);
         let name = waiting.name.clone();
         if waiting.requests.is_empty() {
-            lane.waiting.remove(&place.tenant);
+            lane.waiting.remove(&position.tenant);
         }
-        let priority = place.rank.priority.0;
-        if let Some(class) = self.fresh.get_mut(&priority).filter(|_| place.rank.fresh) {
+        let priority = position.rank.priority.0;
+        if let Some(class) = self.fresh.get_mut(&priority).filter(|_| position.rank.fresh) {
             if let Some(arrivals) = class.get_mut(&name) {
-                arrivals.remove(&place.rank.arrival);
+                arrivals.remove(&position.rank.arrival);
                 if arrivals.is_empty() {
                     class.remove(&name);
                 }
@@ -432,10 +433,10 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 self.fresh.remove(&priority);
             }
         }
-        if let Some(hold) = self.holds.get_mut(&name) {
-            *hold = hold.less(1, entry.tokens);
-            if hold.requests == 0 {
-                self.holds.remove(&name);
+        if let Some(usage) = self.usage.get_mut(&name) {
+            *usage = usage.minus(1, entry.tokens);
+            if usage.requests == 0 {
+                self.usage.remove(&name);
             }
         }
         self.len -= 1;
@@ -459,16 +460,16 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
 
     /// Raises the virtual time of a lane to the cluster-wide one that a worker reported. Returning tenants
     /// start from there if no request waits here, but never above all tenants known here.
-    pub fn begun(&mut self, lane: L, order: Service) {
+    pub fn raise_virtual_time(&mut self, lane: L, virtual_time: Service) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
-            lane.service.raise_floor(order);
+            lane.service.raise_floor(virtual_time);
         }
     }
 
     /// Creates a lane, so that charges before its first request are kept.
     pub fn open_lane(&mut self, lane: L) {
         let options = &self.options;
-        self.lanes.entry(lane).or_insert_with(|| Lane {
+        self.lanes.entry(lane).or_insert_with(|| LaneQueue {
             service: TenantService::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
@@ -493,14 +494,14 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     }
 
     /// Returns the minimum virtual time of the tenants that wait in a lane, provisional charges included.
-    pub fn least(&self, lane: L) -> Option<Service> {
+    pub fn min_virtual_time(&self, lane: L) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
-        lane.waiting.keys().map(|tenant| lane.owed(*tenant)).min()
+        lane.waiting.keys().map(|tenant| lane.virtual_time(*tenant)).min()
     }
 
     /// Returns the queue usage of each tenant, by name.
-    pub fn holds(&self) -> impl Iterator<Item = (&str, Hold)> + '_ {
-        self.holds.iter().map(|(name, hold)| (&**name, *hold))
+    pub fn usage(&self) -> impl Iterator<Item = (&str, QueueUsage)> + '_ {
+        self.usage.iter().map(|(name, usage)| (&**name, *usage))
     }
 
     /// Returns the virtual time of a tenant in a lane, provisional charges included.
@@ -512,10 +513,10 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
 
     /// Returns an upper bound on the requests that go before a new one of this tenant and priority in a lane,
     /// and its tenant's share of the lane.
-    pub fn ahead(&self, lane: L, tenant: &str, weight: Weight, priority: i32) -> Ahead {
-        let Some(lane) = self.lanes.get(&lane) else { return Ahead { all: 0, own: 0, share: 1.0 } };
+    pub fn ahead(&self, lane: L, tenant: &str, weight: Weight, priority: i32) -> RequestsAhead {
+        let Some(lane) = self.lanes.get(&lane) else { return RequestsAhead { all: 0, own: 0, share: 1.0 } };
         let before = Rank { fresh: true, priority: Reverse(priority), arrival: u64::MAX };
-        let mut ahead = Ahead { all: 0, own: 0, share: 1.0 };
+        let mut ahead = RequestsAhead { all: 0, own: 0, share: 1.0 };
         let mut weights = weight.get();
         for waiting in lane.waiting.values() {
             let all = waiting.requests.last_key_value().is_some_and(|(last, _)| *last <= before);
@@ -532,7 +533,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             if &*waiting.name == tenant {
                 ahead.own = count;
             } else if count > 0 {
-                weights += self.holds.get(&waiting.name).map_or(1.0, |hold| hold.weight.get());
+                weights += self.usage.get(&waiting.name).map_or(1.0, |usage| usage.weight.get());
             }
         }
         ahead.share = weight.get() / weights;
@@ -557,7 +558,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
 
 /// Requests that go before a new request.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Ahead {
+pub struct RequestsAhead {
     /// Requests of its priority or above, of all tenants.
     pub all: usize,
     /// Those of its own tenant.
@@ -566,12 +567,12 @@ pub struct Ahead {
     pub share: f64,
 }
 
-impl<T> Waiting<T> {
+impl<T> TenantQueue<T> {
     /// Returns the tenant's first request (the oldest if it is past `wait_max`, else by rank) and its
     /// priority.
     fn first(&self, now: Duration, wait_max: Duration) -> Option<(Rank, Reverse<i32>)> {
         let overdue = |rank: &&Rank| {
-            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued) > wait_max)
+            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued_at) > wait_max)
         };
         let (_, oldest) = self.by_arrival.first_key_value()?;
         let (ranked, _) = self.requests.first_key_value()?;
@@ -580,9 +581,9 @@ impl<T> Waiting<T> {
     }
 }
 
-impl<T> Lane<T> {
+impl<T> LaneQueue<T> {
     /// Returns a tenant's virtual time, provisional charges included.
-    fn owed(&self, tenant: Tenant) -> Service {
+    fn virtual_time(&self, tenant: Tenant) -> Service {
         let pending = self.pending.get(&tenant).copied().unwrap_or(0);
         self.service.service(tenant).plus(pending, self.service.weight(tenant))
     }

@@ -4,7 +4,7 @@ use inflight_contract::{AdmissionCost, FinishReason};
 
 /// How a choice ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
+pub enum ChoiceEnd {
     /// Ended by the worker, with this reason.
     Worker(FinishReason),
     /// Ended by the router, for example at a stop string.
@@ -13,9 +13,9 @@ pub enum End {
 
 /// Result of appending a worker's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Append {
+pub enum AppendOutcome {
     /// Appended.
-    Taken,
+    Appended,
     /// Dropped: the router has withdrawn the choice.
     AfterEnd,
     /// Dropped: they belong to another attempt than the current one.
@@ -61,7 +61,7 @@ pub enum JournalError {
 
 /// Output of a choice that its stream has not read.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Fresh<P> {
+pub struct UnreadOutput<P> {
     /// Unread tokens.
     pub tokens: Vec<u32>,
     /// One entry per unread token, or empty.
@@ -88,7 +88,7 @@ struct Choice<P> {
     read: usize,
     /// Log probabilities of the unread tokens.
     logprobs: Vec<P>,
-    end: Option<End>,
+    end: Option<ChoiceEnd>,
     end_read: bool,
 }
 
@@ -130,9 +130,9 @@ impl<P> Journal<P> {
         tokens: &[u32],
         logprobs: Vec<P>,
         finish: Option<FinishReason>,
-    ) -> Result<Append, JournalError> {
+    ) -> Result<AppendOutcome, JournalError> {
         if attempt != self.attempt {
-            return Ok(Append::Stale);
+            return Ok(AppendOutcome::Stale);
         }
         let choices = self.choices.len();
         let max_tokens = self.max_tokens;
@@ -140,8 +140,8 @@ impl<P> Journal<P> {
             return Err(JournalError::UnknownChoice { choice, choices });
         };
         match entry.end {
-            Some(End::Withdrawn) => return Ok(Append::AfterEnd),
-            Some(End::Worker(_)) => return Err(JournalError::TokensAfterEnd { choice }),
+            Some(ChoiceEnd::Withdrawn) => return Ok(AppendOutcome::AfterEnd),
+            Some(ChoiceEnd::Worker(_)) => return Err(JournalError::TokensAfterEnd { choice }),
             None => {}
         }
         if entry.tokens.len() + tokens.len() > max_tokens as usize {
@@ -155,15 +155,15 @@ impl<P> Journal<P> {
             entry.logprobs.extend(logprobs);
         }
         entry.tokens.extend_from_slice(tokens);
-        entry.end = finish.map(End::Worker);
-        Ok(Append::Taken)
+        entry.end = finish.map(ChoiceEnd::Worker);
+        Ok(AppendOutcome::Appended)
     }
 
     /// Ends a choice on the router's side. Returns whether it was still running.
     pub fn withdraw(&mut self, choice: u32) -> bool {
         match self.choices.get_mut(choice as usize) {
             Some(entry) if entry.end.is_none() => {
-                entry.end = Some(End::Withdrawn);
+                entry.end = Some(ChoiceEnd::Withdrawn);
                 true
             }
             _ => false,
@@ -172,14 +172,14 @@ impl<P> Journal<P> {
 
     /// Whether the router has ended this choice.
     pub fn withdrawn(&self, choice: u32) -> bool {
-        self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(End::Withdrawn))
+        self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(ChoiceEnd::Withdrawn))
     }
 
     /// Reads the unread output of a choice; `None` if there is none.
-    pub fn read(&mut self, choice: u32) -> Option<Fresh<P>> {
+    pub fn read(&mut self, choice: u32) -> Option<UnreadOutput<P>> {
         let entry = self.choices.get_mut(choice as usize)?;
         let end = match entry.end {
-            Some(End::Worker(reason)) if !entry.end_read => Some(reason),
+            Some(ChoiceEnd::Worker(reason)) if !entry.end_read => Some(reason),
             _ => None,
         };
         if entry.read == entry.tokens.len() && end.is_none() {
@@ -188,7 +188,7 @@ impl<P> Journal<P> {
         entry.end_read |= end.is_some();
         let tokens = entry.tokens[entry.read..].to_vec();
         entry.read = entry.tokens.len();
-        Some(Fresh { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
+        Some(UnreadOutput { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
     }
 
     /// Returns the number of unread tokens over all choices.
@@ -218,7 +218,7 @@ impl<P> Journal<P> {
         self.attempt += 1;
         for choice in &mut self.choices {
             if choice.end.is_none() && choice.tokens.len() == self.max_tokens as usize {
-                choice.end = Some(End::Worker(FinishReason::Length));
+                choice.end = Some(ChoiceEnd::Worker(FinishReason::Length));
             }
         }
         self.attempt
@@ -269,7 +269,7 @@ mod tests {
                     0 => { journal.next_attempt(); }
                     1 => {
                         let old = journal.append(journal.attempt() - 1, choice, &tokens, tokens.clone(), None);
-                        prop_assert_eq!(old, Ok(Append::Stale));
+                        prop_assert_eq!(old, Ok(AppendOutcome::Stale));
                     }
                     2 | 3 => if let Some(fresh) = journal.read(choice) {
                         got[at].extend(fresh.tokens);
@@ -303,13 +303,16 @@ mod tests {
     #[test]
     fn a_choice_ends_once_and_is_not_run_again() {
         let mut journal = Journal::<()>::new(2, 4, false);
-        assert_eq!(journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)), Ok(Append::Taken));
+        assert_eq!(
+            journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)),
+            Ok(AppendOutcome::Appended)
+        );
         assert_eq!(journal.running(), 0b10);
         assert_eq!(journal.read(0).and_then(|fresh| fresh.end), Some(FinishReason::Stop));
         assert_eq!(journal.read(0), None);
         assert!(matches!(journal.append(1, 0, &[9], vec![], None), Err(JournalError::TokensAfterEnd { .. })));
         assert!(journal.withdraw(1) && !journal.withdraw(1) && journal.ended());
-        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(Append::AfterEnd));
+        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(AppendOutcome::AfterEnd));
         let resumed: Vec<_> = journal.resumed().map(|r| (r.choice, r.tokens.to_vec(), r.finished)).collect();
         assert_eq!(resumed, [(0, vec![7, 8], true), (1, vec![], true)]);
     }

@@ -149,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_charged_is_given_back_once_whatever_is_settled_how_often(
+        fn every_charge_is_released_exactly_once(
             charges in proptest::collection::vec((1u32..=0xffff, 0u32..1000, 0u32..9), 1..20),
             settles in proptest::collection::vec((0u64..24, 0u32..40), 0..400),
             grants in proptest::collection::vec((0u32..100, 0u32..100), 1..10)) {
@@ -188,7 +188,7 @@ mod tests {
         }
 
         #[test]
-        fn beyond_the_grant_goes_only_what_outranks_something_in_flight_and_no_more_than_is_said(
+        fn only_requests_that_outrank_others_use_sequences_beyond_the_grant(
             grants in proptest::collection::vec((0u32..6, 0u32..4), 1..8),
             steps in proptest::collection::vec((any::<bool>(), -2i32..3, 1u32..3), 1..120)) {
             let mut ledger = Ledger::default();

@@ -21,7 +21,7 @@ impl Default for OutlierLimits {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Standing {
+struct FailureRecord {
     /// Failures since the last success.
     failures: u32,
     /// Ejections since the last success.
@@ -36,12 +36,12 @@ struct Standing {
 /// a success readmits it, a failure ejects it for twice as long. At most half of the workers are ejected:
 /// when more fail, the cause is hardly theirs. Times are relative to a fixed epoch.
 #[derive(Debug, Default)]
-pub struct Outliers {
+pub struct OutlierDetector {
     limits: OutlierLimits,
-    workers: BTreeMap<usize, Standing>,
+    workers: BTreeMap<usize, FailureRecord>,
 }
 
-impl Outliers {
+impl OutlierDetector {
     /// Creates a detector without workers.
     pub fn new(limits: OutlierLimits) -> Self {
         Self { limits, workers: BTreeMap::new() }
@@ -60,10 +60,10 @@ impl Outliers {
     /// Records a new token or a regular end. Does not count during an ejection: the request was dispatched
     /// before.
     pub fn success(&mut self, worker: usize, now: Duration) {
-        if let Some(standing) = self.workers.get_mut(&worker)
-            && standing.ejected_until.is_none_or(|until| now >= until)
+        if let Some(record) = self.workers.get_mut(&worker)
+            && record.ejected_until.is_none_or(|until| now >= until)
         {
-            *standing = Standing::default();
+            *record = FailureRecord::default();
         }
     }
 
@@ -71,25 +71,25 @@ impl Outliers {
     pub fn failure(&mut self, worker: usize, now: Duration) -> Option<Duration> {
         let room = (self.ejected(now) + 1) * 2 <= self.workers.len();
         let limits = self.limits;
-        let standing = self.workers.get_mut(&worker)?;
-        standing.failures = standing.failures.saturating_add(1);
-        let due = match standing.ejected_until {
-            None => standing.failures >= limits.failures.max(1),
+        let record = self.workers.get_mut(&worker)?;
+        record.failures = record.failures.saturating_add(1);
+        let due = match record.ejected_until {
+            None => record.failures >= limits.failures.max(1),
             Some(until) => now >= until,
         };
         if !due || !room {
             return None;
         }
-        let doubled = 1u32.checked_shl(standing.ejections).unwrap_or(u32::MAX);
+        let doubled = 1u32.checked_shl(record.ejections).unwrap_or(u32::MAX);
         let time = limits.eject.saturating_mul(doubled.max(1)).min(limits.eject_max);
-        standing.ejections = (standing.ejections + 1).min(31);
-        standing.ejected_until = Some(now + time);
+        record.ejections = (record.ejections + 1).min(31);
+        record.ejected_until = Some(now + time);
         Some(time)
     }
 
     /// Whether a worker with `in_flight` requests accepts another one.
     pub fn admits(&self, worker: usize, in_flight: usize, now: Duration) -> bool {
-        match self.workers.get(&worker).and_then(|standing| standing.ejected_until) {
+        match self.workers.get(&worker).and_then(|record| record.ejected_until) {
             None => true,
             Some(until) => now >= until && in_flight == 0,
         }
@@ -108,15 +108,15 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn outliers(workers: usize) -> Outliers {
+    fn outliers(workers: usize) -> OutlierDetector {
         let limits = OutlierLimits { failures: 3, eject: SECOND, eject_max: 8 * SECOND };
-        let mut outliers = Outliers::new(limits);
+        let mut outliers = OutlierDetector::new(limits);
         (0..workers).for_each(|worker| outliers.join(worker));
         outliers
     }
 
     #[test]
-    fn an_ejected_worker_is_probed_one_at_a_time_and_each_failed_probe_doubles_its_time() {
+    fn an_ejected_worker_is_probed_and_each_failed_probe_doubles_the_ejection() {
         let mut outliers = outliers(2);
         let mut now = Duration::ZERO;
         assert_eq!(outliers.failure(0, now), None);
@@ -140,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn at_most_half_are_ejected_and_everybody_is_probed_in_the_end(
+        fn at_most_half_are_ejected_and_every_worker_is_probed_eventually(
             workers in 1usize..6, steps in proptest::collection::vec((0usize..6, 0u64..500, 0u8..8), 0..300)) {
             let mut outliers = outliers(workers);
             let mut now = Duration::ZERO;

@@ -60,7 +60,7 @@ pub enum IndexStep {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum IndexState {
     /// Empty, until a snapshot starts or the worker's very first event arrives.
     Blank {
         /// A snapshot was requested.
@@ -85,13 +85,13 @@ enum State {
 pub struct PrefixIndex {
     blocks: BlockMap<u8>,
     most: usize,
-    state: State,
+    state: IndexState,
 }
 
 impl PrefixIndex {
     /// Creates an empty index for a worker whose pools hold `most` blocks.
     pub fn new(most: usize) -> Self {
-        Self { blocks: BlockMap::default(), most, state: State::Blank { asked: false } }
+        Self { blocks: BlockMap::default(), most, state: IndexState::Blank { asked: false } }
     }
 
     /// Returns the number of indexed blocks.
@@ -106,7 +106,7 @@ impl PrefixIndex {
 
     /// Whether it equals the worker's cache at its last event.
     pub fn is_exact(&self) -> bool {
-        matches!(self.state, State::Exact(_))
+        matches!(self.state, IndexState::Exact(_))
     }
 
     /// Whether a block is in a tier.
@@ -117,11 +117,11 @@ impl PrefixIndex {
     /// Applies consecutive events, numbered from `first`.
     pub fn apply(&mut self, first: u64, changes: impl IntoIterator<Item = CacheChange>) -> IndexStep {
         let mut number = match self.state {
-            State::Exact(next) if next == first => next,
+            IndexState::Exact(next) if next == first => next,
             // Event 0: the worker's cache was empty before.
-            State::Blank { asked: false } if first == 0 => 0,
-            State::Off => return IndexStep::Overfull,
-            State::Blank { .. } | State::Exact(_) | State::Loading => return self.lose(),
+            IndexState::Blank { asked: false } if first == 0 => 0,
+            IndexState::Off => return IndexStep::Overfull,
+            IndexState::Blank { .. } | IndexState::Exact(_) | IndexState::Loading => return self.lose(),
         };
         for change in changes {
             number = number.wrapping_add(1);
@@ -136,17 +136,17 @@ impl PrefixIndex {
                 CacheChange::Unknown => {}
             }
         }
-        self.state = State::Exact(number);
+        self.state = IndexState::Exact(number);
         IndexStep::Followed
     }
 
     /// Loads a part of a snapshot.
     pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStep {
         match self.state {
-            State::Off => return IndexStep::Overfull,
-            _ if piece.first => self.forget(State::Loading),
-            State::Loading => {}
-            State::Blank { .. } | State::Exact(_) => return self.lose(),
+            IndexState::Off => return IndexStep::Overfull,
+            _ if piece.first => self.forget(IndexState::Loading),
+            IndexState::Loading => {}
+            IndexState::Blank { .. } | IndexState::Exact(_) => return self.lose(),
         }
         for (tier, blocks) in [(Tier::Device, piece.device), (Tier::Host, piece.host)] {
             if !blocks.iter().all(|block| self.add(tier, *block)) {
@@ -154,15 +154,15 @@ impl PrefixIndex {
             }
         }
         if let Some(next) = piece.next {
-            self.state = State::Exact(next);
+            self.state = IndexState::Exact(next);
         }
         IndexStep::Followed
     }
 
     /// Empties the index after missing events, until a snapshot that is requested once.
     fn lose(&mut self) -> IndexStep {
-        let asked = matches!(self.state, State::Blank { asked: true });
-        self.forget(State::Blank { asked: true });
+        let asked = matches!(self.state, IndexState::Blank { asked: true });
+        self.forget(IndexState::Blank { asked: true });
         if asked { IndexStep::Ignored } else { IndexStep::Lost }
     }
 
@@ -171,7 +171,7 @@ impl PrefixIndex {
         let known = self.blocks.len();
         let tiers = self.blocks.entry(block).or_insert(0);
         if *tiers == 0 && known >= self.most {
-            self.forget(State::Off);
+            self.forget(IndexState::Off);
             return false;
         }
         *tiers |= tier.bit();
@@ -187,7 +187,7 @@ impl PrefixIndex {
         }
     }
 
-    fn forget(&mut self, state: State) {
+    fn forget(&mut self, state: IndexState) {
         self.blocks.clear();
         self.state = state;
     }
@@ -252,7 +252,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_what_the_worker_has_or_nothing_whatever_is_lost(
+        fn the_index_equals_the_workers_cache_or_is_empty_after_any_loss(
             steps in prop::collection::vec((prop::collection::vec(op(), 1..8), 1usize..5), 1..40)
         ) {
             let mut index = PrefixIndex::new(40);
@@ -305,7 +305,7 @@ mod tests {
                 } else if !changes.is_empty() && !dropped {
                     asked |= index.apply(first, changes) == IndexStep::Lost;
                 }
-                if index.state == State::Exact(sent) {
+                if index.state == IndexState::Exact(sent) {
                     for block in 0..40 {
                         for tier in [Tier::Device, Tier::Host] {
                             prop_assert_eq!(index.holds(tier, block), has.contains(&(tier, block)));
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_names_more_blocks_than_it_has_is_not_indexed_any_more() {
+    fn a_worker_that_reports_more_blocks_than_it_has_is_not_indexed() {
         let mut index = PrefixIndex::new(3);
         let stored =
             |blocks: std::ops::Range<u64>| blocks.map(|block| CacheChange::Stored(Tier::Device, block));
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn news_out_of_order_empty_it_until_a_snapshot_begins() {
+    fn events_out_of_order_empty_the_index_until_a_snapshot_starts() {
         let stored = |block| [CacheChange::Stored(Tier::Device, block)];
         let mut index = PrefixIndex::new(10);
         assert_eq!(index.apply(5, stored(1)), IndexStep::Lost, "what came before is not known");

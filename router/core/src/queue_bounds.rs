@@ -27,7 +27,7 @@ impl QueueLimits {
 
 /// Queue usage of a tenant, or of all tenants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Hold {
+pub struct QueueUsage {
     /// Waiting requests.
     pub requests: usize,
     /// Maximum tokens of these requests.
@@ -36,24 +36,27 @@ pub struct Hold {
     pub weight: Weight,
 }
 
-impl Hold {
+impl QueueUsage {
     /// Returns the bound that one more request with `tokens` would exceed, if any. An empty queue accepts any
     /// number of tokens.
-    pub(crate) fn full(&self, tokens: u64, limits: QueueLimits) -> Option<QueueFull> {
+    pub(crate) fn exceeded(&self, tokens: u64, limits: QueueLimits) -> Option<QueueFull> {
         if self.requests >= limits.requests {
             return Some(QueueFull {
                 tenant: None,
-                bound: Bound::Requests { held: self.requests, limit: limits.requests },
+                bound: QueueBound::Requests { held: self.requests, limit: limits.requests },
             });
         }
         if self.requests > 0 && self.tokens.saturating_add(tokens) > limits.tokens {
             let (held, limit) = (self.tokens, limits.tokens);
-            return Some(QueueFull { tenant: None, bound: Bound::Tokens { held, asked: tokens, limit } });
+            return Some(QueueFull {
+                tenant: None,
+                bound: QueueBound::Tokens { held, asked: tokens, limit },
+            });
         }
         None
     }
 
-    pub(crate) fn less(self, requests: usize, tokens: u64) -> Self {
+    pub(crate) fn minus(self, requests: usize, tokens: u64) -> Self {
         Self { requests: self.requests - requests, tokens: self.tokens - tokens, ..self }
     }
 }
@@ -64,12 +67,12 @@ pub struct QueueFull {
     /// Tenant whose bound it is; `None` for the bound of the whole queue.
     pub tenant: Option<String>,
     /// The bound.
-    pub bound: Bound,
+    pub bound: QueueBound,
 }
 
 /// Kind of a queue bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bound {
+pub enum QueueBound {
     /// Bound on requests.
     Requests {
         /// Requests held.
@@ -96,10 +99,10 @@ impl QueueFull {
     /// Returns a stable name of the bound.
     pub fn quota(&self) -> &'static str {
         match (&self.tenant, self.bound) {
-            (None, Bound::Requests { .. }) => "queue_requests",
-            (None, Bound::Tokens { .. }) => "queue_tokens",
-            (Some(_), Bound::Requests { .. }) => "tenant_queue_requests",
-            (Some(_), Bound::Tokens { .. }) => "tenant_queue_tokens",
+            (None, QueueBound::Requests { .. }) => "queue_requests",
+            (None, QueueBound::Tokens { .. }) => "queue_tokens",
+            (Some(_), QueueBound::Requests { .. }) => "tenant_queue_requests",
+            (Some(_), QueueBound::Tokens { .. }) => "tenant_queue_tokens",
         }
     }
 }
@@ -111,10 +114,10 @@ impl std::fmt::Display for QueueFull {
             Some(tenant) => write!(out, "the queue holds for the tenant {tenant:?} ")?,
         }
         match self.bound {
-            Bound::Requests { held, limit } => {
+            QueueBound::Requests { held, limit } => {
                 write!(out, "{held} requests, its limit being {limit}; try again later")
             }
-            Bound::Tokens { held, asked, limit } => write!(
+            QueueBound::Tokens { held, asked, limit } => write!(
                 out,
                 "{held} tokens and this request would add {asked}, over its limit of {limit}; try again later"
             ),

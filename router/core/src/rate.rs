@@ -30,7 +30,7 @@ impl RateLimit {
 
 /// Amount charged, with its duration at the rate of the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Spent {
+pub struct RateCharge {
     amount: u64,
     nanos: u128,
 }
@@ -39,7 +39,7 @@ pub struct Spent {
 /// at which it is empty. Times are relative to a fixed epoch.
 ///
 /// An amount larger than a burst is admitted when the bucket is empty and delays later ones, so that no
-/// amount is rejected for ever. The rate may change between calls.
+/// amount is rejected forever. The rate may change between calls.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gcra {
     /// Time at which the bucket is empty, in nanoseconds.
@@ -61,14 +61,14 @@ impl Gcra {
     }
 
     /// Charges `amount` without a check.
-    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> Spent {
+    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> RateCharge {
         let nanos = limit.span(amount);
         self.paid_at = self.paid_at.max(now.as_nanos()).saturating_add(nanos);
-        Spent { amount, nanos }
+        RateCharge { amount, nanos }
     }
 
     /// Refunds `unused` of a charge, at the rate of the charge.
-    pub fn refund(&mut self, taken: Spent, unused: u64) {
+    pub fn refund(&mut self, taken: RateCharge, unused: u64) {
         let share = taken.nanos * u128::from(unused.min(taken.amount)) / u128::from(taken.amount.max(1));
         self.paid_at = self.paid_at.saturating_sub(share);
     }
@@ -117,7 +117,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_refunded_was_never_taken(amount in 1u64..1000, used in 0u64..1000) {
+        fn a_refund_equals_never_having_been_charged(amount in 1u64..1000, used in 0u64..1000) {
             let limit = RateLimit { per_minute: 600, routers: 1 };
             let used = used.min(amount);
             let (mut refunded, mut exact) = (Gcra::default(), Gcra::default());
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn two_routers_let_through_together_what_one_does_alone() {
+    fn two_routers_together_admit_what_one_admits_alone() {
         let passed = |routers: u32| {
             let limit = RateLimit { per_minute: 600, routers };
             let mut buckets = vec![Gcra::default(); routers as usize];

@@ -49,7 +49,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn in_no_window_more_pass_than_the_burst_and_the_rate_allow_and_waiting_always_helps(
+        fn no_window_exceeds_burst_plus_rate_and_waiting_always_helps(
             rate in 1u32..1000, burst in 0u32..50,
             steps in proptest::collection::vec((0u64..200_000, 1usize..20), 1..100)) {
             let mut budget = RetryBudget::new(rate, burst);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::{Gcra, QueueLimits, RateLimit, Spent};
+use crate::{Gcra, QueueLimits, RateCharge, RateLimit};
 use inflight_contract::Weight;
 
 /// Limits of a tenant.
@@ -141,7 +141,7 @@ impl TenantGate {
         routers: u32,
         tokens: u64,
         now: Duration,
-    ) -> Result<Option<Spent>, OverLimit> {
+    ) -> Result<Option<RateCharge>, OverLimit> {
         let Some(per_minute) = limits.tokens_per_minute else { return Ok(None) };
         let rate = RateLimit { per_minute, routers };
         self.tokens.check(rate, tokens, now).map_err(|wait| OverLimit::Tokens { per_minute, wait })?;
@@ -149,7 +149,7 @@ impl TenantGate {
     }
 
     /// Refunds `unused` tokens of a charge, at the rate of the charge: the limits may have changed since.
-    pub fn return_tokens(&mut self, taken: Spent, unused: u64) {
+    pub fn return_tokens(&mut self, taken: RateCharge, unused: u64) {
         self.tokens.refund(taken, unused);
     }
 
@@ -194,7 +194,7 @@ mod tests {
     };
 
     #[test]
-    fn each_limit_refuses_by_its_name_and_counts_nothing_then() {
+    fn each_limit_rejects_by_its_name_and_counts_nothing_then() {
         let mut gate = TenantGate::default();
         let at = Duration::from_secs;
         for _ in 0..4 {
@@ -232,7 +232,7 @@ mod tests {
         /// A change of the limits or of the number of routers between charge and refund does not change the
         /// refund.
         #[test]
-        fn what_is_not_used_goes_back_as_it_was_taken_whatever_the_limits_are_by_then(
+        fn unused_tokens_are_refunded_at_the_rate_of_the_charge(
             limits in proptest::collection::vec((proptest::option::of(1u64..100_000), 1u32..5, 1u64..1_000), 1..20)
         ) {
             let mut gate = TenantGate::default();
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_what_was_taken_goes_back_and_nothing_of_what_was_free() {
+    fn half_of_a_charge_is_refunded_and_nothing_without_a_limit() {
         let at = Duration::from_secs;
         let mut gate = TenantGate::default();
         let free = TenantLimits { tokens_per_minute: None, ..LIMITS };

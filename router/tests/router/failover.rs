@@ -9,7 +9,7 @@ use crate::worker::{Profile, ScriptedWorker, Session, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
 /// Two workers, of which only the first has a grant.
@@ -22,7 +22,7 @@ async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2]
 }
 
 #[tokio::test]
-async fn a_broken_worker_costs_no_byte_of_a_stream() {
+async fn a_lost_session_costs_no_byte_of_a_stream() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
             two(Profile::default(), Options::default()).await;
@@ -35,7 +35,7 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
         let mut stream = cluster.generate(request).await.unwrap();
         let submit = first.submit().await;
         assert_eq!(submit.attempt, 1);
-        // Cut where it hurts: within a character, and within a stop string.
+        // Break within a character, and within a stop string.
         let text = "caf\u{e9} \u{1f642} done #";
         let output = tokens(text);
         let cut = tokens("caf\u{e9} \u{1f642}").len() - 2;
@@ -59,7 +59,7 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
             resumed(2, tokens("c#"), false),
         ];
         assert_eq!(again.resumed, expected);
-        // What an older attempt still says is dropped, also under the new handle.
+        // Output of an older attempt is dropped, also under the new submission id.
         second.sequence(v1::SequenceUpdate {
             attempt: 1,
             ..sequence(&again, 0, &tokens("WRONG"), v1::FinishReason::Unspecified)
@@ -79,7 +79,7 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
 }
 
 #[tokio::test]
-async fn a_request_that_a_worker_gives_back_runs_elsewhere() {
+async fn a_request_returned_by_its_worker_runs_on_another() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
             two(Profile::default(), Options::default()).await;
@@ -107,7 +107,7 @@ async fn a_request_that_a_worker_gives_back_runs_elsewhere() {
 }
 
 #[tokio::test]
-async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_if_there_is_none() {
+async fn a_stream_changes_fingerprint_only_if_no_worker_has_its_own() {
     bounded(async {
         let other = Profile { fingerprint: "f2", ..Profile::default() };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, Options::default()).await;
@@ -126,7 +126,7 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
         {
             tokio::task::yield_now().await;
         }
-        // All three are there: the equal one is waited for, though the other has room.
+        // All three are connected: the request waits for the equal one, though the other has room.
         two.grant(0, 0);
         let mut stream = both.generate(text("a")).await.unwrap();
         let submit = one.submit().await;
@@ -140,7 +140,7 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
         three.finish(&again, 0, &[EOT], STOP);
         stream.read_to_end().await.unwrap();
 
-        // Here the only other worker has another fingerprint.
+        // The only other worker has another fingerprint.
         let mut stream = cluster.generate(text("a")).await.unwrap();
         let submit = first.submit().await;
         first.tokens(&submit, 0, &tokens("x"));
@@ -159,7 +159,7 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
 }
 
 #[tokio::test]
-async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end() {
+async fn a_request_that_loses_every_worker_without_a_token_is_rejected() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
@@ -170,7 +170,7 @@ async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end
             assert_eq!(session.submit().await.attempt, attempt);
             session.break_stream();
             session = worker.granted().await;
-            // It runs alone only where a worker has been heard of since.
+            // A quarantined request is dispatched only after an update of its worker.
             session.grant(64, 1 << 16);
         }
         let status = stream.read_to_end().await.unwrap_err();
@@ -181,7 +181,7 @@ async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end
 }
 
 #[tokio::test]
-async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
+async fn requests_wait_for_a_lost_worker_up_to_a_timeout() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let wait = Duration::from_millis(300);
@@ -194,12 +194,12 @@ async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
         session.tokens(&submit, 0, &tokens("x"));
         stream.until_text("x").await;
         session.break_stream();
-        // It comes back, and the stream goes on where it was.
+        // The worker returns, and the stream continues.
         let mut session = worker.granted().await;
         let again = session.submit().await;
         session.tokens(&again, 0, &tokens("y"));
         stream.until_text("xy").await;
-        // It goes for good.
+        // The worker is lost for good.
         drop(worker);
         session.break_stream();
         let status = stream.read_to_end().await.unwrap_err();
@@ -214,7 +214,7 @@ async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
 }
 
 #[tokio::test]
-async fn a_worker_without_heartbeats_is_taken_for_lost() {
+async fn a_session_without_heartbeats_is_lost() {
     bounded(async {
         let silent = Profile { heartbeat_interval_ms: 30, ..Profile::default() };
         let mut worker = ScriptedWorker::start(silent).await;
@@ -222,7 +222,7 @@ async fn a_worker_without_heartbeats_is_taken_for_lost() {
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
         let mut stream = cluster.generate(text("a")).await.unwrap();
-        // A session may have gone silent before the request came; then the next one has it.
+        // A session may time out before the request arrives; then the next one has it.
         let first = loop {
             match session.submit_or_close().await {
                 Some(submit) => break submit,
@@ -241,7 +241,7 @@ async fn a_worker_without_heartbeats_is_taken_for_lost() {
 }
 
 #[tokio::test]
-async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went_on() {
+async fn responses_report_fingerprint_changes_and_cached_tokens() {
     bounded(async {
         let other = Profile { fingerprint: "f2", ..Profile::default() };
         let (mut cluster, workers, [mut first, mut second]) = two(other, Options::default()).await;
@@ -259,7 +259,7 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
             computed_tokens,
             ..sequence(&submit, 0, tokens, v1::FinishReason::Unspecified)
         };
-        // Of the prompt, the worker found all but two tokens in its cache.
+        // All but two tokens of the prompt were cached at the worker.
         first.sequence(computed(&tokens("a"), 2));
         first.tokens(&submit, 1, &tokens("bc"));
         while stream.token_ids[1].len() < tokens("bc").len() {
@@ -271,7 +271,7 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
         drop(workers);
         second.grant(64, 1000);
         let again = second.submit().await;
-        // What it computes now was computed before: usage speaks of the first time.
+        // Recomputed tokens do not count again: usage covers the first prefill only.
         second.sequence(v1::SequenceUpdate {
             computed_tokens: prompt + 3,
             ..sequence(&again, 0, &tokens("d"), LENGTH)
@@ -287,7 +287,7 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
 }
 
 #[tokio::test]
-async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchanged_for_another() {
+async fn a_required_fingerprint_is_never_replaced_and_rejected_if_unknown() {
     bounded(async {
         let other = Profile { fingerprint: "f2", ..Profile::default() };
         let options = Options { no_worker_timeout: Duration::from_secs(1), ..Options::default() };
@@ -300,7 +300,7 @@ async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchang
         let refused = cluster.client.generate(require("f3")).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         assert_eq!(refused.message(), "no worker has the fingerprint \"f3\"; those connected have: f1, f2");
-        // The worker that has a grant has another fingerprint: the request waits for its own.
+        // The worker with a grant has another fingerprint: the request waits for its own.
         let mut waiting = cluster.generate(require("f2")).await.unwrap();
         second.grant(64, 1000);
         let submit = second.submit().await;
@@ -312,7 +312,7 @@ async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchang
         first.tokens(&submit, 0, &tokens("a"));
         stream.until_text("a").await;
         first.break_stream();
-        // It comes back: the stream goes on there, though the other had room all the time.
+        // Its worker returns and the stream continues there, though the other had room all the time.
         let mut first = workers[0].granted().await;
         let again = first.submit().await;
         first.tokens(&again, 0, &tokens("b"));

@@ -16,7 +16,7 @@ use crate::worker::{Profile, ScriptedWorker};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
 fn service(name: &str) -> HealthCheckRequest {
@@ -24,7 +24,7 @@ fn service(name: &str) -> HealthCheckRequest {
 }
 
 #[tokio::test]
-async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_their_end() {
+async fn health_follows_workers_and_drain_and_open_streams_complete() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile { bad_bundles: 2, ..Profile::default() }).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
@@ -32,7 +32,7 @@ async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_thei
         let mut watch = health.watch(service("inflight.v1.Inference")).await.unwrap().into_inner();
         let seen = |answer: Option<HealthCheckResponse>| answer.unwrap().status();
         assert_eq!(seen(watch.message().await.unwrap()), ServingStatus::NotServing);
-        // The first two sessions fail on a bundle that does not have its digest.
+        // The first two sessions fail on a bundle with a wrong digest.
         for _ in 0..2 {
             assert!(worker.session().await.closed().await);
             assert!(!cluster.handle.is_ready());
@@ -53,7 +53,7 @@ async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_thei
         session.finish(&submit, 0, &tokens("y"), LENGTH);
         stream.read_to_end().await.unwrap();
         assert_eq!(stream.text[0], "xy");
-        // The health watch is still open, and does not hold the router up.
+        // The health watch is still open, and does not delay the shutdown.
         cluster.serving.await.unwrap().unwrap();
         assert!(session.closed().await, "sessions end with the router");
     })
@@ -61,7 +61,7 @@ async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_thei
 }
 
 #[tokio::test]
-async fn a_draining_worker_finishes_what_it_has_and_gets_nothing_new() {
+async fn a_draining_worker_completes_its_requests_and_gets_no_new_ones() {
     bounded(async {
         let mut workers = [
             ScriptedWorker::start(Profile::default()).await,
@@ -92,7 +92,7 @@ async fn a_draining_worker_finishes_what_it_has_and_gets_nothing_new() {
 }
 
 #[tokio::test]
-async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
+async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
     bounded(async {
         let mut workers = [
             ScriptedWorker::start(Profile::default()).await,
@@ -116,7 +116,7 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
         for (name, priority) in [("low", -1), ("first", 0), ("second", 0), ("high", 5)] {
             streams.push(cluster.generate(ask(name, priority)).await.unwrap());
         }
-        // One grant at a time, so that the order is seen.
+        // One grant at a time, so that the order is observable.
         for (turn, name) in ["high", "first", "second", "low"].into_iter().enumerate() {
             let session = &mut sessions[turn % 2];
             session.grant(1, 100);
@@ -136,7 +136,7 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
 }
 
 #[tokio::test]
-async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_else_does() {
+async fn only_a_request_that_outranks_another_exceeds_the_grant() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
@@ -152,12 +152,13 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
         for (name, priority) in [("equal", 0), ("important", 1), ("as important", 1)] {
             streams.push(cluster.generate(ask(name, priority)).await.unwrap());
         }
-        // Equal ones wait, and the second of the important: one sequence beyond the grant is all there is.
+        // Requests of equal priority wait, and so does the second important one: one sequence beyond the
+        // grant is the maximum.
         let important = session.submit().await;
         assert_eq!(important.prompt_token_ids[1..], tokens("important"));
         session.finish(&running, 0, &[EOT], STOP);
         session.finish(&important, 0, &[EOT], STOP);
-        // What is left outranks nothing by then, and goes within the grant, in order.
+        // The remaining requests outrank nothing and are dispatched within the grant, in order.
         for name in ["as important", "equal"] {
             let submit = session.submit().await;
             assert_eq!(submit.prompt_token_ids[1..], tokens(name));
@@ -171,7 +172,7 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
 }
 
 #[tokio::test]
-async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
+async fn a_clients_trace_continues_in_router_spans_and_the_submission() {
     bounded(async {
         let mut worker = ScriptedWorker::start(Profile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
@@ -213,7 +214,7 @@ async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
 }
 
 #[tokio::test]
-async fn reflection_is_served_where_it_is_on() {
+async fn reflection_is_served_if_enabled() {
     use tonic_reflection::pb::v1::ServerReflectionRequest;
     use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
     use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
@@ -242,9 +243,9 @@ async fn reflection_is_served_where_it_is_on() {
     .await;
 }
 
-/// A panic in the task that keeps a worker's session used to leave the worker without one until the router was restarted.
+/// A panic in a session task must not leave the worker without a session.
 #[tokio::test]
-async fn a_session_whose_task_panics_is_opened_again() {
+async fn a_session_task_is_restarted_after_a_panic() {
     bounded(async {
         let worker = ScriptedWorker::start(Profile::default()).await;
         let panicked = Arc::new(AtomicBool::new(false));

@@ -1,3 +1,5 @@
+//! Scripted worker: a gRPC server whose sessions are driven by tests.
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -18,7 +20,7 @@ use tonic::{Request, Response, Status, Streaming};
 type Files = BTreeMap<&'static str, Vec<u8>>;
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// What a scripted worker says of itself.
+/// Hello message and behaviour of a scripted worker.
 #[derive(Clone)]
 pub struct Profile {
     pub model: &'static str,
@@ -26,10 +28,10 @@ pub struct Profile {
     pub context_tokens: u32,
     pub heartbeat_interval_ms: u32,
     pub files: Files,
-    /// Bundles served wrongly before the right one.
+    /// Number of corrupted bundles served before a valid one.
     pub bad_bundles: u32,
     pub incarnation: &'static str,
-    /// Certificate, key and the authority of routers.
+    /// Certificate, key, and the authority of routers.
     pub tls: Option<[String; 3]>,
 }
 
@@ -53,7 +55,7 @@ impl Default for Profile {
     }
 }
 
-/// A worker whose sessions a test plays itself.
+/// Worker whose sessions a test drives.
 pub struct ScriptedWorker {
     pub address: SocketAddr,
     sessions: mpsc::UnboundedReceiver<Session>,
@@ -86,12 +88,12 @@ impl ScriptedWorker {
         Self { address, sessions, server }
     }
 
-    /// The next session that the router opens.
+    /// Waits for the next session.
     pub async fn session(&mut self) -> Session {
         self.sessions.recv().await.unwrap()
     }
 
-    /// The next session, which is granted plenty at once.
+    /// Waits for the next session and grants it ample credits.
     pub async fn granted(&mut self) -> Session {
         let session = self.session().await;
         session.grant(64, 1 << 16);
@@ -111,24 +113,24 @@ struct Service {
     bad_bundles: Mutex<u32>,
 }
 
-/// One session, from the worker's side. Dropping it breaks the stream.
+/// Worker side of a session. Dropping it breaks the stream.
 pub struct Session {
     pub open: v1::SessionOpen,
     commands: mpsc::UnboundedReceiver<Command>,
-    /// What the router told of other incarnations.
+    /// Received service counters of other incarnations.
     pub services: mpsc::UnboundedReceiver<v1::ServiceTable>,
-    /// What it told of its queue.
+    /// Received backlog reports.
     pub backlogs: mpsc::UnboundedReceiver<bool>,
     updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
 }
 
 impl Session {
-    /// The next message from the router.
+    /// Receives the next command.
     pub async fn command(&mut self) -> Command {
         self.commands.recv().await.expect("the router ended the session")
     }
 
-    /// A message that has arrived already.
+    /// Returns a command that has already arrived.
     pub fn try_command(&mut self) -> Option<Command> {
         self.commands.try_recv().ok()
     }
@@ -140,7 +142,7 @@ impl Session {
         }
     }
 
-    /// The next submission, or none if the router ends the session before.
+    /// Receives the next submission; `None` if the router ends the session first.
     pub async fn submit_or_close(&mut self) -> Option<v1::Submit> {
         match self.commands.recv().await? {
             Command::Submit(submit) => Some(submit),
@@ -155,7 +157,7 @@ impl Session {
         }
     }
 
-    /// Waits until the router ends the session, whatever it says before.
+    /// Waits until the router ends the session, ignoring commands.
     pub async fn ended(&mut self) {
         while self.commands.recv().await.is_some() {}
     }
@@ -167,7 +169,7 @@ impl Session {
 
     pub fn update(&self, update: v1::Update) {
         let message = v1::SessionResponse { message: Some(Message::Update(update)) };
-        // A router that has given the session up hears nothing more.
+        // Fails if the router has closed the session.
         let _ = self.updates.send(Ok(message));
     }
 
@@ -268,7 +270,7 @@ impl Worker for Service {
                 if let Command::Backlog(backlog) = &command {
                     let _ = waiting.send(backlog.has_waiting_requests);
                 }
-                // What else routers say beside their requests is tested elsewhere.
+                // Other messages are tested elsewhere.
                 if matches!(command, Command::ServiceTable(_) | Command::Backlog(_)) {
                     continue;
                 }

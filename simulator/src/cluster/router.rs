@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use inflight_contract::Weight;
 use inflight_router_core::{
-    Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep,
-    Ledger, Place, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
+    Arrival, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep, Ledger,
+    PlacementRequest, Placer, QueueLimits, QueuePosition, SnapshotPiece, Tier, WorkerLoad,
 };
 use inflight_worker_core::{CacheEvent, CacheTier, Time};
 
@@ -30,7 +30,7 @@ pub(super) struct Router {
     fleet: Fleet,
     placer: Placer,
     block_tokens: u32,
-    running: BTreeMap<usize, Place<u32>>,
+    running: BTreeMap<usize, QueuePosition<u32>>,
 }
 
 impl Router {
@@ -105,19 +105,19 @@ impl Router {
                 handed.push(one);
                 continue;
             }
-            let behind = self.queue.behind(&head, since_start(now));
+            let behind = self.queue.bypass_candidates(&head, since_start(now));
             let fits = behind.into_iter().find_map(|place| {
                 let index = *self.queue.get(&place)?;
                 self.hand(&place, index, &requests[index])
             });
             let Some(one) = fits else { break };
-            self.queue.overtake(&head);
+            self.queue.count_bypass(&head);
             handed.push(one);
         }
         handed
     }
 
-    fn hand(&mut self, place: &Place<u32>, index: usize, request: &ClusterRequest) -> Option<Handed> {
+    fn hand(&mut self, place: &QueuePosition<u32>, index: usize, request: &ClusterRequest) -> Option<Handed> {
         let need = Credits { sequences: 1, blocks: request.prompt_tokens.div_ceil(self.block_tokens) + 1 };
         let mut candidates: Vec<Candidate> = self
             .ledgers
@@ -144,7 +144,10 @@ impl Router {
         for candidate in candidates.iter_mut().filter(|candidate| candidate.has_room()) {
             candidate.estimate = self.fleet.estimate(candidate.worker, request.prompt_tokens, &chains);
         }
-        let ask = Ask { prompt_tokens: request.prompt_tokens, output_tokens: request.output_tokens.min(256) };
+        let ask = PlacementRequest {
+            prompt_tokens: request.prompt_tokens,
+            output_tokens: request.output_tokens.min(256),
+        };
         let worker = self.placer.choose(&ask, &candidates)?;
         let cost = u64::from(request.prompt_tokens);
         self.queue.take(place, cost)?;

@@ -57,7 +57,7 @@ pub struct Candidate {
 
 impl Candidate {
     /// Whether the request may be dispatched now. An idle session with a grant accepts any request, or one
-    /// larger than every grant would wait for ever. A request that outranks another in flight may use
+    /// larger than every grant would wait forever. A request that outranks another in flight may use
     /// `urgent` sequences beyond the grant; its blocks are not counted then, because the worker preempts for
     /// them.
     pub fn has_room(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Placement policy `cost`: minimal predicted completion time.
 
-use super::{Ask, Candidate, Ordered, Policy, Turn};
+use super::{Candidate, Ordered, PlacementRequest, Policy, TieBreaker};
 
 /// Worker with the earliest predicted completion of the request, plus the delay it causes to the next. The
 /// default.
@@ -17,22 +17,22 @@ use super::{Ask, Candidate, Ordered, Policy, Turn};
 ///   of each block of the prompt (below a microsecond each).
 #[derive(Debug)]
 pub struct Cost {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl Cost {
     /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for Cost {
-    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, |worker| {
+    fn pick(&mut self, request: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, |worker| {
             let estimate = &worker.estimate;
-            let completion = estimate.completion(ask.prompt_tokens, ask.output_tokens);
-            (Ordered(completion + estimate.burden(ask.prompt_tokens)), worker.load())
+            let completion = estimate.completion(request.prompt_tokens, request.output_tokens);
+            (Ordered(completion + estimate.delay_to_next(request.prompt_tokens)), worker.load())
         })
     }
 

@@ -58,7 +58,7 @@ pub struct Estimate {
     /// Last reported load of the worker.
     pub load: WorkerLoad,
     /// Seconds of prefill dispatched after that report.
-    pub unseen: f64,
+    pub unreported_prefill_s: f64,
 }
 
 impl Estimate {
@@ -75,19 +75,20 @@ impl Estimate {
     /// Returns the predicted seconds to the first token, after the prefill backlog and beside the running
     /// decodes.
     pub fn first_token(&self, prompt_tokens: u32) -> f64 {
-        self.load.stretch * (self.load.ahead + self.unseen + self.prefill(prompt_tokens)) + self.cost.step_s
+        self.load.stretch * (self.load.ahead + self.unreported_prefill_s + self.prefill(prompt_tokens))
+            + self.cost.step_s
     }
 
     /// Returns the predicted seconds to the end of a request with `output_tokens` to generate: the prefill
     /// backlog and its own prefill beside the running decodes, then one step per token with these and itself.
     pub fn completion(&self, prompt_tokens: u32, output_tokens: u32) -> f64 {
-        let prefill = self.load.ahead + self.unseen + self.prefill(prompt_tokens);
+        let prefill = self.load.ahead + self.unreported_prefill_s + self.prefill(prompt_tokens);
         let decode = self.load.decode_step.max(self.cost.step_s) + self.cost.decode(prompt_tokens);
         self.load.stretch * prefill + f64::from(output_tokens) * decode
     }
 
     /// Returns the predicted seconds by which its prefill delays the next request.
-    pub fn burden(&self, prompt_tokens: u32) -> f64 {
+    pub fn delay_to_next(&self, prompt_tokens: u32) -> f64 {
         self.load.stretch * self.prefill(prompt_tokens)
     }
 }

@@ -54,12 +54,12 @@ struct Member {
     index: PrefixIndex,
     /// Blocks of the requests in flight, each with their number: they are, or soon will be, on the device,
     /// whatever events have arrived.
-    coming: BlockMap<u32>,
+    in_flight_blocks: BlockMap<u32>,
     routed: BTreeMap<u64, Routed>,
     /// Submissions sent in this session.
     sent: u64,
     /// Seconds of prefill of each submission, by number, that the last reported load does not include.
-    unseen: BTreeMap<u64, f64>,
+    unreported_prefill_s: BTreeMap<u64, f64>,
     load: WorkerLoad,
     /// `None` until the worker has reported its cost model.
     cost: Option<CostCoefficients>,
@@ -68,8 +68,8 @@ struct Member {
 /// What a router knows of its workers for placement: caches, costs, loads, and dispatched requests that they
 /// have not yet accounted for. Workers are named by the router's indices, submissions by their ids.
 ///
-/// **Invariants**: for each worker, `coming` counts exactly the blocks of the submissions in `routed`, and
-/// `unseen` holds only submissions in `routed`; so both are bounded by the requests in flight, and the index
+/// **Invariants**: for each worker, `in_flight_blocks` counts exactly the blocks of the submissions in `routed`, and
+/// `unreported_prefill_s` holds only submissions in `routed`; so both are bounded by the requests in flight, and the index
 /// by the worker's pools.
 #[derive(Debug, Default)]
 pub struct Fleet {
@@ -82,10 +82,10 @@ impl Fleet {
         let member = Member {
             block_tokens,
             index: PrefixIndex::new(blocks_max),
-            coming: BlockMap::default(),
+            in_flight_blocks: BlockMap::default(),
             routed: BTreeMap::new(),
             sent: 0,
-            unseen: BTreeMap::new(),
+            unreported_prefill_s: BTreeMap::new(),
             load: WorkerLoad::default(),
             cost: None,
         };
@@ -123,7 +123,7 @@ impl Fleet {
     pub fn set_load(&mut self, worker: usize, load: WorkerLoad, taken: u64) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.load = load;
-            member.unseen = member.unseen.split_off(&taken);
+            member.unreported_prefill_s = member.unreported_prefill_s.split_off(&taken);
         }
     }
 
@@ -151,7 +151,7 @@ impl Fleet {
             cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
             cost: member.cost.unwrap_or_default(),
             load: member.load,
-            unseen: member.unseen.values().sum(),
+            unreported_prefill_s: member.unreported_prefill_s.values().sum(),
         }
     }
 
@@ -167,11 +167,11 @@ impl Fleet {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens).cloned();
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
-            *member.coming.entry(*block).or_insert(0) += 1;
+            *member.in_flight_blocks.entry(*block).or_insert(0) += 1;
         }
         let number = member.sent;
         member.sent += 1;
-        member.unseen.insert(number, estimate.prefill(prompt_tokens));
+        member.unreported_prefill_s.insert(number, estimate.prefill(prompt_tokens));
         let before = member.routed.insert(submission, Routed { chain, number });
         debug_assert!(before.is_none(), "a submission is routed once");
     }
@@ -180,12 +180,12 @@ impl Fleet {
     pub fn settle(&mut self, worker: usize, submission: u64) {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
-        member.unseen.remove(&number);
+        member.unreported_prefill_s.remove(&number);
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
-            if let Some(count) = member.coming.get_mut(block) {
+            if let Some(count) = member.in_flight_blocks.get_mut(block) {
                 *count -= 1;
                 if *count == 0 {
-                    member.coming.remove(block);
+                    member.in_flight_blocks.remove(block);
                 }
             }
         }
@@ -195,8 +195,9 @@ impl Fleet {
 impl Member {
     /// Returns the cached prefix of a chain; the last token is always computed.
     fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
-        let on_device =
-            |block: &&u64| self.index.holds(Tier::Device, **block) || self.coming.contains_key(*block);
+        let on_device = |block: &&u64| {
+            self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
+        };
         let device = chain.blocks.iter().take_while(on_device).count();
         let behind = chain.blocks[device..].iter();
         let host = behind.take_while(|block| self.index.holds(Tier::Host, **block)).count();
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_is_the_run_on_the_device_with_what_is_coming_and_then_the_run_on_the_host() {
+    fn a_cached_prefix_is_a_device_run_with_blocks_in_flight_then_a_host_run() {
         let mut fleet = Fleet::default();
         fleet.open(0, 4, 100);
         let stored = |tier, block| CacheChange::Stored(tier, block);
@@ -242,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chain_of_a_prompt_is_the_workers_own_for_its_tenant() {
+    fn a_prompts_chain_equals_the_workers_chain_for_its_tenant() {
         let prompt: Vec<u32> = (0..19).collect();
         let mut hashes = Vec::new();
         BlockHash::extend_chain(&mut hashes, BlockHash::root("a"), &prompt, 4);
@@ -253,7 +254,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_handed_over_counts_until_the_worker_has_accounted_for_it(
+        fn dispatched_prefill_counts_until_the_worker_has_reported_it(
             ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
         ) {
             let mut fleet = Fleet::default();
@@ -283,13 +284,13 @@ mod tests {
                 }
                 let expected: f64 = sent[taken..].iter().filter(|one| !one.1).map(|one| one.0).sum();
                 let estimate = fleet.estimate(3, 9, &[]);
-                prop_assert!((estimate.unseen - expected).abs() < 1e-9);
+                prop_assert!((estimate.unreported_prefill_s - expected).abs() < 1e-9);
             }
             for handle in 0..sent.len() as u64 {
                 fleet.settle(3, 100 + handle);
             }
             let member = &fleet.members[&3];
-            prop_assert!(member.coming.is_empty() && member.routed.is_empty() && member.unseen.is_empty());
+            prop_assert!(member.in_flight_blocks.is_empty() && member.routed.is_empty() && member.unreported_prefill_s.is_empty());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Placement policy `least-loaded`.
 
-use super::{Ask, Candidate, Policy, Turn};
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
 
 /// Worker with the lowest relative load after dispatch; round-robin among equals.
 ///
@@ -12,18 +12,18 @@ use super::{Ask, Candidate, Policy, Turn};
 ///   own requests count; prefixes are hit by chance.
 #[derive(Debug)]
 pub struct LeastLoaded {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl LeastLoaded {
     /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for LeastLoaded {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, Candidate::load)
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, Candidate::load)
     }
 }

@@ -27,7 +27,7 @@ pub use round_robin::RoundRobin;
 
 /// Size of a request, for placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ask {
+pub struct PlacementRequest {
     /// Tokens of its prompt and of earlier attempts' output.
     pub prompt_tokens: u32,
     /// Expected output tokens.
@@ -40,7 +40,7 @@ pub struct Ask {
 /// and on the seed.
 pub trait Policy: Send + fmt::Debug {
     /// Returns an index into `workers`, which is not empty and sorted by worker.
-    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize;
+    fn pick(&mut self, request: &PlacementRequest, workers: &[Candidate]) -> usize;
 
     /// Whether it uses cached prefixes, which costs a hash per block of the prompt.
     fn reads_prefixes(&self) -> bool {
@@ -135,11 +135,11 @@ impl Placer {
     }
 
     /// Returns the worker to dispatch to now; `None` if none has room.
-    pub fn choose(&mut self, ask: &Ask, candidates: &[Candidate]) -> Option<usize> {
+    pub fn choose(&mut self, request: &PlacementRequest, candidates: &[Candidate]) -> Option<usize> {
         let serving = |candidate: &&Candidate| candidate.standing == Standing::Serving;
-        let spoilt = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
+        let untried = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
         self.eligible.clear();
-        let eligible = candidates.iter().filter(serving).filter(|candidate| !(spoilt && candidate.avoid));
+        let eligible = candidates.iter().filter(serving).filter(|candidate| !(untried && candidate.avoid));
         self.eligible.extend(eligible.filter(|candidate| candidate.has_room()));
         self.eligible.sort_by_key(|candidate| candidate.worker);
         match self.eligible.as_slice() {
@@ -147,11 +147,11 @@ impl Placer {
             [only] => {
                 let worker = only.worker;
                 // Calls the policy to advance its round-robin state.
-                self.policy.pick(ask, &self.eligible);
+                self.policy.pick(request, &self.eligible);
                 Some(worker)
             }
             several => {
-                let picked = self.policy.pick(ask, several);
+                let picked = self.policy.pick(request, several);
                 debug_assert!(picked < several.len(), "a policy picks from its list");
                 several.get(picked).map(|candidate| candidate.worker)
             }
@@ -161,12 +161,12 @@ impl Placer {
 
 /// Round-robin tie-breaking: among equals, the first worker after the last chosen one.
 #[derive(Debug, Clone, Copy, Default)]
-struct Turn {
+struct TieBreaker {
     last: Option<usize>,
     seed: u64,
 }
 
-impl Turn {
+impl TieBreaker {
     fn new(seed: u64) -> Self {
         Self { last: None, seed }
     }

@@ -1,6 +1,6 @@
 //! Placement policy `power-of-two`.
 
-use super::{Ask, Candidate, Policy, Random};
+use super::{Candidate, PlacementRequest, Policy, Random};
 
 /// Less loaded of two workers chosen at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
 /// Balancing", 2001).
@@ -22,7 +22,7 @@ impl PowerOfTwo {
 }
 
 impl Policy for PowerOfTwo {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
         let first = self.random.below(workers.len());
         if workers.len() < 2 {
             return first;

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::{Ask, Candidate, Policy, Turn};
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
 
 /// Worker with the longest cached prefix of the prompt, if it is long enough; else the least loaded.
 ///
@@ -14,7 +14,7 @@ use super::{Ask, Candidate, Policy, Turn};
 ///   below the threshold counts for nothing. `cost` weighs both.
 #[derive(Debug)]
 pub struct Prefix {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl Prefix {
@@ -23,15 +23,15 @@ impl Prefix {
 
     /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for Prefix {
-    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, |worker| {
+    fn pick(&mut self, request: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, |worker| {
             let cached = worker.estimate.cached;
-            let enough = u64::from(cached.tokens()) * Self::PART >= u64::from(ask.prompt_tokens).max(1);
+            let enough = u64::from(cached.tokens()) * Self::PART >= u64::from(request.prompt_tokens).max(1);
             // Device blocks are worth more than host blocks.
             let found = if enough { (cached.tokens(), cached.device_tokens) } else { (0, 0) };
             (Reverse(found), worker.load())

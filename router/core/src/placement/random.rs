@@ -1,6 +1,6 @@
 //! Uniformly random placement: the baseline of simulations.
 
-use super::{Ask, Candidate, Policy};
+use super::{Candidate, PlacementRequest, Policy};
 
 /// Uniformly random worker with room: the baseline for the other policies. It has no name in production.
 #[derive(Debug, Clone)]
@@ -24,7 +24,7 @@ impl Random {
 }
 
 impl Policy for Random {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
         self.below(workers.len())
     }
 }

@@ -1,6 +1,6 @@
 //! Placement policy `round-robin`.
 
-use super::{Ask, Candidate, Policy, Turn};
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
 
 /// One worker after the other.
 ///
@@ -11,18 +11,18 @@ use super::{Ask, Candidate, Policy, Turn};
 ///   all requests are alike and short.
 #[derive(Debug)]
 pub struct RoundRobin {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl RoundRobin {
     /// Creates the policy; the seed chooses the first worker.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for RoundRobin {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, |_| ())
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, |_| ())
     }
 }
