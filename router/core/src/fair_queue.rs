@@ -298,8 +298,11 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     /// Returns the requests that may bypass the head: by priority, and then round-robin over the tenants'
     /// first, second, ... requests. Empty once the head was bypassed `bypass_max` times.
     pub fn bypass_candidates(&self, head: &QueuePosition<L>, now: Duration) -> Vec<QueuePosition<L>> {
-        let spent = self.entry(head).is_none_or(|entry| entry.bypasses >= self.options.bypass_max);
-        let Some(lane) = self.lanes.get(&head.lane).filter(|_| !spent) else { return Vec::new() };
+        let bypasses_exhausted =
+            self.entry(head).is_none_or(|entry| entry.bypasses >= self.options.bypass_max);
+        let Some(lane) = self.lanes.get(&head.lane).filter(|_| !bypasses_exhausted) else {
+            return Vec::new();
+        };
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
             let first = waiting.first(now, self.options.wait_max);

@@ -35,7 +35,7 @@ struct Charge {
 #[derive(Debug, Default)]
 pub struct Ledger {
     grant: Credits,
-    urgent: u32,
+    priority_sequences: u32,
     used: Credits,
     /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
@@ -52,15 +52,15 @@ impl Ledger {
     }
 
     /// Replaces the number of sequences allowed beyond the grant.
-    pub fn set_urgent(&mut self, urgent: u32) {
-        self.urgent = urgent;
+    pub fn set_priority_sequences(&mut self, priority_sequences: u32) {
+        self.priority_sequences = priority_sequences;
     }
 
     /// Returns the sequences beyond the grant that a request of this priority may use; 0 if it outranks
     /// nothing in flight.
-    pub fn urgent(&self, priority: i32) -> u32 {
+    pub fn priority_sequences(&self, priority: i32) -> u32 {
         let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
-        if outranks { self.urgent } else { 0 }
+        if outranks { self.priority_sequences } else { 0 }
     }
 
     /// Returns the grant.
@@ -195,11 +195,11 @@ mod tests {
             let mut open: Vec<(u64, i32, u32)> = Vec::new();
             let mut most = 0;
             for (i, (arrives, priority, sequences)) in steps.into_iter().enumerate() {
-                let (granted, urgent) = grants[i * grants.len() / 120];
+                let (granted, priority_sequences) = grants[i * grants.len() / 120];
                 let grant = Credits { sequences: granted, blocks: 1 };
                 ledger.set_grant(grant);
-                ledger.set_urgent(urgent);
-                most = most.max(granted + urgent).max(2);
+                ledger.set_priority_sequences(priority_sequences);
+                most = most.max(granted + priority_sequences).max(2);
                 if !arrives {
                     if !open.is_empty() {
                         let (submission, _, choices) = open.remove(i % open.len());
@@ -212,9 +212,9 @@ mod tests {
                 let need = Credits { sequences, blocks: 1 };
                 let used = ledger.used();
                 let candidate =
-                    Candidate { grant, used, need, urgent: ledger.urgent(priority), ..Candidate::default() };
+                    Candidate { grant, used, need, priority_sequences: ledger.priority_sequences(priority), ..Candidate::default() };
                 let outranks = open.iter().any(|(_, other, _)| *other < priority);
-                let beyond = outranks && urgent > 0 && used.sequences + sequences <= granted + urgent;
+                let beyond = outranks && priority_sequences > 0 && used.sequences + sequences <= granted + priority_sequences;
                 let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
                 prop_assert_eq!(candidate.has_room(), expected);
                 if expected {

@@ -62,16 +62,16 @@ pub enum IndexStep {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum IndexState {
     /// Empty, until a snapshot starts or the worker's very first event arrives.
-    Blank {
+    Empty {
         /// A snapshot was requested.
-        asked: bool,
+        requested: bool,
     },
     /// Within a snapshot.
     Loading,
     /// Exact; holds the number of the next event.
     Exact(u64),
     /// Disabled: the worker reported more blocks than it has.
-    Off,
+    Disabled,
 }
 
 /// Prefix cache of one worker as its events report it: exact, or empty.
@@ -80,18 +80,18 @@ enum IndexState {
 /// longer than an event travels. Blocks of different tenants never match: a tenant's name is the root of its
 /// hash chains (`BlockHash::root`).
 ///
-/// **Invariants**: at most `most` blocks; while exact, it holds the snapshot with all events since.
+/// **Invariants**: at most `blocks_max` blocks; while exact, it holds the snapshot with all events since.
 #[derive(Debug)]
 pub struct PrefixIndex {
     blocks: BlockMap<u8>,
-    most: usize,
+    blocks_max: usize,
     state: IndexState,
 }
 
 impl PrefixIndex {
-    /// Creates an empty index for a worker whose pools hold `most` blocks.
-    pub fn new(most: usize) -> Self {
-        Self { blocks: BlockMap::default(), most, state: IndexState::Blank { asked: false } }
+    /// Creates an empty index for a worker whose pools hold `blocks_max` blocks.
+    pub fn new(blocks_max: usize) -> Self {
+        Self { blocks: BlockMap::default(), blocks_max, state: IndexState::Empty { requested: false } }
     }
 
     /// Returns the number of indexed blocks.
@@ -119,9 +119,9 @@ impl PrefixIndex {
         let mut number = match self.state {
             IndexState::Exact(next) if next == first => next,
             // Event 0: the worker's cache was empty before.
-            IndexState::Blank { asked: false } if first == 0 => 0,
-            IndexState::Off => return IndexStep::Overfull,
-            IndexState::Blank { .. } | IndexState::Exact(_) | IndexState::Loading => return self.lose(),
+            IndexState::Empty { requested: false } if first == 0 => 0,
+            IndexState::Disabled => return IndexStep::Overfull,
+            IndexState::Empty { .. } | IndexState::Exact(_) | IndexState::Loading => return self.desync(),
         };
         for change in changes {
             number = number.wrapping_add(1);
@@ -143,10 +143,10 @@ impl PrefixIndex {
     /// Loads a part of a snapshot.
     pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStep {
         match self.state {
-            IndexState::Off => return IndexStep::Overfull,
-            _ if piece.first => self.forget(IndexState::Loading),
+            IndexState::Disabled => return IndexStep::Overfull,
+            _ if piece.first => self.reset(IndexState::Loading),
             IndexState::Loading => {}
-            IndexState::Blank { .. } | IndexState::Exact(_) => return self.lose(),
+            IndexState::Empty { .. } | IndexState::Exact(_) => return self.desync(),
         }
         for (tier, blocks) in [(Tier::Device, piece.device), (Tier::Host, piece.host)] {
             if !blocks.iter().all(|block| self.add(tier, *block)) {
@@ -160,18 +160,18 @@ impl PrefixIndex {
     }
 
     /// Empties the index after missing events, until a snapshot that is requested once.
-    fn lose(&mut self) -> IndexStep {
-        let asked = matches!(self.state, IndexState::Blank { asked: true });
-        self.forget(IndexState::Blank { asked: true });
-        if asked { IndexStep::Ignored } else { IndexStep::Lost }
+    fn desync(&mut self) -> IndexStep {
+        let requested = matches!(self.state, IndexState::Empty { requested: true });
+        self.reset(IndexState::Empty { requested: true });
+        if requested { IndexStep::Ignored } else { IndexStep::Lost }
     }
 
     /// Adds a block. Returns whether there was room for it.
     fn add(&mut self, tier: Tier, block: u64) -> bool {
         let known = self.blocks.len();
         let tiers = self.blocks.entry(block).or_insert(0);
-        if *tiers == 0 && known >= self.most {
-            self.forget(IndexState::Off);
+        if *tiers == 0 && known >= self.blocks_max {
+            self.reset(IndexState::Disabled);
             return false;
         }
         *tiers |= tier.bit();
@@ -187,7 +187,7 @@ impl PrefixIndex {
         }
     }
 
-    fn forget(&mut self, state: IndexState) {
+    fn reset(&mut self, state: IndexState) {
         self.blocks.clear();
         self.state = state;
     }
@@ -258,11 +258,11 @@ mod tests {
             let mut index = PrefixIndex::new(40);
             let mut has: BTreeSet<(Tier, u64)> = BTreeSet::new();
             let mut sent = 0u64;
-            let mut asked = false;
+            let mut requested = false;
             for (ops, pieces) in steps {
                 let first = sent;
                 let mut changes = Vec::new();
-                let (mut dropped, mut snapshot) = (false, std::mem::take(&mut asked));
+                let (mut dropped, mut snapshot) = (false, std::mem::take(&mut requested));
                 for op in ops {
                     match op {
                         Op::Change(true, device, block) if has.insert((tier(device), block)) => {
@@ -303,7 +303,7 @@ mod tests {
                         prop_assert_eq!(step, IndexStep::Followed);
                     }
                 } else if !changes.is_empty() && !dropped {
-                    asked |= index.apply(first, changes) == IndexStep::Lost;
+                    requested |= index.apply(first, changes) == IndexStep::Lost;
                 }
                 if index.state == IndexState::Exact(sent) {
                     for block in 0..40 {

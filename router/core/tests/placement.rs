@@ -36,11 +36,13 @@ fn coefficients(
 fn estimate() -> impl Strategy<Value = Estimate> {
     let cached = (0u32..5000, 0u32..500, 0u32..50);
     (cached, prop::array::uniform7(number()), (number(), number(), number()), 0.0..5.0f64).prop_map(
-        |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unseen)| Estimate {
-            cached: Cached { device_tokens, host_tokens, host_blocks },
-            cost: coefficients(cost),
-            load: WorkerLoad::new(ahead, stretch, step),
-            unseen,
+        |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unreported_prefill_s)| {
+            Estimate {
+                cached: Cached { device_tokens, host_tokens, host_blocks },
+                cost: coefficients(cost),
+                load: WorkerLoad::new(ahead, stretch, step),
+                unreported_prefill_s,
+            }
         },
     )
 }
@@ -53,13 +55,17 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
         1 => Just(Standing::Ejected),
     ];
     let avoid = prop::bool::weighted(0.3);
-    let urgent = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
-    let one = (0usize..40, standing, credits(20), credits(20), urgent, credits(4), avoid, estimate());
+    let priority_sequences = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
+    let one =
+        (0usize..40, standing, credits(20), credits(20), priority_sequences, credits(4), avoid, estimate());
     prop::collection::vec(one, 0..9).prop_map(|ones| {
         let by_worker: BTreeMap<usize, Candidate> = ones
             .into_iter()
-            .map(|(worker, standing, grant, used, urgent, need, avoid, estimate)| {
-                (worker, Candidate { worker, standing, grant, used, urgent, need, avoid, estimate })
+            .map(|(worker, standing, grant, used, priority_sequences, need, avoid, estimate)| {
+                (
+                    worker,
+                    Candidate { worker, standing, grant, used, priority_sequences, need, avoid, estimate },
+                )
             })
             .collect();
         by_worker.into_values().collect()
@@ -245,7 +251,7 @@ fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) 
             cached: Cached { device_tokens, host_tokens, host_blocks: host_tokens / 16 },
             cost,
             load: WorkerLoad::new(ahead, 1.0, 4e-3),
-            unseen: 0.0,
+            unreported_prefill_s: 0.0,
         },
         ..Candidate::default()
     }

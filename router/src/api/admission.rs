@@ -49,13 +49,13 @@ impl Admission {
         let limits = state.limits;
         let entered = state.gate.enter(&limits, routers, now);
         drop(state);
-        entered.map_err(|over| refuse(&over, tenant))?;
+        entered.map_err(|over| reject(&over, tenant))?;
         Ok(Some(AdmissionGuard { tenant: tenant.clone(), admission: self.clone() }))
     }
 }
 
 /// Counts a rejection by a tenant's limit and returns its outcome.
-pub(crate) fn refuse(over: &OverLimit, tenant: &Tenant) -> Outcome {
+pub(crate) fn reject(over: &OverLimit, tenant: &Tenant) -> Outcome {
     metrics::counter!(names::TENANT_REJECTIONS, "tenant" => tenant.name.to_string(), "quota" => over.quota())
         .increment(1);
     Outcome::Limited(Box::new(Overload::of_tenant(over, &tenant.name)))
@@ -82,7 +82,7 @@ impl AdmissionGuard {
         let limits = state.limits;
         let taken = state.gate.take_tokens(&limits, routers, tokens, now);
         drop(state);
-        let taken = taken.map_err(|over| refuse(&over, &self.tenant))?;
+        let taken = taken.map_err(|over| reject(&over, &self.tenant))?;
         Ok(TokenCharge { tenant: self.tenant.clone(), taken, unused: tokens })
     }
 }

@@ -64,13 +64,13 @@ pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
 /// Returns the shared budget of all messages being received.
 pub(crate) fn receive_budget(options: &Options) -> ReceiveBudget {
     let (max, retry) = (options.receive_bytes_max, options.retry_delay);
-    let spent = move || {
+    let exhausted = move || {
         let what = format!(
             "the router is receiving {max} bytes of requests, the limit (--receive-bytes-max); try again later"
         );
         Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry))).into_status()
     };
-    ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), spent)
+    ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), exhausted)
 }
 
 impl ArrivalLayer {

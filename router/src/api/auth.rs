@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
 
-use crate::api::admission::refuse;
+use crate::api::admission::reject;
 use crate::api::paths::is_open;
 use crate::metrics as names;
 use crate::outcome::Outcome;
@@ -43,10 +43,10 @@ impl<S> AuthService<S> {
     fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
         let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
         let peer = request.extensions().get::<Peer>();
-        let refused = |unknown: AuthenticationError| Outcome::Unauthenticated(unknown.to_string());
-        let key = api_key(request.headers()).map_err(refused)?;
+        let rejected = |unknown: AuthenticationError| Outcome::Unauthenticated(unknown.to_string());
+        let key = api_key(request.headers()).map_err(rejected)?;
         let identity = peer.and_then(Peer::identity);
-        let tenant = tenants.authenticate(key, identity, SystemTime::now()).map_err(refused)?;
+        let tenant = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
         if let Some(peer) = peer {
             hold_connection(peer, &tenant)?;
         }
@@ -112,7 +112,7 @@ fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
         state.gate.connect(&limits)?;
         Ok(HeldConnection(tenant.clone()))
     })
-    .map_err(|over| refuse(&over, tenant))
+    .map_err(|over| reject(&over, tenant))
 }
 
 struct HeldConnection(Arc<Tenant>);

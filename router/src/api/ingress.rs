@@ -97,7 +97,7 @@ impl Drop for OpenStream {
 }
 
 /// Counts a rejected request and returns its status.
-pub(crate) fn refused(outcome: Outcome) -> Status {
+pub(crate) fn rejected(outcome: Outcome) -> Status {
     metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
     tracing::debug!(outcome = outcome.label(), "request refused");
     outcome.into_status()
@@ -246,7 +246,7 @@ impl Inference for Ingress {
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<ResponseStream>, Status> {
         let incoming = RequestContext::of(&request);
-        let generation = self.start(request.into_inner(), incoming).await.map_err(refused)?;
+        let generation = self.start(request.into_inner(), incoming).await.map_err(rejected)?;
         Ok(Response::new(generation))
     }
 

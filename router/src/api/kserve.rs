@@ -27,7 +27,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::admission::Admission;
-use crate::api::ingress::{Ingress, RequestContext, refused};
+use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::clock;
 use crate::outcome::Outcome;
@@ -177,12 +177,12 @@ async fn respond(
     let result: Result<Result<(), Status>, ()> = async {
         let infer = match InferRequest::read(request) {
             Ok(infer) => infer,
-            Err(outcome) => return Ok(Err(refused(outcome))),
+            Err(outcome) => return Ok(Err(rejected(outcome))),
         };
         let stream = infer.stream;
         let mut generation = match begin(&ingress, infer, incoming).await {
             Ok(generation) => generation,
-            Err(outcome) => return Ok(Err(refused(outcome))),
+            Err(outcome) => return Ok(Err(rejected(outcome))),
         };
         while let Some(message) = generation.next().await {
             let message = match message {
@@ -300,8 +300,8 @@ impl GrpcInferenceService for Kserve {
         let incoming = RequestContext::of(&request);
         let request = request.into_inner();
         let id = request.id.clone();
-        let infer = InferRequest::read(request).map_err(refused)?;
-        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(refused)?;
+        let infer = InferRequest::read(request).map_err(rejected)?;
+        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(rejected)?;
         let mut answer = InferResult::default();
         while let Some(message) = generation.next().await {
             if let Some((choice, text)) = answer.take(message?) {
@@ -348,7 +348,7 @@ impl GrpcInferenceService for Kserve {
                 let incoming = match again {
                     Ok(incoming) => incoming,
                     Err(outcome) => {
-                        let status = refused(outcome);
+                        let status = rejected(outcome);
                         let message = ModelStreamInferResponse {
                             error_message: format!("[{:?}] {}", status.code(), status.message()),
                             infer_response: Some(ModelInferResponse {

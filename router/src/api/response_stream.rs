@@ -325,7 +325,7 @@ impl ChoiceOutput {
         // a worker with another fingerprint, has delivered it.
         let stopped = end == Some(FinishReason::Stop);
         let has_stop_token = stopped && !tokens.is_empty();
-        self.last_token = tokens.last().copied().or(self.last);
+        self.last_token = tokens.last().copied().or(self.last_token);
         let stop_token_id = self.last_token.filter(|_| stopped);
         let shown = tokens.len() - usize::from(has_stop_token);
         let mut text = String::new();

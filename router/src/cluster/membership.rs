@@ -24,7 +24,7 @@ pub(crate) struct Membership {
     connector: Option<Connector>,
     /// Known workers, with the token that retires each.
     known: BTreeMap<String, CancellationToken>,
-    next: usize,
+    next_worker: usize,
     session_tasks: JoinSet<()>,
 }
 
@@ -36,14 +36,14 @@ impl Membership {
             models: Arc::default(),
             connector,
             known: BTreeMap::new(),
-            next: 0,
+            next_worker: 0,
             session_tasks: JoinSet::new(),
         }
     }
 
     /// Follows the sources while polled.
     pub(crate) async fn follow(mut self, sources: Vec<Source>) {
-        let mut following = JoinSet::new();
+        let mut source_tasks = JoinSet::new();
         let mut changes = SelectAll::new();
         let mut named: BTreeMap<usize, BTreeSet<String>> = BTreeMap::new();
         for (index, source) in sources.into_iter().enumerate() {
@@ -53,12 +53,12 @@ impl Membership {
             }
             tracing::info!(source = source.label(), "following worker discovery source");
             let (sender, receiver) = watch::channel::<Endpoints>(None);
-            following.spawn(source.follow(self.options.discovery_interval, sender));
-            let answers = unfold(receiver, move |mut receiver| async move {
+            source_tasks.spawn(source.follow(self.options.discovery_interval, sender));
+            let updates = unfold(receiver, move |mut receiver| async move {
                 let found = changed(&mut receiver).await?;
                 Some(((index, found), receiver))
             });
-            changes.push(Box::pin(answers));
+            changes.push(Box::pin(updates));
         }
         loop {
             self.reconcile(&named);
@@ -91,7 +91,7 @@ impl Membership {
             let retired = CancellationToken::new();
             self.known.insert(address.clone(), retired.clone());
             let task = SessionTask {
-                worker: self.next,
+                worker: self.next_worker,
                 address: address.clone(),
                 options: self.options.clone(),
                 dispatch: self.dispatch.clone(),
@@ -99,7 +99,7 @@ impl Membership {
                 connector: self.connector.clone(),
                 retired,
             };
-            self.next += 1;
+            self.next_worker += 1;
             self.session_tasks.spawn(restart_on_panic("worker_session", move || task.clone().run()));
         }
     }

@@ -351,8 +351,8 @@ impl DispatcherState {
                 if !self.sessions_of(lane).any(room) {
                     break;
                 }
-                let mut behind = self.queue.bypass_candidates(&position, since).into_iter();
-                if !behind.any(|(other, active)| self.try_dispatch(&other, &active, now)) {
+                let mut bypassing = self.queue.bypass_candidates(&position, since).into_iter();
+                if !bypassing.any(|(other, active)| self.try_dispatch(&other, &active, now)) {
                     break;
                 }
                 self.queue.count_bypass(&position);
@@ -429,7 +429,7 @@ impl DispatcherState {
                 standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
-                urgent: session.ledger.urgent(active.call.priority),
+                priority_sequences: session.ledger.priority_sequences(active.call.priority),
                 need: Credits {
                     sequences: request.journal.running().count_ones(),
                     blocks: request.journal.blocks(active.call.prompt.len(), session.block_tokens),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use inflight_router_core::{Credits, LossAction};
 
-use super::{Dispatch, DispatcherState, PlacementDecision};
+use super::{Dispatcher, DispatcherState, PlacementDecision};
 use crate::clock;
 use crate::dispatcher::request::{ActiveRequest, Phase};
 use crate::dispatcher::session::WorkerSession;
@@ -200,9 +200,9 @@ impl DispatcherState {
     fn place_one_quarantined(&mut self, active: &Arc<ActiveRequest>, now: Instant) -> bool {
         let lane = active.call.lane;
         let of_lane = || self.sessions.values().filter(|session| session.lane == lane);
-        let mine =
+        let own_session =
             of_lane().find(|s| s.reserved.as_ref().is_some_and(|(other, _)| Arc::ptr_eq(other, active)));
-        if let Some(session) = mine {
+        if let Some(session) = own_session {
             // Requires an update since the reservation: a worker that has died silently would be counted as a
             // loss.
             let alive = session.reserved.as_ref().is_some_and(|(_, since)| session.last_update > *since);
@@ -223,17 +223,17 @@ impl DispatcherState {
         let request = active.lock();
         let last = request.avoid;
         let begun = request.journal.tokens() > 0;
-        let other =
+        let changes_fingerprint =
             |s: &WorkerSession| begun && request.fingerprint.as_ref().is_some_and(|f| *f != s.fingerprint);
         let fits =
             |s: &&WorkerSession| u64::from(s.limits.sequence_tokens()) >= active.call.sequence_tokens();
         let since = self.since(now);
         let ejected = |s: &WorkerSession| !self.outliers.admits(s.worker, s.submissions.len(), since);
         // A stream that has begun waits for a worker with its fingerprint while there is one.
-        let waits = serving().filter(fits).any(|s| !other(s));
+        let waits_for_fingerprint = serving().filter(fits).any(|s| !changes_fingerprint(s));
         let chosen = serving()
             .filter(fits)
-            .filter(|s| s.accepts_requests() && !(waits && other(s)))
+            .filter(|s| s.accepts_requests() && !(waits_for_fingerprint && changes_fingerprint(s)))
             .filter(|s| {
                 s.reservation_failed_at
                     .is_none_or(|at| now.saturating_duration_since(at) > Self::RESERVED_MAX)
@@ -297,9 +297,9 @@ impl DispatcherState {
                     continue;
                 }
                 let lane = active.call.lane;
-                let same =
+                let accepts_same_fingerprint =
                     |other: &WorkerSession| other.accepts_requests() && other.fingerprint == fingerprint;
-                if begun && !overdue && !self.sessions_of(lane).any(same) {
+                if begun && !overdue && !self.sessions_of(lane).any(accepts_same_fingerprint) {
                     continue;
                 }
                 // If this one fits on no worker, a later one may.

@@ -180,7 +180,7 @@ impl RequestState {
     }
 
     /// Marks output as unread. Returns the waker of a waiting stream.
-    fn announce(&mut self) -> Option<Waker> {
+    fn mark_unread(&mut self) -> Option<Waker> {
         self.has_unread = true;
         self.reader.take()
     }
@@ -357,13 +357,13 @@ impl ActiveRequest {
             state.pause();
             received = UpdateEffect::Overfull;
         }
-        readers.extend(state.announce());
+        readers.extend(state.mark_unread());
         received
     }
 
     /// Wakes the stream.
     pub(crate) fn notify(&self) {
-        let reader = self.lock().announce();
+        let reader = self.lock().mark_unread();
         if let Some(reader) = reader {
             reader.wake();
         }

@@ -156,7 +156,7 @@ impl Dispatcher {
         }
         if let Some(grant) = update.grant {
             opened.ledger.set_grant(grant.credits);
-            opened.ledger.set_urgent(grant.priority_sequences);
+            opened.ledger.set_priority_sequences(grant.priority_sequences);
         }
         opened.update_gauges();
         let drains = update.draining && opened.draining.is_none();

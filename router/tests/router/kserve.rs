@@ -152,9 +152,9 @@ async fn one_call_streams_several_requests_that_fail_independently() {
         requests.send(ask("b", "second", false)).unwrap();
         let second = session.submit().await;
         session.tokens(&first, 0, &tokens("x"));
-        let news = answers.message().await.unwrap().unwrap().infer_response.unwrap();
-        assert_eq!((news.id.as_str(), text_of(&news).as_str()), ("a", "x"));
-        assert_eq!(parameter(&news, "triton_final_response"), ParameterChoice::BoolParam(false));
+        let message = answers.message().await.unwrap().unwrap().infer_response.unwrap();
+        assert_eq!((message.id.as_str(), text_of(&message).as_str()), ("a", "x"));
+        assert_eq!(parameter(&message, "triton_final_response"), ParameterChoice::BoolParam(false));
         session.tokens(&second, 0, &tokens("never alone"));
         session.finish(&first, 0, &tokens("y"), LENGTH);
         session.finish(&second, 0, &tokens("."), LENGTH);

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use inflight_proto::v1;
-use inflight_router::{Core, Dial, Options};
+use inflight_router::{Connector, Core, Options};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
@@ -250,7 +250,7 @@ async fn a_session_task_is_restarted_after_a_panic() {
         let worker = ScriptedWorker::start(Profile::default()).await;
         let panicked = Arc::new(AtomicBool::new(false));
         let (panics, address) = (panicked.clone(), worker.address);
-        let dial = Dial::new(move |_| {
+        let connector = Connector::new(move |_| {
             let first = !panics.swap(true, Ordering::Relaxed);
             async move {
                 assert!(!first, "the first connection");
@@ -258,7 +258,7 @@ async fn a_session_task_is_restarted_after_a_panic() {
             }
         });
         let options = Options { workers: vec![address.to_string()], ..Options::default() };
-        let core = Core::new(options).unwrap().with_dial(dial);
+        let core = Core::new(options).unwrap().with_connector(connector);
         let handle = core.handle();
         let incoming = futures::stream::pending::<std::io::Result<TcpStream>>();
         let serving = tokio::spawn(core.serve(incoming, CancellationToken::new()));

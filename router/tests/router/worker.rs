@@ -260,12 +260,12 @@ impl Worker for Service {
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let (incoming, commands) = mpsc::unbounded_channel();
-        let (told, services) = mpsc::unbounded_channel();
+        let (tables, services) = mpsc::unbounded_channel();
         let (waiting, backlogs) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
                 if let Command::ServiceTable(table) = &command {
-                    let _ = told.send(table.clone());
+                    let _ = tables.send(table.clone());
                 }
                 if let Command::Backlog(backlog) = &command {
                     let _ = waiting.send(backlog.has_waiting_requests);
@@ -291,13 +291,13 @@ impl Worker for Service {
     ) -> Result<Response<Self::FetchBundleStream>, Status> {
         let files = Arc::new(self.profile.files.clone());
         let mut bad = self.bad_bundles.lock().unwrap();
-        let spoilt = *bad > 0;
+        let corrupted = *bad > 0;
         *bad = bad.saturating_sub(1);
         let pieces: Vec<_> = files
             .iter()
             .flat_map(|(file, data)| data.chunks(1000).map(|data| (*file, data.to_vec())))
             .map(|(file, mut data)| {
-                if spoilt {
+                if corrupted {
                     data[0] ^= 1;
                 }
                 Ok(v1::FetchBundleResponse { file: file.to_owned(), data })

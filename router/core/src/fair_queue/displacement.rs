@@ -37,15 +37,16 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                     return Some(victims);
                 }
                 // Tokens over weight that a tenant still holds after displacing `more`.
-                let left = |name: &str, more: u64| {
+                let remaining_share = |name: &str, more: u64| {
                     let all = self.usage.get(name).copied().unwrap_or_default();
                     share(all.tokens - displaced.get(name).copied().unwrap_or(0) - more, all.weight)
                 };
                 let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
                     let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
                     // Never inverts the order of two tenants, or they would displace each other forever.
-                    let may_displace = !equal || (*name != arrival.tenant && left(name, tokens) >= own_share);
-                    may_displace.then(|| (left(name, 0), at))
+                    let may_displace =
+                        !equal || (*name != arrival.tenant && remaining_share(name, tokens) >= own_share);
+                    may_displace.then(|| (remaining_share(name, 0), at))
                 });
                 let Some((_, at)) = candidates.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
                     break;

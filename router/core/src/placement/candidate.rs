@@ -46,7 +46,7 @@ pub struct Candidate {
     /// Credits in use.
     pub used: Credits,
     /// Sequences beyond the grant that the request may use; 0 unless it outranks a request in flight.
-    pub urgent: u32,
+    pub priority_sequences: u32,
     /// Credits that the request needs there (block sizes differ between workers).
     pub need: Credits,
     /// It failed this request before; chosen only if there is no other.
@@ -58,17 +58,17 @@ pub struct Candidate {
 impl Candidate {
     /// Whether the request may be dispatched now. An idle session with a grant accepts any request, or one
     /// larger than every grant would wait forever. A request that outranks another in flight may use
-    /// `urgent` sequences beyond the grant; its blocks are not counted then, because the worker preempts for
+    /// `priority_sequences` sequences beyond the grant; its blocks are not counted then, because the worker preempts for
     /// them.
     pub fn has_room(&self) -> bool {
         let idle = self.used.sequences == 0;
         self.grant.fit(self.used, self.need)
             || (idle && self.grant.sequences > 0 && self.grant.blocks > 0)
-            || (self.urgent > 0 && self.beyond().fit(self.used, self.need))
+            || (self.priority_sequences > 0 && self.extended_grant().fit(self.used, self.need))
     }
 
-    fn beyond(&self) -> Credits {
-        Credits { sequences: self.grant.sequences.saturating_add(self.urgent), blocks: u32::MAX }
+    fn extended_grant(&self) -> Credits {
+        Credits { sequences: self.grant.sequences.saturating_add(self.priority_sequences), blocks: u32::MAX }
     }
 
     /// Returns the load after dispatch: the larger of the used fractions of sequences and blocks. The load of

@@ -199,8 +199,8 @@ impl Member {
             self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
         };
         let device = chain.blocks.iter().take_while(on_device).count();
-        let behind = chain.blocks[device..].iter();
-        let host = behind.take_while(|block| self.index.holds(Tier::Host, **block)).count();
+        let after_device = chain.blocks[device..].iter();
+        let host = after_device.take_while(|block| self.index.holds(Tier::Host, **block)).count();
         let tokens =
             |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(chain.block_tokens);
         let most = prompt_tokens.saturating_sub(1);
