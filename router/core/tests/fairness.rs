@@ -14,7 +14,7 @@ use proptest::prelude::*;
 const STEP: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Clone, Copy)]
-struct Ask {
+struct TenantRequest {
     tenant: usize,
     prompt: u32,
     output: u32,
@@ -24,9 +24,9 @@ struct Ask {
 struct Running {
     router: usize,
     position: QueuePosition<u8>,
-    ask: Ask,
+    ask: TenantRequest,
     /// Virtual start time from the router.
-    order: Service,
+    virtual_start_time: Service,
     provisional: u64,
     made: u32,
 }
@@ -38,13 +38,13 @@ struct Worker {
     waiting: Vec<Running>,
     running: Vec<Running>,
     charged: BTreeMap<usize, u64>,
-    begun: Service,
+    virtual_time: Service,
     /// Minimum virtual time of the waiting requests, by router.
     least: BTreeMap<usize, Service>,
 }
 
 struct Router {
-    queue: FairQueue<u8, Ask>,
+    queue: FairQueue<u8, TenantRequest>,
     table: ServiceTable,
 }
 
@@ -74,7 +74,7 @@ impl Cluster {
             waiting: Vec::new(),
             running: Vec::new(),
             charged: BTreeMap::new(),
-            begun: Service::default(),
+            virtual_time: Service::default(),
             least: BTreeMap::new(),
         };
         let mut routers: Vec<Router> = (0..routers).map(router).collect();
@@ -89,7 +89,7 @@ impl Cluster {
         }
     }
 
-    fn send(&mut self, router: usize, ask: Ask) {
+    fn send(&mut self, router: usize, ask: TenantRequest) {
         let name = name(ask.tenant);
         let arrival = Arrival {
             tenant: &name,
@@ -114,10 +114,12 @@ impl Cluster {
         for worker in &mut self.workers {
             // The waiting queue is ordered by virtual start time.
             let priorities = &self.priorities;
-            worker.waiting.sort_by_key(|request| (Reverse(priorities[request.ask.tenant]), request.order));
+            worker
+                .waiting
+                .sort_by_key(|request| (Reverse(priorities[request.ask.tenant]), request.virtual_start_time));
             while worker.running.len() < worker.slots && !worker.waiting.is_empty() {
                 let request = worker.waiting.remove(0);
-                worker.begun = worker.begun.max(request.order);
+                worker.virtual_time = worker.virtual_time.max(request.virtual_start_time);
                 *worker.charged.entry(request.ask.tenant).or_insert(0) += self.cost.of(request.ask.prompt, 0);
                 let router = &mut self.routers[request.router];
                 router.queue.settle(&request.position, request.provisional);
@@ -142,7 +144,7 @@ impl Cluster {
                     router.queue.charge(0, &name(*tenant), grown);
                 }
                 let least = worker.least.values().min();
-                router.queue.raise_virtual_time(0, least.copied().unwrap_or(worker.begun));
+                router.queue.raise_virtual_time(0, least.copied().unwrap_or(worker.virtual_time));
             }
         }
     }
@@ -173,7 +175,7 @@ impl Cluster {
                     router: at,
                     position: head,
                     ask: taken.item,
-                    order: taken.virtual_start_time,
+                    virtual_start_time: taken.virtual_start_time,
                     provisional,
                     made: 0,
                 });
@@ -205,7 +207,7 @@ proptest! {
     ) {
         let mut cluster = Cluster::new(&[weights.0, weights.1], 1, workers, slots);
         for (number, (prompt, output)) in sizes.iter().enumerate() {
-            cluster.send(0, Ask { tenant: number % 2, prompt: *prompt, output: *output });
+            cluster.send(0, TenantRequest { tenant: number % 2, prompt: *prompt, output: *output });
         }
         let input: u32 = 60;
         let held = (workers * (slots + 1)) as u32 * 120;
@@ -227,8 +229,8 @@ impl Random {
         ((self.0 >> 33) % bound) as u32
     }
 
-    fn ask(&mut self, tenant: usize) -> Ask {
-        Ask { tenant, prompt: 1 + self.below(200), output: 1 + self.below(100) }
+    fn ask(&mut self, tenant: usize) -> TenantRequest {
+        TenantRequest { tenant, prompt: 1 + self.below(200), output: 1 + self.below(100) }
     }
 }
 

@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
@@ -37,7 +37,7 @@ fn begin(submit: v1::Submit) -> (v1::Submit, BTreeMap<u32, Vec<u32>>) {
     (submit, choices)
 }
 
-fn cancel(session: &Session, running: &mut Running, cancel: v1::Cancel) {
+fn cancel(session: &ScriptedSession, running: &mut Running, cancel: v1::Cancel) {
     // A cancel may cross with the end of its request.
     let Some((submit, choices)) = running.get_mut(&cancel.submission_id) else { return };
     let ended: Vec<u32> =
@@ -131,9 +131,9 @@ async fn streams_stay_complete_and_credits_return_under_losses_and_cancels() {
 async fn one_run(seed: u64) {
     let mut random = StdRng::seed_from_u64(seed);
     let workers = [
-        ScriptedWorker::start(Profile::default()).await,
-        ScriptedWorker::start(Profile::default()).await,
-        ScriptedWorker::start(Profile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
     ];
     let options =
         Options { retry_burst: 1 << 20, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };

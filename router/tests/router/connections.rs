@@ -16,7 +16,7 @@ use tonic::{Code, Request};
 
 use crate::cluster::{Cluster, bounded, text};
 use crate::tenants::{Folder, digest, with_key};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 /// Certificate authority.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -104,7 +104,7 @@ async fn tls_clients_need_a_valid_key_or_certificate() {
             tenants_file: Some(folder.write("tenants.toml", &tenants)),
             ..Options::default()
         };
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -141,7 +141,7 @@ async fn a_renewed_certificate_is_served_and_an_invalid_one_is_not() {
             tls: Some(files(&folder, &authority, &authority.issue("router.test"))),
             ..Options::default()
         };
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], options).await;
         let old = connect(&cluster, &authority, None).await.unwrap();
         assert_eq!(call(old.clone(), None).await, Ok(()));
@@ -169,7 +169,7 @@ async fn workers_authenticate_routers_by_tls_certificate() {
         let (authority, folder) = (Authority::new(), Folder::new());
         let Issued { certificate, key } = authority.issue("worker.test");
         let tls = Some([certificate, key, authority.pem()]);
-        let mut worker = ScriptedWorker::start(Profile { tls, ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile { tls, ..WorkerProfile::default() }).await;
         let own = authority.issue("router.test");
         let path = |name: &str, text: &str| -> PathBuf { folder.write(name, text) };
         let ca = path("ca.crt", &authority.pem());
@@ -204,7 +204,7 @@ async fn ends(stream: &mut TcpStream) -> bool {
 #[tokio::test]
 async fn excess_slow_and_idle_connections_are_closed() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let short = Duration::from_millis(100);
         let connections = Limits {
             connections_max: 2,
@@ -243,7 +243,7 @@ async fn excess_slow_and_idle_connections_are_closed() {
 #[tokio::test]
 async fn a_header_list_over_the_limit_is_rejected_and_the_next_call_is_not() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { header_bytes_max: 2048, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut large = Request::new(v1::ListModelsRequest {});
@@ -262,7 +262,7 @@ async fn a_tenants_connections_are_limited() {
             "[tenants.t]\nlimits = {{ connections = 1 }}\nkeys = [{{ sha256 = \"{}\" }}]\n",
             digest("t")
         );
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let tenants_file = Some(folder.write("tenants.toml", &tenants));
         let cluster = Cluster::start(&[&worker], Options { tenants_file, ..Options::default() }).await;
         let endpoint = || Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
@@ -313,7 +313,7 @@ async fn check_health(channel: Channel) -> Result<(), Code> {
 async fn unauthenticated_connections_do_not_crowd_out_a_tenant() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let connections = Limits { connections_max: 6, ..Limits::default() };
         let tenants_file = one_tenant(&folder);
         let options = Options { connections, tenants_file, ..Options::default() };
@@ -346,7 +346,7 @@ async fn unauthenticated_connections_do_not_crowd_out_a_tenant() {
 async fn an_unauthenticated_connection_has_few_open_calls_and_small_messages() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
         let mut health = tonic_health::pb::health_client::HealthClient::new(cluster.channel.clone());
@@ -428,7 +428,7 @@ fn headers(path: &str) -> Vec<u8> {
 async fn a_connection_survives_thousands_of_calls_rejected_before_their_messages() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
         let mut frames = Frames::connect(&cluster).await;
@@ -455,7 +455,7 @@ async fn a_connection_survives_thousands_of_calls_rejected_before_their_messages
 #[tokio::test]
 async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut frames = Frames::connect(&cluster).await;
         let watch = headers("/grpc.health.v1.Health/Watch");

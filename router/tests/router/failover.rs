@@ -5,7 +5,7 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -13,8 +13,12 @@ const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const EOT: u32 = 284;
 
 /// Two workers, of which only the first has a grant.
-async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2], [Session; 2]) {
-    let mut workers = [ScriptedWorker::start(Profile::default()).await, ScriptedWorker::start(second).await];
+async fn two(
+    second: WorkerProfile,
+    options: Options,
+) -> (Cluster, [ScriptedWorker; 2], [ScriptedSession; 2]) {
+    let mut workers =
+        [ScriptedWorker::start(WorkerProfile::default()).await, ScriptedWorker::start(second).await];
     let cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
     let sessions = [workers[0].granted().await, workers[1].session().await];
     cluster.handle.ready().await;
@@ -25,7 +29,7 @@ async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2]
 async fn a_lost_session_costs_no_byte_of_a_stream() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
-            two(Profile::default(), Options::default()).await;
+            two(WorkerProfile::default(), Options::default()).await;
         let request = v1::GenerateRequest {
             sampling: Some(v1::SamplingParams { n: Some(3), ..Default::default() }),
             stop: Some(v1::StopConditions { stop: vec!["#!".to_owned()], ..Default::default() }),
@@ -82,10 +86,10 @@ async fn a_lost_session_costs_no_byte_of_a_stream() {
 async fn a_request_returned_by_its_worker_runs_on_another() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
-            two(Profile::default(), Options::default()).await;
+            two(WorkerProfile::default(), Options::default()).await;
         for give_back in [
-            |session: &Session, submit: &v1::Submit| session.fail(submit, 0, Code::Unavailable),
-            |session: &Session, submit: &v1::Submit| {
+            |session: &ScriptedSession, submit: &v1::Submit| session.fail(submit, 0, Code::Unavailable),
+            |session: &ScriptedSession, submit: &v1::Submit| {
                 session.finish(submit, 0, &[], v1::FinishReason::Cancelled);
             },
         ] {
@@ -109,9 +113,9 @@ async fn a_request_returned_by_its_worker_runs_on_another() {
 #[tokio::test]
 async fn a_stream_changes_fingerprint_only_if_no_worker_has_its_own() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, Options::default()).await;
-        let mut third_worker = ScriptedWorker::start(Profile::default()).await;
+        let mut third_worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut both = Cluster::start(
             &[&workers[0], &workers[1], &third_worker],
             Options { router_id: "second".to_owned(), ..Options::default() },
@@ -161,7 +165,7 @@ async fn a_stream_changes_fingerprint_only_if_no_worker_has_its_own() {
 #[tokio::test]
 async fn a_request_that_loses_every_worker_without_a_token_is_rejected() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -183,7 +187,7 @@ async fn a_request_that_loses_every_worker_without_a_token_is_rejected() {
 #[tokio::test]
 async fn requests_wait_for_a_lost_worker_up_to_a_timeout() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let wait = Duration::from_millis(300);
         let options = Options { no_worker_timeout: wait, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
@@ -216,7 +220,7 @@ async fn requests_wait_for_a_lost_worker_up_to_a_timeout() {
 #[tokio::test]
 async fn a_session_without_heartbeats_is_lost() {
     bounded(async {
-        let silent = Profile { heartbeat_interval_ms: 30, ..Profile::default() };
+        let silent = WorkerProfile { heartbeat_interval_ms: 30, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(silent).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
@@ -243,7 +247,7 @@ async fn a_session_without_heartbeats_is_lost() {
 #[tokio::test]
 async fn responses_report_fingerprint_changes_and_cached_tokens() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let (mut cluster, workers, [mut first, mut second]) = two(other, Options::default()).await;
         let models = cluster.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
         assert_eq!(models[0].fingerprints, ["f1", "f2"]);
@@ -289,7 +293,7 @@ async fn responses_report_fingerprint_changes_and_cached_tokens() {
 #[tokio::test]
 async fn a_required_fingerprint_is_never_replaced_and_rejected_if_unknown() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let options = Options { no_worker_timeout: Duration::from_secs(1), ..Options::default() };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, options).await;
         let require = |fingerprint: &str| v1::GenerateRequest {

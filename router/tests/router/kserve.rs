@@ -10,7 +10,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
@@ -52,7 +52,7 @@ fn parameter(response: &kserve::ModelInferResponse, name: &str) -> ParameterChoi
 #[tokio::test]
 async fn a_text_tensor_is_answered_with_a_text_tensor() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
         assert!(client.server_live(kserve::ServerLiveRequest {}).await.unwrap().into_inner().live);
@@ -106,7 +106,7 @@ async fn a_text_tensor_is_answered_with_a_text_tensor() {
 #[tokio::test]
 async fn a_call_open_during_a_drain_completes_and_accepts_no_more_requests() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -135,7 +135,7 @@ async fn a_call_open_during_a_drain_completes_and_accepts_no_more_requests() {
 #[tokio::test]
 async fn one_call_streams_several_requests_that_fail_independently() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;

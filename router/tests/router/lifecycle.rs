@@ -12,7 +12,7 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::cluster::{Cluster, bounded, spans_of, text, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -26,7 +26,8 @@ fn service(name: &str) -> HealthCheckRequest {
 #[tokio::test]
 async fn health_follows_workers_and_drain_and_open_streams_complete() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile { bad_bundles: 2, ..Profile::default() }).await;
+        let mut worker =
+            ScriptedWorker::start(WorkerProfile { bad_bundles: 2, ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut health = HealthClient::new(cluster.channel.clone());
         let mut watch = health.watch(service("inflight.v1.Inference")).await.unwrap().into_inner();
@@ -64,8 +65,8 @@ async fn health_follows_workers_and_drain_and_open_streams_complete() {
 async fn a_draining_worker_completes_its_requests_and_gets_no_new_ones() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile::default()).await,
-            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut first = workers[0].granted().await;
@@ -95,8 +96,8 @@ async fn a_draining_worker_completes_its_requests_and_gets_no_new_ones() {
 async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile::default()).await,
-            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut sessions = [workers[0].session().await, workers[1].session().await];
@@ -138,7 +139,7 @@ async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
 #[tokio::test]
 async fn only_a_request_that_outranks_another_exceeds_the_grant() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.update(v1::Update {
@@ -174,7 +175,7 @@ async fn only_a_request_that_outranks_another_exceeds_the_grant() {
 #[tokio::test]
 async fn a_clients_trace_continues_in_router_spans_and_the_submission() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -220,7 +221,7 @@ async fn reflection_is_served_if_enabled() {
     use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
     use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         for reflection in [true, false] {
             let cluster = Cluster::start(&[&worker], Options { reflection, ..Options::default() }).await;
             let mut client = ServerReflectionClient::new(cluster.channel.clone());
@@ -247,7 +248,7 @@ async fn reflection_is_served_if_enabled() {
 #[tokio::test]
 async fn a_session_task_is_restarted_after_a_panic() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let panicked = Arc::new(AtomicBool::new(false));
         let (panics, address) = (panicked.clone(), worker.address);
         let connector = Connector::new(move |_| {

@@ -7,7 +7,7 @@ use inflight_proto::v1::kv_event::Event;
 use inflight_router::{Options, PlacementKind};
 
 use crate::cluster::{Cluster, bounded};
-use crate::worker::{Command, Profile, ScriptedWorker, Session};
+use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 /// Tokens per block of the scripted workers.
@@ -48,7 +48,7 @@ fn snapshot(first: bool, device: Vec<u64>, next: Option<u64>) -> v1::Update {
 }
 
 /// Runs a request to its end. Returns the index of its worker.
-async fn place(cluster: &mut Cluster, tenant: &str, sessions: &mut [Session; 2]) -> usize {
+async fn place(cluster: &mut Cluster, tenant: &str, sessions: &mut [ScriptedSession; 2]) -> usize {
     let mut stream = cluster.generate(request(tenant)).await.unwrap();
     let [first, second] = sessions;
     let (worker, submit) = tokio::select! {
@@ -65,8 +65,8 @@ async fn requests_are_placed_by_their_tenants_prefix() {
     bounded(async {
         for placement in [PlacementKind::Cost, PlacementKind::Prefix] {
             let mut workers = [
-                ScriptedWorker::start(Profile::default()).await,
-                ScriptedWorker::start(Profile::default()).await,
+                ScriptedWorker::start(WorkerProfile::default()).await,
+                ScriptedWorker::start(WorkerProfile::default()).await,
             ];
             let options = Options { placement, ..Options::default() };
             let mut cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
@@ -113,7 +113,7 @@ async fn requests_are_placed_by_their_tenants_prefix() {
 #[tokio::test]
 async fn a_gap_in_the_events_causes_one_snapshot_request() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -141,7 +141,7 @@ async fn a_gap_in_the_events_causes_one_snapshot_request() {
 #[tokio::test]
 async fn a_worker_that_reports_too_many_blocks_keeps_its_requests() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;

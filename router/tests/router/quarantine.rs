@@ -7,13 +7,16 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
-use crate::worker::{Command, Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn started(profiles: Vec<Profile>, options: Options) -> (Cluster, Vec<ScriptedWorker>, Vec<Session>) {
+async fn started(
+    profiles: Vec<WorkerProfile>,
+    options: Options,
+) -> (Cluster, Vec<ScriptedWorker>, Vec<ScriptedSession>) {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(ScriptedWorker::start(profile).await);
@@ -39,7 +42,7 @@ async fn wait_for_grant(worker: &ScriptedWorker, sequences: u32) {
 #[tokio::test]
 async fn a_request_that_causes_protocol_violations_is_rejected_alone() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -70,7 +73,7 @@ async fn a_request_that_causes_protocol_violations_is_rejected_alone() {
 #[tokio::test]
 async fn a_waiting_quarantined_request_is_reported_as_backlog() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -97,12 +100,12 @@ async fn a_waiting_quarantined_request_is_reported_as_backlog() {
 async fn a_stream_waits_for_an_equal_worker_reserved_for_quarantine() {
     bounded(async {
         // Too small for the quarantined request, so that it is not reserved for it.
-        let other = Profile { fingerprint: "f2", context_tokens: 64, ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", context_tokens: 64, ..WorkerProfile::default() };
         let of = |prompt: &str, max_tokens| v1::GenerateRequest {
             stop: Some(v1::StopConditions { max_tokens: Some(max_tokens), ..Default::default() }),
             ..text(prompt)
         };
-        let profiles = vec![Profile::default(), Profile::default(), other];
+        let profiles = vec![WorkerProfile::default(), WorkerProfile::default(), other];
         let (mut cluster, mut workers, mut sessions) = started(profiles, Options::default()).await;
         let mut unequal = sessions.pop().unwrap();
         let mut two = sessions.pop().unwrap();
@@ -151,7 +154,7 @@ async fn a_stream_waits_for_an_equal_worker_reserved_for_quarantine() {
 async fn two_of_four_workers_can_be_reserved_for_quarantine_at_once() {
     bounded(async {
         let (mut cluster, mut workers, mut sessions) =
-            started(vec![Profile::default(); 4], Options::default()).await;
+            started(vec![WorkerProfile::default(); 4], Options::default()).await;
         sessions[0].grant(8, 1000);
         let mut suspects = Vec::new();
         for _ in 0..2 {
@@ -192,9 +195,9 @@ async fn two_of_four_workers_can_be_reserved_for_quarantine_at_once() {
 #[tokio::test]
 async fn a_request_that_only_the_larger_worker_can_hold_goes_there() {
     bounded(async {
-        let large = Profile { context_tokens: 1024, ..Profile::default() };
+        let large = WorkerProfile { context_tokens: 1024, ..WorkerProfile::default() };
         let (mut cluster, workers, mut sessions) =
-            started(vec![Profile::default(), large], Options::default()).await;
+            started(vec![WorkerProfile::default(), large], Options::default()).await;
         sessions[0].grant(8, 1000);
         wait_for_grant(&workers[0], 8).await;
         let stop = Some(v1::StopConditions { max_tokens: Some(600), ..Default::default() });
@@ -213,7 +216,7 @@ async fn a_request_that_only_the_larger_worker_can_hold_goes_there() {
 async fn a_returned_request_with_many_choices_is_one_failure_of_its_worker() {
     bounded(async {
         let (mut cluster, workers, mut sessions) =
-            started(vec![Profile::default(); 2], Options::default()).await;
+            started(vec![WorkerProfile::default(); 2], Options::default()).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
         one.grant(16, 1000);
@@ -250,7 +253,7 @@ async fn a_returned_request_with_many_choices_is_one_failure_of_its_worker() {
 async fn a_stream_that_cannot_move_does_not_keep_others_on_a_draining_worker() {
     bounded(async {
         let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
-        let (mut cluster, workers, mut sessions) = started(vec![Profile::default(); 2], options).await;
+        let (mut cluster, workers, mut sessions) = started(vec![WorkerProfile::default(); 2], options).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
         one.grant(8, 1000);
@@ -284,7 +287,7 @@ async fn a_stream_that_cannot_move_does_not_keep_others_on_a_draining_worker() {
 #[tokio::test]
 async fn oversized_updates_close_their_session() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let _cluster = Cluster::start(&[&worker], Options::default()).await;
         const MANY: usize = 1 << 19;
         let charge =

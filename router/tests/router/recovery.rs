@@ -5,7 +5,7 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -13,10 +13,10 @@ const MORE: v1::FinishReason = v1::FinishReason::Unspecified;
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker; N], Vec<Session>) {
+async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker; N], Vec<ScriptedSession>) {
     let mut workers = Vec::new();
     for _ in 0..N {
-        workers.push(ScriptedWorker::start(Profile::default()).await);
+        workers.push(ScriptedWorker::start(WorkerProfile::default()).await);
     }
     let mut workers: [ScriptedWorker; N] = workers.try_into().unwrap_or_else(|_| panic!("{N} workers"));
     let cluster = Cluster::start(&workers.each_ref(), options).await;
@@ -116,7 +116,7 @@ fn charges(cost: u64) -> v1::Update {
 #[tokio::test]
 async fn a_protocol_violation_closes_the_session_and_its_streams_fail_over() {
     bounded(async {
-        type Lie = fn(&Session, &v1::Submit);
+        type Lie = fn(&ScriptedSession, &v1::Submit);
         let lies: [(&str, Lie); 12] = [
             ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
             ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
@@ -188,7 +188,7 @@ async fn a_protocol_violation_closes_the_session_and_its_streams_fail_over() {
 async fn a_client_too_far_behind_pauses_its_request_and_later_reads_the_rest() {
     bounded(async {
         let options = Options { client_buffer_tokens: 512, ..Options::default() };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -234,7 +234,7 @@ async fn a_request_resumed_without_workers_times_out_like_others() {
     bounded(async {
         let wait = Duration::from_millis(300);
         let options = Options { client_buffer_tokens: 512, no_worker_timeout: wait, ..Options::default() };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -270,7 +270,7 @@ async fn the_call_of_a_stalled_client_is_ended() {
             stall_timeout: Duration::from_millis(300),
             ..Options::default()
         };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;

@@ -10,7 +10,7 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 type Change = fn(&mut v1::GenerateRequest);
 
@@ -76,7 +76,7 @@ const INVALID: &[(Change, &str)] = &[
 #[tokio::test]
 async fn every_field_out_of_range_is_rejected_by_name_before_dispatch() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -96,7 +96,7 @@ async fn every_field_out_of_range_is_rejected_by_name_before_dispatch() {
 #[tokio::test]
 async fn text_that_cannot_fit_is_rejected_by_its_size() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let long = "Once upon a time. ".repeat(200_000);
@@ -119,8 +119,8 @@ async fn text_that_cannot_fit_is_rejected_by_its_size() {
 #[tokio::test]
 async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
-        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let other = ScriptedWorker::start(WorkerProfile { model: "other", ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&worker, &other], Options::default()).await;
         let models = loop {
             let models =
@@ -150,7 +150,7 @@ async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
 #[tokio::test]
 async fn without_any_worker_requests_are_rejected_at_once() {
     bounded(async {
-        let gone = ScriptedWorker::start(Profile::default()).await;
+        let gone = ScriptedWorker::start(WorkerProfile::default()).await;
         let address = gone.address;
         drop(gone);
         let mut client = {
@@ -174,7 +174,7 @@ async fn without_any_worker_requests_are_rejected_at_once() {
 #[tokio::test]
 async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let reference = Chat::load(Family::Llama3).unwrap();
@@ -190,9 +190,9 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
         assert_eq!(answer.pieces.len(), answer.token_ids.len());
         assert_eq!(answer.pieces[0], "<|begin_of_text|>");
 
-        let mut files = Profile::default().files;
+        let mut files = WorkerProfile::default().files;
         files.remove("tokenizer_config.json");
-        let mute = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let mute = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&mute], Options::default()).await;
         cluster.handle.ready().await;
         let request = v1::GenerateRequest { input: Some(Input::Chat(chat)), ..Default::default() };
@@ -206,10 +206,10 @@ async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() 
 #[tokio::test]
 async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
     bounded(async {
-        let mut files = Profile::default().files;
+        let mut files = WorkerProfile::default().files;
         let config = br#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}"#;
         files.insert("generation_config.json", config.to_vec());
-        let mut worker = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
         let options = Options { default_max_tokens: 100, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -253,7 +253,7 @@ async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
 #[tokio::test]
 async fn a_full_queue_rejects_with_a_retry_delay() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { queue_requests_max: 2, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
@@ -286,7 +286,7 @@ async fn a_full_queue_rejects_with_a_retry_delay() {
 #[tokio::test]
 async fn a_message_over_the_limit_is_resource_exhausted() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { message_bytes_max: 1000, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         cluster.handle.ready().await;
@@ -340,7 +340,7 @@ impl Decoder for RawCodec {
 #[tokio::test]
 async fn invalid_utf8_and_a_truncated_message_are_the_clients_fault() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let path = "/inflight.v1.Inference/Generate";

@@ -5,7 +5,7 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
@@ -13,11 +13,11 @@ const CANCELLED: v1::FinishReason = v1::FinishReason::Cancelled;
 /// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn one(options: Options) -> (ScriptedWorker, Session, Cluster) {
-    one_of(Profile::default(), options).await
+async fn one(options: Options) -> (ScriptedWorker, ScriptedSession, Cluster) {
+    one_of(WorkerProfile::default(), options).await
 }
 
-async fn one_of(profile: Profile, options: Options) -> (ScriptedWorker, Session, Cluster) {
+async fn one_of(profile: WorkerProfile, options: Options) -> (ScriptedWorker, ScriptedSession, Cluster) {
     let mut worker = ScriptedWorker::start(profile).await;
     let cluster = Cluster::start(&[&worker], options).await;
     let session = worker.granted().await;
@@ -189,7 +189,7 @@ async fn log_probabilities_are_delivered_with_their_tokens() {
 #[tokio::test]
 async fn a_client_that_leaves_cancels_at_once_and_releases_its_credits() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.grant(1, 100);
@@ -256,7 +256,7 @@ async fn a_deadline_reported_by_the_worker_gives_the_same_status() {
 #[tokio::test]
 async fn a_client_that_does_not_read_delays_no_other_and_loses_nothing() {
     bounded(async {
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let options = Options { client_buffer_tokens: 1 << 20, ..Options::default() };
         let (_worker, mut session, mut cluster) = one_of(profile, options).await;
         let stop = v1::StopConditions { max_tokens: Some(400_000), ..Default::default() };
@@ -306,7 +306,7 @@ async fn a_workers_own_error_ends_the_request_and_not_the_session() {
 #[tokio::test]
 async fn many_calls_at_once_all_complete_within_the_grant() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.grant(4, 100);

@@ -14,7 +14,7 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_types::StatusExt as _;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
@@ -82,10 +82,10 @@ async fn until(mut holds: impl FnMut() -> bool) {
     }
 }
 
-async fn started(tenants: &str, options: Options) -> (Cluster, Session, Folder, ScriptedWorker) {
+async fn started(tenants: &str, options: Options) -> (Cluster, ScriptedSession, Folder, ScriptedWorker) {
     let folder = Folder::new();
     let tenants_file = Some(folder.write("tenants.toml", tenants));
-    let mut worker = ScriptedWorker::start(Profile::default()).await;
+    let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
     let cluster = Cluster::start(&[&worker], Options { tenants_file, ..options }).await;
     let session = worker.session().await;
     cluster.handle.ready().await;
@@ -304,8 +304,8 @@ async fn a_file_changed_before_the_router_serves_is_reloaded() {
 async fn tenants_are_ordered_by_reported_service_and_pass_on_virtual_times() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile { incarnation: "one", ..Profile::default() }).await,
-            ScriptedWorker::start(Profile { incarnation: "two", ..Profile::default() }).await,
+            ScriptedWorker::start(WorkerProfile { incarnation: "one", ..WorkerProfile::default() }).await,
+            ScriptedWorker::start(WorkerProfile { incarnation: "two", ..WorkerProfile::default() }).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut first = workers[0].session().await;
@@ -402,7 +402,7 @@ async fn bounds_are_divided_by_the_reported_number_of_routers() {
 #[tokio::test]
 async fn in_a_full_queue_lower_priorities_are_displaced() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { queue_requests_max: 2, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
@@ -427,7 +427,7 @@ async fn in_a_full_queue_lower_priorities_are_displaced() {
 #[tokio::test]
 async fn a_small_request_bypasses_one_that_fits_on_no_worker() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options { bypass_max: 1, ..Options::default() }).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
@@ -450,7 +450,7 @@ async fn a_small_request_bypasses_one_that_fits_on_no_worker() {
 #[tokio::test]
 async fn a_deadline_before_the_predicted_first_token_is_rejected_at_once() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
@@ -496,8 +496,8 @@ async fn a_deadline_before_the_predicted_first_token_is_rejected_at_once() {
 #[tokio::test]
 async fn a_model_without_workers_is_unavailable_and_not_unknown() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
-        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let other = ScriptedWorker::start(WorkerProfile { model: "other", ..WorkerProfile::default() }).await;
         let options = Options { no_worker_timeout: Duration::from_millis(1), ..Options::default() };
         let mut cluster = Cluster::start(&[&worker, &other], options).await;
         let session = worker.session().await;

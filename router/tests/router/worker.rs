@@ -22,7 +22,7 @@ type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// Hello message and behaviour of a scripted worker.
 #[derive(Clone)]
-pub struct Profile {
+pub struct WorkerProfile {
     pub model: &'static str,
     pub fingerprint: &'static str,
     pub context_tokens: u32,
@@ -35,7 +35,7 @@ pub struct Profile {
     pub tls: Option<[String; 3]>,
 }
 
-impl Default for Profile {
+impl Default for WorkerProfile {
     fn default() -> Self {
         let family = Family::Llama3;
         let files = BTreeMap::from([
@@ -58,18 +58,18 @@ impl Default for Profile {
 /// Worker whose sessions a test drives.
 pub struct ScriptedWorker {
     pub address: SocketAddr,
-    sessions: mpsc::UnboundedReceiver<Session>,
+    sessions: mpsc::UnboundedReceiver<ScriptedSession>,
     server: tokio::task::JoinHandle<()>,
 }
 
 impl ScriptedWorker {
-    pub async fn start(profile: Profile) -> Self {
+    pub async fn start(profile: WorkerProfile) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         Self::serve(listener, address, profile)
     }
 
-    fn serve(listener: TcpListener, address: SocketAddr, profile: Profile) -> Self {
+    fn serve(listener: TcpListener, address: SocketAddr, profile: WorkerProfile) -> Self {
         let (opened, sessions) = mpsc::unbounded_channel();
         let bad_bundles = Mutex::new(profile.bad_bundles);
         let tls = profile.tls.clone();
@@ -89,12 +89,12 @@ impl ScriptedWorker {
     }
 
     /// Waits for the next session.
-    pub async fn session(&mut self) -> Session {
+    pub async fn session(&mut self) -> ScriptedSession {
         self.sessions.recv().await.unwrap()
     }
 
     /// Waits for the next session and grants it ample credits.
-    pub async fn granted(&mut self) -> Session {
+    pub async fn granted(&mut self) -> ScriptedSession {
         let session = self.session().await;
         session.grant(64, 1 << 16);
         session
@@ -108,13 +108,13 @@ impl Drop for ScriptedWorker {
 }
 
 struct Service {
-    profile: Profile,
-    opened: mpsc::UnboundedSender<Session>,
+    profile: WorkerProfile,
+    opened: mpsc::UnboundedSender<ScriptedSession>,
     bad_bundles: Mutex<u32>,
 }
 
 /// Worker side of a session. Dropping it breaks the stream.
-pub struct Session {
+pub struct ScriptedSession {
     pub open: v1::SessionOpen,
     commands: mpsc::UnboundedReceiver<Command>,
     /// Received service counters of other incarnations.
@@ -124,7 +124,7 @@ pub struct Session {
     updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
 }
 
-impl Session {
+impl ScriptedSession {
     /// Receives the next command.
     pub async fn command(&mut self) -> Command {
         self.commands.recv().await.expect("the router ended the session")
@@ -279,7 +279,7 @@ impl Worker for Service {
                 }
             }
         });
-        let _ = self.opened.send(Session { open, commands, services, backlogs, updates });
+        let _ = self.opened.send(ScriptedSession { open, commands, services, backlogs, updates });
         let hello = v1::SessionResponse { message: Some(Message::Hello(hello)) };
         let stream = futures::stream::iter([Ok(hello)]).chain(UnboundedReceiverStream::new(outgoing));
         Ok(Response::new(Box::pin(stream)))

@@ -58,8 +58,8 @@ pub struct Candidate {
 impl Candidate {
     /// Whether the request may be dispatched now. An idle session with a grant accepts any request, or one
     /// larger than every grant would wait forever. A request that outranks another in flight may use
-    /// `priority_sequences` sequences beyond the grant; its blocks are not counted then, because the worker preempts for
-    /// them.
+    /// `priority_sequences` sequences beyond the grant; its blocks are not counted then, because the worker
+    /// preempts for them.
     pub fn has_room(&self) -> bool {
         let idle = self.used.sequences == 0;
         self.grant.fit(self.used, self.need)

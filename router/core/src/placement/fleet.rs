@@ -68,9 +68,9 @@ struct Member {
 /// What a router knows of its workers for placement: caches, costs, loads, and dispatched requests that they
 /// have not yet accounted for. Workers are named by the router's indices, submissions by their ids.
 ///
-/// **Invariants**: for each worker, `in_flight_blocks` counts exactly the blocks of the submissions in `routed`, and
-/// `unreported_prefill_s` holds only submissions in `routed`; so both are bounded by the requests in flight, and the index
-/// by the worker's pools.
+/// **Invariants**: for each worker, `in_flight_blocks` counts exactly the blocks of the submissions in `routed`,
+/// and `unreported_prefill_s` holds only submissions in `routed`; so both are bounded by the requests in
+/// flight, and the index by the worker's pools.
 #[derive(Debug, Default)]
 pub struct Fleet {
     members: BTreeMap<usize, Member>,
