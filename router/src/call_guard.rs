@@ -1,18 +1,20 @@
+//! Resources that a call holds until it ends.
+
 use std::sync::{Mutex, PoisonError};
 
-/// What a call holds of the router's bounds (permits, slots, its place in the drain) until it has ended, or until
-/// its client has not read for too long, whichever comes first. Each thing gives itself back when it is dropped.
+/// Resources of a call that count against the router's limits (permits, admission, drain token), until the
+/// call ends or is ended for a stalled client. Each one is released by its drop.
 #[derive(Default)]
 pub(crate) struct CallGuard(Mutex<Vec<Box<dyn Send>>>);
 
 impl CallGuard {
-    /// Adds something to hold.
+    /// Adds a resource.
     pub(crate) fn with(self, held: impl Send + 'static) -> Self {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(held));
         self
     }
 
-    /// Gives everything back; doing so twice is doing so once.
+    /// Releases all resources; idempotent.
     pub(crate) fn end(&self) {
         let held = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         drop(held);
@@ -31,7 +33,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn what_is_held_is_given_back_once_at_the_end_or_the_drop() {
+    fn resources_are_released_once_at_the_end_or_on_drop() {
         let permit = Arc::new(());
         let guard = CallGuard::default().with(permit.clone()).with(permit.clone());
         assert_eq!(Arc::strong_count(&permit), 3);

@@ -1,6 +1,8 @@
+//! Clock of the router.
+
 use std::time::Instant;
 
-/// The runtime's clock, so that a simulation can turn it.
+/// Returns the runtime's time, which a simulation can control.
 pub(crate) fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }

@@ -1,9 +1,9 @@
-//! The router: ingress, text, queue, placement, sessions and relay.
+//! The router: API, text, dispatcher, worker sessions and response streams.
 //!
-//! A client's call passes the edge (arrival, deadline), the ingress (checks, tokens) and waits in the
-//! dispatcher's queue until a worker's grant has room. Its worker's session then appends tokens to the call's
-//! journal, and the task that writes the client's stream reads them, makes text of them and ends the call. A
-//! lost session puts its calls back into the queue, from where they go on elsewhere.
+//! A call passes the layers in `api` (arrival, authentication, admission), is tokenized and waits in the
+//! dispatcher's queue until a worker's grant has room. The worker's session appends tokens to the request's
+//! journal; the task that writes the client's stream reads them, detokenizes and ends the call. When a
+//! session is lost, its requests return to the queue and are resubmitted to other workers.
 
 mod api;
 mod call_guard;
@@ -21,7 +21,7 @@ pub mod text;
 mod trace;
 
 pub use cluster::bundle::BundleError;
-pub use cluster::connector::{Dial, Io};
+pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
 pub use inflight_router_core::{PlacementKind, UnknownPlacement};
 pub use options::{Options, OptionsError};

@@ -1,30 +1,30 @@
-//! Every metric of the router, in one table.
+//! Table of all metrics of the router.
 
 use metrics::Unit;
 
-/// What a metric counts.
+/// Kind of a metric.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Kind {
-    /// Only grows.
+    /// Monotonic counter.
     Counter,
-    /// Goes up and down.
+    /// Value that goes up and down.
     Gauge,
-    /// A distribution, with these upper bounds of its buckets.
+    /// Distribution, with the upper bounds of its buckets.
     Histogram(&'static [f64]),
 }
 
-/// One metric.
+/// Description of a metric.
 #[derive(Debug, Clone, Copy)]
 pub struct Metric {
-    /// Its name, as exported.
+    /// Exported name.
     pub name: &'static str,
-    /// What it counts.
+    /// Kind.
     pub kind: Kind,
-    /// In which unit.
+    /// Unit.
     pub unit: Unit,
-    /// What it means.
+    /// Help text.
     pub help: &'static str,
-    /// Its labels.
+    /// Names of the labels.
     pub labels: &'static [&'static str],
 }
 
@@ -42,7 +42,7 @@ macro_rules! metrics_table {
     ($($id:ident = $name:literal, $kind:expr, $unit:expr, [$($label:literal),*], $help:literal;)*) => {
         $(pub(crate) const $id: &str = $name;)*
 
-        /// Every metric that a router can emit.
+        /// All metrics of the router.
         pub const METRICS: &[Metric] = &[
             $(Metric { name: $name, kind: $kind, unit: $unit, help: $help, labels: &[$($label),*] },)*
         ];
@@ -56,11 +56,11 @@ metrics_table! {
         "Bytes of request messages that are being received or tokenized";
     TASK_PANICS = "inflight_router_task_panics_total", Kind::Counter, Unit::Count, ["task"],
         "Panics of background tasks, each followed by a restart, by task";
-    OVERTAKES = "inflight_router_queue_bypasses_total", Kind::Counter, Unit::Count, [],
+    QUEUE_BYPASSES = "inflight_router_queue_bypasses_total", Kind::Counter, Unit::Count, [],
         "Requests dispatched ahead of a head-of-line request that fits on no worker";
     ROUTERS = "inflight_router_cluster_routers", Kind::Gauge, Unit::Count, [],
         "Routers that share the workers; cluster-wide limits are divided by it";
-    TENANT_REFUSED = "inflight_router_tenant_rejections_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
+    TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
         "Requests rejected by a limit of their tenant, by tenant and limit";
     TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", Kind::Gauge, Unit::Count, [],
         "Requests with large prompts that wait for a tokenizer thread";
@@ -94,7 +94,7 @@ metrics_table! {
         "Streams that continued on a worker with another numerics fingerprint; their tokens may differ";
     MIXED_FINGERPRINTS = "inflight_router_mixed_fingerprint_models", Kind::Gauge, Unit::Count, [],
         "Models whose workers have different numerics fingerprints: their streams may fail over to other tokens";
-    SUSPECTS = "inflight_router_quarantined_requests_total", Kind::Counter, Unit::Count, [],
+    QUARANTINED_REQUESTS = "inflight_router_quarantined_requests_total", Kind::Counter, Unit::Count, [],
         "Requests quarantined after two workers in a row were lost before their first token";
     RETRY_QUEUE = "inflight_router_retry_queue_requests", Kind::Gauge, Unit::Count, [],
         "Resubmissions that wait for the retry budget";
@@ -141,7 +141,7 @@ metrics_table! {
         "Mean time between the tokens of a request after its first";
 }
 
-/// Tells the installed recorder the kind, unit and meaning of every metric.
+/// Registers kind, unit and help of every metric with the installed recorder.
 pub fn describe() {
     inflight_transport::metrics::describe();
     for metric in METRICS {
@@ -149,7 +149,7 @@ pub fn describe() {
             Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),
             Kind::Gauge => {
                 metrics::describe_gauge!(metric.name, metric.unit, metric.help);
-                // There from the start, so that nothing is told apart from not known.
+                // Exported from the start, so that zero differs from unknown.
                 if metric.labels.is_empty() {
                     metrics::gauge!(metric.name).increment(0.0);
                 }
@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_say_their_unit() {
+    fn metric_names_are_unique_and_contain_their_unit() {
         for (at, metric) in METRICS.iter().enumerate() {
             assert!(METRICS[..at].iter().all(|other| other.name != metric.name), "{} twice", metric.name);
             assert_eq!(

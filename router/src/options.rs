@@ -1,3 +1,5 @@
+//! Options of a router and their validation.
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,80 +10,80 @@ use tonic::transport::Endpoint;
 
 use crate::cluster::discovery::{Source, SourceError};
 
-/// How a router is set up. All durations and bounds have defaults that suit a small cluster.
+/// Options of a router. The defaults suit a small cluster.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where clients connect; port 0 takes a free one.
+    /// Address that clients connect to; port 0 chooses a free one.
     pub listen: SocketAddr,
-    /// The workers: each a [`Source`](crate::Source) of one, `host:port`, or of many.
+    /// Discovery sources of workers; see [`Source`](crate::Source).
     pub workers: Vec<String>,
-    /// Names this router to the workers, in logs and metrics.
+    /// Name of this router, shown to workers, in logs and metrics.
     pub router_id: String,
-    /// Different after each restart, and from every other router's; empty if nobody can tell. Workers count routers by it.
+    /// Random id of this process, by which workers count routers; empty if unknown.
     pub incarnation: String,
-    /// Where requests run.
+    /// Placement policy.
     pub placement: PlacementKind,
-    /// Most requests that wait for a worker.
+    /// Maximum requests in the queue.
     pub queue_requests_max: usize,
-    /// Most tokens (prompts and what they may generate) that the waiting requests may come to hold.
+    /// Maximum tokens (prompts and possible output) of the requests in the queue.
     pub queue_tokens_max: u64,
-    /// Most `Generate` calls open at once, waiting and streaming together.
+    /// Maximum `Generate` calls open at once, waiting and streaming.
     pub streams_max: usize,
-    /// Largest message taken from a client, in bytes.
+    /// Maximum message size from a client, in bytes.
     pub message_bytes_max: usize,
-    /// Most bytes of messages that are being received, or received and not yet tokenized, over all calls.
+    /// Maximum bytes of all messages being received, or received and not yet tokenized.
     pub receive_bytes_max: u64,
-    /// Tokens generated where a request names no max_tokens.
+    /// Default max_tokens of a request.
     pub default_max_tokens: u32,
-    /// How long a connection to a worker, its hello and each piece of its bundle may take.
+    /// Timeout of a connection to a worker, its hello and each chunk of its bundle.
     pub connect_timeout: Duration,
-    /// Longest pause between attempts to reach a worker; the first is a hundred milliseconds.
+    /// Maximum pause between attempts to connect to a worker; the first is 100 ms.
     pub reconnect_backoff_max: Duration,
-    /// A worker that names no heartbeat interval is taken for lost after this long without an update.
+    /// Time without an update after which a session is lost, for workers that report no heartbeat interval.
     pub session_timeout: Duration,
-    /// How long requests wait for a model whose last worker was lost.
+    /// Time that requests wait for a model whose last worker was lost.
     pub no_worker_timeout: Duration,
-    /// How often sources that are asked, such as DNS, are asked again.
+    /// Interval of polled discovery sources such as DNS.
     pub discovery_interval: Duration,
-    /// Resubmissions a second after losses, over all requests; what is beyond waits.
+    /// Retry budget: resubmissions per second after losses, over all requests.
     pub retry_rate: u32,
-    /// Resubmissions that go at once, after a while without.
+    /// Burst of the retry budget.
     pub retry_burst: u32,
-    /// How long the streams of a draining worker may go on there before they move.
+    /// Time that streams of a draining worker may continue there before they move.
     pub drain_grace: Duration,
-    /// Most tokens that a request may come to hold: its prompt and all that its choices may generate.
+    /// Maximum tokens of a request: its prompt and the output of all choices.
     pub request_tokens_max: u64,
-    /// Tokens that a client may be behind before its request is taken off its worker until it reads again.
+    /// Unread tokens above which a request is paused until its client reads again.
     pub client_buffer_tokens: usize,
-    /// How long a client may take nothing of what is there before its call is ended.
+    /// Time that a client may leave output unread before its call is ended.
     pub stall_timeout: Duration,
-    /// Past this time in the queue a request goes first in its tenant.
+    /// Queueing time after which a request goes first within its tenant.
     pub aging_threshold: Duration,
-    /// Service forgiven a waiting request's tenant for each second, in tokens of weight 1.
+    /// Service forgiven per second of queueing, in tokens of weight 1.
     pub aging_tokens_per_second: f64,
-    /// Service forgiven at most.
+    /// Maximum service forgiven.
     pub aging_tokens_max: f64,
-    /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
+    /// Maximum number of bypasses of a head-of-line request that fits on no worker.
     pub bypass_max: u32,
-    /// What a client is told to wait when a queue is full.
+    /// Retry delay sent to clients when a queue is full.
     pub retry_delay: Duration,
-    /// The file of tenants with their keys and limits; without it everybody is let in.
+    /// File of tenants with their keys and limits; without it every call is accepted.
     pub tenants_file: Option<PathBuf>,
-    /// Certificate and key for clients, and whom of them to trust; without it connections are in the clear.
+    /// Server certificate, key and trusted client certificates; without it connections are plaintext.
     pub tls: Option<ServerTlsFiles>,
-    /// How workers are reached by TLS; without it in the clear.
+    /// TLS towards workers; without it connections are plaintext.
     pub worker_tls: Option<ClientTls>,
-    /// Bounds of clients' connections.
+    /// Limits of client connections.
     pub connections: ConnectionLimits,
-    /// Largest list of headers taken from a client, in bytes.
+    /// Maximum size of a client's header list, in bytes.
     pub header_bytes_max: u32,
-    /// How long a call may take to bring its message, from its headers.
+    /// Maximum time from a call's headers to its complete message.
     pub message_time_max: Duration,
-    /// Most calls open at once on one connection.
+    /// Maximum calls open at once on one connection.
     pub connection_streams_max: u32,
-    /// How long a model whose last worker is gone is UNAVAILABLE before it is NOT_FOUND.
+    /// Time that a model whose last worker is gone is UNAVAILABLE before it is NOT_FOUND.
     pub model_retention: Duration,
-    /// How often an idle client connection is probed; one that does not answer for as long is closed and its
+    /// Keep-alive interval and timeout of idle client connections; an unresponsive one is closed and its
     /// requests are cancelled.
     pub keepalive_interval: Duration,
     /// Whether gRPC server reflection is served.
@@ -132,52 +134,52 @@ impl Default for Options {
     }
 }
 
-/// Options that cannot work.
+/// Invalid options.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OptionsError {
-    /// There is nobody to route to.
+    /// No workers.
     #[error("no workers are given; name at least one as host:port")]
     NoWorkers,
-    /// An address does not parse.
+    /// Malformed address.
     #[error("the worker address {address:?} is not host:port: {reason}")]
     WorkerAddress {
-        /// What was given.
+        /// The given address.
         address: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// An entry of the list names no workers.
+    /// Invalid discovery source.
     #[error(transparent)]
     Source(#[from] SourceError),
-    /// A worker is named twice.
+    /// Duplicate worker.
     #[error("the worker address {address:?} is given twice; each worker has one session")]
     DuplicateWorker {
-        /// What was given.
+        /// The given address.
         address: String,
     },
-    /// No message of the largest size could be received.
+    /// Receive budget smaller than one message.
     #[error(
         "receive_bytes_max is {receive}, less than message_bytes_max = {message}; raise the first or lower the second"
     )]
     ReceiveBytes {
-        /// Bytes for all messages.
+        /// Receive budget in bytes.
         receive: u64,
-        /// Bytes of one.
+        /// Maximum message size in bytes.
         message: usize,
     },
-    /// A bound is zero.
+    /// Zero limit.
     #[error("{name} is 0; it must be at least 1")]
     Zero {
-        /// The option.
+        /// Name of the option.
         name: &'static str,
     },
 }
 
 impl Options {
-    /// Checks that the options can work.
+    /// Validates the options.
     ///
     /// # Errors
-    /// [`OptionsError`] naming the first that cannot.
+    /// [`OptionsError`] of the first invalid one.
     pub fn validate(&self) -> Result<(), OptionsError> {
         if self.workers.is_empty() {
             return Err(OptionsError::NoWorkers);
@@ -224,7 +226,7 @@ impl Options {
     }
 }
 
-/// The endpoint of a worker, with TLS where it is asked for. Certificates are read anew each time.
+/// Returns the endpoint of a worker, with TLS if configured. Certificates are read on each call.
 pub(crate) fn secure_endpoint(
     address: &str,
     tls: Option<&ClientTls>,
@@ -234,7 +236,7 @@ pub(crate) fn secure_endpoint(
     Ok(Endpoint::from_shared(format!("https://{address}"))?.tls_config(tls.load()?)?)
 }
 
-/// The endpoint of a worker given as `host:port`.
+/// Returns the endpoint of a worker given as `host:port`.
 pub(crate) fn worker_endpoint(address: &str) -> Result<Endpoint, OptionsError> {
     let refused = |reason: String| OptionsError::WorkerAddress { address: address.to_owned(), reason };
     let endpoint =

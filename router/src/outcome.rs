@@ -1,3 +1,5 @@
+//! Outcome of a request, and its gRPC status.
+
 use std::collections::HashMap;
 use std::fmt::Display;
 use std::time::Duration;
@@ -7,34 +9,34 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-/// A bound that a request would pass, and when to come back.
+/// Exceeded limit, with the time to retry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Overload {
-    /// What is full, for people.
+    /// Description for people.
     what: String,
-    /// Its stable name.
+    /// Stable name of the limit.
     quota: &'static str,
-    /// Whose it is: `router`, or `tenant:NAME`.
+    /// Owner of the limit: `router`, or `tenant:NAME`.
     subject: String,
     retry: Duration,
 }
 
 impl Overload {
-    /// Where nothing is known of when there will be room again.
+    /// Retry delay if unknown.
     const RETRY: Duration = Duration::from_secs(1);
 
-    /// A bound of the router.
+    /// Limit of the router.
     pub(crate) fn of_router(what: String, quota: &'static str, retry: Duration) -> Self {
         Self { what, quota, subject: "router".to_owned(), retry }
     }
 
-    /// A bound of the queue.
+    /// Bound of the queue.
     pub(crate) fn of_queue(full: &QueueFull, retry: Duration) -> Self {
         let subject = full.tenant.as_ref().map_or("router".to_owned(), |tenant| format!("tenant:{tenant}"));
         Self { what: full.to_string(), quota: full.quota(), subject, retry }
     }
 
-    /// A limit of a tenant.
+    /// Limit of a tenant.
     pub(crate) fn of_tenant(over: &OverLimit, tenant: &str) -> Self {
         let retry = over.wait().unwrap_or(Self::RETRY);
         let what =
@@ -43,59 +45,58 @@ impl Overload {
     }
 }
 
-/// What became of a request: the closed list. Every call ends in exactly one of these, and what a client sees
-/// is decided here alone.
+/// Outcome of a request. Every call ends in exactly one of these, and only they decide what a client sees.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Outcome {
     /// All choices ended and were delivered.
     Completed,
-    /// The request breaks a rule; the message names the field.
+    /// Invalid request; the message names the field.
     Invalid(String),
-    /// No worker serves that model.
+    /// No worker serves the model.
     UnknownModel { asked: String, served: Vec<String> },
-    /// A chat was sent to a model without a chat template.
+    /// Chat input for a model without a chat template.
     NoChatTemplate { model: String },
-    /// No worker has the fingerprint that the request asks for.
+    /// No worker has the required fingerprint.
     UnknownFingerprint { required: String, served: Vec<String> },
-    /// Nobody is known by the key or certificate shown.
+    /// Unknown key or certificate.
     Unauthenticated(String),
-    /// The caller may not do this.
+    /// The caller lacks permission.
     Denied(String),
-    /// A bound of the router or of its queue is reached.
+    /// A limit of the router or its queue is exceeded.
     Full(Box<Overload>),
-    /// A limit of the tenant is reached.
+    /// A limit of the tenant is exceeded.
     Limited(Box<Overload>),
-    /// It waited in a full queue, and something went before it: more important, or of a tenant that holds less.
+    /// Displaced in a full queue by a request of a higher priority or of a tenant that holds less.
     Displaced { retry: Duration },
-    /// Its deadline would pass before its first token.
+    /// The deadline would pass before the first token.
     Infeasible { predicted: Duration, left: Duration },
-    /// No worker has ever been reached.
+    /// No worker has ever been connected.
     NeverConnected { workers: usize },
-    /// All workers of the model are lost and none came back in time.
+    /// All workers of the model were lost and none returned in time.
     Unserved { model: String, waited: Duration },
-    /// The router drains: another one takes what comes now.
+    /// The router drains.
     Draining,
-    /// Several workers in a row were lost before the request had a token, the last with nothing else to do.
+    /// Several workers in a row were lost before the first token, the last while it ran alone.
     AttemptsExhausted { attempts: u32 },
-    /// The client took nothing of what was there for it.
+    /// The client left output unread for too long.
     ClientStalled { waited: Duration },
-    /// The call's deadline passed.
+    /// The deadline has passed.
     DeadlineExceeded,
-    /// The client went away.
+    /// The client has cancelled.
     Cancelled,
-    /// A worker ended the request with an error of its own.
+    /// Error of a worker.
     WorkerError { code: Code, message: String },
-    /// A worker broke the protocol, or the router itself failed.
+    /// Protocol violation by a worker, or an internal error of the router.
     Internal(String),
 }
 
 impl Outcome {
-    /// A request that breaks a rule.
+    /// Returns the outcome of an invalid request.
     pub(crate) fn invalid(reason: impl Display) -> Self {
         Self::Invalid(reason.to_string())
     }
 
-    /// The status a client sees.
+    /// Returns the gRPC status code.
     pub(crate) fn code(&self) -> Code {
         match self {
             Self::Completed => Code::Ok,
@@ -112,17 +113,17 @@ impl Outcome {
             Self::DeadlineExceeded => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
             Self::WorkerError { code, .. } => match code {
-                // Parameters were checked before, so a worker that still refuses them says something new.
+                // Parameters were validated before, so this rejection by a worker is new information.
                 Code::InvalidArgument | Code::ResourceExhausted | Code::FailedPrecondition => *code,
                 Code::DeadlineExceeded => Code::DeadlineExceeded,
                 _ => Code::Internal,
             },
-            // Not UNAVAILABLE: clients would send again what may be the cause.
+            // Not UNAVAILABLE: clients would retry a request that may be the cause.
             Self::AttemptsExhausted { .. } | Self::Internal(_) => Code::Internal,
         }
     }
 
-    /// A stable, lower-case label for metrics and logs.
+    /// Returns a stable, lower-case label for metrics and logs.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::Completed => "completed",
@@ -194,7 +195,7 @@ impl Outcome {
         }
     }
 
-    /// What is overloaded and when to come back, if that is what it is.
+    /// Returns the exceeded limit, its owner and the retry delay, for overload outcomes.
     fn overload(&self) -> Option<(&'static str, &str, Duration)> {
         match self {
             Self::Full(over) | Self::Limited(over) => Some((over.quota, &over.subject, over.retry)),
@@ -206,8 +207,8 @@ impl Outcome {
         }
     }
 
-    /// The status with its details. Overload says what is exhausted (google.rpc.QuotaFailure) and when to come back, both
-    /// as google.rpc.RetryInfo and as gRPC's own pushback.
+    /// Returns the status with its details. Overload names the exceeded limit (google.rpc.QuotaFailure) and
+    /// the retry delay, both as google.rpc.RetryInfo and as gRPC's own pushback.
     pub(crate) fn into_status(self) -> Status {
         let (code, message) = (self.code(), self.message());
         let mut details = ErrorDetails::new();

@@ -1,4 +1,4 @@
-//! Background tasks that outlive a panic.
+//! Supervision of background tasks: restart after a panic.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,8 +10,8 @@ use crate::metrics as names;
 /// Pause before a task that panicked runs again, so that one that panics at once does not spin.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Runs what `make` makes as a task of its own, and again each time it panics, until it returns. Panics are counted by
-/// `task`. Dropped, it aborts the task.
+/// Runs the future that `make` returns as a task, and restarts it after each panic, until it returns. Panics
+/// are counted by `task`. Dropping the future aborts the task.
 pub(crate) async fn restart_on_panic<F>(task: &'static str, mut make: impl FnMut() -> F) -> F::Output
 where
     F: Future<Output: Send> + Send + 'static,
@@ -20,12 +20,12 @@ where
         match AbortOnDropHandle::new(tokio::spawn(make())).await {
             Ok(output) => return output,
             Err(error) if error.is_panic() => {
-                // The panic hook has logged its message and place.
+                // The panic hook has logged message and location.
                 tracing::error!(task, "restarting background task after a panic");
                 metrics::counter!(names::TASK_PANICS, "task" => task).increment(1);
                 tokio::time::sleep(PAUSE).await;
             }
-            // Only the end of the runtime cancels it.
+            // Cancelled only by the shutdown of the runtime.
             Err(_) => std::future::pending().await,
         }
     }
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_task_that_panics_runs_again_until_it_returns() {
+    async fn a_task_is_restarted_after_each_panic_until_it_returns() {
         let runs = AtomicU32::new(0);
         let make = || {
             let run = runs.fetch_add(1, Ordering::Relaxed);
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_task_ends_with_whoever_runs_it() {
+    async fn dropping_the_supervisor_aborts_its_task() {
         let (held, dropped) = tokio::sync::oneshot::channel::<()>();
         let mut held = Some(held);
         let running = restart_on_panic("test", move || {

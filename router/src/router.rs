@@ -1,3 +1,5 @@
+//! Router process: binding, background tasks, the gRPC server, health and drain.
+
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
@@ -24,72 +26,72 @@ use tonic_health::server::HealthReporter;
 use tower::ServiceBuilder;
 
 use crate::api::admission::{Admission, AdmissionLayer};
-use crate::api::arrival::{EdgeLayer, receive_budget, receive_limits};
+use crate::api::arrival::{ArrivalLayer, receive_budget, receive_limits};
 use crate::api::auth::AuthLayer;
 use crate::api::ingress::Ingress;
 use crate::api::kserve::Kserve;
-use crate::cluster::connector::Dial;
+use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
-use crate::cluster::membership::Members;
-use crate::dispatcher::Dispatch;
+use crate::cluster::membership::Membership;
+use crate::dispatcher::Dispatcher;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
 use crate::restart::restart_on_panic;
 use crate::stats::RouterStats;
 use crate::tenants::{Tenants, TenantsError};
 
-/// Why a router could not start, or stopped.
+/// Failure to start or run a router.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The options cannot work.
+    /// Invalid options.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// The address could not be bound.
+    /// Bind failure.
     #[error("cannot listen on {address}: {source}; is another process using this port?")]
     Bind {
-        /// Where the router was to listen.
+        /// Address to listen on.
         address: SocketAddr,
-        /// What the system said.
+        /// I/O error.
         source: io::Error,
     },
-    /// A certificate or key cannot be used.
+    /// Unusable certificate or key.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The tenants' file cannot be used.
+    /// Invalid tenants' file.
     #[error(transparent)]
     Tenants(#[from] TenantsError),
-    /// The descriptors compiled into the program do not load.
+    /// Invalid descriptors for reflection.
     #[error("reflection cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
 
-/// A router that is bound to its address.
+/// Router bound to its address.
 pub struct Router {
     listener: TcpListener,
     address: SocketAddr,
     core: Core,
 }
 
-/// A router without a network.
+/// Router without a listener.
 pub struct Core {
     options: Options,
-    dispatch: Arc<Dispatch>,
+    dispatch: Arc<Dispatcher>,
     sources: Vec<Source>,
-    dial: Option<Dial>,
+    connector: Option<Connector>,
     tls: Option<ServerTls>,
     tenants: Option<Arc<Tenants>>,
 }
 
-/// A view of a running router.
+/// Handle of a running router.
 #[derive(Debug, Clone)]
 pub struct Handle {
     ready: watch::Receiver<bool>,
-    dispatch: Weak<Dispatch>,
+    dispatch: Weak<Dispatcher>,
 }
 
 impl Handle {
-    /// Resolves when at least one worker's session is open and its bundle is loaded; never, if the router ends
-    /// before.
+    /// Waits until at least one worker's session is open and its bundle is loaded; never resolves if the
+    /// router ends before.
     pub async fn ready(&self) {
         let mut ready = self.ready.clone();
         if ready.wait_for(|ready| *ready).await.is_err() {
@@ -97,7 +99,7 @@ impl Handle {
         }
     }
 
-    /// What the router holds now; nothing once it is gone.
+    /// Returns the current load; zero once the router has ended.
     pub fn stats(&self) -> RouterStats {
         self.dispatch.upgrade().map(|dispatch| dispatch.stats()).unwrap_or_default()
     }
@@ -109,7 +111,7 @@ impl Handle {
 }
 
 impl Router {
-    /// Checks the options and takes the address.
+    /// Validates the options and binds the address.
     ///
     /// # Errors
     /// [`Error::Options`] and [`Error::Bind`].
@@ -122,21 +124,21 @@ impl Router {
         Ok(Self { listener, address, core })
     }
 
-    /// Where clients connect.
+    /// Returns the address that clients connect to.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// A view that stays valid while [`Router::serve`] runs.
+    /// Returns a handle that stays valid while [`Router::serve`] runs.
     pub fn handle(&self) -> Handle {
         self.core.handle()
     }
 
-    /// Serves until `drain` is cancelled and every open call has ended: from then on health says NOT_SERVING
-    /// and no call is accepted, while those open go on to their end.
+    /// Serves until `drain` is cancelled and every open call has ended. During the drain, health reports
+    /// NOT_SERVING and no call is accepted, while open ones continue to their end.
     ///
     /// # Errors
-    /// [`Error::Reflection`] if the description of the API cannot be served.
+    /// [`Error::Reflection`] if the API descriptors cannot be served.
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
         let Self { listener, address, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
@@ -152,10 +154,10 @@ impl Router {
 impl Core {
     /// Names of the health service: the whole router, and its services.
     const HEALTH_NAMES: [&'static str; 3] = ["", "inflight.v1.Inference", "inference.GRPCInferenceService"];
-    /// How long connections may take to send what they hold, once no call is open any more.
+    /// Time for connections to flush after the last open call.
     const FLUSH_MAX: Duration = Duration::from_secs(1);
 
-    /// Checks the options.
+    /// Validates the options.
     ///
     /// # Errors
     /// [`Error::Options`].
@@ -164,48 +166,48 @@ impl Core {
         let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
         let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
-        // Read once now, so that a mistake is known at the start.
+        // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
         let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
-        let dispatch = Arc::new(Dispatch::new(&options));
-        Ok(Self { options, dispatch, sources, dial: None, tls, tenants })
+        let dispatch = Arc::new(Dispatcher::new(&options));
+        Ok(Self { options, dispatch, sources, connector: None, tls, tenants })
     }
 
-    /// Reaches its workers another way than by TCP.
+    /// Connects to workers by another transport than TCP.
     #[must_use]
-    pub fn with_dial(mut self, dial: Dial) -> Self {
-        self.dial = Some(dial);
+    pub fn with_connector(mut self, connector: Connector) -> Self {
+        self.connector = Some(connector);
         self
     }
 
-    /// A view that stays valid while [`Core::serve`] runs.
+    /// Returns a handle that stays valid while [`Core::serve`] runs.
     pub fn handle(&self) -> Handle {
         Handle { ready: self.dispatch.ready(), dispatch: Arc::downgrade(&self.dispatch) }
     }
 
-    /// Serves connections, as [`Router::serve`] does.
+    /// Serves accepted connections, with the drain of [`Router::serve`].
     ///
     /// # Errors
-    /// As there.
+    /// [`Error::Reflection`] if the API descriptors cannot be served.
     pub async fn serve<I, S>(self, incoming: I, drain: CancellationToken) -> Result<(), Error>
     where
         I: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { options, dispatch, sources, dial, tls: _, tenants } = self;
+        let Self { options, dispatch, sources, connector, tls: _, tenants } = self;
         names::describe();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
         let (reporter, health) = tonic_health::server::health_reporter();
         set_health(&reporter, false).await;
-        // For probes that ask whether the process lives, also while no worker is there.
+        // For liveness probes, independent of workers.
         reporter.set_service_status("liveness", ServingStatus::Serving).await;
 
-        // Dropped, and with it aborted, when this function returns.
+        // Dropping it when this function returns aborts the tasks.
         let mut tasks = JoinSet::new();
         let (members, of_members) = (options.clone(), dispatch.clone());
         tasks.spawn(restart_on_panic("membership", move || {
-            Members::new(&members, of_members.clone(), dial.clone()).follow(sources.clone())
+            Membership::new(&members, of_members.clone(), connector.clone()).follow(sources.clone())
         }));
         let ticking = dispatch.clone();
         tasks.spawn(restart_on_panic("ticks", move || tick(ticking.clone())));
@@ -238,7 +240,7 @@ impl Core {
         let limits = move |path: &str| receive_limits(path, &receiving);
         let service = ServiceBuilder::new()
             .layer(ReceiveLayer::new(receive_budget(&options), limits))
-            .layer(EdgeLayer { open: open.clone() })
+            .layer(ArrivalLayer { open: open.clone() })
             .layer(AuthLayer { tenants })
             .layer(AdmissionLayer { admission })
             .service(routes.prepare());
@@ -253,9 +255,9 @@ impl Core {
     }
 }
 
-/// Has the dispatcher do what only time brings about.
-async fn tick(dispatch: Arc<Dispatch>) {
-    let mut ticks = tokio::time::interval(Dispatch::TICK);
+/// Calls the dispatcher's tick periodically.
+async fn tick(dispatch: Arc<Dispatcher>) {
+    let mut ticks = tokio::time::interval(Dispatcher::TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
@@ -263,8 +265,8 @@ async fn tick(dispatch: Arc<Dispatch>) {
     }
 }
 
-/// Runs the server. A drained server waits for every stream, and a health watch never ends by itself: so when
-/// the last call of ours has ended, connections get a moment to flush and the rest is cut.
+/// Runs the server until it has drained. It would wait for every stream, and a health watch never ends: after
+/// the last API call, connections may flush for a moment and the rest is closed.
 async fn until_drained<F>(serving: F, drain: CancellationToken, open: TaskTracker)
 where
     F: Future<Output = ()>,
@@ -289,7 +291,7 @@ async fn set_health(reporter: &HealthReporter, serving: bool) {
     }
 }
 
-/// Keeps the health service up to date: the router's own names, and one for each model that workers serve or served.
+/// Updates the health service: the router's names, and one per model that is or was served.
 async fn report_health(
     reporter: HealthReporter,
     mut ready: watch::Receiver<bool>,

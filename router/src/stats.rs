@@ -1,11 +1,11 @@
-//! Figures of a running router.
+//! Load figures of a running router.
 
-/// Number of calls, requests and credits that a router holds.
+/// Numbers of calls, requests and credits in use.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RouterStats {
-    /// Calls whose streams are open.
+    /// Open calls.
     pub open: usize,
-    /// Requests that wait for a worker or for the retry budget.
+    /// Requests in the queue, in the retry queue or in quarantine.
     pub waiting: usize,
     /// Requests in flight at workers.
     pub in_flight: usize,

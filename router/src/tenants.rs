@@ -1,3 +1,5 @@
+//! Tenants: their keys, certificates and limits, from a file that is reloaded on changes.
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -12,39 +14,39 @@ use subtle::ConstantTimeEq as _;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-/// How often the file is looked at.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Longest name of a tenant, as in the API.
+/// Interval of checking the file for changes.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum length of a tenant name, as in the API, in bytes.
 const NAME_BYTES_MAX: usize = 128;
 
-/// A tenants' file that cannot be used.
+/// Invalid tenants' file.
 #[derive(Debug, thiserror::Error)]
 pub enum TenantsError {
-    /// It cannot be read.
+    /// Unreadable file.
     #[error("cannot read the tenants' file {}: {source}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// I/O error.
         source: std::io::Error,
     },
-    /// It is not what it should be.
+    /// Invalid contents.
     #[error("{}: {reason}", path.display())]
     Invalid {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong, and where.
         reason: String,
     },
 }
 
-/// The file: TOML, or JSON where its name ends so.
+/// Tenants' file: TOML, or JSON by its extension.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
-    /// The tenant of those who show neither key nor certificate; without it they are refused.
+struct TenantsFile {
+    /// Tenant of callers without key and certificate; without it they are rejected.
     anonymous: Option<String>,
-    /// What tenants have that say nothing else.
+    /// Default limits of tenants.
     #[serde(default)]
     defaults: LimitsEntry,
     #[serde(default)]
@@ -64,7 +66,7 @@ struct LimitsEntry {
     queue_tokens: Option<u64>,
 }
 
-// `deny_unknown_fields` does not go with `flatten`, so the limits are a table of their own.
+// serde's `deny_unknown_fields` does not work with `flatten`, so the limits are a table of their own.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TenantEntry {
@@ -80,12 +82,12 @@ struct TenantEntry {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct KeyEntry {
-    /// Name of the key, for people.
+    /// Display name of the key.
     #[serde(default)]
     name: String,
     /// SHA-256 of the key, in hex.
     sha256: String,
-    /// RFC 3339.
+    /// Expiry in RFC 3339.
     expires: Option<String>,
 }
 
@@ -94,11 +96,11 @@ struct KeyEntry {
 pub(crate) enum Caller {
     /// No tenants are configured: requests name their tenant, weight and priority themselves.
     Anyone,
-    /// A tenant of the file.
+    /// Tenant of the file.
     Tenant(Arc<Tenant>),
 }
 
-/// A tenant, with what it has used of its limits at this router.
+/// Tenant with its usage of limits at this router.
 #[derive(Debug)]
 pub(crate) struct Tenant {
     pub(crate) name: Arc<str>,
@@ -118,7 +120,7 @@ impl Tenant {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, TenantState> {
-        // Every method of the gate leaves it whole.
+        // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -128,71 +130,72 @@ impl Tenant {
 }
 
 #[derive(Debug)]
-struct Key {
+struct ApiKey {
     name: String,
     digest: [u8; 32],
     expires: Option<SystemTime>,
     tenant: Arc<Tenant>,
 }
 
-/// What a file says, ready to be asked.
+/// Parsed tenants' file, indexed for authentication.
 #[derive(Debug, Default)]
-struct Table {
-    /// By the first bytes of the digest, which tell nothing of the key; the rest is compared in constant time.
-    keys: BTreeMap<[u8; 8], Vec<Key>>,
+struct TenantTable {
+    /// Keys by a prefix of their digest, which reveals nothing about the key; the full digest is compared in
+    /// constant time.
+    keys: BTreeMap<[u8; 8], Vec<ApiKey>>,
     certificates: BTreeMap<String, Arc<Tenant>>,
     anonymous: Option<Arc<Tenant>>,
     tenants: BTreeMap<Arc<str>, Arc<Tenant>>,
 }
 
-/// Why nobody was recognised.
+/// Authentication failure.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unknown {
+pub(crate) enum AuthenticationError {
     #[error("no API key was given; send it as `authorization: Bearer KEY` or as `x-api-key`")]
     NoKey,
     #[error("the authorization header is not `Bearer KEY`")]
     Malformed,
     #[error("the API key is not known")]
-    Key,
+    UnknownKey,
     #[error("the API key {name:?} has expired")]
     Expired { name: String },
     #[error("the client certificate belongs to no tenant")]
     Certificate,
 }
 
-/// The tenants of a file that is read again when it changes.
+/// Tenants of a file that is reloaded on changes.
 #[derive(Debug)]
 pub(crate) struct Tenants {
     path: PathBuf,
-    /// As the file was before it was first read.
+    /// State of the file before it was first read.
     watched: Watched,
-    table: RwLock<Arc<Table>>,
+    table: RwLock<Arc<TenantTable>>,
 }
 
 impl Tenants {
     /// Reads the file.
     pub(crate) fn load(path: &Path) -> Result<Self, TenantsError> {
         let watched = Watched::new([path.to_owned()]);
-        let table = Table::read(path, &Table::default())?;
+        let table = TenantTable::read(path, &TenantTable::default())?;
         Ok(Self { path: path.to_owned(), watched, table: RwLock::new(Arc::new(table)) })
     }
 
-    fn table(&self) -> Arc<Table> {
+    fn table(&self) -> Arc<TenantTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads the file again; tenants keep what they have used. On an error what was read before stays in force.
+    /// Reloads the file; tenants keep their usage. On an error the previous contents stay in force.
     pub(crate) fn reload(&self) -> Result<(), TenantsError> {
-        let table = Arc::new(Table::read(&self.path, &self.table())?);
+        let table = Arc::new(TenantTable::read(&self.path, &self.table())?);
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = table;
         Ok(())
     }
 
-    /// Reads the file again whenever it has changed, for as long as this is polled.
+    /// Reloads the file on changes while polled.
     pub(crate) async fn follow(self: Arc<Self>) {
         let mut watched = self.watched.clone();
         loop {
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
             if watched.changed() {
                 self.reload_and_tell();
             }
@@ -210,13 +213,13 @@ impl Tenants {
         }
     }
 
-    /// Whom a key or, without one, a certificate belongs to.
-    pub(crate) fn recognise(
+    /// Returns the tenant of a key or, without one, of a certificate.
+    pub(crate) fn authenticate(
         &self,
         key: Option<&str>,
         certificate: Option<&Identity>,
         now: SystemTime,
-    ) -> Result<Arc<Tenant>, Unknown> {
+    ) -> Result<Arc<Tenant>, AuthenticationError> {
         let table = self.table();
         if let Some(key) = key {
             return table.of_key(key, now);
@@ -224,23 +227,23 @@ impl Tenants {
         if let Some(identity) = certificate {
             let names = identity.names.iter().chain([&identity.digest]);
             let tenant = names.filter_map(|name| table.certificates.get(name)).next();
-            return tenant.or(table.anonymous.as_ref()).cloned().ok_or(Unknown::Certificate);
+            return tenant.or(table.anonymous.as_ref()).cloned().ok_or(AuthenticationError::Certificate);
         }
-        table.anonymous.clone().ok_or(Unknown::NoKey)
+        table.anonymous.clone().ok_or(AuthenticationError::NoKey)
     }
 }
 
-impl Table {
-    fn of_key(&self, key: &str, now: SystemTime) -> Result<Arc<Tenant>, Unknown> {
+impl TenantTable {
+    fn of_key(&self, key: &str, now: SystemTime) -> Result<Arc<Tenant>, AuthenticationError> {
         let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
         let same = self.keys.get(&head(&digest)).map_or(&[][..], Vec::as_slice);
-        // Every candidate is compared whole.
+        // Every candidate is compared completely, for constant time.
         let found = same
             .iter()
             .fold(None, |found, key| if bool::from(key.digest.ct_eq(&digest)) { Some(key) } else { found });
-        let key = found.ok_or(Unknown::Key)?;
+        let key = found.ok_or(AuthenticationError::UnknownKey)?;
         match key.expires {
-            Some(expires) if expires <= now => Err(Unknown::Expired { name: key.name.clone() }),
+            Some(expires) if expires <= now => Err(AuthenticationError::Expired { name: key.name.clone() }),
             _ => Ok(key.tenant.clone()),
         }
     }
@@ -250,7 +253,7 @@ impl Table {
             .map_err(|source| TenantsError::Read { path: path.to_owned(), source })?;
         let json = path.extension().is_some_and(|extension| extension == "json");
         let invalid = |reason: String| TenantsError::Invalid { path: path.to_owned(), reason };
-        let file: File = if json {
+        let file: TenantsFile = if json {
             serde_json::from_str(&text).map_err(|error| invalid(error.to_string()))?
         } else {
             toml::from_str(&text).map_err(|error| invalid(error.to_string().trim_end().to_owned()))?
@@ -258,7 +261,7 @@ impl Table {
         Self::build(file, before).map_err(invalid)
     }
 
-    fn build(file: File, before: &Self) -> Result<Self, String> {
+    fn build(file: TenantsFile, before: &Self) -> Result<Self, String> {
         let mut table = Self::default();
         let mut changed = Vec::new();
         for (name, entry) in file.tenants {
@@ -285,7 +288,7 @@ impl Table {
                 if known.iter().any(|other| other.digest == digest) {
                     return Err(format!("tenant {name:?}: the key {:?} is given twice", key.name));
                 }
-                known.push(Key { name: key.name, digest, expires, tenant: tenant.clone() });
+                known.push(ApiKey { name: key.name, digest, expires, tenant: tenant.clone() });
             }
             for certificate in entry.certificates {
                 if table.certificates.insert(certificate.clone(), tenant.clone()).is_some() {
@@ -300,7 +303,7 @@ impl Table {
             table.anonymous =
                 Some(tenant.cloned().ok_or_else(|| format!("anonymous names {name:?}, which is no tenant"))?);
         }
-        // Only now, when all is known to be right, do the limits of those who stay change.
+        // Limits of existing tenants change only after the whole file is validated.
         for (tenant, limits) in changed {
             tenant.lock().limits = limits;
         }
@@ -380,8 +383,8 @@ mod tests {
         Sha256::digest(key.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    fn parse(text: &str, before: &Table) -> Result<Table, String> {
-        Table::build(toml::from_str(text).map_err(|error| error.to_string())?, before)
+    fn parse(text: &str, before: &TenantTable) -> Result<TenantTable, String> {
+        TenantTable::build(toml::from_str(text).map_err(|error| error.to_string())?, before)
     }
 
     fn now() -> SystemTime {
@@ -389,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_and_certificates_are_recognised_until_they_expire() {
+    fn keys_and_certificates_authenticate_until_they_expire() {
         let text = format!(
             r#"
             [defaults]
@@ -408,13 +411,17 @@ mod tests {
             digest_of("first"),
             digest_of("second").to_uppercase()
         );
-        let table = parse(&text, &Table::default()).unwrap();
-        let name = |found: Result<Arc<Tenant>, Unknown>| found.map(|tenant| tenant.name.to_string());
+        let table = parse(&text, &TenantTable::default()).unwrap();
+        let name =
+            |found: Result<Arc<Tenant>, AuthenticationError>| found.map(|tenant| tenant.name.to_string());
         assert_eq!(name(table.of_key("first", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("second", now())), Ok("acme".to_owned()));
-        assert_eq!(name(table.of_key("third", now())), Err(Unknown::Key));
+        assert_eq!(name(table.of_key("third", now())), Err(AuthenticationError::UnknownKey));
         let later = now() + Duration::from_secs(1);
-        assert_eq!(name(table.of_key("first", later)), Err(Unknown::Expired { name: "ci".to_owned() }));
+        assert_eq!(
+            name(table.of_key("first", later)),
+            Err(AuthenticationError::Expired { name: "ci".to_owned() })
+        );
         let limits = table.tenants["acme"].limits();
         assert_eq!((limits.weight.get(), limits.priority_max), (3.0, 5));
         assert_eq!(limits.requests_per_minute, Some(60), "from the defaults");
@@ -422,17 +429,17 @@ mod tests {
         let watched = Watched::new([]);
         let tenants = Tenants { path: PathBuf::new(), watched, table: RwLock::new(Arc::new(table)) };
         let shown = |name: &str| Identity { names: vec![name.to_owned()], digest: String::new() };
-        let by = |shown: Option<Identity>| name(tenants.recognise(None, shown.as_ref(), now()));
+        let by = |shown: Option<Identity>| name(tenants.authenticate(None, shown.as_ref(), now()));
         assert_eq!(by(Some(shown("spiffe://c/acme"))), Ok("acme".to_owned()));
-        assert_eq!(by(Some(shown("spiffe://c/else"))), Err(Unknown::Certificate));
-        assert_eq!(by(None), Err(Unknown::NoKey));
-        // A key says more than a certificate.
-        let both = tenants.recognise(Some("third"), Some(&shown("spiffe://c/acme")), now());
-        assert_eq!(name(both), Err(Unknown::Key));
+        assert_eq!(by(Some(shown("spiffe://c/else"))), Err(AuthenticationError::Certificate));
+        assert_eq!(by(None), Err(AuthenticationError::NoKey));
+        // A key takes precedence over a certificate.
+        let both = tenants.authenticate(Some("third"), Some(&shown("spiffe://c/acme")), now());
+        assert_eq!(name(both), Err(AuthenticationError::UnknownKey));
     }
 
     #[test]
-    fn a_file_that_is_wrong_is_refused_with_what_and_where() {
+    fn an_invalid_file_is_rejected_with_what_and_where() {
         let key = format!("keys = [{{ sha256 = {:?} }}]", digest_of("k"));
         let table = [
             ("[tenants.t]\nlimits = { wieght = 1 }".to_owned(), "unknown field `wieght`"),
@@ -447,13 +454,13 @@ mod tests {
             ("[tenants.\"\"]".to_owned(), "must have a name"),
         ];
         for (text, words) in table {
-            let reason = parse(&text, &Table::default()).expect_err(words);
+            let reason = parse(&text, &TenantTable::default()).expect_err(words);
             assert!(reason.contains(words), "{words:?} is not in {reason:?}");
         }
     }
 
     #[test]
-    fn a_reload_keeps_what_was_used_and_a_broken_file_changes_nothing() {
+    fn a_reload_keeps_usage_and_an_invalid_file_changes_nothing() {
         let folder = std::env::temp_dir().join(format!("inflight-tenants-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("tenants.toml");
@@ -466,7 +473,7 @@ mod tests {
         };
         write("1", "old");
         let tenants = Tenants::load(&path).unwrap();
-        let tenant = tenants.recognise(Some("old"), None, now()).unwrap();
+        let tenant = tenants.authenticate(Some("old"), None, now()).unwrap();
         let enter = |tenant: &Tenant| {
             let mut state = tenant.lock();
             let limits = state.limits;
@@ -475,16 +482,19 @@ mod tests {
         assert!(enter(&tenant) && !enter(&tenant));
         write("one", "new");
         assert!(matches!(tenants.reload(), Err(TenantsError::Invalid { .. })));
-        assert!(tenants.recognise(Some("old"), None, now()).is_ok());
+        assert!(tenants.authenticate(Some("old"), None, now()).is_ok());
         write("2", "new");
         tenants.reload().unwrap();
-        assert!(matches!(tenants.recognise(Some("old"), None, now()), Err(Unknown::Key)));
-        let again = tenants.recognise(Some("new"), None, now()).unwrap();
+        assert!(matches!(
+            tenants.authenticate(Some("old"), None, now()),
+            Err(AuthenticationError::UnknownKey)
+        ));
+        let again = tenants.authenticate(Some("new"), None, now()).unwrap();
         assert!(Arc::ptr_eq(&tenant, &again));
         assert!(enter(&again) && !enter(&again), "one of two was used before");
         std::fs::remove_file(&path).unwrap();
         assert!(matches!(tenants.reload(), Err(TenantsError::Read { .. })));
-        assert!(tenants.recognise(Some("new"), None, now()).is_ok());
+        assert!(tenants.authenticate(Some("new"), None, now()).is_ok());
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,3 +1,5 @@
+//! Trace context propagation (W3C Trace Context over OpenTelemetry).
+
 use std::collections::HashMap;
 
 use opentelemetry::propagation::Extractor;
@@ -25,7 +27,7 @@ impl Extractor for Metadata<'_> {
     }
 }
 
-/// The trace context that a client sent, by the process's propagator.
+/// Extracts the client's trace context with the process-wide propagator.
 pub(crate) fn extract(metadata: &MetadataMap) -> Context {
     global::get_text_map_propagator(|propagator| propagator.extract(&Metadata(metadata)))
 }
@@ -38,7 +40,7 @@ pub(crate) struct TraceContext {
 }
 
 impl TraceContext {
-    /// The span's own context; where spans are not traced, the client's as it came.
+    /// Returns the context of a span; the client's if spans are not traced.
     pub(crate) fn of(span: &Span, client: &Context) -> Self {
         let mut carrier = HashMap::new();
         let own = span.context();

@@ -20,7 +20,7 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_router::{Dial, Handle, RouterStats};
+use inflight_router::{Connector, Handle, RouterStats};
 use inflight_worker::{Bundle, Served, Turning};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -103,7 +103,7 @@ async fn router(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
         reflection: false,
         ..inflight_router::Options::default()
     };
-    let core = inflight_router::Core::new(options)?.with_dial(Dial::new(network::open));
+    let core = inflight_router::Core::new(options)?.with_connector(Connector::new(network::open));
     shared.handles.borrow_mut()[index] = Some(core.handle());
     Ok(core.serve(network::incoming(PORT).await?, drain).await?)
 }

@@ -1,7 +1,7 @@
-//! What a request costs the fair queue: `cargo run --release -p inflight-router-core --example queue_cost`.
+//! Cost of the fair queue per request: `cargo run --release -p inflight-router-core --example queue_cost`.
 //!
-//! Prints nanoseconds for taking a request in, finding and taking out the next one, and for cancelling one that waits, with
-//! so many tenants and requests waiting.
+//! Prints nanoseconds per push, per take of the next request, and per cancel of a waiting one, by the numbers
+//! of tenants and waiting requests.
 
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a benchmark needs the clock")]
 
@@ -38,7 +38,7 @@ fn measure(tenants: usize, waiting: usize) {
     let mut number = 0;
     let mut push = |queue: &mut FairQueue<u8, usize>| {
         number += 1;
-        queue.push(0, arrival(number, 0), now, number).map(|admitted| admitted.place)
+        queue.push(0, arrival(number, 0), now, number).map(|admitted| admitted.position)
     };
     for _ in 0..waiting {
         let _ = push(&mut queue);
@@ -47,7 +47,7 @@ fn measure(tenants: usize, waiting: usize) {
     let timed = |sum: &mut Duration, began: Instant| *sum += began.elapsed();
     for round in 0..ROUNDS {
         let began = Instant::now();
-        let place = push(&mut queue);
+        let position = push(&mut queue);
         timed(&mut pushing, began);
         if round % 2 == 0 {
             let began = Instant::now();
@@ -58,13 +58,13 @@ fn measure(tenants: usize, waiting: usize) {
                 timed(&mut taking, began);
                 queue.depart(&head);
             }
-        } else if let Ok(place) = place {
+        } else if let Ok(position) = position {
             let began = Instant::now();
-            black_box(queue.remove(&place));
+            black_box(queue.remove(&position));
             timed(&mut cancelling, began);
         }
     }
-    // Full, every arrival of a higher priority makes one give way.
+    // The queue is full: every arrival of a higher priority displaces a request.
     let _ = push(&mut queue);
     let rounds = (waiting as u32).min(1_000);
     for round in 0..rounds {

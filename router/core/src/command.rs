@@ -23,7 +23,7 @@ pub enum WorkerCommand {
         /// At least one waits.
         waiting: bool,
     },
-    /// Passes on service counters of another incarnation, for routers that connect later.
+    /// Forwards service counters of another incarnation, for routers that connect later.
     ServiceTable(IncarnationCounters),
     /// Requests a snapshot of the prefix cache.
     ResyncPrefixCache,

@@ -1,3 +1,5 @@
+//! Fair queue of a router: weighted fair queueing by virtual token counters (VTC), beneath strict priorities.
+
 mod displacement;
 
 use std::cmp::Reverse;
@@ -7,27 +9,28 @@ use std::time::Duration;
 
 use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
 
-use crate::queue_bounds::{Hold, QueueFull, QueueLimits};
+use crate::queue_bounds::{QueueFull, QueueLimits, QueueUsage};
 
-/// How requests are ordered and bounded.
+/// Order and bounds of a [`FairQueue`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FairQueueOptions {
-    /// What may wait, over all tenants and lanes.
+    /// Bounds on the waiting requests over all tenants and lanes.
     pub limits: QueueLimits,
-    /// What tokens cost.
+    /// Service charged per prompt and output token.
     pub cost: TokenCost,
-    /// Service forgiven for each second in the queue, in tokens of weight 1.
+    /// Service forgiven per second of queueing, in tokens of weight 1.
     pub aging_tokens_per_second: f64,
-    /// Service forgiven at most; the bound on the difference of two tenants' services grows by it.
+    /// Maximum service forgiven; the bound on the difference of two tenants' services grows by it.
     pub aging_tokens_max: f64,
-    /// Past this time in the queue a request goes first in its tenant, in the turn of that tenant's most important one.
-    /// Against other tenants it gains nothing, or whoever floods the queue would always be overdue.
+    /// Queueing time after which a request goes first within its tenant, at the priority of the tenant's
+    /// first request. It gains nothing against other tenants, so that a tenant that floods the queue does not
+    /// profit.
     pub wait_max: Duration,
-    /// How often a request that fits nowhere now may be overtaken, while it is first, by others that fit.
+    /// Maximum number of bypasses of a head-of-line request that fits on no worker.
     pub bypass_max: u32,
-    /// Requests behind the first that are looked at in its place.
+    /// Number of requests behind the head that are considered for a bypass.
     pub lookahead: usize,
-    /// Idle tenants that a lane remembers with what they had.
+    /// Maximum number of idle tenants whose service a lane remembers.
     pub idle_tenants_max: usize,
 }
 
@@ -46,37 +49,38 @@ impl Default for FairQueueOptions {
     }
 }
 
-/// A request that wants in.
+/// Request to be queued.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrival<'a> {
-    /// Whose it is.
+    /// Name of the tenant.
     pub tenant: &'a str,
-    /// The tenant's share.
+    /// Fair-share weight of the tenant.
     pub weight: Weight,
-    /// A higher number is more important.
+    /// Priority; higher goes first.
     pub priority: i32,
-    /// Tokens it may come to hold.
+    /// Maximum tokens of the request: prompt and output of all choices.
     pub tokens: u64,
-    /// What may wait of this tenant.
+    /// Bounds on the waiting requests of this tenant.
     pub bounds: QueueLimits,
 }
 
-/// A request that was taken in.
+/// Result of queueing a request.
 #[derive(Debug)]
 pub struct Admitted<L, T> {
-    /// Where it waits.
-    pub place: Place<L>,
-    /// What had to make room for it: less important, or of a tenant that holds more than its share of the queue.
+    /// Position of the request.
+    pub position: QueuePosition<L>,
+    /// Requests displaced by it: of a lower priority, or of a tenant that holds more than its share of the
+    /// queue.
     pub displaced: Vec<T>,
 }
 
-/// A request taken out, to be served.
+/// Request taken out of the queue for dispatch.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Taken<T> {
+pub struct Dequeued<T> {
     /// The request.
     pub item: T,
-    /// What its tenant has had so far over its weight, cluster-wide: the request's turn at a worker.
-    pub order: Service,
+    /// Cluster-wide virtual time of its tenant; orders the worker's waiting queue.
+    pub virtual_start_time: Service,
 }
 
 /// Order within a tenant: resubmissions first, then higher priority, then earlier arrival.
@@ -87,112 +91,112 @@ struct Rank {
     arrival: u64,
 }
 
-/// Where a request waits or waited; the key to take it out, to put it back and to end it.
+/// Position of a request in the queue; the key to take, requeue and end it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place<L> {
+pub struct QueuePosition<L> {
     lane: L,
     tenant: Tenant,
     rank: Rank,
 }
 
-impl<L> Place<L> {
-    /// The request's number in the order of arrivals.
+impl<L> QueuePosition<L> {
+    /// Arrival number of the request.
     pub fn arrival(&self) -> u64 {
         self.rank.arrival
     }
 }
 
 #[derive(Debug)]
-struct Entry<T> {
+struct QueuedRequest<T> {
     tokens: u64,
-    queued: Duration,
-    overtaken: u32,
+    queued_at: Duration,
+    bypasses: u32,
     item: T,
 }
 
-/// What waits of one tenant in one lane; never empty.
+/// TenantQueue requests of one tenant in one lane; never empty.
 #[derive(Debug)]
-struct Waiting<T> {
+struct TenantQueue<T> {
     name: Arc<str>,
-    requests: BTreeMap<Rank, Entry<T>>,
+    requests: BTreeMap<Rank, QueuedRequest<T>>,
     by_arrival: BTreeMap<u64, Rank>,
 }
 
 #[derive(Debug)]
-struct Lane<T> {
+struct LaneQueue<T> {
     service: TenantService,
-    waiting: BTreeMap<Tenant, Waiting<T>>,
-    /// Cost of what was handed over and not reported yet.
+    waiting: BTreeMap<Tenant, TenantQueue<T>>,
+    /// Provisional charge per tenant: dispatched and not yet reported by a worker.
     pending: BTreeMap<Tenant, u64>,
 }
 
-/// Requests of one priority, by tenant and arrival.
-type Class<L> = BTreeMap<Arc<str>, BTreeMap<u64, Place<L>>>;
+/// TenantQueue requests of one priority, by tenant and arrival.
+type PriorityClass<L> = BTreeMap<Arc<str>, BTreeMap<u64, QueuePosition<L>>>;
 
-/// Where a request stands against all others of its lane; the least goes first.
+/// Sort key of a request among all tenants of its lane; the minimum goes first.
 #[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
-struct Turn {
+struct OrderKey {
     fresh: bool,
     priority: Reverse<i32>,
     service: f64,
     arrival: u64,
 }
 
-/// A bounded queue of requests that serves tenants by weight: virtual token counters (Sheng et al., *Fairness in
-/// Serving Large Language Models*, OSDI 2024) beneath priorities.
+/// Bounded queue that serves tenants by weight: virtual token counters (Sheng et al., *Fairness in Serving
+/// Large Language Models*, OSDI 2024) beneath priorities.
 ///
-/// There is one lane for each kind that is served apart (a model, say), so that a lane whose head cannot start does
-/// not hold up the others; bounds are common to all lanes. In a lane goes first what was resubmitted, then the
-/// higher priority, then the tenant with the least service over its weight, then the earlier arrival. Service is
-/// what workers report ([`FairQueue::charge`]), to which what was handed over and not reported yet is added
+/// Each kind that is served separately, such as a model, has a lane, so that a blocked head holds up no other
+/// lane; bounds are common to all lanes. Within a lane, resubmissions go first, then higher priority, then
+/// the tenant with the least virtual time, then the earlier arrival. Service is what workers report
+/// ([`FairQueue::charge`]) plus the provisional charge of requests dispatched and not yet reported
 /// ([`FairQueue::take`], [`FairQueue::settle`]).
 ///
-/// Invariants: `len` and `tokens` are the sums over the lanes; a request leaves by exactly one of `remove` and
-/// `take`, and after `take` by exactly one of `put_back` and `depart`; an arrival over the bounds displaces only
-/// what is less important or of a tenant that holds more over its weight than the arriving one would; resubmitted
-/// requests were admitted once and are always taken back, so they are bounded by what was in flight.
+/// Invariants: `len` and `tokens` are the sums over the lanes. A request leaves by exactly one of `remove`
+/// and `take`, and after `take` by exactly one of `requeue` and `depart`. An arrival over the bounds
+/// displaces only requests of lower priority, or of a tenant that holds more over its weight than the
+/// arriving tenant would. Resubmissions are never rejected; they are bounded by the requests in flight.
 #[derive(Debug)]
 pub struct FairQueue<L, T> {
     options: FairQueueOptions,
-    /// Routers that share the bounds.
+    /// Number of routers that share the bounds.
     routers: u32,
-    lanes: BTreeMap<L, Lane<T>>,
-    /// What may be displaced, by priority, tenant and arrival.
-    fresh: BTreeMap<i32, Class<L>>,
-    holds: BTreeMap<Arc<str>, Hold>,
+    lanes: BTreeMap<L, LaneQueue<T>>,
+    /// Requests that may be displaced, by priority, tenant and arrival.
+    fresh: BTreeMap<i32, PriorityClass<L>>,
+    usage: BTreeMap<Arc<str>, QueueUsage>,
     len: usize,
     tokens: u64,
     arrivals: u64,
 }
 
 impl<L: Ord + Copy, T> FairQueue<L, T> {
-    /// An empty queue.
+    /// Creates an empty queue.
     pub fn new(options: FairQueueOptions) -> Self {
         Self {
             options,
             routers: 1,
             lanes: BTreeMap::new(),
             fresh: BTreeMap::new(),
-            holds: BTreeMap::new(),
+            usage: BTreeMap::new(),
             len: 0,
             tokens: 0,
             arrivals: 0,
         }
     }
 
-    /// Divides the bounds by the number of routers that serve the same clients, so that more routers do not raise
-    /// them.
+    /// Divides the bounds by the number of routers, so that more routers do not raise the cluster-wide
+    /// bounds.
     pub fn set_routers(&mut self, routers: u32) {
         self.routers = routers.max(1);
     }
 
-    /// The bounds in force here.
+    /// Returns this router's share of the bounds.
     pub fn limits(&self) -> QueueLimits {
         self.options.limits.divided(self.routers)
     }
 
-    /// Takes a new request in, if need be in the place of others. An empty queue takes any number of tokens, so
-    /// that no request is too large for ever.
+    /// Queues a new request, displacing others if necessary. An empty queue accepts any number of tokens, so
+    /// that no request is rejected forever.
     ///
     /// # Errors
     /// [`QueueFull`] with the bound reached; the queue is unchanged.
@@ -204,99 +208,101 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         item: T,
     ) -> Result<Admitted<L, T>, QueueFull> {
         let (limits, bounds) = (self.limits(), arrival.bounds.divided(self.routers));
-        let held = self.holds.get(arrival.tenant).copied().unwrap_or_default();
-        let mut places = Vec::new();
-        if let Some(full) = held.full(arrival.tokens, bounds) {
+        let held = self.usage.get(arrival.tenant).copied().unwrap_or_default();
+        let mut positions = Vec::new();
+        if let Some(full) = held.exceeded(arrival.tokens, bounds) {
             let less_important = self.victims(&arrival, Some(arrival.tenant), held, bounds);
-            places = less_important.ok_or_else(|| full.of_tenant(arrival.tenant))?;
+            positions = less_important.ok_or_else(|| full.of_tenant(arrival.tenant))?;
         }
-        let all = Hold { requests: self.len, tokens: self.tokens, weight: Weight::default() };
-        let freed = places.iter().filter_map(|place| self.entry(place)).map(|entry| entry.tokens);
-        let all = all.less(places.len(), freed.sum());
-        if let Some(full) = all.full(arrival.tokens, limits) {
-            // Where the tenant makes room for itself already, that has to be enough.
-            if !places.is_empty() {
+        let all = QueueUsage { requests: self.len, tokens: self.tokens, weight: Weight::default() };
+        let freed = positions.iter().filter_map(|position| self.entry(position)).map(|entry| entry.tokens);
+        let all = all.minus(positions.len(), freed.sum());
+        if let Some(full) = all.exceeded(arrival.tokens, limits) {
+            // Displacing requests of its own tenant must be enough.
+            if !positions.is_empty() {
                 return Err(full);
             }
-            places = self.victims(&arrival, None, all, limits).ok_or(full)?;
+            positions = self.victims(&arrival, None, all, limits).ok_or(full)?;
         }
-        let displaced = places.iter().filter_map(|place| self.remove(place)).collect();
+        let displaced = positions.iter().filter_map(|position| self.remove(position)).collect();
         let number = self.arrivals;
         self.arrivals += 1;
         let options = &self.options;
-        let entry = self.lanes.entry(lane).or_insert_with(|| Lane {
+        let entry = self.lanes.entry(lane).or_insert_with(|| LaneQueue {
             service: TenantService::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
         });
         let tenant = entry.service.arrive(arrival.tenant, arrival.weight);
         let rank = Rank { fresh: true, priority: Reverse(arrival.priority), arrival: number };
-        let place = Place { lane, tenant, rank };
-        self.insert(place, arrival.tenant, arrival.tokens, now, item);
-        Ok(Admitted { place, displaced })
+        let position = QueuePosition { lane, tenant, rank };
+        self.insert(position, arrival.tenant, arrival.tokens, now, item);
+        Ok(Admitted { position, displaced })
     }
 
-    /// Puts a request that was taken back, ahead of all that never started, in the order of the arrivals among its
-    /// like. `name` is its tenant's.
-    pub fn put_back(
+    /// Requeues a request that was taken, ahead of all new requests and ordered by arrival among
+    /// resubmissions. `name` is its tenant.
+    pub fn requeue(
         &mut self,
-        place: &Place<L>,
+        position: &QueuePosition<L>,
         name: &str,
         tokens: u64,
         now: Duration,
         item: T,
-    ) -> Place<L> {
-        debug_assert!(place.rank.arrival < self.arrivals, "only what arrived can be put back");
-        let place = Place { rank: Rank { fresh: false, ..place.rank }, ..*place };
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.wait(place.tenant);
+    ) -> QueuePosition<L> {
+        debug_assert!(position.rank.arrival < self.arrivals, "only what arrived can be put back");
+        let position = QueuePosition { rank: Rank { fresh: false, ..position.rank }, ..*position };
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.wait(position.tenant);
         }
-        self.insert(place, name, tokens, now, item);
-        place
+        self.insert(position, name, tokens, now, item);
+        position
     }
 
-    fn insert(&mut self, place: Place<L>, name: &str, tokens: u64, now: Duration, item: T) {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return };
-        let waiting = lane.waiting.entry(place.tenant).or_insert_with(|| Waiting {
+    fn insert(&mut self, position: QueuePosition<L>, name: &str, tokens: u64, now: Duration, item: T) {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return };
+        let waiting = lane.waiting.entry(position.tenant).or_insert_with(|| TenantQueue {
             name: Arc::from(name),
             requests: BTreeMap::new(),
             by_arrival: BTreeMap::new(),
         });
-        let entry = Entry { tokens, queued: now, overtaken: 0, item };
-        let before = waiting.requests.insert(place.rank, entry);
+        let entry = QueuedRequest { tokens, queued_at: now, bypasses: 0, item };
+        let before = waiting.requests.insert(position.rank, entry);
         debug_assert!(before.is_none(), "an arrival number waits once");
-        waiting.by_arrival.insert(place.rank.arrival, place.rank);
-        if place.rank.fresh {
-            let class = self.fresh.entry(place.rank.priority.0).or_default();
-            class.entry(waiting.name.clone()).or_default().insert(place.rank.arrival, place);
+        waiting.by_arrival.insert(position.rank.arrival, position.rank);
+        if position.rank.fresh {
+            let class = self.fresh.entry(position.rank.priority.0).or_default();
+            class.entry(waiting.name.clone()).or_default().insert(position.rank.arrival, position);
         }
-        let weight = lane.service.weight(place.tenant);
-        let hold = self.holds.entry(waiting.name.clone()).or_default();
-        hold.weight = weight;
-        hold.requests += 1;
-        hold.tokens += tokens;
+        let weight = lane.service.weight(position.tenant);
+        let usage = self.usage.entry(waiting.name.clone()).or_default();
+        usage.weight = weight;
+        usage.requests += 1;
+        usage.tokens += tokens;
         self.len += 1;
         self.tokens += tokens;
     }
 
-    /// The request of a lane whose turn it is.
-    pub fn head(&self, lane: L, now: Duration) -> Option<Place<L>> {
+    /// Returns the next request of a lane.
+    pub fn head(&self, lane: L, now: Duration) -> Option<QueuePosition<L>> {
         let entry = self.lanes.get(&lane)?;
-        let turns = entry.waiting.iter().filter_map(|(tenant, waiting)| {
+        let keys = entry.waiting.iter().filter_map(|(tenant, waiting)| {
             let (rank, priority) = waiting.first(now, self.options.wait_max)?;
-            let turn = self.turn(entry, *tenant, waiting, rank, priority, now);
-            Some((turn, Place { lane, tenant: *tenant, rank }))
+            let key = self.order_key(entry, *tenant, waiting, rank, priority, now);
+            Some((key, QueuePosition { lane, tenant: *tenant, rank }))
         });
-        // Arrival numbers differ, so that no two turns are equal; none is NaN.
-        turns.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
+        // Arrival numbers are unique and no key is NaN, so the order is total.
+        keys.min_by(|(a, _), (b, _)| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, p)| p)
     }
 
-    /// Who may go in the place of the head, which fits nowhere now: some of those behind it, first those of the
-    /// highest priority, and among them in turn the first of each tenant, then the second. Nobody, once the head
-    /// was overtaken as often as is allowed.
-    pub fn behind(&self, head: &Place<L>, now: Duration) -> Vec<Place<L>> {
-        let spent = self.entry(head).is_none_or(|entry| entry.overtaken >= self.options.bypass_max);
-        let Some(lane) = self.lanes.get(&head.lane).filter(|_| !spent) else { return Vec::new() };
+    /// Returns the requests that may bypass the head: by priority, and then round-robin over the tenants'
+    /// first, second, ... requests. Empty once the head was bypassed `bypass_max` times.
+    pub fn bypass_candidates(&self, head: &QueuePosition<L>, now: Duration) -> Vec<QueuePosition<L>> {
+        let bypasses_exhausted =
+            self.entry(head).is_none_or(|entry| entry.bypasses >= self.options.bypass_max);
+        let Some(lane) = self.lanes.get(&head.lane).filter(|_| !bypasses_exhausted) else {
+            return Vec::new();
+        };
         let mut found = Vec::new();
         for (tenant, waiting) in &lane.waiting {
             let first = waiting.first(now, self.options.wait_max);
@@ -304,121 +310,124 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let rest = rest.map(|rank| (*rank, rank.priority));
             let ranks = first.into_iter().chain(rest).take(self.options.lookahead + 1);
             for (depth, (rank, priority)) in ranks.enumerate() {
-                let turn = self.turn(lane, *tenant, waiting, rank, priority, now);
-                found.push(((turn.fresh, turn.priority, depth), turn, *tenant, rank));
+                let key = self.order_key(lane, *tenant, waiting, rank, priority, now);
+                found.push(((key.fresh, key.priority, depth), key, *tenant, rank));
             }
         }
         found.sort_by(|a, b| {
-            let by_turn = || a.1.partial_cmp(&b.1).unwrap_or(std::cmp::Ordering::Equal);
-            a.0.cmp(&b.0).then_with(by_turn)
+            let by_key = || a.1.partial_cmp(&b.1).unwrap_or(std::cmp::Ordering::Equal);
+            a.0.cmp(&b.0).then_with(by_key)
         });
-        let places = found.into_iter().map(|(_, _, tenant, rank)| Place { lane: head.lane, tenant, rank });
-        places.filter(|place| place != head).take(self.options.lookahead).collect()
+        let positions =
+            found.into_iter().map(|(_, _, tenant, rank)| QueuePosition { lane: head.lane, tenant, rank });
+        positions.filter(|position| position != head).take(self.options.lookahead).collect()
     }
 
-    fn turn(
+    fn order_key(
         &self,
-        lane: &Lane<T>,
+        lane: &LaneQueue<T>,
         tenant: Tenant,
-        waiting: &Waiting<T>,
+        waiting: &TenantQueue<T>,
         rank: Rank,
         priority: Reverse<i32>,
         now: Duration,
-    ) -> Turn {
-        let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued));
+    ) -> OrderKey {
+        let waited = waiting.requests.get(&rank).map_or(Duration::ZERO, |e| now.saturating_sub(e.queued_at));
         let aged =
             (self.options.aging_tokens_per_second * waited.as_secs_f64()).min(self.options.aging_tokens_max);
-        Turn {
+        OrderKey {
             fresh: rank.fresh,
             priority,
-            service: lane.owed(tenant).tokens() - aged,
+            service: lane.virtual_time(tenant).tokens() - aged,
             arrival: rank.arrival,
         }
     }
 
-    /// The request at a place.
-    pub fn get(&self, place: &Place<L>) -> Option<&T> {
-        self.entry(place).map(|entry| &entry.item)
+    /// Returns the request at a position.
+    pub fn get(&self, position: &QueuePosition<L>) -> Option<&T> {
+        self.entry(position).map(|entry| &entry.item)
     }
 
-    /// Since when a request waits.
-    pub fn queued(&self, place: &Place<L>) -> Option<Duration> {
-        self.entry(place).map(|entry| entry.queued)
+    /// Returns when a request was queued.
+    pub fn queued(&self, position: &QueuePosition<L>) -> Option<Duration> {
+        self.entry(position).map(|entry| entry.queued_at)
     }
 
-    fn entry(&self, place: &Place<L>) -> Option<&Entry<T>> {
-        self.lanes.get(&place.lane)?.waiting.get(&place.tenant)?.requests.get(&place.rank)
+    fn entry(&self, position: &QueuePosition<L>) -> Option<&QueuedRequest<T>> {
+        self.lanes.get(&position.lane)?.waiting.get(&position.tenant)?.requests.get(&position.rank)
     }
 
-    /// Takes a request out to be served. Until [`FairQueue::settle`], its tenant counts as charged with `cost`.
-    pub fn take(&mut self, place: &Place<L>, cost: u64) -> Option<Taken<T>> {
-        let item = self.extract(place)?;
-        let lane = self.lanes.get_mut(&place.lane)?;
-        let order = lane.owed(place.tenant);
-        lane.service.start(place.tenant);
-        *lane.pending.entry(place.tenant).or_insert(0) += cost;
-        Some(Taken { item, order })
+    /// Takes a request out for dispatch and charges its tenant provisionally with `cost`, until
+    /// [`FairQueue::settle`].
+    pub fn take(&mut self, position: &QueuePosition<L>, cost: u64) -> Option<Dequeued<T>> {
+        let item = self.extract(position)?;
+        let lane = self.lanes.get_mut(&position.lane)?;
+        let virtual_start_time = lane.virtual_time(position.tenant);
+        lane.service.start(position.tenant);
+        *lane.pending.entry(position.tenant).or_insert(0) += cost;
+        Some(Dequeued { item, virtual_start_time })
     }
 
-    /// The turn at a worker of a request that was taken, and a provisional charge for it as [`FairQueue::take`] makes.
-    pub fn reserve(&mut self, place: &Place<L>, cost: u64) -> Service {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return Service::default() };
-        let order = lane.owed(place.tenant);
-        *lane.pending.entry(place.tenant).or_insert(0) += cost;
-        order
+    /// Returns the virtual start time of a taken request and charges its tenant provisionally, like
+    /// [`FairQueue::take`].
+    pub fn reserve(&mut self, position: &QueuePosition<L>, cost: u64) -> Service {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return Service::default() };
+        let virtual_start_time = lane.virtual_time(position.tenant);
+        *lane.pending.entry(position.tenant).or_insert(0) += cost;
+        virtual_start_time
     }
 
-    /// Notes that `head` was overtaken by one behind it.
-    pub fn overtake(&mut self, head: &Place<L>) {
+    /// Counts a bypass of `head`.
+    pub fn count_bypass(&mut self, head: &QueuePosition<L>) {
         let lane = self.lanes.get_mut(&head.lane);
         let waiting = lane.and_then(|lane| lane.waiting.get_mut(&head.tenant));
         if let Some(entry) = waiting.and_then(|waiting| waiting.requests.get_mut(&head.rank)) {
-            entry.overtaken += 1;
+            entry.bypasses += 1;
         }
     }
 
-    /// The worker's report now covers what a request was provisionally charged when it was taken.
-    pub fn settle(&mut self, place: &Place<L>, cost: u64) {
-        let Some(lane) = self.lanes.get_mut(&place.lane) else { return };
-        if let Some(pending) = lane.pending.get_mut(&place.tenant) {
+    /// Ends the provisional charge of a request: the worker's reports now cover it.
+    pub fn settle(&mut self, position: &QueuePosition<L>, cost: u64) {
+        let Some(lane) = self.lanes.get_mut(&position.lane) else { return };
+        if let Some(pending) = lane.pending.get_mut(&position.tenant) {
             *pending = pending.saturating_sub(cost);
             if *pending == 0 {
-                lane.pending.remove(&place.tenant);
+                lane.pending.remove(&position.tenant);
             }
         }
     }
 
-    /// A request that was taken is over.
-    pub fn depart(&mut self, place: &Place<L>) {
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.depart(place.tenant);
+    /// Records the end of a request that was taken.
+    pub fn depart(&mut self, position: &QueuePosition<L>) {
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.depart(position.tenant);
         }
     }
 
-    /// Takes a request that waits out for good, O(log n), at no cost to its tenant; `None` if it is not waiting
-    /// there any more.
-    pub fn remove(&mut self, place: &Place<L>) -> Option<T> {
-        let item = self.extract(place)?;
-        if let Some(lane) = self.lanes.get_mut(&place.lane) {
-            lane.service.start(place.tenant);
-            lane.service.depart(place.tenant);
+    /// Removes a waiting request for good, at no cost to its tenant, in O(log n); `None` if it does not wait
+    /// there.
+    pub fn remove(&mut self, position: &QueuePosition<L>) -> Option<T> {
+        let item = self.extract(position)?;
+        if let Some(lane) = self.lanes.get_mut(&position.lane) {
+            lane.service.start(position.tenant);
+            lane.service.depart(position.tenant);
         }
         Some(item)
     }
 
-    fn extract(&mut self, place: &Place<L>) -> Option<T> {
-        let lane = self.lanes.get_mut(&place.lane)?;
-        let waiting = lane.waiting.get_mut(&place.tenant)?;
-        let entry = waiting.requests.remove(&place.rank)?;
-        waiting.by_arrival.remove(&place.rank.arrival);
+    fn extract(&mut self, position: &QueuePosition<L>) -> Option<T> {
+        let lane = self.lanes.get_mut(&position.lane)?;
+        let waiting = lane.waiting.get_mut(&position.tenant)?;
+        let entry = waiting.requests.remove(&position.rank)?;
+        waiting.by_arrival.remove(&position.rank.arrival);
         let name = waiting.name.clone();
         if waiting.requests.is_empty() {
-            lane.waiting.remove(&place.tenant);
+            lane.waiting.remove(&position.tenant);
         }
-        let priority = place.rank.priority.0;
-        if let Some(class) = self.fresh.get_mut(&priority).filter(|_| place.rank.fresh) {
+        let priority = position.rank.priority.0;
+        if let Some(class) = self.fresh.get_mut(&priority).filter(|_| position.rank.fresh) {
             if let Some(arrivals) = class.get_mut(&name) {
-                arrivals.remove(&place.rank.arrival);
+                arrivals.remove(&position.rank.arrival);
                 if arrivals.is_empty() {
                     class.remove(&name);
                 }
@@ -427,10 +436,10 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
                 self.fresh.remove(&priority);
             }
         }
-        if let Some(hold) = self.holds.get_mut(&name) {
-            *hold = hold.less(1, entry.tokens);
-            if hold.requests == 0 {
-                self.holds.remove(&name);
+        if let Some(usage) = self.usage.get_mut(&name) {
+            *usage = usage.minus(1, entry.tokens);
+            if usage.requests == 0 {
+                self.usage.remove(&name);
             }
         }
         self.len -= 1;
@@ -438,85 +447,85 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         Some(entry.item)
     }
 
-    /// Takes in what a tenant was served in a lane, as a worker reported it.
+    /// Adds reported service to a tenant's counter in a lane.
     pub fn charge(&mut self, lane: L, tenant: &str, cost: u64) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.charge_elsewhere(tenant, cost);
         }
     }
 
-    /// Takes back what [`FairQueue::charge`] took in and turned out not to be known.
+    /// Takes back service added by [`FairQueue::charge`] whose report has expired.
     pub fn discharge(&mut self, lane: L, tenant: &str, cost: u64) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
             lane.service.discharge_elsewhere(tenant, cost);
         }
     }
 
-    /// How far service has got in the whole cluster, by a worker's word. A tenant that comes back while nobody waits
-    /// here starts from there, though never above all tenants known here.
-    pub fn begun(&mut self, lane: L, order: Service) {
+    /// Raises the virtual time of a lane to the cluster-wide one that a worker reported. Returning tenants
+    /// start from there if no request waits here, but never above all tenants known here.
+    pub fn raise_virtual_time(&mut self, lane: L, virtual_time: Service) {
         if let Some(lane) = self.lanes.get_mut(&lane) {
-            lane.service.raise_floor(order);
+            lane.service.raise_floor(virtual_time);
         }
     }
 
-    /// Makes a lane, so that charges are kept also before its first request.
+    /// Creates a lane, so that charges before its first request are kept.
     pub fn open_lane(&mut self, lane: L) {
         let options = &self.options;
-        self.lanes.entry(lane).or_insert_with(|| Lane {
+        self.lanes.entry(lane).or_insert_with(|| LaneQueue {
             service: TenantService::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
         });
     }
 
-    /// Forgets a lane in which nobody waits, with what its tenants had.
+    /// Removes a lane without waiting requests, with its tenants' counters.
     pub fn forget_lane(&mut self, lane: L) {
         if self.lanes.get(&lane).is_some_and(|lane| lane.waiting.is_empty()) {
             self.lanes.remove(&lane);
         }
     }
 
-    /// Lanes in which something waits.
+    /// Returns the lanes with waiting requests.
     pub fn lanes(&self) -> impl Iterator<Item = L> + '_ {
         self.lanes.iter().filter(|(_, lane)| !lane.waiting.is_empty()).map(|(id, _)| *id)
     }
 
-    /// Whether something waits in a lane.
+    /// Whether requests wait in a lane.
     pub fn waits_in(&self, lane: L) -> bool {
         self.lanes.get(&lane).is_some_and(|lane| !lane.waiting.is_empty())
     }
 
-    /// The least that any tenant had whose requests wait in a lane, with what was handed over.
-    pub fn least(&self, lane: L) -> Option<Service> {
+    /// Returns the minimum virtual time of the tenants that wait in a lane, provisional charges included.
+    pub fn min_virtual_time(&self, lane: L) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
-        lane.waiting.keys().map(|tenant| lane.owed(*tenant)).min()
+        lane.waiting.keys().map(|tenant| lane.virtual_time(*tenant)).min()
     }
 
-    /// What each tenant holds in the queue, by name.
-    pub fn holds(&self) -> impl Iterator<Item = (&str, Hold)> + '_ {
-        self.holds.iter().map(|(name, hold)| (&**name, *hold))
+    /// Returns the queue usage of each tenant, by name.
+    pub fn usage(&self) -> impl Iterator<Item = (&str, QueueUsage)> + '_ {
+        self.usage.iter().map(|(name, usage)| (&**name, *usage))
     }
 
-    /// What a tenant has had in a lane over its weight, what was handed over included.
+    /// Returns the virtual time of a tenant in a lane, provisional charges included.
     pub fn service(&self, lane: L, tenant: &str) -> Option<Service> {
         let lane = self.lanes.get(&lane)?;
         let (_, service, _) = lane.service.iter().find(|(name, ..)| *name == tenant)?;
         Some(service)
     }
 
-    /// How many requests go before a new one of this tenant and priority in a lane, at most, and at which share of
-    /// the lane's service its own tenant's go.
-    pub fn ahead(&self, lane: L, tenant: &str, weight: Weight, priority: i32) -> Ahead {
-        let Some(lane) = self.lanes.get(&lane) else { return Ahead { all: 0, own: 0, share: 1.0 } };
+    /// Returns an upper bound on the requests that go before a new one of this tenant and priority in a lane,
+    /// and its tenant's share of the lane.
+    pub fn ahead(&self, lane: L, tenant: &str, weight: Weight, priority: i32) -> RequestsAhead {
+        let Some(lane) = self.lanes.get(&lane) else { return RequestsAhead { all: 0, own: 0, share: 1.0 } };
         let before = Rank { fresh: true, priority: Reverse(priority), arrival: u64::MAX };
-        let mut ahead = Ahead { all: 0, own: 0, share: 1.0 };
+        let mut ahead = RequestsAhead { all: 0, own: 0, share: 1.0 };
         let mut weights = weight.get();
         for waiting in lane.waiting.values() {
             let all = waiting.requests.last_key_value().is_some_and(|(last, _)| *last <= before);
             let count = match all {
                 true => waiting.requests.len(),
-                // Counted over all lanes, which is as good as an estimate needs and costs little.
+                // Counted over all lanes: cheap, and exact enough for an estimate.
                 false => {
                     let above =
                         self.fresh.range(priority..).filter_map(|(_, class)| class.get(&waiting.name));
@@ -527,45 +536,46 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             if &*waiting.name == tenant {
                 ahead.own = count;
             } else if count > 0 {
-                weights += self.holds.get(&waiting.name).map_or(1.0, |hold| hold.weight.get());
+                weights += self.usage.get(&waiting.name).map_or(1.0, |usage| usage.weight.get());
             }
         }
         ahead.share = weight.get() / weights;
         ahead
     }
 
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing waits.
+    /// Whether no request waits.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens that the waiting requests may come to hold.
+    /// Returns the maximum tokens of the waiting requests.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 }
 
-/// What goes before a request.
+/// Requests that go before a new request.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Ahead {
+pub struct RequestsAhead {
     /// Requests of its priority or above, of all tenants.
     pub all: usize,
     /// Those of its own tenant.
     pub own: usize,
-    /// Its tenant's share of the service among those that wait, in (0, 1].
+    /// Its tenant's share of the service among the waiting tenants, in (0, 1].
     pub share: f64,
 }
 
-impl<T> Waiting<T> {
-    /// The tenant's own next, the oldest if it is overdue, else by rank; and the priority of the tenant's turn.
+impl<T> TenantQueue<T> {
+    /// Returns the tenant's first request (the oldest if it is past `wait_max`, else by rank) and its
+    /// priority.
     fn first(&self, now: Duration, wait_max: Duration) -> Option<(Rank, Reverse<i32>)> {
         let overdue = |rank: &&Rank| {
-            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued) > wait_max)
+            self.requests.get(rank).is_some_and(|entry| now.saturating_sub(entry.queued_at) > wait_max)
         };
         let (_, oldest) = self.by_arrival.first_key_value()?;
         let (ranked, _) = self.requests.first_key_value()?;
@@ -574,9 +584,9 @@ impl<T> Waiting<T> {
     }
 }
 
-impl<T> Lane<T> {
-    /// What a tenant had, with what was handed over and not reported yet.
-    fn owed(&self, tenant: Tenant) -> Service {
+impl<T> LaneQueue<T> {
+    /// Returns a tenant's virtual time, provisional charges included.
+    fn virtual_time(&self, tenant: Tenant) -> Service {
         let pending = self.pending.get(&tenant).copied().unwrap_or(0);
         self.service.service(tenant).plus(pending, self.service.weight(tenant))
     }

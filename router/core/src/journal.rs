@@ -1,54 +1,56 @@
+//! Journal of a request: the tokens received so far, what its stream has read, and what failover resubmits.
+
 use inflight_contract::{AdmissionCost, FinishReason};
 
-/// Why a choice produces nothing more.
+/// How a choice ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// The worker said so, with this reason.
+pub enum ChoiceEnd {
+    /// Ended by the worker, with this reason.
     Worker(FinishReason),
-    /// The router ended it itself, as at a stop string.
+    /// Ended by the router, for example at a stop string.
     Withdrawn,
 }
 
-/// What became of tokens that arrived.
+/// Result of appending a worker's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Append {
-    /// They are in the journal.
-    Taken,
-    /// They belong to a choice that the router had ended: not wanted any more.
+pub enum AppendOutcome {
+    /// Appended.
+    Appended,
+    /// Dropped: the router has withdrawn the choice.
     AfterEnd,
-    /// They belong to another attempt than the one in force.
+    /// Dropped: they belong to another attempt than the current one.
     Stale,
 }
 
-/// A worker broke the protocol.
+/// Protocol violation by a worker.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum JournalError {
-    /// There is no such choice.
+    /// Choice index out of range.
     #[error("the worker sent choice {choice} of a request with {choices} choices")]
     UnknownChoice {
-        /// The choice named.
+        /// Index of the choice.
         choice: u32,
-        /// Choices asked for.
+        /// Number of choices of the request.
         choices: usize,
     },
-    /// More tokens than asked for.
+    /// More tokens than max_tokens.
     #[error("the worker sent more than max_tokens = {max_tokens} tokens for choice {choice}")]
     TooManyTokens {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
-        /// The request's limit.
+        /// max_tokens of the request.
         max_tokens: u32,
     },
-    /// The worker had ended the choice before.
+    /// Tokens after the end of the choice.
     #[error("the worker sent tokens for choice {choice} after it had ended it")]
     TokensAfterEnd {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
     },
-    /// Log probabilities and tokens do not pair.
+    /// Different numbers of tokens and log probabilities.
     #[error("the worker sent {logprobs} log probabilities for {tokens} tokens of choice {choice}")]
     UnpairedLogprobs {
-        /// The choice.
+        /// Index of the choice.
         choice: u32,
         /// Tokens in the update.
         tokens: usize,
@@ -57,21 +59,21 @@ pub enum JournalError {
     },
 }
 
-/// What a choice has brought since it was read last.
+/// Output of a choice that its stream has not read.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Fresh<P> {
-    /// New tokens.
+pub struct UnreadOutput<P> {
+    /// Unread tokens.
     pub tokens: Vec<u32>,
-    /// One entry for each new token, or none at all.
+    /// One entry per unread token, or empty.
     pub logprobs: Vec<P>,
-    /// Set at the one read that sees the worker's end.
+    /// Finish reason; set in exactly one read.
     pub end: Option<FinishReason>,
 }
 
-/// What earlier attempts produced of one choice.
+/// Output of earlier attempts of one choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resumed<'a> {
-    /// Which choice.
+    /// Index of the choice.
     pub choice: u32,
     /// Its tokens so far.
     pub tokens: &'a [u32],
@@ -82,20 +84,20 @@ pub struct Resumed<'a> {
 #[derive(Debug)]
 struct Choice<P> {
     tokens: Vec<u32>,
-    /// Tokens before this index were read.
+    /// Number of tokens read.
     read: usize,
-    /// Log probabilities of the tokens not read yet.
+    /// Log probabilities of the unread tokens.
     logprobs: Vec<P>,
-    end: Option<End>,
+    end: Option<ChoiceEnd>,
     end_read: bool,
 }
 
-/// The journal of one request's stream: every token that workers sent, by choice, and how far its reader got.
-/// It is the buffer between a session and a client (a slow reader finds more at its next read) and what a new
+/// Journal of one request: every token received, by choice, and how far the stream has read. It is the buffer
+/// between a session and a client (a slow reader finds more at its next read) and the state that a new
 /// attempt resumes from.
 ///
-/// Invariants: a choice holds at most `max_tokens` tokens, so the journal is bounded by n * max_tokens; tokens
-/// of an attempt other than the one in force never enter; nothing enters a choice that has ended.
+/// Invariants: a choice holds at most `max_tokens` tokens, so the journal is bounded by n * max_tokens;
+/// tokens of another attempt than the current one never enter; nothing enters a choice that has ended.
 #[derive(Debug)]
 pub struct Journal<P> {
     attempt: u32,
@@ -105,22 +107,22 @@ pub struct Journal<P> {
 }
 
 impl<P> Journal<P> {
-    /// An empty journal at attempt 1.
+    /// Creates an empty journal at attempt 1.
     pub fn new(choices: u32, max_tokens: u32, with_logprobs: bool) -> Self {
         let choice =
             |_| Choice { tokens: Vec::new(), read: 0, logprobs: Vec::new(), end: None, end_read: false };
         Self { attempt: 1, max_tokens, with_logprobs, choices: (0..choices).map(choice).collect() }
     }
 
-    /// The attempt in force.
+    /// Returns the number of the current attempt.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// Takes what a worker sent for one choice.
+    /// Appends a worker's output of one choice.
     ///
     /// # Errors
-    /// [`JournalError`] if it breaks the protocol; the journal is unchanged.
+    /// [`JournalError`] for a protocol violation; the journal is unchanged.
     pub fn append(
         &mut self,
         attempt: u32,
@@ -128,9 +130,9 @@ impl<P> Journal<P> {
         tokens: &[u32],
         logprobs: Vec<P>,
         finish: Option<FinishReason>,
-    ) -> Result<Append, JournalError> {
+    ) -> Result<AppendOutcome, JournalError> {
         if attempt != self.attempt {
-            return Ok(Append::Stale);
+            return Ok(AppendOutcome::Stale);
         }
         let choices = self.choices.len();
         let max_tokens = self.max_tokens;
@@ -138,8 +140,8 @@ impl<P> Journal<P> {
             return Err(JournalError::UnknownChoice { choice, choices });
         };
         match entry.end {
-            Some(End::Withdrawn) => return Ok(Append::AfterEnd),
-            Some(End::Worker(_)) => return Err(JournalError::TokensAfterEnd { choice }),
+            Some(ChoiceEnd::Withdrawn) => return Ok(AppendOutcome::AfterEnd),
+            Some(ChoiceEnd::Worker(_)) => return Err(JournalError::TokensAfterEnd { choice }),
             None => {}
         }
         if entry.tokens.len() + tokens.len() > max_tokens as usize {
@@ -153,31 +155,31 @@ impl<P> Journal<P> {
             entry.logprobs.extend(logprobs);
         }
         entry.tokens.extend_from_slice(tokens);
-        entry.end = finish.map(End::Worker);
-        Ok(Append::Taken)
+        entry.end = finish.map(ChoiceEnd::Worker);
+        Ok(AppendOutcome::Appended)
     }
 
-    /// Ends a choice on the router's side. Whether it was still open.
+    /// Ends a choice on the router's side. Returns whether it was still running.
     pub fn withdraw(&mut self, choice: u32) -> bool {
         match self.choices.get_mut(choice as usize) {
             Some(entry) if entry.end.is_none() => {
-                entry.end = Some(End::Withdrawn);
+                entry.end = Some(ChoiceEnd::Withdrawn);
                 true
             }
             _ => false,
         }
     }
 
-    /// Whether the router ended this choice itself.
+    /// Whether the router has ended this choice.
     pub fn withdrawn(&self, choice: u32) -> bool {
-        self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(End::Withdrawn))
+        self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(ChoiceEnd::Withdrawn))
     }
 
-    /// Reads what is new of a choice; `None` if nothing is.
-    pub fn read(&mut self, choice: u32) -> Option<Fresh<P>> {
+    /// Reads the unread output of a choice; `None` if there is none.
+    pub fn read(&mut self, choice: u32) -> Option<UnreadOutput<P>> {
         let entry = self.choices.get_mut(choice as usize)?;
         let end = match entry.end {
-            Some(End::Worker(reason)) if !entry.end_read => Some(reason),
+            Some(ChoiceEnd::Worker(reason)) if !entry.end_read => Some(reason),
             _ => None,
         };
         if entry.read == entry.tokens.len() && end.is_none() {
@@ -186,15 +188,15 @@ impl<P> Journal<P> {
         entry.end_read |= end.is_some();
         let tokens = entry.tokens[entry.read..].to_vec();
         entry.read = entry.tokens.len();
-        Some(Fresh { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
+        Some(UnreadOutput { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
     }
 
-    /// Tokens that wait for the reader, over all choices.
+    /// Returns the number of unread tokens over all choices.
     pub fn unread(&self) -> usize {
         self.choices.iter().map(|choice| choice.tokens.len() - choice.read).sum()
     }
 
-    /// Tokens received, over all choices.
+    /// Returns the number of tokens received over all choices.
     pub fn tokens(&self) -> usize {
         self.choices.iter().map(|choice| choice.tokens.len()).sum()
     }
@@ -204,25 +206,25 @@ impl<P> Journal<P> {
         self.choices.iter().all(|choice| choice.end.is_some())
     }
 
-    /// The choices that still run, as a bit mask.
+    /// Returns the running choices as a bit mask.
     pub fn running(&self) -> u32 {
         let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
         open.fold(0, |mask, (i, _)| mask | 1 << i)
     }
 
-    /// Begins the next attempt: what the old one still sends is stale from here on. A choice that holds
-    /// max_tokens already, whose end was lost with its worker, ends here.
+    /// Starts the next attempt; output of the previous one is stale from then on. Ends choices that already
+    /// hold max_tokens, whose end was lost with the worker.
     pub fn next_attempt(&mut self) -> u32 {
         self.attempt += 1;
         for choice in &mut self.choices {
             if choice.end.is_none() && choice.tokens.len() == self.max_tokens as usize {
-                choice.end = Some(End::Worker(FinishReason::Length));
+                choice.end = Some(ChoiceEnd::Worker(FinishReason::Length));
             }
         }
         self.attempt
     }
 
-    /// What a new attempt resumes from: the choices with tokens or an end.
+    /// Returns the output that a new attempt resumes from: choices with tokens or an end.
     pub fn resumed(&self) -> impl Iterator<Item = Resumed<'_>> {
         self.choices.iter().enumerate().filter_map(|(i, choice)| {
             let finished = choice.end.is_some();
@@ -231,13 +233,13 @@ impl<P> Journal<P> {
         })
     }
 
-    /// KV blocks that admitting the journal's running choices takes, prompt included.
+    /// Returns the KV blocks needed to admit the running choices, prompt included.
     pub fn blocks(&self, prompt_tokens: usize, block_tokens: u32) -> u32 {
         let own = self.choice_blocks(block_tokens).map(|(_, blocks)| blocks);
         own.fold(AdmissionCost::new(block_tokens).prompt(prompt_tokens), u32::saturating_add)
     }
 
-    /// The choices that still run, each with the KV blocks that are its own at admission.
+    /// Returns the running choices with the KV blocks that each needs for itself at admission.
     pub fn choice_blocks(&self, block_tokens: u32) -> impl Iterator<Item = (u32, u32)> + '_ {
         let cost = AdmissionCost::new(block_tokens);
         let open = self.choices.iter().enumerate().filter(|(_, choice)| choice.end.is_none());
@@ -267,7 +269,7 @@ mod tests {
                     0 => { journal.next_attempt(); }
                     1 => {
                         let old = journal.append(journal.attempt() - 1, choice, &tokens, tokens.clone(), None);
-                        prop_assert_eq!(old, Ok(Append::Stale));
+                        prop_assert_eq!(old, Ok(AppendOutcome::Stale));
                     }
                     2 | 3 => if let Some(fresh) = journal.read(choice) {
                         got[at].extend(fresh.tokens);
@@ -301,13 +303,16 @@ mod tests {
     #[test]
     fn a_choice_ends_once_and_is_not_run_again() {
         let mut journal = Journal::<()>::new(2, 4, false);
-        assert_eq!(journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)), Ok(Append::Taken));
+        assert_eq!(
+            journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)),
+            Ok(AppendOutcome::Appended)
+        );
         assert_eq!(journal.running(), 0b10);
         assert_eq!(journal.read(0).and_then(|fresh| fresh.end), Some(FinishReason::Stop));
         assert_eq!(journal.read(0), None);
         assert!(matches!(journal.append(1, 0, &[9], vec![], None), Err(JournalError::TokensAfterEnd { .. })));
         assert!(journal.withdraw(1) && !journal.withdraw(1) && journal.ended());
-        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(Append::AfterEnd));
+        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(AppendOutcome::AfterEnd));
         let resumed: Vec<_> = journal.resumed().map(|r| (r.choice, r.tokens.to_vec(), r.finished)).collect();
         assert_eq!(resumed, [(0, vec![7, 8], true), (1, vec![], true)]);
     }

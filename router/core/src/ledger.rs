@@ -1,48 +1,49 @@
+//! Grant ledger of one session: credits granted by a worker and credits used by requests in flight.
+
 use std::collections::BTreeMap;
 
 use crate::Credits;
 
-/// What ending one choice gave back.
+/// Credits released by the end of one choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Settled {
     /// The choice's sequence and its own blocks; other choices of the request still run.
     Choice,
-    /// The last sequence and all blocks left of the request: it is no longer in flight.
+    /// The last sequence and all remaining blocks: the request is no longer in flight.
     Request,
-    /// Nothing: that choice was not in flight.
+    /// None: the choice was not in flight.
     Unknown,
 }
 
 #[derive(Debug)]
 struct Charge {
     priority: i32,
-    /// Bit i is set while choice i runs.
+    /// Bit mask of the running choices.
     running: u32,
-    /// Held until the last choice has ended.
+    /// Blocks held until the last choice ends.
     shared: u32,
-    /// Held until that choice has ended, for the choices that run and have some.
+    /// Blocks held by each running choice until it ends, as (choice, blocks).
     own: Vec<(u32, u32)>,
 }
 
-/// The credits of one session: what its worker grants and what its requests in flight use. What is more important than
-/// something in flight may use a few sequences beyond the grant: it need not wait until something ends, for its worker
-/// lets it go first.
+/// Credits of one session: the worker's grant and the usage of its requests in flight. A request that
+/// outranks another one in flight may use a few sequences beyond the grant: it need not wait for an end,
+/// because its worker preempts in its favour.
 ///
-/// Invariant: `used` is the sum over the requests in flight of their running choices and their blocks, so what
-/// is charged once is given back once. A grant is absolute and may shrink below what is used; then nothing
-/// fits until enough has ended.
+/// Invariant: `used` is the sum over the running choices in flight and their blocks; every charge is released
+/// exactly once. A grant is absolute and may shrink below `used`; then nothing fits until enough has ended.
 #[derive(Debug, Default)]
 pub struct Ledger {
     grant: Credits,
-    urgent: u32,
+    priority_sequences: u32,
     used: Credits,
-    /// Requests in flight, by priority.
+    /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
     charges: BTreeMap<u64, Charge>,
 }
 
 impl Ledger {
-    /// Most choices of one request.
+    /// Maximum choices of a request.
     pub const CHOICES_MAX: u32 = 32;
 
     /// Replaces the grant.
@@ -50,38 +51,41 @@ impl Ledger {
         self.grant = grant;
     }
 
-    /// Replaces the number of sequences that may be in flight beyond the grant.
-    pub fn set_urgent(&mut self, urgent: u32) {
-        self.urgent = urgent;
+    /// Replaces the number of sequences allowed beyond the grant.
+    pub fn set_priority_sequences(&mut self, priority_sequences: u32) {
+        self.priority_sequences = priority_sequences;
     }
 
-    /// Sequences beyond the grant that a request of this priority may use: none if it outranks nothing in flight.
-    pub fn urgent(&self, priority: i32) -> u32 {
+    /// Returns the sequences beyond the grant that a request of this priority may use; 0 if it outranks
+    /// nothing in flight.
+    pub fn priority_sequences(&self, priority: i32) -> u32 {
         let outranks = self.priorities.first_key_value().is_some_and(|(least, _)| *least < priority);
-        if outranks { self.urgent } else { 0 }
+        if outranks { self.priority_sequences } else { 0 }
     }
 
-    /// What may be in flight.
+    /// Returns the grant.
     pub fn grant(&self) -> Credits {
         self.grant
     }
 
-    /// What is in flight.
+    /// Returns the credits in use.
     pub fn used(&self) -> Credits {
         self.used
     }
 
-    /// Requests in flight.
+    /// Returns the number of requests in flight.
     pub fn requests(&self) -> usize {
         self.charges.len()
     }
 
-    /// Charges a submission of priority 0: the choices set in the mask `running` and `blocks` for all of them together.
+    /// Charges a submission of priority 0: the choices in the bit mask `running`, and `blocks` for all of
+    /// them together.
     pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
         self.insert(submission, Charge { priority: 0, running, shared: blocks, own: Vec::new() });
     }
 
-    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`], each with blocks of its own.
+    /// Charges a submission: `shared` blocks, and its choices below [`Ledger::CHOICES_MAX`] with the blocks
+    /// of each.
     pub fn charge_choices(
         &mut self,
         submission: u64,
@@ -103,7 +107,7 @@ impl Ledger {
         debug_assert!(before.is_none(), "a submission is charged once");
     }
 
-    /// Gives back what an ended choice held.
+    /// Releases the credits of an ended choice.
     pub fn settle(&mut self, submission: u64, choice: u32) -> Settled {
         let Some(charge) = self.charges.get_mut(&submission) else { return Settled::Unknown };
         let bit = 1u32.checked_shl(choice).unwrap_or(0);
@@ -145,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_charged_is_given_back_once_whatever_is_settled_how_often(
+        fn every_charge_is_released_exactly_once(
             charges in proptest::collection::vec((1u32..=0xffff, 0u32..1000, 0u32..9), 1..20),
             settles in proptest::collection::vec((0u64..24, 0u32..40), 0..400),
             grants in proptest::collection::vec((0u32..100, 0u32..100), 1..10)) {
@@ -184,18 +188,18 @@ mod tests {
         }
 
         #[test]
-        fn beyond_the_grant_goes_only_what_outranks_something_in_flight_and_no_more_than_is_said(
+        fn only_requests_that_outrank_others_use_sequences_beyond_the_grant(
             grants in proptest::collection::vec((0u32..6, 0u32..4), 1..8),
             steps in proptest::collection::vec((any::<bool>(), -2i32..3, 1u32..3), 1..120)) {
             let mut ledger = Ledger::default();
             let mut open: Vec<(u64, i32, u32)> = Vec::new();
             let mut most = 0;
             for (i, (arrives, priority, sequences)) in steps.into_iter().enumerate() {
-                let (granted, urgent) = grants[i * grants.len() / 120];
+                let (granted, priority_sequences) = grants[i * grants.len() / 120];
                 let grant = Credits { sequences: granted, blocks: 1 };
                 ledger.set_grant(grant);
-                ledger.set_urgent(urgent);
-                most = most.max(granted + urgent).max(2);
+                ledger.set_priority_sequences(priority_sequences);
+                most = most.max(granted + priority_sequences).max(2);
                 if !arrives {
                     if !open.is_empty() {
                         let (submission, _, choices) = open.remove(i % open.len());
@@ -208,9 +212,9 @@ mod tests {
                 let need = Credits { sequences, blocks: 1 };
                 let used = ledger.used();
                 let candidate =
-                    Candidate { grant, used, need, urgent: ledger.urgent(priority), ..Candidate::default() };
+                    Candidate { grant, used, need, priority_sequences: ledger.priority_sequences(priority), ..Candidate::default() };
                 let outranks = open.iter().any(|(_, other, _)| *other < priority);
-                let beyond = outranks && urgent > 0 && used.sequences + sequences <= granted + urgent;
+                let beyond = outranks && priority_sequences > 0 && used.sequences + sequences <= granted + priority_sequences;
                 let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
                 prop_assert_eq!(candidate.has_room(), expected);
                 if expected {

@@ -1,38 +1,40 @@
-//! The pure policies of a router: request queue, placement, credit ledger and relay journal.
+//! Pure policies of a router: fair queue, placement, grant ledger, journal, retry budget, outlier ejection.
 //!
-//! No clock, no I/O, no randomness, no unordered iteration: the same calls give the same answers, so a
-//! simulator can drive these types as the router does.
+//! No clock, no I/O, no randomness, no unordered iteration: equal calls give equal results, so a simulator
+//! drives these types exactly as the router does.
 
 mod command;
+mod dispatch_rate;
 mod fair_queue;
 mod journal;
 mod ledger;
+mod loss_streak;
 mod outliers;
-mod pace;
 mod placement;
 mod prefix_index;
 mod queue_bounds;
 mod rate;
 mod retry_budget;
-mod suspicion;
 mod tenant_gate;
 mod update;
 
 pub use command::{ResumedChoice, Submission, WorkerCommand};
-pub use fair_queue::{Admitted, Ahead, Arrival, FairQueue, FairQueueOptions, Place, Taken};
-pub use journal::{Append, End, Fresh, Journal, JournalError, Resumed};
+pub use dispatch_rate::DispatchRate;
+pub use fair_queue::{
+    Admitted, Arrival, Dequeued, FairQueue, FairQueueOptions, QueuePosition, RequestsAhead,
+};
+pub use journal::{AppendOutcome, ChoiceEnd, Journal, JournalError, Resumed, UnreadOutput};
 pub use ledger::{Ledger, Settled};
-pub use outliers::{OutlierLimits, Outliers};
-pub use pace::Pace;
+pub use loss_streak::{LossAction, LossStreak};
+pub use outliers::{OutlierDetector, OutlierLimits};
 pub use placement::{
-    Ask, Cached, Candidate, Chain, Cost, Credits, Estimate, Fleet, LeastLoaded, PlacementKind, Placer,
-    Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
+    Cached, Candidate, Chain, Cost, Credits, Estimate, Fleet, LeastLoaded, PlacementKind, PlacementRequest,
+    Placer, Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
 };
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
-pub use queue_bounds::{Bound, Hold, QueueFull, QueueLimits};
-pub use rate::{Gcra, RateLimit, Spent};
+pub use queue_bounds::{QueueBound, QueueFull, QueueLimits, QueueUsage};
+pub use rate::{Gcra, RateCharge, RateLimit};
 pub use retry_budget::RetryBudget;
-pub use suspicion::{AfterLoss, Suspicion};
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};
 pub use update::{
     CacheEvents, CacheSnapshot, Grant, IncarnationCounters, SequenceEnd, SequenceUpdate, TenantCounter,

@@ -1,14 +1,16 @@
+//! Outlier ejection: workers that fail repeatedly are excluded from placement for a while.
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// When a worker is ejected, and for how long.
+/// Thresholds of outlier ejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutlierLimits {
-    /// Failures in a row.
+    /// Consecutive failures before an ejection.
     pub failures: u32,
-    /// How long the first ejection lasts; each further one without a success between lasts twice as long.
+    /// Duration of the first ejection; doubles with each further one without a success between.
     pub eject: Duration,
-    /// The longest ejection.
+    /// Maximum duration of an ejection.
     pub eject_max: Duration,
 }
 
@@ -19,81 +21,81 @@ impl Default for OutlierLimits {
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Standing {
+struct FailureRecord {
     /// Failures since the last success.
     failures: u32,
     /// Ejections since the last success.
     ejections: u32,
-    /// Until when it gets nothing; from then on one request at a time, until one succeeds.
+    /// End of the ejection; from then on one request at a time, until one succeeds.
     ejected_until: Option<Duration>,
 }
 
-/// Which workers get no work because they keep failing: outlier ejection by consecutive failures with half-open
-/// probing, as circuit breakers have it.
+/// Outlier detection by consecutive failures with half-open probing, like a circuit breaker.
 ///
-/// A worker with so many failures in a row gets nothing for a while. After that it gets one request at a time: a
-/// success lets it back, a failure ejects it for twice as long. At most half of the workers are ejected, for when more
-/// fail the fault is hardly theirs. Time is the caller's, since any fixed moment.
+/// A worker with too many consecutive failures is ejected. After the ejection it gets one request at a time:
+/// a success readmits it, a failure ejects it for twice as long. At most half of the workers are ejected:
+/// when more fail, the cause is hardly theirs. Times are relative to a fixed epoch.
 #[derive(Debug, Default)]
-pub struct Outliers {
+pub struct OutlierDetector {
     limits: OutlierLimits,
-    workers: BTreeMap<usize, Standing>,
+    workers: BTreeMap<usize, FailureRecord>,
 }
 
-impl Outliers {
-    /// Nobody is known yet.
+impl OutlierDetector {
+    /// Creates a detector without workers.
     pub fn new(limits: OutlierLimits) -> Self {
         Self { limits, workers: BTreeMap::new() }
     }
 
-    /// A worker is there; one that was known keeps its standing.
+    /// Adds a worker; a known one keeps its record.
     pub fn join(&mut self, worker: usize) {
         self.workers.entry(worker).or_default();
     }
 
-    /// A worker is gone for good.
+    /// Removes a worker.
     pub fn leave(&mut self, worker: usize) {
         self.workers.remove(&worker);
     }
 
-    /// It brought a token or ended a request in order. A success of what it had before it was ejected says nothing.
+    /// Records a new token or a regular end. Does not count during an ejection: the request was dispatched
+    /// before.
     pub fn success(&mut self, worker: usize, now: Duration) {
-        if let Some(standing) = self.workers.get_mut(&worker)
-            && standing.ejected_until.is_none_or(|until| now >= until)
+        if let Some(record) = self.workers.get_mut(&worker)
+            && record.ejected_until.is_none_or(|until| now >= until)
         {
-            *standing = Standing::default();
+            *record = FailureRecord::default();
         }
     }
 
-    /// It failed in a way that is its own fault. Returns how long it is ejected, if that begins now.
+    /// Records a failure of the worker. Returns the duration of the ejection, if one starts now.
     pub fn failure(&mut self, worker: usize, now: Duration) -> Option<Duration> {
         let room = (self.ejected(now) + 1) * 2 <= self.workers.len();
         let limits = self.limits;
-        let standing = self.workers.get_mut(&worker)?;
-        standing.failures = standing.failures.saturating_add(1);
-        let due = match standing.ejected_until {
-            None => standing.failures >= limits.failures.max(1),
+        let record = self.workers.get_mut(&worker)?;
+        record.failures = record.failures.saturating_add(1);
+        let due = match record.ejected_until {
+            None => record.failures >= limits.failures.max(1),
             Some(until) => now >= until,
         };
         if !due || !room {
             return None;
         }
-        let doubled = 1u32.checked_shl(standing.ejections).unwrap_or(u32::MAX);
+        let doubled = 1u32.checked_shl(record.ejections).unwrap_or(u32::MAX);
         let time = limits.eject.saturating_mul(doubled.max(1)).min(limits.eject_max);
-        standing.ejections = (standing.ejections + 1).min(31);
-        standing.ejected_until = Some(now + time);
+        record.ejections = (record.ejections + 1).min(31);
+        record.ejected_until = Some(now + time);
         Some(time)
     }
 
-    /// Whether it may be given a request while it has `in_flight`.
+    /// Whether a worker with `in_flight` requests accepts another one.
     pub fn admits(&self, worker: usize, in_flight: usize, now: Duration) -> bool {
-        match self.workers.get(&worker).and_then(|standing| standing.ejected_until) {
+        match self.workers.get(&worker).and_then(|record| record.ejected_until) {
             None => true,
             Some(until) => now >= until && in_flight == 0,
         }
     }
 
-    /// Workers that get nothing now.
+    /// Returns the number of ejected workers.
     pub fn ejected(&self, now: Duration) -> usize {
         self.workers.values().filter(|w| w.ejected_until.is_some_and(|until| now < until)).count()
     }
@@ -106,15 +108,15 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn outliers(workers: usize) -> Outliers {
+    fn outliers(workers: usize) -> OutlierDetector {
         let limits = OutlierLimits { failures: 3, eject: SECOND, eject_max: 8 * SECOND };
-        let mut outliers = Outliers::new(limits);
+        let mut outliers = OutlierDetector::new(limits);
         (0..workers).for_each(|worker| outliers.join(worker));
         outliers
     }
 
     #[test]
-    fn an_ejected_worker_is_probed_one_at_a_time_and_each_failed_probe_doubles_its_time() {
+    fn an_ejected_worker_is_probed_and_each_failed_probe_doubles_the_ejection() {
         let mut outliers = outliers(2);
         let mut now = Duration::ZERO;
         assert_eq!(outliers.failure(0, now), None);
@@ -138,7 +140,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn at_most_half_are_ejected_and_everybody_is_probed_in_the_end(
+        fn at_most_half_are_ejected_and_every_worker_is_probed_eventually(
             workers in 1usize..6, steps in proptest::collection::vec((0usize..6, 0u64..500, 0u8..8), 0..300)) {
             let mut outliers = outliers(workers);
             let mut now = Duration::ZERO;

@@ -1,11 +1,13 @@
+//! Prefix index: a copy of a worker's prefix cache, maintained from its numbered events and snapshots.
+
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Where a worker keeps a block.
+/// Pool that holds a cached block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// In the device's pool: shared at no cost.
+    /// Device pool: shared at no cost.
     Device,
-    /// In the host's pool: to be copied first.
+    /// Host pool: must be copied first.
     Host,
 }
 
@@ -18,93 +20,93 @@ impl Tier {
     }
 }
 
-/// A change of what a worker can find again. Blocks go by the short form of their chained hash.
+/// Change of a worker's prefix cache. Blocks are named by their short chained hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheChange {
-    /// A block can be shared.
+    /// A block was cached.
     Stored(Tier, u64),
-    /// It is gone.
+    /// A block was evicted.
     Removed(Tier, u64),
-    /// All blocks are gone.
+    /// All blocks were evicted.
     Cleared,
-    /// Of a kind that a newer protocol added: it has a number, and changes nothing that is known here.
+    /// Kind of a newer protocol version: numbered, without effect here.
     Unknown,
 }
 
-/// A piece of the whole of what a worker can find again.
+/// Part of a snapshot of a worker's prefix cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotPiece<'a> {
-    /// It is the first of its snapshot: what was known before is void.
+    /// First part: the previous contents are void.
     pub first: bool,
-    /// Blocks on the device.
+    /// Blocks in the device pool.
     pub device: &'a [u64],
-    /// Blocks on the host.
+    /// Blocks in the host pool.
     pub host: &'a [u64],
-    /// It is the last, and the changes after it are numbered from here.
+    /// Set in the last part: number of the first event after the snapshot.
     pub next: Option<u64>,
 }
 
-/// What became of news from a worker.
+/// Result of applying events or a part of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IndexStep {
-    /// The index says what the worker has, or will once the rest of a snapshot has come.
+    /// The index matches the worker, or will once the snapshot is complete.
     Followed,
-    /// Nothing is known until a snapshot begins, which has been asked for before.
+    /// Dropped: a snapshot was requested and has not started.
     Ignored,
-    /// Some changes are missing: nothing is known any more. Ask the worker for a snapshot.
+    /// Events are missing and the index is empty: request a snapshot from the worker.
     Lost,
-    /// The worker named more blocks than it has: nothing of it is indexed any more.
+    /// The worker reported more blocks than it has; it is not indexed any more.
     Overfull,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// Until a snapshot begins, or the very first change ever comes.
-    Blank {
-        /// A snapshot was asked for.
-        asked: bool,
+enum IndexState {
+    /// Empty, until a snapshot starts or the worker's very first event arrives.
+    Empty {
+        /// A snapshot was requested.
+        requested: bool,
     },
     /// Within a snapshot.
     Loading,
-    /// The next change has this number.
+    /// Exact; holds the number of the next event.
     Exact(u64),
-    /// Its worker lies.
-    Off,
+    /// Disabled: the worker reported more blocks than it has.
+    Disabled,
 }
 
-/// What one worker's prefix cache holds, as its events tell: exact, or known to be nothing.
+/// Prefix cache of one worker as its events report it: exact, or empty.
 ///
-/// Changes are numbered. A number that does not follow the one before empties the index until a snapshot fills it again,
-/// so that it never claims what is not there for longer than an event travels. Blocks of different tenants never
-/// meet: a tenant's name is the start of its chains (`BlockHash::root`).
+/// Events are numbered. A gap empties the index until a snapshot fills it again, so a wrong entry lives no
+/// longer than an event travels. Blocks of different tenants never match: a tenant's name is the root of its
+/// hash chains (`BlockHash::root`).
 ///
-/// **Invariants**: it holds at most `most` blocks; while it is exact, it holds the snapshot with all changes since.
+/// **Invariants**: at most `blocks_max` blocks; while exact, it holds the snapshot with all events since.
 #[derive(Debug)]
 pub struct PrefixIndex {
     blocks: BlockMap<u8>,
-    most: usize,
-    state: State,
+    blocks_max: usize,
+    state: IndexState,
 }
 
 impl PrefixIndex {
-    /// Nothing is known. The worker's pools hold `most` blocks in all.
-    pub fn new(most: usize) -> Self {
-        Self { blocks: BlockMap::default(), most, state: State::Blank { asked: false } }
+    /// Creates an empty index for a worker whose pools hold `blocks_max` blocks.
+    pub fn new(blocks_max: usize) -> Self {
+        Self { blocks: BlockMap::default(), blocks_max, state: IndexState::Empty { requested: false } }
     }
 
-    /// Blocks known.
+    /// Returns the number of indexed blocks.
     pub fn len(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether none is known.
+    /// Whether no block is indexed.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// Whether it says what the worker had when it sent the last change.
+    /// Whether it equals the worker's cache at its last event.
     pub fn is_exact(&self) -> bool {
-        matches!(self.state, State::Exact(_))
+        matches!(self.state, IndexState::Exact(_))
     }
 
     /// Whether a block is in a tier.
@@ -112,14 +114,14 @@ impl PrefixIndex {
         self.blocks.get(&block).is_some_and(|tiers| tiers & tier.bit() != 0)
     }
 
-    /// Takes changes in, the first of which has this number.
+    /// Applies consecutive events, numbered from `first`.
     pub fn apply(&mut self, first: u64, changes: impl IntoIterator<Item = CacheChange>) -> IndexStep {
         let mut number = match self.state {
-            State::Exact(next) if next == first => next,
-            // A worker that has never told anybody anything has had nothing to tell.
-            State::Blank { asked: false } if first == 0 => 0,
-            State::Off => return IndexStep::Overfull,
-            State::Blank { .. } | State::Exact(_) | State::Loading => return self.lose(),
+            IndexState::Exact(next) if next == first => next,
+            // Event 0: the worker's cache was empty before.
+            IndexState::Empty { requested: false } if first == 0 => 0,
+            IndexState::Disabled => return IndexStep::Overfull,
+            IndexState::Empty { .. } | IndexState::Exact(_) | IndexState::Loading => return self.desync(),
         };
         for change in changes {
             number = number.wrapping_add(1);
@@ -134,17 +136,17 @@ impl PrefixIndex {
                 CacheChange::Unknown => {}
             }
         }
-        self.state = State::Exact(number);
+        self.state = IndexState::Exact(number);
         IndexStep::Followed
     }
 
-    /// Takes a piece of a snapshot in.
+    /// Loads a part of a snapshot.
     pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStep {
         match self.state {
-            State::Off => return IndexStep::Overfull,
-            _ if piece.first => self.forget(State::Loading),
-            State::Loading => {}
-            State::Blank { .. } | State::Exact(_) => return self.lose(),
+            IndexState::Disabled => return IndexStep::Overfull,
+            _ if piece.first => self.reset(IndexState::Loading),
+            IndexState::Loading => {}
+            IndexState::Empty { .. } | IndexState::Exact(_) => return self.desync(),
         }
         for (tier, blocks) in [(Tier::Device, piece.device), (Tier::Host, piece.host)] {
             if !blocks.iter().all(|block| self.add(tier, *block)) {
@@ -152,24 +154,24 @@ impl PrefixIndex {
             }
         }
         if let Some(next) = piece.next {
-            self.state = State::Exact(next);
+            self.state = IndexState::Exact(next);
         }
         IndexStep::Followed
     }
 
-    /// Something is missing: nothing is known until a snapshot begins, for which to ask once.
-    fn lose(&mut self) -> IndexStep {
-        let asked = matches!(self.state, State::Blank { asked: true });
-        self.forget(State::Blank { asked: true });
-        if asked { IndexStep::Ignored } else { IndexStep::Lost }
+    /// Empties the index after missing events, until a snapshot that is requested once.
+    fn desync(&mut self) -> IndexStep {
+        let requested = matches!(self.state, IndexState::Empty { requested: true });
+        self.reset(IndexState::Empty { requested: true });
+        if requested { IndexStep::Ignored } else { IndexStep::Lost }
     }
 
-    /// Returns whether there was room for it.
+    /// Adds a block. Returns whether there was room for it.
     fn add(&mut self, tier: Tier, block: u64) -> bool {
         let known = self.blocks.len();
         let tiers = self.blocks.entry(block).or_insert(0);
-        if *tiers == 0 && known >= self.most {
-            self.forget(State::Off);
+        if *tiers == 0 && known >= self.blocks_max {
+            self.reset(IndexState::Disabled);
             return false;
         }
         *tiers |= tier.bit();
@@ -185,17 +187,17 @@ impl PrefixIndex {
         }
     }
 
-    fn forget(&mut self, state: State) {
+    fn reset(&mut self, state: IndexState) {
         self.blocks.clear();
         self.state = state;
     }
 }
 
-/// By block. It is looked up for each block of each prompt, and never iterated, so that its order decides nothing.
+/// Map by block hash. Looked up for each block of each prompt and never iterated, so its order has no effect.
 #[allow(clippy::disallowed_types, reason = "never iterated")]
 pub(crate) type BlockMap<V> = std::collections::HashMap<u64, V, BuildHasherDefault<Uniform>>;
 
-/// Block hashes are uniform already.
+/// Identity hasher: block hashes are uniform already.
 #[derive(Debug, Default)]
 pub(crate) struct Uniform(u64);
 
@@ -226,11 +228,11 @@ mod tests {
     enum Op {
         Change(bool, bool, u64),
         Clear,
-        /// Something of a newer protocol.
+        /// Event of a newer protocol version.
         Unknown,
-        /// The batch that comes next is lost on the way.
+        /// The next batch is lost.
         Drop,
-        /// The session breaks and opens again.
+        /// The session is lost and reopened.
         Reconnect,
     }
 
@@ -250,17 +252,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_what_the_worker_has_or_nothing_whatever_is_lost(
+        fn the_index_equals_the_workers_cache_or_is_empty_after_any_loss(
             steps in prop::collection::vec((prop::collection::vec(op(), 1..8), 1usize..5), 1..40)
         ) {
             let mut index = PrefixIndex::new(40);
             let mut has: BTreeSet<(Tier, u64)> = BTreeSet::new();
             let mut sent = 0u64;
-            let mut asked = false;
+            let mut requested = false;
             for (ops, pieces) in steps {
                 let first = sent;
                 let mut changes = Vec::new();
-                let (mut dropped, mut snapshot) = (false, std::mem::take(&mut asked));
+                let (mut dropped, mut snapshot) = (false, std::mem::take(&mut requested));
                 for op in ops {
                     match op {
                         Op::Change(true, device, block) if has.insert((tier(device), block)) => {
@@ -284,7 +286,7 @@ mod tests {
                 }
                 sent += changes.len() as u64;
                 if snapshot {
-                    // Its content includes the changes of this step.
+                    // Its contents include the changes of this step.
                     let blocks = |wanted: Tier| -> Vec<u64> {
                         has.iter().filter(|(tier, _)| *tier == wanted).map(|(_, block)| *block).collect()
                     };
@@ -301,16 +303,16 @@ mod tests {
                         prop_assert_eq!(step, IndexStep::Followed);
                     }
                 } else if !changes.is_empty() && !dropped {
-                    asked |= index.apply(first, changes) == IndexStep::Lost;
+                    requested |= index.apply(first, changes) == IndexStep::Lost;
                 }
-                if index.state == State::Exact(sent) {
+                if index.state == IndexState::Exact(sent) {
                     for block in 0..40 {
                         for tier in [Tier::Device, Tier::Host] {
                             prop_assert_eq!(index.holds(tier, block), has.contains(&(tier, block)));
                         }
                     }
                 } else {
-                    // It can't know yet that something was lost, or it knows nothing.
+                    // A loss is not detected yet, or the index is empty.
                     prop_assert!(index.is_exact() || index.is_empty());
                     prop_assert!(!snapshot);
                 }
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_names_more_blocks_than_it_has_is_not_indexed_any_more() {
+    fn a_worker_that_reports_more_blocks_than_it_has_is_not_indexed() {
         let mut index = PrefixIndex::new(3);
         let stored =
             |blocks: std::ops::Range<u64>| blocks.map(|block| CacheChange::Stored(Tier::Device, block));
@@ -333,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn news_out_of_order_empty_it_until_a_snapshot_begins() {
+    fn events_out_of_order_empty_the_index_until_a_snapshot_starts() {
         let stored = |block| [CacheChange::Stored(Tier::Device, block)];
         let mut index = PrefixIndex::new(10);
         assert_eq!(index.apply(5, stored(1)), IndexStep::Lost, "what came before is not known");

@@ -1,19 +1,21 @@
+//! Bounds of a queue and the usage counted against them.
+
 use inflight_contract::Weight;
 
-/// What a queue, or a tenant in it, may hold.
+/// Bounds of a queue, or of a tenant in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueLimits {
-    /// Most requests that wait.
+    /// Maximum waiting requests.
     pub requests: usize,
-    /// Most tokens that the waiting requests may come to hold together.
+    /// Maximum tokens (prompts and possible output) of the waiting requests.
     pub tokens: u64,
 }
 
 impl QueueLimits {
-    /// No bound at all.
+    /// No bound.
     pub const NONE: Self = Self { requests: usize::MAX, tokens: u64::MAX };
 
-    /// One of `routers` equal parts, each of at least one request and one token.
+    /// Returns one of `routers` equal shares, each of at least one request and one token.
     pub fn divided(self, routers: u32) -> Self {
         let routers = routers.max(1);
         Self {
@@ -23,59 +25,62 @@ impl QueueLimits {
     }
 }
 
-/// What a tenant, or everybody together, holds in the queue.
+/// Queue usage of a tenant, or of all tenants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Hold {
-    /// Requests that wait.
+pub struct QueueUsage {
+    /// Waiting requests.
     pub requests: usize,
-    /// Tokens that they may come to hold.
+    /// Maximum tokens of these requests.
     pub tokens: u64,
-    /// The tenant's share.
+    /// Fair-share weight of the tenant.
     pub weight: Weight,
 }
 
-impl Hold {
-    /// Why one more request of so many tokens is too much; `None` if it is not. Where nothing waits, any number of
-    /// tokens is taken.
-    pub(crate) fn full(&self, tokens: u64, limits: QueueLimits) -> Option<QueueFull> {
+impl QueueUsage {
+    /// Returns the bound that one more request with `tokens` would exceed, if any. An empty queue accepts any
+    /// number of tokens.
+    pub(crate) fn exceeded(&self, tokens: u64, limits: QueueLimits) -> Option<QueueFull> {
         if self.requests >= limits.requests {
             return Some(QueueFull {
                 tenant: None,
-                bound: Bound::Requests { held: self.requests, limit: limits.requests },
+                bound: QueueBound::Requests { held: self.requests, limit: limits.requests },
             });
         }
         if self.requests > 0 && self.tokens.saturating_add(tokens) > limits.tokens {
             let (held, limit) = (self.tokens, limits.tokens);
-            return Some(QueueFull { tenant: None, bound: Bound::Tokens { held, asked: tokens, limit } });
+            return Some(QueueFull {
+                tenant: None,
+                bound: QueueBound::Tokens { held, asked: tokens, limit },
+            });
         }
         None
     }
 
-    pub(crate) fn less(self, requests: usize, tokens: u64) -> Self {
+    pub(crate) fn minus(self, requests: usize, tokens: u64) -> Self {
         Self { requests: self.requests - requests, tokens: self.tokens - tokens, ..self }
     }
 }
 
-/// A bound that an arrival would pass.
+/// Queue bound that an arrival would exceed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QueueFull {
-    /// Whose bound it is; `None` is everybody's.
+    /// Tenant whose bound it is; `None` for the bound of the whole queue.
     pub tenant: Option<String>,
     /// The bound.
-    pub bound: Bound,
+    pub bound: QueueBound,
 }
 
-/// Which bound it is.
+/// Kind of a queue bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bound {
-    /// That on requests.
+pub enum QueueBound {
+    /// Bound on requests.
     Requests {
         /// Requests held.
         held: usize,
         /// The limit.
         limit: usize,
     },
-    /// That on tokens.
+    /// Bound on tokens.
     Tokens {
         /// Tokens held.
         held: u64,
@@ -91,13 +96,13 @@ impl QueueFull {
         Self { tenant: Some(tenant.to_owned()), ..self }
     }
 
-    /// A stable name of the bound.
+    /// Returns a stable name of the bound.
     pub fn quota(&self) -> &'static str {
         match (&self.tenant, self.bound) {
-            (None, Bound::Requests { .. }) => "queue_requests",
-            (None, Bound::Tokens { .. }) => "queue_tokens",
-            (Some(_), Bound::Requests { .. }) => "tenant_queue_requests",
-            (Some(_), Bound::Tokens { .. }) => "tenant_queue_tokens",
+            (None, QueueBound::Requests { .. }) => "queue_requests",
+            (None, QueueBound::Tokens { .. }) => "queue_tokens",
+            (Some(_), QueueBound::Requests { .. }) => "tenant_queue_requests",
+            (Some(_), QueueBound::Tokens { .. }) => "tenant_queue_tokens",
         }
     }
 }
@@ -109,10 +114,10 @@ impl std::fmt::Display for QueueFull {
             Some(tenant) => write!(out, "the queue holds for the tenant {tenant:?} ")?,
         }
         match self.bound {
-            Bound::Requests { held, limit } => {
+            QueueBound::Requests { held, limit } => {
                 write!(out, "{held} requests, its limit being {limit}; try again later")
             }
-            Bound::Tokens { held, asked, limit } => write!(
+            QueueBound::Tokens { held, asked, limit } => write!(
                 out,
                 "{held} tokens and this request would add {asked}, over its limit of {limit}; try again later"
             ),

@@ -1,54 +1,56 @@
+//! Rate limiter: generic cell rate algorithm (GCRA).
+
 use std::time::Duration;
 
-/// So many a minute.
+/// Rate divided among routers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RateLimit {
-    /// How many a minute.
+    /// Amount per minute.
     pub per_minute: u64,
-    /// Routers among which they are divided.
+    /// Number of routers that share the rate.
     pub routers: u32,
 }
 
-/// How long a burst may run ahead of its rate.
+/// Burst allowed beyond the rate.
 const BURST: Duration = Duration::from_secs(10);
 const MINUTE_NANOS: u128 = 60_000_000_000;
 
 impl RateLimit {
-    /// Time that `amount` takes at this rate.
+    /// Returns the time that `amount` takes at this rate, in nanoseconds.
     fn span(self, amount: u64) -> u128 {
         MINUTE_NANOS * u128::from(amount) * u128::from(self.routers.max(1))
             / u128::from(self.per_minute.max(1))
     }
 
-    /// What may come at once: ten seconds' worth, and always one.
+    /// Returns the burst in nanoseconds: ten seconds of the rate, and at least one item.
     fn burst(self) -> u128 {
         BURST.as_nanos().max(self.span(1))
     }
 }
 
-/// What was taken, at the rate of then.
+/// Amount charged, with its duration at the rate of the charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Spent {
+pub struct RateCharge {
     amount: u64,
     nanos: u128,
 }
 
-/// A rate limiter: the generic cell rate algorithm (ITU-T I.371), a leaky bucket that keeps nothing but the time at
-/// which it will be empty. Time is given as the time since some fixed moment.
+/// Rate limiter by the generic cell rate algorithm (ITU-T I.371): a leaky bucket whose only state is the time
+/// at which it is empty. Times are relative to a fixed epoch.
 ///
-/// What is larger than a burst is let through when the bucket is empty and paid for afterwards, so that nothing is too
-/// large for ever. The rate may change between calls.
+/// An amount larger than a burst is admitted when the bucket is empty and delays later ones, so that no
+/// amount is rejected forever. The rate may change between calls.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Gcra {
-    /// When all that was taken will have been paid for, in nanoseconds.
+    /// Time at which the bucket is empty, in nanoseconds.
     paid_at: u128,
 }
 
 impl Gcra {
-    /// Whether `amount` may be taken now.
+    /// Checks whether `amount` is admitted now.
     ///
     /// # Errors
-    /// How long to wait until it may.
+    /// Time until it is admitted.
     pub fn check(&self, limit: RateLimit, amount: u64, now: Duration) -> Result<(), Duration> {
         let (now, burst) = (now.as_nanos(), limit.burst());
         let after = self.paid_at.max(now) + limit.span(amount).min(burst);
@@ -58,15 +60,15 @@ impl Gcra {
         }
     }
 
-    /// Takes `amount`, whether or not it may.
-    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> Spent {
+    /// Charges `amount` without a check.
+    pub fn take(&mut self, limit: RateLimit, amount: u64, now: Duration) -> RateCharge {
         let nanos = limit.span(amount);
         self.paid_at = self.paid_at.max(now.as_nanos()).saturating_add(nanos);
-        Spent { amount, nanos }
+        RateCharge { amount, nanos }
     }
 
-    /// Gives back `unused` of what was taken, whatever the rate is by now.
-    pub fn refund(&mut self, taken: Spent, unused: u64) {
+    /// Refunds `unused` of a charge, at the rate of the charge.
+    pub fn refund(&mut self, taken: RateCharge, unused: u64) {
         let share = taken.nanos * u128::from(unused.min(taken.amount)) / u128::from(taken.amount.max(1));
         self.paid_at = self.paid_at.saturating_sub(share);
     }
@@ -78,8 +80,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// The oracle is the definition: over any window, no more passes than the rate's share of the window plus one
-        /// burst (and one item, where items are larger than a burst).
+        /// Oracle: over any window, at most the rate's share of the window plus one burst passes (plus one
+        /// item, where items are larger than a burst).
         #[test]
         fn over_any_window_no_more_passes_than_the_rate_and_one_burst(
             per_minute in 1u64..10_000, routers in 1u32..5,
@@ -115,7 +117,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_refunded_was_never_taken(amount in 1u64..1000, used in 0u64..1000) {
+        fn a_refund_equals_never_having_been_charged(amount in 1u64..1000, used in 0u64..1000) {
             let limit = RateLimit { per_minute: 600, routers: 1 };
             let used = used.min(amount);
             let (mut refunded, mut exact) = (Gcra::default(), Gcra::default());
@@ -127,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn two_routers_let_through_together_what_one_does_alone() {
+    fn two_routers_together_admit_what_one_admits_alone() {
         let passed = |routers: u32| {
             let limit = RateLimit { per_minute: 600, routers };
             let mut buckets = vec![Gcra::default(); routers as usize];

@@ -1,16 +1,18 @@
+//! Retry budget: token bucket over resubmissions.
+
 use std::time::Duration;
 
-/// A token bucket over all resubmissions after losses: a burst at once, and a rate from then on. What it does not let
-/// through waits. So the loss of many workers costs those that are left no more than the rate in repeated prefill.
+/// Token bucket over all resubmissions after losses: a burst, then a rate; resubmissions beyond it wait. So
+/// the loss of many workers costs the others no more repeated prefill than the rate.
 ///
-/// Time is the caller's, since any fixed moment; if it goes backwards, nothing is added.
+/// Times are relative to a fixed epoch; if time goes backwards, nothing is added.
 #[derive(Debug, Clone)]
 pub struct RetryBudget {
-    /// Resubmissions a second.
+    /// Resubmissions per second.
     rate: u32,
-    /// Most resubmissions at once, in millionths.
+    /// Maximum resubmissions at once, in millionths.
     burst: u64,
-    /// What is left, in millionths of a resubmission.
+    /// Remaining budget, in millionths of a resubmission.
     level: u64,
     at: Duration,
 }
@@ -18,17 +20,17 @@ pub struct RetryBudget {
 impl RetryBudget {
     const ONE: u64 = 1_000_000;
 
-    /// A full bucket. At least one resubmission fits.
+    /// Creates a full bucket. At least one resubmission fits.
     pub fn new(rate: u32, burst: u32) -> Self {
         let burst = u64::from(burst.max(1)) * Self::ONE;
         Self { rate, burst, level: burst, at: Duration::ZERO }
     }
 
-    /// Takes one resubmission out, if there is one.
+    /// Takes one resubmission out of the budget. Returns whether there was one.
     pub fn take(&mut self, now: Duration) -> bool {
         let passed = now.saturating_sub(self.at);
-        // Microseconds times resubmissions a second are millionths of a resubmission. What is left of a microsecond
-        // counts next time.
+        // Microseconds times resubmissions per second are millionths of a resubmission. The remainder of a
+        // microsecond counts next time.
         let micros = u64::try_from(passed.as_micros()).unwrap_or(u64::MAX);
         self.at += Duration::from_micros(micros);
         self.level = self.level.saturating_add(micros.saturating_mul(u64::from(self.rate))).min(self.burst);
@@ -47,7 +49,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn in_no_window_more_pass_than_the_burst_and_the_rate_allow_and_waiting_always_helps(
+        fn no_window_exceeds_burst_plus_rate_and_waiting_always_helps(
             rate in 1u32..1000, burst in 0u32..50,
             steps in proptest::collection::vec((0u64..200_000, 1usize..20), 1..100)) {
             let mut budget = RetryBudget::new(rate, burst);

@@ -1,24 +1,26 @@
+//! Limits of a tenant on rates, concurrency and connections, and their usage at one router.
+
 use std::time::Duration;
 
-use crate::{Gcra, QueueLimits, RateLimit, Spent};
+use crate::{Gcra, QueueLimits, RateCharge, RateLimit};
 use inflight_contract::Weight;
 
-/// What a tenant may do.
+/// Limits of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TenantLimits {
-    /// Its share relative to others.
+    /// Fair-share weight.
     pub weight: Weight,
-    /// The highest priority that its requests get.
+    /// Maximum priority of its requests.
     pub priority_max: i32,
-    /// Requests a minute; `None` is no limit.
+    /// Maximum requests per minute; `None` for no limit.
     pub requests_per_minute: Option<u64>,
-    /// Tokens a minute, prompts and output together; `None` is no limit.
+    /// Maximum tokens per minute, prompts and output together; `None` for no limit.
     pub tokens_per_minute: Option<u64>,
-    /// Requests open at once, waiting and streaming; `None` is no limit.
+    /// Maximum open requests, waiting and streaming; `None` for no limit.
     pub concurrent_requests: Option<u32>,
-    /// Connections at once; `None` is no limit.
+    /// Maximum connections; `None` for no limit.
     pub connections: Option<u32>,
-    /// What may wait.
+    /// Bounds on its waiting requests.
     pub queue: QueueLimits,
 }
 
@@ -36,32 +38,32 @@ impl Default for TenantLimits {
     }
 }
 
-/// A limit of a tenant that a request would pass.
+/// Limit of a tenant that a request would exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum OverLimit {
-    /// Too many requests a minute.
+    /// Too many requests per minute.
     #[error("more than {per_minute} requests a minute")]
     Requests {
         /// The limit.
         per_minute: u64,
-        /// When to come back.
+        /// Time until the request would be admitted.
         wait: Duration,
     },
-    /// Too many tokens a minute.
+    /// Too many tokens per minute.
     #[error("more than {per_minute} tokens a minute")]
     Tokens {
         /// The limit.
         per_minute: u64,
-        /// When to come back.
+        /// Time until the request would be admitted.
         wait: Duration,
     },
-    /// Too many requests at once.
+    /// Too many open requests.
     #[error("more than {limit} requests at once")]
     Concurrent {
         /// The limit.
         limit: u32,
     },
-    /// Too many connections at once.
+    /// Too many connections.
     #[error("more than {limit} connections at once")]
     Connections {
         /// The limit.
@@ -70,7 +72,7 @@ pub enum OverLimit {
 }
 
 impl OverLimit {
-    /// When to come back, where that is known.
+    /// Returns the time until a retry would be admitted, if known.
     pub fn wait(&self) -> Option<Duration> {
         match self {
             Self::Requests { wait, .. } | Self::Tokens { wait, .. } => Some(*wait),
@@ -78,7 +80,7 @@ impl OverLimit {
         }
     }
 
-    /// A stable name of the limit.
+    /// Returns a stable name of the limit.
     pub fn quota(&self) -> &'static str {
         match self {
             Self::Requests { .. } => "requests_per_minute",
@@ -89,11 +91,11 @@ impl OverLimit {
     }
 }
 
-/// What a tenant has used of its limits at one router. The limits come with each call, so that they may change.
-/// Rates and concurrent requests are divided by the number of routers, so that more routers do not raise them; each
-/// router lets at least one through.
+/// Usage of a tenant's limits at one router. Limits are passed with each call, because they may change. Rates
+/// and concurrent requests are divided by the number of routers, so that more routers do not raise them; each
+/// router admits at least one request.
 ///
-/// Invariant: what enters leaves: `open` and `connections` count those that have not left yet.
+/// Invariant: `open` and `connections` count what has entered and not yet left.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantGate {
     requests: Gcra,
@@ -103,7 +105,7 @@ pub struct TenantGate {
 }
 
 impl TenantGate {
-    /// A request comes. What is counted here is taken back by [`TenantGate::leave`].
+    /// Admits a request, until [`TenantGate::leave`].
     ///
     /// # Errors
     /// [`OverLimit`]; nothing is counted then.
@@ -122,14 +124,14 @@ impl TenantGate {
         Ok(())
     }
 
-    /// A request has ended.
+    /// Records the end of a request.
     pub fn leave(&mut self) {
         debug_assert!(self.open > 0, "more requests left than entered");
         self.open = self.open.saturating_sub(1);
     }
 
-    /// A request turns out to take up to `tokens`. What this returns, if there is a limit, is given back by
-    /// [`TenantGate::return_tokens`] as far as it was not used.
+    /// Charges up to `tokens` to the tenant's rate. Unused tokens of the returned charge, if there is a
+    /// limit, are refunded by [`TenantGate::return_tokens`].
     ///
     /// # Errors
     /// [`OverLimit::Tokens`]; nothing is counted then.
@@ -139,20 +141,19 @@ impl TenantGate {
         routers: u32,
         tokens: u64,
         now: Duration,
-    ) -> Result<Option<Spent>, OverLimit> {
+    ) -> Result<Option<RateCharge>, OverLimit> {
         let Some(per_minute) = limits.tokens_per_minute else { return Ok(None) };
         let rate = RateLimit { per_minute, routers };
         self.tokens.check(rate, tokens, now).map_err(|wait| OverLimit::Tokens { per_minute, wait })?;
         Ok(Some(self.tokens.take(rate, tokens, now)))
     }
 
-    /// A request has used so many tokens less than it took. The limits may have changed since; what was taken under the
-    /// old ones is given back.
-    pub fn return_tokens(&mut self, taken: Spent, unused: u64) {
+    /// Refunds `unused` tokens of a charge, at the rate of the charge: the limits may have changed since.
+    pub fn return_tokens(&mut self, taken: RateCharge, unused: u64) {
         self.tokens.refund(taken, unused);
     }
 
-    /// A connection is used by the tenant for the first time.
+    /// Counts a connection of the tenant.
     ///
     /// # Errors
     /// [`OverLimit::Connections`]; nothing is counted then.
@@ -166,13 +167,13 @@ impl TenantGate {
         }
     }
 
-    /// A connection of the tenant has ended.
+    /// Records the end of a connection.
     pub fn disconnect(&mut self) {
         debug_assert!(self.connections > 0, "more connections ended than began");
         self.connections = self.connections.saturating_sub(1);
     }
 
-    /// Requests open now.
+    /// Returns the number of open requests.
     pub fn open(&self) -> u32 {
         self.open
     }
@@ -193,7 +194,7 @@ mod tests {
     };
 
     #[test]
-    fn each_limit_refuses_by_its_name_and_counts_nothing_then() {
+    fn each_limit_rejects_by_its_name_and_counts_nothing_then() {
         let mut gate = TenantGate::default();
         let at = Duration::from_secs;
         for _ in 0..4 {
@@ -228,17 +229,17 @@ mod tests {
     }
 
     proptest::proptest! {
-        /// A file read again, or a router that comes or goes, between the taking and the giving back changes nothing of
-        /// what is given back.
+        /// A change of the limits or of the number of routers between charge and refund does not change the
+        /// refund.
         #[test]
-        fn what_is_not_used_goes_back_as_it_was_taken_whatever_the_limits_are_by_then(
+        fn unused_tokens_are_refunded_at_the_rate_of_the_charge(
             limits in proptest::collection::vec((proptest::option::of(1u64..100_000), 1u32..5, 1u64..1_000), 1..20)
         ) {
             let mut gate = TenantGate::default();
             let mut taken = Vec::new();
             for (tokens_per_minute, routers, tokens) in limits {
                 let limits = TenantLimits { tokens_per_minute, ..LIMITS };
-                // At moments far apart, so that all of it is let through.
+                // Far apart in time, so that every charge is admitted.
                 let at = Duration::from_secs(1_000_000) * (taken.len() as u32 + 1);
                 let before = gate.clone();
                 if let Some(taking) = gate.take_tokens(&limits, routers, tokens, at).unwrap() {
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn half_of_what_was_taken_goes_back_and_nothing_of_what_was_free() {
+    fn half_of_a_charge_is_refunded_and_nothing_without_a_limit() {
         let at = Duration::from_secs;
         let mut gate = TenantGate::default();
         let free = TenantLimits { tokens_per_minute: None, ..LIMITS };

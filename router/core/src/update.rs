@@ -11,7 +11,7 @@ pub struct WorkerUpdate {
     pub sequences: Vec<SequenceUpdate>,
     /// Current grant; `None` leaves the previous one in force.
     pub grant: Option<Grant>,
-    /// The worker rejects new requests and finishes those it has.
+    /// Whether the worker rejects new requests and finishes those it has.
     pub draining: bool,
     /// Coefficients of the worker's cost model; `None` if unchanged.
     pub cost: Option<CostCoefficients>,
@@ -102,7 +102,7 @@ pub struct CacheEvents {
 pub struct TenantCounter {
     /// Name of the tenant.
     pub tenant: String,
-    /// Counter and its baseline, as reported: neither is checked.
+    /// Counter and its baseline, as reported and unchecked.
     pub charged: Charged,
 }
 

@@ -1,4 +1,4 @@
-//! The fair queue against a sorted list, its bounds, and who makes room for whom.
+//! The fair queue against a sorted list; its bounds and displacement.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{Tenant, TenantService, Weight};
-use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, Place, QueueLimits};
+use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, QueueLimits, QueuePosition};
 use proptest::prelude::*;
 
 type Queue = FairQueue<u8, u64>;
@@ -50,7 +50,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 0..300)
 }
 
-/// A request in the naive model.
+/// Request of the reference model.
 #[derive(Debug, Clone, Copy)]
 struct Naive {
     lane: u8,
@@ -60,15 +60,15 @@ struct Naive {
     tokens: u64,
     number: u64,
     queued: u64,
-    place: Place<u8>,
+    position: QueuePosition<u8>,
 }
 
 const WAIT_MAX: u64 = 100;
 const AGED_PER_SECOND: u64 = 3;
 const AGED_MAX: u64 = 60;
 
-/// The definition of the order: a tenant's own next, which is the oldest once that is overdue, then the tenants against each
-/// other, by the priority of the most important that each has.
+/// Reference order: each tenant's first request (the oldest once overdue), then the tenants by the priority
+/// of their first request by rank.
 fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -> Option<usize> {
     let overdue = |r: &Naive| now - r.queued > WAIT_MAX;
     let mut heads = Vec::new();
@@ -92,7 +92,7 @@ fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -
     least.map(|(i, _)| i)
 }
 
-/// The oracle's own counters: one domain for each lane.
+/// Reference service counters: one domain per lane.
 struct Counters {
     services: Vec<TenantService>,
     handles: BTreeMap<(u8, usize), Tenant>,
@@ -141,17 +141,17 @@ proptest! {
                     prop_assert!(admitted.displaced.is_empty());
                     let handle = counters.services[lane as usize].arrive(TENANTS[tenant], Weight::default());
                     counters.handles.insert((lane, tenant), handle);
-                    let place = admitted.place;
-                    waiting.push(Naive { lane, tenant, fresh: true, priority, tokens, number, queued: now, place });
+                    let position = admitted.position;
+                    waiting.push(Naive { lane, tenant, fresh: true, priority, tokens, number, queued: now, position });
                     number += 1;
                 }
                 Op::Take { lane } => {
                     let expected = next(&waiting, lane, now, |t| counters.owed(lane, t)).map(|i| waiting[i]);
-                    prop_assert_eq!(queue.head(lane, at), expected.map(|r| r.place));
+                    prop_assert_eq!(queue.head(lane, at), expected.map(|r| r.position));
                     let Some(expected) = expected else { continue };
                     let order = counters.owed(lane, expected.tenant);
-                    let got = queue.take(&expected.place, expected.tokens).unwrap();
-                    prop_assert_eq!((got.item, got.order.tokens()), (expected.number, order));
+                    let got = queue.take(&expected.position, expected.tokens).unwrap();
+                    prop_assert_eq!((got.item, got.virtual_start_time.tokens()), (expected.number, order));
                     let (service, handle) = counters.of(&expected);
                     service.start(handle);
                     *counters.pending.entry((lane, expected.tenant)).or_insert(0) += expected.tokens;
@@ -160,17 +160,17 @@ proptest! {
                 }
                 Op::Cancel { nth } => if !waiting.is_empty() {
                     let gone = waiting.remove(nth % waiting.len());
-                    prop_assert_eq!(queue.remove(&gone.place), Some(gone.number));
-                    prop_assert_eq!(queue.remove(&gone.place), None, "a second cancel finds nothing");
+                    prop_assert_eq!(queue.remove(&gone.position), Some(gone.number));
+                    prop_assert_eq!(queue.remove(&gone.position), None, "a second cancel finds nothing");
                     let (service, handle) = counters.of(&gone);
                     service.start(handle);
                     service.depart(handle);
                 },
                 Op::PutBack { nth } => if !taken.is_empty() {
                     let mut back = taken.remove(nth % taken.len());
-                    queue.settle(&back.place, back.tokens);
+                    queue.settle(&back.position, back.tokens);
                     counters.settle(&back);
-                    back.place = queue.put_back(&back.place, TENANTS[back.tenant], back.tokens, at, back.number);
+                    back.position = queue.requeue(&back.position, TENANTS[back.tenant], back.tokens, at, back.number);
                     (back.fresh, back.queued) = (false, now);
                     let (service, handle) = counters.of(&back);
                     service.wait(handle);
@@ -178,9 +178,9 @@ proptest! {
                 },
                 Op::End { nth } => if !taken.is_empty() {
                     let ended = taken.remove(nth % taken.len());
-                    queue.settle(&ended.place, ended.tokens);
+                    queue.settle(&ended.position, ended.tokens);
                     counters.settle(&ended);
-                    queue.depart(&ended.place);
+                    queue.depart(&ended.position);
                     let (service, handle) = counters.of(&ended);
                     service.depart(handle);
                 },
@@ -194,7 +194,7 @@ proptest! {
             prop_assert_eq!(queue.len(), waiting.len());
             prop_assert_eq!(queue.tokens(), waiting.iter().map(|r| r.tokens).sum::<u64>());
             let holds: BTreeMap<_, _> =
-                queue.holds().map(|(name, hold)| (name.to_owned(), hold.requests)).collect();
+                queue.usage().map(|(name, hold)| (name.to_owned(), hold.requests)).collect();
             for (tenant, name) in TENANTS.iter().enumerate() {
                 let own = waiting.iter().filter(|r| r.tenant == tenant).count();
                 prop_assert_eq!(holds.get(*name).copied().unwrap_or(0), own);
@@ -202,10 +202,10 @@ proptest! {
         }
     }
 
-    /// Over its bounds the queue stays within them, takes an arrival only in the place of what is less important or
-    /// of a tenant that holds more, and is unchanged where it refuses.
+    /// Over its bounds, the queue accepts an arrival only by displacing requests of lower priority or of a
+    /// tenant that holds more, and is unchanged if it rejects.
     #[test]
-    fn over_the_bounds_room_is_made_only_by_the_less_important_or_those_who_hold_more(
+    fn over_the_bounds_only_lower_priorities_or_larger_holders_are_displaced(
         arrivals in proptest::collection::vec((0..4usize, -2..3i32, 1..40u64), 1..120),
         routers in 1u32..3
     ) {
@@ -240,7 +240,7 @@ proptest! {
                     waiting.insert(number, (tenant, priority, tokens));
                 }
                 Err(_) => {
-                    // Then even all that is less important would not have been enough.
+                    // Displacing all requests of lower priority would not have been enough.
                     let rest: Vec<_> = waiting.values().filter(|r| r.1 >= priority).collect();
                     let left: u64 = rest.iter().map(|r| r.2).sum();
                     prop_assert!(rest.len() >= bounds.requests || left + tokens > bounds.tokens);
@@ -253,13 +253,13 @@ proptest! {
         }
     }
 
-    /// A head that fits nowhere is overtaken a bounded number of times, then waits alone for its room.
+    /// A head that fits on no worker is bypassed a bounded number of times, then blocks the lane.
     #[test]
-    fn a_request_that_fits_nowhere_is_overtaken_and_not_for_ever(
+    fn head_of_line_bypass_is_bounded(
         others in proptest::collection::vec((0..4usize, -1..2i32), 1..60), bypass_max in 0u32..20
     ) {
         let mut queue = Queue::new(FairQueueOptions { bypass_max, ..roomy() });
-        let large = queue.push(0, arrival("large", 1, 1_000), Duration::ZERO, 0).unwrap().place;
+        let large = queue.push(0, arrival("large", 1, 1_000), Duration::ZERO, 0).unwrap().position;
         for (number, (tenant, priority)) in others.iter().enumerate() {
             let small = arrival(TENANTS[*tenant], *priority, 1);
             queue.push(0, small, Duration::ZERO, number as u64 + 1).unwrap();
@@ -271,11 +271,11 @@ proptest! {
                 queue.take(&head, 1).unwrap();
                 continue;
             }
-            let behind = queue.behind(&head, SECOND);
+            let behind = queue.bypass_candidates(&head, SECOND);
             let Some(next) = behind.first() else { break };
             prop_assert!(!behind.contains(&large));
             queue.take(next, 1).unwrap();
-            queue.overtake(&head);
+            queue.count_bypass(&head);
             overtakes += 1;
         }
         prop_assert!(overtakes <= bypass_max);
@@ -285,7 +285,7 @@ proptest! {
 }
 
 #[test]
-fn a_tenants_own_bound_is_its_own_and_its_important_requests_take_the_place_of_its_others() {
+fn at_its_own_bound_a_tenant_displaces_only_its_own_lower_priorities() {
     let mut queue = Queue::new(roomy());
     let bounds = QueueLimits { requests: 2, tokens: 100 };
     let ask = |priority, tokens| Arrival { bounds, ..arrival("a", priority, tokens) };
@@ -302,14 +302,14 @@ fn a_tenants_own_bound_is_its_own_and_its_important_requests_take_the_place_of_i
 }
 
 #[test]
-fn what_was_put_back_is_never_displaced_and_goes_first() {
+fn resubmissions_are_never_displaced_and_go_first() {
     let limits = QueueLimits { requests: 1, tokens: 100 };
     let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
-    let place = queue.push(0, arrival("a", -5, 10), SECOND, 0).unwrap().place;
-    let taken = queue.take(&place, 10).unwrap();
-    queue.settle(&place, 10);
+    let position = queue.push(0, arrival("a", -5, 10), SECOND, 0).unwrap().position;
+    let taken = queue.take(&position, 10).unwrap();
+    queue.settle(&position, 10);
     queue.push(0, arrival("b", 5, 10), SECOND, 1).unwrap();
-    let back = queue.put_back(&place, "a", 10, SECOND, taken.item);
+    let back = queue.requeue(&position, "a", 10, SECOND, taken.item);
     assert_eq!(queue.len(), 2);
     assert!(queue.push(0, arrival("c", 5, 10), SECOND, 2).is_err());
     let displacing = queue.push(0, arrival("c", 100, 10), SECOND, 3);
@@ -318,23 +318,23 @@ fn what_was_put_back_is_never_displaced_and_goes_first() {
 }
 
 #[test]
-fn what_is_put_back_alone_keeps_its_tenants_weight_and_so_the_tenants_share_of_the_room() {
+fn a_resubmission_keeps_its_tenants_weight_and_share_of_the_queue() {
     let limits = QueueLimits { requests: 100, tokens: 100 };
     let mut queue = Queue::new(FairQueueOptions { limits, ..roomy() });
     let heavy = Arrival { weight: Weight::try_from(4.0).unwrap(), ..arrival("heavy", 0, 30) };
-    let place = queue.push(0, heavy, SECOND, 0).unwrap().place;
-    queue.take(&place, 0).unwrap();
-    queue.put_back(&place, "heavy", 30, SECOND, 0);
-    let holds: Vec<_> = queue.holds().map(|(name, hold)| (name, hold.weight.get())).collect();
+    let position = queue.push(0, heavy, SECOND, 0).unwrap().position;
+    queue.take(&position, 0).unwrap();
+    queue.requeue(&position, "heavy", 30, SECOND, 0);
+    let holds: Vec<_> = queue.usage().map(|(name, hold)| (name, hold.weight.get())).collect();
     assert_eq!(holds, [("heavy", 4.0)]);
 }
 
 #[test]
-fn an_overdue_request_goes_first_in_its_tenant_and_gains_nothing_against_others() {
+fn an_overdue_request_goes_first_only_within_its_tenant() {
     let mut queue = Queue::new(FairQueueOptions { wait_max: SECOND, ..roomy() });
-    let low = queue.push(0, arrival("a", -1, 1), Duration::ZERO, 0).unwrap().place;
+    let low = queue.push(0, arrival("a", -1, 1), Duration::ZERO, 0).unwrap().position;
     queue.push(0, arrival("a", 1, 1), Duration::ZERO, 1).unwrap();
-    let other = queue.push(0, arrival("b", 0, 1), 9 * SECOND, 2).unwrap().place;
+    let other = queue.push(0, arrival("b", 0, 1), 9 * SECOND, 2).unwrap().position;
     queue.open_lane(0);
     assert_eq!(queue.head(0, 9 * SECOND), Some(low), "in the turn of its tenant's most important");
     queue.charge(0, "a", 10);

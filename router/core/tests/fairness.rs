@@ -1,5 +1,5 @@
-//! Fairness over several routers and workers: real fair queues, and workers reduced to what matters here, namely slots,
-//! tokens made one step at a time, and counters of service that are told to every router.
+//! Fairness over several routers and workers: real fair queues, and workers reduced to slots, tokens
+//! generated one step at a time, and service counters reported to every router.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
 
@@ -8,25 +8,25 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{Service, ServiceTable, TokenCost, Weight};
-use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, Place, QueueLimits};
+use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, QueueLimits, QueuePosition};
 use proptest::prelude::*;
 
 const STEP: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Clone, Copy)]
-struct Ask {
+struct TenantRequest {
     tenant: usize,
     prompt: u32,
     output: u32,
 }
 
-/// A request at a worker.
+/// Request on a worker.
 struct Running {
     router: usize,
-    place: Place<u8>,
-    ask: Ask,
-    /// Its turn, as the router gave it.
-    order: Service,
+    position: QueuePosition<u8>,
+    ask: TenantRequest,
+    /// Virtual start time from the router.
+    virtual_start_time: Service,
     provisional: u64,
     made: u32,
 }
@@ -34,17 +34,17 @@ struct Running {
 struct Worker {
     incarnation: String,
     slots: usize,
-    /// Per router, what may wait here beyond a share of the slots.
+    /// Waiting queue of the worker, beyond its slots.
     waiting: Vec<Running>,
     running: Vec<Running>,
     charged: BTreeMap<usize, u64>,
-    begun: Service,
-    /// What each router said of those that wait there.
+    virtual_time: Service,
+    /// Minimum virtual time of the waiting requests, by router.
     least: BTreeMap<usize, Service>,
 }
 
 struct Router {
-    queue: FairQueue<u8, Ask>,
+    queue: FairQueue<u8, TenantRequest>,
     table: ServiceTable,
 }
 
@@ -62,7 +62,7 @@ fn name(tenant: usize) -> String {
 }
 
 impl Cluster {
-    /// Requests are overdue after a second.
+    /// Creates a cluster in which requests are overdue after a second.
     fn new(weights: &[f32], routers: usize, workers: usize, slots: usize) -> Self {
         let limits = QueueLimits { requests: 1 << 20, tokens: 1 << 40 };
         let options =
@@ -74,7 +74,7 @@ impl Cluster {
             waiting: Vec::new(),
             running: Vec::new(),
             charged: BTreeMap::new(),
-            begun: Service::default(),
+            virtual_time: Service::default(),
             least: BTreeMap::new(),
         };
         let mut routers: Vec<Router> = (0..routers).map(router).collect();
@@ -89,7 +89,7 @@ impl Cluster {
         }
     }
 
-    fn send(&mut self, router: usize, ask: Ask) {
+    fn send(&mut self, router: usize, ask: TenantRequest) {
         let name = name(ask.tenant);
         let arrival = Arrival {
             tenant: &name,
@@ -101,26 +101,28 @@ impl Cluster {
         self.routers[router].queue.push(0, arrival, self.now, ask).unwrap();
     }
 
-    /// Cumulative service of a tenant, in tokens of weight 1 over its weight.
+    /// Returns the cumulative service of a tenant over its weight, in tokens of weight 1.
     fn service(&self, tenant: usize) -> f64 {
         let cost: u64 = self.workers.iter().filter_map(|worker| worker.charged.get(&tenant)).sum();
         cost as f64 / f64::from(self.weights[tenant])
     }
 
-    /// One step of every worker; what it charged is told to all routers.
+    /// Runs one step of every worker and reports its charges to all routers.
     fn step(&mut self) {
         self.now += STEP;
         self.dispatch();
         for worker in &mut self.workers {
-            // The waiting queue is in the order that the routers gave.
+            // The waiting queue is ordered by virtual start time.
             let priorities = &self.priorities;
-            worker.waiting.sort_by_key(|request| (Reverse(priorities[request.ask.tenant]), request.order));
+            worker
+                .waiting
+                .sort_by_key(|request| (Reverse(priorities[request.ask.tenant]), request.virtual_start_time));
             while worker.running.len() < worker.slots && !worker.waiting.is_empty() {
                 let request = worker.waiting.remove(0);
-                worker.begun = worker.begun.max(request.order);
+                worker.virtual_time = worker.virtual_time.max(request.virtual_start_time);
                 *worker.charged.entry(request.ask.tenant).or_insert(0) += self.cost.of(request.ask.prompt, 0);
                 let router = &mut self.routers[request.router];
-                router.queue.settle(&request.place, request.provisional);
+                router.queue.settle(&request.position, request.provisional);
                 worker.running.push(request);
             }
             let routers = &mut self.routers;
@@ -130,7 +132,7 @@ impl Cluster {
                 *charged.entry(request.ask.tenant).or_insert(0) += cost.of(0, 1);
                 let over = request.made == request.ask.output;
                 if over {
-                    routers[request.router].queue.depart(&request.place);
+                    routers[request.router].queue.depart(&request.position);
                 }
                 !over
             });
@@ -142,12 +144,12 @@ impl Cluster {
                     router.queue.charge(0, &name(*tenant), grown);
                 }
                 let least = worker.least.values().min();
-                router.queue.begun(0, least.copied().unwrap_or(worker.begun));
+                router.queue.raise_virtual_time(0, least.copied().unwrap_or(worker.virtual_time));
             }
         }
     }
 
-    /// Grants divide each worker's room equally; a router hands over what is within its own.
+    /// Dispatches as far as the grants allow; each worker's capacity is divided equally among routers.
     fn dispatch(&mut self) {
         let routers = self.routers.len();
         for at in 0..routers {
@@ -165,15 +167,15 @@ impl Cluster {
                 let prompt = self.routers[at].queue.get(&head).unwrap().prompt;
                 let provisional = self.cost.of(prompt, 0);
                 let taken = self.routers[at].queue.take(&head, provisional).unwrap();
-                match self.routers[at].queue.least(0) {
+                match self.routers[at].queue.min_virtual_time(0) {
                     Some(least) => worker.least.insert(at, least),
                     None => worker.least.remove(&at),
                 };
                 worker.waiting.push(Running {
                     router: at,
-                    place: head,
+                    position: head,
                     ask: taken.item,
-                    order: taken.order,
+                    virtual_start_time: taken.virtual_start_time,
                     provisional,
                     made: 0,
                 });
@@ -185,7 +187,7 @@ impl Cluster {
         let of = |router: &Router| {
             router
                 .queue
-                .holds()
+                .usage()
                 .find(|(known, _)| *known == name(tenant))
                 .map_or(0, |(_, hold)| hold.requests)
         };
@@ -196,8 +198,8 @@ impl Cluster {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// The design's bound at every instant: |W_f/w_f - W_g/w_g| ≤ 2 max(w_in L_in, w_out M) / min(w_f, w_g), with M the
-    /// most tokens held at once. One router, so that both tenants wait in one queue all the time.
+    /// The bound at every instant: |W_f/w_f - W_g/w_g| ≤ 2 max(w_in L_in, w_out M) / min(w_f, w_g), with M
+    /// the maximum tokens held at once. One router, so that both tenants are always backlogged in one queue.
     #[test]
     fn two_backlogged_tenants_stay_within_the_bound_at_every_instant(
         weights in (0.5f32..4.0, 0.5f32..4.0), workers in 1usize..4, slots in 1usize..6,
@@ -205,7 +207,7 @@ proptest! {
     ) {
         let mut cluster = Cluster::new(&[weights.0, weights.1], 1, workers, slots);
         for (number, (prompt, output)) in sizes.iter().enumerate() {
-            cluster.send(0, Ask { tenant: number % 2, prompt: *prompt, output: *output });
+            cluster.send(0, TenantRequest { tenant: number % 2, prompt: *prompt, output: *output });
         }
         let input: u32 = 60;
         let held = (workers * (slots + 1)) as u32 * 120;
@@ -218,7 +220,7 @@ proptest! {
     }
 }
 
-/// A linear congruential generator: any sequence will do, as long as it is the same each time.
+/// Linear congruential generator: any reproducible sequence will do.
 struct Random(u64);
 
 impl Random {
@@ -227,13 +229,13 @@ impl Random {
         ((self.0 >> 33) % bound) as u32
     }
 
-    fn ask(&mut self, tenant: usize) -> Ask {
-        Ask { tenant, prompt: 1 + self.below(200), output: 1 + self.below(100) }
+    fn ask(&mut self, tenant: usize) -> TenantRequest {
+        TenantRequest { tenant, prompt: 1 + self.below(200), output: 1 + self.below(100) }
     }
 }
 
-/// For `steps`, keeps so many requests of each tenant waiting at each router; the service that each tenant got, by its
-/// weight undivided.
+/// Keeps `wanted` requests of each tenant waiting at each router for `steps`; returns the service of each
+/// tenant, not divided by its weight.
 fn shares(cluster: &mut Cluster, steps: u32, wanted: &[&[usize]], seed: u64) -> Vec<f64> {
     let tenants = 0..wanted[0].len();
     let cost =
@@ -243,7 +245,7 @@ fn shares(cluster: &mut Cluster, steps: u32, wanted: &[&[usize]], seed: u64) -> 
     for _ in 0..steps {
         for (router, wanted) in wanted.iter().enumerate() {
             for (tenant, wanted) in wanted.iter().enumerate() {
-                let held = cluster.routers[router].queue.holds().find(|(known, _)| *known == name(tenant));
+                let held = cluster.routers[router].queue.usage().find(|(known, _)| *known == name(tenant));
                 for _ in held.map_or(0, |(_, hold)| hold.requests)..*wanted {
                     cluster.send(router, random.ask(tenant));
                 }
@@ -255,7 +257,7 @@ fn shares(cluster: &mut Cluster, steps: u32, wanted: &[&[usize]], seed: u64) -> 
 }
 
 #[test]
-fn two_routers_and_four_workers_give_tenants_at_one_to_three_one_to_three() {
+fn two_routers_and_four_workers_serve_weights_one_to_three_at_one_to_three() {
     for seed in 0..5 {
         let mut cluster = Cluster::new(&[1.0, 3.0], 2, 4, 8);
         let got = shares(&mut cluster, 20_000, &[&[8, 8], &[8, 8]], seed);
@@ -266,7 +268,7 @@ fn two_routers_and_four_workers_give_tenants_at_one_to_three_one_to_three() {
 }
 
 #[test]
-fn a_tenant_with_a_hundred_times_the_requests_gains_nothing_though_its_own_are_always_overdue() {
+fn a_tenant_with_a_hundred_times_the_requests_gains_nothing_by_aging() {
     for seed in 0..3 {
         let mut cluster = Cluster::new(&[1.0, 1.0], 2, 4, 8);
         let got = shares(&mut cluster, 10_000, &[&[8, 800], &[8, 800]], seed);
@@ -277,7 +279,7 @@ fn a_tenant_with_a_hundred_times_the_requests_gains_nothing_though_its_own_are_a
 }
 
 #[test]
-fn tenants_that_each_come_by_a_router_of_their_own_share_by_weight_too() {
+fn tenants_on_separate_routers_share_by_weight() {
     for seed in 0..3 {
         let mut cluster = Cluster::new(&[1.0, 3.0], 2, 4, 8);
         let got = shares(&mut cluster, 20_000, &[&[8, 0], &[0, 8]], seed);
@@ -288,10 +290,10 @@ fn tenants_that_each_come_by_a_router_of_their_own_share_by_weight_too() {
 }
 
 #[test]
-fn a_new_router_learns_from_any_worker_and_gives_a_late_tenant_no_credit() {
+fn a_new_router_syncs_from_any_worker_and_gives_a_late_tenant_no_credit() {
     let mut cluster = Cluster::new(&[1.0, 3.0, 1.0], 1, 2, 4);
     shares(&mut cluster, 3_000, &[&[4, 4, 0]], 1);
-    // A second router starts, told all by the workers as in each step; a third tenant comes by it alone.
+    // A second router starts and receives all counters as after each step; a third tenant uses only it.
     let limits = QueueLimits { requests: 1 << 20, tokens: 1 << 40 };
     let options = FairQueueOptions { limits, ..FairQueueOptions::default() };
     let mut late = Router { queue: FairQueue::new(options), table: ServiceTable::new(100, 1000) };
@@ -299,7 +301,7 @@ fn a_new_router_learns_from_any_worker_and_gives_a_late_tenant_no_credit() {
     cluster.routers.push(late);
     cluster.step();
     let got = shares(&mut cluster, 12_000, &[&[4, 4, 0], &[4, 4, 4]], 2);
-    // What it learnt before it knew the weights counts by the weights.
+    // Counters received before the weights were known count by the weights.
     let got: Vec<f64> =
         got.iter().zip(&cluster.weights).map(|(got, weight)| got / f64::from(*weight)).collect();
     let mean = got.iter().sum::<f64>() / 3.0;
@@ -307,8 +309,9 @@ fn a_new_router_learns_from_any_worker_and_gives_a_late_tenant_no_credit() {
 }
 
 #[test]
-fn a_newcomer_at_another_router_starts_at_the_least_that_wait_and_not_where_the_important_got_to() {
-    // The first is more important and takes everything while it wants it; the second waits all the while.
+fn a_new_tenant_starts_at_the_minimum_waiting_virtual_time_of_all_routers() {
+    // The first tenant has a higher priority and takes all capacity while it is backlogged; the second waits
+    // meanwhile.
     let mut cluster = Cluster::new(&[1.0, 1.0, 3.0], 2, 2, 4);
     cluster.priorities[0] = 1;
     shares(&mut cluster, 3_000, &[&[8, 8, 0], &[0, 0, 0]], 1);

@@ -1,11 +1,11 @@
-//! What every placement promises, whatever it prefers.
+//! Properties that hold for every placement policy.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use inflight_contract::CostCoefficients;
 use inflight_router_core::{
-    Ask, Cached, Candidate, Chain, Credits, Estimate, Fleet, Ledger, PlacementKind, Placer, Standing,
-    WorkerLoad,
+    Cached, Candidate, Chain, Credits, Estimate, Fleet, Ledger, PlacementKind, PlacementRequest, Placer,
+    Standing, WorkerLoad,
 };
 use proptest::prelude::*;
 
@@ -17,7 +17,7 @@ fn credits(most: u32) -> impl Strategy<Value = Credits> {
     (0..=most, 0..=most).prop_map(|(sequences, blocks)| Credits { sequences, blocks })
 }
 
-/// What a worker may say, nonsense included.
+/// Any number a worker may report, invalid ones included.
 fn number() -> impl Strategy<Value = f64> {
     prop_oneof![
         8 => 0.0..10.0f64,
@@ -36,11 +36,13 @@ fn coefficients(
 fn estimate() -> impl Strategy<Value = Estimate> {
     let cached = (0u32..5000, 0u32..500, 0u32..50);
     (cached, prop::array::uniform7(number()), (number(), number(), number()), 0.0..5.0f64).prop_map(
-        |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unseen)| Estimate {
-            cached: Cached { device_tokens, host_tokens, host_blocks },
-            cost: coefficients(cost),
-            load: WorkerLoad::new(ahead, stretch, step),
-            unseen,
+        |((device_tokens, host_tokens, host_blocks), cost, (ahead, stretch, step), unreported_prefill_s)| {
+            Estimate {
+                cached: Cached { device_tokens, host_tokens, host_blocks },
+                cost: coefficients(cost),
+                load: WorkerLoad::new(ahead, stretch, step),
+                unreported_prefill_s,
+            }
         },
     )
 }
@@ -53,26 +55,31 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
         1 => Just(Standing::Ejected),
     ];
     let avoid = prop::bool::weighted(0.3);
-    let urgent = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
-    let one = (0usize..40, standing, credits(20), credits(20), urgent, credits(4), avoid, estimate());
+    let priority_sequences = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
+    let one =
+        (0usize..40, standing, credits(20), credits(20), priority_sequences, credits(4), avoid, estimate());
     prop::collection::vec(one, 0..9).prop_map(|ones| {
         let by_worker: BTreeMap<usize, Candidate> = ones
             .into_iter()
-            .map(|(worker, standing, grant, used, urgent, need, avoid, estimate)| {
-                (worker, Candidate { worker, standing, grant, used, urgent, need, avoid, estimate })
+            .map(|(worker, standing, grant, used, priority_sequences, need, avoid, estimate)| {
+                (
+                    worker,
+                    Candidate { worker, standing, grant, used, priority_sequences, need, avoid, estimate },
+                )
             })
             .collect();
         by_worker.into_values().collect()
     })
 }
 
-fn ask() -> impl Strategy<Value = Ask> {
-    (0u32..6000, 0u32..500).prop_map(|(prompt_tokens, output_tokens)| Ask { prompt_tokens, output_tokens })
+fn ask() -> impl Strategy<Value = PlacementRequest> {
+    (0u32..6000, 0u32..500)
+        .prop_map(|(prompt_tokens, output_tokens)| PlacementRequest { prompt_tokens, output_tokens })
 }
 
 proptest! {
     #[test]
-    fn only_a_worker_that_may_have_the_request_is_chosen_and_one_is_wherever_there_is_one(
+    fn an_accepting_worker_with_room_is_chosen_if_and_only_if_there_is_one(
         rounds in prop::collection::vec((ask(), candidates()), 1..8), seed in any::<u64>()
     ) {
         for kind in PlacementKind::ALL {
@@ -93,7 +100,7 @@ proptest! {
     }
 
     #[test]
-    fn equal_questions_and_seeds_get_equal_answers_in_whatever_order_the_workers_come(
+    fn choices_are_deterministic_and_independent_of_the_workers_order(
         rounds in prop::collection::vec((ask(), candidates()), 1..12), seed in any::<u64>()
     ) {
         for kind in PlacementKind::ALL {
@@ -106,7 +113,7 @@ proptest! {
     }
 
     #[test]
-    fn a_worker_that_failed_the_request_gets_it_again_only_if_it_is_the_last_one(
+    fn a_worker_that_failed_the_request_is_chosen_only_if_it_is_the_last_one(
         (ask, mut candidates) in (ask(), candidates()), seed in any::<u64>(), dead in any::<prop::sample::Index>()
     ) {
         prop_assume!(!candidates.is_empty());
@@ -123,10 +130,10 @@ proptest! {
     fn no_worker_starves_while_others_are_busy_and_none_has_a_prefix(
         workers in 1usize..9, slots in 4u32..40, seed in any::<u64>(), prompt in 1u32..4000
     ) {
-        let ask = Ask { prompt_tokens: prompt, output_tokens: 64 };
+        let ask = PlacementRequest { prompt_tokens: prompt, output_tokens: 64 };
         for kind in PlacementKind::ALL {
             let mut cluster = Cluster::new(kind, seed, workers, slots);
-            // About half of the capacity is in use at any time; the oldest ends first.
+            // About half of the capacity is in use at any time; the oldest request ends first.
             let most = (workers as u32 * slots).div_ceil(2).max(1) as usize;
             for _ in 0..400 {
                 prop_assert!(cluster.place(&ask).is_some());
@@ -139,11 +146,11 @@ proptest! {
     }
 
     #[test]
-    fn a_burst_is_spread_evenly_also_by_two_routers_that_do_not_talk(
+    fn a_burst_is_spread_evenly_by_two_uncoordinated_routers(
         workers in 2usize..9, seeds in any::<[u64; 2]>(), prompt in 100u32..4000
     ) {
-        let ask = Ask { prompt_tokens: prompt, output_tokens: 64 };
-        // Forty requests for each worker and router arrive before any worker says a word.
+        let ask = PlacementRequest { prompt_tokens: prompt, output_tokens: 64 };
+        // Forty requests per worker and router arrive before any worker reports.
         for kind in [PlacementKind::RoundRobin, PlacementKind::LeastLoaded, PlacementKind::Cost] {
             let mut total = vec![0u32; workers];
             for seed in seeds {
@@ -159,7 +166,7 @@ proptest! {
     }
 }
 
-/// Workers of one size, as a router sees them: its own ledgers and fleet, and no word from anybody.
+/// Workers of one size as one router sees them, through its own ledgers and fleet, without reports.
 struct Cluster {
     placer: Placer,
     fleet: Fleet,
@@ -181,8 +188,8 @@ impl Cluster {
         Self { placer: placer(kind, seed), fleet, ledgers, placed, running: VecDeque::new(), next: 0 }
     }
 
-    fn place(&mut self, ask: &Ask) -> Option<usize> {
-        // Each prompt is its own.
+    fn place(&mut self, ask: &PlacementRequest) -> Option<usize> {
+        // Every prompt is unique.
         let chains = [Chain::of_names([self.next << 20], 16)];
         let need = Credits { sequences: 1, blocks: 10 };
         let candidates: Vec<Candidate> = self
@@ -217,10 +224,10 @@ impl Cluster {
 }
 
 #[test]
-fn a_request_larger_than_every_grant_starts_on_an_idle_session_alone() {
+fn a_request_larger_than_every_grant_runs_alone_on_an_idle_session() {
     for kind in PlacementKind::ALL {
         let mut placer = placer(kind, 7);
-        let ask = Ask { prompt_tokens: 9000, output_tokens: 1 };
+        let ask = PlacementRequest { prompt_tokens: 9000, output_tokens: 1 };
         let large = Candidate {
             grant: Credits { sequences: 8, blocks: 100 },
             need: Credits { sequences: 16, blocks: 900 },
@@ -244,15 +251,15 @@ fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) 
             cached: Cached { device_tokens, host_tokens, host_blocks: host_tokens / 16 },
             cost,
             load: WorkerLoad::new(ahead, 1.0, 4e-3),
-            unseen: 0.0,
+            unreported_prefill_s: 0.0,
         },
         ..Candidate::default()
     }
 }
 
 #[test]
-fn cost_follows_a_prefix_as_long_as_waiting_for_it_is_cheaper_than_computing_it_elsewhere() {
-    let ask = Ask { prompt_tokens: 4096, output_tokens: 100 };
+fn cost_follows_a_prefix_while_waiting_is_cheaper_than_recomputing() {
+    let ask = PlacementRequest { prompt_tokens: 4096, output_tokens: 100 };
     let choose = |workers: &[Candidate]| placer(PlacementKind::Cost, 0).choose(&ask, workers);
     // 4,000 tokens take 120 ms to compute, from this request and from the next.
     assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.230), with_prefix(1, 0, 0, 0.0)]), Some(0));
@@ -264,8 +271,8 @@ fn cost_follows_a_prefix_as_long_as_waiting_for_it_is_cheaper_than_computing_it_
 }
 
 #[test]
-fn prefix_takes_the_longest_match_that_is_half_of_the_prompt_and_else_the_least_loaded() {
-    let ask = Ask { prompt_tokens: 4000, output_tokens: 100 };
+fn prefix_takes_the_longest_match_above_half_else_the_least_loaded() {
+    let ask = PlacementRequest { prompt_tokens: 4000, output_tokens: 100 };
     let choose = |workers: &[Candidate]| placer(PlacementKind::Prefix, 0).choose(&ask, workers);
     let busy = |worker, tokens| {
         let used = Credits { sequences: 32, blocks: 100 };
@@ -285,7 +292,7 @@ fn load_is_relative_to_the_grant() {
             need: Credits { sequences: 1, blocks: 1 },
             ..Candidate::default()
         };
-        let ask = Ask { prompt_tokens: 10, output_tokens: 10 };
+        let ask = PlacementRequest { prompt_tokens: 10, output_tokens: 10 };
         assert_eq!(placer(kind, 3).choose(&ask, &[of(0, 64, 4), of(1, 4, 2)]), Some(0), "{kind}");
     }
 }

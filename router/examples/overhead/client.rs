@@ -1,3 +1,5 @@
+//! Load generator and measurements on the client's side.
+
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -11,25 +13,25 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::source::IDLE;
 
-/// Calls that all run at once.
+/// Set of concurrent calls.
 #[derive(Debug, Clone, Copy)]
 pub struct Load {
     pub streams: usize,
-    /// Tokens of each.
+    /// Tokens per call.
     pub tokens: u32,
-    /// Time between two of them.
+    /// Time between two tokens of a call, in microseconds.
     pub pace_us: u64,
     pub connections: usize,
 }
 
-/// What came of a load.
+/// Result of a load.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Done {
     pub tokens: u64,
     pub messages: u64,
 }
 
-/// Times to the first token.
+/// Times to first token.
 #[derive(Debug, Clone, Copy)]
 pub struct Latency {
     pub p50: Duration,
@@ -38,7 +40,7 @@ pub struct Latency {
 
 async fn connect(address: &str) -> InferenceClient<Channel> {
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true);
-    // What h2 lets wait of small frames before it closes a connection follows its window.
+    // h2's limit on pending small frames scales with its window.
     let endpoint = endpoint.initial_connection_window_size(64 << 20);
     InferenceClient::new(endpoint.connect().await.unwrap())
 }
@@ -79,7 +81,7 @@ pub async fn run(address: &str, load: Load) -> Done {
     sum
 }
 
-/// Times to the first token of calls that come at this interval, beside streams that go on.
+/// Measures times to first token of calls at this interval, beside running streams.
 pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Latency {
     const BESIDE: Load = Load { streams: 32, tokens: 340, pace_us: 10_000, connections: 1 };
     let beside = run(address, BESIDE);
@@ -108,14 +110,14 @@ pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Late
     Latency { p50: times[times.len() / 2], p99: times[times.len() * 99 / 100] }
 }
 
-/// Opens streams on which nothing comes.
+/// Opens streams that receive no tokens.
 pub async fn hold(address: &str, streams: usize) -> Vec<Streaming<v1::GenerateResponse>> {
     let clients = join_all((0..1 + streams / 100).map(|_| connect(address))).await;
     let mut held = Vec::new();
     for call in 0..streams {
         let mut client = clients[call % clients.len()].clone();
         let mut stream = client.generate(request(16, IDLE)).await.unwrap().into_inner();
-        // The router and the source say that it has begun.
+        // Router and source send a message when the request has started.
         stream.message().await.unwrap();
         held.push(stream);
     }
@@ -123,7 +125,7 @@ pub async fn hold(address: &str, streams: usize) -> Vec<Streaming<v1::GenerateRe
     held
 }
 
-/// Waits until streams that were dropped are gone.
+/// Waits until dropped streams have ended.
 pub async fn settle(address: &str) {
     sleep(Duration::from_secs(1)).await;
     run(address, Load { streams: 8, tokens: 8, pace_us: 0, connections: 1 }).await;

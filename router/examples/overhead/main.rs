@@ -1,10 +1,11 @@
-//! What the router costs, in one run: CPU time for each token relayed, time added to the first token, memory of an idle
-//! stream; and the same for a plain tonic proxy that opens one stream for each request.
+//! Overhead of the router in one run: CPU time per streamed token, time added to the first token, memory of
+//! an idle stream; compared with a plain tonic proxy that opens one stream per request.
 //!
-//! `cargo run --release -p inflight-router --example overhead [relay | relay STREAMS MICROSECONDS | latency | memory]`
+//! `cargo run --release -p inflight-router --example overhead [MODE]`, where MODE is `relay`,
+//! `relay STREAMS MICROSECONDS`, `latency` or `memory`; all without it.
 //!
-//! Router, proxy and the source of tokens are processes of their own, so that what is measured is one process and
-//! nothing else. The source speaks the session protocol to the router and `Generate` to the proxy; it computes nothing.
+//! Router, proxy and token source are separate processes, so that each is measured alone. The source speaks
+//! the session protocol with the router and `Generate` with the proxy; it computes nothing.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot go on ends")]
 
@@ -18,7 +19,7 @@ use std::time::Duration;
 use client::Load;
 use process::Child;
 
-/// Rounds, of which the medians are shown; in each, router and proxy take turns.
+/// Rounds, whose medians are shown; router and proxy alternate in each.
 const ROUNDS: usize = 5;
 /// Streams, and microseconds between two tokens of each.
 const SETTINGS: [(usize, u64); 5] =
@@ -51,7 +52,7 @@ async fn main() {
     }
 }
 
-/// The processes that are compared.
+/// Processes under comparison.
 struct Servers {
     source: Child,
     router: Child,
@@ -76,7 +77,7 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// CPU time of a token, by streams and microseconds between two tokens of each.
+/// Measures CPU time per token, by streams and microseconds between two tokens of each.
 async fn relay(servers: &Servers, settings: &[(usize, u64)]) {
     let Servers { router, proxy, .. } = servers;
     println!(
@@ -114,7 +115,7 @@ async fn relay(servers: &Servers, settings: &[(usize, u64)]) {
     }
 }
 
-/// What lies between a call and its first token.
+/// Measures the time from a call to its first token.
 async fn latency(servers: &Servers) {
     let Servers { source, router, proxy } = servers;
     println!(
@@ -146,7 +147,7 @@ async fn latency(servers: &Servers) {
     println!("added by the router at P99, median of the rounds: {:.3} ms", median(added));
 }
 
-/// What a stream holds whose first token has not come.
+/// Measures the memory of a stream before its first token.
 async fn memory(servers: &Servers) {
     let Servers { router, proxy, .. } = servers;
     println!("\nmemory of an idle stream (resident, KiB)");

@@ -1,3 +1,5 @@
+//! Child processes of the measurement and their resource usage.
+
 use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
@@ -7,7 +9,7 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 
-/// Another process of this program. Dropped, it is killed.
+/// Child process running this program; killed on drop.
 pub struct Child {
     pub address: String,
     pid: u32,
@@ -27,7 +29,7 @@ impl Child {
         Self { address, pid: process.id().unwrap(), _process: process }
     }
 
-    /// CPU time of all its threads so far, system time included.
+    /// Returns the CPU time of all its threads so far, system time included.
     pub fn cpu(&self) -> Duration {
         let threads = fs::read_dir(format!("/proc/{}/task", self.pid)).unwrap();
         let nanos = threads.filter_map(|thread| {
@@ -37,13 +39,13 @@ impl Child {
         Duration::from_nanos(nanos.sum())
     }
 
-    /// Writes to sockets, and whatever else it wrote to.
+    /// Returns its write calls, to sockets and files.
     pub fn writes(&self) -> u64 {
         let io = fs::read_to_string(format!("/proc/{}/io", self.pid)).unwrap();
         io.lines().find_map(|line| line.strip_prefix("syscw: ")).unwrap().parse().unwrap()
     }
 
-    /// Resident memory.
+    /// Returns its resident memory in KiB.
     pub fn resident_kib(&self) -> f64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
@@ -52,7 +54,7 @@ impl Child {
 }
 
 pub async fn serve_router(source: &str) {
-    // As in production, where every metric is recorded.
+    // Metrics are recorded, as in production.
     let recorder = metrics_exporter_prometheus::PrometheusBuilder::new().build_recorder();
     metrics::set_global_recorder(recorder).unwrap();
     let options = Options {

@@ -1,3 +1,5 @@
+//! Baseline: a plain tonic proxy.
+
 use std::pin::Pin;
 
 use futures::{Stream, StreamExt as _};
@@ -9,7 +11,7 @@ use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status};
 
-/// What most gateways do: a call of its own for each call, its messages passed on as they come.
+/// Proxy with one upstream call per call, whose messages it forwards one by one.
 struct Proxy(InferenceClient<Channel>);
 
 #[tonic::async_trait]

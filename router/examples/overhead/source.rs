@@ -1,3 +1,5 @@
+//! Token source: a worker without computation.
+
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::time::Duration;
@@ -21,17 +23,17 @@ use tonic::{Request, Response, Status, Streaming};
 
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// A source of tokens, which keeps step as a worker does: whatever runs at a pace gets its next token at the same moment,
-/// and to a router all of them go in one update. The seed of a request says how many microseconds a step takes; with 0 all
-/// tokens come at once, and with `IDLE` the first one never does.
+/// Token source that steps like a worker: all requests of one pace get their next token at the same moment,
+/// and a router receives them in one update. The seed of a request is its step time in microseconds; with 0
+/// all tokens are sent at once, with `IDLE` the first one is never sent.
 #[derive(Clone)]
 struct Source {
     epoch: Instant,
 }
 
-/// The seed of a request that stays without an answer.
+/// Seed of a request that gets no tokens.
 pub const IDLE: u64 = u64::MAX;
-/// "a", as a token.
+/// Token id of "a".
 const TOKEN: u32 = 64;
 
 struct Running {
@@ -40,16 +42,16 @@ struct Running {
     most: u32,
 }
 
-/// What runs at one pace.
+/// Requests of one pace.
 struct Batch {
     pace: Duration,
-    /// When the next step is over.
+    /// End of the current step.
     next: Instant,
     running: Vec<Running>,
 }
 
 impl Batch {
-    /// Takes a step: a token for each, in one update.
+    /// Runs a step: one token per request, in one update.
     fn step(&mut self) -> Vec<v1::SequenceUpdate> {
         self.next += self.pace;
         let mut sequences = Vec::with_capacity(self.running.len());
@@ -78,7 +80,7 @@ fn pace(seed: u64) -> Option<Duration> {
 }
 
 impl Source {
-    /// The end of the step under way.
+    /// Returns the end of the current step.
     fn next_step(&self, pace: Duration, now: Instant) -> Instant {
         if pace.is_zero() {
             return now;
@@ -165,7 +167,7 @@ impl Worker for Source {
                     }
                     _ => {}
                 }
-                // A step that is late is a step all the same: its tokens share no update with the next one's.
+                // A late step is still a step: its tokens do not share an update with the next one's.
                 let mut late = Vec::new();
                 for batch in batches.values_mut() {
                     while batch.next <= now && !batch.running.is_empty() {
@@ -218,7 +220,7 @@ fn sequence(submit: &v1::Submit, tokens: usize, reason: v1::FinishReason) -> v1:
     }
 }
 
-/// The same tokens as text, one message each, for the proxy.
+/// The tokens as text, one message each, for the proxy.
 #[tonic::async_trait]
 impl Inference for Source {
     type GenerateStream = Boxed<v1::GenerateResponse>;

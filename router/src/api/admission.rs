@@ -1,44 +1,46 @@
+//! Admission of requests by the limits of their tenant.
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use inflight_router_core::{OverLimit, QueueLimits, Spent};
+use inflight_router_core::{OverLimit, QueueLimits, RateCharge};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
 use crate::api::paths::MODEL_STREAM_INFER;
 use crate::clock;
-use crate::dispatcher::Dispatch;
+use crate::dispatcher::Dispatcher;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::{Caller, Tenant};
 
-/// Whom a request's work is for, and what bounds it.
+/// Tenant, fair-share terms and queue bounds of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RequestTerms {
     pub(crate) tenant: String,
     pub(crate) weight: f32,
     pub(crate) priority: i32,
-    /// What may wait of the tenant.
+    /// Bounds on the waiting requests of the tenant.
     pub(crate) bounds: QueueLimits,
 }
 
-/// Applies tenants' limits at one router.
+/// Admission control by the tenants' limits at this router.
 #[derive(Clone)]
 pub(crate) struct Admission {
-    dispatch: Arc<Dispatch>,
+    dispatch: Arc<Dispatcher>,
     epoch: Instant,
 }
 
 impl Admission {
-    pub(crate) fn new(dispatch: Arc<Dispatch>) -> Self {
+    pub(crate) fn new(dispatch: Arc<Dispatcher>) -> Self {
         Self { dispatch, epoch: clock::now() }
     }
 
-    /// Counts a request in; it is counted out when the guard is dropped.
+    /// Admits a request, until the guard is dropped.
     pub(crate) fn enter(&self, caller: &Caller) -> Result<Option<AdmissionGuard>, Outcome> {
         let Caller::Tenant(tenant) = caller else { return Ok(None) };
         let now = clock::now().saturating_duration_since(self.epoch);
@@ -47,19 +49,19 @@ impl Admission {
         let limits = state.limits;
         let entered = state.gate.enter(&limits, routers, now);
         drop(state);
-        entered.map_err(|over| refuse(&over, tenant))?;
+        entered.map_err(|over| reject(&over, tenant))?;
         Ok(Some(AdmissionGuard { tenant: tenant.clone(), admission: self.clone() }))
     }
 }
 
-/// The refusal of a request by a limit of its tenant, counted.
-pub(crate) fn refuse(over: &OverLimit, tenant: &Tenant) -> Outcome {
-    metrics::counter!(names::TENANT_REFUSED, "tenant" => tenant.name.to_string(), "quota" => over.quota())
+/// Counts a rejection by a tenant's limit and returns its outcome.
+pub(crate) fn reject(over: &OverLimit, tenant: &Tenant) -> Outcome {
+    metrics::counter!(names::TENANT_REJECTIONS, "tenant" => tenant.name.to_string(), "quota" => over.quota())
         .increment(1);
     Outcome::Limited(Box::new(Overload::of_tenant(over, &tenant.name)))
 }
 
-/// A request that its tenant's limits let in, until it is dropped.
+/// Admitted request of a tenant; leaves the gate when dropped.
 pub(crate) struct AdmissionGuard {
     tenant: Arc<Tenant>,
     admission: Admission,
@@ -72,7 +74,7 @@ impl std::fmt::Debug for AdmissionGuard {
 }
 
 impl AdmissionGuard {
-    /// Takes the tokens that the request may come to hold from the tenant's allowance.
+    /// Charges the maximum tokens of the request to the tenant's rate.
     pub(crate) fn take_tokens(&self, tokens: u64) -> Result<TokenCharge, Outcome> {
         let now = clock::now().saturating_duration_since(self.admission.epoch);
         let routers = self.admission.dispatch.routers();
@@ -80,7 +82,7 @@ impl AdmissionGuard {
         let limits = state.limits;
         let taken = state.gate.take_tokens(&limits, routers, tokens, now);
         drop(state);
-        let taken = taken.map_err(|over| refuse(&over, &self.tenant))?;
+        let taken = taken.map_err(|over| reject(&over, &self.tenant))?;
         Ok(TokenCharge { tenant: self.tenant.clone(), taken, unused: tokens })
     }
 }
@@ -91,16 +93,16 @@ impl Drop for AdmissionGuard {
     }
 }
 
-/// Tokens taken from a tenant's allowance; what was not used goes back when this is dropped.
+/// Tokens charged to a tenant's rate; unused ones are refunded on drop.
 pub(crate) struct TokenCharge {
     tenant: Arc<Tenant>,
-    /// As it was taken, if there was a limit.
-    taken: Option<Spent>,
+    /// Charge at the rate in force then; `None` without a limit.
+    taken: Option<RateCharge>,
     unused: u64,
 }
 
 impl TokenCharge {
-    /// So many were used.
+    /// Marks tokens as used.
     pub(crate) fn used(&mut self, tokens: u64) {
         self.unused = self.unused.saturating_sub(tokens);
     }
@@ -114,7 +116,8 @@ impl Drop for TokenCharge {
     }
 }
 
-/// What a caller's request runs under. A request of a known tenant takes weight and ceiling from the file.
+/// Returns the terms of a caller's request. Weight and maximum priority of a configured tenant come from the
+/// tenants' file.
 pub(crate) fn terms(
     caller: &Caller,
     tenant: String,
@@ -141,7 +144,7 @@ pub(crate) fn terms(
     }
 }
 
-/// Carries the guard of a request from the layer to whoever serves the call; it is taken out once.
+/// Carries an admission guard in the extensions from the layer to the service, which takes it once.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AdmissionSlot(Arc<Mutex<Option<AdmissionGuard>>>);
 
@@ -151,28 +154,28 @@ impl AdmissionSlot {
     }
 }
 
-/// Counts calls against their tenant's limits before a byte of their messages is read.
+/// Layer that counts calls against their tenant's limits before their messages are read.
 #[derive(Clone)]
 pub(crate) struct AdmissionLayer {
     pub(crate) admission: Admission,
 }
 
 impl<S> Layer<S> for AdmissionLayer {
-    type Service = Admit<S>;
+    type Service = AdmissionService<S>;
 
-    fn layer(&self, inner: S) -> Admit<S> {
-        Admit { admission: self.admission.clone(), inner }
+    fn layer(&self, inner: S) -> AdmissionService<S> {
+        AdmissionService { admission: self.admission.clone(), inner }
     }
 }
 
-/// The service that [`AdmissionLayer`] makes.
+/// Service of [`AdmissionLayer`].
 #[derive(Clone)]
-pub(crate) struct Admit<S> {
+pub(crate) struct AdmissionService<S> {
     admission: Admission,
     inner: S,
 }
 
-impl<S> Service<Request<Body>> for Admit<S>
+impl<S> Service<Request<Body>> for AdmissionService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -188,7 +191,7 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let caller = request.extensions().get::<Caller>().cloned();
-        // Each request of this stream is admitted by itself.
+        // Each request of this stream is admitted on its own.
         let counted = caller.filter(|_| request.uri().path() != MODEL_STREAM_INFER);
         let entered = counted.map_or(Ok(None), |caller| self.admission.enter(&caller));
         match entered {

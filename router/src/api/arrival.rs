@@ -1,4 +1,4 @@
-//! The outermost layer of the router: arrival, deadline, and the limits within which requests are received.
+//! Outermost layer: arrival time, deadline, and limits on receiving messages.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,14 +17,14 @@ use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 
-/// When a call arrived and by when it must be over.
+/// CallArrival time and deadline of a call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Arrival {
+pub(crate) struct CallArrival {
     pub(crate) at: Instant,
     pub(crate) deadline: Option<Instant>,
 }
 
-impl Arrival {
+impl CallArrival {
     pub(crate) fn now() -> Self {
         Self { at: clock::now(), deadline: None }
     }
@@ -36,21 +36,21 @@ impl Arrival {
     }
 }
 
-/// Notes each call's arrival and deadline, and answers DEADLINE_EXCEEDED when the deadline passes before the headers
-/// (nothing below looks at it). Calls are counted open from their headers to the last byte of their answers, so that a
-/// drain waits for them all; those to services beside the API, of which a health watch never ends, are not.
+/// Layer that records each call's arrival and deadline, and responds DEADLINE_EXCEEDED if the deadline passes
+/// before the response headers. API calls count as open until the last byte of their response, so that a
+/// drain waits for them; health and reflection calls, of which a health watch never ends, do not.
 #[derive(Clone)]
-pub(crate) struct EdgeLayer {
-    /// Calls that are open.
+pub(crate) struct ArrivalLayer {
+    /// Open API calls.
     pub(crate) open: TaskTracker,
 }
 
-/// Largest message to a path that is open to callers without a key: names of services.
+/// Maximum message size on paths without authentication, which carry only service names, in bytes.
 const OPEN_MESSAGE_BYTES_MAX: usize = 4 << 10;
-/// Most calls open at once on a connection that has shown no key.
+/// Maximum calls open at once on an unauthenticated connection.
 const UNAUTHENTICATED_CALLS_MAX: u32 = 32;
 
-/// The limits within which the messages of a path are received.
+/// Returns the limits on receiving messages of a path.
 pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
     let open = is_open(path);
     ReceiveLimits {
@@ -61,20 +61,20 @@ pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
     }
 }
 
-/// The budget of all messages being received.
+/// Returns the shared budget of all messages being received.
 pub(crate) fn receive_budget(options: &Options) -> ReceiveBudget {
     let (max, retry) = (options.receive_bytes_max, options.retry_delay);
-    let spent = move || {
+    let exhausted = move || {
         let what = format!(
             "the router is receiving {max} bytes of requests, the limit (--receive-bytes-max); try again later"
         );
         Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry))).into_status()
     };
-    ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), spent)
+    ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), exhausted)
 }
 
-impl EdgeLayer {
-    /// Refuses a call beyond those that a connection without a key may have open.
+impl ArrivalLayer {
+    /// Rejects a call above the limit of an unauthenticated connection.
     fn check_calls(&self, request: &Request<Body>) -> Result<(), Outcome> {
         let peer = request.extensions().get::<Peer>().filter(|peer| !peer.is_authenticated());
         if !is_open(request.uri().path()) || peer.is_none_or(|peer| peer.calls() < UNAUTHENTICATED_CALLS_MAX)
@@ -91,22 +91,22 @@ impl EdgeLayer {
     }
 }
 
-impl<S> Layer<S> for EdgeLayer {
-    type Service = Edge<S>;
+impl<S> Layer<S> for ArrivalLayer {
+    type Service = ArrivalService<S>;
 
-    fn layer(&self, inner: S) -> Edge<S> {
-        Edge { inner, edge: self.clone() }
+    fn layer(&self, inner: S) -> ArrivalService<S> {
+        ArrivalService { inner, layer: self.clone() }
     }
 }
 
-/// The service that [`EdgeLayer`] makes.
+/// Service of [`ArrivalLayer`].
 #[derive(Clone)]
-pub(crate) struct Edge<S> {
+pub(crate) struct ArrivalService<S> {
     inner: S,
-    edge: EdgeLayer,
+    layer: ArrivalLayer,
 }
 
-impl<S> Service<Request<Body>> for Edge<S>
+impl<S> Service<Request<Body>> for ArrivalService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -121,13 +121,13 @@ where
     }
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        let arrival = Arrival::of(request.headers());
+        let arrival = CallArrival::of(request.headers());
         request.extensions_mut().insert(arrival);
-        if let Err(outcome) = self.edge.check_calls(&request) {
+        if let Err(outcome) = self.layer.check_calls(&request) {
             return Box::pin(async move { Ok(outcome.into_status().into_http()) });
         }
-        let counted = (!is_open(request.uri().path())).then(|| self.edge.open.token());
-        // The connection is not idle while a call is open, and a drain waits for those to the API.
+        let counted = (!is_open(request.uri().path())).then(|| self.layer.open.token());
+        // Keeps the connection from being idle, and delays a drain for API calls.
         let open = (request.extensions().get::<Peer>().map(Peer::call), counted);
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
         let response = self.inner.call(request);
@@ -145,7 +145,7 @@ where
     }
 }
 
-/// At most eight digits and a unit, as the gRPC protocol has it; anything else is no timeout.
+/// Parses a gRPC timeout, at most eight digits and a unit; `None` if malformed.
 fn parse_timeout(value: &HeaderValue) -> Option<Duration> {
     let text = value.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timeouts_are_read_as_the_protocol_writes_them() {
+    fn grpc_timeouts_are_parsed() {
         let parse = |text: &'static str| parse_timeout(&HeaderValue::from_static(text));
         assert_eq!(parse("2H"), Some(Duration::from_secs(7200)));
         assert_eq!(parse("3M"), Some(Duration::from_secs(180)));
@@ -188,18 +188,18 @@ mod tests {
     #[tokio::test]
     async fn a_deadline_that_passes_before_the_headers_is_deadline_exceeded() {
         let never = tower::service_fn(|request: Request<Body>| async move {
-            assert!(request.extensions().get::<Arrival>().unwrap().deadline.is_some());
+            assert!(request.extensions().get::<CallArrival>().unwrap().deadline.is_some());
             std::future::pending::<Result<Response<Body>, std::convert::Infallible>>().await
         });
         let mut request = Request::new(Body::empty());
         request.headers_mut().insert("grpc-timeout", HeaderValue::from_static("5m"));
-        let response = EdgeLayer { open: TaskTracker::new() }.layer(never).call(request).await.unwrap();
+        let response = ArrivalLayer { open: TaskTracker::new() }.layer(never).call(request).await.unwrap();
         let status = Status::from_header_map(response.headers()).unwrap();
         assert_eq!(status.code(), Code::DeadlineExceeded);
     }
 
     #[tokio::test]
-    async fn an_open_call_is_counted_until_its_answer_is_gone() {
+    async fn an_open_call_is_counted_until_its_response_is_dropped() {
         let answering = tower::service_fn(|_: Request<Body>| async {
             let body = http_body_util::Full::new(Bytes::from_static(b"answer"));
             Ok::<_, std::convert::Infallible>(Response::new(Body::new(body)))
@@ -207,7 +207,7 @@ mod tests {
         let open = TaskTracker::new();
         let mut request = Request::new(Body::empty());
         *request.uri_mut() = "/inflight.v1.Inference/Generate".parse().unwrap();
-        let mut edge = EdgeLayer { open: open.clone() }.layer(answering);
+        let mut edge = ArrivalLayer { open: open.clone() }.layer(answering);
         let call = edge.call(request);
         assert_eq!(open.len(), 1);
         let response = call.await.unwrap();

@@ -1,3 +1,5 @@
+//! Authentication of calls by API key or client certificate.
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,41 +11,42 @@ use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};
 
-use crate::api::admission::refuse;
+use crate::api::admission::reject;
 use crate::api::paths::is_open;
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::tenants::{Caller, Tenant, Tenants, Unknown};
+use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 
-/// Layer that authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants every call passes.
+/// Layer that authenticates calls and adds their [`Caller`] to the extensions. Without configured tenants
+/// every call passes.
 #[derive(Debug, Clone)]
 pub(crate) struct AuthLayer {
     pub(crate) tenants: Option<Arc<Tenants>>,
 }
 
 impl<S> Layer<S> for AuthLayer {
-    type Service = Auth<S>;
+    type Service = AuthService<S>;
 
-    fn layer(&self, inner: S) -> Auth<S> {
-        Auth { tenants: self.tenants.clone(), inner }
+    fn layer(&self, inner: S) -> AuthService<S> {
+        AuthService { tenants: self.tenants.clone(), inner }
     }
 }
 
-/// The service that [`AuthLayer`] makes.
+/// Service of [`AuthLayer`].
 #[derive(Debug, Clone)]
-pub(crate) struct Auth<S> {
+pub(crate) struct AuthService<S> {
     tenants: Option<Arc<Tenants>>,
     inner: S,
 }
 
-impl<S> Auth<S> {
+impl<S> AuthService<S> {
     fn caller(&self, request: &Request<Body>) -> Result<Caller, Outcome> {
         let Some(tenants) = &self.tenants else { return Ok(Caller::Anyone) };
         let peer = request.extensions().get::<Peer>();
-        let refused = |unknown: Unknown| Outcome::Unauthenticated(unknown.to_string());
-        let key = api_key(request.headers()).map_err(refused)?;
+        let rejected = |unknown: AuthenticationError| Outcome::Unauthenticated(unknown.to_string());
+        let key = api_key(request.headers()).map_err(rejected)?;
         let identity = peer.and_then(Peer::identity);
-        let tenant = tenants.recognise(key, identity, SystemTime::now()).map_err(refused)?;
+        let tenant = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
         if let Some(peer) = peer {
             hold_connection(peer, &tenant)?;
         }
@@ -51,7 +54,7 @@ impl<S> Auth<S> {
     }
 }
 
-impl<S> Service<Request<Body>> for Auth<S>
+impl<S> Service<Request<Body>> for AuthService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -86,18 +89,22 @@ where
     }
 }
 
-/// The key that a call shows.
-fn api_key(headers: &HeaderMap) -> Result<Option<&str>, Unknown> {
+/// Returns the API key in the headers, if any.
+fn api_key(headers: &HeaderMap) -> Result<Option<&str>, AuthenticationError> {
     if let Some(value) = headers.get("x-api-key") {
-        return value.to_str().map(Some).map_err(|_| Unknown::Key);
+        return value.to_str().map(Some).map_err(|_| AuthenticationError::UnknownKey);
     }
     let Some(value) = headers.get("authorization") else { return Ok(None) };
     let (scheme, key) =
-        value.to_str().ok().and_then(|text| text.split_once(' ')).ok_or(Unknown::Malformed)?;
-    if scheme.eq_ignore_ascii_case("bearer") { Ok(Some(key.trim())) } else { Err(Unknown::Malformed) }
+        value.to_str().ok().and_then(|text| text.split_once(' ')).ok_or(AuthenticationError::Malformed)?;
+    if scheme.eq_ignore_ascii_case("bearer") {
+        Ok(Some(key.trim()))
+    } else {
+        Err(AuthenticationError::Malformed)
+    }
 }
 
-/// Counts the connection among those of the tenant, once, until it ends.
+/// Counts a connection against its tenant's limit, once, until it closes.
 fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
     peer.hold(&tenant.name, || {
         let mut state = tenant.lock();
@@ -105,7 +112,7 @@ fn hold_connection(peer: &Peer, tenant: &Arc<Tenant>) -> Result<(), Outcome> {
         state.gate.connect(&limits)?;
         Ok(HeldConnection(tenant.clone()))
     })
-    .map_err(|over| refuse(&over, tenant))
+    .map_err(|over| reject(&over, tenant))
 }
 
 struct HeldConnection(Arc<Tenant>);
@@ -121,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_read_from_either_header_and_nothing_else_passes_for_one() {
+    fn a_key_is_read_from_either_header_and_from_no_other() {
         let key = |name: &'static str, value: &'static str| {
             let mut headers = HeaderMap::new();
             headers.insert(name, value.parse().unwrap());
@@ -131,7 +138,7 @@ mod tests {
         assert_eq!(key("authorization", "bearer  k-1"), Ok(Some("k-1".to_owned())));
         assert_eq!(key("x-api-key", "k-1"), Ok(Some("k-1".to_owned())));
         assert_eq!(key("other", "k-1"), Ok(None));
-        assert_eq!(key("authorization", "Basic abc"), Err(Unknown::Malformed));
-        assert_eq!(key("authorization", "k-1"), Err(Unknown::Malformed));
+        assert_eq!(key("authorization", "Basic abc"), Err(AuthenticationError::Malformed));
+        assert_eq!(key("authorization", "k-1"), Err(AuthenticationError::Malformed));
     }
 }

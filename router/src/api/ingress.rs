@@ -1,3 +1,5 @@
+//! The `inflight.v1.Inference` service, and the request path shared with KServe.
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -12,67 +14,67 @@ use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::api::admission::{Admission, AdmissionGuard, AdmissionSlot};
-use crate::api::arrival::Arrival;
+use crate::api::arrival::CallArrival;
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
 use crate::call_guard::CallGuard;
 use crate::clock;
-use crate::dispatcher::{Dispatch, Served};
+use crate::dispatcher::{Dispatcher, ServedModel};
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::Caller;
 use crate::trace::{self, TraceContext};
 
-/// What clients call.
+/// Inference service of the router.
 pub(crate) struct Ingress {
     options: Options,
-    dispatch: Arc<Dispatch>,
+    dispatch: Arc<Dispatcher>,
     streams: Arc<Semaphore>,
-    /// Large prompts tokenized at a time.
+    /// Bounds the large prompts tokenized at once.
     tokenizing: Arc<Semaphore>,
     open: TaskTracker,
 }
 
-/// What comes with a request beside its message.
-pub(crate) struct Incoming {
-    pub(crate) arrival: Arrival,
+/// Metadata of a request beside its message.
+pub(crate) struct RequestContext {
+    pub(crate) arrival: CallArrival,
     pub(crate) context: opentelemetry::Context,
     pub(crate) caller: Caller,
-    /// The guard of the tenant's limits, if they were applied already.
-    pub(crate) entered: Option<AdmissionGuard>,
-    /// Counts the message's bytes until the request is tokenized.
+    /// Admission guard, if the layer has admitted the request.
+    pub(crate) admission_guard: Option<AdmissionGuard>,
+    /// Receive budget of the message, until the request is tokenized.
     pub(crate) received: Option<Arc<ReceivedBytes>>,
 }
 
-impl Incoming {
+impl RequestContext {
     pub(crate) fn of<T>(request: &Request<T>) -> Self {
         let extensions = request.extensions();
         Self {
-            arrival: extensions.get::<Arrival>().copied().unwrap_or_else(Arrival::now),
+            arrival: extensions.get::<CallArrival>().copied().unwrap_or_else(CallArrival::now),
             context: trace::extract(request.metadata()),
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
-            entered: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
+            admission_guard: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
             received: extensions.get::<Arc<ReceivedBytes>>().cloned(),
         }
     }
 }
 
-impl Incoming {
-    /// The same for another request of the same call, which is counted by itself.
-    pub(crate) fn again(&self, admission: &Admission) -> Result<Self, Outcome> {
-        let entered = admission.enter(&self.caller)?;
-        let arrival = Arrival { at: clock::now(), ..self.arrival };
+impl RequestContext {
+    /// Returns the context of another request in the same call, admitted on its own.
+    pub(crate) fn for_next_request(&self, admission: &Admission) -> Result<Self, Outcome> {
+        let admission_guard = admission.enter(&self.caller)?;
+        let arrival = CallArrival { at: clock::now(), ..self.arrival };
         let (context, caller) = (self.context.clone(), self.caller.clone());
-        // Its message counts until the next one of the call comes.
-        Ok(Self { arrival, context, caller, entered, received: None })
+        // Its message counts until the next one of the call arrives.
+        Ok(Self { arrival, context, caller, admission_guard, received: None })
     }
 }
 
-/// Counts one that waits for a thread to tokenize; taken back also if its client leaves.
-struct Waiting;
+/// Counts a request that waits for a tokenizer thread; cancellation-safe.
+struct TokenizeWait;
 
-impl Drop for Waiting {
+impl Drop for TokenizeWait {
     fn drop(&mut self) {
         metrics::gauge!(names::TOKENIZE_WAITING).decrement(1.0);
     }
@@ -94,15 +96,15 @@ impl Drop for OpenStream {
     }
 }
 
-/// The status of a request that was refused, and its count.
-pub(crate) fn refused(outcome: Outcome) -> Status {
+/// Counts a rejected request and returns its status.
+pub(crate) fn rejected(outcome: Outcome) -> Status {
     metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
     tracing::debug!(outcome = outcome.label(), "request refused");
     outcome.into_status()
 }
 
 impl Ingress {
-    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatch>, open: TaskTracker) -> Self {
+    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatcher>, open: TaskTracker) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             options: options.clone(),
@@ -113,8 +115,8 @@ impl Ingress {
         }
     }
 
-    /// Runs work that takes long on a thread where it holds up no streams.
-    async fn on_cpu<T, F>(&self, large: bool, work: F) -> Result<T, Outcome>
+    /// Runs CPU-bound work, on a blocking thread if it is `large`.
+    async fn run_blocking<T, F>(&self, large: bool, work: F) -> Result<T, Outcome>
     where
         T: Send + 'static,
         F: FnOnce() -> Result<T, Outcome> + Send + 'static,
@@ -124,12 +126,12 @@ impl Ingress {
         }
         let internal = |what: &str| Outcome::Internal(what.to_owned());
         metrics::gauge!(names::TOKENIZE_WAITING).increment(1.0);
-        let waiting = Waiting;
+        let waiting = TokenizeWait;
         let permit = Arc::clone(&self.tokenizing).acquire_owned().await;
         drop(waiting);
         let permit = permit.map_err(|_| internal("the router is shutting down"))?;
         let work = move || {
-            // Held by the work itself, which goes on when the caller is gone.
+            // Held by the work itself, which continues when the caller is gone.
             let _permit = permit;
             work()
         };
@@ -138,30 +140,30 @@ impl Ingress {
             .unwrap_or_else(|_| Err(internal("tokenizing failed on a fault of the tokenizer library")))
     }
 
-    /// Whether at least one worker takes requests.
+    /// Whether at least one worker accepts requests.
     pub(crate) fn is_ready(&self) -> bool {
         *self.dispatch.ready().borrow()
     }
 
-    /// The models that a worker serves now, with the fingerprints of the workers of each.
-    pub(crate) fn models(&self) -> Vec<(Served, Vec<String>)> {
+    /// Returns the models with serving workers, with the fingerprint of each worker.
+    pub(crate) fn models(&self) -> Vec<(ServedModel, Vec<String>)> {
         self.dispatch.models()
     }
 
-    /// The model of this name.
-    pub(crate) fn resolve(&self, name: &str) -> Result<Served, Outcome> {
+    /// Resolves a model name.
+    pub(crate) fn resolve(&self, name: &str) -> Result<ServedModel, Outcome> {
         self.dispatch.resolve(name, None, clock::now())
     }
 
-    /// Checks and queues a request.
+    /// Validates and queues a request.
     pub(crate) async fn start(
         &self,
         message: v1::GenerateRequest,
-        incoming: Incoming,
+        incoming: RequestContext,
     ) -> Result<ResponseStream, Outcome> {
-        let permit = self.stream()?;
+        let permit = self.stream_permit()?;
         let open = self.open.token();
-        let Incoming { arrival, context, caller, entered, received } = incoming;
+        let RequestContext { arrival, context, caller, admission_guard, received } = incoming;
         let required = Some(message.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&message.model, required, arrival.at)?;
         let span = info_span!(
@@ -174,7 +176,7 @@ impl Ingress {
             completion_tokens = tracing::field::Empty,
             outcome = tracing::field::Empty,
         );
-        // Fails where no OpenTelemetry layer is installed; then there is nothing to join.
+        // Fails without an OpenTelemetry layer; then there is no parent to set.
         let _ = span.set_parent(context.clone());
         let large = request::is_large(&message);
         let (prepared, options) = (served.clone(), self.options.clone());
@@ -182,36 +184,40 @@ impl Ingress {
             let (seed, name) = (rand::random(), format!("{:032x}", rand::random::<u128>()));
             request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
         };
-        let mut call = self.on_cpu(large, prepare).instrument(span.clone()).await?;
+        let mut call = self.run_blocking(large, prepare).instrument(span.clone()).await?;
         drop(received);
         span.record("tenant", &call.tenant);
         span.record("request_id", &call.request_id);
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
         let queue_span = info_span!(parent: &span, "queue");
-        let Served { model, unserved, .. } = served;
-        let charge = entered.as_ref().map(|entered| entered.take_tokens(call.tokens())).transpose()?;
-        let guard = CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(entered);
+        let ServedModel { model, unserved, .. } = served;
+        let charge = admission_guard
+            .as_ref()
+            .map(|admission_guard| admission_guard.take_tokens(call.tokens()))
+            .transpose()?;
+        let guard =
+            CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
         let ticket = self.dispatch.submit(call, queue_span, guard)?;
         let wait = self.options.no_worker_timeout;
         Ok(ResponseStream::new(ticket, model, unserved, wait, span, charge))
     }
 
-    /// Room for one more open call.
-    fn stream(&self) -> Result<OwnedSemaphorePermit, Outcome> {
+    /// Takes the permit of an open call.
+    fn stream_permit(&self) -> Result<OwnedSemaphorePermit, Outcome> {
         self.streams.clone().try_acquire_owned().map_err(|_| {
             let what = format!("{} calls are open, the limit; try again later", self.options.streams_max);
             Outcome::Full(Box::new(Overload::of_router(what, "streams", self.options.retry_delay)))
         })
     }
 
-    /// `incoming` is held as long as this goes on.
+    /// Tokenizes text or a conversation. Holds `_context` until it returns.
     async fn tokens(
         &self,
         request: v1::TokenizeRequest,
-        _incoming: Incoming,
+        _context: RequestContext,
     ) -> Result<v1::TokenizeResponse, Outcome> {
-        let (_permit, _open) = (self.stream()?, self.open.token());
+        let (_permit, _open) = (self.stream_permit()?, self.open.token());
         let served = self.dispatch.resolve(&request.model, None, clock::now())?;
         let large = match &request.input {
             Some(Input::Text(text)) => request::is_large_text(text),
@@ -227,7 +233,7 @@ impl Ingress {
             let pieces = token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
             Ok(v1::TokenizeResponse { token_ids, pieces })
         };
-        self.on_cpu(large, work).await
+        self.run_blocking(large, work).await
     }
 }
 
@@ -239,8 +245,8 @@ impl Inference for Ingress {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<ResponseStream>, Status> {
-        let incoming = Incoming::of(&request);
-        let generation = self.start(request.into_inner(), incoming).await.map_err(refused)?;
+        let incoming = RequestContext::of(&request);
+        let generation = self.start(request.into_inner(), incoming).await.map_err(rejected)?;
         Ok(Response::new(generation))
     }
 
@@ -248,7 +254,7 @@ impl Inference for Ingress {
         &self,
         _: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let model = |(served, fingerprints): (Served, Vec<String>)| v1::Model {
+        let model = |(served, fingerprints): (ServedModel, Vec<String>)| v1::Model {
             workers: fingerprints.len() as u32,
             fingerprints: fingerprints.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
             name: served.name,
@@ -265,7 +271,7 @@ impl Inference for Ingress {
         &self,
         request: Request<v1::TokenizeRequest>,
     ) -> Result<Response<v1::TokenizeResponse>, Status> {
-        let incoming = Incoming::of(&request);
+        let incoming = RequestContext::of(&request);
         let answer = self.tokens(request.into_inner(), incoming).await;
         answer.map(Response::new).map_err(Outcome::into_status)
     }

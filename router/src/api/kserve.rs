@@ -1,4 +1,4 @@
-//! KServe v2 over the same core: tensors become a request, text becomes tensors.
+//! KServe v2 inference API: tensors to requests, text to tensors.
 
 mod tensors;
 
@@ -27,49 +27,49 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::admission::Admission;
-use crate::api::ingress::{Incoming, Ingress, refused};
+use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::clock;
 use crate::outcome::Outcome;
-use tensors::{Ask, bytes_tensor};
+use tensors::{InferRequest, bytes_tensor};
 
-/// Requests of one call to ModelStreamInfer that run at once; further ones wait to be read.
+/// Maximum concurrent requests of one ModelStreamInfer call; further ones are not read yet.
 const STREAM_REQUESTS_MAX: usize = 64;
-/// Answers of one call that may wait for their client.
-const STREAM_ANSWERS_MAX: usize = 16;
-/// The one version that a model has.
+/// Maximum responses of one call that wait for the client.
+const STREAM_RESPONSES_MAX: usize = 16;
+/// The only version of a model.
 const VERSION: &str = "1";
 
-/// What clients of KServe v2 call.
+/// KServe v2 service of the router.
 pub(crate) struct Kserve {
     ingress: Arc<Ingress>,
     admission: Admission,
     drain: CancellationToken,
 }
 
-type Answers = Pin<Box<dyn Stream<Item = Result<ModelStreamInferResponse, Status>> + Send>>;
+type InferStream = Pin<Box<dyn Stream<Item = Result<ModelStreamInferResponse, Status>> + Send>>;
 
 impl Kserve {
-    /// Once `drain` is cancelled, calls that are open take no further requests.
+    /// Creates the service. Once `drain` is cancelled, open calls accept no further requests.
     pub(crate) fn new(ingress: Arc<Ingress>, admission: Admission, drain: CancellationToken) -> Self {
         Self { ingress, admission, drain }
     }
 }
 
-/// What a request came to.
+/// Accumulated result of a request.
 #[derive(Default)]
-struct Answer {
+struct InferResult {
     model: String,
     seed: u64,
-    /// Its tokens come from workers with more than one fingerprint.
+    /// Whether its tokens come from workers with different fingerprints.
     mixed: bool,
     texts: Vec<String>,
     finish: Vec<v1::FinishReason>,
     usage: v1::Usage,
 }
 
-impl Answer {
-    /// Takes in a message; returns the text of a delta, where there is one.
+impl InferResult {
+    /// Adds a message. Returns the choice and text of a delta.
     fn take(&mut self, message: v1::GenerateResponse) -> Option<(u32, String)> {
         match message.event? {
             Event::Started(started) => {
@@ -102,7 +102,7 @@ impl Answer {
         &mut self.texts[choice]
     }
 
-    /// The last answer of a request.
+    /// Returns the final response of a request.
     fn last(&self, id: &str) -> ModelInferResponse {
         let mut response = response(&self.model, id, &self.texts);
         let reasons: Vec<_> = self.finish.iter().map(|reason| reason_name(*reason)).collect();
@@ -152,33 +152,37 @@ fn response(model: &str, id: &str, texts: &[String]) -> ModelInferResponse {
     }
 }
 
-async fn begin(ingress: &Ingress, ask: Ask, mut incoming: Incoming) -> Result<ResponseStream, Outcome> {
-    if let Some(timeout) = ask.timeout_us {
+async fn begin(
+    ingress: &Ingress,
+    infer: InferRequest,
+    mut incoming: RequestContext,
+) -> Result<ResponseStream, Outcome> {
+    if let Some(timeout) = infer.timeout_us {
         let until = clock::now().checked_add(Duration::from_micros(timeout));
         let earlier = [until, incoming.arrival.deadline].into_iter().flatten().min();
         incoming.arrival.deadline = earlier;
     }
-    ingress.start(ask.request, incoming).await
+    ingress.start(infer.request, incoming).await
 }
 
-/// Runs a request of a stream to its end, and sends what it brings.
-async fn answer(
+/// Runs a request of a stream to its end and sends its responses.
+async fn respond(
     ingress: Arc<Ingress>,
     request: ModelInferRequest,
-    incoming: Incoming,
-    answers: mpsc::Sender<Result<ModelStreamInferResponse, Status>>,
+    incoming: RequestContext,
+    responses: mpsc::Sender<Result<ModelStreamInferResponse, Status>>,
 ) {
     let id = request.id.clone();
-    let (mut sum, gone) = (Answer::default(), ());
+    let (mut sum, gone) = (InferResult::default(), ());
     let result: Result<Result<(), Status>, ()> = async {
-        let ask = match Ask::read(request) {
-            Ok(ask) => ask,
-            Err(outcome) => return Ok(Err(refused(outcome))),
+        let infer = match InferRequest::read(request) {
+            Ok(infer) => infer,
+            Err(outcome) => return Ok(Err(rejected(outcome))),
         };
-        let stream = ask.stream;
-        let mut generation = match begin(&ingress, ask, incoming).await {
+        let stream = infer.stream;
+        let mut generation = match begin(&ingress, infer, incoming).await {
             Ok(generation) => generation,
-            Err(outcome) => return Ok(Err(refused(outcome))),
+            Err(outcome) => return Ok(Err(rejected(outcome))),
         };
         while let Some(message) = generation.next().await {
             let message = match message {
@@ -197,7 +201,7 @@ async fn answer(
             let last = parameter(("triton_final_response", ParameterChoice::BoolParam(false)));
             new.parameters.extend([last]);
             let new = ModelStreamInferResponse { error_message: String::new(), infer_response: Some(new) };
-            answers.send(Ok(new)).await.map_err(|_| gone)?;
+            responses.send(Ok(new)).await.map_err(|_| gone)?;
         }
         Ok(Ok(()))
     }
@@ -215,11 +219,11 @@ async fn answer(
             infer_response: Some(ModelInferResponse { id, ..ModelInferResponse::default() }),
         },
     };
-    // A client that is gone needs no answer.
-    let _ = answers.send(Ok(last)).await;
+    // The client may be gone.
+    let _ = responses.send(Ok(last)).await;
 }
 
-/// Resolves once the router drains and none of the requests of a call runs any more.
+/// Resolves when the router drains and no request of the call runs any more.
 async fn ended(drain: &CancellationToken, running: &mut JoinSet<()>) {
     drain.cancelled().await;
     while running.join_next().await.is_some() {}
@@ -227,7 +231,7 @@ async fn ended(drain: &CancellationToken, running: &mut JoinSet<()>) {
 
 #[tonic::async_trait]
 impl GrpcInferenceService for Kserve {
-    type ModelStreamInferStream = Answers;
+    type ModelStreamInferStream = InferStream;
 
     async fn server_live(
         &self,
@@ -250,7 +254,7 @@ impl GrpcInferenceService for Kserve {
         let name = request.into_inner().name;
         let ready = self.ingress.models().iter().any(|(served, _)| served.name == name);
         if !ready {
-            // A model that is known says that it is not ready; any other is not found.
+            // A known model is not ready; any other is not found.
             match self.ingress.resolve(&name) {
                 Ok(_) | Err(Outcome::Unserved { .. } | Outcome::NeverConnected { .. }) => {}
                 Err(outcome) => return Err(outcome.into_status()),
@@ -293,12 +297,12 @@ impl GrpcInferenceService for Kserve {
         &self,
         request: Request<ModelInferRequest>,
     ) -> Result<Response<ModelInferResponse>, Status> {
-        let incoming = Incoming::of(&request);
+        let incoming = RequestContext::of(&request);
         let request = request.into_inner();
         let id = request.id.clone();
-        let ask = Ask::read(request).map_err(refused)?;
-        let mut generation = begin(&self.ingress, ask, incoming).await.map_err(refused)?;
-        let mut answer = Answer::default();
+        let infer = InferRequest::read(request).map_err(rejected)?;
+        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(rejected)?;
+        let mut answer = InferResult::default();
         while let Some(message) = generation.next().await {
             if let Some((choice, text)) = answer.take(message?) {
                 answer.choice(choice as usize).push_str(&text);
@@ -310,20 +314,20 @@ impl GrpcInferenceService for Kserve {
     async fn model_stream_infer(
         &self,
         request: Request<Streaming<ModelInferRequest>>,
-    ) -> Result<Response<Answers>, Status> {
-        let shared = Incoming::of(&request);
+    ) -> Result<Response<InferStream>, Status> {
+        let shared = RequestContext::of(&request);
         let mut requests = request.into_inner();
         let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
-        let (answers, ready) = mpsc::channel(STREAM_ANSWERS_MAX);
+        let (responses, ready) = mpsc::channel(STREAM_RESPONSES_MAX);
         let reader = tokio::spawn(async move {
             let slots = Arc::new(Semaphore::new(STREAM_REQUESTS_MAX));
-            // Dropped, and with it aborted, when the call is.
+            // Dropping it with the call aborts the requests.
             let mut running = JoinSet::new();
             loop {
                 while running.try_join_next().is_some() {}
                 let next = async {
                     let slot = slots.clone().acquire_owned().await.ok()?;
-                    // A broken stream ends like one that is done: what was asked for is answered as far as it goes.
+                    // A broken stream ends like a finished one: requests received so far are completed.
                     requests.message().await.ok()?.map(|request| (slot, request))
                 };
                 let (slot, request) = tokio::select! {
@@ -332,16 +336,19 @@ impl GrpcInferenceService for Kserve {
                         None => break,
                     },
                     () = ended(&drain, &mut running) => {
-                        let _ = answers.send(Err(Outcome::Draining.into_status())).await;
+                        let _ = responses.send(Err(Outcome::Draining.into_status())).await;
                         break;
                     }
                 };
-                let again =
-                    if drain.is_cancelled() { Err(Outcome::Draining) } else { shared.again(&admission) };
+                let again = if drain.is_cancelled() {
+                    Err(Outcome::Draining)
+                } else {
+                    shared.for_next_request(&admission)
+                };
                 let incoming = match again {
                     Ok(incoming) => incoming,
                     Err(outcome) => {
-                        let status = refused(outcome);
+                        let status = rejected(outcome);
                         let message = ModelStreamInferResponse {
                             error_message: format!("[{:?}] {}", status.code(), status.message()),
                             infer_response: Some(ModelInferResponse {
@@ -349,25 +356,25 @@ impl GrpcInferenceService for Kserve {
                                 ..ModelInferResponse::default()
                             }),
                         };
-                        if answers.send(Ok(message)).await.is_err() {
+                        if responses.send(Ok(message)).await.is_err() {
                             break;
                         }
                         continue;
                     }
                 };
-                let (ingress, answers) = (ingress.clone(), answers.clone());
+                let (ingress, responses) = (ingress.clone(), responses.clone());
                 running.spawn(async move {
-                    answer(ingress, request, incoming, answers).await;
+                    respond(ingress, request, incoming, responses).await;
                     drop(slot);
                 });
             }
             while running.join_next().await.is_some() {}
         });
         let reader = AbortOnDropHandle::new(reader);
-        let answers = ReceiverStream::new(ready).map(move |message| {
+        let responses = ReceiverStream::new(ready).map(move |message| {
             let _held = &reader;
             message
         });
-        Ok(Response::new(Box::pin(answers)))
+        Ok(Response::new(Box::pin(responses)))
     }
 }

@@ -1,4 +1,4 @@
-//! What clients call: the layers before a message is read, the APIs, and the stream of responses.
+//! Client-facing APIs: the layers that run before a message is read, the services, and the response stream.
 
 pub(crate) mod admission;
 pub(crate) mod arrival;

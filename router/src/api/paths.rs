@@ -1,6 +1,6 @@
-//! Paths of gRPC methods that are treated differently before their messages are read.
+//! gRPC paths that are exempt from limits or authentication.
 
-/// Path of KServe's bidirectional inference stream: one call carries many requests.
+/// KServe's bidirectional inference stream: one call carries many requests.
 pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
 /// Whether a path needs no authentication: health probes and reflection.

@@ -1,3 +1,5 @@
+//! Validation of requests: from a protobuf message to an [`AdmittedCall`].
+
 use std::time::Instant;
 
 use inflight_contract::{RequestShape, SamplingSpec};
@@ -5,7 +7,7 @@ use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 
 use crate::api::admission;
-use crate::dispatcher::Served;
+use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
 use crate::outcome::Outcome;
@@ -13,14 +15,14 @@ use crate::tenants::Caller;
 use crate::text::{Message, TokenizerError};
 use crate::trace::TraceContext;
 
-/// Bounds of the API's fields that the contract with the workers does not know.
+/// Limits on fields of the API that workers do not see.
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
 const WEIGHT_MAX: f32 = 1000.0;
 const PRIORITY_MAX: i32 = 100;
 
-/// Whether turning this input into tokens is work for a thread of its own.
+/// Whether tokenizing the input needs a blocking thread.
 pub(crate) fn is_large(request: &v1::GenerateRequest) -> bool {
     match &request.input {
         Some(Input::Text(text)) => is_large_text(text),
@@ -29,7 +31,7 @@ pub(crate) fn is_large(request: &v1::GenerateRequest) -> bool {
     }
 }
 
-/// Bytes of text beyond which tokenizing would hold up the streams that share a thread.
+/// Text size above which tokenizing would delay other streams of the thread, in bytes.
 const LARGE_TEXT_BYTES: usize = 16 << 10;
 
 pub(crate) fn is_large_text(text: &str) -> bool {
@@ -41,10 +43,10 @@ pub(crate) fn is_large_chat(chat: &v1::Chat) -> bool {
     bytes > LARGE_TEXT_BYTES || chat.messages.len() > 64
 }
 
-/// Checks a request and turns it into a call. `seed` and `request_id` are used where it names none.
+/// Validates and tokenizes a request. `seed` and `request_id` are defaults.
 pub(crate) fn prepare(
     request: v1::GenerateRequest,
-    served: &Served,
+    served: &ServedModel,
     options: &Options,
     arrived: Instant,
     deadline: Option<Instant>,
@@ -72,7 +74,7 @@ pub(crate) fn prepare(
     served.limits.check_tokens(&prompt, &sampling).map_err(Outcome::invalid)?;
     let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
-    // A prompt that leaves no room is refused with the numbers below.
+    // A prompt that leaves no room is rejected below.
     let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room).max(1));
     served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(Outcome::invalid)?;
     if stop.min_tokens > max_tokens {
@@ -117,7 +119,7 @@ fn check_fields(request: &v1::GenerateRequest) -> Result<(), Outcome> {
         }
     }
     let weight = request.weight.unwrap_or(1.0);
-    // Written so that NaN is refused too.
+    // Rejects NaN, too.
     if !(weight > 0.0 && weight <= WEIGHT_MAX) {
         return Err(Outcome::Invalid(format!("weight is {weight}; it must be in (0, {WEIGHT_MAX}]")));
     }
@@ -148,8 +150,8 @@ fn check_stops(stop: &v1::StopConditions) -> Result<(), Outcome> {
     Ok(())
 }
 
-/// Token ids of a plain text.
-pub(crate) fn encode_text(served: &Served, text: &str) -> Result<Vec<u32>, Outcome> {
+/// Tokenizes plain text.
+pub(crate) fn encode_text(served: &ServedModel, text: &str) -> Result<Vec<u32>, Outcome> {
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
@@ -157,8 +159,8 @@ pub(crate) fn encode_text(served: &Served, text: &str) -> Result<Vec<u32>, Outco
     served.model.tokenizer.encode(text).map_err(encoding)
 }
 
-/// Refuses text that cannot fit the model's context, which tokenizing would only find out after seconds.
-fn check_size(served: &Served, text: &str) -> Result<(), Outcome> {
+/// Rejects text that cannot fit the context before tokenizing it, which would take seconds.
+fn check_size(served: &ServedModel, text: &str) -> Result<(), Outcome> {
     let (tokens, most) = (served.model.tokenizer.min_tokens(text), served.limits.sequence_tokens());
     if tokens <= most as usize {
         return Ok(());
@@ -169,8 +171,8 @@ fn check_size(served: &Served, text: &str) -> Result<(), Outcome> {
     )))
 }
 
-/// Token ids of a conversation.
-pub(crate) fn encode_chat(served: &Served, chat: v1::Chat) -> Result<Vec<u32>, Outcome> {
+/// Renders and tokenizes a conversation.
+pub(crate) fn encode_chat(served: &ServedModel, chat: v1::Chat) -> Result<Vec<u32>, Outcome> {
     let Some(template) = &served.model.template else {
         return Err(Outcome::NoChatTemplate { model: served.name.clone() });
     };

@@ -1,3 +1,5 @@
+//! Response stream of a request: detokenization, stop strings, deadlines and the final messages.
+
 use std::collections::VecDeque;
 use std::future::Future as _;
 use std::pin::Pin;
@@ -10,7 +12,7 @@ use futures::future::BoxFuture;
 use inflight_contract::{FinishReason, PositionLogprobs};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
-use inflight_router_core::Fresh;
+use inflight_router_core::UnreadOutput;
 use tokio::sync::watch;
 use tokio::time::Sleep;
 use tonic::Status;
@@ -25,48 +27,47 @@ use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::text::{Detokenizer, StopMatcher, Vocabulary};
 
-/// One choice on its way from tokens to the client's messages.
-struct Choice {
+/// Output state of one choice.
+struct ChoiceOutput {
     detokenizer: Detokenizer,
     stops: StopMatcher,
-    /// Tokens that count: those up to its end.
+    /// Delivered tokens, up to its end.
     tokens: u32,
-    /// The newest of them.
-    last: Option<u32>,
+    /// Latest of these tokens.
+    last_token: Option<u32>,
     ended: bool,
 }
 
-/// How a choice ended, as its client sees it.
-struct Ending {
+/// End of a choice as its client sees it.
+struct ChoiceEnding {
     reason: FinishReason,
     stop: String,
     stop_token_id: Option<u32>,
 }
 
-/// The client's side of a request: reads the journal when there is something new and the client has room,
-/// turns tokens into text and says when the request is over. All this runs in the task that writes the
-/// client's stream, so that a slow client costs nobody else anything.
+/// Client side of a request: reads the journal when there is new output and the client has room, detokenizes
+/// it and ends the call. Runs in the task that writes the client's stream, so a slow client delays no other.
 pub(crate) struct ResponseStream {
     ticket: Ticket,
     model: Arc<Model>,
     unserved: watch::Receiver<Option<Instant>>,
     unserved_wait: Duration,
-    choices: Vec<Choice>,
+    choices: Vec<ChoiceOutput>,
     started: bool,
     over: bool,
-    /// What ends it once `ready` is delivered.
+    /// Failure to report once `ready` is delivered.
     failure: Option<Outcome>,
-    /// At the last look it waited, for a worker or for the retry budget.
+    /// Whether the request was waiting for a worker or the retry budget at the last read.
     waiting: bool,
-    /// Made when it is first waited for.
+    /// Deadline timer, created at the first poll.
     expiry: Option<Pin<Box<Sleep>>>,
-    /// There while the request waits.
-    nobody_serves: Option<BoxFuture<'static, ()>>,
+    /// Resolves when no worker has served the model for too long; set while the request waits.
+    no_worker: Option<BoxFuture<'static, ()>>,
     ready: VecDeque<v1::GenerateResponse>,
     span: Span,
-    /// How it ended; none while it has not.
+    /// Final outcome; `None` while the request runs.
     outcome: Option<Outcome>,
-    /// What it took of its tenant's tokens a minute.
+    /// Tokens charged to its tenant's rate.
     charge: Option<TokenCharge>,
 }
 
@@ -80,11 +81,11 @@ impl ResponseStream {
         charge: Option<TokenCharge>,
     ) -> Self {
         let call = &ticket.active.call;
-        let choice = |_| Choice {
+        let choice = |_| ChoiceOutput {
             detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
             stops: StopMatcher::new(&call.stop),
             tokens: 0,
-            last: None,
+            last_token: None,
             ended: false,
         };
         let choices = (0..call.sampling.n).map(choice).collect();
@@ -99,7 +100,7 @@ impl ResponseStream {
             failure: None,
             waiting: false,
             expiry: None,
-            nobody_serves: None,
+            no_worker: None,
             ready: VecDeque::new(),
             span,
             outcome: None,
@@ -107,7 +108,7 @@ impl ResponseStream {
         }
     }
 
-    /// Resolves at an end that only the clock brings about.
+    /// Resolves on timeouts: the deadline, or no worker for too long.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
         let call = &self.ticket.active.call;
         if let Some(deadline) = call.deadline {
@@ -118,19 +119,19 @@ impl ResponseStream {
             }
         }
         if !self.waiting {
-            self.nobody_serves = None;
+            self.no_worker = None;
             return Poll::Pending;
         }
         let waited = self.unserved_wait;
-        let nobody_serves =
-            self.nobody_serves.get_or_insert_with(|| Box::pin(nobody_serves(self.unserved.clone(), waited)));
+        let no_worker =
+            self.no_worker.get_or_insert_with(|| Box::pin(no_worker(self.unserved.clone(), waited)));
         let unserved = || Outcome::Unserved { model: call.model.clone(), waited };
-        nobody_serves.as_mut().poll(context).map(|()| unserved())
+        no_worker.as_mut().poll(context).map(|()| unserved())
     }
 
-    /// Turns what is new into messages.
-    fn take(&mut self, news: StreamRead) -> Result<(), Outcome> {
-        if news.placed && !self.started {
+    /// Converts new output to messages.
+    fn take(&mut self, read: StreamRead) -> Result<(), Outcome> {
+        if read.placed && !self.started {
             self.started = true;
             let call = &self.ticket.active.call;
             self.ready.push_back(event(Event::Started(v1::GenerationStarted {
@@ -138,15 +139,15 @@ impl ResponseStream {
                 model: call.model.clone(),
                 prompt_tokens: call.prompt.len() as u32,
                 seed: call.sampling.seed,
-                fingerprint: news.fingerprint.as_deref().unwrap_or_default().to_owned(),
+                fingerprint: read.fingerprint.as_deref().unwrap_or_default().to_owned(),
             })));
         }
-        for FingerprintChange { fingerprint, tokens } in news.changes {
+        for FingerprintChange { fingerprint, tokens } in read.changes {
             let changed = v1::FingerprintChanged { fingerprint: fingerprint.to_string(), tokens };
             self.ready.push_back(event(Event::FingerprintChanged(changed)));
         }
         let mut withdrawn = Vec::new();
-        for (index, fresh) in news.fresh {
+        for (index, fresh) in read.fresh {
             let call = &self.ticket.active.call;
             let choice = &mut self.choices[index as usize];
             if choice.ended {
@@ -180,9 +181,9 @@ impl ResponseStream {
             self.complete();
             return Ok(());
         }
-        match news.failure {
+        match read.failure {
             Some(failure) if self.ready.is_empty() => Err(failure),
-            // What came before the failure is delivered first.
+            // Output before the failure is delivered first.
             failure => {
                 self.failure = failure;
                 Ok(())
@@ -236,7 +237,7 @@ impl ResponseStream {
     }
 }
 
-/// The messages to the client, up to the last one.
+/// Response messages, up to the last one.
 impl Stream for ResponseStream {
     type Item = Result<v1::GenerateResponse, Status>;
 
@@ -252,14 +253,14 @@ impl Stream for ResponseStream {
             if let Some(failure) = this.failure.take() {
                 return Poll::Ready(Some(Err(this.end_with(failure))));
             }
-            let Poll::Ready(news) = this.ticket.active.poll_read(context) else {
+            let Poll::Ready(read) = this.ticket.active.poll_read(context) else {
                 return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));
             };
-            this.waiting = news.waiting;
-            if news.paused {
+            this.waiting = read.waiting;
+            if read.paused {
                 this.ticket.resume();
             }
-            if let Err(outcome) = this.take(news) {
+            if let Err(outcome) = this.take(read) {
                 return Poll::Ready(Some(Err(this.end_with(outcome))));
             }
         }
@@ -270,13 +271,13 @@ impl Drop for ResponseStream {
     fn drop(&mut self) {
         let active = &self.ticket.active;
         let call = &active.call;
-        // A stream that goes before it is over was dropped by its client.
+        // Dropped before its end: the client has cancelled.
         let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
         let times = active.times();
         let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
         if let Some(charge) = &mut self.charge {
-            // What no worker ever had cost nobody anything.
+            // The prompt is charged only if a worker has received it.
             let prompt = if times.placed.is_some() { call.prompt.len() as u64 } else { 0 };
             charge.used(prompt + u64::from(tokens));
         }
@@ -310,25 +311,25 @@ impl Drop for ResponseStream {
     }
 }
 
-impl Choice {
-    /// Takes new tokens: the delta to send, if any, and the choice's end, if it has come.
+impl ChoiceOutput {
+    /// Appends new tokens. Returns the delta to send, if any, and the end of the choice, if it has ended.
     fn take(
         &mut self,
         index: u32,
-        fresh: Fresh<PositionLogprobs>,
+        fresh: UnreadOutput<PositionLogprobs>,
         call: &AdmittedCall,
         vocabulary: &Vocabulary,
-    ) -> (Option<v1::GenerationDelta>, Option<Ending>) {
-        let Fresh { mut tokens, mut logprobs, end } = fresh;
-        // The worker ends a choice with STOP at an ending token only, and sends that token last; alone only where an earlier
-        // attempt, at a worker of another mind, had brought it.
+    ) -> (Option<v1::GenerationDelta>, Option<ChoiceEnding>) {
+        let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
+        // With STOP, the last token is the stop token. The update has no token only if an earlier attempt, on
+        // a worker with another fingerprint, has delivered it.
         let stopped = end == Some(FinishReason::Stop);
-        let brought = stopped && !tokens.is_empty();
-        self.last = tokens.last().copied().or(self.last);
-        let stop_token_id = self.last.filter(|_| stopped);
-        let shown = tokens.len() - usize::from(brought);
+        let has_stop_token = stopped && !tokens.is_empty();
+        self.last_token = tokens.last().copied().or(self.last_token);
+        let stop_token_id = self.last_token.filter(|_| stopped);
+        let shown = tokens.len() - usize::from(has_stop_token);
         let mut text = String::new();
-        let mut ending = end.map(|reason| Ending { reason, stop: String::new(), stop_token_id });
+        let mut ending = end.map(|reason| ChoiceEnding { reason, stop: String::new(), stop_token_id });
         let mut piece = String::new();
         for (at, token) in tokens[..shown].iter().enumerate() {
             self.tokens += 1;
@@ -341,7 +342,7 @@ impl Choice {
             let armed = self.tokens > call.sampling.min_tokens;
             if let Some(found) = self.stops.push(&piece, armed, &mut text) {
                 self.ended = true;
-                ending = Some(Ending {
+                ending = Some(ChoiceEnding {
                     reason: FinishReason::Stop,
                     stop: call.stop[found.stop].clone(),
                     stop_token_id: None,
@@ -353,24 +354,29 @@ impl Choice {
         }
         if !self.ended && ending.is_some() {
             self.ended = true;
-            self.tokens += u32::from(brought);
+            self.tokens += u32::from(has_stop_token);
             ending = self.flush(&mut text, call, ending);
         }
         let token_ids = if call.return_token_ids { tokens } else { Vec::new() };
-        let nothing = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
+        let empty = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
         let logprobs = logprobs.into_iter().map(Into::into).collect();
         let delta = v1::GenerationDelta { choice: index, text, token_ids, logprobs };
-        (if nothing { None } else { Some(delta) }, ending)
+        (if empty { None } else { Some(delta) }, ending)
     }
 
-    /// Lets out what was held back. The replacement of an incomplete last character is text like any other, and
-    /// may complete a stop string.
-    fn flush(&mut self, text: &mut String, call: &AdmittedCall, ending: Option<Ending>) -> Option<Ending> {
+    /// Releases held-back text. The replacement of an incomplete last character is ordinary text and may
+    /// complete a stop string.
+    fn flush(
+        &mut self,
+        text: &mut String,
+        call: &AdmittedCall,
+        ending: Option<ChoiceEnding>,
+    ) -> Option<ChoiceEnding> {
         let mut rest = String::new();
         self.detokenizer.finish(&mut rest);
         let armed = self.tokens > call.sampling.min_tokens;
         if let Some(found) = self.stops.push(&rest, armed, text) {
-            return Some(Ending {
+            return Some(ChoiceEnding {
                 reason: FinishReason::Stop,
                 stop: call.stop[found.stop].clone(),
                 stop_token_id: None,
@@ -389,8 +395,8 @@ fn operation(call: &AdmittedCall) -> &'static str {
     if call.chat { "chat" } else { "text_completion" }
 }
 
-/// Resolves when no worker has served a model for so long.
-async fn nobody_serves(mut unserved: watch::Receiver<Option<Instant>>, wait: Duration) {
+/// Resolves when no worker has served the model for `wait`.
+async fn no_worker(mut unserved: watch::Receiver<Option<Instant>>, wait: Duration) {
     loop {
         let since = *unserved.borrow_and_update();
         let change = match since {

@@ -1,3 +1,5 @@
+//! Model bundles: tokenizer, chat template and generation defaults of a model, fetched from a worker.
+
 use std::collections::BTreeMap;
 
 use inflight_contract::SamplingSpec;
@@ -6,61 +8,61 @@ use serde_json::Value;
 
 use crate::text::{ChatTemplate, TemplateError, Tokenizer, TokenizerError};
 
-/// A model bundle that cannot be used.
+/// Invalid model bundle.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
-    /// Its files are not the ones announced.
+    /// Digest mismatch.
     #[error(
         "the bundle's digest is {found}, but {expected} was announced; the worker's files changed while it ran or the transfer is broken"
     )]
     Digest {
-        /// As announced.
+        /// Announced digest.
         expected: String,
-        /// As received.
+        /// Computed digest.
         found: String,
     },
-    /// It is larger than any model's should be.
+    /// Too large.
     #[error("the bundle is larger than {max} bytes or has more than {files_max} files")]
     TooLarge {
-        /// Most bytes taken.
+        /// Maximum bytes.
         max: usize,
-        /// Most files taken.
+        /// Maximum files.
         files_max: usize,
     },
-    /// A file that is needed is not there.
+    /// Missing file.
     #[error("the bundle has no {file}; the model's directory must hold one")]
     Missing {
-        /// The file.
+        /// Name of the file.
         file: &'static str,
     },
-    /// A file is not what it should be.
+    /// Invalid file.
     #[error("{file} in the bundle is not valid: {reason}")]
     Invalid {
-        /// The file.
+        /// Name of the file.
         file: &'static str,
         /// What is wrong.
         reason: String,
     },
-    /// The tokenizer does not load.
+    /// Invalid tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// The chat template does not load.
+    /// Invalid chat template.
     #[error(transparent)]
     Template(#[from] TemplateError),
 }
 
-/// The files of a bundle as they arrive.
+/// Files of a bundle as received.
 #[derive(Debug, Default)]
-pub(crate) struct Bundle {
+pub(crate) struct BundleFiles {
     files: BTreeMap<String, Vec<u8>>,
     bytes: usize,
 }
 
-impl Bundle {
+impl BundleFiles {
     const BYTES_MAX: usize = 256 << 20;
     const FILES_MAX: usize = 64;
 
-    /// Appends a piece of a file.
+    /// Appends a chunk of a file.
     pub(crate) fn append(&mut self, file: &str, data: &[u8]) -> Result<(), BundleError> {
         self.bytes = self.bytes.saturating_add(data.len());
         let files = self.files.len() + usize::from(!self.files.contains_key(file));
@@ -71,7 +73,7 @@ impl Bundle {
         Ok(())
     }
 
-    /// Checks the digest and loads what the files say.
+    /// Verifies the digest and loads the files.
     pub(crate) fn load(self, digest: &str) -> Result<Model, BundleError> {
         let found = bundle_digest(self.files.iter().map(|(name, data)| (name.as_str(), data.as_slice())));
         if !found.eq_ignore_ascii_case(digest) {
@@ -98,12 +100,12 @@ impl Bundle {
     }
 }
 
-/// What a router needs to know of a model to speak for it.
+/// Loaded bundle of a model.
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) tokenizer: Tokenizer,
     pub(crate) template: Option<ChatTemplate>,
-    /// What a field takes that a request leaves absent.
+    /// Defaults of sampling fields that a request leaves unset.
     pub(crate) defaults: SamplingSpec,
 }
 
@@ -111,13 +113,13 @@ fn utf8<'a>(file: &'static str, data: &'a [u8]) -> Result<&'a str, BundleError> 
     std::str::from_utf8(data).map_err(|error| BundleError::Invalid { file, reason: error.to_string() })
 }
 
-/// A special token is a string, or an object with its content.
+/// Returns a special token, given as a string or as an object with its content.
 fn special_token(config: &Value, key: &str) -> String {
     let value = &config[key];
     value.as_str().or_else(|| value["content"].as_str()).unwrap_or_default().to_owned()
 }
 
-/// A template is a string, or one of a list of named ones.
+/// Returns the chat template, given as a string or as the default of a list.
 fn template_source(config: &Value) -> Option<String> {
     match &config["chat_template"] {
         Value::String(source) => Some(source.clone()),
@@ -130,7 +132,7 @@ fn template_source(config: &Value) -> Option<String> {
     }
 }
 
-/// The defaults of generation_config.json. `do_sample: false` means greedy.
+/// Returns the defaults of generation_config.json. `do_sample: false` means greedy.
 fn sampling_defaults(config: &Value) -> Result<SamplingSpec, BundleError> {
     let mut spec = SamplingSpec::default();
     let number = |key: &str| config[key].as_f64().map(|value| value as f32);
@@ -175,10 +177,10 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_that_is_not_whole_or_not_as_announced_is_refused() {
+    fn an_incomplete_or_unexpected_bundle_is_rejected() {
         let tokenizer = inflight_fixtures::Family::Llama3.tokenizer_json().as_bytes();
         let load = |files: &[(&str, &[u8])]| {
-            let mut bundle = Bundle::default();
+            let mut bundle = BundleFiles::default();
             files.iter().for_each(|(file, data)| bundle.append(file, data).unwrap());
             bundle.load(&bundle_digest(files.iter().copied()))
         };
@@ -190,12 +192,12 @@ mod tests {
         assert!(matches!(broken, BundleError::Tokenizer(TokenizerError::Load(_))), "{broken}");
         let config = load(&[("tokenizer.json", tokenizer), ("generation_config.json", b"{")]).unwrap_err();
         assert!(matches!(config, BundleError::Invalid { file: "generation_config.json", .. }), "{config}");
-        let mut bundle = Bundle::default();
+        let mut bundle = BundleFiles::default();
         bundle.append("tokenizer.json", tokenizer).unwrap();
         assert!(matches!(bundle.load("00"), Err(BundleError::Digest { .. })));
-        let mut bundle = Bundle::default();
+        let mut bundle = BundleFiles::default();
         let more = |i: usize| bundle.append(&i.to_string(), b"x").is_err();
-        assert_eq!((0..100).position(more), Some(Bundle::FILES_MAX));
+        assert_eq!((0..100).position(more), Some(BundleFiles::FILES_MAX));
     }
 
     #[test]

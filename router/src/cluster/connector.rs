@@ -1,3 +1,5 @@
+//! Pluggable transport to workers.
+
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -8,19 +10,19 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tonic::codegen::http::Uri;
 use tower::Service;
 
-/// A byte stream to a worker.
+/// Byte stream to a worker.
 pub trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 type Opening = Pin<Box<dyn Future<Output = io::Result<Box<dyn Io>>> + Send>>;
 
-/// How a router reaches its workers where that is not TCP: in a simulation, over a network that can be partitioned.
+/// Transport to workers in place of TCP, such as a simulated network.
 #[derive(Clone)]
-pub struct Dial(Arc<dyn Fn(Uri) -> Opening + Send + Sync>);
+pub struct Connector(Arc<dyn Fn(Uri) -> Opening + Send + Sync>);
 
-impl Dial {
-    /// A way to open a stream to an address, given as a URI without a path.
+impl Connector {
+    /// Creates a connector from a function that opens a stream to an address, given as a URI without a path.
     pub fn new<F, S>(open: impl Fn(Uri) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = io::Result<S>> + Send + 'static,
@@ -32,8 +34,8 @@ impl Dial {
         }))
     }
 
-    /// As tonic takes it.
-    pub(crate) fn connector(
+    /// Returns the connector as a tower service, for tonic.
+    pub(crate) fn service(
         &self,
     ) -> impl Service<
         Uri,
@@ -50,8 +52,8 @@ impl Dial {
     }
 }
 
-impl std::fmt::Debug for Dial {
+impl std::fmt::Debug for Connector {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Dial")
+        f.write_str("Connector")
     }
 }

@@ -1,5 +1,5 @@
-//! Where the workers are: a fixed list, a DNS name, or the endpoints of a Kubernetes service. Each source yields the
-//! whole set of addresses whenever it changes; a source that fails keeps the set that it had.
+//! Worker discovery: fixed addresses, DNS, or Kubernetes EndpointSlices. A source publishes the whole set of
+//! addresses on each change; a failing source keeps its last set.
 
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
@@ -15,51 +15,51 @@ use tokio::sync::watch;
 use crate::metrics as names;
 use crate::options::worker_endpoint;
 
-/// The addresses that a source names, each as `host:port`; none before its first answer.
+/// Addresses published by a source, each `host:port`; `None` before its first answer.
 pub(crate) type Endpoints = Option<BTreeSet<String>>;
 
-/// Where workers are found.
+/// Discovery source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// One worker, `host:port`.
     Fixed(String),
-    /// Every address that a name resolves to, `dns://host:port`; looked up again and again.
+    /// All addresses of a name, `dns://host:port`; resolved periodically.
     Dns {
-        /// The name.
+        /// DNS name.
         host: String,
-        /// The workers' port.
+        /// Port of the workers.
         port: u16,
     },
-    /// The endpoints of a service, `kubernetes://namespace/service:port`; watched.
+    /// Endpoints of a service, `kubernetes://namespace/service:port`; watched.
     Kubernetes {
-        /// The service's namespace.
+        /// Namespace of the service.
         namespace: String,
-        /// The service.
+        /// Name of the service.
         service: String,
-        /// The workers' port.
+        /// Port of the workers.
         port: u16,
     },
 }
 
-/// Text that names no source.
+/// Invalid discovery source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SourceError {
-    /// Neither of the forms.
+    /// Malformed text.
     #[error(
         "{text:?} names no workers: {reason}; give host:port, dns://host:port or kubernetes://namespace/service:port"
     )]
     Malformed {
-        /// What was given.
+        /// The given text.
         text: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// The build lacks it.
+    /// Not supported by this build.
     #[error(
         "{text:?}: this build has no Kubernetes support; build with the feature `kubernetes`, or use dns://"
     )]
     Unsupported {
-        /// What was given.
+        /// The given text.
         text: String,
     },
 }
@@ -88,7 +88,7 @@ impl FromStr for Source {
             let (name, port) = named(rest)?;
             let (namespace, service) =
                 name.split_once('/').ok_or_else(|| malformed("the namespace is missing"))?;
-            // What a Kubernetes name may hold, so that nothing else gets into a request to its API.
+            // Restricted to valid Kubernetes names, so that nothing else gets into an API request.
             let label = |name: &str| {
                 !name.is_empty()
                     && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-')
@@ -108,7 +108,7 @@ impl FromStr for Source {
 }
 
 impl Source {
-    /// A stable label for metrics.
+    /// Returns a stable label for metrics.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::Fixed(_) => "fixed",
@@ -117,7 +117,7 @@ impl Source {
         }
     }
 
-    /// Keeps `found` up to date for as long as it is polled.
+    /// Updates `found` while polled.
     pub(crate) async fn follow(self, interval: Duration, found: watch::Sender<Endpoints>) {
         match self {
             Self::Fixed(address) => {
@@ -140,8 +140,8 @@ impl Source {
     }
 }
 
-/// Looks a name up again and again. An answer without addresses counts as a failure: a name server that has lost its
-/// data must not cost the router its workers.
+/// Resolves a name periodically. An empty answer counts as a failure: a name server that has lost its data
+/// must not remove all workers.
 async fn resolve<L>(host: &str, port: u16, interval: Duration, lookup: L, found: watch::Sender<Endpoints>)
 where
     L: AsyncFn(&str, u16) -> io::Result<Vec<SocketAddr>>,
@@ -171,7 +171,7 @@ where
     }
 }
 
-/// Tells of a set if it is another one.
+/// Publishes a set of addresses if it has changed.
 pub(crate) fn publish(found: &watch::Sender<Endpoints>, addresses: BTreeSet<String>) {
     found.send_if_modified(|before| {
         let differs = before.as_ref() != Some(&addresses);
@@ -186,7 +186,7 @@ pub(crate) fn failed(source: &'static str) {
     metrics::counter!(names::DISCOVERY_FAILURES, "source" => source).increment(1);
 }
 
-/// Resolves once a source has named another set; `None` when it never will.
+/// Waits for a changed set of addresses; `None` if the source has ended.
 pub(crate) async fn changed(found: &mut watch::Receiver<Endpoints>) -> Option<Endpoints> {
     found.changed().await.ok()?;
     Some(found.borrow_and_update().clone())
@@ -198,7 +198,7 @@ mod tests {
     use std::sync::Mutex;
 
     #[test]
-    fn the_forms_of_a_source() {
+    fn sources_are_parsed() {
         let parse = |text: &str| text.parse::<Source>();
         assert_eq!(parse("worker-1:8652"), Ok(Source::Fixed("worker-1:8652".to_owned())));
         assert_eq!(
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_is_looked_up_again_and_a_failure_removes_nobody() {
+    async fn a_name_is_resolved_periodically_and_a_failure_removes_no_worker() {
         let answers: Vec<io::Result<Vec<&str>>> = vec![
             Err(io::Error::other("no such name")),
             Ok(vec!["10.0.0.1:7", "10.0.0.2:7"]),

@@ -1,3 +1,5 @@
+//! Cluster membership: one session task per worker that discovery names.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -7,41 +9,41 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::cluster::connector::Dial;
+use crate::cluster::connector::Connector;
 use crate::cluster::discovery::{Endpoints, Source, changed};
-use crate::cluster::worker_session::{Models, SessionTask};
-use crate::dispatcher::Dispatch;
+use crate::cluster::worker_session::{ModelCache, SessionTask};
+use crate::dispatcher::Dispatcher;
 use crate::options::Options;
 use crate::restart::restart_on_panic;
 
-/// Keeps a session with every worker that any source names, and with no other.
-pub(crate) struct Members {
+/// Runs a session task for every worker that any source names.
+pub(crate) struct Membership {
     options: Options,
-    dispatch: Arc<Dispatch>,
-    models: Arc<Models>,
-    dial: Option<Dial>,
-    /// The workers named now, and what retires each.
+    dispatch: Arc<Dispatcher>,
+    models: Arc<ModelCache>,
+    connector: Option<Connector>,
+    /// Known workers, with the token that retires each.
     known: BTreeMap<String, CancellationToken>,
-    next: usize,
+    next_worker: usize,
     session_tasks: JoinSet<()>,
 }
 
-impl Members {
-    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatch>, dial: Option<Dial>) -> Self {
+impl Membership {
+    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatcher>, connector: Option<Connector>) -> Self {
         Self {
             options: options.clone(),
             dispatch,
             models: Arc::default(),
-            dial,
+            connector,
             known: BTreeMap::new(),
-            next: 0,
+            next_worker: 0,
             session_tasks: JoinSet::new(),
         }
     }
 
-    /// Follows the sources for as long as it is polled.
+    /// Follows the sources while polled.
     pub(crate) async fn follow(mut self, sources: Vec<Source>) {
-        let mut following = JoinSet::new();
+        let mut source_tasks = JoinSet::new();
         let mut changes = SelectAll::new();
         let mut named: BTreeMap<usize, BTreeSet<String>> = BTreeMap::new();
         for (index, source) in sources.into_iter().enumerate() {
@@ -51,12 +53,12 @@ impl Members {
             }
             tracing::info!(source = source.label(), "following worker discovery source");
             let (sender, receiver) = watch::channel::<Endpoints>(None);
-            following.spawn(source.follow(self.options.discovery_interval, sender));
-            let answers = unfold(receiver, move |mut receiver| async move {
+            source_tasks.spawn(source.follow(self.options.discovery_interval, sender));
+            let updates = unfold(receiver, move |mut receiver| async move {
                 let found = changed(&mut receiver).await?;
                 Some(((index, found), receiver))
             });
-            changes.push(Box::pin(answers));
+            changes.push(Box::pin(updates));
         }
         loop {
             self.reconcile(&named);
@@ -65,7 +67,7 @@ impl Members {
                 Some((index, found)) = changes.next() => {
                     named.insert(index, found.unwrap_or_default());
                 }
-                // A task ends when its worker was retired; nobody else's task ends.
+                // Only tasks of retired workers end.
                 Some(_) = self.session_tasks.join_next() => {}
                 else => return,
             }
@@ -89,15 +91,15 @@ impl Members {
             let retired = CancellationToken::new();
             self.known.insert(address.clone(), retired.clone());
             let task = SessionTask {
-                worker: self.next,
+                worker: self.next_worker,
                 address: address.clone(),
                 options: self.options.clone(),
                 dispatch: self.dispatch.clone(),
                 models: self.models.clone(),
-                dial: self.dial.clone(),
+                connector: self.connector.clone(),
                 retired,
             };
-            self.next += 1;
+            self.next_worker += 1;
             self.session_tasks.spawn(restart_on_panic("worker_session", move || task.clone().run()));
         }
     }

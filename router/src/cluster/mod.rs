@@ -1,4 +1,4 @@
-//! The workers: discovery, membership, one session with each, and their model bundles.
+//! Workers: discovery, membership, sessions and model bundles.
 
 pub(crate) mod bundle;
 pub(crate) mod connector;

@@ -1,4 +1,4 @@
-//! Conversions between the session's protobuf messages and the types that the dispatcher decides on.
+//! Conversions between the session's protobuf messages and the dispatcher's types.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub(crate) fn update(update: v1::Update) -> WorkerUpdate {
 fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
     let finish = match v1::FinishReason::try_from(update.finish_reason) {
         Ok(reason) => reason.to_contract(),
-        // A reason of a newer protocol: the choice has ended, and how is not known.
+        // Reason of a newer protocol version: the choice has ended for an unknown reason.
         Err(_) => Some(FinishReason::Error),
     };
     let end = finish.map(|reason| match reason {
@@ -70,7 +70,7 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
         attempt: update.attempt,
         choice: update.choice,
         tokens: update.token_ids,
-        // An entry without a chosen token is dropped, so that the journal finds one too few.
+        // Entries without a chosen token are dropped; the journal then reports the wrong number.
         logprobs: update.logprobs.into_iter().filter_map(v1::PositionLogprobs::to_contract).collect(),
         end,
         computed_tokens: update.computed_tokens,
@@ -92,7 +92,7 @@ fn counter(counter: v1::TenantServiceCounter) -> TenantCounter {
     TenantCounter { tenant: counter.tenant, charged }
 }
 
-/// Converts a command to a worker.
+/// Converts a command for a worker.
 pub(crate) fn command(command: WorkerCommand) -> v1::SessionRequest {
     let message = match command {
         WorkerCommand::Submit(submission) => Message::Submit(submit(*submission)),

@@ -1,3 +1,5 @@
+//! Session task of a worker: connect, open a session, forward updates, reconnect with backoff.
+
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::error::Error as _;
@@ -21,15 +23,15 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use crate::clock;
-use crate::cluster::bundle::{Bundle, BundleError, Model};
-use crate::cluster::connector::Dial;
+use crate::cluster::bundle::{BundleError, BundleFiles, Model};
+use crate::cluster::connector::Connector;
 use crate::cluster::wire;
 use crate::dispatcher::violation::Violation;
-use crate::dispatcher::{Dispatch, Reason, WorkerInfo};
+use crate::dispatcher::{Dispatcher, ResubmissionReason, WorkerInfo};
 use crate::metrics as names;
 use crate::options::{Options, OptionsError, secure_endpoint};
 
-/// Why a session did not open, or ended.
+/// Failure to open a session, or end of one.
 #[derive(Debug, thiserror::Error)]
 enum SessionError {
     #[error(transparent)]
@@ -56,18 +58,18 @@ enum SessionError {
     Silent(Duration),
 }
 
-/// Bundles in use, by digest: each is fetched and loaded once, whichever worker offers it first.
+/// Loaded bundles by digest: each is fetched and loaded once, for all workers that serve it.
 #[derive(Debug, Default)]
-pub(crate) struct Models {
-    slots: Mutex<BTreeMap<String, Slot>>,
+pub(crate) struct ModelCache {
+    slots: Mutex<BTreeMap<String, BundleSlot>>,
 }
 
-type Slot = Arc<tokio::sync::Mutex<Weak<Model>>>;
+type BundleSlot = Arc<tokio::sync::Mutex<Weak<Model>>>;
 
-impl Models {
+impl ModelCache {
     async fn get<F>(&self, digest: &str, fetch: F) -> Result<Arc<Model>, SessionError>
     where
-        F: Future<Output = Result<Bundle, SessionError>>,
+        F: Future<Output = Result<BundleFiles, SessionError>>,
     {
         let slot = self.slot(digest);
         let mut loaded = slot.lock().await;
@@ -86,9 +88,9 @@ impl Models {
         Ok(model)
     }
 
-    fn slot(&self, digest: &str) -> Slot {
+    fn slot(&self, digest: &str) -> BundleSlot {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        // A slot that nobody holds and whose model is gone has nothing to say any more.
+        // Remove slots that are not in use and whose model was dropped.
         slots.retain(|_, slot| {
             Arc::strong_count(slot) > 1 || slot.try_lock().map_or(true, |model| model.strong_count() > 0)
         });
@@ -96,47 +98,48 @@ impl Models {
     }
 }
 
-/// Keeps one session with one worker, for as long as it is polled: connects, hands updates to the dispatcher,
-/// and after a loss connects again, with growing pauses. Ends once the worker is retired and has nothing in submitted.
+/// Maintains the session with one worker: connects, passes updates to the dispatcher, and reconnects with
+/// backoff. Ends once the worker is retired and has nothing in flight.
 #[derive(Clone)]
 pub(crate) struct SessionTask {
     pub(crate) worker: usize,
     pub(crate) address: String,
     pub(crate) options: Options,
-    pub(crate) dispatch: Arc<Dispatch>,
-    pub(crate) models: Arc<Models>,
-    pub(crate) dial: Option<Dial>,
-    /// The worker is out of the list.
+    pub(crate) dispatch: Arc<Dispatcher>,
+    pub(crate) models: Arc<ModelCache>,
+    pub(crate) connector: Option<Connector>,
+    /// Cancelled when the worker is removed from discovery.
     pub(crate) retired: CancellationToken,
 }
 
-/// Closes the dispatcher's side of a session however its task ends.
-struct Opened<'a> {
+/// Closes the session in the dispatcher on drop.
+struct OpenSession<'a> {
     task: &'a SessionTask,
     session: u64,
-    reason: Cell<Reason>,
+    reason: Cell<ResubmissionReason>,
 }
 
-impl Drop for Opened<'_> {
+impl Drop for OpenSession<'_> {
     fn drop(&mut self) {
         self.task.dispatch.close(self.task.worker, self.session, self.reason.get());
     }
 }
 
 impl SessionTask {
-    /// Probes that find a dead peer on a connection that is open but silent.
+    /// HTTP/2 keep-alive interval and timeout, which detect a dead peer behind an open connection.
     const KEEPALIVE: Duration = Duration::from_secs(5);
     const UPDATE_BYTES_MAX: usize = 64 << 20;
-    /// Updates are many and small, and what h2 lets wait of small frames before it closes a connection follows its window.
+    /// Large, because updates are many and small, and h2's limit on pending small frames scales with its
+    /// window.
     const WINDOW_BYTES: u32 = 16 << 20;
-    /// Heartbeats outside of this are taken for its bounds: nothing a worker says can make its loss go unnoticed.
+    /// Bounds of heartbeat intervals: no reported value can hide a lost worker.
     const HEARTBEAT: std::ops::RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_secs(60);
 
     pub(crate) async fn run(self) {
         self.dispatch.join(self.worker);
         let mut backoff = Backoff::new(self.options.reconnect_backoff_max);
-        let mut tries = 0;
-        // The state is logged when it changes, not at each attempt.
+        let mut attempts = 0;
+        // Errors are logged when they change, not at each attempt.
         let mut reported: Option<String> = None;
         while !self.retired.is_cancelled() {
             let mut opened = None;
@@ -161,7 +164,7 @@ impl SessionTask {
             if reported.as_ref() != Some(&reason) {
                 let worker = &self.address;
                 match error {
-                    // A worker that was not there yet may still be loading its model.
+                    // A worker that does not accept connections may still be loading its model.
                     SessionError::Connect(_) if !opened => {
                         tracing::info!(worker, reason, "cannot connect to worker; retrying");
                     }
@@ -171,20 +174,20 @@ impl SessionTask {
                 }
                 reported = Some(reason);
             }
-            tries += 1;
+            attempts += 1;
             tokio::select! {
                 biased;
                 () = self.retired.cancelled() => {}
-                () = tokio::time::sleep(backoff.after(lasted).mul_f64(self.jitter(tries))) => {}
+                () = tokio::time::sleep(backoff.after(lasted).mul_f64(self.jitter(attempts))) => {}
             }
         }
         self.dispatch.leave(self.worker);
     }
 
-    /// From a half to one, different for each router, worker and try, and the same in each run.
-    fn jitter(&self, tries: u64) -> f64 {
+    /// Returns a deterministic factor in [0.5, 1) that differs by router, worker and attempt.
+    fn jitter(&self, attempts: u64) -> f64 {
         let mut hasher = DefaultHasher::new();
-        (&self.options.router_id, &self.options.incarnation, &self.address, tries).hash(&mut hasher);
+        (&self.options.router_id, &self.options.incarnation, &self.address, attempts).hash(&mut hasher);
         0.5 + (hasher.finish() >> 11) as f64 / (1u64 << 54) as f64
     }
 
@@ -199,9 +202,9 @@ impl SessionTask {
             .http2_keep_alive_interval(Self::KEEPALIVE)
             .keep_alive_timeout(Self::KEEPALIVE)
             .keep_alive_while_idle(true);
-        let channel = match &self.dial {
+        let channel = match &self.connector {
             None => endpoint.connect().await,
-            Some(dial) => endpoint.connect_with_connector(dial.connector()).await,
+            Some(connector) => endpoint.connect_with_connector(connector.service()).await,
         };
         channel.map_err(|error| SessionError::Connect(chain(&error)))
     }
@@ -233,7 +236,7 @@ impl SessionTask {
             }
             None => return Err(SessionError::Closed),
         };
-        let (limits, block_tokens, has) = check_hello(&hello)?;
+        let (limits, block_tokens, capacity) = check_hello(&hello)?;
         let fetch = fetch_bundle(client.clone(), hello.bundle_digest.clone(), limit);
         let model = self.models.get(&hello.bundle_digest, fetch).await?;
         let heartbeat = match hello.heartbeat_interval_ms {
@@ -260,13 +263,13 @@ impl SessionTask {
             incarnation: hello.incarnation,
             limits,
             block_tokens,
-            has,
+            capacity,
             host_blocks: hello.limits.map_or(0, |limits| limits.host_kv_blocks),
             heartbeat,
             model,
             commands,
         });
-        let guard = Opened { task: self, session, reason: Cell::new(Reason::SessionLost) };
+        let guard = OpenSession { task: self, session, reason: Cell::new(ResubmissionReason::SessionLost) };
         *opened = Some(clock::now());
         let (mut retired, mut draining) = (false, false);
         loop {
@@ -281,7 +284,7 @@ impl SessionTask {
             };
             let message = next.map_err(|_| SessionError::Silent(silence))?;
             let message = match message {
-                // A worker that has drained goes, and its connections with it.
+                // A drained worker exits and closes its connections.
                 Err(_) if draining => return Err(SessionError::Drained),
                 message => message.map_err(SessionError::Broken)?,
             };
@@ -289,14 +292,16 @@ impl SessionTask {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
                     if let Err(violation) = self.dispatch.apply(self.worker, session, wire::update(update)) {
-                        guard.reason.set(Reason::ProtocolViolation { about: violation.request() });
+                        guard
+                            .reason
+                            .set(ResubmissionReason::ProtocolViolation { about: violation.request() });
                         return Err(violation.into());
                     }
                 }
                 Some(Some(Response::Hello(_))) => {
                     return Err(SessionError::Protocol("hello sent twice".to_owned()));
                 }
-                // A message of a kind that a newer protocol added.
+                // Message kind of a newer protocol version.
                 Some(None) => {}
                 None if draining => return Err(SessionError::Drained),
                 None => return Err(SessionError::Closed),
@@ -308,8 +313,8 @@ impl SessionTask {
     }
 }
 
-/// The pauses between tries: twice as long each time, up to a bound, until a session lasts longer than that. One that opens
-/// and breaks at once is no better than one that does not open.
+/// Exponential backoff between attempts, reset by a session that lasts longer than the maximum pause. A
+/// session that breaks at once counts as a failed attempt.
 #[derive(Debug, Clone, Copy)]
 struct Backoff {
     next: Duration,
@@ -323,7 +328,7 @@ impl Backoff {
         Self { next: Self::FIRST.min(most), most }
     }
 
-    /// The pause after a try whose session lasted so long, if one opened.
+    /// Returns the pause after an attempt; `lasted` is the duration of its session, if one opened.
     fn after(&mut self, lasted: Option<Duration>) -> Duration {
         if lasted.is_some_and(|lasted| lasted > self.most) {
             *self = Self::new(self.most);
@@ -343,20 +348,20 @@ where
 }
 
 fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), SessionError> {
-    let wrong = |what: String| Err(SessionError::Protocol(what));
+    let violation = |what: String| Err(SessionError::Protocol(what));
     if hello.protocol_version == 0 || hello.protocol_version > PROTOCOL_VERSION {
-        return wrong(format!(
+        return violation(format!(
             "protocol version {} is not supported; this router supports up to {PROTOCOL_VERSION}",
             hello.protocol_version
         ));
     }
     if hello.model.is_empty() {
-        return wrong("hello without a model name".to_owned());
+        return violation("hello without a model name".to_owned());
     }
-    let Some(limits) = hello.limits else { return wrong("hello without limits".to_owned()) };
+    let Some(limits) = hello.limits else { return violation("hello without limits".to_owned()) };
     let v1::WorkerLimits { vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences, .. } = limits;
     if [vocab_size, context_tokens, block_tokens, kv_blocks, max_sequences].contains(&0) {
-        return wrong("hello with limits of zero".to_owned());
+        return violation("hello with limits of zero".to_owned());
     }
     let kv_tokens = limits.kv_blocks.saturating_mul(limits.block_tokens);
     let model =
@@ -364,23 +369,23 @@ fn check_hello(hello: &v1::Hello) -> Result<(ModelLimits, u32, Credits), Session
     Ok((model, limits.block_tokens, Credits { sequences: max_sequences, blocks: kv_blocks }))
 }
 
-/// Fetches a bundle; each piece must come within `limit`.
+/// Fetches a bundle; each chunk must arrive within `limit`.
 async fn fetch_bundle(
     mut client: WorkerClient<Channel>,
     digest: String,
     limit: Duration,
-) -> Result<Bundle, SessionError> {
+) -> Result<BundleFiles, SessionError> {
     let what = "its bundle";
     let request = v1::FetchBundleRequest { digest };
     let mut pieces = within(limit, what, client.fetch_bundle(request)).await?.into_inner();
-    let mut bundle = Bundle::default();
+    let mut bundle = BundleFiles::default();
     while let Some(piece) = within(limit, what, pieces.message()).await? {
         bundle.append(&piece.file, &piece.data)?;
     }
     Ok(bundle)
 }
 
-/// An error with its causes: the transport's own message says nothing.
+/// Formats an error with its causes: the transport's own message has no detail.
 fn chain(error: &tonic::transport::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -396,7 +401,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sessions_that_break_at_once_are_opened_less_and_less_often_until_one_lasts() {
+    fn sessions_that_break_at_once_back_off_until_one_lasts() {
         let millis = Duration::from_millis;
         let mut backoff = Backoff::new(millis(1000));
         let pauses: Vec<_> = (0..6).map(|_| backoff.after(Some(millis(3)))).collect();
@@ -407,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_of_a_newer_protocol_or_that_says_too_little_of_itself_is_refused_with_what_is_wrong() {
+    fn a_hello_of_a_newer_protocol_or_with_missing_fields_is_rejected() {
         let limits = v1::WorkerLimits {
             vocab_size: 285,
             context_tokens: 256,

@@ -1,4 +1,4 @@
-//! The models that workers serve, each a lane of the queue.
+//! Model catalogue: the models that workers serve, each a lane of the queue.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -8,18 +8,18 @@ use tokio::sync::watch;
 
 use super::request::LaneId;
 use super::session::WorkerInfo;
-use super::{Dispatch, DispatcherState, Lane, Served};
+use super::{Dispatcher, DispatcherState, Lane, ServedModel};
 use crate::dispatcher::session::WorkerSession;
 use crate::outcome::Outcome;
 
-impl Dispatch {
-    /// The model that a request names; of those of one name, the one with workers of this fingerprint, if one is required.
+impl Dispatcher {
+    /// Resolves a model name; of several lanes, the one with workers of the required fingerprint.
     pub(crate) fn resolve(
         &self,
         asked: &str,
         fingerprint: Option<&str>,
         now: Instant,
-    ) -> Result<Served, Outcome> {
+    ) -> Result<ServedModel, Outcome> {
         let state = self.lock();
         let wait = self.options.no_worker_timeout;
         let in_reach = |lane: &Lane| match *lane.unserved.borrow() {
@@ -44,7 +44,8 @@ impl Dispatch {
             }
             (asked, _) => asked,
         };
-        // Workers with the same model but another bundle are a lane apart: the one with most workers is taken.
+        // Workers of the same model with another bundle form their own lane: choose the one with most
+        // workers.
         let workers = |id: LaneId| state.sessions_of(id).filter(|session| session.draining.is_none()).count();
         let best = state.lanes.iter().filter(|(_, lane)| lane.name == name && in_reach(lane)).max_by_key(
             |(id, _)| {
@@ -54,7 +55,7 @@ impl Dispatch {
             },
         );
         match best {
-            Some((id, lane)) => Ok(Served {
+            Some((id, lane)) => Ok(ServedModel {
                 lane: *id,
                 name: lane.name.clone(),
                 architecture: lane.architecture.clone(),
@@ -70,16 +71,16 @@ impl Dispatch {
         }
     }
 
-    /// The models that a worker serves now, by name, with the fingerprints of the workers of each, one for each worker.
-    pub(crate) fn models(&self) -> Vec<(Served, Vec<String>)> {
+    /// Returns the models with serving workers, by name, with the fingerprint of each worker.
+    pub(crate) fn models(&self) -> Vec<(ServedModel, Vec<String>)> {
         let state = self.lock();
-        let mut models: BTreeMap<String, (Served, Vec<String>)> = BTreeMap::new();
+        let mut models: BTreeMap<String, (ServedModel, Vec<String>)> = BTreeMap::new();
         for (id, lane) in &state.lanes {
             let workers: Vec<String> = state.fingerprints(*id).map(str::to_owned).collect();
             if workers.is_empty() {
                 continue;
             }
-            let served = Served {
+            let served = ServedModel {
                 lane: *id,
                 name: lane.name.clone(),
                 architecture: lane.architecture.clone(),
@@ -101,24 +102,24 @@ impl DispatcherState {
         self.sessions.values().filter(move |session| session.lane == lane)
     }
 
-    /// The fingerprint of each worker of a lane that takes requests.
+    /// Returns the fingerprint of each serving worker of a lane.
     pub(super) fn fingerprints(&self, lane: LaneId) -> impl Iterator<Item = &str> {
         let serving = self.sessions_of(lane).filter(|session| session.draining.is_none());
         serving.map(|session| &*session.fingerprint)
     }
 
-    /// The refusal of a request for a fingerprint that no worker has.
+    /// Returns the outcome of a request for a fingerprint that no worker has.
     pub(super) fn unknown_fingerprint(&self, lane: LaneId, required: &str) -> Outcome {
         let served = self.distinct_fingerprints(lane).into_iter().map(str::to_owned).collect();
         Outcome::UnknownFingerprint { required: required.to_owned(), served }
     }
 
-    /// The different fingerprints among the workers of a lane that take requests.
+    /// Returns the distinct fingerprints of the serving workers of a lane.
     pub(super) fn distinct_fingerprints(&self, lane: LaneId) -> BTreeSet<&str> {
         self.fingerprints(lane).collect()
     }
 
-    /// Logs the first worker of a lane whose fingerprint no other has: from then on a failover may change tokens.
+    /// Logs the first worker of a lane with a new fingerprint: from then on failover may change tokens.
     pub(super) fn warn_of_mixed_fingerprints(&self, lane: LaneId, info: &WorkerInfo) {
         let served = self.distinct_fingerprints(lane);
         let joining = info.fingerprint.as_str();
@@ -139,7 +140,7 @@ impl DispatcherState {
         let same = |lane: &Lane| {
             lane.name == info.model_name
                 && lane.bundle_digest == info.bundle_digest
-                // With another vocabulary it is another model, whatever it is called.
+                // Another vocabulary means another model, even under the same name.
                 && lane.limits.vocab_size == info.limits.vocab_size
         };
         if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
@@ -159,8 +160,8 @@ impl DispatcherState {
         id
     }
 
-    /// Brings a lane up to date with the sessions that serve it. Its limits are those of the worker that takes the longest
-    /// sequences; what a request is handed to is one that takes it.
+    /// Updates a lane from its sessions. Its limits are those of the worker with the longest sequences;
+    /// placement checks each worker.
     pub(super) fn refresh(&mut self, id: LaneId, now: Instant) {
         let serving = self.sessions_of(id).filter(|session| session.draining.is_none());
         let limits = serving.map(|session| session.limits).max_by_key(ModelLimits::sequence_tokens);
@@ -176,7 +177,7 @@ impl DispatcherState {
         }
     }
 
-    /// Forgets the lanes that nobody serves or waits for any more.
+    /// Removes lanes without sessions and waiting requests, `wait` after their last worker left.
     pub(super) fn forget_lanes(&mut self, now: Instant, wait: Duration) {
         let in_use: BTreeSet<LaneId> =
             self.sessions.values().map(|session| session.lane).chain(self.queue.lanes()).collect();

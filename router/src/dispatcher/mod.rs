@@ -15,7 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use inflight_contract::{AdmissionCost, ModelLimits};
-use inflight_router_core::{Candidate, Credits, Estimate, OutlierLimits, Outliers, RetryBudget, Standing};
+use inflight_router_core::{
+    Candidate, Credits, Estimate, OutlierDetector, OutlierLimits, RetryBudget, Standing,
+};
 use metrics::Gauge;
 use tokio::sync::watch;
 
@@ -28,20 +30,20 @@ use crate::outcome::Outcome;
 use crate::stats::RouterStats;
 use placement::PlacementState;
 use queue::ClusterQueue;
-pub(crate) use recovery::Reason;
-use request::{ActiveRequest, AdmittedCall, LaneId, Phase, Place};
+pub(crate) use recovery::ResubmissionReason;
+use request::{ActiveRequest, AdmittedCall, LaneId, Phase, QueuePosition};
 pub(crate) use session::WorkerInfo;
 use session::WorkerSession;
 
-/// A model as requests see it.
+/// Model as requests resolve it.
 #[derive(Debug, Clone)]
-pub(crate) struct Served {
+pub(crate) struct ServedModel {
     pub(crate) lane: LaneId,
     pub(crate) name: String,
     pub(crate) architecture: String,
     pub(crate) limits: ModelLimits,
     pub(crate) model: Arc<Model>,
-    /// Since when no worker serves it; `None` while one does.
+    /// Time since which no worker serves it; `None` while one does.
     pub(crate) unserved: watch::Receiver<Option<Instant>>,
 }
 
@@ -59,32 +61,32 @@ struct DispatcherState {
     queue: ClusterQueue,
     lanes: BTreeMap<LaneId, Lane>,
     next_lane: LaneId,
-    /// By worker; those that are connected.
+    /// Open sessions, by worker.
     sessions: BTreeMap<usize, WorkerSession>,
-    /// Workers that the router knows of, connected or not.
+    /// Known workers, connected or not.
     members: BTreeSet<usize>,
     next_session: u64,
     next_submission: u64,
     placement: PlacementState,
     connected_ever: bool,
-    /// Calls whose streams are open, by ticket.
+    /// Admitted requests whose streams are open, by ticket number.
     open: BTreeMap<u64, Arc<ActiveRequest>>,
     next_ticket: u64,
-    /// Resubmissions that wait for the budget.
+    /// Retry queue: resubmissions that wait for the retry budget.
     retries: VecDeque<Arc<ActiveRequest>>,
-    /// Requests that wait for a worker of their own.
+    /// Quarantined requests that wait for a worker of their own.
     quarantined: VecDeque<Arc<ActiveRequest>>,
     budget: RetryBudget,
-    outliers: Outliers,
-    /// How long a request waits while only workers that are too small for it are connected.
+    outliers: OutlierDetector,
+    /// Maximum time a request waits while all connected workers are too small for it.
     unfit_wait: Duration,
     ticks: u32,
-    /// What the dispatcher's clock counts from.
+    /// Epoch of the times passed to the pure core.
     epoch: Instant,
     gauges: Gauges,
 }
 
-/// Handles, as looking one up by its name costs more than setting it.
+/// Metric handles; a lookup by name costs more than an update.
 struct Gauges {
     requests: Gauge,
     tokens: Gauge,
@@ -93,33 +95,33 @@ struct Gauges {
     ejected: Gauge,
 }
 
-/// The router's one decision point: holds the queue, the sessions and their ledgers, and hands a request over
-/// the moment a worker's grant has room. Every change (an arrival, a grant, an end, a lost session) drives it;
+/// Single decision point of the router: owns the queue, the sessions and their ledgers, and dispatches a
+/// request as soon as a worker's grant has room. Driven by events (arrival, grant, end, lost session);
 /// nothing polls.
-pub(crate) struct Dispatch {
+pub(crate) struct Dispatcher {
     options: Options,
     state: Mutex<DispatcherState>,
     ready: watch::Sender<bool>,
-    /// Models that a worker serves now.
+    /// Models with at least one serving worker.
     served: watch::Sender<BTreeSet<String>>,
-    /// Routers that share the workers, as the queue knows.
+    /// Number of routers that share the workers, as reported by workers.
     routers: Arc<AtomicU32>,
 }
 
-/// An admitted request, held by its client's stream; dropping it withdraws the request wherever it is.
+/// Handle of an admitted request, owned by its client's stream; dropping it cancels the request.
 pub(crate) struct Ticket {
-    dispatch: Arc<Dispatch>,
+    dispatch: Arc<Dispatcher>,
     pub(crate) active: Arc<ActiveRequest>,
     number: u64,
 }
 
 impl Ticket {
-    /// Ends a choice on the router's side: its worker stops and nothing more of it is delivered.
+    /// Ends a choice on the router's side: cancels it at its worker and delivers nothing more of it.
     pub(crate) fn withdraw(&self, choice: u32) {
         self.dispatch.withdraw(&self.active, choice);
     }
 
-    /// The client reads again after its request was paused.
+    /// Resumes a paused request whose client reads again.
     pub(crate) fn resume(&self) {
         self.dispatch.resume(&self.active);
     }
@@ -131,8 +133,8 @@ impl Drop for Ticket {
     }
 }
 
-impl Dispatch {
-    /// Sizes of blocks for which a prompt is hashed: clusters have one, and while it is changed two.
+impl Dispatcher {
+    /// Maximum number of block sizes for which a prompt is hashed: one per cluster, two during a migration.
     const BLOCK_SIZES_MAX: usize = 2;
 
     pub(crate) fn new(options: &Options) -> Self {
@@ -161,7 +163,7 @@ impl Dispatch {
             retries: VecDeque::new(),
             quarantined: VecDeque::new(),
             budget: RetryBudget::new(options.retry_rate, options.retry_burst),
-            outliers: Outliers::new(OutlierLimits::default()),
+            outliers: OutlierDetector::new(OutlierLimits::default()),
             unfit_wait: options.no_worker_timeout,
             ticks: 0,
             epoch,
@@ -177,21 +179,21 @@ impl Dispatch {
     }
 
     fn lock(&self) -> MutexGuard<'_, DispatcherState> {
-        // Every method leaves the state whole at each call that could panic.
+        // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether at least one worker takes requests.
+    /// Returns a receiver of whether at least one worker accepts requests.
     pub(crate) fn ready(&self) -> watch::Receiver<bool> {
         self.ready.subscribe()
     }
 
-    /// The models that a worker serves now.
+    /// Returns a receiver of the models with at least one serving worker.
     pub(crate) fn served(&self) -> watch::Receiver<BTreeSet<String>> {
         self.served.subscribe()
     }
 
-    /// Queues a request, and hands it over at once if a worker has room.
+    /// Queues a request, and dispatches it at once if a worker has room.
     pub(crate) fn submit(
         self: &Arc<Self>,
         call: AdmittedCall,
@@ -208,7 +210,7 @@ impl Dispatch {
         }
         let active = Arc::new(ActiveRequest::new(call, queue_span, guard));
         let call = &active.call;
-        // Hashing takes a while, so not under the lock. Where several sizes of blocks meet, each has its names.
+        // Hashing is slow, so it happens before taking the lock. Each block size has its own chain.
         let sizes = self.block_sizes(call.lane);
         active.chains.get_or_init(|| PlacementState::chains(call, &sizes));
         let mut state = self.lock();
@@ -223,10 +225,10 @@ impl Dispatch {
         }
         let since = state.since(now);
         let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
-        // Finding out takes a look-up for each block.
+        // The estimate costs a lookup per block, so it is made only for a deadline.
         let first_token = left.and_then(|_| state.first_token(&active));
-        let (place, displaced) = state.queue.push(&active, first_token, left, since)?;
-        active.lock().phase = Phase::Queued(place);
+        let (position, displaced) = state.queue.push(&active, first_token, left, since)?;
+        active.lock().phase = Phase::Queued(position);
         for other in displaced {
             other.lock().fail(state.queue.displaced());
             other.notify();
@@ -239,7 +241,7 @@ impl Dispatch {
         Ok(Ticket { dispatch: self.clone(), active, number })
     }
 
-    /// Sizes of blocks at a lane's workers; none where the placement does not look at blocks.
+    /// Returns the block sizes of a lane's workers; empty if the placement policy ignores prefixes.
     fn block_sizes(&self, lane: LaneId) -> Vec<u32> {
         let state = self.lock();
         if !state.placement.reads_prefixes() {
@@ -249,12 +251,12 @@ impl Dispatch {
         sizes.into_iter().take(Self::BLOCK_SIZES_MAX).collect()
     }
 
-    /// Routers that share the workers.
+    /// Returns the number of routers that share the workers.
     pub(crate) fn routers(&self) -> u32 {
         self.routers.load(Ordering::Relaxed)
     }
 
-    /// How much the router holds.
+    /// Returns the current load of the router.
     pub(crate) fn stats(&self) -> RouterStats {
         let state = self.lock();
         let used = state.sessions.values().map(|session| session.ledger.used());
@@ -280,8 +282,8 @@ impl Dispatch {
                     session.cancel_choice(submission, choice);
                 }
             }
-            Phase::Queued(place) if ended => {
-                state.queue.remove(&place);
+            Phase::Queued(position) if ended => {
+                state.queue.remove(&position);
             }
             Phase::Queued(_) | Phase::AwaitingRetry | Phase::Paused | Phase::Ended => {}
         }
@@ -306,40 +308,41 @@ impl DispatcherState {
         self.sessions.get_mut(&worker).filter(|session| session.id == id)
     }
 
-    /// The time as the pure parts take it.
+    /// Converts a time to the duration since the epoch.
     fn since(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.epoch)
     }
 
-    /// Queues a request that was handed over before, ahead of all that never were.
+    /// Requeues a request that was dispatched before, ahead of all new requests.
     fn requeue_first(&mut self, active: &Arc<ActiveRequest>, now: Instant) {
         let since = self.since(now);
         let mut request = active.lock();
-        let Some(place) = request.place.take() else { return };
-        request.phase = Phase::Queued(self.queue.requeue_first(&place, active, since));
+        let Some(position) = request.position.take() else { return };
+        request.phase = Phase::Queued(self.queue.requeue_first(&position, active, since));
     }
 
-    /// The soonest first token that a worker promises a new request.
+    /// Returns the earliest predicted first token of a new request over all workers; `None` if unknown for
+    /// one.
     fn first_token(&self, active: &ActiveRequest) -> Option<Duration> {
         let fits = |session: &&WorkerSession| session.fits(&active.call);
         let of_lane =
             self.sessions_of(active.call.lane).filter(|session| session.accepts_requests()).filter(fits);
         let promised =
             of_lane.map(|session| self.placement.first_token(session.worker, &active.call, active.chains()));
-        // A worker that says nothing may be the soonest.
+        // A worker without a cost model may be the earliest.
         promised.min().flatten()
     }
 
-    /// Hands over what can be handed over: lane by lane, in order. A head that finds no room may be overtaken, a bounded
-    /// number of times, by those behind it that do.
+    /// Dispatches waiting requests, lane by lane and in queue order. A head that fits on no worker is
+    /// bypassed by later requests a bounded number of times.
     fn dispatch_waiting(&mut self, now: Instant) {
         self.release_retries(now);
         self.place_quarantined(now);
         let since = self.since(now);
         let lanes: Vec<LaneId> = self.queue.lanes().collect();
         for lane in lanes {
-            while let Some((place, active)) = self.queue.head(lane, since) {
-                if self.try_dispatch(&place, &active, now) {
+            while let Some((position, active)) = self.queue.head(lane, since) {
+                if self.try_dispatch(&position, &active, now) {
                     continue;
                 }
                 let one = Credits { sequences: 1, blocks: 1 };
@@ -348,15 +351,15 @@ impl DispatcherState {
                 if !self.sessions_of(lane).any(room) {
                     break;
                 }
-                let mut behind = self.queue.bypass_candidates(&place, since).into_iter();
-                if !behind.any(|(other, active)| self.try_dispatch(&other, &active, now)) {
+                let mut bypassing = self.queue.bypass_candidates(&position, since).into_iter();
+                if !bypassing.any(|(other, active)| self.try_dispatch(&other, &active, now)) {
                     break;
                 }
-                self.queue.count_bypass(&place);
+                self.queue.count_bypass(&position);
             }
         }
         for session in self.sessions.values_mut() {
-            // A suspect waits outside of the queue, and needs a grant of its worker as much.
+            // A quarantined request waits outside the queue and needs a grant of its worker as well.
             session.send_backlog(self.queue.waits_in(session.lane) || session.awaits_quarantined());
         }
         self.gauges.requests.set(self.queue.len() as f64);
@@ -364,20 +367,20 @@ impl DispatcherState {
         self.gauges.ejected.set(self.outliers.ejected(self.since(now)) as f64);
     }
 
-    /// Hands a waiting request over, or ends it if it cannot run; whether it has left the queue.
-    fn try_dispatch(&mut self, place: &Place, active: &Arc<ActiveRequest>, now: Instant) -> bool {
+    /// Dispatches a waiting request, or fails it if it cannot run. Returns whether it has left the queue.
+    fn try_dispatch(&mut self, position: &QueuePosition, active: &Arc<ActiveRequest>, now: Instant) -> bool {
         match self.choose_worker(active, now) {
             PlacementDecision::Wait => false,
             PlacementDecision::Fail(outcome) => {
-                self.queue.remove(place);
+                self.queue.remove(position);
                 active.lock().fail(outcome);
                 active.notify();
                 true
             }
             PlacementDecision::Dispatch(worker) => {
                 let since = self.since(now);
-                self.queue.take(place, active.call.lane, since);
-                active.lock().place = Some(*place);
+                self.queue.take(position, active.call.lane, since);
+                active.lock().position = Some(*position);
                 self.dispatch_to(active, worker, now);
                 true
             }
@@ -391,26 +394,29 @@ impl DispatcherState {
         let mut request = active.lock();
         let lane = active.call.lane;
         let fits = |session: &&WorkerSession| session.fits(&active.call);
-        // Those that are kept for a suspect take others again soon.
-        let in_time =
+        // Includes workers reserved for a quarantined request: they accept others again soon.
+        let eligible =
             || self.sessions.values().filter(|s| s.lane == lane && s.draining.is_none()).filter(fits);
         let generated = request.journal.tokens();
         let begun = generated > 0;
-        let same = |session: &&WorkerSession| request.fingerprint.as_ref() == Some(&session.fingerprint);
-        let sessions = || in_time().filter(|session| session.accepts_requests());
-        // A stream that has begun goes on with the very same tokens where that is possible at all.
-        let keep_fingerprint = begun && in_time().any(|session| same(&session));
+        let same_fingerprint =
+            |session: &&WorkerSession| request.fingerprint.as_ref() == Some(&session.fingerprint);
+        let sessions = || eligible().filter(|session| session.accepts_requests());
+        // A stream that has begun stays on workers with its fingerprint while there are any, so that its
+        // tokens do not change.
+        let keep_fingerprint = begun && eligible().any(|session| same_fingerprint(&session));
         let since = self.since(now);
-        let admitted =
+        let not_ejected =
             |session: &&WorkerSession| self.outliers.admits(session.worker, session.submissions.len(), since);
-        // Where nobody but ejected workers is left, one of them is better than none.
-        let admits = sessions().any(|session| (!keep_fingerprint || same(&session)) && admitted(&session));
+        // If only ejected workers are left, they are used.
+        let any_not_ejected = sessions()
+            .any(|session| (!keep_fingerprint || same_fingerprint(&session)) && not_ejected(&session));
         let standing = |session: &WorkerSession| {
             if session.draining.is_some() {
                 Standing::Draining
-            } else if !fits(&session) || (keep_fingerprint && !same(&session)) {
+            } else if !fits(&session) || (keep_fingerprint && !same_fingerprint(&session)) {
                 Standing::Unfit
-            } else if session.reserved.is_some() || (admits && !admitted(&session)) {
+            } else if session.reserved.is_some() || (any_not_ejected && !not_ejected(&session)) {
                 Standing::Ejected
             } else {
                 Standing::Serving
@@ -423,7 +429,7 @@ impl DispatcherState {
                 standing: standing(session),
                 grant: session.ledger.grant(),
                 used: session.ledger.used(),
-                urgent: session.ledger.urgent(active.call.priority),
+                priority_sequences: session.ledger.priority_sequences(active.call.priority),
                 need: Credits {
                     sequences: request.journal.running().count_ones(),
                     blocks: request.journal.blocks(active.call.prompt.len(), session.block_tokens),
@@ -432,7 +438,7 @@ impl DispatcherState {
                 ..Candidate::default()
             })
             .map(|candidate| {
-                // Only where it matters: finding out takes a look-up for each block.
+                // Only for workers with room: an estimate costs a lookup per block.
                 let estimate = match candidate.standing == Standing::Serving && candidate.has_room() {
                     true => {
                         self.placement.estimate(candidate.worker, &active.call, generated, active.chains())
@@ -442,13 +448,13 @@ impl DispatcherState {
                 Candidate { estimate, ..candidate }
             })
             .collect();
-        if in_time().next().is_some() {
+        if eligible().next().is_some() {
             request.unfit_since = None;
         } else if self.sessions_of(lane).any(|session| session.draining.is_none())
-            // The worker that could hold it may come back.
+            // A worker that can hold the request may return.
             && now.saturating_duration_since(*request.unfit_since.get_or_insert(now)) >= self.unfit_wait
         {
-            // The workers that could run it went while it waited.
+            // The workers with its fingerprint have left while it waited.
             if let Some(required) = &active.call.require_fingerprint
                 && self.fingerprints(lane).all(|served| served != required)
             {
@@ -470,7 +476,7 @@ impl DispatcherState {
         self.next_submission += 1;
         let Some(session) = self.sessions.get_mut(&worker) else { return };
         let mut request = active.lock();
-        if request.run_on(&session.fingerprint) {
+        if request.set_fingerprint(&session.fingerprint) {
             metrics::counter!(names::FINGERPRINT_CHANGES).increment(1);
             tracing::warn!(
                 request_id = active.call.request_id,
@@ -492,10 +498,10 @@ impl DispatcherState {
         let prompt_blocks = AdmissionCost::new(session.block_tokens).prompt(active.call.prompt.len());
         let choices = request.journal.choice_blocks(session.block_tokens).collect();
         let mut submit = active.submission(&request.journal, submission, now);
-        if let Some(place) = &request.place {
-            // A stream that has begun was charged for its prompt before.
+        if let Some(position) = &request.position {
+            // The prompt of a resumed stream was charged at its first dispatch.
             let prompt = if request.journal.tokens() > 0 { 0 } else { active.call.prompt.len() };
-            submit.virtual_start_time = Some(self.queue.charge_provisionally(place, submission, prompt));
+            submit.virtual_start_time = Some(self.queue.charge_provisionally(position, submission, prompt));
             submit.min_waiting_virtual_time = self.queue.min_waiting_virtual_time(session.lane);
         }
         let attempt = request.journal.attempt();

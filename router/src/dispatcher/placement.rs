@@ -1,10 +1,10 @@
-//! What workers say of their caches, costs and loads, for the placement.
+//! Placement with the workers' reported caches, costs and loads.
 
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::time::Duration;
 
 use inflight_router_core::{
-    Ask, Candidate, Chain, Estimate, Fleet, IndexStep, Placer, SnapshotPiece, WorkerUpdate,
+    Candidate, Chain, Estimate, Fleet, IndexStep, PlacementRequest, Placer, SnapshotPiece, WorkerUpdate,
 };
 use metrics::Gauge;
 
@@ -12,13 +12,13 @@ use crate::dispatcher::request::AdmittedCall;
 use crate::metrics as names;
 use crate::options::Options;
 
-/// Blocks of one worker in the index, whatever it says it has: 64 million tokens in blocks of 16.
+/// Maximum indexed blocks of one worker: 64 million tokens in blocks of 16.
 pub(crate) const INDEX_BLOCKS_MAX: usize = 1 << 22;
-/// Tokens that a request is expected to generate, if it may: few clients know, and the placement only weighs decodes against
-/// prefills by it.
+/// Cap on the expected output tokens of a request: max_tokens is rarely a good estimate, and placement uses
+/// it only to weigh decodes against prefills.
 const EXPECTED_OUTPUT_TOKENS: u32 = 256;
 
-/// The placement with all that it knows.
+/// Placement policy with the state of all workers.
 pub(crate) struct PlacementState {
     placer: Placer,
     fleet: Fleet,
@@ -51,7 +51,7 @@ impl PlacementState {
         self.placer.reads_prefixes()
     }
 
-    /// Takes in what an update says. Returns whether the worker is to be asked for a snapshot of its cache.
+    /// Applies an update of a worker. Returns whether a snapshot of its prefix cache must be requested.
     pub(crate) fn apply_update(&mut self, worker: usize, address: &str, update: &WorkerUpdate) -> bool {
         if let Some(cost) = update.cost {
             self.fleet.set_cost(worker, cost);
@@ -89,12 +89,12 @@ impl PlacementState {
         lost
     }
 
-    /// The names of a prompt's blocks, for each size of blocks.
+    /// Hashes a prompt for each block size.
     pub(crate) fn chains(call: &AdmittedCall, block_sizes: &[u32]) -> Vec<Chain> {
         block_sizes.iter().map(|size| Chain::of_prompt(&call.tenant, &call.prompt, *size)).collect()
     }
 
-    /// What is known of a worker with a request in mind, of which `generated` tokens are there already.
+    /// Returns the predicted cost at a worker of a request that has `generated` tokens already.
     pub(crate) fn estimate(
         &self,
         worker: usize,
@@ -114,7 +114,7 @@ impl PlacementState {
         self.placer.choose(&ask(call, generated), candidates)
     }
 
-    /// A request goes to a worker.
+    /// Records a dispatch to a worker.
     pub(crate) fn route(
         &mut self,
         worker: usize,
@@ -130,8 +130,8 @@ impl PlacementState {
         self.fleet.route(worker, submission, prompt_tokens, chains, &estimate);
     }
 
-    /// Predicted time to the first token at a worker once it has the request; `None` if the worker has not said what
-    /// things cost there.
+    /// Returns the predicted time to first token of a request dispatched to a worker now; `None` if the
+    /// worker has not reported its cost model.
     pub(crate) fn first_token(
         &self,
         worker: usize,
@@ -146,15 +146,15 @@ impl PlacementState {
             .flatten()
     }
 
-    /// A submission has ended.
+    /// Records the end of a submission.
     pub(crate) fn settle(&mut self, worker: usize, submission: u64) {
         self.fleet.settle(worker, submission);
     }
 }
 
-fn ask(call: &AdmittedCall, generated: usize) -> Ask {
+fn ask(call: &AdmittedCall, generated: usize) -> PlacementRequest {
     let tokens = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    Ask {
+    PlacementRequest {
         prompt_tokens: tokens(call.prompt.len() + generated),
         output_tokens: call.max_tokens.saturating_sub(tokens(generated)).min(EXPECTED_OUTPUT_TOKENS),
     }

@@ -1,4 +1,4 @@
-//! Requests that wait, and what is known of the service that their tenants had in the whole cluster.
+//! Fair queue over all routers: waiting requests, ordered by the service counters that workers report.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,55 +9,56 @@ use inflight_contract::{
     Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, Weight, plausible_growth,
 };
 use inflight_router_core::{
-    Arrival, FairQueue, FairQueueOptions, IncarnationCounters, Pace, QueueLimits, TenantCounter, WorkerUpdate,
+    Arrival, DispatchRate, FairQueue, FairQueueOptions, IncarnationCounters, QueueLimits, TenantCounter,
+    WorkerUpdate,
 };
 
-use crate::dispatcher::request::{ActiveRequest, LaneId, Place};
+use crate::dispatcher::request::{ActiveRequest, LaneId, QueuePosition};
 use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 
-/// Incarnations of workers that a lane remembers, and tenants of each.
+/// Maximum incarnations of workers per lane, and tenants per incarnation.
 const INCARNATIONS_MAX: usize = 256;
 const TENANTS_MAX: usize = 10_000;
-/// Longest name of a tenant that a worker may report.
+/// Maximum length of a tenant name in a worker's report, in bytes.
 const NAME_BYTES_MAX: usize = 128;
-/// More routers than any worker has sessions for.
+/// Maximum router count that a worker may report.
 const ROUTERS_MAX: u32 = 65_536;
-/// What is known of a worker's service by hearsay counts for this long.
+/// Expiry of service counters that were reported only indirectly, by other routers.
 const INDIRECT_COUNTERS_TTL: Duration = Duration::from_secs(3600);
 
-/// A worker that reports.
+/// Worker with an open session, as a source of service counters.
 struct ServiceReporter {
     incarnation: String,
     lane: LaneId,
     routers: u32,
-    /// When it last reported: until then what it charges may be the work of any time.
-    heard: Option<Duration>,
+    /// Time of its last report; `None` before the first, whose counters may cover any time.
+    last_report: Option<Duration>,
 }
 
-/// What a lane knows beside its queue.
+/// Service counters and dispatch rate of a lane.
 struct LaneServices {
     services: ServiceTable,
-    pace: Pace,
+    rate: DispatchRate,
 }
 
 impl Default for LaneServices {
     fn default() -> Self {
-        Self { services: ServiceTable::new(INCARNATIONS_MAX, TENANTS_MAX), pace: Pace::default() }
+        Self { services: ServiceTable::new(INCARNATIONS_MAX, TENANTS_MAX), rate: DispatchRate::default() }
     }
 }
 
-/// The fair queue, fed with what workers report: each is the authority on the service that its incarnation gave, so
-/// that all routers order by the same counters without a store between them.
+/// Fair queue fed by the workers' reports: each worker is the authority on the service its incarnation gave,
+/// so all routers order by the same counters without a shared store.
 pub(crate) struct ClusterQueue {
     queue: FairQueue<LaneId, Arc<ActiveRequest>>,
     cost: TokenCost,
     lanes: BTreeMap<LaneId, LaneServices>,
     reporters: BTreeMap<usize, ServiceReporter>,
-    /// What was charged provisionally, by submission: until a worker reports of it.
-    provisional: BTreeMap<u64, (Place, u64)>,
+    /// Provisional charge by submission, until a worker reports on it.
+    provisional: BTreeMap<u64, (QueuePosition, u64)>,
     routers: Arc<AtomicU32>,
     retry: Duration,
 }
@@ -84,21 +85,25 @@ impl ClusterQueue {
         }
     }
 
-    /// Queues a request. `first_token` is what it takes at the best worker once it is handed over, if that is known. The
-    /// requests returned had to make room: they are out of the queue and must be ended.
+    /// Queues a request and returns its position with the requests it displaced, which the caller must fail.
+    /// `first_token` is the predicted time from dispatch to first token, if known; `left` the time until its
+    /// deadline.
     pub(crate) fn push(
         &mut self,
         active: &Arc<ActiveRequest>,
         first_token: Option<Duration>,
         left: Option<Duration>,
         since: Duration,
-    ) -> Result<(Place, Vec<Arc<ActiveRequest>>), Outcome> {
+    ) -> Result<(QueuePosition, Vec<Arc<ActiveRequest>>), Outcome> {
         let call = &active.call;
         let weight = Weight::try_from(call.weight).map_err(Outcome::invalid)?;
         if let Some(left) = left {
             let ahead = self.queue.ahead(call.lane, &call.tenant, weight, call.priority);
-            let wait =
-                self.lanes.get(&call.lane).and_then(|known| known.pace.wait(ahead)).unwrap_or_default();
+            let wait = self
+                .lanes
+                .get(&call.lane)
+                .and_then(|lane_services| lane_services.rate.predict_wait(ahead))
+                .unwrap_or_default();
             let predicted = wait + first_token.unwrap_or_default();
             if predicted > left {
                 return Err(Outcome::Infeasible { predicted, left });
@@ -111,93 +116,100 @@ impl ClusterQueue {
             tokens: call.tokens(),
             bounds: call.bounds,
         };
-        self.pass(call.lane, since);
+        self.advance_rate(call.lane, since);
         let admitted = self.queue.push(call.lane, arrival, since, active.clone());
         let admitted =
             admitted.map_err(|full| Outcome::Full(Box::new(Overload::of_queue(&full, self.retry))))?;
-        Ok((admitted.place, admitted.displaced))
+        Ok((admitted.position, admitted.displaced))
     }
 
-    /// What those are told that had to make room.
+    /// Returns the outcome of a displaced request.
     pub(crate) fn displaced(&self) -> Outcome {
         Outcome::Displaced { retry: self.retry }
     }
 
-    /// Queues a request again that was handed over before.
+    /// Requeues a request that was dispatched before, ahead of all new requests.
     pub(crate) fn requeue_first(
         &mut self,
-        place: &Place,
+        position: &QueuePosition,
         active: &Arc<ActiveRequest>,
         since: Duration,
-    ) -> Place {
+    ) -> QueuePosition {
         let call = &active.call;
-        self.queue.put_back(place, &call.tenant, call.tokens(), since, active.clone())
+        self.queue.requeue(position, &call.tenant, call.tokens(), since, active.clone())
     }
 
-    /// The next request of a lane.
-    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(Place, Arc<ActiveRequest>)> {
-        let place = self.queue.head(lane, since)?;
-        self.queue.get(&place).map(|active| (place, active.clone()))
+    /// Returns the next request of a lane.
+    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(QueuePosition, Arc<ActiveRequest>)> {
+        let position = self.queue.head(lane, since)?;
+        self.queue.get(&position).map(|active| (position, active.clone()))
     }
 
-    /// Those that may go in its place.
+    /// Returns the requests that may bypass the head.
     pub(crate) fn bypass_candidates(
         &self,
-        head: &Place,
+        head: &QueuePosition,
         since: Duration,
-    ) -> Vec<(Place, Arc<ActiveRequest>)> {
-        let places = self.queue.behind(head, since).into_iter();
-        places.filter_map(|place| self.queue.get(&place).map(|active| (place, active.clone()))).collect()
+    ) -> Vec<(QueuePosition, Arc<ActiveRequest>)> {
+        let places = self.queue.bypass_candidates(head, since).into_iter();
+        places
+            .filter_map(|position| self.queue.get(&position).map(|active| (position, active.clone())))
+            .collect()
     }
 
-    /// One behind it goes before the head.
-    pub(crate) fn count_bypass(&mut self, head: &Place) {
-        metrics::counter!(names::OVERTAKES).increment(1);
-        self.queue.overtake(head);
+    /// Counts a bypass of the head.
+    pub(crate) fn count_bypass(&mut self, head: &QueuePosition) {
+        metrics::counter!(names::QUEUE_BYPASSES).increment(1);
+        self.queue.count_bypass(head);
     }
 
-    /// Takes a request out to hand it over.
-    pub(crate) fn take(&mut self, place: &Place, lane: LaneId, since: Duration) {
-        self.pass(lane, since);
-        let waited = self.queue.queued(place).is_some_and(|queued| queued < since);
-        if let Some(known) = self.lanes.get_mut(&lane).filter(|_| waited) {
-            known.pace.hand();
+    /// Takes a request out of the queue for dispatch.
+    pub(crate) fn take(&mut self, position: &QueuePosition, lane: LaneId, since: Duration) {
+        self.advance_rate(lane, since);
+        let waited = self.queue.queued(position).is_some_and(|queued| queued < since);
+        if let Some(lane_services) = self.lanes.get_mut(&lane).filter(|_| waited) {
+            lane_services.rate.record_dispatch();
         }
-        self.queue.take(place, 0);
+        self.queue.take(position, 0);
     }
 
-    /// A request goes to a worker as `submission`: its turn there. `tokens` of its prompt are charged until the worker
-    /// reports of it.
-    pub(crate) fn charge_provisionally(&mut self, place: &Place, submission: u64, tokens: usize) -> Service {
+    /// Returns the virtual start time of `submission` and charges its tenant provisionally for `tokens` of
+    /// the prompt, until the worker reports on it.
+    pub(crate) fn charge_provisionally(
+        &mut self,
+        position: &QueuePosition,
+        submission: u64,
+        tokens: usize,
+    ) -> Service {
         let cost = self.cost.of(u32::try_from(tokens).unwrap_or(u32::MAX), 0);
-        let order = self.queue.reserve(place, cost);
-        self.provisional.insert(submission, (*place, cost));
-        order
+        let virtual_start_time = self.queue.reserve(position, cost);
+        self.provisional.insert(submission, (*position, cost));
+        virtual_start_time
     }
 
-    /// The worker has reported of a submission, or it is over.
+    /// Ends the provisional charge of a submission: the worker has reported on it, or it has ended.
     pub(crate) fn settle(&mut self, submission: u64) {
-        if let Some((place, cost)) = self.provisional.remove(&submission) {
-            self.queue.settle(&place, cost);
+        if let Some((position, cost)) = self.provisional.remove(&submission) {
+            self.queue.settle(&position, cost);
         }
     }
 
-    /// Takes a request that waits out for good.
-    pub(crate) fn remove(&mut self, place: &Place) {
-        self.queue.remove(place);
+    /// Removes a waiting request for good.
+    pub(crate) fn remove(&mut self, position: &QueuePosition) {
+        self.queue.remove(position);
     }
 
-    /// A request that was handed over once is over.
-    pub(crate) fn depart(&mut self, place: &Place) {
-        self.queue.depart(place);
+    /// Records the end of a request that was dispatched.
+    pub(crate) fn depart(&mut self, position: &QueuePosition) {
+        self.queue.depart(position);
     }
 
-    fn pass(&mut self, lane: LaneId, since: Duration) {
+    fn advance_rate(&mut self, lane: LaneId, since: Duration) {
         let waits = self.waits_in(lane);
-        self.lanes.entry(lane).or_default().pace.pass(since, waits);
+        self.lanes.entry(lane).or_default().rate.advance(since, waits);
     }
 
-    /// A session is open. Returns what is to be told to the worker.
+    /// Opens a session. Returns the service counters to send to its worker.
     pub(crate) fn open(
         &mut self,
         worker: usize,
@@ -205,26 +217,26 @@ impl ClusterQueue {
         incarnation: String,
     ) -> Vec<IncarnationCounters> {
         self.queue.open_lane(lane);
-        let known = self.lanes.entry(lane).or_default();
-        known.services.open(&incarnation);
-        let mut told: Vec<IncarnationCounters> = Vec::new();
-        // Not what is known by hearsay, or a false report would go round for ever.
+        let lane_services = self.lanes.entry(lane).or_default();
+        lane_services.services.open(&incarnation);
+        let mut tables: Vec<IncarnationCounters> = Vec::new();
+        // Directly reported counters only, so that a false report does not circulate forever.
         for (other, tenant, charged) in
-            known.services.first_hand().filter(|(other, ..)| *other != incarnation)
+            lane_services.services.first_hand().filter(|(other, ..)| *other != incarnation)
         {
             let charge = tenant_counter(tenant, charged);
-            match told.last_mut().filter(|table| table.incarnation == other) {
+            match tables.last_mut().filter(|table| table.incarnation == other) {
                 Some(table) => table.tenants.push(charge),
                 None => {
-                    told.push(IncarnationCounters { incarnation: other.to_owned(), tenants: vec![charge] })
+                    tables.push(IncarnationCounters { incarnation: other.to_owned(), tenants: vec![charge] })
                 }
             }
         }
-        self.reporters.insert(worker, ServiceReporter { incarnation, lane, routers: 0, heard: None });
-        told
+        self.reporters.insert(worker, ServiceReporter { incarnation, lane, routers: 0, last_report: None });
+        tables
     }
 
-    /// A session is over. Returns its last counters, which the other workers of the lane are to be told.
+    /// Closes a session. Returns its last service counters, to send to the other workers of the lane.
     pub(crate) fn close(&mut self, worker: usize) -> Option<IncarnationCounters> {
         let ServiceReporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
         self.count_routers();
@@ -235,10 +247,11 @@ impl ClusterQueue {
         (!tenants.is_empty()).then_some(IncarnationCounters { incarnation, tenants })
     }
 
-    /// Takes in what an update says of tenants' services and of other routers; `since` is now.
+    /// Applies the service counters and the router count of an update; `since` is the current time.
     ///
     /// # Errors
-    /// [`Violation`] if no worker can have served so much, or have so many routers; nothing of the update is taken in.
+    /// [`Violation`] for counters or a router count beyond what is possible; nothing of the update is
+    /// applied.
     pub(crate) fn apply_service_counters(
         &mut self,
         worker: usize,
@@ -247,12 +260,13 @@ impl ClusterQueue {
     ) -> Result<(), Violation> {
         let Some(reporter) = self.reporters.get_mut(&worker) else { return Ok(()) };
         let lane = reporter.lane;
-        let Some(known) = self.lanes.get_mut(&lane) else { return Ok(()) };
-        let told = update.service_tables.iter().filter(|table| table.incarnation != reporter.incarnation);
-        let told = told.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
-        // The worker only passes on what another router said.
-        let told =
-            told.filter(|(_, charge)| charge.charged.cost.max(charge.charged.base) <= SERVICE_COUNTER_MAX);
+        let Some(lane_services) = self.lanes.get_mut(&lane) else { return Ok(()) };
+        let indirect = update.service_tables.iter().filter(|table| table.incarnation != reporter.incarnation);
+        let indirect =
+            indirect.flat_map(|table| table.tenants.iter().map(|charge| (&table.incarnation, charge)));
+        // The worker only forwards what another router reported, so an excess is dropped without a violation.
+        let indirect = indirect
+            .filter(|(_, charge)| charge.charged.cost.max(charge.charged.base) <= SERVICE_COUNTER_MAX);
         let own = update.services.iter().map(|charge| (&reporter.incarnation, charge));
         let named = |(incarnation, charge): &(&String, &TenantCounter)| {
             charge.tenant.len() <= NAME_BYTES_MAX && incarnation.len() <= NAME_BYTES_MAX
@@ -265,50 +279,52 @@ impl ClusterQueue {
         if largest > SERVICE_COUNTER_MAX {
             return Err(Violation::Charge { cost: largest, most: SERVICE_COUNTER_MAX });
         }
-        if let Some(heard) = reporter.heard {
-            let most = plausible_growth(since.saturating_sub(heard));
+        if let Some(last_report) = reporter.last_report {
+            let most = plausible_growth(since.saturating_sub(last_report));
             let grown = own.clone().map(|(incarnation, charge)| {
-                let known = known.services.counted(incarnation, &charge.tenant);
-                charge.charged.cost.saturating_sub(known.max(charge.charged.base))
+                let counted = lane_services.services.counted(incarnation, &charge.tenant);
+                charge.charged.cost.saturating_sub(counted.max(charge.charged.base))
             });
             let grown = grown.fold(0u64, u64::saturating_add);
             if grown > most {
                 return Err(Violation::Charge { cost: grown, most });
             }
         }
-        reporter.heard = Some(since);
-        for (incarnation, charge) in own.chain(told).filter(named) {
+        reporter.last_report = Some(since);
+        for (incarnation, charge) in own.chain(indirect).filter(named) {
             let Charged { cost, base } = charge.charged;
             let charged = Charged { cost, base: base.min(cost) };
-            let grown = known.services.merge(incarnation, &charge.tenant, charged);
+            let grown = lane_services.services.merge(incarnation, &charge.tenant, charged);
             if grown > 0 {
                 self.queue.charge(lane, &charge.tenant, grown);
             }
         }
-        // A worker that does not count routers says none: then what is known stands.
+        // 0 means that the worker does not count routers: keep the previous number.
         let routers = if update.router_count == 0 { reporter.routers } else { update.router_count };
         let changed = std::mem::replace(&mut reporter.routers, routers) != routers;
-        self.queue.begun(lane, update.virtual_time);
+        self.queue.raise_virtual_time(lane, update.virtual_time);
         if changed {
             self.count_routers();
         }
         Ok(())
     }
 
-    /// Forgets what was known by hearsay for long enough.
+    /// Expires counters that were only reported indirectly and too long ago.
     pub(crate) fn expire_indirect_counters(&mut self, since: Duration) {
-        for (lane, known) in &mut self.lanes {
-            for Expired { tenant, cost } in known.services.expire(since, INDIRECT_COUNTERS_TTL) {
+        for (lane, lane_services) in &mut self.lanes {
+            for Expired { tenant, cost } in lane_services.services.expire(since, INDIRECT_COUNTERS_TTL) {
                 self.queue.discharge(*lane, &tenant, cost);
             }
         }
     }
 
-    /// The most that any worker has: one that is partitioned from some routers sees fewer. While no worker says
-    /// anything the last number stands, or losing all of them would multiply what the routers admit together.
+    /// Sets the number of routers to the maximum over all workers: one partitioned from some routers sees
+    /// fewer. Without any report the last number stays, or losing all workers would multiply the admission
+    /// limits.
     fn count_routers(&mut self) {
-        let said = self.reporters.values().map(|reporter| reporter.routers).filter(|routers| *routers > 0);
-        let Some(routers) = said.max() else { return };
+        let reported =
+            self.reporters.values().map(|reporter| reporter.routers).filter(|routers| *routers > 0);
+        let Some(routers) = reported.max() else { return };
         if routers != self.routers.swap(routers, Ordering::Relaxed) {
             tracing::info!(routers, "router count changed; limits are divided among routers");
             self.queue.set_routers(routers);
@@ -316,12 +332,12 @@ impl ClusterQueue {
         metrics::gauge!(names::ROUTERS).set(routers);
     }
 
-    /// The least that any tenant had whose requests wait in a lane.
+    /// Returns the minimum virtual time of the tenants that wait in a lane.
     pub(crate) fn min_waiting_virtual_time(&self, lane: LaneId) -> Option<Service> {
-        self.queue.least(lane)
+        self.queue.min_virtual_time(lane)
     }
 
-    /// Routers that share the workers.
+    /// Returns the shared number of routers.
     pub(crate) fn routers(&self) -> Arc<AtomicU32> {
         self.routers.clone()
     }

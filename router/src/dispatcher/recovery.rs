@@ -1,37 +1,37 @@
-//! How requests survive their workers: resubmission within the retry budget, quarantined that run alone, streams that
-//! move away from a draining worker, and clients that do not read.
+//! Failover: resubmission within the retry budget, quarantine, moving streams off draining workers, and
+//! ending calls of clients that do not read.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use inflight_router_core::{AfterLoss, Credits};
+use inflight_router_core::{Credits, LossAction};
 
-use super::{Dispatch, DispatcherState, PlacementDecision};
+use super::{Dispatcher, DispatcherState, PlacementDecision};
 use crate::clock;
 use crate::dispatcher::request::{ActiveRequest, Phase};
 use crate::dispatcher::session::WorkerSession;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 
-/// Why a request has to go on elsewhere.
+/// ResubmissionReason for a resubmission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reason {
-    /// The session broke, or fell silent.
+pub(crate) enum ResubmissionReason {
+    /// The session was lost or timed out.
     SessionLost,
-    /// The worker violated the protocol, so its session was closed.
+    /// The session was closed for a protocol violation by the worker.
     ProtocolViolation {
-        /// The request that it talked about, if it was one.
+        /// Submission that the violation was about, if any.
         about: Option<u64>,
     },
-    /// The worker gave the request back without being asked.
+    /// The worker returned the request unasked.
     Returned,
     /// The worker drains.
     Drained,
-    /// The worker was needed by a suspect.
+    /// The worker is reserved for a quarantined request.
     Quarantine,
 }
 
-impl Reason {
+impl ResubmissionReason {
     fn label(self) -> &'static str {
         match self {
             Self::SessionLost => "session_lost",
@@ -42,20 +42,20 @@ impl Reason {
         }
     }
 
-    /// Whether workers should be reservation_failed_at a flood of such.
+    /// Whether it counts against the retry budget, which protects workers from a flood of resubmissions.
     fn is_loss(self) -> bool {
         matches!(self, Self::SessionLost | Self::ProtocolViolation { .. } | Self::Returned)
     }
 }
 
-impl Dispatch {
-    /// How often [`Dispatch::tick`] wants to be called.
+impl Dispatcher {
+    /// Interval of [`Dispatcher::tick`].
     pub(crate) const TICK: Duration = Duration::from_millis(100);
-    /// Ticks from one look at all open calls to the next.
+    /// Ticks between two checks of all open calls.
     const TICKS_PER_STALL_CHECK: u32 = 10;
 
-    /// Does what only time brings about: moves streams off draining workers, lets delayed resubmissions and probes
-    /// of ejected workers through, ends calls whose clients do not read.
+    /// Runs the time-driven work: moves streams off draining workers, releases the retry queue, probes
+    /// ejected workers, ends calls of clients that do not read.
     pub(crate) fn tick(&self) {
         let now = clock::now();
         let mut state = self.lock();
@@ -70,7 +70,7 @@ impl Dispatch {
         state.dispatch_waiting(now);
     }
 
-    /// Goes on with a paused request: its client reads again.
+    /// Requeues a paused request whose client reads again.
     pub(super) fn resume(&self, active: &Arc<ActiveRequest>) {
         let now = clock::now();
         let mut state = self.lock();
@@ -78,22 +78,23 @@ impl Dispatch {
         if resumes {
             state.requeue_first(active, now);
             state.dispatch_waiting(now);
-            // Its stream learns that it waits again, and for how long nobody serves it.
+            // Wakes its stream, which then times the wait for a worker again.
             active.notify();
         }
     }
 }
 
 impl DispatcherState {
-    /// How long a worker that is kept for a suspect finishes what it has, if that can't move.
+    /// Maximum time a reserved worker may finish streams that cannot move.
     const RESERVED_MAX: Duration = Duration::from_secs(5);
 
-    /// Begins the next attempt of a request that its worker does not finish. `suspected`: it may be the cause itself.
+    /// Starts the next attempt of a request that its worker does not finish. `suspected` if the request may
+    /// be the cause of the loss.
     pub(super) fn requeue(
         &mut self,
         active: &Arc<ActiveRequest>,
         worker: usize,
-        reason: Reason,
+        reason: ResubmissionReason,
         suspected: bool,
         now: Instant,
     ) {
@@ -109,27 +110,27 @@ impl DispatcherState {
             active.notify();
             return;
         }
-        let after = if suspected { request.suspicion.lost(alone) } else { AfterLoss::Retry };
+        let after = if suspected { request.losses.record_loss(alone) } else { LossAction::Retry };
         request.avoid = Some(worker);
-        if after == AfterLoss::Refuse {
+        if after == LossAction::Reject {
             request.fail(Outcome::AttemptsExhausted { attempts });
             drop(request);
             active.notify();
             return;
         }
         request.phase = Phase::AwaitingRetry;
-        let isolated = request.suspicion.isolated();
+        let quarantined = request.losses.is_quarantined();
         drop(request);
         metrics::counter!(names::RESUBMISSIONS, "reason" => reason.label()).increment(1);
         tracing::info!(
             request_id = call.request_id,
             reason = reason.label(),
             attempt = attempts + 1,
-            isolated,
+            isolated = quarantined,
             "resubmitting request"
         );
-        if isolated {
-            metrics::counter!(names::SUSPECTS).increment(1);
+        if quarantined {
+            metrics::counter!(names::QUARANTINED_REQUESTS).increment(1);
             self.quarantined.push_back(active.clone());
         } else if !reason.is_loss() || (self.retries.is_empty() && self.budget.take(self.since(now))) {
             self.requeue_first(active, now);
@@ -139,7 +140,7 @@ impl DispatcherState {
         active.notify();
     }
 
-    /// Lets delayed resubmissions through, as far as the budget goes.
+    /// Requeues the retry queue as far as the retry budget allows.
     pub(super) fn release_retries(&mut self, now: Instant) {
         while let Some(next) = self.retries.front() {
             if next.lock().phase != Phase::AwaitingRetry {
@@ -157,7 +158,7 @@ impl DispatcherState {
         self.gauges.quarantine.set(self.quarantined.len() as f64);
     }
 
-    /// Gives each suspect a worker for itself: of each model's workers half at most, and at least one.
+    /// Reserves a worker for each quarantined request: at most half of a model's workers, and at least one.
     pub(super) fn place_quarantined(&mut self, now: Instant) {
         for session in self.sessions.values_mut() {
             let over = session.reserved.as_ref().is_some_and(|(active, since)| {
@@ -169,9 +170,9 @@ impl DispatcherState {
                         true
                     }
                     Phase::AwaitingRetry => false,
-                    // What its worker has survived for so long it need not survive alone.
+                    // The worker has survived it long enough: the quarantine ends.
                     Phase::Running { session: at, .. } => {
-                        at != session.id || !request.suspicion.isolated() || waited
+                        at != session.id || !request.losses.is_quarantined() || waited
                     }
                     Phase::Queued(_) | Phase::Paused | Phase::Ended => true,
                 }
@@ -195,14 +196,15 @@ impl DispatcherState {
         self.quarantined = waiting;
     }
 
-    /// Whether the suspect was handed over.
+    /// Tries to dispatch a quarantined request to its reserved worker. Returns whether it was dispatched.
     fn place_one_quarantined(&mut self, active: &Arc<ActiveRequest>, now: Instant) -> bool {
         let lane = active.call.lane;
         let of_lane = || self.sessions.values().filter(|session| session.lane == lane);
-        let mine =
+        let own_session =
             of_lane().find(|s| s.reserved.as_ref().is_some_and(|(other, _)| Arc::ptr_eq(other, active)));
-        if let Some(session) = mine {
-            // Heard of since it was reserved: a worker that has died in silence is no fair trial.
+        if let Some(session) = own_session {
+            // Requires an update since the reservation: a worker that has died silently would be counted as a
+            // loss.
             let alive = session.reserved.as_ref().is_some_and(|(_, since)| session.last_update > *since);
             let granted = session.ledger.grant() != Credits::default();
             if !alive || !granted || !session.submissions.is_empty() {
@@ -221,17 +223,17 @@ impl DispatcherState {
         let request = active.lock();
         let last = request.avoid;
         let begun = request.journal.tokens() > 0;
-        let other =
+        let changes_fingerprint =
             |s: &WorkerSession| begun && request.fingerprint.as_ref().is_some_and(|f| *f != s.fingerprint);
         let fits =
             |s: &&WorkerSession| u64::from(s.limits.sequence_tokens()) >= active.call.sequence_tokens();
         let since = self.since(now);
         let ejected = |s: &WorkerSession| !self.outliers.admits(s.worker, s.submissions.len(), since);
-        // A stream that has begun waits for a worker of its fingerprint as long as there is one.
-        let waits = serving().filter(fits).any(|s| !other(s));
+        // A stream that has begun waits for a worker with its fingerprint while there is one.
+        let waits_for_fingerprint = serving().filter(fits).any(|s| !changes_fingerprint(s));
         let chosen = serving()
             .filter(fits)
-            .filter(|s| s.accepts_requests() && !(waits && other(s)))
+            .filter(|s| s.accepts_requests() && !(waits_for_fingerprint && changes_fingerprint(s)))
             .filter(|s| {
                 s.reservation_failed_at
                     .is_none_or(|at| now.saturating_duration_since(at) > Self::RESERVED_MAX)
@@ -252,16 +254,17 @@ impl DispatcherState {
         false
     }
 
-    /// Moves streams off workers that drain, once they had time to end by themselves, and off those that a suspect waits
-    /// for, as far as others have room. One that has begun moves only where its tokens stay the same.
+    /// Moves streams off draining workers after the grace period, and off workers reserved for a quarantined
+    /// request, as far as others have room. A stream that has begun moves only to a worker with its
+    /// fingerprint.
     fn move_streams(&mut self, now: Instant, grace: Duration) {
         let over = |since: Instant| now.saturating_duration_since(since) >= grace;
         let due = self.sessions.values().filter_map(|session| {
             let reserved = session.reserved.as_ref().map(|(_, since)| *since);
             let reason = if session.draining.is_some_and(over) {
-                Reason::Drained
+                ResubmissionReason::Drained
             } else if reserved.is_some() {
-                Reason::Quarantine
+                ResubmissionReason::Quarantine
             } else {
                 return None;
             };
@@ -271,8 +274,9 @@ impl DispatcherState {
         for (worker, reason) in due {
             let Some(session) = self.sessions.get(&worker) else { continue };
             let (id, fingerprint) = (session.id, session.fingerprint.clone());
-            let suspect = session.reserved.as_ref().map(|(active, _)| active.clone());
-            // A suspect keeps others out for a bounded time: what can't move goes back to the queue.
+            let quarantined = session.reserved.as_ref().map(|(active, _)| active.clone());
+            // A reservation excludes others for a bounded time: after it, streams that cannot move are
+            // requeued.
             let overdue = session.reserved.as_ref().is_some_and(|(active, since)| {
                 now.saturating_duration_since(*since) > Self::RESERVED_MAX
                     && active.lock().phase == Phase::AwaitingRetry
@@ -288,16 +292,17 @@ impl DispatcherState {
                     let phase = Phase::Running { worker, session: id, submission };
                     (request.phase == phase, request.journal.tokens() > 0)
                 };
-                if !here || suspect.as_ref().is_some_and(|suspect| Arc::ptr_eq(suspect, &active)) {
+                if !here || quarantined.as_ref().is_some_and(|quarantined| Arc::ptr_eq(quarantined, &active))
+                {
                     continue;
                 }
                 let lane = active.call.lane;
-                let same =
+                let accepts_same_fingerprint =
                     |other: &WorkerSession| other.accepts_requests() && other.fingerprint == fingerprint;
-                if begun && !overdue && !self.sessions_of(lane).any(same) {
+                if begun && !overdue && !self.sessions_of(lane).any(accepts_same_fingerprint) {
                     continue;
                 }
-                // One that fits nowhere now says nothing of those after it.
+                // If this one fits on no worker, a later one may.
                 if !overdue && !matches!(self.choose_worker(&active, now), PlacementDecision::Dispatch(_)) {
                     continue;
                 }
@@ -310,8 +315,8 @@ impl DispatcherState {
         }
     }
 
-    /// Ends calls past their deadlines and calls whose clients have taken nothing for `patience`: nobody polls their
-    /// streams, so they would hold what they have until their connections end.
+    /// Ends calls past their deadlines and calls whose clients have read nothing for `patience`. Their
+    /// streams are not polled and would hold their resources until the connections end.
     fn end_stalled_calls(&mut self, now: Instant, patience: Duration) {
         let mut over: Vec<(Arc<ActiveRequest>, Outcome)> = Vec::new();
         for active in self.open.values() {
@@ -329,23 +334,23 @@ impl DispatcherState {
         }
     }
 
-    /// Takes a request out of wherever it is.
+    /// Removes a request from the queue or its worker.
     pub(super) fn cancel_everywhere(&mut self, active: &ActiveRequest) {
         let mut request = active.lock();
         match std::mem::replace(&mut request.phase, Phase::Ended) {
-            Phase::Queued(place) => {
-                self.queue.remove(&place);
+            Phase::Queued(position) => {
+                self.queue.remove(&position);
             }
             Phase::Running { worker, session, submission } => {
                 if let Some(session) = self.session(worker, session) {
                     session.cancel(submission);
                 }
             }
-            // The lists of those that wait drop it when they come to it.
+            // The retry queue and the quarantine skip ended requests.
             Phase::AwaitingRetry | Phase::Paused | Phase::Ended => {}
         }
-        if let Some(place) = request.place.take() {
-            self.queue.depart(&place);
+        if let Some(position) = request.position.take() {
+            self.queue.depart(&position);
         }
         request.queue_span = None;
     }

@@ -1,4 +1,4 @@
-//! A request between its admission and its end: the meeting point of a worker's session and the client's stream.
+//! An admitted request: phase, journal and the hand-off between its worker's session and its client's stream.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, PositionLogprobs, SamplingParams};
 use inflight_router_core::{
-    Append, Chain, Fresh, Journal, QueueLimits, ResumedChoice, SequenceEnd, SequenceUpdate, Submission,
-    Suspicion,
+    AppendOutcome, Chain, Journal, LossStreak, QueueLimits, ResumedChoice, SequenceEnd, SequenceUpdate,
+    Submission, UnreadOutput,
 };
 use tonic::Code;
 
@@ -17,13 +17,13 @@ use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::trace::TraceContext;
 
-/// Lane of the queue: the requests for one model with one bundle.
+/// Lane of the queue: requests for one model with one bundle.
 pub(crate) type LaneId = u32;
 
 /// Position of a request in the queue.
-pub(crate) type Place = inflight_router_core::Place<LaneId>;
+pub(crate) type QueuePosition = inflight_router_core::QueuePosition<LaneId>;
 
-/// A request that passed every check, and what is needed to run and to deliver it.
+/// Validated request with all that is needed to run and deliver it.
 #[derive(Debug)]
 pub(crate) struct AdmittedCall {
     pub(crate) request_id: String,
@@ -36,19 +36,19 @@ pub(crate) struct AdmittedCall {
     pub(crate) tenant: String,
     pub(crate) weight: f32,
     pub(crate) priority: i32,
-    /// What may wait of its tenant.
+    /// Bounds on the waiting requests of its tenant.
     pub(crate) bounds: QueueLimits,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) return_token_ids: bool,
-    /// The only fingerprint it may run on, if it asks for one.
+    /// The only numerics fingerprint it may run on, if requested.
     pub(crate) require_fingerprint: Option<String>,
     pub(crate) chat: bool,
     pub(crate) trace: TraceContext,
 }
 
 impl AdmittedCall {
-    /// Tokens that the request may come to hold.
+    /// Returns the maximum tokens of the request: prompt and output of all choices.
     pub(crate) fn tokens(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.max_tokens) * u64::from(self.sampling.n)
     }
@@ -58,64 +58,63 @@ impl AdmittedCall {
         self.require_fingerprint.as_ref().is_none_or(|required| required == fingerprint)
     }
 
-    /// Tokens of its longest sequence.
+    /// Returns the maximum tokens of its longest sequence.
     pub(crate) fn sequence_tokens(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.max_tokens)
     }
 }
 
-/// Where a request is.
+/// Phase of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// In the queue.
-    Queued(Place),
-    /// Lost its worker, and waits for the retry budget or for a worker of its own.
+    Queued(QueuePosition),
+    /// In the retry queue or in quarantine, after losing its worker.
     AwaitingRetry,
-    /// Its client does not read: nobody works on it until it does.
+    /// On no worker until its client reads again.
     Paused,
-    /// With a worker, under this handle.
+    /// On a worker, as this submission.
     Running { worker: usize, session: u64, submission: u64 },
-    /// Nobody works on it any more.
+    /// Ended.
     Ended,
 }
 
-/// When things happened to a request.
+/// RequestTimes of a request's progress.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Times {
+pub(crate) struct RequestTimes {
     pub(crate) placed: Option<Instant>,
     pub(crate) first_token: Option<Instant>,
     pub(crate) last_token: Option<Instant>,
 }
 
-/// What a worker's message about a request asks of its session.
+/// Effect of a sequence update on its request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum UpdateEffect {
-    /// Nothing.
-    Taken,
-    /// It has brought something new to its client.
+    /// None.
+    None,
+    /// New output for the client.
     Progress,
-    /// Its client is further behind than it may be: it is paused. Withdraw the rest of it.
+    /// The client has fallen too far behind and the request is paused: cancel the submission.
     Overfull,
-    /// It came too late for this request: dropped.
+    /// Dropped: it belongs to an older attempt.
     Stale,
-    /// The request has failed: withdraw the rest of it. `fault`: it is the worker's.
+    /// The request has failed: cancel the submission. `fault` if the worker is at fault.
     Failed { fault: bool },
-    /// The worker gave the request back: withdraw the rest of it and run it elsewhere.
+    /// The worker returned the request: cancel the submission and resubmit it elsewhere.
     Returned,
-    /// The worker talks nonsense.
+    /// Protocol violation by the worker.
     ProtocolViolation(Violation),
 }
 
-/// The meeting point of a request's session and its client's stream: the session appends to the journal, the
-/// stream reads it at its own pace. Whoever holds the dispatcher's lock may take this lock, never the other
-/// way round.
+/// Request shared by its worker's session, which appends to the journal, and its client's stream, which reads
+/// it at its own pace. Lock order: the dispatcher's lock before this one.
 #[derive(Debug)]
 pub(crate) struct ActiveRequest {
     pub(crate) call: AdmittedCall,
     state: Mutex<RequestState>,
-    /// What it holds of the router's bounds.
+    /// Resources held against the router's limits.
     pub(crate) guard: CallGuard,
-    /// Names of its prompt's blocks, for each size of blocks among the workers at its arrival.
+    /// Hash chains of its prompt, one per block size among the workers at its arrival.
     pub(crate) chains: OnceLock<Vec<Chain>>,
 }
 
@@ -123,47 +122,49 @@ pub(crate) struct ActiveRequest {
 pub(crate) struct RequestState {
     pub(crate) phase: Phase,
     pub(crate) journal: Journal<PositionLogprobs>,
-    pub(crate) times: Times,
-    /// Set when the request has ended otherwise than by the ends of its choices.
+    pub(crate) times: RequestTimes,
+    /// Set when the request has ended other than by the ends of its choices.
     pub(crate) failure: Option<Outcome>,
-    /// The worker that lost or gave back the latest attempt.
+    /// Worker that lost or returned the latest attempt.
     pub(crate) avoid: Option<usize>,
-    /// Whether it may be what its workers die of.
-    pub(crate) suspicion: Suspicion,
-    /// Whether the latest attempt had its worker for itself.
+    /// Consecutive worker losses without progress.
+    pub(crate) losses: LossStreak,
+    /// Whether the latest attempt is quarantined: alone on its worker.
     pub(crate) alone: bool,
-    /// Since when no worker that serves could hold it.
+    /// Time since which no serving worker is large enough.
     pub(crate) unfit_since: Option<Instant>,
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<Arc<str>>,
-    /// Changes of it that its stream has not been told of.
+    /// Fingerprint changes not yet delivered to the stream.
     changes: Vec<FingerprintChange>,
-    /// Tokens of the prompt that a worker computed for it before its first token; `None` before that.
+    /// Prompt tokens computed before the first token, without cached ones; `None` before that.
     computed_prompt: Option<u32>,
-    /// Covers the first wait in the queue; closed when the request is placed.
+    /// Span of the first wait in the queue; closed at the dispatch.
     pub(crate) queue_span: Option<tracing::Span>,
-    /// Where it waited before it was handed over; `None` before that.
-    pub(crate) place: Option<Place>,
+    /// Queue position that it was last dispatched from; `None` before the first dispatch.
+    pub(crate) position: Option<QueuePosition>,
     stalled: bool,
-    /// There is something that its stream has not seen.
-    news: bool,
-    /// The one stream that reads, while it waits.
+    /// Whether the stream has something to read.
+    has_unread: bool,
+    /// Waker of the stream, while it waits.
     reader: Option<Waker>,
-    /// Since when there is something that its stream has not read. A transport whose client takes nothing does not ask.
+    /// Time since which the stream has something unread. A transport whose client does not read does not
+    /// poll.
     unread_since: Option<Instant>,
 }
 
-/// The request goes on at a worker with another fingerprint.
+/// Change to a worker with another numerics fingerprint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FingerprintChange {
     pub(crate) fingerprint: Arc<str>,
-    /// Tokens that each choice had by then.
+    /// Tokens of each choice before the change.
     pub(crate) tokens: Vec<u32>,
 }
 
 impl RequestState {
-    /// The request is handed to a worker with this fingerprint. Returns whether its stream goes on with another than before.
-    pub(crate) fn run_on(&mut self, fingerprint: &Arc<str>) -> bool {
+    /// Records a dispatch to a worker with this fingerprint. Returns whether the stream continues with
+    /// another one.
+    pub(crate) fn set_fingerprint(&mut self, fingerprint: &Arc<str>) -> bool {
         let before = self.fingerprint.replace(fingerprint.clone());
         let changed = self.journal.tokens() > 0 && before.is_some_and(|before| before != *fingerprint);
         if changed {
@@ -173,18 +174,18 @@ impl RequestState {
         changed
     }
 
-    /// How long something has waited for its stream.
+    /// Returns how long output has been unread.
     pub(crate) fn unread_for(&self, now: Instant) -> Duration {
         self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Notes that there is something new. Returns the stream that waits for it, to be woken.
-    fn announce(&mut self) -> Option<Waker> {
-        self.news = true;
+    /// Marks output as unread. Returns the waker of a waiting stream.
+    fn mark_unread(&mut self) -> Option<Waker> {
+        self.has_unread = true;
         self.reader.take()
     }
 
-    /// Ends the attempt in force; the next one begins when its client reads again.
+    /// Ends the current attempt; the next one starts when the client reads again.
     fn pause(&mut self) {
         self.journal.next_attempt();
         self.alone = false;
@@ -192,7 +193,7 @@ impl RequestState {
         metrics::counter!(names::PAUSED_STREAMS).increment(1);
     }
 
-    /// Ends the request. Whoever holds it somewhere takes it out there.
+    /// Fails the request. The caller removes it from the queue or its worker.
     pub(crate) fn fail(&mut self, outcome: Outcome) {
         self.phase = Phase::Ended;
         self.failure.get_or_insert(outcome);
@@ -200,56 +201,56 @@ impl RequestState {
     }
 }
 
-/// What a stream finds at a read.
+/// State and unread output that a stream gets from one read.
 pub(crate) struct StreamRead {
     pub(crate) placed: bool,
     pub(crate) waiting: bool,
-    /// It was paused, and the client reads again.
+    /// The request was paused; reading resumes it.
     pub(crate) paused: bool,
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<Arc<str>>,
     pub(crate) changes: Vec<FingerprintChange>,
-    pub(crate) fresh: Vec<(u32, Fresh<PositionLogprobs>)>,
+    pub(crate) fresh: Vec<(u32, UnreadOutput<PositionLogprobs>)>,
     pub(crate) failure: Option<Outcome>,
 }
 
 impl ActiveRequest {
-    /// A client this many tokens behind counts as stalled.
+    /// Unread tokens above which a stream counts as stalled.
     const STALLED_TOKENS: usize = 256;
-    /// A stream that has not read for so long is one that its transport does not ask.
-    const BEHIND: Duration = Duration::from_millis(50);
+    /// Unread time after which the transport is assumed not to poll.
+    const UNPOLLED_MIN: Duration = Duration::from_millis(50);
 
     pub(crate) fn new(call: AdmittedCall, queue_span: tracing::Span, guard: CallGuard) -> Self {
         let journal = Journal::new(call.sampling.n, call.max_tokens, call.sampling.logprobs.is_some());
         let state = RequestState {
             phase: Phase::Ended,
             journal,
-            times: Times::default(),
+            times: RequestTimes::default(),
             failure: None,
             avoid: None,
-            suspicion: Suspicion::default(),
+            losses: LossStreak::default(),
             alone: false,
             unfit_since: None,
             fingerprint: None,
             changes: Vec::new(),
             computed_prompt: None,
             queue_span: Some(queue_span),
-            place: None,
+            position: None,
             stalled: false,
-            news: true,
+            has_unread: true,
             reader: None,
             unread_since: None,
         };
         Self { call, state: Mutex::new(state), guard, chains: OnceLock::new() }
     }
 
-    /// Names of its prompt's blocks; none if the placement does not look at them.
+    /// Returns the hash chains of its prompt; empty if the placement policy ignores prefixes.
     pub(crate) fn chains(&self) -> &[Chain] {
         self.chains.get().map_or(&[], Vec::as_slice)
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, RequestState> {
-        // Nothing is left half-done where a panic could strike, so a poisoned state is still whole.
+        // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -257,9 +258,9 @@ impl ActiveRequest {
         self.call.deadline.is_some_and(|deadline| deadline <= now)
     }
 
-    /// Takes what a worker with this vocabulary sent under the handle `submission`. More than `unread_max` unread
-    /// tokens are too many. A stream that waits for this is added to `readers`, to be woken when all of an update is
-    /// taken: so those that share a connection find all their tokens at once.
+    /// Applies a worker's update of `submission`; above `unread_max` unread tokens the request is paused. A
+    /// waiting stream is added to `readers`, to be woken after the whole update, so that streams of one
+    /// connection write all their tokens at once.
     pub(crate) fn receive(
         &self,
         submission: u64,
@@ -293,7 +294,7 @@ impl ActiveRequest {
         }
         if state.journal.withdrawn(update.choice) {
             self.count_unbilled(update.tokens.len());
-            return UpdateEffect::Taken;
+            return UpdateEffect::None;
         }
         let mut received = match update.end {
             Some(SequenceEnd::Failed { code, message }) => match Code::from_i32(code) {
@@ -303,7 +304,7 @@ impl ActiveRequest {
                     UpdateEffect::Failed { fault: is_fault(code) }
                 }
             },
-            // The router did not ask for this end, so the worker is letting go of its requests.
+            // Not requested by the router: the worker drops its requests.
             Some(SequenceEnd::Finished(FinishReason::Cancelled)) => return UpdateEffect::Returned,
             Some(SequenceEnd::Finished(FinishReason::Deadline)) if self.call.deadline.is_some() => {
                 state.fail(Outcome::DeadlineExceeded);
@@ -318,19 +319,19 @@ impl ActiveRequest {
                 let appended =
                     state.journal.append(attempt, update.choice, &update.tokens, update.logprobs, finish);
                 match appended {
-                    Ok(Append::Taken) => {
+                    Ok(AppendOutcome::Appended) => {
                         if !update.tokens.is_empty() {
                             if first {
-                                // Of several choices, one computes the prompt and the others share it.
+                                // One of several choices computes the prompt and the others share it.
                                 state.computed_prompt = Some(update.computed_tokens);
                             }
                             state.times.first_token.get_or_insert(now);
                             state.times.last_token = Some(now);
-                            state.suspicion.token();
+                            state.losses.record_token();
                         }
                         UpdateEffect::Progress
                     }
-                    Ok(Append::AfterEnd | Append::Stale) => return UpdateEffect::Stale,
+                    Ok(AppendOutcome::AfterEnd | AppendOutcome::Stale) => return UpdateEffect::Stale,
                     Err(error) => {
                         return UpdateEffect::ProtocolViolation(Violation::Journal {
                             request: submission,
@@ -349,29 +350,29 @@ impl ActiveRequest {
             state.phase = Phase::Ended;
         } else if received == UpdateEffect::Progress
             && state.journal.unread() > unread_max
-            // Else its stream is about to read: it is behind, and its client is not.
-            && state.unread_for(now) > Self::BEHIND
+            // Otherwise the stream is about to read: the stream is behind, not its client.
+            && state.unread_for(now) > Self::UNPOLLED_MIN
         {
-            // Under the lock: its stream may read at any moment, and must find either the tokens or the pause.
+            // Under the lock: the stream must find either the tokens or the pause.
             state.pause();
             received = UpdateEffect::Overfull;
         }
-        readers.extend(state.announce());
+        readers.extend(state.mark_unread());
         received
     }
 
-    /// Tells the stream that reads that there is something new.
+    /// Wakes the stream.
     pub(crate) fn notify(&self) {
-        let reader = self.lock().announce();
+        let reader = self.lock().mark_unread();
         if let Some(reader) = reader {
             reader.wake();
         }
     }
 
-    /// Takes everything new for the client.
+    /// Reads all unread output; registers the waker if there is none.
     pub(crate) fn poll_read(&self, context: &Context<'_>) -> Poll<StreamRead> {
         let mut state = self.lock();
-        if !std::mem::take(&mut state.news) {
+        if !std::mem::take(&mut state.has_unread) {
             match &mut state.reader {
                 Some(reader) => reader.clone_from(context.waker()),
                 none => *none = Some(context.waker().clone()),
@@ -393,11 +394,11 @@ impl ActiveRequest {
         })
     }
 
-    pub(crate) fn times(&self) -> Times {
+    pub(crate) fn times(&self) -> RequestTimes {
         self.lock().times
     }
 
-    /// Tokens of the prompt that were found in a worker's prefix cache, and the fingerprint of the last worker.
+    /// Returns the prompt tokens found in a worker's prefix cache and the fingerprint of the last worker.
     pub(crate) fn served(&self) -> (u32, Option<Arc<str>>) {
         let state = self.lock();
         let prompt = self.call.prompt.len() as u32;
@@ -412,7 +413,7 @@ impl ActiveRequest {
         }
     }
 
-    /// The message that hands the request to a worker, under the handle `submission`.
+    /// Returns the message that submits the request to a worker.
     pub(crate) fn submission(
         &self,
         journal: &Journal<PositionLogprobs>,
@@ -446,7 +447,7 @@ impl ActiveRequest {
     }
 }
 
-/// Whether an error speaks against the worker. Those that a request brings upon itself do not.
+/// Whether an error is the worker's fault, rather than the request's.
 fn is_fault(code: Code) -> bool {
     matches!(code, Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok)
 }
@@ -468,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_reads_at_any_moment_finds_the_tokens_or_the_pause_and_is_woken_for_it() {
+    fn a_stream_finds_the_tokens_or_the_pause_and_is_woken_for_either() {
         let now = Instant::now();
         let call = AdmittedCall {
             request_id: String::new(),
@@ -500,13 +501,13 @@ mod tests {
         let mut readers = Vec::new();
         let mut receive = |now| active.receive(7, update.clone(), 10, 1, now, &mut readers);
         assert_eq!(receive(now), UpdateEffect::Progress);
-        assert_eq!(receive(now + 2 * ActiveRequest::BEHIND), UpdateEffect::Overfull);
+        assert_eq!(receive(now + 2 * ActiveRequest::UNPOLLED_MIN), UpdateEffect::Overfull);
         assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, and when all is taken");
         readers.drain(..).for_each(Waker::wake);
         assert_eq!(woken.0.load(Ordering::Relaxed), 1);
-        let Poll::Ready(news) = active.poll_read(&context) else { panic!("there are tokens") };
-        assert!(news.paused, "it asks for the rest, or nobody would");
-        assert_eq!(news.fresh[0].1.tokens, [5, 5]);
+        let Poll::Ready(has_unread) = active.poll_read(&context) else { panic!("there are tokens") };
+        assert!(has_unread.paused, "it asks for the rest, or nobody would");
+        assert_eq!(has_unread.fresh[0].1.tokens, [5, 5]);
         let late = active.receive(7, update, 10, 1, now, &mut readers);
         assert_eq!(late, UpdateEffect::Stale, "the attempt is over");
         assert!(active.poll_read(&context).is_pending());

@@ -1,4 +1,4 @@
-//! An open session with a worker: capacity, credits, submissions in submitted.
+//! Open session with a worker: capacity, grant ledger, submissions in flight.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::dispatcher::request::{ActiveRequest, AdmittedCall, LaneId, Phase};
 use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 
-/// What a worker said of itself, and its loaded bundle.
+/// Worker's hello message with its loaded bundle.
 #[derive(Debug)]
 pub(crate) struct WorkerInfo {
     pub(crate) worker: usize,
@@ -26,32 +26,32 @@ pub(crate) struct WorkerInfo {
     pub(crate) architecture: String,
     pub(crate) bundle_digest: String,
     pub(crate) fingerprint: String,
-    /// Different after each restart.
+    /// Random id of the worker process.
     pub(crate) incarnation: String,
     pub(crate) limits: ModelLimits,
     pub(crate) block_tokens: u32,
-    /// Sequences and blocks that it has in all.
-    pub(crate) has: Credits,
+    /// Total sequences and KV blocks of the worker.
+    pub(crate) capacity: Credits,
     /// Blocks of its host pool.
     pub(crate) host_blocks: u32,
-    /// How often it says something when nothing happens.
+    /// Interval of its heartbeats.
     pub(crate) heartbeat: Duration,
     pub(crate) model: Arc<Model>,
-    /// Where submissions and cancels go.
+    /// Channel of submissions and cancels.
     pub(crate) commands: mpsc::UnboundedSender<WorkerCommand>,
 }
 
-/// A submission that its worker has not ended.
+/// Submission that its worker has not ended.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     pub(crate) active: Arc<ActiveRequest>,
     pub(crate) attempt: u32,
-    /// Its worker has said something of it.
+    /// Whether the worker has reported on it.
     pub(crate) reported: bool,
     cancelled: bool,
 }
 
-/// An open session, as the dispatcher sees it: what its worker is, what it grants, what is in submitted there.
+/// Open session, as the dispatcher sees it: worker, grant, submissions in flight.
 pub(crate) struct WorkerSession {
     pub(crate) id: u64,
     pub(crate) worker: usize,
@@ -60,29 +60,29 @@ pub(crate) struct WorkerSession {
     pub(crate) fingerprint: Arc<str>,
     pub(crate) limits: ModelLimits,
     pub(crate) block_tokens: u32,
-    /// Since when it takes nothing new: its worker drains, or was taken out of the list.
+    /// Time since which it accepts nothing new: the worker drains, or was removed from discovery.
     pub(crate) draining: Option<Instant>,
-    /// The suspect that has, or is about to have, this worker for itself, and since when.
+    /// Quarantined request that has, or waits for, this worker alone, and the time of the reservation.
     pub(crate) reserved: Option<(Arc<ActiveRequest>, Instant)>,
-    /// When a suspect had waited for it for too long, in vain.
+    /// Time of the last reservation that timed out.
     pub(crate) reservation_failed_at: Option<Instant>,
-    /// When it was last heard of.
+    /// Time of the last update.
     pub(crate) last_update: Instant,
     heartbeat: Duration,
-    /// Sequences and blocks that the worker said it has.
-    pub(crate) has: Credits,
-    /// Updates in the second that began then.
+    /// Total sequences and KV blocks of the worker.
+    pub(crate) capacity: Credits,
+    /// Start of the current second and the updates in it.
     pub(crate) updates: (Instant, u32),
     /// Entries of updates in that second.
     entries: usize,
-    /// Blocks of its pools, as far as they are indexed.
+    /// Blocks of its pools, capped at the index limit.
     pool_blocks: usize,
-    /// What the worker was told of the queue.
+    /// Backlog state last sent to the worker.
     backlog: Option<bool>,
     pub(crate) ledger: Ledger,
     pub(crate) submissions: BTreeMap<u64, InFlight>,
-    /// Bounded by what is sent into it: at most one submission for each submitted, whose number the grant bounds,
-    /// and for each one cancel and one more for each choice.
+    /// Bounded by what is sent: one submission for each in flight, whose number the grant bounds, one cancel
+    /// for each, and one for each of its choices.
     commands: mpsc::UnboundedSender<WorkerCommand>,
     gauges: Gauges,
 }
@@ -118,10 +118,10 @@ impl WorkerSession {
             reservation_failed_at: None,
             last_update: now,
             heartbeat: info.heartbeat,
-            has: info.has,
+            capacity: info.capacity,
             updates: (now, 0),
             entries: 0,
-            pool_blocks: (info.has.blocks as usize + info.host_blocks as usize).min(INDEX_BLOCKS_MAX),
+            pool_blocks: (info.capacity.blocks as usize + info.host_blocks as usize).min(INDEX_BLOCKS_MAX),
             backlog: None,
             ledger: Ledger::default(),
             submissions: BTreeMap::new(),
@@ -130,25 +130,25 @@ impl WorkerSession {
         }
     }
 
-    /// Whether the worker can run a request, were nothing else there.
+    /// Whether the worker could run a request if it were idle.
     pub(crate) fn fits(&self, call: &AdmittedCall) -> bool {
         u64::from(self.limits.sequence_tokens()) >= call.sequence_tokens() && call.accepts(&self.fingerprint)
     }
 
-    /// Updates that a worker may send within a second, far more than any has iterations.
+    /// Maximum updates per second, far above any worker's iteration rate.
     const UPDATES_MAX: u32 = 20_000;
-    /// Entries beyond one for each sequence in submitted.
+    /// Entries allowed beyond one for each sequence in flight.
     const ENTRIES_SLACK: usize = 1024;
-    /// Changes of the prefix cache, and blocks of a snapshot, in one update.
+    /// Maximum prefix-cache events, and blocks of a snapshot, in one update.
     const CACHE_ENTRIES_MAX: usize = 1 << 18;
-    /// Counters of tenants in one update, and incarnations that they are of.
+    /// Maximum service counters, and incarnations with them, in one update.
     const COUNTERS_MAX: usize = 1 << 16;
-    /// Entries of any kind within a second, beyond four for each block that the worker has.
+    /// Maximum entries of any kind per second, beyond four for each block of the worker.
     const ENTRIES_PER_SECOND: usize = 1 << 20;
-    /// How far a grant may be beyond what the worker has: what waits there, and one request of any size.
+    /// Maximum grant relative to the worker's capacity: its waiting queue, and one request of any size.
     const GRANT_FACTOR: u32 = 64;
 
-    /// Checks what does not depend on any request.
+    /// Checks everything that does not depend on a request.
     pub(crate) fn check(&mut self, update: &WorkerUpdate, now: Instant) -> Result<(), Violation> {
         let (began, count) = &mut self.updates;
         if now.saturating_duration_since(*began) >= Duration::from_secs(1) {
@@ -178,9 +178,9 @@ impl WorkerSession {
         oversized("entries within a second", *entries, Self::ENTRIES_PER_SECOND + 4 * self.pool_blocks)?;
         let Some(grant) = update.grant else { return Ok(()) };
         for (what, granted, has) in [
-            ("sequences", grant.credits.sequences, self.has.sequences),
-            ("blocks", grant.credits.blocks, self.has.blocks),
-            ("urgent sequences", grant.priority_sequences, self.has.sequences),
+            ("sequences", grant.credits.sequences, self.capacity.sequences),
+            ("blocks", grant.credits.blocks, self.capacity.blocks),
+            ("urgent sequences", grant.priority_sequences, self.capacity.sequences),
         ] {
             if granted > has.saturating_mul(Self::GRANT_FACTOR).min(i32::MAX as u32) {
                 return Err(Violation::Grant { what, granted, has });
@@ -189,22 +189,22 @@ impl WorkerSession {
         Ok(())
     }
 
-    /// Whether it is kept for a suspect that has not been handed over.
+    /// Whether it is reserved for a quarantined request that has not been dispatched.
     pub(crate) fn awaits_quarantined(&self) -> bool {
         self.reserved.as_ref().is_some_and(|(active, _)| active.lock().phase == Phase::AwaitingRetry)
     }
 
-    /// Whether it may be given work that is not a suspect's.
+    /// Whether it accepts requests that are not quarantined.
     pub(crate) fn accepts_requests(&self) -> bool {
         self.draining.is_none() && self.reserved.is_none()
     }
 
-    /// Whether it should have been heard of since. It may be fine all the same; three times as long and it is lost.
+    /// Whether its heartbeat is late. Not an error yet; at three intervals the session is lost.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.last_update) > self.heartbeat + self.heartbeat / 4
     }
 
-    /// Hands a submission to the worker and charges it.
+    /// Sends a submission to the worker and charges it.
     pub(crate) fn submit(
         &mut self,
         active: &Arc<ActiveRequest>,
@@ -220,10 +220,10 @@ impl WorkerSession {
             InFlight { active: active.clone(), attempt, reported: false, cancelled: false },
         );
         self.send(WorkerCommand::Submit(Box::new(submit)));
-        self.show();
+        self.update_gauges();
     }
 
-    /// Tells the worker whether anything waits here that it could run, if it does not know.
+    /// Sends the backlog state to the worker if it has changed.
     pub(crate) fn send_backlog(&mut self, waits: bool) {
         if self.backlog != Some(waits) {
             self.backlog = Some(waits);
@@ -231,7 +231,7 @@ impl WorkerSession {
         }
     }
 
-    /// Withdraws all that still runs of a submission.
+    /// Cancels all running choices of a submission.
     pub(crate) fn cancel(&mut self, submission: u64) {
         let Some(submitted) = self.submissions.get_mut(&submission) else { return };
         if !std::mem::replace(&mut submitted.cancelled, true) {
@@ -239,7 +239,7 @@ impl WorkerSession {
         }
     }
 
-    /// Withdraws one choice of a submission.
+    /// Cancels one choice of a submission.
     pub(crate) fn cancel_choice(&mut self, submission: u64, choice: u32) {
         let cancelled = self.submissions.get(&submission).is_none_or(|submitted| submitted.cancelled);
         if !cancelled && self.ledger.runs(submission, choice) {
@@ -247,35 +247,35 @@ impl WorkerSession {
         }
     }
 
-    /// Gives back what an ended choice held.
+    /// Releases the credits of an ended choice.
     pub(crate) fn settle(&mut self, submission: u64, choice: u32) {
         match self.ledger.settle(submission, choice) {
             Settled::Choice => {}
             Settled::Request => {
                 self.submissions.remove(&submission);
             }
-            // Whoever calls has looked: the choice runs.
+            // The caller has checked that the choice runs.
             Settled::Unknown => {}
         }
     }
 
-    /// Tells the worker what another incarnation served, for routers to come.
+    /// Sends the service counters of another incarnation to the worker, for routers that connect later.
     pub(crate) fn send_service_table(&self, services: IncarnationCounters) {
         self.send(WorkerCommand::ServiceTable(services));
     }
 
-    /// Asks for all that the worker's prefix cache holds.
-    pub(crate) fn resync(&self) {
+    /// Requests a snapshot of the worker's prefix cache.
+    pub(crate) fn request_resync(&self) {
         self.send(WorkerCommand::ResyncPrefixCache);
     }
 
-    /// Shows the ledger in the metrics.
-    pub(crate) fn show(&self) {
+    /// Updates the metrics of the ledger.
+    pub(crate) fn update_gauges(&self) {
         let (used, grant) = (self.ledger.used(), self.ledger.grant());
         self.gauges.set(self.ledger.requests(), used, grant);
     }
 
-    /// Shows that nothing is in submitted or granted.
+    /// Resets the metrics of the ledger.
     pub(crate) fn clear_gauges(&self) {
         self.gauges.set(0, Credits::default(), Credits::default());
     }

@@ -1,4 +1,4 @@
-//! What workers say, and their coming and going.
+//! Session events: workers join, open, update and close their sessions.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,15 +9,15 @@ use inflight_router_core::WorkerUpdate;
 use inflight_transport::batch_wakeups;
 
 use super::session::WorkerInfo;
-use super::{Dispatch, DispatcherState, Reason};
+use super::{Dispatcher, DispatcherState, ResubmissionReason};
 use crate::clock;
 use crate::dispatcher::request::{Phase, UpdateEffect};
 use crate::dispatcher::session::WorkerSession;
 use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 
-impl Dispatch {
-    /// A worker is known from now on, whether or not it can be reached.
+impl Dispatcher {
+    /// Adds a known worker, reachable or not.
     pub(crate) fn join(&self, worker: usize) {
         let mut state = self.lock();
         state.members.insert(worker);
@@ -25,7 +25,7 @@ impl Dispatch {
         self.publish(&state);
     }
 
-    /// A worker is out of the list: it gets nothing new, and its streams end there or move.
+    /// Retires a worker that was removed from discovery: it gets nothing new, and its streams end or move.
     pub(crate) fn retire(&self, worker: usize) {
         let now = clock::now();
         let mut state = self.lock();
@@ -36,12 +36,12 @@ impl Dispatch {
         self.publish(&state);
     }
 
-    /// Whether nothing is in submitted in a session.
+    /// Whether a session has nothing in flight.
     pub(crate) fn is_idle(&self, worker: usize, session: u64) -> bool {
         self.lock().session(worker, session).is_none_or(|session| session.submissions.is_empty())
     }
 
-    /// A worker is not known any more.
+    /// Removes a worker.
     pub(crate) fn leave(&self, worker: usize) {
         let mut state = self.lock();
         state.members.remove(&worker);
@@ -49,7 +49,7 @@ impl Dispatch {
         self.publish(&state);
     }
 
-    /// Takes a worker's session in; the number names it in the calls that follow.
+    /// Opens a session with a worker. Returns its id.
     pub(crate) fn open(&self, info: WorkerInfo) -> u64 {
         let now = clock::now();
         let mut state = self.lock();
@@ -60,7 +60,7 @@ impl Dispatch {
         state.warn_of_mixed_fingerprints(lane, &info);
         let worker = info.worker;
         let services = state.queue.open(worker, lane, info.incarnation.clone());
-        let blocks = info.has.blocks as usize + info.host_blocks as usize;
+        let blocks = info.capacity.blocks as usize + info.host_blocks as usize;
         state.placement.open(worker, info.block_tokens, blocks);
         let session = WorkerSession::new(id, lane, info, now);
         services.into_iter().for_each(|table| session.send_service_table(table));
@@ -72,77 +72,78 @@ impl Dispatch {
         id
     }
 
-    /// Takes a worker's update in.
+    /// Applies a worker's update.
     ///
     /// # Errors
-    /// [`Violation`] if the update is nonsense: the session must then be closed. What was sound in it is taken.
+    /// [`Violation`] for a protocol violation: the session must then be closed. What was valid before it is
+    /// applied.
     pub(crate) fn apply(&self, worker: usize, session: u64, update: WorkerUpdate) -> Result<(), Violation> {
         let now = clock::now();
         let mut guard = self.lock();
         let state = &mut *guard;
         let since = state.since(now);
-        let Some(entry) = state.sessions.get_mut(&worker).filter(|entry| entry.id == session) else {
+        let Some(opened) = state.sessions.get_mut(&worker).filter(|opened| opened.id == session) else {
             return Ok(());
         };
-        entry.check(&update, now)?;
+        opened.check(&update, now)?;
         state.queue.apply_service_counters(worker, &update, since)?;
-        entry.last_update = now;
-        if state.placement.apply_update(worker, &entry.address, &update) {
-            entry.resync();
+        opened.last_update = now;
+        if state.placement.apply_update(worker, &opened.address, &update) {
+            opened.request_resync();
         }
-        let mut given_back = Vec::new();
+        let mut returned = Vec::new();
         let mut violation = None;
         let mut readers = Vec::new();
-        let (mut stale, mut failures, mut progress) = (0, 0, false);
+        let (mut stale_updates, mut failures, mut progress) = (0, 0, false);
         for sequence in update.sequences {
             let (submission, choice) = (sequence.submission, sequence.choice);
-            let known =
-                entry.submissions.get_mut(&submission).filter(|_| entry.ledger.runs(submission, choice));
-            let Some(submitted) = known else {
+            let found =
+                opened.submissions.get_mut(&submission).filter(|_| opened.ledger.runs(submission, choice));
+            let Some(submitted) = found else {
                 violation = Some(Violation::UnknownRequest { request: submission, choice });
                 break;
             };
             if submitted.attempt != sequence.attempt {
-                stale += 1;
+                stale_updates += 1;
                 continue;
             }
             let ended = sequence.end.is_some();
-            let (vocab_size, unread_max) = (entry.limits.vocab_size, self.options.client_buffer_tokens);
+            let (vocab_size, unread_max) = (opened.limits.vocab_size, self.options.client_buffer_tokens);
             let active = submitted.active.clone();
             let received = active.receive(submission, sequence, vocab_size, unread_max, now, &mut readers);
-            if let UpdateEffect::ProtocolViolation(nonsense) = received {
-                violation = Some(nonsense);
+            if let UpdateEffect::ProtocolViolation(error) = received {
+                violation = Some(error);
                 break;
             }
-            let reports = ended || received == UpdateEffect::Progress;
-            if reports && !std::mem::replace(&mut submitted.reported, true) {
+            let first_report = ended || received == UpdateEffect::Progress;
+            if first_report && !std::mem::replace(&mut submitted.reported, true) {
                 state.queue.settle(submission);
             }
             if ended {
-                entry.settle(submission, choice);
-                if !entry.submissions.contains_key(&submission) {
+                opened.settle(submission, choice);
+                if !opened.submissions.contains_key(&submission) {
                     state.placement.settle(worker, submission);
                 }
             }
             match received {
                 UpdateEffect::Progress => progress = true,
-                UpdateEffect::Taken | UpdateEffect::ProtocolViolation(_) => {}
-                UpdateEffect::Stale => stale += 1,
+                UpdateEffect::None | UpdateEffect::ProtocolViolation(_) => {}
+                UpdateEffect::Stale => stale_updates += 1,
                 UpdateEffect::Failed { fault } => {
                     failures += u32::from(fault);
-                    entry.cancel(submission);
+                    opened.cancel(submission);
                 }
                 UpdateEffect::Returned => {
-                    // However many of its choices come back, it is one request.
-                    if !given_back.iter().any(|other| Arc::ptr_eq(other, &active)) {
-                        failures += u32::from(entry.draining.is_none() && !update.draining);
-                        entry.cancel(submission);
-                        given_back.push(active);
+                    // One request, however many of its choices are returned.
+                    if !returned.iter().any(|other| Arc::ptr_eq(other, &active)) {
+                        failures += u32::from(opened.draining.is_none() && !update.draining);
+                        opened.cancel(submission);
+                        returned.push(active);
                     }
                 }
                 UpdateEffect::Overfull => {
                     progress = true;
-                    entry.cancel(submission);
+                    opened.cancel(submission);
                     tracing::debug!(
                         request_id = active.call.request_id,
                         "pausing request: the client is too far behind its stream"
@@ -150,20 +151,24 @@ impl Dispatch {
                 }
             }
         }
-        if stale > 0 {
-            metrics::counter!(names::STALE_UPDATES).increment(stale);
+        if stale_updates > 0 {
+            metrics::counter!(names::STALE_UPDATES).increment(stale_updates);
         }
         if let Some(grant) = update.grant {
-            entry.ledger.set_grant(grant.credits);
-            entry.ledger.set_urgent(grant.priority_sequences);
+            opened.ledger.set_grant(grant.credits);
+            opened.ledger.set_priority_sequences(grant.priority_sequences);
         }
-        entry.show();
-        let drains = update.draining && entry.draining.is_none();
+        opened.update_gauges();
+        let drains = update.draining && opened.draining.is_none();
         if drains {
-            entry.draining = Some(now);
+            opened.draining = Some(now);
         }
-        let reason = if entry.draining.is_some() { Reason::Drained } else { Reason::Returned };
-        let (lane, address) = (entry.lane, entry.address.clone());
+        let reason = if opened.draining.is_some() {
+            ResubmissionReason::Drained
+        } else {
+            ResubmissionReason::Returned
+        };
+        let (lane, address) = (opened.lane, opened.address.clone());
         if progress {
             state.outliers.success(worker, since);
         }
@@ -172,8 +177,8 @@ impl Dispatch {
             tracing::info!(worker = address, "worker is draining");
             state.refresh(lane, now);
         }
-        for active in given_back {
-            state.requeue(&active, worker, reason, reason == Reason::Returned, now);
+        for active in returned {
+            state.requeue(&active, worker, reason, reason == ResubmissionReason::Returned, now);
         }
         state.dispatch_waiting(now);
         if drains {
@@ -184,8 +189,8 @@ impl Dispatch {
         violation.map_or(Ok(()), Err)
     }
 
-    /// Lets a lost session go: what it had in submitted is queued again, ahead of all new requests.
-    pub(crate) fn close(&self, worker: usize, session: u64, reason: Reason) {
+    /// Closes a lost session: requeues its requests in flight, ahead of all new ones.
+    pub(crate) fn close(&self, worker: usize, session: u64, reason: ResubmissionReason) {
         let now = clock::now();
         let mut guard = self.lock();
         let state = &mut *guard;
@@ -200,14 +205,14 @@ impl Dispatch {
         lost.clear_gauges();
         state.refresh(lost.lane, now);
         let reason = match reason {
-            // What nothing in submitted has to do with may have been brought about by any of it.
-            Reason::ProtocolViolation { about } => Reason::ProtocolViolation {
+            // A violation about no request in flight may be caused by any of them.
+            ResubmissionReason::ProtocolViolation { about } => ResubmissionReason::ProtocolViolation {
                 about: about.filter(|request| lost.submissions.contains_key(request)),
             },
-            _ if lost.draining.is_some() => Reason::Drained,
+            _ if lost.draining.is_some() => ResubmissionReason::Drained,
             reason => reason,
         };
-        if reason != Reason::Drained {
+        if reason != ResubmissionReason::Drained {
             state.record_failure(worker, now);
         }
         for (submission, submitted) in std::mem::take(&mut lost.submissions) {
@@ -215,9 +220,11 @@ impl Dispatch {
             let in_force = matches!(submitted.active.lock().phase,
                 Phase::Running { session: current, .. } if current == session);
             let suspected = match reason {
-                Reason::SessionLost | Reason::Returned => true,
-                Reason::ProtocolViolation { about } => about.is_none_or(|request| request == submission),
-                Reason::Drained | Reason::Quarantine => false,
+                ResubmissionReason::SessionLost | ResubmissionReason::Returned => true,
+                ResubmissionReason::ProtocolViolation { about } => {
+                    about.is_none_or(|request| request == submission)
+                }
+                ResubmissionReason::Drained | ResubmissionReason::Quarantine => false,
             };
             if in_force {
                 state.requeue(&submitted.active, worker, reason, suspected, now);
@@ -246,7 +253,7 @@ impl Dispatch {
 }
 
 impl DispatcherState {
-    /// Holds a failure against a worker.
+    /// Records a failure of a worker for outlier ejection.
     pub(super) fn record_failure(&mut self, worker: usize, now: Instant) {
         let since = self.since(now);
         if let Some(time) = self.outliers.failure(worker, since) {

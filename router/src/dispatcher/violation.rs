@@ -1,39 +1,41 @@
+//! Protocol violations by workers.
+
 use inflight_router_core::JournalError;
 
-/// A worker said something that no sound worker says: its session is closed, and its streams go on elsewhere.
+/// Message that no correct worker sends: its session is closed and its requests fail over.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Violation {
     /// Tokens or ends that do not fit the request.
     #[error("request {request}: {error}")]
     Journal { request: u64, error: JournalError },
-    /// A handle that is not in submitted in this session: never submitted, or ended already.
+    /// Submission that is not in flight in this session: never submitted, or already ended.
     #[error("update for unknown request {request}, choice {choice}")]
     UnknownRequest { request: u64, choice: u32 },
-    /// A token that the model does not have.
+    /// Token id outside the vocabulary.
     #[error("request {request}: token id {token} exceeds the vocabulary of {vocab_size}")]
     UnknownToken { request: u64, token: u32, vocab_size: u32 },
-    /// More alternatives to a token than were asked for.
+    /// More top logprobs than requested.
     #[error("request {request}: {entries} top logprobs, limit {most}")]
     Alternatives { request: u64, entries: usize, most: usize },
-    /// Credits that no worker of its size has; a negative number looks like this too.
+    /// Grant far beyond the worker's capacity; a negative number decodes to one, too.
     #[error("grant of {granted} {what}, but the worker has {has}")]
     Grant { what: &'static str, granted: u32, has: u32 },
-    /// More in one update than all that is in submitted could bring.
+    /// More entries in one update than possible for the submissions in flight.
     #[error("update with {entries} {what}, limit {most}")]
     Oversized { what: &'static str, entries: usize, most: usize },
-    /// More service than any worker can have given, altogether or since its update before.
+    /// More service than possible, in total or since the previous update.
     #[error("service counter {cost} exceeds the limit of {most}")]
     Charge { cost: u64, most: u64 },
-    /// More routers than a worker has sessions for.
+    /// More routers than a worker can have sessions with.
     #[error("router count {routers} exceeds the limit of {most}")]
     Routers { routers: u32, most: u32 },
-    /// More updates than a router should have to read.
+    /// More updates per second than allowed.
     #[error("more than {most} updates in a second")]
     Flood { most: u32 },
 }
 
 impl Violation {
-    /// The handle of the request that it was about, if it was about one.
+    /// Returns the submission that it is about, if any.
     pub(crate) fn request(&self) -> Option<u64> {
         match self {
             Self::Journal { request, .. }
@@ -48,7 +50,7 @@ impl Violation {
         }
     }
 
-    /// A stable label for metrics.
+    /// Returns a stable label for metrics.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::Journal { .. } => "journal",

@@ -1,29 +1,31 @@
+//! Streaming detokenizer.
+
 use super::Vocabulary;
 use super::vocabulary::Leading;
 
-/// Turns the tokens that follow a prompt into text as they come.
+/// Streaming detokenizer of the tokens that follow a prompt.
 ///
 /// The text is what decoding prompt and output together adds to the decoded prompt. A character whose bytes
-/// are split over tokens is held back until it is whole; bytes that can never become a character turn into
-/// U+FFFD, one for each maximal part of a sequence, as in lossy decoding of the whole. The cost of a token is
-/// that of its own bytes, however long the text is.
+/// are split over tokens is held back until it is complete; bytes that can never form a character become
+/// U+FFFD, one per maximal invalid part, as in lossy decoding of the whole. The cost of a token is
+/// proportional to its own bytes, however long the text is.
 #[derive(Debug, Clone)]
 pub struct Detokenizer {
-    /// An incomplete character: at most three bytes.
+    /// Incomplete character: at most three bytes.
     held: Vec<u8>,
     leading: Leading,
 }
 
 impl Detokenizer {
-    /// Starts after a prompt.
+    /// Creates a detokenizer for the output after a prompt.
     pub fn new(vocabulary: &Vocabulary, prompt: &[u32]) -> Self {
-        // Once the prompt shows a token, the output does not stand at the beginning of the text.
+        // After a visible prompt token, the output is not at the beginning of the text.
         let begun = prompt.iter().any(|id| !vocabulary.is_special(*id) && !vocabulary.bytes(*id).is_empty());
         let leading = if begun { Leading::Keep } else { vocabulary.leading() };
         Self { held: Vec::new(), leading }
     }
 
-    /// Appends to `text` what the next token completes.
+    /// Appends the text completed by the next token.
     pub fn push(&mut self, vocabulary: &Vocabulary, id: u32, text: &mut String) {
         if vocabulary.is_special(id) {
             return;
@@ -39,7 +41,7 @@ impl Detokenizer {
         self.release(text);
     }
 
-    /// Appends what is left when nothing more comes: an incomplete character shows as U+FFFD.
+    /// Appends the held-back bytes at the end of the output: an incomplete character becomes U+FFFD.
     pub fn finish(&mut self, text: &mut String) {
         if !self.held.is_empty() {
             self.held.clear();

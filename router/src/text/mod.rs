@@ -1,4 +1,4 @@
-//! Between text and token ids: what a model's bundle says about them.
+//! Conversion between text and token ids, from a model's bundle.
 
 mod detokenizer;
 mod stop;

@@ -1,18 +1,20 @@
-/// A stop string was found.
+//! Streaming search for stop strings (Knuth-Morris-Pratt).
+
+/// Match of a stop string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StopMatch {
-    /// Its index in the list given.
+    /// Index of the stop string.
     pub stop: usize,
 }
 
 #[derive(Debug, Clone)]
 struct Pattern {
-    /// Its place in the list given.
+    /// Index of the stop string.
     index: usize,
     bytes: Vec<u8>,
     /// Knuth-Morris-Pratt failure function: the longest proper border of each prefix.
     borders: Vec<usize>,
-    /// Bytes of the pattern that the text ends with now.
+    /// Bytes of the pattern matched at the end of the text.
     matched: usize,
 }
 
@@ -31,7 +33,7 @@ impl Pattern {
         Self { index, bytes, borders, matched: 0 }
     }
 
-    /// Takes the next byte of the text; whether the pattern ends with it.
+    /// Advances by one byte of the text. Returns whether the pattern ends there.
     fn step(&mut self, byte: u8) -> bool {
         if self.matched == self.bytes.len() {
             self.matched = self.borders[self.matched - 1];
@@ -43,25 +45,25 @@ impl Pattern {
         self.matched == self.bytes.len()
     }
 
-    /// The longest suffix of the text from which the pattern could still be completed.
+    /// Returns the length of the longest suffix of the text that can still become a match.
     fn open(&self) -> usize {
         if self.matched == self.bytes.len() { self.borders[self.matched - 1] } else { self.matched }
     }
 }
 
-/// Finds stop strings in a text that comes in pieces and lets through only what cannot be part of one.
+/// Finds stop strings in streamed text and releases only what cannot be part of one.
 ///
-/// The match that is completed first wins; of several completed at the same byte the longest. Where the text
-/// is cut into pieces makes no difference. Cost: stop strings times bytes.
+/// The match that is completed first wins; of several completed at the same byte the longest. The division of
+/// the text into pieces has no effect. Cost: stop strings times bytes.
 #[derive(Debug, Clone)]
 pub struct StopMatcher {
     patterns: Vec<Pattern>,
-    /// The longest suffix of the text so far that may yet become part of a match.
+    /// Longest suffix of the text that may still become part of a match.
     held: String,
 }
 
 impl StopMatcher {
-    /// Looks for these strings; empty ones are not looked for.
+    /// Creates a matcher; empty stop strings are ignored.
     pub fn new(stops: &[String]) -> Self {
         let wanted = stops.iter().enumerate().filter(|(_, stop)| !stop.is_empty());
         Self {
@@ -70,13 +72,13 @@ impl StopMatcher {
         }
     }
 
-    /// Whether it looks for nothing: then every piece comes out as it went in.
+    /// Whether there are no stop strings; text then passes unchanged.
     pub fn is_empty(&self) -> bool {
         self.patterns.is_empty()
     }
 
-    /// Takes the next piece and appends to `out` what is safe to show. With `armed` false a match is passed
-    /// over as if it were plain text. After a match nothing more may be pushed.
+    /// Searches the next piece and appends the released text to `out`. With `armed` false, matches count as
+    /// plain text. Nothing may be pushed after a match.
     pub fn push(&mut self, piece: &str, armed: bool, out: &mut String) -> Option<StopMatch> {
         if self.patterns.is_empty() {
             out.push_str(piece);
@@ -105,7 +107,7 @@ impl StopMatcher {
         None
     }
 
-    /// Appends what was held back: the text has ended without completing a match.
+    /// Appends the held-back text: it has ended without a match.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
@@ -117,12 +119,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The first end at which a stop string that counts is complete, and the longest that ends there.
+    /// Reference: the earliest end of an armed stop string, and the longest one that ends there.
     fn naive(text: &str, stops: &[String], armed_from: usize) -> (String, Option<usize>) {
         for end in (armed_from..=text.len()).filter(|end| text.is_char_boundary(*end)) {
             let ends_here = |stop: &&(usize, &String)| text[..end].ends_with(stop.1.as_str());
             let matches: Vec<_> = stops.iter().enumerate().collect();
-            // max_by_key takes the last of equals; the first of equal strings is reported.
+            // max_by_key returns the last of equals; the first of equal strings is expected.
             if let Some((index, stop)) = matches.iter().rev().filter(ends_here).max_by_key(|(_, s)| s.len()) {
                 return (text[..end - stop.len()].to_owned(), Some(*index));
             }
@@ -155,7 +157,7 @@ mod tests {
         }
 
         #[test]
-        fn no_more_is_held_back_than_the_longest_suffix_that_could_become_a_match(
+        fn only_the_longest_suffix_that_could_become_a_match_is_held_back(
             text in "[ab]{0,30}", stops in proptest::collection::vec("[ab]{1,5}", 1..4)) {
             let mut matcher = StopMatcher::new(&stops);
             let mut out = String::new();

@@ -1,12 +1,14 @@
+//! Chat templates (Jinja), rendered as Hugging Face transformers does.
+
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, Error, ErrorKind};
 use serde::Serialize;
 
-/// A chat template that cannot be used, or messages that it refuses.
+/// Invalid chat template, or messages that it rejects.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// The template does not parse.
+    /// Syntax error in the template.
     #[error("the chat template does not parse: {0}")]
     Syntax(String),
     /// Rendering failed: the template raised an error or took too many steps.
@@ -14,12 +16,12 @@ pub enum TemplateError {
     Render(String),
 }
 
-/// One message of a conversation, as templates see it.
+/// Message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {
-    /// Who speaks.
+    /// Role of the author, such as `user`.
     pub role: String,
-    /// What is said.
+    /// Text of the message.
     pub content: String,
 }
 
@@ -29,9 +31,9 @@ impl Message {
     }
 }
 
-/// A model's chat template, rendered as transformers renders it: blocks trimmed, Python's string methods,
-/// `raise_exception`, `bos_token` and `eos_token`. It sees no clock (`strftime_now` is undefined, and templates
-/// fall back to a fixed date), so the same messages always give the same prompt.
+/// Chat template of a model, rendered as transformers does: trimmed blocks, Python's string methods,
+/// `raise_exception`, `bos_token` and `eos_token`. There is no clock (`strftime_now` is undefined, and
+/// templates fall back to a fixed date), so equal messages always give the same prompt.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -40,7 +42,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Instructions a rendering may take; a template that loops for ever ends here.
+    /// Maximum instructions of a rendering; bounds templates that loop.
     const FUEL: u64 = 10_000_000;
     const NAME: &'static str = "chat";
 
@@ -62,10 +64,10 @@ impl ChatTemplate {
         Ok(Self { environment, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
     }
 
-    /// The prompt for a conversation, ending where the assistant speaks.
+    /// Renders the prompt of a conversation, up to the start of the assistant's message.
     ///
     /// # Errors
-    /// [`TemplateError::Render`] with the template's own words.
+    /// [`TemplateError::Render`] with the template's own message.
     pub fn render(&self, messages: &[Message]) -> Result<String, TemplateError> {
         let context = minijinja::context! {
             messages => messages.iter().map(Message::to_value).collect::<Value>(),
@@ -80,7 +82,7 @@ impl ChatTemplate {
     }
 }
 
-/// The innermost message: what the template itself said.
+/// Returns the innermost message of an error, which is the template's own.
 fn cause(error: &Error) -> String {
     match error.detail() {
         Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_owned(),
@@ -92,10 +94,10 @@ fn raise_exception(message: String) -> Result<Value, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-/// As Python's `json.dumps(ensure_ascii=False)`: nothing is escaped for HTML.
+/// Serializes like Python's `json.dumps(ensure_ascii=False)`, without HTML escapes.
 fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // Options that do not change what is shown here, such as ensure_ascii, are let through.
+    // Options without effect on the output, such as ensure_ascii, are ignored.
     let failed = |error: serde_json::Error| {
         Error::new(ErrorKind::InvalidOperation, format!("cannot serialise to JSON: {error}"))
     };
@@ -115,7 +117,7 @@ fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
 }
 
-/// Python's default separators: a space after each comma and colon.
+/// JSON formatter with Python's default separators: a space after each comma and colon.
 struct Spaced;
 
 impl serde_json::ser::Formatter for Spaced {
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_never_ends_is_stopped_and_one_that_does_not_parse_is_refused() {
+    fn an_endless_template_is_stopped_and_an_invalid_one_rejected() {
         let endless = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}";
         let template = ChatTemplate::new(endless, "", "").unwrap();
         assert!(matches!(template.render(&[]), Err(TemplateError::Render(_))));
@@ -170,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn no_clock_is_in_sight() {
+    fn templates_have_no_clock() {
         let source = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}fixed{% endif %}";
         assert_eq!(ChatTemplate::new(source, "", "").unwrap().render(&[]).unwrap(), "fixed");
     }

@@ -1,11 +1,12 @@
-//! A lower bound on the number of tokens of a text, from its bytes alone: what cannot fit the context is refused without
-//! being tokenized.
+//! Lower bound on the number of tokens of a text, from its bytes alone: rejects text that cannot fit the
+//! context without tokenizing it.
 
 use serde_json::Value;
 
 use super::Vocabulary;
 
-/// Classes of bytes that are counted apart: a token of a hundred spaces does not loosen the bound for letters.
+/// Number of byte classes with separate bounds, so that a token of a hundred spaces does not loosen the bound
+/// for letters.
 const CLASSES: usize = 5;
 
 fn class(byte: u8) -> usize {
@@ -24,32 +25,32 @@ fn count(bytes: &[u8]) -> [usize; CLASSES] {
     counts
 }
 
-/// What a normalizer may do to a text at most.
+/// Effect of a normalizer on the length of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Normalizer {
-    /// The text may become shorter by this factor.
+    /// Maximum factor by which the text becomes shorter.
     shrink: usize,
-    /// Every byte stays as it is, but for spaces that decoding brings back.
+    /// Whether all bytes stay as they are, except spaces that decoding restores.
     same_bytes: bool,
 }
 
-/// What a tokenizer may do to a text at most, as far as it decides how few tokens come of it.
+/// Bound on how few tokens a tokenizer can produce.
 ///
-/// A tokenizer whose steps keep every byte gives a text of `n` bytes at least `n / longest token` tokens. Steps that may
-/// shorten a text loosen the bound; steps that may drop any part of it leave none.
+/// A tokenizer that keeps every byte gives a text of `n` bytes at least `n / longest token` tokens. Steps
+/// that may shorten a text loosen the bound; steps that may drop any part of it remove it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenBound {
-    /// What the normalizer may do; `None`: anything.
+    /// Effect of the normalizer; `None` if unbounded.
     normalizer: Option<Normalizer>,
-    /// Whitespace around an added token may belong to that token.
+    /// Whether added tokens may absorb whitespace around them.
     strips: bool,
-    /// Most bytes of a class in one token, and of all classes.
+    /// Maximum bytes of each class, and of all classes, in one token.
     longest: [usize; CLASSES],
     longest_token: usize,
 }
 
 impl TokenBound {
-    /// The bound of a tokenizer with this tokenizer.json and vocabulary.
+    /// Computes the bound from a tokenizer.json and its vocabulary.
     pub fn new(tokenizer: &Value, vocabulary: &Vocabulary) -> Self {
         let (mut longest, mut longest_token) = ([0; CLASSES], 0);
         for id in 0..vocabulary.len() as u32 {
@@ -70,12 +71,12 @@ impl TokenBound {
         }
     }
 
-    /// No text of these bytes has fewer tokens.
+    /// Returns a lower bound on the number of tokens of a text.
     pub fn min_tokens(&self, text: &str) -> usize {
         let Some(Normalizer { shrink, same_bytes }) = self.normalizer else { return 0 };
         let mut counts = count(text.as_bytes());
         if self.strips {
-            // Only ASCII's whitespace is told from other bytes, so nothing can be said of the rest either.
+            // Only ASCII whitespace is distinguished, so non-ASCII bytes have no bound either.
             counts[class(b' ')] = 0;
             counts[class(0x80)] = 0;
         }
@@ -92,7 +93,7 @@ fn kind(step: &Value) -> Option<&str> {
     step["type"].as_str()
 }
 
-/// Reads a normalizer; `None` where it may drop text, or is not known.
+/// Reads a normalizer; `None` if unknown or if it may drop text.
 fn normalizer(value: &Value) -> Option<Normalizer> {
     let keeps = Normalizer { shrink: 1, same_bytes: true };
     let shortens = |shrink| Normalizer { shrink, same_bytes: false };
@@ -100,14 +101,15 @@ fn normalizer(value: &Value) -> Option<Normalizer> {
         return Some(keeps);
     }
     Some(match kind(value)? {
-        // Composing three Hangul letters leaves three bytes of nine; a mathematical letter has four bytes and becomes one.
+        // Composing three Hangul letters leaves three bytes of nine; a mathematical letter of four bytes
+        // becomes one.
         "NFC" | "NFD" | "Lowercase" => shortens(3),
         "NFKC" | "NFKD" => shortens(4),
         "Prepend" => keeps,
         "Replace" => {
             let (pattern, content) = (value["pattern"]["String"].as_str()?, value["content"].as_str()?);
             match (pattern, content) {
-                // SentencePiece's way to write a space.
+                // SentencePiece's encoding of a space.
                 (" ", "\u{2581}") => keeps,
                 (_, "") => return None,
                 _ => shortens(pattern.len().div_ceil(content.len()).max(1)),
@@ -124,7 +126,7 @@ fn normalizer(value: &Value) -> Option<Normalizer> {
     })
 }
 
-/// Whether a pre-tokenizer leaves every byte to some token.
+/// Whether a pre-tokenizer keeps every byte in some token.
 fn keeps_bytes(pre_tokenizer: &Value) -> bool {
     match kind(pre_tokenizer) {
         None => pre_tokenizer.is_null(),
@@ -137,14 +139,15 @@ fn keeps_bytes(pre_tokenizer: &Value) -> bool {
     }
 }
 
-/// Whether a model has a token for every byte, so that it neither drops text nor takes much of it for one unknown token.
+/// Whether a model has a token for every byte, so that it neither drops text nor merges much of it into one
+/// unknown token.
 fn knows_all(model: &Value) -> bool {
     let has = |piece: String| match &model["vocab"] {
         Value::Object(pieces) => pieces.contains_key(&piece),
         Value::Array(pieces) => pieces.iter().any(|entry| entry[0].as_str() == Some(&piece)),
         _ => false,
     };
-    // In byte-level BPE the bytes that are no printable characters have the characters from U+0100 on.
+    // In byte-level BPE, non-printable bytes are mapped to characters from U+0100 on.
     let spelt = || (0..256u32).all(|at| has(byte_piece(at)));
     let fallback = || model["byte_fallback"] == true && (0..256).all(|byte| has(format!("<0x{byte:02X}>")));
     match kind(model) {
@@ -154,8 +157,8 @@ fn knows_all(model: &Value) -> bool {
     }
 }
 
-/// The piece of the byte with this rank in GPT-2's alphabet: first the bytes that are printable, as themselves, then the
-/// others, as the characters from U+0100 on.
+/// Returns the piece of the byte with this rank in GPT-2's alphabet: first printable bytes as themselves,
+/// then the others as characters from U+0100 on.
 fn byte_piece(rank: u32) -> String {
     let printable = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff);
     let others = 0x100..0x144u32;
@@ -180,7 +183,7 @@ mod tests {
     }
 
     proptest! {
-        /// Text of whole tokens, which comes closest to the bound, and any other.
+        /// Text of whole tokens, which comes closest to the bound, or any other text.
         #[test]
         fn no_text_has_fewer_tokens_than_the_bound(
             ids in prop::collection::vec(0u32..400, 0..40), repeats in 1usize..20, any in "\\PC{0,60}"
@@ -198,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_is_known_to_be_long_whatever_it_is_of() {
+    fn a_long_text_has_a_high_bound_for_every_kind_of_text() {
         for family in Family::all() {
             let tokenizer = load(&parsed(*family));
             for text in ["word ", " ", "12", "\u{4f60}\u{597d}", "a", "!?"] {

@@ -1,32 +1,34 @@
+//! Tokenizer of a model (Hugging Face tokenizer.json).
+
 use super::{TokenBound, Vocabulary, VocabularyError};
 
-/// A tokenizer that cannot be loaded, or text that it cannot encode.
+/// Invalid tokenizer, or text that it cannot encode.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    /// tokenizer.json does not load.
+    /// Invalid tokenizer.json.
     #[error("tokenizer.json does not load: {0}")]
     Load(String),
-    /// Its decoder cannot be streamed.
+    /// Decoder that cannot be streamed.
     #[error(transparent)]
     Vocabulary(#[from] VocabularyError),
-    /// Streaming would not give what the tokenizer's own decoder gives.
+    /// Decoder whose output differs from streamed decoding.
     #[error(
         "the decoder of tokenizer.json turns {sample:?} into {theirs:?}, but token by token into {ours:?}; it is not supported"
     )]
     Mismatch {
-        /// The text tried.
+        /// Sample text.
         sample: &'static str,
-        /// The tokenizer's own decoding.
+        /// Output of the tokenizer's own decoder.
         theirs: String,
-        /// Decoding by the table.
+        /// Output of streamed decoding.
         ours: String,
     },
-    /// The text could not be encoded.
+    /// Text that cannot be encoded.
     #[error("the text cannot be tokenized: {0}")]
     Encode(String),
 }
 
-/// A model's tokenizer.
+/// Tokenizer of a model.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -35,11 +37,11 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Loads a tokenizer.json. Truncation and padding that the file asks for are turned off: a prompt that is
-    /// too long is refused, never cut.
+    /// Loads a tokenizer.json. Truncation and padding in the file are disabled: a prompt that is too long is
+    /// rejected, never truncated.
     ///
     /// # Errors
-    /// [`TokenizerError`] if the file does not load or its decoder is not one that can be streamed.
+    /// [`TokenizerError`] if the file is invalid or its decoder cannot be streamed.
     pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
         let load = |error: tokenizers::Error| TokenizerError::Load(error.to_string());
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(load)?;
@@ -53,7 +55,7 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Token ids of a plain text, with the model's own special tokens around it.
+    /// Tokenizes plain text, adding the model's special tokens around it.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`].
@@ -61,7 +63,7 @@ impl Tokenizer {
         self.encode_with(text, true)
     }
 
-    /// Token ids of a rendered chat, whose special tokens the template wrote itself.
+    /// Tokenizes a rendered chat, whose special tokens are part of the template.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`].
@@ -74,22 +76,22 @@ impl Tokenizer {
         Ok(encoding.map_err(|error| TokenizerError::Encode(error.to_string()))?.get_ids().to_vec())
     }
 
-    /// A number of tokens that a text has at least, found without tokenizing it.
+    /// Returns a lower bound on the number of tokens, without tokenizing.
     pub fn min_tokens(&self, text: &str) -> usize {
         self.bound.min_tokens(text)
     }
 
-    /// The bytes of each token.
+    /// Returns the table of token bytes.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
     }
 
-    /// The text of one token, special ones included; a part of a character shows as U+FFFD.
+    /// Returns the text of one token, special ones included; a partial character becomes U+FFFD.
     pub fn piece(&self, id: u32) -> String {
         String::from_utf8_lossy(self.vocabulary.bytes(id)).into_owned()
     }
 
-    /// The text of a whole sequence by the tokenizer's own decoder.
+    /// Decodes a whole sequence with the tokenizer's own decoder.
     ///
     /// # Errors
     /// [`TokenizerError::Encode`] if the decoder fails.
@@ -97,8 +99,8 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(|error| TokenizerError::Encode(error.to_string()))
     }
 
-    /// Tries the table against the tokenizer's own decoder, so that a decoder misread here is an error when a
-    /// model is loaded and not a wrong answer later.
+    /// Compares streamed decoding with the tokenizer's own decoder, so that an unsupported decoder fails at
+    /// load.
     fn check_decoder(&self) -> Result<(), TokenizerError> {
         for sample in ["Hello, world", " two  spaces\n\tand 3.14 ", "na\u{ef}ve \u{4f60}\u{597d} \u{1f642}!"]
         {
@@ -144,7 +146,7 @@ mod tests {
         deltas
     }
 
-    /// What each run of U+FFFD shows says only that bytes were invalid; decoders count them differently.
+    /// Collapses runs of U+FFFD, which decoders count differently.
     fn squeezed(text: &str) -> String {
         let mut out = String::new();
         for c in text.chars() {
@@ -155,14 +157,14 @@ mod tests {
         out
     }
 
-    /// Prompt and output of any tokens of a vocabulary and a few beyond it.
+    /// Prompt and output of any tokens of the vocabulary and a few ids beyond it.
     fn sequences() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
         (proptest::collection::vec(0u32..300, 0..6), proptest::collection::vec(0u32..300, 0..40))
     }
 
-    /// Prompt and output of whole pieces and of characters spelt in byte tokens, whose ids follow the three
-    /// special ones. (Of a run of byte tokens that is no text the tokenizer's decoder replaces all, the valid
-    /// ones too, which nobody who has shown them can do.)
+    /// Prompt and output of whole pieces and of characters in byte tokens, whose ids follow the three special
+    /// ones. (The tokenizer's decoder replaces a whole run of byte tokens if it is not valid text, which
+    /// streaming cannot.)
     fn pieces() -> impl Strategy<Value = (Vec<u32>, Vec<u32>)> {
         let spelt = any::<char>()
             .prop_map(|c| c.to_string().bytes().map(|byte| u32::from(byte) + 3).collect::<Vec<u32>>());
@@ -174,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn byte_level_streams_exactly_what_decoding_at_once_gives((prompt, output) in sequences()) {
+        fn byte_level_streaming_equals_decoding_at_once((prompt, output) in sequences()) {
             for family in [Family::Llama3, Family::ChatMl] {
                 let tokenizer = tokenizer(family);
                 let decoded = tokenizer.decode(&output).unwrap();
@@ -192,7 +194,7 @@ mod tests {
         }
 
         #[test]
-        fn text_survives_the_way_through_tokens_without_broken_characters(text in "\\PC{0,40}") {
+        fn text_survives_encoding_and_streaming_without_broken_characters(text in "\\PC{0,40}") {
             for family in Family::all() {
                 let tokenizer = tokenizer(*family);
                 let ids = tokenizer.encode_rendered(&text).unwrap();
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_bytes_cost_no_more_than_valid_ones_and_end_as_replacements() {
+    fn invalid_bytes_become_replacements_at_linear_cost() {
         let tokenizer = tokenizer(Family::SentencePiece);
         let id = |piece: &str| {
             (0..tokenizer.vocabulary().len() as u32)
@@ -219,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn conversations_and_texts_become_the_tokens_that_transformers_makes_of_them() {
+    fn conversations_and_texts_tokenize_like_transformers() {
         for family in Family::all() {
             let (tokenizer, chat) = (tokenizer(*family), Chat::load(*family).unwrap());
             let config: serde_json::Value = serde_json::from_str(family.tokenizer_config_json()).unwrap();
@@ -241,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_decoder_is_refused_by_name() {
+    fn an_unknown_decoder_is_rejected_by_name() {
         let mut value: serde_json::Value = serde_json::from_str(Family::Llama3.tokenizer_json()).unwrap();
         value["decoder"] = serde_json::json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
         let refused = Tokenizer::from_json(value.to_string().as_bytes()).unwrap_err();

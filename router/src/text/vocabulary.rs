@@ -1,32 +1,34 @@
+//! Table of the bytes of each token.
+
 use serde_json::Value;
 
-/// The tokenizer's decoder is one whose output cannot be streamed faithfully.
+/// Decoder of a tokenizer.json that cannot be streamed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum VocabularyError {
-    /// A decoder or a combination of decoders that is not known.
+    /// Unknown decoder or combination of decoders.
     #[error(
         "tokenizer.json has the decoder {decoder}, which is not supported; supported are ByteLevel, Metaspace \
          and a Sequence of Replace, ByteFallback, Fuse and Strip, in this order"
     )]
     Decoder {
-        /// What the file says.
+        /// Decoder in the file.
         decoder: String,
     },
 }
 
-/// How the pieces of a vocabulary become bytes.
+/// Conversion of vocabulary pieces to bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rules {
     /// Characters stand for bytes, as in GPT-2's byte-level BPE.
     byte_level: bool,
     /// Replacements in each piece, in order.
     replace: Vec<(String, String)>,
-    /// `<0xNN>` stands for a byte.
+    /// Whether `<0xNN>` stands for a byte.
     byte_fallback: bool,
     leading: Leading,
 }
 
-/// What the very beginning of a text loses.
+/// What decoding strips at the beginning of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Leading {
     /// Nothing.
@@ -37,8 +39,8 @@ pub(super) enum Leading {
     FirstToken,
 }
 
-/// The bytes of every token, so that decoding a token is a table look-up. Decoders known here are all
-/// concatenations of per-token bytes, but for what the beginning of a text loses.
+/// Bytes of every token, so that decoding a token is a table lookup. All supported decoders are
+/// concatenations of per-token bytes, except at the beginning of a text.
 #[derive(Debug, Clone)]
 pub struct Vocabulary {
     bytes: Vec<u8>,
@@ -49,10 +51,10 @@ pub struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Reads the table out of a tokenizer.
+    /// Builds the table of a tokenizer.
     ///
     /// # Errors
-    /// [`VocabularyError`] if the decoder is none of those known.
+    /// [`VocabularyError`] if the decoder is not supported.
     pub fn new(tokenizer: &tokenizers::Tokenizer) -> Result<Self, VocabularyError> {
         let decoder = serde_json::to_value(tokenizer.get_decoder()).unwrap_or(Value::Null);
         let rules = Rules::parse(&decoder)
@@ -68,7 +70,7 @@ impl Vocabulary {
             }
             ends.push(bytes.len() as u32);
         }
-        // The tokenizer skips a special token by its content, whichever id carries it.
+        // The tokenizer skips special tokens by content, whichever id they have.
         let special = (0..ids)
             .map(|id| {
                 added.get(&id).is_some_and(|token| token.special)
@@ -80,7 +82,7 @@ impl Vocabulary {
         Ok(Self { bytes, ends, special, leading: rules.leading })
     }
 
-    /// The bytes of a token; none for an id that the tokenizer does not know, as in a padded vocabulary.
+    /// Returns the bytes of a token; empty for an unknown id, as in a padded vocabulary.
     pub fn bytes(&self, id: u32) -> &[u8] {
         let at = id as usize;
         let Some(end) = self.ends.get(at) else { return &[] };
@@ -88,17 +90,17 @@ impl Vocabulary {
         &self.bytes[start as usize..*end as usize]
     }
 
-    /// Whether a token is a control token, which text does not show.
+    /// Whether a token is a control token, which decoded text omits.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.get(id as usize).copied().unwrap_or(false)
     }
 
-    /// Tokens known.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether it has no tokens.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
@@ -127,7 +129,7 @@ impl Rules {
         Some(rules)
     }
 
-    /// The order is checked, because a step works on what the one before left.
+    /// Order matters: each step works on the output of the previous one.
     fn parse_sequence(steps: &[Value]) -> Option<Self> {
         if let [only] = steps {
             return Self::parse(only);
@@ -186,8 +188,8 @@ fn fallback_byte(piece: &str) -> Option<u8> {
     if hex.len() == 2 { u8::from_str_radix(hex, 16).ok() } else { None }
 }
 
-/// GPT-2's table from characters to bytes: printable bytes stand for themselves, the others are numbered from
-/// U+0100 on.
+/// Returns GPT-2's table from characters to bytes: printable bytes stand for themselves, the others are
+/// numbered from U+0100 on.
 fn byte_alphabet() -> Vec<Option<u8>> {
     let printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut alphabet = vec![None; 0x200];

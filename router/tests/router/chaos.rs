@@ -7,18 +7,18 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 const CALLS: usize = 1000;
 
-/// What every worker answers to a prompt, and so what every client must see whatever happens in between.
+/// Output of every worker for a prompt, and so the expected output of every client.
 fn answer(name: &str) -> String {
     format!("{name}: caf\u{e9} \u{1f642} {name}")
 }
 
-/// What a session runs: the submission and the choices that go on, with the tokens left to send.
+/// Requests of a session: the submission and its running choices, with the tokens left to send.
 type Running = BTreeMap<u64, (v1::Submit, BTreeMap<u32, Vec<u32>>)>;
 
 fn begin(submit: v1::Submit) -> (v1::Submit, BTreeMap<u32, Vec<u32>>) {
@@ -37,8 +37,8 @@ fn begin(submit: v1::Submit) -> (v1::Submit, BTreeMap<u32, Vec<u32>>) {
     (submit, choices)
 }
 
-fn cancel(session: &Session, running: &mut Running, cancel: v1::Cancel) {
-    // A cancel may cross with the end of what it cancels.
+fn cancel(session: &ScriptedSession, running: &mut Running, cancel: v1::Cancel) {
+    // A cancel may cross with the end of its request.
     let Some((submit, choices)) = running.get_mut(&cancel.submission_id) else { return };
     let ended: Vec<u32> =
         choices.keys().copied().filter(|choice| cancel.choice.is_none_or(|only| only == *choice)).collect();
@@ -49,7 +49,7 @@ fn cancel(session: &Session, running: &mut Running, cancel: v1::Cancel) {
     running.retain(|_, (_, choices)| !choices.is_empty());
 }
 
-/// Plays a worker until the test ends: answers, and now and then breaks its session or shrinks its grant.
+/// Plays a worker until the test ends: generates, and at random breaks its session or shrinks its grant.
 async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::CancellationToken) {
     let mut random = StdRng::seed_from_u64(seed);
     'sessions: loop {
@@ -94,7 +94,7 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
     }
 }
 
-/// One client: reads a while and leaves, or reads to the end.
+/// Runs one client, which leaves early or reads to the end.
 async fn call(cluster: &Cluster, name: String, n: u32, leaves_after: Option<usize>) {
     let request = v1::GenerateRequest {
         request_id: name.clone(),
@@ -121,7 +121,7 @@ async fn call(cluster: &Cluster, name: String, n: u32, leaves_after: Option<usiz
 }
 
 #[tokio::test]
-async fn under_breaks_cancels_and_shrinking_grants_every_stream_is_whole_and_all_credits_return() {
+async fn streams_stay_complete_and_credits_return_under_losses_and_cancels() {
     for seed in [1, 2, 3] {
         println!("seed {seed}");
         bounded(one_run(seed)).await;
@@ -131,9 +131,9 @@ async fn under_breaks_cancels_and_shrinking_grants_every_stream_is_whole_and_all
 async fn one_run(seed: u64) {
     let mut random = StdRng::seed_from_u64(seed);
     let workers = [
-        ScriptedWorker::start(Profile::default()).await,
-        ScriptedWorker::start(Profile::default()).await,
-        ScriptedWorker::start(Profile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
+        ScriptedWorker::start(WorkerProfile::default()).await,
     ];
     let options =
         Options { retry_burst: 1 << 20, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };

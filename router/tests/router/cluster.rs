@@ -21,7 +21,7 @@ use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 
 use crate::worker::ScriptedWorker;
 
-/// A running router and a client of it.
+/// Running router with a client.
 pub struct Cluster {
     pub client: InferenceClient<Channel>,
     pub channel: Channel,
@@ -32,7 +32,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// A router over these workers.
+    /// Starts a router over these workers.
     pub async fn start(workers: &[&ScriptedWorker], options: Options) -> Self {
         let _ = (metrics(), spans());
         let workers = workers.iter().map(|worker| worker.address.to_string()).collect();
@@ -43,11 +43,11 @@ impl Cluster {
         let (handle, drain) = (router.handle(), CancellationToken::new());
         let endpoint =
             tonic::transport::Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
-        // A client that does not read is soon one that takes nothing.
+        // A small buffer, so that a client that does not read soon blocks its stream.
         let endpoint = endpoint.initial_stream_window_size(65_535);
         let address = router.address();
         let serving = tokio::spawn(router.serve(drain.clone()));
-        // Where the router speaks TLS only, the test brings a channel of its own.
+        // With TLS, the test opens its own channel.
         let channel = endpoint.connect_lazy();
         let client = InferenceClient::new(channel.clone());
         Self { client, channel, address, handle, drain, serving }
@@ -59,7 +59,7 @@ impl Cluster {
         Ok(Generated::from(stream))
     }
 
-    /// Starts a generation that must be over within `timeout`.
+    /// Starts a generation with a deadline.
     pub async fn generate_within(&mut self, request: v1::GenerateRequest, timeout: Duration) -> Generated {
         let mut request = Request::new(request);
         let value = format!("{}m", timeout.as_millis()).parse().unwrap();
@@ -68,7 +68,7 @@ impl Cluster {
     }
 }
 
-/// The spans of a trace that have ended. All tests of the process share one subscriber.
+/// Returns the ended spans of a trace. All tests of the process share one subscriber.
 pub fn spans_of(trace: &str) -> Vec<SpanData> {
     let spans = spans().0.lock().unwrap();
     spans.iter().filter(|span| span.span_context.trace_id().to_string() == trace).cloned().collect()
@@ -88,7 +88,7 @@ fn spans() -> &'static Spans {
     })
 }
 
-/// Keeps the spans that have ended.
+/// Collects ended spans.
 #[derive(Debug, Clone, Default)]
 struct Spans(Arc<Mutex<Vec<SpanData>>>);
 
@@ -99,7 +99,7 @@ impl SpanExporter for Spans {
     }
 }
 
-/// The process's metrics, as Prometheus would see them.
+/// Renders the metrics of the process for Prometheus.
 pub fn metrics() -> &'static PrometheusHandle {
     static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
     METRICS.get_or_init(|| {
@@ -111,7 +111,7 @@ pub fn metrics() -> &'static PrometheusHandle {
     })
 }
 
-/// A client's view of a stream.
+/// Stream as its client receives it.
 pub struct Generated {
     stream: Streaming<v1::GenerateResponse>,
     /// Text so far, by choice.
@@ -140,7 +140,7 @@ impl From<Streaming<v1::GenerateResponse>> for Generated {
 }
 
 impl Generated {
-    /// Takes the next message; false at the end of the stream.
+    /// Receives the next message; returns false at the end of the stream.
     pub async fn advance(&mut self) -> Result<bool, Status> {
         let Some(message) = self.stream.message().await? else { return Ok(false) };
         assert!(self.completed.is_none(), "nothing follows `completed`");
@@ -182,19 +182,19 @@ impl Generated {
     }
 }
 
-/// A request to continue a text.
+/// Returns a request to continue a text.
 pub fn text(text: &str) -> v1::GenerateRequest {
     v1::GenerateRequest { input: Some(Input::Text(text.to_owned())), ..Default::default() }
 }
 
-/// The tokens of a text in the vocabulary of the scripted workers.
+/// Returns the tokens of a text in the vocabulary of the scripted workers.
 pub fn tokens(text: &str) -> Vec<u32> {
     static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
     let load = || Tokenizer::from_json(Family::Llama3.tokenizer_json().as_bytes()).unwrap();
     TOKENIZER.get_or_init(load).encode_rendered(text).unwrap()
 }
 
-/// A bound on a test: what hangs fails.
+/// Fails a test that hangs.
 pub async fn bounded(test: impl Future<Output = ()>) {
     tokio::time::timeout(Duration::from_secs(60), test).await.expect("the test hangs");
 }

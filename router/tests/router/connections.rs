@@ -1,4 +1,4 @@
-//! TLS, client certificates, and the bounds of connections.
+//! TLS, client certificates, and connection limits.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use tonic::{Code, Request};
 
 use crate::cluster::{Cluster, bounded, text};
 use crate::tenants::{Folder, digest, with_key};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
-/// An authority that issues certificates.
+/// Certificate authority.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
 
-/// A certificate and its key, in PEM.
+/// Certificate and key in PEM.
 struct Issued {
     certificate: String,
     key: String,
@@ -38,7 +38,7 @@ impl Authority {
         self.0.pem()
     }
 
-    /// For a host, or for a URI where it looks like one.
+    /// Issues a certificate for a host name or a URI.
     fn issue(&self, name: &str) -> Issued {
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         let name = name.try_into().unwrap();
@@ -82,7 +82,7 @@ async fn connect(
     endpoint.tls_config(tls).unwrap().connect().await
 }
 
-/// What becomes of a call; TLS 1.3 lets a client see only then that its certificate was refused.
+/// Returns the result of a call; with TLS 1.3 a rejected client certificate shows only then.
 async fn call(channel: Channel, key: Option<&str>) -> Result<(), Code> {
     let mut client = InferenceClient::new(channel);
     let request = v1::ListModelsRequest {};
@@ -91,7 +91,7 @@ async fn call(channel: Channel, key: Option<&str>) -> Result<(), Code> {
 }
 
 #[tokio::test]
-async fn clients_come_by_tls_with_a_key_or_a_certificate_and_none_by_a_wrong_one() {
+async fn tls_clients_need_a_valid_key_or_certificate() {
     bounded(async {
         let (authority, stranger, folder) = (Authority::new(), Authority::new(), Folder::new());
         let server = authority.issue("router.test");
@@ -104,7 +104,7 @@ async fn clients_come_by_tls_with_a_key_or_a_certificate_and_none_by_a_wrong_one
             tenants_file: Some(folder.write("tenants.toml", &tenants)),
             ..Options::default()
         };
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -122,26 +122,26 @@ async fn clients_come_by_tls_with_a_key_or_a_certificate_and_none_by_a_wrong_one
         let channel = connect(&cluster, &authority, Some(&unknown)).await.unwrap();
         assert_eq!(call(channel.clone(), None).await, Err(Code::Unauthenticated));
         assert_eq!(call(channel, Some("key")).await, Ok(()), "a key says more than a certificate");
-        // An authority that is not known signed it: the handshake fails, whichever side sees it first.
+        // Signed by an unknown authority: the handshake fails on either side.
         if let Ok(channel) = connect(&cluster, &authority, Some(&forged)).await {
             assert!(call(channel, Some("key")).await.is_err());
         }
         assert!(connect(&cluster, &stranger, Some(&machine)).await.is_err(), "the client trusts another");
-        // In the clear nothing is said at all.
+        // Plaintext gets no response at all.
         assert!(call(cluster.channel.clone(), Some("key")).await.is_err());
     })
     .await;
 }
 
 #[tokio::test]
-async fn a_renewed_certificate_is_served_to_new_connections_and_a_broken_one_is_not() {
+async fn a_renewed_certificate_is_served_and_an_invalid_one_is_not() {
     bounded(async {
         let (authority, renewed, folder) = (Authority::new(), Authority::new(), Folder::new());
         let options = Options {
             tls: Some(files(&folder, &authority, &authority.issue("router.test"))),
             ..Options::default()
         };
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], options).await;
         let old = connect(&cluster, &authority, None).await.unwrap();
         assert_eq!(call(old.clone(), None).await, Ok(()));
@@ -164,12 +164,12 @@ async fn a_renewed_certificate_is_served_to_new_connections_and_a_broken_one_is_
 }
 
 #[tokio::test]
-async fn workers_are_reached_by_tls_and_know_their_routers_by_certificate() {
+async fn workers_authenticate_routers_by_tls_certificate() {
     bounded(async {
         let (authority, folder) = (Authority::new(), Folder::new());
         let Issued { certificate, key } = authority.issue("worker.test");
         let tls = Some([certificate, key, authority.pem()]);
-        let mut worker = ScriptedWorker::start(Profile { tls, ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile { tls, ..WorkerProfile::default() }).await;
         let own = authority.issue("router.test");
         let path = |name: &str, text: &str| -> PathBuf { folder.write(name, text) };
         let ca = path("ca.crt", &authority.pem());
@@ -190,7 +190,7 @@ async fn workers_are_reached_by_tls_and_know_their_routers_by_certificate() {
     .await;
 }
 
-/// Whether the other side ends the connection.
+/// Whether the other side closes the connection.
 async fn ends(stream: &mut TcpStream) -> bool {
     let mut sink = [0; 1024];
     loop {
@@ -202,9 +202,9 @@ async fn ends(stream: &mut TcpStream) -> bool {
 }
 
 #[tokio::test]
-async fn connections_that_are_too_many_too_slow_or_idle_are_closed() {
+async fn excess_slow_and_idle_connections_are_closed() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let short = Duration::from_millis(100);
         let connections = Limits {
             connections_max: 2,
@@ -214,17 +214,17 @@ async fn connections_that_are_too_many_too_slow_or_idle_are_closed() {
             ..Limits::default()
         };
         let cluster = Cluster::start(&[&worker], Options { connections, ..Options::default() }).await;
-        // The preface and no headers: slow, however lively otherwise.
+        // The preface without headers: too slow, despite other traffic.
         let mut slow = TcpStream::connect(cluster.address).await.unwrap();
         slow.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
         let mut silent = TcpStream::connect(cluster.address).await.unwrap();
         assert!(ends(&mut slow).await && ends(&mut silent).await);
-        // Over the limit, the oldest that has shown nothing goes.
+        // Over the limit, the oldest unauthenticated connection is closed.
         let mut first = TcpStream::connect(cluster.address).await.unwrap();
         let _second = TcpStream::connect(cluster.address).await.unwrap();
         let _third = TcpStream::connect(cluster.address).await.unwrap();
         assert!(ends(&mut first).await);
-        // A connection that was used is closed when nothing is open on it; one with a call open is not.
+        // An idle connection is closed after its last call; one with an open call is not.
         let endpoint = Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
         let mut client = InferenceClient::new(endpoint.connect().await.unwrap());
         client.list_models(v1::ListModelsRequest {}).await.unwrap();
@@ -241,9 +241,9 @@ async fn connections_that_are_too_many_too_slow_or_idle_are_closed() {
 }
 
 #[tokio::test]
-async fn a_list_of_headers_over_the_limit_is_refused_and_the_next_call_is_not() {
+async fn a_header_list_over_the_limit_is_rejected_and_the_next_call_is_not() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { header_bytes_max: 2048, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut large = Request::new(v1::ListModelsRequest {});
@@ -255,14 +255,14 @@ async fn a_list_of_headers_over_the_limit_is_refused_and_the_next_call_is_not() 
 }
 
 #[tokio::test]
-async fn a_tenant_has_as_many_connections_as_it_may() {
+async fn a_tenants_connections_are_limited() {
     bounded(async {
         let folder = Folder::new();
         let tenants = format!(
             "[tenants.t]\nlimits = {{ connections = 1 }}\nkeys = [{{ sha256 = \"{}\" }}]\n",
             digest("t")
         );
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let tenants_file = Some(folder.write("tenants.toml", &tenants));
         let cluster = Cluster::start(&[&worker], Options { tenants_file, ..Options::default() }).await;
         let endpoint = || Endpoint::from_shared(format!("http://{}", cluster.address)).unwrap();
@@ -280,7 +280,7 @@ async fn a_tenant_has_as_many_connections_as_it_may() {
 }
 
 #[test]
-fn a_clients_files_are_tried_when_they_are_read() {
+fn client_tls_files_are_validated_when_loaded() {
     let folder = Folder::new();
     let authority = Authority::new();
     let (one, other) = (authority.issue("one"), authority.issue("other"));
@@ -297,7 +297,7 @@ fn a_clients_files_are_tried_when_they_are_read() {
     }
 }
 
-/// A tenants' file that knows the key `t`.
+/// Tenants' file with the key `t`.
 fn one_tenant(folder: &Folder) -> Option<PathBuf> {
     let tenants = format!("[tenants.t]\nkeys = [{{ sha256 = \"{}\" }}]\n", digest("t"));
     Some(folder.write("tenants.toml", &tenants))
@@ -310,10 +310,10 @@ async fn check_health(channel: Channel) -> Result<(), Code> {
 }
 
 #[tokio::test]
-async fn connections_without_a_key_keep_no_tenant_out() {
+async fn unauthenticated_connections_do_not_crowd_out_a_tenant() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let connections = Limits { connections_max: 6, ..Limits::default() };
         let tenants_file = one_tenant(&folder);
         let options = Options { connections, tenants_file, ..Options::default() };
@@ -332,8 +332,8 @@ async fn connections_without_a_key_keep_no_tenant_out() {
         for tenant in &tenants {
             assert_eq!(call(tenant.clone(), Some("t")).await, Ok(()));
         }
-        // Every connection is the tenant's now, and none is in use: a probe takes the place of one, and the tenant's
-        // client connects again.
+        // All connections are the tenant's and none has an open call: a probe replaces one, and the tenant's
+        // client reconnects.
         check_health(endpoint().connect().await.unwrap()).await.unwrap();
         for tenant in tenants {
             assert_eq!(call(tenant, Some("t")).await, Ok(()));
@@ -343,10 +343,10 @@ async fn connections_without_a_key_keep_no_tenant_out() {
 }
 
 #[tokio::test]
-async fn a_connection_without_a_key_has_few_calls_open_and_small_messages() {
+async fn an_unauthenticated_connection_has_few_open_calls_and_small_messages() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
         let mut health = tonic_health::pb::health_client::HealthClient::new(cluster.channel.clone());
@@ -373,13 +373,13 @@ async fn a_connection_without_a_key_has_few_calls_open_and_small_messages() {
     .await;
 }
 
-/// One frame of HTTP/2.
+/// Encodes an HTTP/2 frame.
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let [_, length @ ..] = u32::try_from(payload.len()).unwrap().to_be_bytes();
     [&length[..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// A connection of HTTP/2, frame by frame.
+/// HTTP/2 connection, frame by frame.
 struct Frames {
     reader: BufReader<OwnedReadHalf>,
     writer: OwnedWriteHalf,
@@ -406,7 +406,7 @@ impl Frames {
         self.writer.write_all(&frames.concat()).await
     }
 
-    /// The next frame's kind, flags and stream; none when the connection has ended.
+    /// Reads the next frame's kind, flags and stream; `None` at the end of the connection.
     async fn read(&mut self) -> Option<(u8, u8, u32)> {
         let mut head = [0; 9];
         self.reader.read_exact(&mut head).await.ok()?;
@@ -417,18 +417,18 @@ impl Frames {
     }
 }
 
-/// POST, http, a path and `a` as the authority, in HPACK without indexing.
+/// HPACK headers without indexing: POST, http, a path, and the authority `a`.
 fn headers(path: &str) -> Vec<u8> {
     [&[0x83, 0x86, 0x04, path.len() as u8], path.as_bytes(), &[0x01, 1, b'a']].concat()
 }
 
-/// Data of refused calls that comes after their answers is for streams that a server has closed, and a peer may send only
-/// so much of that: a proxy with many clients must not lose its connection by it.
+/// Data of rejected calls that arrives after the response belongs to closed streams, of which a peer may send
+/// only so much: a proxy with many clients must not lose its connection by it.
 #[tokio::test]
-async fn a_connection_survives_thousands_of_calls_that_are_refused_before_their_messages_come() {
+async fn a_connection_survives_thousands_of_calls_rejected_before_their_messages() {
     bounded(async {
         let folder = Folder::new();
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { tenants_file: one_tenant(&folder), ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;
         let mut frames = Frames::connect(&cluster).await;
@@ -450,12 +450,12 @@ async fn a_connection_survives_thousands_of_calls_that_are_refused_before_their_
     .await;
 }
 
-/// A client may make a server reset a stream by breaking the protocol on it (CVE-2025-8671): the work of the call is lost,
-/// and the client has not used up its limit of open calls.
+/// A client may make a server reset a stream by violating HTTP/2 on it (CVE-2025-8671): the call's work is
+/// wasted without using up the client's limit of open calls.
 #[tokio::test]
 async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut frames = Frames::connect(&cluster).await;
         let watch = headers("/grpc.health.v1.Health/Watch");
@@ -463,13 +463,13 @@ async fn a_client_that_makes_the_server_reset_streams_loses_its_connection() {
         let ended = loop {
             let id = 2 * calls + 1;
             let call = frame(Frames::HEADERS, Frames::END_HEADERS, id, &watch);
-            // A window that overflows.
+            // Overflows the window.
             let window = frame(Frames::WINDOW_UPDATE, 0, id, &0x7fff_ffffu32.to_be_bytes());
             calls += 1;
             if frames.write(&[call, window]).await.is_err() || calls == 5000 {
                 break calls < 5000;
             }
-            // The reset of this stream.
+            // RST_STREAM of this stream.
             loop {
                 match frames.read().await {
                     None | Some((Frames::GOAWAY, ..)) => break,

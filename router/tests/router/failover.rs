@@ -5,16 +5,20 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
 /// Two workers, of which only the first has a grant.
-async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2], [Session; 2]) {
-    let mut workers = [ScriptedWorker::start(Profile::default()).await, ScriptedWorker::start(second).await];
+async fn two(
+    second: WorkerProfile,
+    options: Options,
+) -> (Cluster, [ScriptedWorker; 2], [ScriptedSession; 2]) {
+    let mut workers =
+        [ScriptedWorker::start(WorkerProfile::default()).await, ScriptedWorker::start(second).await];
     let cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
     let sessions = [workers[0].granted().await, workers[1].session().await];
     cluster.handle.ready().await;
@@ -22,10 +26,10 @@ async fn two(second: Profile, options: Options) -> (Cluster, [ScriptedWorker; 2]
 }
 
 #[tokio::test]
-async fn a_broken_worker_costs_no_byte_of_a_stream() {
+async fn a_lost_session_costs_no_byte_of_a_stream() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
-            two(Profile::default(), Options::default()).await;
+            two(WorkerProfile::default(), Options::default()).await;
         let request = v1::GenerateRequest {
             sampling: Some(v1::SamplingParams { n: Some(3), ..Default::default() }),
             stop: Some(v1::StopConditions { stop: vec!["#!".to_owned()], ..Default::default() }),
@@ -35,7 +39,7 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
         let mut stream = cluster.generate(request).await.unwrap();
         let submit = first.submit().await;
         assert_eq!(submit.attempt, 1);
-        // Cut where it hurts: within a character, and within a stop string.
+        // Break within a character, and within a stop string.
         let text = "caf\u{e9} \u{1f642} done #";
         let output = tokens(text);
         let cut = tokens("caf\u{e9} \u{1f642}").len() - 2;
@@ -59,7 +63,7 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
             resumed(2, tokens("c#"), false),
         ];
         assert_eq!(again.resumed, expected);
-        // What an older attempt still says is dropped, also under the new handle.
+        // Output of an older attempt is dropped, also under the new submission id.
         second.sequence(v1::SequenceUpdate {
             attempt: 1,
             ..sequence(&again, 0, &tokens("WRONG"), v1::FinishReason::Unspecified)
@@ -79,13 +83,13 @@ async fn a_broken_worker_costs_no_byte_of_a_stream() {
 }
 
 #[tokio::test]
-async fn a_request_that_a_worker_gives_back_runs_elsewhere() {
+async fn a_request_returned_by_its_worker_runs_on_another() {
     bounded(async {
         let (mut cluster, _workers, [mut first, mut second]) =
-            two(Profile::default(), Options::default()).await;
+            two(WorkerProfile::default(), Options::default()).await;
         for give_back in [
-            |session: &Session, submit: &v1::Submit| session.fail(submit, 0, Code::Unavailable),
-            |session: &Session, submit: &v1::Submit| {
+            |session: &ScriptedSession, submit: &v1::Submit| session.fail(submit, 0, Code::Unavailable),
+            |session: &ScriptedSession, submit: &v1::Submit| {
                 session.finish(submit, 0, &[], v1::FinishReason::Cancelled);
             },
         ] {
@@ -107,11 +111,11 @@ async fn a_request_that_a_worker_gives_back_runs_elsewhere() {
 }
 
 #[tokio::test]
-async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_if_there_is_none() {
+async fn a_stream_changes_fingerprint_only_if_no_worker_has_its_own() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, Options::default()).await;
-        let mut third_worker = ScriptedWorker::start(Profile::default()).await;
+        let mut third_worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut both = Cluster::start(
             &[&workers[0], &workers[1], &third_worker],
             Options { router_id: "second".to_owned(), ..Options::default() },
@@ -126,7 +130,7 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
         {
             tokio::task::yield_now().await;
         }
-        // All three are there: the equal one is waited for, though the other has room.
+        // All three are connected: the request waits for the equal one, though the other has room.
         two.grant(0, 0);
         let mut stream = both.generate(text("a")).await.unwrap();
         let submit = one.submit().await;
@@ -140,7 +144,7 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
         three.finish(&again, 0, &[EOT], STOP);
         stream.read_to_end().await.unwrap();
 
-        // Here the only other worker has another fingerprint.
+        // The only other worker has another fingerprint.
         let mut stream = cluster.generate(text("a")).await.unwrap();
         let submit = first.submit().await;
         first.tokens(&submit, 0, &tokens("x"));
@@ -159,9 +163,9 @@ async fn a_stream_waits_for_a_worker_of_its_fingerprint_and_takes_another_only_i
 }
 
 #[tokio::test]
-async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end() {
+async fn a_request_that_loses_every_worker_without_a_token_is_rejected() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -170,7 +174,7 @@ async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end
             assert_eq!(session.submit().await.attempt, attempt);
             session.break_stream();
             session = worker.granted().await;
-            // It runs alone only where a worker has been heard of since.
+            // A quarantined request is dispatched only after an update of its worker.
             session.grant(64, 1 << 16);
         }
         let status = stream.read_to_end().await.unwrap_err();
@@ -181,9 +185,9 @@ async fn a_request_that_loses_every_worker_without_a_token_is_refused_in_the_end
 }
 
 #[tokio::test]
-async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
+async fn requests_wait_for_a_lost_worker_up_to_a_timeout() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let wait = Duration::from_millis(300);
         let options = Options { no_worker_timeout: wait, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
@@ -194,12 +198,12 @@ async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
         session.tokens(&submit, 0, &tokens("x"));
         stream.until_text("x").await;
         session.break_stream();
-        // It comes back, and the stream goes on where it was.
+        // The worker returns, and the stream continues.
         let mut session = worker.granted().await;
         let again = session.submit().await;
         session.tokens(&again, 0, &tokens("y"));
         stream.until_text("xy").await;
-        // It goes for good.
+        // The worker is lost for good.
         drop(worker);
         session.break_stream();
         let status = stream.read_to_end().await.unwrap_err();
@@ -214,15 +218,15 @@ async fn requests_wait_for_a_lost_worker_to_come_back_but_not_for_ever() {
 }
 
 #[tokio::test]
-async fn a_worker_without_heartbeats_is_taken_for_lost() {
+async fn a_session_without_heartbeats_is_lost() {
     bounded(async {
-        let silent = Profile { heartbeat_interval_ms: 30, ..Profile::default() };
+        let silent = WorkerProfile { heartbeat_interval_ms: 30, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(silent).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
         let mut stream = cluster.generate(text("a")).await.unwrap();
-        // A session may have gone silent before the request came; then the next one has it.
+        // A session may time out before the request arrives; then the next one has it.
         let first = loop {
             match session.submit_or_close().await {
                 Some(submit) => break submit,
@@ -241,9 +245,9 @@ async fn a_worker_without_heartbeats_is_taken_for_lost() {
 }
 
 #[tokio::test]
-async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went_on() {
+async fn responses_report_fingerprint_changes_and_cached_tokens() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let (mut cluster, workers, [mut first, mut second]) = two(other, Options::default()).await;
         let models = cluster.client.list_models(v1::ListModelsRequest {}).await.unwrap().into_inner().models;
         assert_eq!(models[0].fingerprints, ["f1", "f2"]);
@@ -259,7 +263,7 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
             computed_tokens,
             ..sequence(&submit, 0, tokens, v1::FinishReason::Unspecified)
         };
-        // Of the prompt, the worker found all but two tokens in its cache.
+        // All but two tokens of the prompt were cached at the worker.
         first.sequence(computed(&tokens("a"), 2));
         first.tokens(&submit, 1, &tokens("bc"));
         while stream.token_ids[1].len() < tokens("bc").len() {
@@ -271,7 +275,7 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
         drop(workers);
         second.grant(64, 1000);
         let again = second.submit().await;
-        // What it computes now was computed before: usage speaks of the first time.
+        // Recomputed tokens do not count again: usage covers the first prefill only.
         second.sequence(v1::SequenceUpdate {
             computed_tokens: prompt + 3,
             ..sequence(&again, 0, &tokens("d"), LENGTH)
@@ -287,9 +291,9 @@ async fn a_client_is_told_the_fingerprint_what_was_cached_and_where_another_went
 }
 
 #[tokio::test]
-async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchanged_for_another() {
+async fn a_required_fingerprint_is_never_replaced_and_rejected_if_unknown() {
     bounded(async {
-        let other = Profile { fingerprint: "f2", ..Profile::default() };
+        let other = WorkerProfile { fingerprint: "f2", ..WorkerProfile::default() };
         let options = Options { no_worker_timeout: Duration::from_secs(1), ..Options::default() };
         let (mut cluster, mut workers, [mut first, mut second]) = two(other, options).await;
         let require = |fingerprint: &str| v1::GenerateRequest {
@@ -300,7 +304,7 @@ async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchang
         let refused = cluster.client.generate(require("f3")).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition);
         assert_eq!(refused.message(), "no worker has the fingerprint \"f3\"; those connected have: f1, f2");
-        // The worker that has a grant has another fingerprint: the request waits for its own.
+        // The worker with a grant has another fingerprint: the request waits for its own.
         let mut waiting = cluster.generate(require("f2")).await.unwrap();
         second.grant(64, 1000);
         let submit = second.submit().await;
@@ -312,7 +316,7 @@ async fn a_required_fingerprint_is_refused_where_nobody_has_it_and_never_exchang
         first.tokens(&submit, 0, &tokens("a"));
         stream.until_text("a").await;
         first.break_stream();
-        // It comes back: the stream goes on there, though the other had room all the time.
+        // Its worker returns and the stream continues there, though the other had room all the time.
         let mut first = workers[0].granted().await;
         let again = first.submit().await;
         first.tokens(&again, 0, &tokens("b"));

@@ -10,7 +10,7 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::cluster::{Cluster, bounded, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
@@ -50,9 +50,9 @@ fn parameter(response: &kserve::ModelInferResponse, name: &str) -> ParameterChoi
 }
 
 #[tokio::test]
-async fn a_tensor_of_text_goes_in_and_one_comes_out_by_the_same_core() {
+async fn a_text_tensor_is_answered_with_a_text_tensor() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut client = GrpcInferenceServiceClient::new(cluster.channel.clone());
         assert!(client.server_live(kserve::ServerLiveRequest {}).await.unwrap().into_inner().live);
@@ -104,9 +104,9 @@ async fn a_tensor_of_text_goes_in_and_one_comes_out_by_the_same_core() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_open_when_the_router_drains_ends_what_it_has_and_takes_nothing_more() {
+async fn a_call_open_during_a_drain_completes_and_accepts_no_more_requests() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -124,7 +124,7 @@ async fn a_call_that_is_open_when_the_router_drains_ends_what_it_has_and_takes_n
         session.finish(&first, 0, &tokens("x"), LENGTH);
         let answer = answers.message().await.unwrap().unwrap().infer_response.unwrap();
         assert_eq!((answer.id.as_str(), text_of(&answer).as_str()), ("a", "x"));
-        // The client could go on asking; the router ends the call so that it can stop itself.
+        // The client could send more requests; the router ends the call to complete its drain.
         assert_eq!(answers.message().await.unwrap_err().code(), Code::Unavailable);
         cluster.serving.await.unwrap().unwrap();
         drop(requests);
@@ -133,9 +133,9 @@ async fn a_call_that_is_open_when_the_router_drains_ends_what_it_has_and_takes_n
 }
 
 #[tokio::test]
-async fn one_call_streams_several_requests_and_one_that_fails_ends_only_itself() {
+async fn one_call_streams_several_requests_that_fail_independently() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -152,9 +152,9 @@ async fn one_call_streams_several_requests_and_one_that_fails_ends_only_itself()
         requests.send(ask("b", "second", false)).unwrap();
         let second = session.submit().await;
         session.tokens(&first, 0, &tokens("x"));
-        let news = answers.message().await.unwrap().unwrap().infer_response.unwrap();
-        assert_eq!((news.id.as_str(), text_of(&news).as_str()), ("a", "x"));
-        assert_eq!(parameter(&news, "triton_final_response"), ParameterChoice::BoolParam(false));
+        let message = answers.message().await.unwrap().unwrap().infer_response.unwrap();
+        assert_eq!((message.id.as_str(), text_of(&message).as_str()), ("a", "x"));
+        assert_eq!(parameter(&message, "triton_final_response"), ParameterChoice::BoolParam(false));
         session.tokens(&second, 0, &tokens("never alone"));
         session.finish(&first, 0, &tokens("y"), LENGTH);
         session.finish(&second, 0, &tokens("."), LENGTH);
@@ -172,7 +172,7 @@ async fn one_call_streams_several_requests_and_one_that_fails_ends_only_itself()
         assert_eq!(last, ["a", "b"]);
         assert_eq!((texts["a"].as_str(), texts["b"].as_str()), ("xy", "never alone."));
 
-        // A client that leaves takes its requests along.
+        // A client that leaves cancels its requests.
         let (requests, outgoing) = tokio::sync::mpsc::unbounded_channel();
         let outgoing = tokio_stream::wrappers::UnboundedReceiverStream::new(outgoing);
         requests.send(ask("c", "third", true)).unwrap();

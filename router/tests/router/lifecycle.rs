@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use inflight_proto::v1;
-use inflight_router::{Core, Dial, Options};
+use inflight_router::{Connector, Core, Options};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
@@ -12,11 +12,11 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::cluster::{Cluster, bounded, spans_of, text, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
 fn service(name: &str) -> HealthCheckRequest {
@@ -24,15 +24,16 @@ fn service(name: &str) -> HealthCheckRequest {
 }
 
 #[tokio::test]
-async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_their_end() {
+async fn health_follows_workers_and_drain_and_open_streams_complete() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile { bad_bundles: 2, ..Profile::default() }).await;
+        let mut worker =
+            ScriptedWorker::start(WorkerProfile { bad_bundles: 2, ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut health = HealthClient::new(cluster.channel.clone());
         let mut watch = health.watch(service("inflight.v1.Inference")).await.unwrap().into_inner();
         let seen = |answer: Option<HealthCheckResponse>| answer.unwrap().status();
         assert_eq!(seen(watch.message().await.unwrap()), ServingStatus::NotServing);
-        // The first two sessions fail on a bundle that does not have its digest.
+        // The first two sessions fail on a bundle with a wrong digest.
         for _ in 0..2 {
             assert!(worker.session().await.closed().await);
             assert!(!cluster.handle.is_ready());
@@ -53,7 +54,7 @@ async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_thei
         session.finish(&submit, 0, &tokens("y"), LENGTH);
         stream.read_to_end().await.unwrap();
         assert_eq!(stream.text[0], "xy");
-        // The health watch is still open, and does not hold the router up.
+        // The health watch is still open, and does not delay the shutdown.
         cluster.serving.await.unwrap().unwrap();
         assert!(session.closed().await, "sessions end with the router");
     })
@@ -61,11 +62,11 @@ async fn health_follows_the_workers_and_the_drain_and_open_streams_go_on_to_thei
 }
 
 #[tokio::test]
-async fn a_draining_worker_finishes_what_it_has_and_gets_nothing_new() {
+async fn a_draining_worker_completes_its_requests_and_gets_no_new_ones() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile::default()).await,
-            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut first = workers[0].granted().await;
@@ -92,11 +93,11 @@ async fn a_draining_worker_finishes_what_it_has_and_gets_nothing_new() {
 }
 
 #[tokio::test]
-async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
+async fn equal_workers_are_used_round_robin_and_higher_priority_goes_first() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile::default()).await,
-            ScriptedWorker::start(Profile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
+            ScriptedWorker::start(WorkerProfile::default()).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut sessions = [workers[0].session().await, workers[1].session().await];
@@ -116,7 +117,7 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
         for (name, priority) in [("low", -1), ("first", 0), ("second", 0), ("high", 5)] {
             streams.push(cluster.generate(ask(name, priority)).await.unwrap());
         }
-        // One grant at a time, so that the order is seen.
+        // One grant at a time, so that the order is observable.
         for (turn, name) in ["high", "first", "second", "low"].into_iter().enumerate() {
             let session = &mut sessions[turn % 2];
             session.grant(1, 100);
@@ -136,9 +137,9 @@ async fn requests_go_round_equal_workers_and_higher_priority_goes_first() {
 }
 
 #[tokio::test]
-async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_else_does() {
+async fn only_a_request_that_outranks_another_exceeds_the_grant() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.update(v1::Update {
@@ -152,12 +153,13 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
         for (name, priority) in [("equal", 0), ("important", 1), ("as important", 1)] {
             streams.push(cluster.generate(ask(name, priority)).await.unwrap());
         }
-        // Equal ones wait, and the second of the important: one sequence beyond the grant is all there is.
+        // Requests of equal priority wait, and so does the second important one: one sequence beyond the
+        // grant is the maximum.
         let important = session.submit().await;
         assert_eq!(important.prompt_token_ids[1..], tokens("important"));
         session.finish(&running, 0, &[EOT], STOP);
         session.finish(&important, 0, &[EOT], STOP);
-        // What is left outranks nothing by then, and goes within the grant, in order.
+        // The remaining requests outrank nothing and are dispatched within the grant, in order.
         for name in ["as important", "equal"] {
             let submit = session.submit().await;
             assert_eq!(submit.prompt_token_ids[1..], tokens(name));
@@ -171,9 +173,9 @@ async fn what_outranks_something_in_flight_goes_beyond_the_grant_and_nothing_els
 }
 
 #[tokio::test]
-async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
+async fn a_clients_trace_continues_in_router_spans_and_the_submission() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -213,13 +215,13 @@ async fn a_clients_trace_goes_on_in_the_routers_spans_and_in_the_submission() {
 }
 
 #[tokio::test]
-async fn reflection_is_served_where_it_is_on() {
+async fn reflection_is_served_if_enabled() {
     use tonic_reflection::pb::v1::ServerReflectionRequest;
     use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
     use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
     use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         for reflection in [true, false] {
             let cluster = Cluster::start(&[&worker], Options { reflection, ..Options::default() }).await;
             let mut client = ServerReflectionClient::new(cluster.channel.clone());
@@ -242,14 +244,14 @@ async fn reflection_is_served_where_it_is_on() {
     .await;
 }
 
-/// A panic in the task that keeps a worker's session used to leave the worker without one until the router was restarted.
+/// A panic in a session task must not leave the worker without a session.
 #[tokio::test]
-async fn a_session_whose_task_panics_is_opened_again() {
+async fn a_session_task_is_restarted_after_a_panic() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let panicked = Arc::new(AtomicBool::new(false));
         let (panics, address) = (panicked.clone(), worker.address);
-        let dial = Dial::new(move |_| {
+        let connector = Connector::new(move |_| {
             let first = !panics.swap(true, Ordering::Relaxed);
             async move {
                 assert!(!first, "the first connection");
@@ -257,7 +259,7 @@ async fn a_session_whose_task_panics_is_opened_again() {
             }
         });
         let options = Options { workers: vec![address.to_string()], ..Options::default() };
-        let core = Core::new(options).unwrap().with_dial(dial);
+        let core = Core::new(options).unwrap().with_connector(connector);
         let handle = core.handle();
         let incoming = futures::stream::pending::<std::io::Result<TcpStream>>();
         let serving = tokio::spawn(core.serve(incoming, CancellationToken::new()));

@@ -1,5 +1,5 @@
-//! A real router against workers that play a script, over real connections. Nothing sleeps: tests wait for
-//! what they see on the wire.
+//! A real router against scripted workers over real connections. Nothing sleeps: tests wait for observable
+//! events.
 
 #![allow(clippy::large_futures, reason = "a test is one future")]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
@@ -11,9 +11,9 @@ mod failover;
 mod kserve;
 mod lifecycle;
 mod prefix;
+mod quarantine;
 mod recovery;
 mod requests;
 mod streams;
-mod suspects;
 mod tenants;
 mod worker;

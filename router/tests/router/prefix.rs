@@ -1,4 +1,4 @@
-//! What workers tell of their prefix caches, and where requests go for it.
+//! Prefix-cache events of workers and the placement that follows from them.
 
 use inflight_contract::BlockHash;
 use inflight_proto::v1;
@@ -7,10 +7,10 @@ use inflight_proto::v1::kv_event::Event;
 use inflight_router::{Options, PlacementKind};
 
 use crate::cluster::{Cluster, bounded};
-use crate::worker::{Command, Profile, ScriptedWorker, Session};
+use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
-/// Tokens in a block of the scripted workers.
+/// Tokens per block of the scripted workers.
 const BLOCK: usize = 16;
 
 fn prompt() -> Vec<u32> {
@@ -47,8 +47,8 @@ fn snapshot(first: bool, device: Vec<u64>, next: Option<u64>) -> v1::Update {
     v1::Update { kv_snapshot: Some(piece), ..Default::default() }
 }
 
-/// Runs a request to its end; which of the workers got it.
-async fn place(cluster: &mut Cluster, tenant: &str, sessions: &mut [Session; 2]) -> usize {
+/// Runs a request to its end. Returns the index of its worker.
+async fn place(cluster: &mut Cluster, tenant: &str, sessions: &mut [ScriptedSession; 2]) -> usize {
     let mut stream = cluster.generate(request(tenant)).await.unwrap();
     let [first, second] = sessions;
     let (worker, submit) = tokio::select! {
@@ -61,18 +61,18 @@ async fn place(cluster: &mut Cluster, tenant: &str, sessions: &mut [Session; 2])
 }
 
 #[tokio::test]
-async fn requests_go_where_their_tenants_prefix_is() {
+async fn requests_are_placed_by_their_tenants_prefix() {
     bounded(async {
         for placement in [PlacementKind::Cost, PlacementKind::Prefix] {
             let mut workers = [
-                ScriptedWorker::start(Profile::default()).await,
-                ScriptedWorker::start(Profile::default()).await,
+                ScriptedWorker::start(WorkerProfile::default()).await,
+                ScriptedWorker::start(WorkerProfile::default()).await,
             ];
             let options = Options { placement, ..Options::default() };
             let mut cluster = Cluster::start(&[&workers[0], &workers[1]], options).await;
             let mut sessions = [workers[0].granted().await, workers[1].session().await];
             cluster.handle.ready().await;
-            // The second tells what it has in pieces and in changes, and only then takes requests.
+            // The second worker reports its cache by snapshot and events before it has a grant.
             let chain = chain("a");
             sessions[1].update(snapshot(true, chain[..5].to_vec(), None));
             sessions[1].update(snapshot(false, chain[5..9].to_vec(), Some(40)));
@@ -91,7 +91,7 @@ async fn requests_go_where_their_tenants_prefix_is() {
                 others.push(place(&mut cluster, "b", &mut sessions).await);
             }
             assert!(others.contains(&0), "{placement}: the prefix is not theirs, {others:?}");
-            // It is gone from the second, and the first has it now.
+            // The second worker has evicted it, and the first has cached it.
             let removed = chain.iter().map(|block| v1::KvEvent { event: Some(Event::Removed(*block)) });
             let first = 40 + chain[9..].len() as u64;
             let events = v1::KvEvents { first_event: first, events: removed.collect() };
@@ -111,9 +111,9 @@ async fn requests_go_where_their_tenants_prefix_is() {
 }
 
 #[tokio::test]
-async fn a_gap_in_the_changes_is_answered_by_one_request_for_everything() {
+async fn a_gap_in_the_events_causes_one_snapshot_request() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -122,13 +122,13 @@ async fn a_gap_in_the_changes_is_answered_by_one_request_for_everything() {
         session.update(stored(9, [5]));
         session.update(stored(14, [6]));
         assert!(matches!(session.command().await, Command::ResyncPrefixCache(_)));
-        // Pieces of a snapshot that never began are no news either.
+        // Parts of a snapshot without its first part are dropped.
         session.update(snapshot(false, vec![7], Some(20)));
         session.update(snapshot(true, vec![1], Some(30)));
         session.update(stored(30, [8]));
         session.update(stored(40, [9]));
         assert!(matches!(session.command().await, Command::ResyncPrefixCache(_)), "once for each loss");
-        // Requests go on all the while.
+        // Requests are served meanwhile.
         let mut stream = cluster.generate(request("a")).await.unwrap();
         let submit = session.submit().await;
         session.finish(&submit, 0, &[65, 284], STOP);
@@ -139,9 +139,9 @@ async fn a_gap_in_the_changes_is_answered_by_one_request_for_everything() {
 }
 
 #[tokio::test]
-async fn a_worker_that_tells_of_more_blocks_than_it_has_keeps_its_requests() {
+async fn a_worker_that_reports_too_many_blocks_keeps_its_requests() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;

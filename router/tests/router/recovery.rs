@@ -5,18 +5,18 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const MORE: v1::FinishReason = v1::FinishReason::Unspecified;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker; N], Vec<Session>) {
+async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker; N], Vec<ScriptedSession>) {
     let mut workers = Vec::new();
     for _ in 0..N {
-        workers.push(ScriptedWorker::start(Profile::default()).await);
+        workers.push(ScriptedWorker::start(WorkerProfile::default()).await);
     }
     let mut workers: [ScriptedWorker; N] = workers.try_into().unwrap_or_else(|_| panic!("{N} workers"));
     let cluster = Cluster::start(&workers.each_ref(), options).await;
@@ -28,8 +28,8 @@ async fn workers<const N: usize>(options: Options) -> (Cluster, [ScriptedWorker;
     (cluster, workers, sessions)
 }
 
-/// Waits until the router has heard of a grant.
-async fn heard(worker: &ScriptedWorker, sequences: u32) {
+/// Waits until the router has received a grant.
+async fn wait_for_grant(worker: &ScriptedWorker, sequences: u32) {
     let (name, address) = ("inflight_router_worker_sequences_granted", worker.address);
     let line = format!("{name}{{worker=\"{address}\"}} {sequences}");
     while !metrics().render().lines().any(|rendered| rendered == line) {
@@ -37,7 +37,7 @@ async fn heard(worker: &ScriptedWorker, sequences: u32) {
     }
 }
 
-/// Sum of a counter over its labels.
+/// Returns the sum of a counter over its labels.
 fn count(name: &str, label: &str) -> f64 {
     let rendered = metrics().render();
     let lines = rendered.lines().filter(|line| line.starts_with(name) && line.contains(label));
@@ -45,7 +45,7 @@ fn count(name: &str, label: &str) -> f64 {
 }
 
 #[tokio::test]
-async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
+async fn a_quarantined_request_runs_alone_until_its_first_token() {
     bounded(async {
         let (mut cluster, [mut first, mut second], mut sessions) = workers::<2>(Options::default()).await;
         let mut two = sessions.pop().unwrap();
@@ -57,7 +57,7 @@ async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
         two.grant(8, 1000);
         assert_eq!(two.submit().await.attempt, 2);
         two.break_stream();
-        // Both are back. One of them must be kept for the suspect alone.
+        // Both workers are back. One must be reserved for the quarantined request.
         let (mut one, mut two) = (first.granted().await, second.granted().await);
         let mut others = Vec::new();
         let mut submits = Vec::new();
@@ -74,7 +74,8 @@ async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
             if submits.last().unwrap().attempt == 3 {
                 break (one, two);
             }
-            // Whoever got another request is swapped to the front; the suspect's worker is the other.
+            // Swap the worker with the other request to the front; the quarantined request's worker is the
+            // other.
         };
         let suspected = submits.pop().unwrap();
         while submits.len() < 4 {
@@ -84,7 +85,7 @@ async fn a_suspect_runs_where_nothing_else_does_and_a_token_clears_it() {
         assert!(alone.try_command().is_none(), "nothing else runs beside the suspect");
         alone.tokens(&suspected, 0, &tokens("x"));
         suspect.until_text("x").await;
-        // Cleared: its worker takes others again, and the next loss is its first.
+        // The quarantine is over: its worker accepts others again, and the next loss is its first.
         shared.grant(0, 0);
         let mut late = cluster.generate(text("late")).await.unwrap();
         let submit = alone.submit().await;
@@ -113,9 +114,9 @@ fn charges(cost: u64) -> v1::Update {
 }
 
 #[tokio::test]
-async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_elsewhere() {
+async fn a_protocol_violation_closes_the_session_and_its_streams_fail_over() {
     bounded(async {
-        type Lie = fn(&Session, &v1::Submit);
+        type Lie = fn(&ScriptedSession, &v1::Submit);
         let lies: [(&str, Lie); 12] = [
             ("journal", |session, submit| session.tokens(submit, 0, &[1; 41])),
             ("unknown_request", |session, submit| session.tokens(submit, 9, &[1])),
@@ -154,7 +155,7 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
         for (kind, lie) in lies {
             let before = count("inflight_router_protocol_violations_total", &format!("kind=\"{kind}\""));
             sound.grant(0, 0);
-            heard(&honest, 0).await;
+            wait_for_grant(&honest, 0).await;
             lying.grant(8, 1000);
             let request = v1::GenerateRequest {
                 sampling: Some(v1::SamplingParams { n: Some(2), ..Default::default() }),
@@ -184,10 +185,10 @@ async fn a_worker_that_talks_nonsense_loses_its_session_and_its_streams_go_on_el
 }
 
 #[tokio::test]
-async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_goes_on() {
+async fn a_client_too_far_behind_pauses_its_request_and_later_reads_the_rest() {
     bounded(async {
         let options = Options { client_buffer_tokens: 512, ..Options::default() };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -211,7 +212,7 @@ async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_g
         assert!(matches!(cancel, inflight_proto::v1::session_request::Message::Cancel(cancel)
             if cancel.submission_id == submit.submission_id && cancel.choice.is_none()));
         session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
-        // It reads again: the request goes on from where it was.
+        // The client reads again: the request continues from where it was.
         let reading = tokio::spawn(async move {
             stalled.read_to_end().await.unwrap();
             stalled
@@ -229,11 +230,11 @@ async fn a_client_too_far_behind_pauses_its_request_and_reads_the_rest_when_it_g
 }
 
 #[tokio::test]
-async fn a_paused_request_that_goes_on_where_no_worker_is_left_waits_no_longer_than_others() {
+async fn a_request_resumed_without_workers_times_out_like_others() {
     bounded(async {
         let wait = Duration::from_millis(300);
         let options = Options { client_buffer_tokens: 512, no_worker_timeout: wait, ..Options::default() };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -261,7 +262,7 @@ async fn a_paused_request_that_goes_on_where_no_worker_is_left_waits_no_longer_t
 }
 
 #[tokio::test]
-async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
+async fn the_call_of_a_stalled_client_is_ended() {
     bounded(async {
         let options = Options {
             client_buffer_tokens: 512,
@@ -269,7 +270,7 @@ async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
             stall_timeout: Duration::from_millis(300),
             ..Options::default()
         };
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let mut worker = ScriptedWorker::start(profile).await;
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -308,7 +309,7 @@ async fn a_client_that_takes_nothing_for_long_gives_its_place_back() {
 }
 
 #[tokio::test]
-async fn after_its_grace_a_draining_workers_streams_move_to_where_their_tokens_stay_the_same() {
+async fn after_the_grace_period_a_draining_workers_streams_move() {
     bounded(async {
         let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
         let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
@@ -320,14 +321,14 @@ async fn after_its_grace_a_draining_workers_streams_move_to_where_their_tokens_s
         one.tokens(&submit, 0, &tokens("x"));
         stream.until_text("x").await;
         one.update(v1::Update { draining: true, grant: Some(v1::Grant::default()), ..Default::default() });
-        // No room elsewhere yet: it goes on where it is.
+        // No room elsewhere yet: the stream stays.
         one.tokens(&submit, 0, &tokens("y"));
         stream.until_text("xy").await;
         two.grant(8, 1000);
         let again = two.submit().await;
         assert_eq!((again.attempt, again.resumed[0].token_ids.clone()), (2, tokens("xy")));
         assert_eq!(one.cancel().await.submission_id, submit.submission_id);
-        // What the old attempt still says is dropped.
+        // Output of the old attempt is dropped.
         one.tokens(&submit, 0, &tokens("WRONG"));
         one.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
         two.finish(&again, 0, &tokens("z"), LENGTH);
@@ -338,7 +339,7 @@ async fn after_its_grace_a_draining_workers_streams_move_to_where_their_tokens_s
 }
 
 #[tokio::test]
-async fn resubmissions_beyond_the_budget_wait_and_are_not_lost() {
+async fn resubmissions_beyond_the_retry_budget_wait_and_are_not_lost() {
     bounded(async {
         let options = Options { retry_rate: 1, retry_burst: 1, ..Options::default() };
         let (mut cluster, [_first, _second], mut sessions) = workers::<2>(options).await;
@@ -357,7 +358,7 @@ async fn resubmissions_beyond_the_budget_wait_and_are_not_lost() {
         one.break_stream();
         let first = two.submit().await;
         let at = Instant::now();
-        // What is new does not wait behind them.
+        // New requests do not wait behind them.
         let mut fresh = cluster.generate(text("fresh")).await.unwrap();
         let new = two.submit().await;
         assert_eq!(new.attempt, 1);
@@ -383,7 +384,7 @@ async fn resubmissions_beyond_the_budget_wait_and_are_not_lost() {
 }
 
 #[tokio::test]
-async fn a_worker_that_keeps_failing_is_ejected_and_one_whose_requests_are_at_fault_is_not() {
+async fn consecutive_worker_faults_eject_it_and_request_errors_do_not() {
     bounded(async {
         for (code, ejects) in [(Code::InvalidArgument, false), (Code::Internal, true)] {
             let (mut cluster, [_first, _second], mut sessions) = workers::<2>(Options::default()).await;
@@ -421,7 +422,7 @@ async fn a_worker_that_keeps_failing_is_ejected_and_one_whose_requests_are_at_fa
 }
 
 #[tokio::test]
-async fn a_request_that_could_outgrow_the_journal_is_refused_with_the_numbers() {
+async fn a_request_that_could_outgrow_the_journal_is_rejected_with_the_numbers() {
     bounded(async {
         let options = Options { request_tokens_max: 100, ..Options::default() };
         let (mut cluster, [_worker], _sessions) = workers::<1>(options).await;

@@ -10,7 +10,7 @@ use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
 use crate::cluster::{Cluster, bounded, text, tokens};
-use crate::worker::{Profile, ScriptedWorker};
+use crate::worker::{ScriptedWorker, WorkerProfile};
 
 type Change = fn(&mut v1::GenerateRequest);
 
@@ -32,7 +32,7 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
     request.stop.as_mut().unwrap()
 }
 
-/// What is wrong, and words that the message must have.
+/// Invalid field, and words that the message must have.
 const INVALID: &[(Change, &str)] = &[
     (|r| r.input = None, "input is missing"),
     (|r| r.input = Some(Input::Text(String::new())), "the prompt is empty"),
@@ -74,9 +74,9 @@ const INVALID: &[(Change, &str)] = &[
 ];
 
 #[tokio::test]
-async fn every_field_out_of_its_range_is_refused_by_name_before_a_worker_sees_it() {
+async fn every_field_out_of_range_is_rejected_by_name_before_dispatch() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -85,18 +85,18 @@ async fn every_field_out_of_its_range_is_refused_by_name_before_a_worker_sees_it
             assert_eq!(status.code(), Code::InvalidArgument, "{words}: {status}");
             assert!(status.message().contains(words), "{words:?} is not in {:?}", status.message());
         }
-        // The first thing that the worker hears is the first request that is right.
+        // The worker receives the first valid request only.
         let _stream = cluster.generate(text("right")).await.unwrap();
         assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("right"));
     })
     .await;
 }
 
-/// Tokenizing takes a second for each such text, and others wait for their turn behind it.
+/// Tokenizing takes a second for each such text, and other requests queue behind it.
 #[tokio::test]
-async fn text_that_cannot_fit_is_refused_by_its_size() {
+async fn text_that_cannot_fit_is_rejected_by_its_size() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let long = "Once upon a time. ".repeat(200_000);
@@ -119,8 +119,8 @@ async fn text_that_cannot_fit_is_refused_by_its_size() {
 #[tokio::test]
 async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
-        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let other = ScriptedWorker::start(WorkerProfile { model: "other", ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&worker, &other], Options::default()).await;
         let models = loop {
             let models =
@@ -148,9 +148,9 @@ async fn an_unknown_model_is_not_found_and_the_message_names_those_served() {
 }
 
 #[tokio::test]
-async fn a_router_that_never_reached_a_worker_says_so_at_once() {
+async fn without_any_worker_requests_are_rejected_at_once() {
     bounded(async {
-        let gone = ScriptedWorker::start(Profile::default()).await;
+        let gone = ScriptedWorker::start(WorkerProfile::default()).await;
         let address = gone.address;
         drop(gone);
         let mut client = {
@@ -172,9 +172,9 @@ async fn a_router_that_never_reached_a_worker_says_so_at_once() {
 }
 
 #[tokio::test]
-async fn chats_are_rendered_and_tokenized_as_transformers_does_and_refused_without_a_template() {
+async fn chats_are_rendered_like_transformers_and_rejected_without_a_template() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let reference = Chat::load(Family::Llama3).unwrap();
@@ -190,9 +190,9 @@ async fn chats_are_rendered_and_tokenized_as_transformers_does_and_refused_witho
         assert_eq!(answer.pieces.len(), answer.token_ids.len());
         assert_eq!(answer.pieces[0], "<|begin_of_text|>");
 
-        let mut files = Profile::default().files;
+        let mut files = WorkerProfile::default().files;
         files.remove("tokenizer_config.json");
-        let mute = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let mute = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
         let mut cluster = Cluster::start(&[&mute], Options::default()).await;
         cluster.handle.ready().await;
         let request = v1::GenerateRequest { input: Some(Input::Chat(chat)), ..Default::default() };
@@ -204,12 +204,12 @@ async fn chats_are_rendered_and_tokenized_as_transformers_does_and_refused_witho
 }
 
 #[tokio::test]
-async fn what_a_request_leaves_out_comes_from_the_model_and_the_router_and_all_is_told_to_the_worker() {
+async fn unset_fields_get_the_defaults_of_the_model_and_the_router() {
     bounded(async {
-        let mut files = Profile::default().files;
+        let mut files = WorkerProfile::default().files;
         let config = br#"{"do_sample": true, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}"#;
         files.insert("generation_config.json", config.to_vec());
-        let mut worker = ScriptedWorker::start(Profile { files, ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile { files, ..WorkerProfile::default() }).await;
         let options = Options { default_max_tokens: 100, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.granted().await;
@@ -239,7 +239,7 @@ async fn what_a_request_leaves_out_comes_from_the_model_and_the_router_and_all_i
             (sampling.seed, submit.prompt_token_ids.len() as u32)
         );
 
-        // Where less room than the default is left, max_tokens is the room.
+        // With less room than the default, max_tokens is the room.
         let ids = v1::TokenIds { ids: vec![5; 200] };
         let _stream =
             cluster.generate(v1::GenerateRequest { input: Some(Input::TokenIds(ids)), ..request }).await;
@@ -251,9 +251,9 @@ async fn what_a_request_leaves_out_comes_from_the_model_and_the_router_and_all_i
 }
 
 #[tokio::test]
-async fn a_full_queue_says_when_to_come_back() {
+async fn a_full_queue_rejects_with_a_retry_delay() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { queue_requests_max: 2, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
@@ -267,7 +267,7 @@ async fn a_full_queue_says_when_to_come_back() {
         assert_eq!(retry, Some(Duration::from_secs(1)));
         assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "1000");
         assert_eq!(status.get_details_error_info().unwrap().reason, "FULL");
-        // A client that leaves makes room, and its request never reaches the worker.
+        // A client that leaves frees its queue slot, and its request never reaches a worker.
         drop(first);
         let third = loop {
             match cluster.generate(text("third")).await {
@@ -286,7 +286,7 @@ async fn a_full_queue_says_when_to_come_back() {
 #[tokio::test]
 async fn a_message_over_the_limit_is_resource_exhausted() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { message_bytes_max: 1000, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         cluster.handle.ready().await;
@@ -299,7 +299,7 @@ async fn a_message_over_the_limit_is_resource_exhausted() {
     .await;
 }
 
-/// Sends bytes as they are.
+/// Codec that sends raw bytes.
 #[derive(Default)]
 struct RawCodec;
 
@@ -340,7 +340,7 @@ impl Decoder for RawCodec {
 #[tokio::test]
 async fn invalid_utf8_and_a_truncated_message_are_the_clients_fault() {
     bounded(async {
-        let worker = ScriptedWorker::start(Profile::default()).await;
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         cluster.handle.ready().await;
         let path = "/inflight.v1.Inference/Generate";
@@ -358,7 +358,7 @@ async fn invalid_utf8_and_a_truncated_message_are_the_clients_fault() {
 }
 
 #[tokio::test]
-async fn a_port_that_is_taken_is_named() {
+async fn a_port_in_use_is_named() {
     let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let listen = taken.local_addr().unwrap();
     let options = Options { listen, workers: vec!["127.0.0.1:1".to_owned()], ..Options::default() };

@@ -5,19 +5,19 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const CANCELLED: v1::FinishReason = v1::FinishReason::Cancelled;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn one(options: Options) -> (ScriptedWorker, Session, Cluster) {
-    one_of(Profile::default(), options).await
+async fn one(options: Options) -> (ScriptedWorker, ScriptedSession, Cluster) {
+    one_of(WorkerProfile::default(), options).await
 }
 
-async fn one_of(profile: Profile, options: Options) -> (ScriptedWorker, Session, Cluster) {
+async fn one_of(profile: WorkerProfile, options: Options) -> (ScriptedWorker, ScriptedSession, Cluster) {
     let mut worker = ScriptedWorker::start(profile).await;
     let cluster = Cluster::start(&[&worker], options).await;
     let session = worker.granted().await;
@@ -32,7 +32,7 @@ fn stopping_at(stops: &[&str]) -> v1::GenerateRequest {
 }
 
 #[tokio::test]
-async fn tokens_stream_as_whole_characters_and_the_ending_token_counts_but_does_not_show() {
+async fn tokens_stream_as_complete_characters_and_the_stop_token_is_hidden() {
     bounded(async {
         let (_worker, session, mut cluster) = one(Options::default()).await;
         let mut session = session;
@@ -79,7 +79,7 @@ async fn an_output_that_ends_within_a_character_ends_with_a_replacement() {
 }
 
 #[tokio::test]
-async fn a_stop_string_over_token_boundaries_never_leaks_and_stops_the_worker() {
+async fn a_stop_string_across_token_boundaries_never_leaks_and_stops_the_worker() {
     bounded(async {
         let (_worker, mut session, mut cluster) = one(Options::default()).await;
         let mut stream = cluster.generate(stopping_at(&["END.", "zzz"])).await.unwrap();
@@ -138,7 +138,7 @@ async fn no_stop_string_takes_effect_before_min_tokens() {
 }
 
 #[tokio::test]
-async fn choices_end_apart_and_usage_counts_them_all() {
+async fn choices_end_independently_and_usage_counts_them_all() {
     bounded(async {
         let (_worker, mut session, mut cluster) = one(Options::default()).await;
         let mut request = stopping_at(&["!"]);
@@ -160,7 +160,7 @@ async fn choices_end_apart_and_usage_counts_them_all() {
 }
 
 #[tokio::test]
-async fn log_probabilities_come_with_their_tokens() {
+async fn log_probabilities_are_delivered_with_their_tokens() {
     bounded(async {
         let (_worker, mut session, mut cluster) = one(Options::default()).await;
         let sampling = v1::SamplingParams { logprobs: Some(1), ..Default::default() };
@@ -187,9 +187,9 @@ async fn log_probabilities_come_with_their_tokens() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_cancels_at_once_and_its_credits_serve_the_next() {
+async fn a_client_that_leaves_cancels_at_once_and_releases_its_credits() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.grant(1, 100);
@@ -202,7 +202,7 @@ async fn a_client_that_leaves_cancels_at_once_and_its_credits_serve_the_next() {
         drop(stream);
         let cancel = session.cancel().await;
         assert_eq!((cancel.submission_id, cancel.choice), (submit.submission_id, None));
-        // Only the worker's own word frees the credit.
+        // Only the worker's report releases the credit.
         session.finish(&submit, 0, &[], CANCELLED);
         let second = session.submit().await;
         assert_eq!(second.prompt_token_ids[1..], tokens("second"));
@@ -241,7 +241,7 @@ async fn a_deadline_ends_a_stream_in_its_middle_and_a_wait_in_the_queue() {
 }
 
 #[tokio::test]
-async fn a_worker_that_sees_the_deadline_first_says_the_same() {
+async fn a_deadline_reported_by_the_worker_gives_the_same_status() {
     bounded(async {
         let (_worker, mut session, mut cluster) = one(Options::default()).await;
         let mut stream = cluster.generate_within(text("a"), Duration::from_secs(600)).await;
@@ -254,16 +254,16 @@ async fn a_worker_that_sees_the_deadline_first_says_the_same() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() {
+async fn a_client_that_does_not_read_delays_no_other_and_loses_nothing() {
     bounded(async {
-        let profile = Profile { context_tokens: 1 << 20, ..Profile::default() };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
         let options = Options { client_buffer_tokens: 1 << 20, ..Options::default() };
         let (_worker, mut session, mut cluster) = one_of(profile, options).await;
         let stop = v1::StopConditions { max_tokens: Some(400_000), ..Default::default() };
         let large = v1::GenerateRequest { stop: Some(stop), return_token_ids: true, ..text("a") };
         let mut stalled = cluster.generate(large).await.unwrap();
         let submit = session.submit().await;
-        // Far more than the connection's windows hold, all sent before the other request is answered.
+        // More than the connection's windows hold, all sent before the other request is answered.
         let piece = tokens(&"stall ".repeat(100));
         let rounds = 300_000 / piece.len();
         for _ in 0..rounds {
@@ -306,7 +306,7 @@ async fn a_workers_own_error_ends_the_request_and_not_the_session() {
 #[tokio::test]
 async fn many_calls_at_once_all_complete_within_the_grant() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         session.grant(4, 100);

@@ -14,11 +14,11 @@ use tonic_health::pb::health_client::HealthClient;
 use tonic_types::StatusExt as _;
 
 use crate::cluster::{Cluster, Generated, bounded, metrics, text, tokens};
-use crate::worker::{Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 
-/// A folder that goes with the test.
+/// Temporary folder, deleted on drop.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
@@ -30,7 +30,7 @@ impl Folder {
 
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.0.join(name);
-        // In one step, as whoever watches must never see half of it.
+        // Atomic, because a watcher must never read a partial file.
         std::fs::write(self.0.join("next"), text).unwrap();
         std::fs::rename(self.0.join("next"), &path).unwrap();
         path
@@ -47,7 +47,7 @@ pub fn digest(key: &str) -> String {
     Sha256::digest(key.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A tenant of a file, with a key of its own name.
+/// Returns a tenant's table for the file, with its name as its key.
 fn tenant(name: &str, limits: &str) -> String {
     format!(
         "[tenants.{name}]\nlimits = {{ {limits} }}\nkeys = [{{ name = \"main\", sha256 = \"{}\" }}]\n",
@@ -82,10 +82,10 @@ async fn until(mut holds: impl FnMut() -> bool) {
     }
 }
 
-async fn started(tenants: &str, options: Options) -> (Cluster, Session, Folder, ScriptedWorker) {
+async fn started(tenants: &str, options: Options) -> (Cluster, ScriptedSession, Folder, ScriptedWorker) {
     let folder = Folder::new();
     let tenants_file = Some(folder.write("tenants.toml", tenants));
-    let mut worker = ScriptedWorker::start(Profile::default()).await;
+    let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
     let cluster = Cluster::start(&[&worker], Options { tenants_file, ..options }).await;
     let session = worker.session().await;
     cluster.handle.ready().await;
@@ -126,7 +126,7 @@ while health.check(HealthCheckRequest { service: "model/tiny".to_owned() }).awai
 }
 
 #[tokio::test]
-async fn a_tenant_runs_under_its_own_name_weight_and_ceiling_whatever_it_asks() {
+async fn a_tenant_runs_under_its_configured_name_weight_and_maximum_priority() {
     bounded(async {
         let file = tenant("acme", "weight = 3, priority_max = 5");
         let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
@@ -143,7 +143,7 @@ async fn a_tenant_runs_under_its_own_name_weight_and_ceiling_whatever_it_asks() 
 }
 
 #[tokio::test]
-async fn two_tenants_may_name_their_requests_alike_and_one_that_leaves_takes_only_its_own() {
+async fn equal_request_ids_of_two_tenants_do_not_interfere() {
     bounded(async {
         let file = tenant("a", "") + &tenant("b", "");
         let (cluster, mut session, _folder, _worker) = started(&file, Options::default()).await;
@@ -166,7 +166,7 @@ async fn two_tenants_may_name_their_requests_alike_and_one_that_leaves_takes_onl
 }
 
 #[tokio::test]
-async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_the_request() {
+async fn limits_reject_with_quota_and_retry_delay_and_recover() {
     bounded(async {
         let file = tenant("few", "concurrent_requests = 1")
             + &tenant("slow", "requests_per_minute = 1")
@@ -195,7 +195,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
         session.finish(&submit, 0, &tokens("b"), LENGTH);
         first.read_to_end().await.unwrap();
         drop(first);
-        // The end of the call is seen by the router a moment later.
+        // The router observes the end of the call a moment later.
         let again = loop {
             match generate(&cluster, text("a"), "few").await {
                 Ok(again) => break again,
@@ -212,7 +212,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
         let retry = exhausted(status, "tenant:slow", "requests_per_minute");
         assert!(retry > Duration::from_secs(50) && retry <= Duration::from_secs(60), "{retry:?}");
 
-        // What may be generated counts until it is known what was.
+        // Possible output counts until the actual output is known.
         let stop =
             |max_tokens| Some(v1::StopConditions { max_tokens: Some(max_tokens), ..Default::default() });
         let long = v1::GenerateRequest { stop: stop(200), ..text("a") };
@@ -233,7 +233,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
 
         session.grant(0, 0);
         let mut open = Vec::new();
-        // Until the grant is taken back some may still be handed over.
+        // Some may still be dispatched until the grant is withdrawn.
         let status = loop {
             match generate(&cluster, text("a"), "queued").await {
                 Ok(stream) => open.push(stream),
@@ -241,7 +241,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
             }
         };
         exhausted(status, "tenant:queued", "tenant_queue_requests");
-        // What is cancelled while it waits costs no tokens: this prompt would be paid for in minutes.
+        // A request cancelled while waiting costs no tokens: this prompt would use up minutes of the rate.
         let asked = text("a prompt of some dozens of tokens, each of which takes ten seconds");
         drop(generate(&cluster, asked.clone(), "rare").await.unwrap());
         loop {
@@ -256,7 +256,7 @@ async fn limits_are_resource_exhausted_with_quota_and_time_and_come_back_with_th
 }
 
 #[tokio::test]
-async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_changes_nothing() {
+async fn a_changed_file_is_reloaded_and_an_invalid_one_is_counted_and_ignored() {
     bounded(async {
         let (cluster, session, folder, _worker) = started(&tenant("a", ""), Options::default()).await;
         session.grant(8, 1000);
@@ -268,7 +268,7 @@ async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_chang
         until(|| reloads("error") > errors).await;
         assert!(generate(&cluster, text("x"), "a").await.is_ok());
         folder.write("tenants.toml", &tenant("b", ""));
-        // Not the count alone: other routers of this process count in it too.
+        // Not only the count: other routers of this process share it.
         while generate(&cluster, text("x"), "b").await.is_err() {
             tokio::task::yield_now().await;
         }
@@ -280,7 +280,7 @@ async fn a_file_that_changes_is_read_again_and_a_broken_one_is_counted_and_chang
 }
 
 #[tokio::test]
-async fn a_file_that_changes_before_the_router_serves_is_read_again_too() {
+async fn a_file_changed_before_the_router_serves_is_reloaded() {
     bounded(async {
         let folder = Folder::new();
         let tenants_file = Some(folder.write("tenants.toml", &tenant("a", "")));
@@ -301,11 +301,11 @@ async fn a_file_that_changes_before_the_router_serves_is_read_again_too() {
 }
 
 #[tokio::test]
-async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_along() {
+async fn tenants_are_ordered_by_reported_service_and_pass_on_virtual_times() {
     bounded(async {
         let mut workers = [
-            ScriptedWorker::start(Profile { incarnation: "one", ..Profile::default() }).await,
-            ScriptedWorker::start(Profile { incarnation: "two", ..Profile::default() }).await,
+            ScriptedWorker::start(WorkerProfile { incarnation: "one", ..WorkerProfile::default() }).await,
+            ScriptedWorker::start(WorkerProfile { incarnation: "two", ..WorkerProfile::default() }).await,
         ];
         let mut cluster = Cluster::start(&[&workers[0], &workers[1]], Options::default()).await;
         let mut first = workers[0].session().await;
@@ -327,7 +327,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
         for (tenant, name) in [("heavy", "h1"), ("heavy", "h2"), ("light", "l1"), ("light", "l2")] {
             streams.push(cluster.generate(ask(tenant, name)).await.unwrap());
         }
-        // The second worker served the heavy tenant, as it says twice: saying it again adds nothing.
+        // The second worker served the heavy tenant and reports it twice: the repetition adds nothing.
         let charge = |tenant: &str, cost| v1::TenantServiceCounter {
             tenant: tenant.to_owned(),
             service: cost,
@@ -348,7 +348,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
         first.grant(1, 100);
         let submit = first.submit().await;
         assert_eq!(submit.prompt_token_ids[1..], tokens("l2"));
-        // Its tenant's first request counts with its prompt, as nothing was reported of it yet.
+        // The prompt of its tenant's first request is charged provisionally: no report covers it yet.
         assert_eq!(submit.virtual_start_time, Some(tokens("l1").len() as u64 * 1000 + 1000));
         first.update(v1::Update {
             sequences: vec![sequence(&submit, 0, &tokens("x"), LENGTH)],
@@ -360,7 +360,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
             (heavy.prompt_token_ids[1..].to_vec(), heavy.virtual_start_time),
             (tokens("h1"), Some(1_000_000))
         );
-        // What a lost worker served is told to those who stay.
+        // The counters of a lost worker are sent to the remaining ones.
         second.break_stream();
         let told = first.services.recv().await.unwrap();
         assert_eq!((told.incarnation.as_str(), told.tenants), ("two", vec![charge("heavy", 1000)]));
@@ -369,7 +369,7 @@ async fn tenants_take_turns_by_what_workers_say_they_had_and_their_turn_travels_
 }
 
 #[tokio::test]
-async fn bounds_are_divided_by_the_routers_that_workers_see() {
+async fn bounds_are_divided_by_the_reported_number_of_routers() {
     bounded(async {
         let options = Options { queue_requests_max: 4, ..Options::default() };
         let file = tenant("t", "concurrent_requests = 100");
@@ -378,7 +378,7 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
         let mut running = generate(&cluster, text("a"), "t").await.unwrap();
         let submit = session.submit().await;
         session.update(v1::Update { router_count: 2, ..Default::default() });
-        // What comes after it on the session says that it was taken in.
+        // A later message on the session shows that it was applied.
         session.tokens(&submit, 0, &tokens("x"));
         running.until_text("x").await;
         let mut waiting = Vec::new();
@@ -390,7 +390,7 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
         };
         assert_eq!((waiting.len(), status.code()), (2, Code::ResourceExhausted));
         assert_eq!(status.get_details_quota_failure().unwrap().violations[0].description, "queue_requests");
-        // While no worker says how many routers there are, what was known stands: three wait now, of four alone.
+        // Without a report of the router count the last one stays: three wait now, of four for one router.
         session.break_stream();
         let _again = worker.session().await;
         let status = generate(&cluster, text("a"), "t").await.err().unwrap();
@@ -400,9 +400,9 @@ async fn bounds_are_divided_by_the_routers_that_workers_see() {
 }
 
 #[tokio::test]
-async fn in_a_full_queue_the_less_important_gives_way() {
+async fn in_a_full_queue_lower_priorities_are_displaced() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let options = Options { queue_requests_max: 2, ..Options::default() };
         let mut cluster = Cluster::start(&[&worker], options).await;
         let mut session = worker.session().await;
@@ -425,9 +425,9 @@ async fn in_a_full_queue_the_less_important_gives_way() {
 }
 
 #[tokio::test]
-async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
+async fn a_small_request_bypasses_one_that_fits_on_no_worker() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options { bypass_max: 1, ..Options::default() }).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
@@ -437,7 +437,7 @@ async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
         let _large = cluster.generate(text(&"large ".repeat(30))).await.unwrap();
         let _small = cluster.generate(text("small")).await.unwrap();
         assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("small"));
-        // The next one has to wait until the large one had its turn.
+        // The next one waits until the large one was dispatched.
         let _second = cluster.generate(text("second")).await.unwrap();
         session.finish(&running, 0, &tokens("x"), LENGTH);
         session.grant(8, 1000);
@@ -448,9 +448,9 @@ async fn a_small_request_goes_before_one_that_fits_nowhere_now() {
 }
 
 #[tokio::test]
-async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
+async fn a_deadline_before_the_predicted_first_token_is_rejected_at_once() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.session().await;
         cluster.handle.ready().await;
@@ -481,7 +481,7 @@ async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
         let retry = status.get_details_retry_info().unwrap().retry_delay.unwrap();
         assert!(retry >= Duration::from_secs(2) && retry <= Duration::from_secs(4), "{retry:?}");
         while session.try_command().is_some() {}
-        // One that allows for it goes, with the time left as a duration, so that no clock need agree with another.
+        // A feasible deadline is passed on as a duration, so that clocks need not agree.
         let _stream = cluster.client.generate(asked(60_000)).await.unwrap();
         let left = loop {
             if let crate::worker::Command::Submit(submit) = session.command().await {
@@ -494,10 +494,10 @@ async fn a_deadline_that_the_first_token_cannot_meet_is_refused_at_once() {
 }
 
 #[tokio::test]
-async fn a_model_whose_workers_are_away_is_unavailable_and_not_unknown() {
+async fn a_model_without_workers_is_unavailable_and_not_unknown() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
-        let other = ScriptedWorker::start(Profile { model: "other", ..Profile::default() }).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let other = ScriptedWorker::start(WorkerProfile { model: "other", ..WorkerProfile::default() }).await;
         let options = Options { no_worker_timeout: Duration::from_millis(1), ..Options::default() };
         let mut cluster = Cluster::start(&[&worker, &other], options).await;
         let session = worker.session().await;

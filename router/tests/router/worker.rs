@@ -1,3 +1,5 @@
+//! Scripted worker: a gRPC server whose sessions are driven by tests.
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -18,22 +20,22 @@ use tonic::{Request, Response, Status, Streaming};
 type Files = BTreeMap<&'static str, Vec<u8>>;
 type Boxed<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// What a scripted worker says of itself.
+/// Hello message and behaviour of a scripted worker.
 #[derive(Clone)]
-pub struct Profile {
+pub struct WorkerProfile {
     pub model: &'static str,
     pub fingerprint: &'static str,
     pub context_tokens: u32,
     pub heartbeat_interval_ms: u32,
     pub files: Files,
-    /// Bundles served wrongly before the right one.
+    /// Number of corrupted bundles served before a valid one.
     pub bad_bundles: u32,
     pub incarnation: &'static str,
-    /// Certificate, key and the authority of routers.
+    /// Certificate, key, and the authority of routers.
     pub tls: Option<[String; 3]>,
 }
 
-impl Default for Profile {
+impl Default for WorkerProfile {
     fn default() -> Self {
         let family = Family::Llama3;
         let files = BTreeMap::from([
@@ -53,21 +55,21 @@ impl Default for Profile {
     }
 }
 
-/// A worker whose sessions a test plays itself.
+/// Worker whose sessions a test drives.
 pub struct ScriptedWorker {
     pub address: SocketAddr,
-    sessions: mpsc::UnboundedReceiver<Session>,
+    sessions: mpsc::UnboundedReceiver<ScriptedSession>,
     server: tokio::task::JoinHandle<()>,
 }
 
 impl ScriptedWorker {
-    pub async fn start(profile: Profile) -> Self {
+    pub async fn start(profile: WorkerProfile) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         Self::serve(listener, address, profile)
     }
 
-    fn serve(listener: TcpListener, address: SocketAddr, profile: Profile) -> Self {
+    fn serve(listener: TcpListener, address: SocketAddr, profile: WorkerProfile) -> Self {
         let (opened, sessions) = mpsc::unbounded_channel();
         let bad_bundles = Mutex::new(profile.bad_bundles);
         let tls = profile.tls.clone();
@@ -86,13 +88,13 @@ impl ScriptedWorker {
         Self { address, sessions, server }
     }
 
-    /// The next session that the router opens.
-    pub async fn session(&mut self) -> Session {
+    /// Waits for the next session.
+    pub async fn session(&mut self) -> ScriptedSession {
         self.sessions.recv().await.unwrap()
     }
 
-    /// The next session, which is granted plenty at once.
-    pub async fn granted(&mut self) -> Session {
+    /// Waits for the next session and grants it ample credits.
+    pub async fn granted(&mut self) -> ScriptedSession {
         let session = self.session().await;
         session.grant(64, 1 << 16);
         session
@@ -106,29 +108,29 @@ impl Drop for ScriptedWorker {
 }
 
 struct Service {
-    profile: Profile,
-    opened: mpsc::UnboundedSender<Session>,
+    profile: WorkerProfile,
+    opened: mpsc::UnboundedSender<ScriptedSession>,
     bad_bundles: Mutex<u32>,
 }
 
-/// One session, from the worker's side. Dropping it breaks the stream.
-pub struct Session {
+/// Worker side of a session. Dropping it breaks the stream.
+pub struct ScriptedSession {
     pub open: v1::SessionOpen,
     commands: mpsc::UnboundedReceiver<Command>,
-    /// What the router told of other incarnations.
+    /// Received service counters of other incarnations.
     pub services: mpsc::UnboundedReceiver<v1::ServiceTable>,
-    /// What it told of its queue.
+    /// Received backlog reports.
     pub backlogs: mpsc::UnboundedReceiver<bool>,
     updates: mpsc::UnboundedSender<Result<v1::SessionResponse, Status>>,
 }
 
-impl Session {
-    /// The next message from the router.
+impl ScriptedSession {
+    /// Receives the next command.
     pub async fn command(&mut self) -> Command {
         self.commands.recv().await.expect("the router ended the session")
     }
 
-    /// A message that has arrived already.
+    /// Returns a command that has already arrived.
     pub fn try_command(&mut self) -> Option<Command> {
         self.commands.try_recv().ok()
     }
@@ -140,7 +142,7 @@ impl Session {
         }
     }
 
-    /// The next submission, or none if the router ends the session before.
+    /// Receives the next submission; `None` if the router ends the session first.
     pub async fn submit_or_close(&mut self) -> Option<v1::Submit> {
         match self.commands.recv().await? {
             Command::Submit(submit) => Some(submit),
@@ -155,7 +157,7 @@ impl Session {
         }
     }
 
-    /// Waits until the router ends the session, whatever it says before.
+    /// Waits until the router ends the session, ignoring commands.
     pub async fn ended(&mut self) {
         while self.commands.recv().await.is_some() {}
     }
@@ -167,7 +169,7 @@ impl Session {
 
     pub fn update(&self, update: v1::Update) {
         let message = v1::SessionResponse { message: Some(Message::Update(update)) };
-        // A router that has given the session up hears nothing more.
+        // Fails if the router has closed the session.
         let _ = self.updates.send(Ok(message));
     }
 
@@ -258,17 +260,17 @@ impl Worker for Service {
         };
         let (updates, outgoing) = mpsc::unbounded_channel();
         let (incoming, commands) = mpsc::unbounded_channel();
-        let (told, services) = mpsc::unbounded_channel();
+        let (tables, services) = mpsc::unbounded_channel();
         let (waiting, backlogs) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             while let Ok(Some(v1::SessionRequest { message: Some(command) })) = requests.message().await {
                 if let Command::ServiceTable(table) = &command {
-                    let _ = told.send(table.clone());
+                    let _ = tables.send(table.clone());
                 }
                 if let Command::Backlog(backlog) = &command {
                     let _ = waiting.send(backlog.has_waiting_requests);
                 }
-                // What else routers say beside their requests is tested elsewhere.
+                // Other messages are tested elsewhere.
                 if matches!(command, Command::ServiceTable(_) | Command::Backlog(_)) {
                     continue;
                 }
@@ -277,7 +279,7 @@ impl Worker for Service {
                 }
             }
         });
-        let _ = self.opened.send(Session { open, commands, services, backlogs, updates });
+        let _ = self.opened.send(ScriptedSession { open, commands, services, backlogs, updates });
         let hello = v1::SessionResponse { message: Some(Message::Hello(hello)) };
         let stream = futures::stream::iter([Ok(hello)]).chain(UnboundedReceiverStream::new(outgoing));
         Ok(Response::new(Box::pin(stream)))
@@ -289,13 +291,13 @@ impl Worker for Service {
     ) -> Result<Response<Self::FetchBundleStream>, Status> {
         let files = Arc::new(self.profile.files.clone());
         let mut bad = self.bad_bundles.lock().unwrap();
-        let spoilt = *bad > 0;
+        let corrupted = *bad > 0;
         *bad = bad.saturating_sub(1);
         let pieces: Vec<_> = files
             .iter()
             .flat_map(|(file, data)| data.chunks(1000).map(|data| (*file, data.to_vec())))
             .map(|(file, mut data)| {
-                if spoilt {
+                if corrupted {
                     data[0] ^= 1;
                 }
                 Ok(v1::FetchBundleResponse { file: file.to_owned(), data })

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use inflight_contract::Weight;
 use inflight_router_core::{
-    Arrival, Ask, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep,
-    Ledger, Place, Placer, QueueLimits, SnapshotPiece, Tier, WorkerLoad,
+    Arrival, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep, Ledger,
+    PlacementRequest, Placer, QueueLimits, QueuePosition, SnapshotPiece, Tier, WorkerLoad,
 };
 use inflight_worker_core::{CacheEvent, CacheTier, Grant, Time};
 
@@ -32,7 +32,7 @@ pub(super) struct SimulatedRouter {
     fleet: Fleet,
     placer: Placer,
     block_tokens: u32,
-    running: BTreeMap<usize, Place<u32>>,
+    running: BTreeMap<usize, QueuePosition<u32>>,
 }
 
 impl SimulatedRouter {
@@ -106,13 +106,13 @@ impl SimulatedRouter {
                 dispatched.push(one);
                 continue;
             }
-            let behind = self.queue.behind(&head, since_start(now));
+            let behind = self.queue.bypass_candidates(&head, since_start(now));
             let fits = behind.into_iter().find_map(|place| {
                 let index = *self.queue.get(&place)?;
                 self.dispatch(&place, index, &requests[index])
             });
             let Some(one) = fits else { break };
-            self.queue.overtake(&head);
+            self.queue.count_bypass(&head);
             dispatched.push(one);
         }
         dispatched
@@ -121,7 +121,7 @@ impl SimulatedRouter {
     /// Dispatches a queued request to the worker chosen by placement; `None` if it fits on no worker.
     fn dispatch(
         &mut self,
-        place: &Place<u32>,
+        place: &QueuePosition<u32>,
         index: usize,
         request: &ClusterRequest,
     ) -> Option<DispatchedRequest> {
@@ -151,7 +151,10 @@ impl SimulatedRouter {
         for candidate in candidates.iter_mut().filter(|candidate| candidate.has_room()) {
             candidate.estimate = self.fleet.estimate(candidate.worker, request.prompt_tokens, &chains);
         }
-        let ask = Ask { prompt_tokens: request.prompt_tokens, output_tokens: request.output_tokens.min(256) };
+        let ask = PlacementRequest {
+            prompt_tokens: request.prompt_tokens,
+            output_tokens: request.output_tokens.min(256),
+        };
         let worker = self.placer.choose(&ask, &candidates)?;
         let cost = u64::from(request.prompt_tokens);
         self.queue.take(place, cost)?;

@@ -1,27 +1,28 @@
-//! Who makes room for an arrival.
+//! Displacement: which waiting requests are evicted for an arrival when the queue is full.
 
 use std::collections::BTreeMap;
 
 use inflight_contract::Weight;
 
-use super::{Arrival, FairQueue, Place};
-use crate::queue_bounds::{Hold, QueueLimits};
+use super::{Arrival, FairQueue, QueuePosition};
+use crate::queue_bounds::{QueueLimits, QueueUsage};
 
 impl<L: Ord + Copy, T> FairQueue<L, T> {
-    /// What would have to go so that an arrival fits, where `hold` is held within `limits`: of the lowest priorities
-    /// first; in each, the latest arrival of the tenant that holds most over its weight. Of the arrival's own
-    /// priority only what other tenants hold beyond what its own tenant would. `None` if that is not enough.
+    /// Returns the requests to displace so that the arrival fits, where `usage` counts against `limits`;
+    /// `None` if that is not enough. Lowest priority first; within a priority, the latest arrival of the
+    /// tenant that holds most over its weight. At the arrival's own priority, only requests of other tenants
+    /// beyond what its own tenant would hold.
     pub(super) fn victims(
         &self,
         arrival: &Arrival<'_>,
         only: Option<&str>,
-        mut hold: Hold,
+        mut usage: QueueUsage,
         limits: QueueLimits,
-    ) -> Option<Vec<Place<L>>> {
+    ) -> Option<Vec<QueuePosition<L>>> {
         let mut victims = Vec::new();
-        let mut given: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut displaced: BTreeMap<&str, u64> = BTreeMap::new();
         let share = |tokens: u64, weight: Weight| tokens as f64 / weight.get();
-        let own = self.holds.get(arrival.tenant).map_or(0, |hold| hold.tokens) + arrival.tokens;
+        let own = self.usage.get(arrival.tenant).map_or(0, |usage| usage.tokens) + arrival.tokens;
         let own_share = share(own, arrival.weight);
         for (priority, class) in self.fresh.range(..=arrival.priority) {
             let equal = *priority == arrival.priority;
@@ -32,31 +33,32 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
             let mut tails: Vec<_> =
                 of_class.map(|(name, arrivals)| (&**name, arrivals.values().rev().peekable())).collect();
             loop {
-                if hold.full(arrival.tokens, limits).is_none() {
+                if usage.exceeded(arrival.tokens, limits).is_none() {
                     return Some(victims);
                 }
-                // What a tenant holds over its weight, once it has given `more`.
-                let left = |name: &str, more: u64| {
-                    let all = self.holds.get(name).copied().unwrap_or_default();
-                    share(all.tokens - given.get(name).copied().unwrap_or(0) - more, all.weight)
+                // Tokens over weight that a tenant still holds after displacing `more`.
+                let remaining_share = |name: &str, more: u64| {
+                    let all = self.usage.get(name).copied().unwrap_or_default();
+                    share(all.tokens - displaced.get(name).copied().unwrap_or(0) - more, all.weight)
                 };
                 let candidates = tails.iter_mut().enumerate().filter_map(|(at, (name, tail))| {
                     let tokens = self.entry(tail.peek()?).map_or(0, |entry| entry.tokens);
-                    // Giving way turns no order of tenants around, or two would displace each other for ever.
-                    let gives = !equal || (*name != arrival.tenant && left(name, tokens) >= own_share);
-                    gives.then(|| (left(name, 0), at))
+                    // Never inverts the order of two tenants, or they would displace each other forever.
+                    let may_displace =
+                        !equal || (*name != arrival.tenant && remaining_share(name, tokens) >= own_share);
+                    may_displace.then(|| (remaining_share(name, 0), at))
                 });
                 let Some((_, at)) = candidates.max_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
                     break;
                 };
                 let (name, tail) = &mut tails[at];
-                let Some(place) = tail.next() else { break };
-                let tokens = self.entry(place).map_or(0, |entry| entry.tokens);
-                *given.entry(name).or_insert(0) += tokens;
-                hold = hold.less(1, tokens);
-                victims.push(*place);
+                let Some(position) = tail.next() else { break };
+                let tokens = self.entry(position).map_or(0, |entry| entry.tokens);
+                *displaced.entry(name).or_insert(0) += tokens;
+                usage = usage.minus(1, tokens);
+                victims.push(*position);
             }
         }
-        hold.full(arrival.tokens, limits).is_none().then_some(victims)
+        usage.exceeded(arrival.tokens, limits).is_none().then_some(victims)
     }
 }

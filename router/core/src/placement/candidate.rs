@@ -1,16 +1,18 @@
+//! Candidates of a placement: workers with their grants, usage and estimates.
+
 use super::Estimate;
 
-/// Capacity at a worker, as grants and requests count it.
+/// Capacity of a worker in the units of grants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Credits {
     /// Sequences (choices) in flight.
     pub sequences: u32,
-    /// KV blocks for their admission.
+    /// KV blocks reserved at admission.
     pub blocks: u32,
 }
 
 impl Credits {
-    /// Whether `need` more fit when `used` of these are taken. A shrunken grant may be below what is used.
+    /// Whether `need` fits beside `used`. A shrunken grant may be below `used`.
     pub fn fit(self, used: Credits, need: Credits) -> bool {
         let within = |bound: u32, used: u32, need: u32| u64::from(used) + u64::from(need) <= u64::from(bound);
         within(self.sequences, used.sequences, need.sequences)
@@ -18,59 +20,59 @@ impl Credits {
     }
 }
 
-/// Whether a worker may have a request at all.
+/// Whether a worker accepts a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Standing {
-    /// It may.
+    /// Accepts it.
     #[default]
     Serving,
-    /// It serves another model, or its limits are too low for the request.
+    /// Serves another model, or its limits are too low for the request.
     Unfit,
-    /// It finishes what it has and takes nothing new.
+    /// Finishes its requests and accepts no new ones.
     Draining,
-    /// It failed too often, or is kept for another request.
+    /// Ejected as an outlier, or reserved for a quarantined request.
     Ejected,
 }
 
-/// A worker that could run a request, as one session knows it.
+/// Worker that could run a request, as one session knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Candidate {
-    /// The worker's index in the router's list.
+    /// Index of the worker in the router's list.
     pub worker: usize,
-    /// Whether it may have the request.
+    /// Whether it accepts the request.
     pub standing: Standing,
-    /// What the session may have in flight.
+    /// Credits granted to the session.
     pub grant: Credits,
-    /// What it has in flight.
+    /// Credits in use.
     pub used: Credits,
-    /// Sequences beyond the grant that the request may use: 0 unless it outranks something in flight.
-    pub urgent: u32,
-    /// What the request needs there (workers may have blocks of different sizes).
+    /// Sequences beyond the grant that the request may use; 0 unless it outranks a request in flight.
+    pub priority_sequences: u32,
+    /// Credits that the request needs there (block sizes differ between workers).
     pub need: Credits,
-    /// It failed this request before: taken only if there is no other.
+    /// It failed this request before; chosen only if there is no other.
     pub avoid: bool,
-    /// What is known of it with the request in mind.
+    /// Predicted cost of the request there.
     pub estimate: Estimate,
 }
 
 impl Candidate {
-    /// Whether the request may be handed over now. A session with nothing in flight takes any request as soon
-    /// as it has a grant: a request larger than every grant would otherwise wait for ever. One that outranks something in
-    /// flight goes a few sequences beyond the grant. Its blocks do not matter then: its worker takes them from what it
-    /// outranks.
+    /// Whether the request may be dispatched now. An idle session with a grant accepts any request, or one
+    /// larger than every grant would wait forever. A request that outranks another in flight may use
+    /// `priority_sequences` sequences beyond the grant; its blocks are not counted then, because the worker
+    /// preempts for them.
     pub fn has_room(&self) -> bool {
         let idle = self.used.sequences == 0;
         self.grant.fit(self.used, self.need)
             || (idle && self.grant.sequences > 0 && self.grant.blocks > 0)
-            || (self.urgent > 0 && self.beyond().fit(self.used, self.need))
+            || (self.priority_sequences > 0 && self.extended_grant().fit(self.used, self.need))
     }
 
-    fn beyond(&self) -> Credits {
-        Credits { sequences: self.grant.sequences.saturating_add(self.urgent), blocks: u32::MAX }
+    fn extended_grant(&self) -> Credits {
+        Credits { sequences: self.grant.sequences.saturating_add(self.priority_sequences), blocks: u32::MAX }
     }
 
-    /// The load after taking the request: the fuller of the two bounds, as a fraction. Another router's load shows in
-    /// it, for it makes the grant smaller.
+    /// Returns the load after dispatch: the larger of the used fractions of sequences and blocks. The load of
+    /// other routers is included, because it shrinks the grant.
     pub(super) fn load(&self) -> Fraction {
         let sequences = Fraction::new(self.used.sequences, self.need.sequences, self.grant.sequences);
         let blocks = Fraction::new(self.used.blocks, self.need.blocks, self.grant.blocks);
@@ -78,7 +80,7 @@ impl Candidate {
     }
 }
 
-/// A non-negative fraction, compared exactly.
+/// Non-negative fraction, compared exactly.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fraction {
     over: u64,

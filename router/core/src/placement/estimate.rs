@@ -1,6 +1,8 @@
+//! Predicted cost of a request at a worker, from the worker's cost model, load and prefix cache.
+
 use inflight_contract::CostCoefficients;
 
-/// How busy a worker says it is.
+/// Load that a worker reports.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct WorkerLoad {
     ahead: f64,
@@ -9,8 +11,9 @@ pub struct WorkerLoad {
 }
 
 impl WorkerLoad {
-    /// Seconds of prefill that it has taken on and not computed; by what factor a prefill takes longer because decodes
-    /// run beside it; seconds of a step with its decodes alone. What can't be counts as idle.
+    /// Creates a load from the seconds of accepted, uncomputed prefill; the slowdown factor of a prefill
+    /// beside the running decodes; and the seconds of a step with the decodes alone. Values out of range
+    /// count as idle.
     pub fn new(ahead: f64, stretch: f64, decode_step: f64) -> Self {
         let stretch = if stretch.is_finite() { stretch.clamp(1.0, 100.0) } else { 1.0 };
         Self { ahead: seconds(ahead), stretch, decode_step: seconds(decode_step) }
@@ -27,39 +30,39 @@ fn seconds(value: f64) -> f64 {
     if value.is_finite() { value.clamp(0.0, 1e6) } else { 0.0 }
 }
 
-/// How much of a prompt a worker can find again.
+/// Cached prefix of a prompt at a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Cached {
-    /// Tokens on its device, or on their way there for a request placed before.
+    /// Tokens in the device pool, or about to be, by requests dispatched before.
     pub device_tokens: u32,
-    /// Tokens behind them on its host.
+    /// Tokens after these in the host pool.
     pub host_tokens: u32,
-    /// Blocks of these.
+    /// Blocks of `host_tokens`.
     pub host_blocks: u32,
 }
 
 impl Cached {
-    /// Tokens that need not be computed.
+    /// Returns the tokens that need no prefill.
     pub fn tokens(&self) -> u32 {
         self.device_tokens + self.host_tokens
     }
 }
 
-/// What is known of a worker with a request in mind.
+/// Prediction for a request at a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Estimate {
-    /// How much of the prompt it has.
+    /// Cached prefix of the prompt.
     pub cached: Cached,
-    /// What things cost there.
+    /// Cost model of the worker.
     pub cost: CostCoefficients,
-    /// How busy it said it is.
+    /// Last reported load of the worker.
     pub load: WorkerLoad,
-    /// Seconds of prefill that were handed to it after it said that.
-    pub unseen: f64,
+    /// Seconds of prefill dispatched after that report.
+    pub unreported_prefill_s: f64,
 }
 
 impl Estimate {
-    /// Seconds of its own prefill, and of copying what the host has where that is cheaper than computing it.
+    /// Returns the seconds of prefill, with host blocks copied where that is cheaper than computing them.
     pub fn prefill(&self, prompt_tokens: u32) -> f64 {
         let computed = |cached: u32| {
             let cached = cached.min(prompt_tokens.saturating_sub(1));
@@ -69,21 +72,23 @@ impl Estimate {
         copied.min(computed(self.cached.device_tokens))
     }
 
-    /// Predicted seconds to the first token: everything ahead of it is computed first, beside the decodes that run.
+    /// Returns the predicted seconds to the first token, after the prefill backlog and beside the running
+    /// decodes.
     pub fn first_token(&self, prompt_tokens: u32) -> f64 {
-        self.load.stretch * (self.load.ahead + self.unseen + self.prefill(prompt_tokens)) + self.cost.step_s
+        self.load.stretch * (self.load.ahead + self.unreported_prefill_s + self.prefill(prompt_tokens))
+            + self.cost.step_s
     }
 
-    /// Predicted seconds to the end of a request with so many tokens to come: everything ahead of it is computed first,
-    /// beside the decodes that run; then each of its tokens takes a step with these and itself.
+    /// Returns the predicted seconds to the end of a request with `output_tokens` to generate: the prefill
+    /// backlog and its own prefill beside the running decodes, then one step per token with these and itself.
     pub fn completion(&self, prompt_tokens: u32, output_tokens: u32) -> f64 {
-        let prefill = self.load.ahead + self.unseen + self.prefill(prompt_tokens);
+        let prefill = self.load.ahead + self.unreported_prefill_s + self.prefill(prompt_tokens);
         let decode = self.load.decode_step.max(self.cost.step_s) + self.cost.decode(prompt_tokens);
         self.load.stretch * prefill + f64::from(output_tokens) * decode
     }
 
-    /// Predicted seconds that its prefill takes from whoever comes next.
-    pub fn burden(&self, prompt_tokens: u32) -> f64 {
+    /// Returns the predicted seconds by which its prefill delays the next request.
+    pub fn delay_to_next(&self, prompt_tokens: u32) -> f64 {
         self.load.stretch * self.prefill(prompt_tokens)
     }
 }

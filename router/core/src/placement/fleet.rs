@@ -1,3 +1,5 @@
+//! State of all workers for placement: prefix indices, cost models, loads and dispatched prefill.
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -6,7 +8,7 @@ use inflight_contract::{BlockHash, CostCoefficients};
 use super::{Cached, Estimate, WorkerLoad};
 use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 
-/// The names of a prompt's full blocks, in the short form that events have.
+/// Short hashes of a prompt's full blocks, as prefix-cache events name them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     block_tokens: u32,
@@ -14,10 +16,10 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// Blocks beyond this count as not cached: hashing a prompt takes a bounded time.
+    /// Maximum blocks hashed; later ones count as not cached. Bounds the time of hashing a prompt.
     pub const BLOCKS_MAX: usize = 1 << 14;
 
-    /// The blocks of a prompt, for workers with blocks of this size.
+    /// Hashes a prompt in blocks of `block_tokens`.
     pub fn of_prompt(tenant: &str, prompt: &[u32], block_tokens: u32) -> Self {
         let mut parent = BlockHash::root(tenant);
         let full = prompt.chunks_exact(block_tokens.max(1) as usize).take(Self::BLOCKS_MAX);
@@ -28,12 +30,12 @@ impl Chain {
         Self { block_tokens, blocks: blocks.collect() }
     }
 
-    /// Blocks that have names instead of tokens, as in a trace.
+    /// Creates a chain of given block hashes, for example from a trace.
     pub fn of_names(names: impl IntoIterator<Item = u64>, block_tokens: u32) -> Self {
         Self { block_tokens, blocks: names.into_iter().take(Self::BLOCKS_MAX).collect() }
     }
 
-    /// Tokens in a block.
+    /// Returns the tokens per block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
@@ -42,7 +44,7 @@ impl Chain {
 #[derive(Debug)]
 struct Routed {
     chain: Option<Chain>,
-    /// Its place among the session's submissions.
+    /// Sequence number of the submission in its session.
     number: u64,
 }
 
@@ -50,81 +52,82 @@ struct Routed {
 struct Member {
     block_tokens: u32,
     index: PrefixIndex,
-    /// Blocks of what is in flight there, each with the number of requests that have it: they are, or will soon be, on
-    /// the device, whatever its events have said so far.
-    coming: BlockMap<u32>,
+    /// Blocks of the requests in flight, each with their number: they are, or soon will be, on the device,
+    /// whatever events have arrived.
+    in_flight_blocks: BlockMap<u32>,
     routed: BTreeMap<u64, Routed>,
     /// Submissions sent in this session.
     sent: u64,
-    /// Seconds of prefill of each submission that the worker's last word on its load does not include, by number.
-    unseen: BTreeMap<u64, f64>,
+    /// Seconds of prefill of each submission, by number, that the last reported load does not include.
+    unreported_prefill_s: BTreeMap<u64, f64>,
     load: WorkerLoad,
-    /// Absent until the worker has reported its costs.
+    /// `None` until the worker has reported its cost model.
     cost: Option<CostCoefficients>,
 }
 
-/// What a router knows of its workers for placing requests: their caches, costs and loads, and what it handed over that
-/// they have not accounted for yet. Workers go by the router's indices, submissions by their handles.
+/// What a router knows of its workers for placement: caches, costs, loads, and dispatched requests that they
+/// have not yet accounted for. Workers are named by the router's indices, submissions by their ids.
 ///
-/// **Invariants**: for each worker, `coming` counts the blocks of the submissions in `routed` and nothing else, and
-/// `unseen` has none that is not in `routed`; so both are bounded by what is in flight, and the index by the worker's pools.
+/// **Invariants**: for each worker, `in_flight_blocks` counts exactly the blocks of the submissions in `routed`,
+/// and `unreported_prefill_s` holds only submissions in `routed`; so both are bounded by the requests in
+/// flight, and the index by the worker's pools.
 #[derive(Debug, Default)]
 pub struct Fleet {
     members: BTreeMap<usize, Member>,
 }
 
 impl Fleet {
-    /// A session with a worker begins: nothing is known of it. Its pools have `blocks_max` blocks of `block_tokens`.
+    /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks of `block_tokens`.
     pub fn open(&mut self, worker: usize, block_tokens: u32, blocks_max: usize) {
         let member = Member {
             block_tokens,
             index: PrefixIndex::new(blocks_max),
-            coming: BlockMap::default(),
+            in_flight_blocks: BlockMap::default(),
             routed: BTreeMap::new(),
             sent: 0,
-            unseen: BTreeMap::new(),
+            unreported_prefill_s: BTreeMap::new(),
             load: WorkerLoad::default(),
             cost: None,
         };
         self.members.insert(worker, member);
     }
 
-    /// A session is over.
+    /// Ends a session.
     pub fn close(&mut self, worker: usize) {
         self.members.remove(&worker);
     }
 
-    /// Blocks in the indices of all workers.
+    /// Returns the number of blocks in the indices of all workers.
     pub fn indexed_blocks(&self) -> usize {
         self.members.values().map(|member| member.index.len()).sum()
     }
 
-    /// What a worker's cache holds, as far as is known.
+    /// Returns the prefix index of a worker.
     pub fn index(&self, worker: usize) -> Option<&PrefixIndex> {
         self.members.get(&worker).map(|member| &member.index)
     }
 
-    /// A worker said what steps cost there.
+    /// Stores a worker's cost model.
     pub fn set_cost(&mut self, worker: usize, cost: CostCoefficients) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.cost = Some(cost.sanitized());
         }
     }
 
-    /// Whether a worker has reported its costs in this session.
+    /// Whether a worker has reported its cost model in this session.
     pub fn knows_cost(&self, worker: usize) -> bool {
         self.members.get(&worker).is_some_and(|member| member.cost.is_some())
     }
 
-    /// A worker said how busy it is, having taken this many submissions of the session in.
+    /// Stores a worker's load, computed after it had received `taken` submissions of the session.
     pub fn set_load(&mut self, worker: usize, load: WorkerLoad, taken: u64) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.load = load;
-            member.unseen = member.unseen.split_off(&taken);
+            member.unreported_prefill_s = member.unreported_prefill_s.split_off(&taken);
         }
     }
 
-    /// A worker's cache changed.
+    /// Applies prefix-cache events of a worker, numbered from `first`.
     pub fn apply(
         &mut self,
         worker: usize,
@@ -135,12 +138,12 @@ impl Fleet {
         member.map_or(IndexStep::Ignored, |member| member.index.apply(first, changes))
     }
 
-    /// A piece of a worker's cache came.
+    /// Loads a part of a snapshot of a worker's prefix cache.
     pub fn load(&mut self, worker: usize, piece: SnapshotPiece<'_>) -> IndexStep {
         self.members.get_mut(&worker).map_or(IndexStep::Ignored, |member| member.index.load(piece))
     }
 
-    /// What is known of a worker with a prompt of this length in mind.
+    /// Returns the prediction for a prompt of this length at a worker.
     pub fn estimate(&self, worker: usize, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
         let Some(member) = self.members.get(&worker) else { return Estimate::default() };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
@@ -148,11 +151,11 @@ impl Fleet {
             cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
             cost: member.cost.unwrap_or_default(),
             load: member.load,
-            unseen: member.unseen.values().sum(),
+            unreported_prefill_s: member.unreported_prefill_s.values().sum(),
         }
     }
 
-    /// A request was handed to a worker, for which this had been estimated.
+    /// Records a dispatch to a worker, for which `estimate` was predicted.
     pub fn route(
         &mut self,
         worker: usize,
@@ -164,25 +167,25 @@ impl Fleet {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens).cloned();
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
-            *member.coming.entry(*block).or_insert(0) += 1;
+            *member.in_flight_blocks.entry(*block).or_insert(0) += 1;
         }
         let number = member.sent;
         member.sent += 1;
-        member.unseen.insert(number, estimate.prefill(prompt_tokens));
+        member.unreported_prefill_s.insert(number, estimate.prefill(prompt_tokens));
         let before = member.routed.insert(submission, Routed { chain, number });
         debug_assert!(before.is_none(), "a submission is routed once");
     }
 
-    /// A submission has ended; its worker's events say what became of its blocks.
+    /// Records the end of a submission; its blocks are known by events from then on.
     pub fn settle(&mut self, worker: usize, submission: u64) {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
-        member.unseen.remove(&number);
+        member.unreported_prefill_s.remove(&number);
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
-            if let Some(count) = member.coming.get_mut(block) {
+            if let Some(count) = member.in_flight_blocks.get_mut(block) {
                 *count -= 1;
                 if *count == 0 {
-                    member.coming.remove(block);
+                    member.in_flight_blocks.remove(block);
                 }
             }
         }
@@ -190,13 +193,14 @@ impl Fleet {
 }
 
 impl Member {
-    /// The run of the chain's first blocks that need not be computed; the last token always is.
+    /// Returns the cached prefix of a chain; the last token is always computed.
     fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
-        let on_device =
-            |block: &&u64| self.index.holds(Tier::Device, **block) || self.coming.contains_key(*block);
+        let on_device = |block: &&u64| {
+            self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
+        };
         let device = chain.blocks.iter().take_while(on_device).count();
-        let behind = chain.blocks[device..].iter();
-        let host = behind.take_while(|block| self.index.holds(Tier::Host, **block)).count();
+        let after_device = chain.blocks[device..].iter();
+        let host = after_device.take_while(|block| self.index.holds(Tier::Host, **block)).count();
         let tokens =
             |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(chain.block_tokens);
         let most = prompt_tokens.saturating_sub(1);
@@ -217,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_is_the_run_on_the_device_with_what_is_coming_and_then_the_run_on_the_host() {
+    fn a_cached_prefix_is_a_device_run_with_blocks_in_flight_then_a_host_run() {
         let mut fleet = Fleet::default();
         fleet.open(0, 4, 100);
         let stored = |tier, block| CacheChange::Stored(tier, block);
@@ -239,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chain_of_a_prompt_is_the_workers_own_for_its_tenant() {
+    fn a_prompts_chain_equals_the_workers_chain_for_its_tenant() {
         let prompt: Vec<u32> = (0..19).collect();
         let mut hashes = Vec::new();
         BlockHash::extend_chain(&mut hashes, BlockHash::root("a"), &prompt, 4);
@@ -250,7 +254,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_handed_over_counts_until_the_worker_has_accounted_for_it(
+        fn dispatched_prefill_counts_until_the_worker_has_reported_it(
             ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
         ) {
             let mut fleet = Fleet::default();
@@ -280,13 +284,13 @@ mod tests {
                 }
                 let expected: f64 = sent[taken..].iter().filter(|one| !one.1).map(|one| one.0).sum();
                 let estimate = fleet.estimate(3, 9, &[]);
-                prop_assert!((estimate.unseen - expected).abs() < 1e-9);
+                prop_assert!((estimate.unreported_prefill_s - expected).abs() < 1e-9);
             }
             for handle in 0..sent.len() as u64 {
                 fleet.settle(3, 100 + handle);
             }
             let member = &fleet.members[&3];
-            prop_assert!(member.coming.is_empty() && member.routed.is_empty() && member.unseen.is_empty());
+            prop_assert!(member.in_flight_blocks.is_empty() && member.routed.is_empty() && member.unreported_prefill_s.is_empty());
         }
     }
 }

@@ -1,27 +1,29 @@
-use super::{Ask, Candidate, Policy, Turn};
+//! Placement policy `least-loaded`.
 
-/// The worker that is relatively least loaded after taking the request; among equals, one after the other.
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
+
+/// Worker with the lowest relative load after dispatch; round-robin among equals.
 ///
-/// - **Inputs**: the sequences and blocks of the session in flight, those handed over a moment ago included, as a
-///   fraction of its grant, which shrinks by what other routers have there.
+/// - **Inputs**: sequences and blocks of the session in flight as a fraction of its grant, which shrinks by
+///   the usage of other routers.
 /// - **Defaults**: none.
-/// - **Trade-offs**: balances what is in flight, whatever work that still is, and large and small workers by their
-///   size. It looks at every worker, so many routers with the same news agree on the same one, though each
-///   only until its own requests count; and prefixes are found by chance.
+/// - **Trade-offs**: balances requests in flight, whatever work they still are, and weighs workers by their
+///   size. Considers every worker, so many routers with the same information choose the same one until their
+///   own requests count; prefixes are hit by chance.
 #[derive(Debug)]
 pub struct LeastLoaded {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl LeastLoaded {
-    /// Begins at a place that the seed chooses.
+    /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for LeastLoaded {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, Candidate::load)
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, Candidate::load)
     }
 }

@@ -1,6 +1,6 @@
-//! Where a request runs.
+//! Placement: the choice of a worker for a request.
 //!
-//! [`Placer`] filters the workers that may have it, a [`Policy`] picks one of those. Each policy is a file.
+//! [`Placer`] filters the workers that accept it, a [`Policy`] picks one of those. Each policy has a file.
 
 mod candidate;
 mod cost;
@@ -25,30 +25,30 @@ pub use prefix::Prefix;
 pub use random::Random;
 pub use round_robin::RoundRobin;
 
-/// A request, as far as its place depends on it.
+/// Size of a request, for placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ask {
-    /// Tokens of its prompt, those that earlier attempts generated included.
+pub struct PlacementRequest {
+    /// Tokens of its prompt and of earlier attempts' output.
     pub prompt_tokens: u32,
-    /// Tokens that it may be expected to generate.
+    /// Expected output tokens.
     pub output_tokens: u32,
 }
 
-/// Picks one of several workers that may have a request.
+/// Placement policy: picks one of several workers that accept a request.
 ///
-/// What a policy sees has been filtered, so that it can't pick wrongly; what it picks depends on what it is asked, on
-/// what it was asked before, and on its seed.
+/// Candidates are filtered before, so every choice is valid; it depends on the request, on earlier requests
+/// and on the seed.
 pub trait Policy: Send + fmt::Debug {
-    /// The place of the worker in the list, which is not empty and is sorted by worker.
-    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize;
+    /// Returns an index into `workers`, which is not empty and sorted by worker.
+    fn pick(&mut self, request: &PlacementRequest, workers: &[Candidate]) -> usize;
 
-    /// Whether it looks at what of a prompt is cached: finding that out costs a hash for each block.
+    /// Whether it uses cached prefixes, which costs a hash per block of the prompt.
     fn reads_prefixes(&self) -> bool {
         false
     }
 }
 
-/// The policies by name.
+/// Placement policies by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlacementKind {
     /// [`RoundRobin`].
@@ -64,17 +64,17 @@ pub enum PlacementKind {
     Cost,
 }
 
-/// No placement is called so.
+/// Unknown name of a placement policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown placement policy `{0}`; supported are {known}", known = PlacementKind::ALL.map(PlacementKind::name).join(", "))]
 pub struct UnknownPlacement(String);
 
 impl PlacementKind {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 5] =
         [Self::RoundRobin, Self::LeastLoaded, Self::PowerOfTwo, Self::Prefix, Self::Cost];
 
-    /// Its name.
+    /// Returns the name.
     pub fn name(self) -> &'static str {
         match self {
             Self::RoundRobin => "round-robin",
@@ -85,7 +85,8 @@ impl PlacementKind {
         }
     }
 
-    /// The policy, fresh. Routers with different seeds do not all begin with the same worker.
+    /// Creates the policy. Different seeds start with different workers, so that routers do not all choose
+    /// the same one.
     pub fn build(self, seed: u64) -> Box<dyn Policy> {
         match self {
             Self::RoundRobin => Box::new(RoundRobin::new(seed)),
@@ -114,8 +115,8 @@ impl fmt::Display for PlacementKind {
     }
 }
 
-/// Decides where a request runs: never at a worker that may not have it, and at one that failed it before only where
-/// no other worker may have it at all, now or later.
+/// Chooses the worker of a request: never one that does not accept it, and one that failed it before only if
+/// no other worker accepts it at all, now or later.
 #[derive(Debug)]
 pub struct Placer {
     policy: Box<dyn Policy>,
@@ -123,34 +124,34 @@ pub struct Placer {
 }
 
 impl Placer {
-    /// With this policy.
+    /// Creates a placer with a policy.
     pub fn new(policy: Box<dyn Policy>) -> Self {
         Self { policy, eligible: Vec::new() }
     }
 
-    /// Whether the candidates' estimates need to say what is cached.
+    /// Whether the candidates' estimates need cached prefixes.
     pub fn reads_prefixes(&self) -> bool {
         self.policy.reads_prefixes()
     }
 
-    /// The worker to hand the request to now; `None` if there is none with room for it.
-    pub fn choose(&mut self, ask: &Ask, candidates: &[Candidate]) -> Option<usize> {
+    /// Returns the worker to dispatch to now; `None` if none has room.
+    pub fn choose(&mut self, request: &PlacementRequest, candidates: &[Candidate]) -> Option<usize> {
         let serving = |candidate: &&Candidate| candidate.standing == Standing::Serving;
-        let spoilt = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
+        let untried = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
         self.eligible.clear();
-        let eligible = candidates.iter().filter(serving).filter(|candidate| !(spoilt && candidate.avoid));
+        let eligible = candidates.iter().filter(serving).filter(|candidate| !(untried && candidate.avoid));
         self.eligible.extend(eligible.filter(|candidate| candidate.has_room()));
         self.eligible.sort_by_key(|candidate| candidate.worker);
         match self.eligible.as_slice() {
             [] => None,
             [only] => {
                 let worker = only.worker;
-                // It takes part, so that a policy's turn goes on from here.
-                self.policy.pick(ask, &self.eligible);
+                // Calls the policy to advance its round-robin state.
+                self.policy.pick(request, &self.eligible);
                 Some(worker)
             }
             several => {
-                let picked = self.policy.pick(ask, several);
+                let picked = self.policy.pick(request, several);
                 debug_assert!(picked < several.len(), "a policy picks from its list");
                 several.get(picked).map(|candidate| candidate.worker)
             }
@@ -158,21 +159,21 @@ impl Placer {
     }
 }
 
-/// Whose turn it is among equals: the first worker behind the one taken last, round and round.
+/// Round-robin tie-breaking: among equals, the first worker after the last chosen one.
 #[derive(Debug, Clone, Copy, Default)]
-struct Turn {
+struct TieBreaker {
     last: Option<usize>,
     seed: u64,
 }
 
-impl Turn {
+impl TieBreaker {
     fn new(seed: u64) -> Self {
         Self { last: None, seed }
     }
 
-    /// The best by `key`, the one whose turn it is among equals.
+    /// Returns the index of the minimum by `key`, round-robin among equals.
     fn best<K: Ord>(&mut self, workers: &[Candidate], key: impl Fn(&Candidate) -> K) -> usize {
-        // Each router begins elsewhere, so that several idle ones don't all begin with the same worker.
+        // Each router starts elsewhere, so that idle routers do not all choose the same worker.
         let last = *self.last.get_or_insert_with(|| {
             let start = (self.seed % workers.len().max(1) as u64) as usize;
             workers.get(start).map_or(0, |candidate| candidate.worker)
@@ -187,7 +188,7 @@ impl Turn {
     }
 }
 
-/// A finite number in order.
+/// Finite number with a total order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Ordered(f64);
 

@@ -1,31 +1,33 @@
-use super::{Ask, Candidate, Policy, Random};
+//! Placement policy `power-of-two`.
 
-/// The less loaded of two workers chosen at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
+use super::{Candidate, PlacementRequest, Policy, Random};
+
+/// Less loaded of two workers chosen at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
 /// Balancing", 2001).
 ///
-/// - **Inputs**: as `least-loaded`, of two workers only: what is in flight, with what was handed over a moment ago.
+/// - **Inputs**: the load of `least-loaded`, of two workers only.
 /// - **Defaults**: two choices.
-/// - **Trade-offs**: nearly as even as `least-loaded`, and many routers with the same stale news don't all go to the same
-///   worker. Finds prefixes by chance.
+/// - **Trade-offs**: nearly as even as `least-loaded`, and many routers with the same stale information do
+///   not all choose the same worker. Prefixes are hit by chance.
 #[derive(Debug)]
 pub struct PowerOfTwo {
     random: Random,
 }
 
 impl PowerOfTwo {
-    /// The same choices for the same seed.
+    /// Creates the policy; equal seeds give equal choices.
     pub fn new(seed: u64) -> Self {
         Self { random: Random::new(seed) }
     }
 }
 
 impl Policy for PowerOfTwo {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
         let first = self.random.below(workers.len());
         if workers.len() < 2 {
             return first;
         }
-        // The second is another one: drawn from those left.
+        // Drawn from the remaining workers.
         let second = (first + 1 + self.random.below(workers.len() - 1)) % workers.len();
         if workers[second].load() < workers[first].load() { second } else { first }
     }

@@ -1,36 +1,38 @@
+//! Placement policy `prefix`.
+
 use std::cmp::Reverse;
 
-use super::{Ask, Candidate, Policy, Turn};
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
 
-/// The worker that has most of the prompt, if it is enough; else the least loaded.
+/// Worker with the longest cached prefix of the prompt, if it is long enough; else the least loaded.
 ///
-/// - **Inputs**: the index of what each worker holds, with what was just placed there and will be; the load as
-///   `least-loaded` has it.
-/// - **Defaults**: enough is half of the prompt.
-/// - **Trade-offs**: conversations stay where they are and compute each turn once, but it does not see that a worker with
-///   the prefix is busy until it has no room at all, so a popular prefix makes a hot spot; and a prefix below
-///   the threshold counts for nothing. `cost` weighs both.
+/// - **Inputs**: the prefix index of each worker, with the blocks of requests in flight; the load of
+///   `least-loaded`.
+/// - **Defaults**: at least half of the prompt.
+/// - **Trade-offs**: conversations stay on a worker and compute each turn once, but a busy worker with the
+///   prefix is preferred until it has no room at all, so a popular prefix makes a hot spot; and a prefix
+///   below the threshold counts for nothing. `cost` weighs both.
 #[derive(Debug)]
 pub struct Prefix {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl Prefix {
-    /// A prefix counts if it is at least one part in this many of the prompt.
+    /// A prefix counts if it is at least the prompt divided by this.
     const PART: u64 = 2;
 
-    /// Begins at a place that the seed chooses.
+    /// Creates the policy; the seed chooses the first worker among equals.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for Prefix {
-    fn pick(&mut self, ask: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, |worker| {
+    fn pick(&mut self, request: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, |worker| {
             let cached = worker.estimate.cached;
-            let enough = u64::from(cached.tokens()) * Self::PART >= u64::from(ask.prompt_tokens).max(1);
-            // What lies on the device is worth more than the same on the host.
+            let enough = u64::from(cached.tokens()) * Self::PART >= u64::from(request.prompt_tokens).max(1);
+            // Device blocks are worth more than host blocks.
             let found = if enough { (cached.tokens(), cached.device_tokens) } else { (0, 0) };
             (Reverse(found), worker.load())
         })

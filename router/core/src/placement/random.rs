@@ -1,17 +1,19 @@
-use super::{Ask, Candidate, Policy};
+//! Uniformly random placement: the baseline of simulations.
 
-/// Any worker with room, each as likely as the others: what the other policies are measured against. Not for
-/// production, so it has no name there.
+use super::{Candidate, PlacementRequest, Policy};
+
+/// Uniformly random worker with room: the baseline for the other policies. It has no name in production.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// The same choices for the same seed.
+    /// Creates the policy; equal seeds give equal choices.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// A number below `bound`, which is not 0 (SplitMix64; the bias of the remainder is below 2^-32 for small bounds).
+    /// Returns a number below `bound`, which is not 0 (SplitMix64; the bias of the remainder is below 2^-32
+    /// for small bounds).
     pub(super) fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;
@@ -22,7 +24,7 @@ impl Random {
 }
 
 impl Policy for Random {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
         self.below(workers.len())
     }
 }

@@ -1,26 +1,28 @@
-use super::{Ask, Candidate, Policy, Turn};
+//! Placement policy `round-robin`.
+
+use super::{Candidate, PlacementRequest, Policy, TieBreaker};
 
 /// One worker after the other.
 ///
-/// - **Inputs**: none but who has room.
-/// - **Defaults**: begins behind a worker that the seed chooses.
-/// - **Trade-offs**: even in numbers of requests and in nothing else: requests of very different lengths leave some
-///   workers with most of the work, and a conversation finds its prefix only by chance. The baseline, and right
-///   where all requests are alike and short.
+/// - **Inputs**: which workers have room.
+/// - **Defaults**: the seed chooses the first worker.
+/// - **Trade-offs**: even in numbers of requests and in nothing else: requests of very different lengths
+///   leave some workers with most of the work, and prefixes are hit by chance. The baseline, and right where
+///   all requests are alike and short.
 #[derive(Debug)]
 pub struct RoundRobin {
-    turn: Turn,
+    tie_breaker: TieBreaker,
 }
 
 impl RoundRobin {
-    /// Begins at a place that the seed chooses.
+    /// Creates the policy; the seed chooses the first worker.
     pub fn new(seed: u64) -> Self {
-        Self { turn: Turn::new(seed) }
+        Self { tie_breaker: TieBreaker::new(seed) }
     }
 }
 
 impl Policy for RoundRobin {
-    fn pick(&mut self, _: &Ask, workers: &[Candidate]) -> usize {
-        self.turn.best(workers, |_| ())
+    fn pick(&mut self, _: &PlacementRequest, workers: &[Candidate]) -> usize {
+        self.tie_breaker.best(workers, |_| ())
     }
 }

@@ -1,3 +1,5 @@
+//! Decoding of KServe input tensors and parameters into a request.
+
 use std::collections::BTreeMap;
 
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
@@ -8,7 +10,7 @@ use inflight_proto::v1::generate_request::Input;
 
 use crate::outcome::Outcome;
 
-/// What a model takes: names and types.
+/// Input tensors of a model: name and datatype.
 pub(super) const INPUTS: [(&str, &str); 18] = [
     ("text_input", "BYTES"),
     ("input_ids", "INT64"),
@@ -30,7 +32,7 @@ pub(super) const INPUTS: [(&str, &str); 18] = [
     ("sampling_parameters", "BYTES"),
 ];
 
-/// What was said under one name.
+/// Values of one input.
 #[derive(Debug, Clone, PartialEq)]
 enum Value {
     Bools(Vec<bool>),
@@ -39,18 +41,18 @@ enum Value {
     Texts(Vec<String>),
 }
 
-/// A request as the core takes it.
+/// Decoded request.
 #[derive(Debug, PartialEq)]
-pub(super) struct Ask {
+pub(super) struct InferRequest {
     pub(super) request: v1::GenerateRequest,
-    /// Whether text is wanted as it is made.
+    /// Whether text is streamed.
     pub(super) stream: bool,
-    /// Time that the request may take.
+    /// Timeout of the request in microseconds.
     pub(super) timeout_us: Option<u64>,
 }
 
-impl Ask {
-    /// Reads the tensors and parameters.
+impl InferRequest {
+    /// Decodes tensors and parameters.
     pub(super) fn read(request: ModelInferRequest) -> Result<Self, Outcome> {
         let mut said = Said::default();
         let raw = &request.raw_input_contents;
@@ -62,7 +64,7 @@ impl Ask {
             )));
         }
         for (name, value) in &request.parameters {
-            // Parameters are for all kinds of models and servers: those that are not known mean nothing here.
+            // AuthenticationError parameters are ignored: clients send some for other servers.
             if INPUTS.iter().any(|(known, _)| known == name) || name == "timeout" {
                 said.0.insert(name.clone(), of_parameter(name, value)?);
             }
@@ -139,7 +141,7 @@ impl Ask {
     }
 }
 
-/// Everything that was said, by name.
+/// Values by input name.
 #[derive(Debug, Default)]
 struct Said(BTreeMap<String, Value>);
 
@@ -201,7 +203,7 @@ impl Said {
         }
     }
 
-    /// Adds what a JSON object says and no tensor did.
+    /// Adds the fields of a JSON object that no tensor has set.
     fn add_json(&mut self, json: &str) -> Result<(), Outcome> {
         let invalid = |reason: &str| Outcome::Invalid(format!("sampling_parameters: {reason}"));
         let object: serde_json::Map<String, serde_json::Value> =
@@ -222,7 +224,7 @@ fn of_json(name: &str, value: &serde_json::Value) -> Option<Value> {
     use serde_json::Value as Json;
     Some(match value {
         Json::Bool(value) => Value::Bools(vec![*value]),
-        // Where a number is wanted it may also come as text, as some clients send it.
+        // Numbers may be strings, as some clients send them.
         Json::String(text) => match INPUTS.iter().find(|(known, _)| *known == name)?.1 {
             "BYTES" => Value::Texts(vec![text.clone()]),
             "BOOL" => Value::Bools(vec![text.parse().ok()?]),
@@ -329,7 +331,7 @@ fn elements<'a>(
     Ok(raw.chunks_exact(width))
 }
 
-/// The callers cut pieces of this very length.
+/// Callers pass chunks of exactly N bytes.
 fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut fixed = [0; N];
     fixed.copy_from_slice(bytes);
@@ -344,7 +346,7 @@ fn texts<'a>(name: &str, elements: impl Iterator<Item = &'a [u8]>) -> Result<Val
     elements.map(text).collect::<Result<_, _>>().map(Value::Texts)
 }
 
-/// Texts as the raw contents of a BYTES tensor.
+/// Encodes texts as the raw contents of a BYTES tensor.
 pub(super) fn bytes_tensor(texts: &[String]) -> Vec<u8> {
     let mut raw = Vec::with_capacity(texts.iter().map(|text| text.len() + 4).sum());
     for text in texts {
@@ -380,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_and_typed_contents_parameters_and_json_mean_the_same() {
+    fn raw_and_typed_contents_parameters_and_json_are_equivalent() {
         let as_raw = raw(&[
             ("text_input", "BYTES", &text("hi")),
             ("max_tokens", "INT32", &7i32.to_le_bytes()),
@@ -425,34 +427,34 @@ mod tests {
             .into(),
             ..ModelInferRequest::default()
         };
-        let ask = Ask::read(as_raw).unwrap();
-        assert_eq!(ask, Ask::read(typed).unwrap());
-        assert!(ask.stream && ask.timeout_us.is_none());
-        let sampling = ask.request.sampling.unwrap();
+        let request = InferRequest::read(as_raw).unwrap();
+        assert_eq!(request, InferRequest::read(typed).unwrap());
+        assert!(request.stream && request.timeout_us.is_none());
+        let sampling = request.request.sampling.unwrap();
         assert_eq!((sampling.temperature, sampling.seed), (Some(0.5), Some(u64::MAX)));
-        assert_eq!(ask.request.stop.unwrap().max_tokens, Some(7));
+        assert_eq!(request.request.stop.unwrap().max_tokens, Some(7));
     }
 
     #[test]
-    fn text_in_the_sampling_parameters_is_a_number_only_where_a_number_is_wanted() {
+    fn strings_in_sampling_parameters_become_numbers_only_for_numeric_inputs() {
         let json =
             br#"{"stop": "42", "max_tokens": "7", "temperature": "0.5", "top_p": "1", "ignore_eos": "true"}"#;
         let json = [&(json.len() as u32).to_le_bytes(), json.as_slice()].concat();
         let good = text("hi");
-        let ask = |json: &[u8]| {
-            Ask::read(raw(&[("text_input", "BYTES", &good), ("sampling_parameters", "BYTES", json)]))
+        let read = |json: &[u8]| {
+            InferRequest::read(raw(&[("text_input", "BYTES", &good), ("sampling_parameters", "BYTES", json)]))
         };
-        let request = ask(&json).unwrap().request;
+        let request = read(&json).unwrap().request;
         let (stop, sampling) = (request.stop.unwrap(), request.sampling.unwrap());
         assert_eq!((stop.stop, stop.max_tokens, stop.ignore_eos), (vec!["42".to_owned()], Some(7), true));
         assert_eq!((sampling.temperature, sampling.top_p), (Some(0.5), Some(1.0)));
         let wrong = br#"{"max_tokens": "many"}"#;
         let wrong = [&(wrong.len() as u32).to_le_bytes(), wrong.as_slice()].concat();
-        assert!(matches!(ask(&wrong), Err(Outcome::Invalid(reason)) if reason.contains("max_tokens")));
+        assert!(matches!(read(&wrong), Err(Outcome::Invalid(reason)) if reason.contains("max_tokens")));
     }
 
     #[test]
-    fn what_is_wrong_is_said_by_name() {
+    fn errors_name_the_invalid_input() {
         let good = text("hi");
         let table: [(ModelInferRequest, &str); 9] = [
             (raw(&[]), "text_input is missing"),
@@ -475,7 +477,7 @@ mod tests {
             ),
         ];
         for (request, words) in table {
-            match Ask::read(request) {
+            match InferRequest::read(request) {
                 Err(Outcome::Invalid(reason)) => {
                     assert!(reason.contains(words), "{words:?} is not in {reason:?}")
                 }

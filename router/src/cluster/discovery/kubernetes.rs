@@ -1,3 +1,5 @@
+//! Kubernetes discovery: watches the EndpointSlices of a service.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -10,10 +12,10 @@ use tokio::sync::watch;
 
 use super::{Endpoints, failed, publish};
 
-/// The label by which the slices of a service are found.
+/// Label of an EndpointSlice that names its service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
-/// Watches the endpoints of a service, with the credentials of the pod or of the user's configuration.
+/// Watches the endpoints of a service, with the pod's credentials or a kubeconfig.
 pub(crate) async fn follow(
     namespace: &str,
     service: &str,
@@ -34,8 +36,8 @@ pub(crate) async fn follow(
     track(endpoints(client, namespace, service), port, &found).await;
 }
 
-/// The changes of a service's slices. The stream lists, watches, lists again when the watch was lost for too long, and
-/// pauses ever longer between failures.
+/// Returns the changes of a service's slices. Lists, watches, relists after a lost watch, and backs off
+/// between failures.
 fn endpoints(
     client: Client,
     namespace: &str,
@@ -46,7 +48,7 @@ fn endpoints(
     watcher(slices, of_service).default_backoff()
 }
 
-/// Keeps `found` to the addresses of the ready endpoints, over all slices.
+/// Publishes the addresses of the ready endpoints of all slices to `found`.
 async fn track(
     events: impl Stream<Item = watcher::Result<Event<EndpointSlice>>>,
     port: u16,
@@ -65,7 +67,7 @@ async fn track(
             Ok(Event::InitApply(slice)) => {
                 listed.insert(slice.name_any(), ready(&slice, port));
             }
-            // What a list lacks is gone, though nobody said so.
+            // Slices that are missing in a list were deleted.
             Ok(Event::InitDone) => {
                 slices = std::mem::take(&mut listed);
                 listing = false;
@@ -88,13 +90,13 @@ async fn track(
     }
 }
 
-/// The addresses of a slice's endpoints that are ready; one that terminates is not.
+/// Returns the addresses of a slice's ready endpoints, without terminating ones.
 fn ready(slice: &EndpointSlice, port: u16) -> BTreeSet<String> {
     let takes = |conditions: Option<&k8s_openapi::api::discovery::v1::EndpointConditions>| {
         conditions.is_none_or(|c| c.ready.unwrap_or(true) && !c.terminating.unwrap_or(false))
     };
     let endpoints = slice.endpoints.iter().flatten().filter(|endpoint| takes(endpoint.conditions.as_ref()));
-    // The addresses of an endpoint are interchangeable: the first is as good as any.
+    // The addresses of one endpoint are interchangeable.
     let addresses = endpoints.filter_map(|endpoint| endpoint.addresses.first());
     addresses
         .map(
@@ -123,7 +125,7 @@ mod tests {
     use tonic::codegen::Bytes;
     use tonic::codegen::http::{Request, Response};
 
-    /// What the API server answers to one request: a status, and the lines of the body.
+    /// Response of the API server to one request: status and body lines.
     type Answer = (u16, BoxStream<'static, Value>);
 
     fn slice(name: &str, endpoints: &[(&str, Option<bool>, bool)]) -> Value {
@@ -159,7 +161,7 @@ mod tests {
             "message": "too old resource version", "metadata": {} })
     }
 
-    /// An API server that gives these answers in turn and notes what it was asked.
+    /// Returns a client of an API server that gives these responses in order and records its requests.
     fn server(answers: Vec<Answer>, asked: Arc<Mutex<Vec<String>>>) -> Client {
         let answers = Arc::new(Mutex::new(VecDeque::from(answers)));
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -214,7 +216,7 @@ mod tests {
                 seen.push(super::super::changed(&mut found).await.unwrap().unwrap());
             }
         };
-        // Both run in one task, the tracking first, so that each change is seen.
+        // Both run in one task, the tracking first, so that each change is observed.
         let events = endpoints(client, "prod", "inflight-worker").then(|event| async {
             tokio::task::yield_now().await;
             event

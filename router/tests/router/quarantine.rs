@@ -1,4 +1,4 @@
-//! Requests that may be what their workers die of, and those beside them.
+//! Quarantine: requests that may cause the loss of their workers, and requests beside them.
 
 use std::time::Duration;
 
@@ -7,13 +7,16 @@ use inflight_router::Options;
 use tonic::Code;
 
 use crate::cluster::{Cluster, bounded, metrics, text, tokens};
-use crate::worker::{Command, Profile, ScriptedWorker, Session, sequence};
+use crate::worker::{Command, ScriptedSession, ScriptedWorker, WorkerProfile, sequence};
 
 const STOP: v1::FinishReason = v1::FinishReason::Stop;
-/// The id of `<|eot_id|>`.
+/// Token id of `<|eot_id|>`.
 const EOT: u32 = 284;
 
-async fn started(profiles: Vec<Profile>, options: Options) -> (Cluster, Vec<ScriptedWorker>, Vec<Session>) {
+async fn started(
+    profiles: Vec<WorkerProfile>,
+    options: Options,
+) -> (Cluster, Vec<ScriptedWorker>, Vec<ScriptedSession>) {
     let mut workers = Vec::new();
     for profile in profiles {
         workers.push(ScriptedWorker::start(profile).await);
@@ -27,8 +30,8 @@ async fn started(profiles: Vec<Profile>, options: Options) -> (Cluster, Vec<Scri
     (cluster, workers, sessions)
 }
 
-/// Waits until the router has heard of a grant.
-async fn heard(worker: &ScriptedWorker, sequences: u32) {
+/// Waits until the router has received a grant.
+async fn wait_for_grant(worker: &ScriptedWorker, sequences: u32) {
     let (name, address) = ("inflight_router_worker_sequences_granted", worker.address);
     let line = format!("{name}{{worker=\"{address}\"}} {sequences}");
     while !metrics().render().lines().any(|rendered| rendered == line) {
@@ -37,9 +40,9 @@ async fn heard(worker: &ScriptedWorker, sequences: u32) {
 }
 
 #[tokio::test]
-async fn what_makes_every_worker_talk_nonsense_is_refused_and_what_runs_beside_it_is_not() {
+async fn a_request_that_causes_protocol_violations_is_rejected_alone() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -68,9 +71,9 @@ async fn what_makes_every_worker_talk_nonsense_is_refused_and_what_runs_beside_i
 }
 
 #[tokio::test]
-async fn a_worker_is_told_that_a_suspect_waits_for_it_or_another_routers_requests_would_keep_it_out() {
+async fn a_waiting_quarantined_request_is_reported_as_backlog() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let mut cluster = Cluster::start(&[&worker], Options::default()).await;
         let mut session = worker.granted().await;
         cluster.handle.ready().await;
@@ -94,15 +97,15 @@ async fn a_worker_is_told_that_a_suspect_waits_for_it_or_another_routers_request
 }
 
 #[tokio::test]
-async fn a_stream_waits_for_an_equal_worker_that_a_suspect_has_and_keeps_its_tokens() {
+async fn a_stream_waits_for_an_equal_worker_reserved_for_quarantine() {
     bounded(async {
-        // Too small for the suspect, so that it can't be kept for that.
-        let other = Profile { fingerprint: "f2", context_tokens: 64, ..Profile::default() };
+        // Too small for the quarantined request, so that it is not reserved for it.
+        let other = WorkerProfile { fingerprint: "f2", context_tokens: 64, ..WorkerProfile::default() };
         let of = |prompt: &str, max_tokens| v1::GenerateRequest {
             stop: Some(v1::StopConditions { max_tokens: Some(max_tokens), ..Default::default() }),
             ..text(prompt)
         };
-        let profiles = vec![Profile::default(), Profile::default(), other];
+        let profiles = vec![WorkerProfile::default(), WorkerProfile::default(), other];
         let (mut cluster, mut workers, mut sessions) = started(profiles, Options::default()).await;
         let mut unequal = sessions.pop().unwrap();
         let mut two = sessions.pop().unwrap();
@@ -111,23 +114,23 @@ async fn a_stream_waits_for_an_equal_worker_that_a_suspect_has_and_keeps_its_tok
         let mut suspect = cluster.generate(of("suspect", 100)).await.unwrap();
         one.submit().await;
         one.break_stream();
-        // It is back, but only taken where there is no other.
+        // The worker is back, but has failed this request before: used only if there is no other.
         let mut one = workers[0].session().await;
         one.grant(7, 1000);
-        heard(&workers[0], 7).await;
+        wait_for_grant(&workers[0], 7).await;
         two.grant(8, 1000);
         assert_eq!(two.submit().await.attempt, 2);
         one.grant(0, 0);
-        heard(&workers[0], 0).await;
+        wait_for_grant(&workers[0], 0).await;
         two.break_stream();
-        // The first is kept for the suspect, but has no room for it yet.
+        // The first worker is reserved for the quarantined request, but has no room for it yet.
         let mut two = workers[1].granted().await;
         let mut stream = cluster.generate(of("stream", 20)).await.unwrap();
         let submit = two.submit().await;
         two.tokens(&submit, 0, &tokens("x"));
         stream.until_text("x").await;
         unequal.grant(8, 1000);
-        heard(&workers[2], 8).await;
+        wait_for_grant(&workers[2], 8).await;
         drop(workers.remove(1));
         two.break_stream();
         tokio::time::sleep(Duration::from_millis(250)).await;
@@ -148,10 +151,10 @@ async fn a_stream_waits_for_an_equal_worker_that_a_suspect_has_and_keeps_its_tok
 }
 
 #[tokio::test]
-async fn of_four_workers_two_can_be_kept_for_suspects_at_once() {
+async fn two_of_four_workers_can_be_reserved_for_quarantine_at_once() {
     bounded(async {
         let (mut cluster, mut workers, mut sessions) =
-            started(vec![Profile::default(); 4], Options::default()).await;
+            started(vec![WorkerProfile::default(); 4], Options::default()).await;
         sessions[0].grant(8, 1000);
         let mut suspects = Vec::new();
         for _ in 0..2 {
@@ -166,7 +169,7 @@ async fn of_four_workers_two_can_be_kept_for_suspects_at_once() {
         }
         sessions.remove(1).break_stream();
         sessions.insert(1, workers[1].session().await);
-        // Neither has brought a token, and both run.
+        // Both are running and neither has a token yet.
         let mut running = Vec::new();
         while running.len() < 2 {
             for (at, session) in sessions.iter_mut().enumerate() {
@@ -192,11 +195,11 @@ async fn of_four_workers_two_can_be_kept_for_suspects_at_once() {
 #[tokio::test]
 async fn a_request_that_only_the_larger_worker_can_hold_goes_there() {
     bounded(async {
-        let large = Profile { context_tokens: 1024, ..Profile::default() };
+        let large = WorkerProfile { context_tokens: 1024, ..WorkerProfile::default() };
         let (mut cluster, workers, mut sessions) =
-            started(vec![Profile::default(), large], Options::default()).await;
+            started(vec![WorkerProfile::default(), large], Options::default()).await;
         sessions[0].grant(8, 1000);
-        heard(&workers[0], 8).await;
+        wait_for_grant(&workers[0], 8).await;
         let stop = Some(v1::StopConditions { max_tokens: Some(600), ..Default::default() });
         let mut stream =
             cluster.generate(v1::GenerateRequest { stop, ..text("long") }).await.expect("one can hold it");
@@ -210,10 +213,10 @@ async fn a_request_that_only_the_larger_worker_can_hold_goes_there() {
 }
 
 #[tokio::test]
-async fn a_request_with_many_choices_that_is_given_back_is_one_failure_of_its_worker() {
+async fn a_returned_request_with_many_choices_is_one_failure_of_its_worker() {
     bounded(async {
         let (mut cluster, workers, mut sessions) =
-            started(vec![Profile::default(); 2], Options::default()).await;
+            started(vec![WorkerProfile::default(); 2], Options::default()).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
         one.grant(16, 1000);
@@ -229,7 +232,7 @@ async fn a_request_with_many_choices_that_is_given_back_is_one_failure_of_its_wo
         }
         stream.read_to_end().await.unwrap();
         two.grant(0, 0);
-        heard(&workers[1], 0).await;
+        wait_for_grant(&workers[1], 0).await;
         one.grant(16, 1000);
         let mut next = cluster.generate(text("next")).await.unwrap();
         let submit = tokio::time::timeout(Duration::from_secs(2), async {
@@ -247,10 +250,10 @@ async fn a_request_with_many_choices_that_is_given_back_is_one_failure_of_its_wo
 }
 
 #[tokio::test]
-async fn a_stream_that_fits_nowhere_does_not_keep_those_behind_it_on_a_draining_worker() {
+async fn a_stream_that_cannot_move_does_not_keep_others_on_a_draining_worker() {
     bounded(async {
         let options = Options { drain_grace: Duration::ZERO, ..Options::default() };
-        let (mut cluster, workers, mut sessions) = started(vec![Profile::default(); 2], options).await;
+        let (mut cluster, workers, mut sessions) = started(vec![WorkerProfile::default(); 2], options).await;
         let mut two = sessions.pop().unwrap();
         let mut one = sessions.pop().unwrap();
         one.grant(8, 1000);
@@ -259,13 +262,13 @@ async fn a_stream_that_fits_nowhere_does_not_keep_those_behind_it_on_a_draining_
         let mut small = cluster.generate(text("small")).await.unwrap();
         one.submit().await;
         one.grant(0, 0);
-        heard(&workers[0], 0).await;
-        // The other is not idle, or it would take a request of any size.
+        wait_for_grant(&workers[0], 0).await;
+        // The other worker is not idle, or it would accept a request of any size.
         two.grant(8, 1000);
         let mut other = cluster.generate(text("other")).await.unwrap();
         let of_other = two.submit().await;
         two.grant(7, 4);
-        heard(&workers[1], 7).await;
+        wait_for_grant(&workers[1], 7).await;
         one.update(v1::Update { draining: true, grant: Some(v1::Grant::default()), ..Default::default() });
         let moved = tokio::time::timeout(Duration::from_secs(5), two.submit());
         let moved = moved.await.expect("it has room elsewhere");
@@ -282,9 +285,9 @@ async fn a_stream_that_fits_nowhere_does_not_keep_those_behind_it_on_a_draining_
 }
 
 #[tokio::test]
-async fn updates_that_would_take_long_to_take_in_end_their_session() {
+async fn oversized_updates_close_their_session() {
     bounded(async {
-        let mut worker = ScriptedWorker::start(Profile::default()).await;
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let _cluster = Cluster::start(&[&worker], Options::default()).await;
         const MANY: usize = 1 << 19;
         let charge =
@@ -306,7 +309,7 @@ async fn updates_that_would_take_long_to_take_in_end_their_session() {
             session.update(lie);
             session.ended().await;
         }
-        // None of these is too large by itself.
+        // Each of these is within its own limit.
         let mut session = worker.session().await;
         for _ in 0..64 {
             session.update(v1::Update { kv_events: Some(events(1 << 16)), ..Default::default() });
