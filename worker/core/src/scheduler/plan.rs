@@ -1,4 +1,14 @@
 //! Planning of an iteration: decodes, running prefills (chunked), swap-ins, admissions, in this order.
+//!
+//! 1. Sequences past their deadline end.
+//! 2. Each decoding sequence gets one token, subtracted from the token budget.
+//! 3. Half of the rest is reserved for the first running prefill; the others follow, the shortest first.
+//! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens.
+//!
+//! With decodes in a step, the cost model bounds the prefill tokens beside them so that the step keeps its
+//! target duration. Where decodes alone take more than half of the target, prefills together get up to three
+//! times the decodes' time, in proportion to the number of waiting prompts per decoding sequence; what the
+//! first prefill leaves is given to the others.
 
 use std::time::Duration;
 
