@@ -94,3 +94,39 @@ async fn tritonclient_gets_the_same_text_unary_and_streamed() -> Result<()> {
     ensure!(answer["unknown_model"] == "StatusCode.NOT_FOUND", "{answer}");
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_python_example_runs_as_its_readme_says() -> Result<()> {
+    let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
+        inflight_fixtures::skipped(
+            "the Python example",
+            "INFLIGHT_TEST_PYTHON names no Python with grpcio-tools",
+        );
+        return Ok(());
+    };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let folder = inflight_fixtures::TempDir::new("inflight-python-example")?;
+    let (stubs, protos) =
+        (folder.path().to_string_lossy(), root.join("proto").to_string_lossy().into_owned());
+    let script = folder.path().join("generate.py");
+    std::fs::copy(root.join("examples/python/generate.py"), &script)?;
+    let compiler = [
+        "-m",
+        "grpc_tools.protoc",
+        "-I",
+        &protos,
+        &format!("--python_out={stubs}"),
+        &format!("--grpc_python_out={stubs}"),
+        "inflight/v1/inference.proto",
+        "inflight/v1/sampling.proto",
+    ];
+    let compiled = run(Path::new(&python), &compiler, "").await?;
+    ensure!(compiled.code == Some(0), "{compiled:?}");
+    let cluster = LocalCluster::start(program(), &[]).await?;
+    let address = cluster.endpoint.trim_start_matches("http://");
+    let arguments =
+        [script.to_string_lossy().into_owned(), "Once upon a time".to_owned(), address.to_owned()];
+    let finished = run(Path::new(&python), &arguments.each_ref().map(String::as_str), "").await?;
+    ensure!(finished.code == Some(0) && finished.stdout.contains("prompt tokens"), "{finished:?}");
+    Ok(())
+}
