@@ -184,6 +184,15 @@ const PRIVATE_WORDS: [(&str, &str); 14] = [
     ("tries on", "retries"),
 ];
 
+/// Whether `text` has `words` with no letter before or after.
+fn contains_words(text: &str, words: &str) -> bool {
+    text.match_indices(words).any(|(at, _)| {
+        let before = text[..at].chars().next_back();
+        let after = text[at + words.len()..].chars().next();
+        !before.is_some_and(char::is_alphanumeric) && !after.is_some_and(char::is_alphanumeric)
+    })
+}
+
 #[test]
 fn comments_use_the_terms_of_the_field() -> Result<()> {
     let mut wrong = Vec::new();
@@ -192,7 +201,7 @@ fn comments_use_the_terms_of_the_field() -> Result<()> {
             let Some((_, comment)) = line.split_once("//") else { continue };
             let comment = comment.to_lowercase();
             for (word, term) in PRIVATE_WORDS {
-                if comment.contains(word) {
+                if contains_words(&comment, word) {
                     wrong.push(format!("{name}:{}: {word:?}; say: {term}", number + 1));
                 }
             }
