@@ -82,7 +82,7 @@ fn protobuf_types_appear_only_in_the_apis_and_the_session_modules() -> Result<()
 }
 
 #[test]
-fn every_source_file_says_what_it_holds_and_is_no_longer_than_a_sitting() -> Result<()> {
+fn source_files_open_with_a_module_comment_and_have_at_most_600_lines() -> Result<()> {
     let mut wrong = Vec::new();
     for (name, text) in sources()? {
         if !text.starts_with("//!") {
@@ -103,7 +103,8 @@ fn module(folder: &str, file: &str) -> String {
     path.trim_end_matches("/mod").trim_end_matches("mod").replace('/', "::")
 }
 
-/// Modules of the same crate that a file names after `crate::`, by the longest path that is a file.
+/// Modules that a file imports by `crate::` paths; the longest prefix that is a file counts. Imports by `super::`, between a module
+/// and its parts, are not followed.
 fn imports(text: &str, modules: &BTreeSet<String>) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let code = text.split("#[cfg(test)]").next().unwrap_or_default();
@@ -129,7 +130,7 @@ fn imports(text: &str, modules: &BTreeSet<String>) -> BTreeSet<String> {
 }
 
 #[test]
-fn no_more_than_two_files_of_the_router_import_each_other_in_a_circle() -> Result<()> {
+fn import_cycles_in_the_router_have_at_most_two_files() -> Result<()> {
     let mut cycles = Vec::new();
     for folder in ["router/src", "router/core/src"] {
         let files = files(folder)?;
