@@ -138,7 +138,7 @@ mod tests {
             .iter()
             .map(|metric| metric.name)
             .chain(inflight_worker::metrics::INVENTORY.iter().map(|(name, ..)| *name))
-            .chain(inflight_transport::metrics::METRICS.iter().map(|(name, ..)| *name))
+            .chain(inflight_net::metrics::METRICS.iter().map(|(name, ..)| *name))
             .collect();
         for (old, new) in METRICS {
             assert!(new.split(" and ").all(|new| exported.contains(&new)), "{new}");

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use inflight_net::Limits as ConnectionLimits;
 use inflight_router::metrics::{Kind, METRICS};
 use inflight_router::{Options, PlacementKind, Router};
-use inflight_transport::Limits as ConnectionLimits;
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};

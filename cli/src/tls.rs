@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use inflight_transport::{ClientTls, ServerTlsFiles, TlsError};
+use inflight_net::{ClientTls, ServerTlsFiles, TlsError};
 
 use crate::exit::{CommandError, Exit};
 

@@ -143,7 +143,7 @@ metrics_table! {
 
 /// Registers kind, unit and help of every metric with the installed recorder.
 pub fn describe() {
-    inflight_transport::metrics::describe();
+    inflight_net::metrics::describe();
     for metric in METRICS {
         match metric.kind {
             Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),

@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use inflight_net::{ClientTls, Limits as ConnectionLimits, ServerTlsFiles};
 use inflight_router_core::PlacementKind;
-use inflight_transport::{ClientTls, Limits as ConnectionLimits, ServerTlsFiles};
 use tonic::transport::Endpoint;
 
 use crate::cluster::discovery::{Source, SourceError};

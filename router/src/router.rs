@@ -8,10 +8,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
+use inflight_net::{Accept, ClientTls, Http2, ReceiveLayer, ServerTls, TlsError};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
-use inflight_transport::{Accept, ClientTls, Http2, ReceiveLayer, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use inflight_contract::Weight;
+use inflight_net::{Identity, Watched};
 use inflight_router_core::{QueueLimits, TenantGate, TenantLimits};
-use inflight_transport::{Identity, Watched};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -204,7 +204,7 @@ impl Tenants {
 
     fn reload_and_tell(&self) {
         let reloaded = self.reload();
-        inflight_transport::metrics::reloaded("tenants", reloaded.is_ok());
+        inflight_net::metrics::reloaded("tenants", reloaded.is_ok());
         match reloaded {
             Ok(()) => tracing::info!(tenants = self.table().tenants.len(), "tenants file reloaded"),
             Err(error) => {

@@ -58,6 +58,6 @@ fn dependencies_point_one_way() -> Result<()> {
     ensure_without("inflight-router", &["inflight-worker", "inflight-kernels"])?;
     ensure_without("inflight-worker", &["inflight-router"])?;
     ensure_without("inflight-proto", &["inflight-worker", "inflight-router", "inflight-kernels"])?;
-    ensure_without("inflight-transport", &["inflight-worker", "inflight-router", "inflight-proto"])?;
+    ensure_without("inflight-net", &["inflight-worker", "inflight-router", "inflight-proto"])?;
     ensure_without("inflight-kernels", &["inflight-worker", "inflight-router", "inflight-proto", "tokio"])
 }

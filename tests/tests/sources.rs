@@ -16,7 +16,7 @@ const SOURCES: [&str; 10] = [
     "router/core/src",
     "router/src",
     "simulator/src",
-    "transport/src",
+    "net/src",
     "worker/core/src",
     "worker/src",
 ];

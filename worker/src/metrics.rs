@@ -109,7 +109,7 @@ pub const BUCKETS: &[(&str, &[f64])] =
 
 /// Describes every metric to the exporter.
 pub fn describe() {
-    inflight_transport::metrics::describe();
+    inflight_net::metrics::describe();
     for &(name, kind, unit, help) in INVENTORY {
         match kind {
             Kind::Counter => metrics::describe_counter!(name, unit, help),

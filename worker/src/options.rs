@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use inflight_transport::ServerTlsFiles;
+use inflight_net::ServerTlsFiles;
 use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
 

@@ -9,12 +9,12 @@ use std::time::Duration;
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_kernels::cpu::KvDtype;
-use inflight_proto::v1::worker_server::WorkerServer;
-use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
-use inflight_transport::{
+use inflight_net::{
     Accept, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
 };
+use inflight_proto::v1::worker_server::WorkerServer;
+use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};

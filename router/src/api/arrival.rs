@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use inflight_transport::{Peer, ReceiveBudget, ReceiveLimits, hold};
+use inflight_net::{Peer, ReceiveBudget, ReceiveLimits, hold};
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::SystemTime;
 
-use inflight_transport::Peer;
+use inflight_net::Peer;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 use tower::{Layer, Service};

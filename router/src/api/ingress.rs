@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use inflight_net::ReceivedBytes;
 use inflight_proto::v1;
 use inflight_proto::v1::inference_server::Inference;
 use inflight_proto::v1::tokenize_request::Input;
-use inflight_transport::ReceivedBytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 use tonic::{Request, Response, Status};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
+use inflight_net::batch_wakeups;
 use inflight_router_core::WorkerUpdate;
-use inflight_transport::batch_wakeups;
 
 use super::session::WorkerInfo;
 use super::{Dispatcher, DispatcherState, ResubmissionReason};

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use inflight_net::{ClientTls, Limits, ServerTlsFiles};
 use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::Options;
-use inflight_transport::{ClientTls, Limits, ServerTlsFiles};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;

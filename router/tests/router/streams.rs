@@ -294,8 +294,7 @@ async fn a_workers_own_error_ends_the_request_and_not_the_session() {
         }
         let names = metrics().render();
         let own = inflight_router::metrics::METRICS.iter().map(|metric| metric.name);
-        let table: Vec<&str> =
-            own.chain(inflight_transport::metrics::METRICS.map(|(name, ..)| name)).collect();
+        let table: Vec<&str> = own.chain(inflight_net::metrics::METRICS.map(|(name, ..)| name)).collect();
         let known = |line: &str| table.iter().any(|name| line.starts_with(name));
         let unknown = names.lines().find(|line| !line.starts_with('#') && !line.is_empty() && !known(line));
         assert_eq!(unknown, None, "every metric is in the table");
