@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::time::Duration;
 
-use inflight_router_core::{OverLimit, QueueFull};
+use inflight_router_core::{Failure, OverLimit, QueueFull};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
@@ -94,6 +94,28 @@ impl Outcome {
     /// Returns the outcome of an invalid request.
     pub(crate) fn invalid(reason: impl Display) -> Self {
         Self::Invalid(reason.to_string())
+    }
+
+    /// Returns the outcome of a request that the dispatcher has failed. `waited` is the time that requests wait
+    /// for a worker of their model, `retry` the delay after which a client may try a full queue again.
+    pub(crate) fn of_failure(failure: Failure, model: &str, waited: Duration, retry: Duration) -> Self {
+        match failure {
+            Failure::TooManyTokens { tokens, most } => Self::Invalid(format!(
+                "prompt and n * max_tokens come to {tokens} tokens, more than the {most} that the router keeps for a request; lower n or max_tokens"
+            )),
+            Failure::TooLongForWorkers { tokens } => Self::Invalid(format!(
+                "prompt and max_tokens come to {tokens} tokens, more than the workers now connected can hold"
+            )),
+            Failure::Unserved => Self::Unserved { model: model.to_owned(), waited },
+            Failure::UnknownFingerprint { required, served } => Self::UnknownFingerprint { required, served },
+            Failure::QueueFull(full) => Self::Full(Box::new(Overload::of_queue(&full, retry))),
+            Failure::Displaced => Self::Displaced { retry },
+            Failure::Infeasible { predicted, left } => Self::Infeasible { predicted, left },
+            Failure::DeadlineExceeded => Self::DeadlineExceeded,
+            Failure::AttemptsExhausted { attempts } => Self::AttemptsExhausted { attempts },
+            Failure::Worker { code, message } => Self::WorkerError { code: Code::from_i32(code), message },
+            Failure::ClientStalled { waited } => Self::ClientStalled { waited },
+        }
     }
 
     /// Returns the gRPC status code.

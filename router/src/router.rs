@@ -33,7 +33,7 @@ use crate::api::kserve::Kserve;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
-use crate::dispatcher::Dispatcher;
+use crate::dispatcher::SharedDispatcher;
 use crate::metrics as names;
 use crate::options::{Options, OptionsError};
 use crate::restart::restart_on_panic;
@@ -75,7 +75,7 @@ pub struct Router {
 /// Router without a listener.
 pub struct Core {
     options: Options,
-    dispatch: Arc<Dispatcher>,
+    dispatch: Arc<SharedDispatcher>,
     sources: Vec<Source>,
     connector: Option<Connector>,
     tls: Option<ServerTls>,
@@ -86,7 +86,7 @@ pub struct Core {
 #[derive(Debug, Clone)]
 pub struct Handle {
     ready: watch::Receiver<bool>,
-    dispatch: Weak<Dispatcher>,
+    dispatch: Weak<SharedDispatcher>,
 }
 
 impl Handle {
@@ -169,7 +169,7 @@ impl Core {
         // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
         let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
-        let dispatch = Arc::new(Dispatcher::new(&options));
+        let dispatch = Arc::new(SharedDispatcher::new(&options));
         Ok(Self { options, dispatch, sources, connector: None, tls, tenants })
     }
 
@@ -256,8 +256,8 @@ impl Core {
 }
 
 /// Calls the dispatcher's tick periodically.
-async fn tick(dispatch: Arc<Dispatcher>) {
-    let mut ticks = tokio::time::interval(Dispatcher::TICK);
+async fn tick(dispatch: Arc<SharedDispatcher>) {
+    let mut ticks = tokio::time::interval(SharedDispatcher::TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;

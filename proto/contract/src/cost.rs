@@ -6,7 +6,7 @@
 /// sequence_s * sequences`, where the keys of a token are the positions it attends to, its own included;
 /// those of chunks of more than one token count as prefill keys. Copying `n` blocks between device and host
 /// takes `copy_s + copy_block_s * n`.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct CostCoefficients {
     /// Seconds of a step without any token.
     pub step_s: f64,

@@ -1,7 +1,7 @@
 //! Finish reasons of a sequence.
 
 /// Reason for which a sequence finished; exactly one is reported for each choice of a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub enum FinishReason {
     /// EOS token, stop token id or, detected by the router, stop string.
     Stop,

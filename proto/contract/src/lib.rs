@@ -18,7 +18,7 @@ pub use admission_cost::AdmissionCost;
 pub use block_hash::BlockHash;
 pub use cost::CostCoefficients;
 pub use finish::FinishReason;
-pub use limits::{ModelLimits, PRIORITY_MAX, RequestError, RequestShape, check_priority};
+pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, TokenLogprob};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
 pub use service_table::{Expired, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};

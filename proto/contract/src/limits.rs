@@ -3,7 +3,7 @@
 use crate::SamplingParams;
 
 /// Limits of a loaded model, announced by a worker when a session opens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ModelLimits {
     /// Tokens in the vocabulary; token ids are below this.
     pub vocab_size: u32,
@@ -63,13 +63,26 @@ pub enum RequestError {
     },
 }
 
-/// Checks a request's priority.
-///
-/// # Errors
-/// [`RequestError::Priority`].
-pub fn check_priority(priority: i32) -> Result<(), RequestError> {
-    let within = (-PRIORITY_MAX..=PRIORITY_MAX).contains(&priority);
-    if within { Ok(()) } else { Err(RequestError::Priority(priority)) }
+/// Priority of a request, in [-100, 100]; higher goes first.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, serde::Serialize, serde::Deserialize,
+)]
+pub struct Priority(i32);
+
+impl Priority {
+    /// Returns the priority as a number.
+    pub fn get(self) -> i32 {
+        self.0
+    }
+}
+
+impl TryFrom<i32> for Priority {
+    type Error = RequestError;
+
+    fn try_from(priority: i32) -> Result<Self, RequestError> {
+        let within = (-PRIORITY_MAX..=PRIORITY_MAX).contains(&priority);
+        if within { Ok(Self(priority)) } else { Err(RequestError::Priority(priority)) }
+    }
 }
 
 impl ModelLimits {
@@ -128,10 +141,10 @@ mod tests {
     #[test]
     fn a_priority_is_within_a_hundred_of_zero() {
         for good in [-PRIORITY_MAX, 0, PRIORITY_MAX] {
-            assert_eq!(check_priority(good), Ok(()));
+            assert_eq!(Priority::try_from(good).map(Priority::get), Ok(good));
         }
         for bad in [i32::MIN, -PRIORITY_MAX - 1, PRIORITY_MAX + 1, i32::MAX] {
-            assert_eq!(check_priority(bad), Err(RequestError::Priority(bad)));
+            assert_eq!(Priority::try_from(bad), Err(RequestError::Priority(bad)));
         }
     }
 

@@ -1,7 +1,7 @@
 //! Log probabilities of generated tokens.
 
 /// Natural-log probability of one token.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct TokenLogprob {
     /// Token id.
     pub token: u32,
@@ -10,7 +10,7 @@ pub struct TokenLogprob {
 }
 
 /// Log probabilities at one generated position.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct PositionLogprobs {
     /// The sampled token.
     pub chosen: TokenLogprob,

@@ -19,7 +19,7 @@ impl Default for TokenCost {
 }
 
 /// Fair-share weight of a tenant, in (0, 1000] with a resolution of 1/1000.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub struct Weight(u32);
 
 /// Weight outside (0, 1000].
@@ -57,7 +57,9 @@ impl Weight {
 }
 
 /// Virtual time of a tenant: service received over weight, in thousandths of a token at weight 1.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
 pub struct Service(u64);
 
 impl Service {
@@ -107,7 +109,7 @@ impl Tenant {
 ///
 /// A tenant that is evicted and returns continues at a `base` no lower than any evicted counter, so that a
 /// reader that kept the old value counts as growth only what exceeds both.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Charged {
     /// Value of the counter, in tokens weighted by [`TokenCost`].
     pub cost: u64,

@@ -1,4 +1,4 @@
-//! Journal of a request: the tokens received so far, what its stream has read, and what failover resubmits.
+//! Journal of a request: the tokens received so far, which failover resubmits.
 
 use inflight_contract::{AdmissionCost, FinishReason};
 
@@ -23,7 +23,7 @@ pub enum AppendOutcome {
 }
 
 /// Protocol violation by a worker.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, serde::Serialize)]
 pub enum JournalError {
     /// Choice index out of range.
     #[error("the worker sent choice {choice} of a request with {choices} choices")]
@@ -59,17 +59,6 @@ pub enum JournalError {
     },
 }
 
-/// Output of a choice that its stream has not read.
-#[derive(Debug, Clone, PartialEq)]
-pub struct UnreadOutput<P> {
-    /// Unread tokens.
-    pub tokens: Vec<u32>,
-    /// One entry per unread token, or empty.
-    pub logprobs: Vec<P>,
-    /// Finish reason; set in exactly one read.
-    pub end: Option<FinishReason>,
-}
-
 /// Output of earlier attempts of one choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resumed<'a> {
@@ -81,37 +70,33 @@ pub struct Resumed<'a> {
     pub finished: bool,
 }
 
-#[derive(Debug)]
-struct Choice<P> {
+#[derive(Debug, Default)]
+struct Choice {
     tokens: Vec<u32>,
-    /// Number of tokens read.
-    read: usize,
-    /// Log probabilities of the unread tokens.
-    logprobs: Vec<P>,
     end: Option<ChoiceEnd>,
-    end_read: bool,
 }
 
-/// Journal of one request: every token received, by choice, and how far the stream has read. It is the buffer
-/// between a session and a client (a slow reader finds more at its next read) and the state that a new
-/// attempt resumes from.
+/// Journal of one request: every token received, by choice; the state that a new attempt resumes from.
 ///
 /// Invariants: a choice holds at most `max_tokens` tokens, so the journal is bounded by n * max_tokens;
 /// tokens of another attempt than the current one never enter; nothing enters a choice that has ended.
 #[derive(Debug)]
-pub struct Journal<P> {
+pub struct Journal {
     attempt: u32,
     max_tokens: u32,
     with_logprobs: bool,
-    choices: Vec<Choice<P>>,
+    choices: Vec<Choice>,
 }
 
-impl<P> Journal<P> {
+impl Journal {
     /// Creates an empty journal at attempt 1.
     pub fn new(choices: u32, max_tokens: u32, with_logprobs: bool) -> Self {
-        let choice =
-            |_| Choice { tokens: Vec::new(), read: 0, logprobs: Vec::new(), end: None, end_read: false };
-        Self { attempt: 1, max_tokens, with_logprobs, choices: (0..choices).map(choice).collect() }
+        Self {
+            attempt: 1,
+            max_tokens,
+            with_logprobs,
+            choices: (0..choices).map(|_| Choice::default()).collect(),
+        }
     }
 
     /// Returns the number of the current attempt.
@@ -119,7 +104,7 @@ impl<P> Journal<P> {
         self.attempt
     }
 
-    /// Appends a worker's output of one choice.
+    /// Appends a worker's output of one choice, which came with `logprobs` log probabilities.
     ///
     /// # Errors
     /// [`JournalError`] for a protocol violation; the journal is unchanged.
@@ -128,7 +113,7 @@ impl<P> Journal<P> {
         attempt: u32,
         choice: u32,
         tokens: &[u32],
-        logprobs: Vec<P>,
+        logprobs: usize,
         finish: Option<FinishReason>,
     ) -> Result<AppendOutcome, JournalError> {
         if attempt != self.attempt {
@@ -147,12 +132,8 @@ impl<P> Journal<P> {
         if entry.tokens.len() + tokens.len() > max_tokens as usize {
             return Err(JournalError::TooManyTokens { choice, max_tokens });
         }
-        if self.with_logprobs {
-            if logprobs.len() != tokens.len() {
-                let (tokens, logprobs) = (tokens.len(), logprobs.len());
-                return Err(JournalError::UnpairedLogprobs { choice, tokens, logprobs });
-            }
-            entry.logprobs.extend(logprobs);
+        if self.with_logprobs && logprobs != tokens.len() {
+            return Err(JournalError::UnpairedLogprobs { choice, tokens: tokens.len(), logprobs });
         }
         entry.tokens.extend_from_slice(tokens);
         entry.end = finish.map(ChoiceEnd::Worker);
@@ -175,27 +156,6 @@ impl<P> Journal<P> {
         self.choices.get(choice as usize).is_some_and(|entry| entry.end == Some(ChoiceEnd::Withdrawn))
     }
 
-    /// Reads the unread output of a choice; `None` if there is none.
-    pub fn read(&mut self, choice: u32) -> Option<UnreadOutput<P>> {
-        let entry = self.choices.get_mut(choice as usize)?;
-        let end = match entry.end {
-            Some(ChoiceEnd::Worker(reason)) if !entry.end_read => Some(reason),
-            _ => None,
-        };
-        if entry.read == entry.tokens.len() && end.is_none() {
-            return None;
-        }
-        entry.end_read |= end.is_some();
-        let tokens = entry.tokens[entry.read..].to_vec();
-        entry.read = entry.tokens.len();
-        Some(UnreadOutput { tokens, logprobs: std::mem::take(&mut entry.logprobs), end })
-    }
-
-    /// Returns the number of unread tokens over all choices.
-    pub fn unread(&self) -> usize {
-        self.choices.iter().map(|choice| choice.tokens.len() - choice.read).sum()
-    }
-
     /// Returns the number of tokens received over all choices.
     pub fn tokens(&self) -> usize {
         self.choices.iter().map(|choice| choice.tokens.len()).sum()
@@ -213,15 +173,17 @@ impl<P> Journal<P> {
     }
 
     /// Starts the next attempt; output of the previous one is stale from then on. Ends choices that already
-    /// hold max_tokens, whose end was lost with the worker.
+    /// hold max_tokens, whose end was lost with the worker, and returns these as a bit mask.
     pub fn next_attempt(&mut self) -> u32 {
         self.attempt += 1;
-        for choice in &mut self.choices {
+        let mut complete = 0;
+        for (i, choice) in self.choices.iter_mut().enumerate() {
             if choice.end.is_none() && choice.tokens.len() == self.max_tokens as usize {
                 choice.end = Some(ChoiceEnd::Worker(FinishReason::Length));
+                complete |= 1 << i;
             }
         }
-        self.attempt
+        complete
     }
 
     /// Returns the output that a new attempt resumes from: choices with tokens or an end.
@@ -254,28 +216,31 @@ mod tests {
 
     proptest! {
         #[test]
-        fn reads_return_every_token_of_the_current_attempts_once_and_in_order(
+        fn the_journal_holds_the_tokens_of_the_current_attempts_once_and_in_order(
             steps in proptest::collection::vec((0u32..3, 0usize..4, 0u8..8), 0..80)) {
-            let mut journal = Journal::<u32>::new(3, 40, true);
+            let mut journal = Journal::new(3, 40, true);
             let mut sent = vec![Vec::new(); 3];
-            let mut got = vec![Vec::new(); 3];
-            let mut logprobs = vec![Vec::new(); 3];
             let mut next = 0;
             for (choice, count, action) in steps {
                 let tokens: Vec<u32> = (next..next + count as u32).collect();
                 next += count as u32;
                 let at = choice as usize;
                 match action {
-                    0 => { journal.next_attempt(); }
+                    0 => {
+                        let running = journal.running();
+                        let complete = journal.next_attempt();
+                        let full = (0..3).filter(|i| sent[*i].len() == 40).fold(0, |mask, i| mask | 1 << i);
+                        prop_assert_eq!(complete, running & full);
+                    }
                     1 => {
-                        let old = journal.append(journal.attempt() - 1, choice, &tokens, tokens.clone(), None);
+                        let old = journal.append(journal.attempt() - 1, choice, &tokens, count, None);
                         prop_assert_eq!(old, Ok(AppendOutcome::Stale));
                     }
-                    2 | 3 => if let Some(fresh) = journal.read(choice) {
-                        got[at].extend(fresh.tokens);
-                        logprobs[at].extend(fresh.logprobs);
-                    },
-                    _ => match journal.append(journal.attempt(), choice, &tokens, tokens.clone(), None) {
+                    2 if count > 0 => {
+                        let unpaired = journal.append(journal.attempt(), choice, &tokens, count - 1, None);
+                        prop_assert!(unpaired.is_err(), "one log probability is missing");
+                    }
+                    _ => match journal.append(journal.attempt(), choice, &tokens, count, None) {
                         Ok(_) => sent[at].extend(tokens),
                         Err(error) => {
                             let over = sent[at].len() + count > 40;
@@ -287,32 +252,19 @@ mod tests {
                 for resumed in journal.resumed() {
                     prop_assert_eq!(resumed.tokens, &sent[resumed.choice as usize][..]);
                 }
-                prop_assert!(journal.unread() <= 3 * 40);
+                prop_assert_eq!(journal.tokens(), sent.iter().map(Vec::len).sum::<usize>());
             }
-            for choice in 0..3 {
-                if let Some(fresh) = journal.read(choice) {
-                    got[choice as usize].extend(fresh.tokens);
-                    logprobs[choice as usize].extend(fresh.logprobs);
-                }
-            }
-            prop_assert_eq!(&got, &sent);
-            prop_assert_eq!(&logprobs, &sent);
         }
     }
 
     #[test]
     fn a_choice_ends_once_and_is_not_run_again() {
-        let mut journal = Journal::<()>::new(2, 4, false);
-        assert_eq!(
-            journal.append(1, 0, &[7, 8], vec![], Some(FinishReason::Stop)),
-            Ok(AppendOutcome::Appended)
-        );
+        let mut journal = Journal::new(2, 4, false);
+        assert_eq!(journal.append(1, 0, &[7, 8], 0, Some(FinishReason::Stop)), Ok(AppendOutcome::Appended));
         assert_eq!(journal.running(), 0b10);
-        assert_eq!(journal.read(0).and_then(|fresh| fresh.end), Some(FinishReason::Stop));
-        assert_eq!(journal.read(0), None);
-        assert!(matches!(journal.append(1, 0, &[9], vec![], None), Err(JournalError::TokensAfterEnd { .. })));
+        assert!(matches!(journal.append(1, 0, &[9], 0, None), Err(JournalError::TokensAfterEnd { .. })));
         assert!(journal.withdraw(1) && !journal.withdraw(1) && journal.ended());
-        assert_eq!(journal.append(1, 1, &[9], vec![], None), Ok(AppendOutcome::AfterEnd));
+        assert_eq!(journal.append(1, 1, &[9], 0, None), Ok(AppendOutcome::AfterEnd));
         let resumed: Vec<_> = journal.resumed().map(|r| (r.choice, r.tokens.to_vec(), r.finished)).collect();
         assert_eq!(resumed, [(0, vec![7, 8], true), (1, vec![], true)]);
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::Credits;
+use crate::{Credits, SubmissionId};
 
 /// Credits released by the end of one choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct Ledger {
     used: Credits,
     /// Number of requests in flight by priority.
     priorities: BTreeMap<i32, u32>,
-    charges: BTreeMap<u64, Charge>,
+    charges: BTreeMap<SubmissionId, Charge>,
 }
 
 impl Ledger {
@@ -80,7 +80,7 @@ impl Ledger {
 
     /// Charges a submission of priority 0: the choices in the bit mask `running`, and `blocks` for all of
     /// them together.
-    pub fn charge(&mut self, submission: u64, running: u32, blocks: u32) {
+    pub fn charge(&mut self, submission: SubmissionId, running: u32, blocks: u32) {
         self.insert(submission, Charge { priority: 0, running, shared: blocks, own: Vec::new() });
     }
 
@@ -88,7 +88,7 @@ impl Ledger {
     /// of each.
     pub fn charge_choices(
         &mut self,
-        submission: u64,
+        submission: SubmissionId,
         priority: i32,
         shared: u32,
         own: impl Iterator<Item = (u32, u32)>,
@@ -98,7 +98,7 @@ impl Ledger {
         self.insert(submission, Charge { priority, running, shared, own });
     }
 
-    fn insert(&mut self, submission: u64, charge: Charge) {
+    fn insert(&mut self, submission: SubmissionId, charge: Charge) {
         debug_assert!(charge.running != 0, "a submission runs something");
         self.used.sequences += charge.running.count_ones();
         self.used.blocks += charge.shared + charge.own.iter().map(|(_, blocks)| blocks).sum::<u32>();
@@ -108,7 +108,7 @@ impl Ledger {
     }
 
     /// Releases the credits of an ended choice.
-    pub fn settle(&mut self, submission: u64, choice: u32) -> Settled {
+    pub fn settle(&mut self, submission: SubmissionId, choice: u32) -> Settled {
         let Some(charge) = self.charges.get_mut(&submission) else { return Settled::Unknown };
         let bit = 1u32.checked_shl(choice).unwrap_or(0);
         if charge.running & bit == 0 {
@@ -135,7 +135,7 @@ impl Ledger {
     }
 
     /// Whether a choice of a submission still runs.
-    pub fn runs(&self, submission: u64, choice: u32) -> bool {
+    pub fn runs(&self, submission: SubmissionId, choice: u32) -> bool {
         let bit = 1u32.checked_shl(choice).unwrap_or(0);
         self.charges.get(&submission).is_some_and(|charge| charge.running & bit != 0)
     }
@@ -157,10 +157,10 @@ mod tests {
             let mut open: BTreeMap<u64, (u32, u32, u32)> = BTreeMap::new();
             for (i, (mask, blocks, each)) in charges.iter().enumerate() {
                 match each {
-                    0 => ledger.charge(i as u64, *mask, *blocks),
+                    0 => ledger.charge(SubmissionId(i as u64), *mask, *blocks),
                     _ => {
                         let choices = (0..32).filter(|choice| mask & (1 << choice) != 0);
-                        ledger.charge_choices(i as u64, 0, *blocks, choices.map(|choice| (choice, *each)));
+                        ledger.charge_choices(SubmissionId(i as u64), 0, *blocks, choices.map(|choice| (choice, *each)));
                     }
                 }
                 open.insert(i as u64, (*mask, *blocks, *each));
@@ -176,7 +176,7 @@ mod tests {
                     }
                     _ => Settled::Unknown,
                 };
-                prop_assert_eq!(ledger.settle(submission, choice), expected);
+                prop_assert_eq!(ledger.settle(SubmissionId(submission), choice), expected);
                 let used = Credits {
                     sequences: open.values().map(|(mask, ..)| mask.count_ones()).sum(),
                     blocks: open.values().map(|(mask, shared, each)| shared + mask.count_ones() * each).sum(),
@@ -204,7 +204,7 @@ mod tests {
                     if !open.is_empty() {
                         let (submission, _, choices) = open.remove(i % open.len());
                         for choice in 0..choices {
-                            ledger.settle(submission, choice);
+                            ledger.settle(SubmissionId(submission), choice);
                         }
                     }
                     continue;
@@ -218,7 +218,7 @@ mod tests {
                 let expected = grant.fit(used, need) || (used.sequences == 0 && granted > 0) || beyond;
                 prop_assert_eq!(candidate.has_room(), expected);
                 if expected {
-                    ledger.charge_choices(i as u64, priority, 1, (0..sequences).map(|choice| (choice, 0)));
+                    ledger.charge_choices(SubmissionId(i as u64), priority, 1, (0..sequences).map(|choice| (choice, 0)));
                     open.push((i as u64, priority, sequences));
                     prop_assert!(ledger.used().sequences <= most);
                 }

@@ -1,11 +1,12 @@
-//! Pure policies of a router: fair queue, placement, grant ledger, journal, retry budget, outlier ejection.
+//! Decisions of a router as a pure state machine: fair queue, placement, grant ledger, failover, ejection.
 //!
 //! No clock, no I/O, no randomness, no unordered iteration: equal calls give equal results, so a simulator
 //! drives these types exactly as the router does.
 
-mod command;
 mod dispatch_rate;
+mod dispatcher;
 mod fair_queue;
+mod ids;
 mod journal;
 mod ledger;
 mod loss_streak;
@@ -18,12 +19,18 @@ mod retry_budget;
 mod tenant_gate;
 mod update;
 
-pub use command::{ResumedChoice, Submission, WorkerCommand};
 pub use dispatch_rate::DispatchRate;
+pub use dispatcher::{
+    ChoiceOutput, ClientCommand, Command, Dispatcher, DispatcherLoad, DispatcherOptions, Event, Failure,
+    Lane, Notice, RequestPlaced, RequestSpec, ResolveError, ResubmissionReason, ResumedChoice, Submission,
+    Violation, WorkerCommand, WorkerInfo, WorkerUsage, prompt_chains,
+};
 pub use fair_queue::{
     Admitted, Arrival, Dequeued, FairQueue, FairQueueOptions, QueuePosition, RequestsAhead,
 };
-pub use journal::{AppendOutcome, ChoiceEnd, Journal, JournalError, Resumed, UnreadOutput};
+pub use ids::{LaneId, RequestId, SessionId, SubmissionId, WorkerId};
+pub use inflight_contract::Priority;
+pub use journal::{AppendOutcome, ChoiceEnd, Journal, JournalError, Resumed};
 pub use ledger::{Ledger, Settled};
 pub use loss_streak::{LossAction, LossStreak};
 pub use outliers::{OutlierDetector, OutlierLimits};
@@ -37,6 +44,11 @@ pub use rate::{Gcra, RateCharge, RateLimit};
 pub use retry_budget::RetryBudget;
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};
 pub use update::{
-    CacheEvents, CacheSnapshot, Grant, IncarnationCounters, SequenceEnd, SequenceUpdate, TenantCounter,
-    WorkerUpdate,
+    CacheEvents, CacheSnapshot, FailureBlame, Grant, IncarnationCounters, SequenceEnd, SequenceUpdate,
+    TenantCounter, WorkerUpdate,
 };
+
+/// Serializes shared text.
+fn serialize_str<S: serde::Serializer>(text: &std::sync::Arc<str>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(text)
+}

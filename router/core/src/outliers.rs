@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::WorkerId;
+
 /// Thresholds of outlier ejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutlierLimits {
@@ -38,7 +40,7 @@ struct FailureRecord {
 #[derive(Debug, Default)]
 pub struct OutlierDetector {
     limits: OutlierLimits,
-    workers: BTreeMap<usize, FailureRecord>,
+    workers: BTreeMap<WorkerId, FailureRecord>,
 }
 
 impl OutlierDetector {
@@ -48,18 +50,18 @@ impl OutlierDetector {
     }
 
     /// Adds a worker; a known one keeps its record.
-    pub fn join(&mut self, worker: usize) {
+    pub fn join(&mut self, worker: WorkerId) {
         self.workers.entry(worker).or_default();
     }
 
     /// Removes a worker.
-    pub fn leave(&mut self, worker: usize) {
+    pub fn leave(&mut self, worker: WorkerId) {
         self.workers.remove(&worker);
     }
 
     /// Records a new token or a regular end. Does not count during an ejection: the request was dispatched
     /// before.
-    pub fn success(&mut self, worker: usize, now: Duration) {
+    pub fn success(&mut self, worker: WorkerId, now: Duration) {
         if let Some(record) = self.workers.get_mut(&worker)
             && record.ejected_until.is_none_or(|until| now >= until)
         {
@@ -68,7 +70,7 @@ impl OutlierDetector {
     }
 
     /// Records a failure of the worker. Returns the duration of the ejection, if one starts now.
-    pub fn failure(&mut self, worker: usize, now: Duration) -> Option<Duration> {
+    pub fn failure(&mut self, worker: WorkerId, now: Duration) -> Option<Duration> {
         let room = (self.ejected(now) + 1) * 2 <= self.workers.len();
         let limits = self.limits;
         let record = self.workers.get_mut(&worker)?;
@@ -88,7 +90,7 @@ impl OutlierDetector {
     }
 
     /// Whether a worker with `in_flight` requests accepts another one.
-    pub fn admits(&self, worker: usize, in_flight: usize, now: Duration) -> bool {
+    pub fn admits(&self, worker: WorkerId, in_flight: usize, now: Duration) -> bool {
         match self.workers.get(&worker).and_then(|record| record.ejected_until) {
             None => true,
             Some(until) => now >= until && in_flight == 0,
@@ -108,10 +110,10 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn outliers(workers: usize) -> OutlierDetector {
+    fn outliers(workers: u32) -> OutlierDetector {
         let limits = OutlierLimits { failures: 3, eject: SECOND, eject_max: 8 * SECOND };
         let mut outliers = OutlierDetector::new(limits);
-        (0..workers).for_each(|worker| outliers.join(worker));
+        (0..workers).for_each(|worker| outliers.join(WorkerId(worker)));
         outliers
     }
 
@@ -119,41 +121,45 @@ mod tests {
     fn an_ejected_worker_is_probed_and_each_failed_probe_doubles_the_ejection() {
         let mut outliers = outliers(2);
         let mut now = Duration::ZERO;
-        assert_eq!(outliers.failure(0, now), None);
-        outliers.success(0, now);
-        let began = [outliers.failure(0, now), outliers.failure(0, now), outliers.failure(0, now)];
+        assert_eq!(outliers.failure(WorkerId(0), now), None);
+        outliers.success(WorkerId(0), now);
+        let began = [
+            outliers.failure(WorkerId(0), now),
+            outliers.failure(WorkerId(0), now),
+            outliers.failure(WorkerId(0), now),
+        ];
         assert_eq!(began, [None, None, Some(SECOND)]);
         for seconds in [1, 2, 4, 8, 8] {
-            assert!(!outliers.admits(0, 0, now));
-            outliers.success(0, now);
-            assert!(!outliers.admits(0, 0, now), "what it had before says nothing");
+            assert!(!outliers.admits(WorkerId(0), 0, now));
+            outliers.success(WorkerId(0), now);
+            assert!(!outliers.admits(WorkerId(0), 0, now), "what it had before says nothing");
             now += seconds * SECOND;
-            assert!(outliers.admits(0, 0, now) && !outliers.admits(0, 1, now));
+            assert!(outliers.admits(WorkerId(0), 0, now) && !outliers.admits(WorkerId(0), 1, now));
             let longer = if seconds == 8 { 8 } else { seconds * 2 };
-            assert_eq!(outliers.failure(0, now), Some(longer * SECOND));
+            assert_eq!(outliers.failure(WorkerId(0), now), Some(longer * SECOND));
         }
         now += 8 * SECOND;
-        outliers.success(0, now);
-        assert!(outliers.admits(0, 100, now));
-        assert_eq!(outliers.failure(0, now), None, "a success wipes the slate");
+        outliers.success(WorkerId(0), now);
+        assert!(outliers.admits(WorkerId(0), 100, now));
+        assert_eq!(outliers.failure(WorkerId(0), now), None, "a success wipes the slate");
     }
 
     proptest! {
         #[test]
         fn at_most_half_are_ejected_and_every_worker_is_probed_eventually(
-            workers in 1usize..6, steps in proptest::collection::vec((0usize..6, 0u64..500, 0u8..8), 0..300)) {
+            workers in 1u32..6, steps in proptest::collection::vec((0u32..6, 0u64..500, 0u8..8), 0..300)) {
             let mut outliers = outliers(workers);
             let mut now = Duration::ZERO;
             for (worker, millis, action) in steps {
                 now += Duration::from_millis(millis);
                 match action {
-                    0 => outliers.success(worker, now),
-                    _ => { outliers.failure(worker, now); }
+                    0 => outliers.success(WorkerId(worker), now),
+                    _ => { outliers.failure(WorkerId(worker), now); }
                 }
-                prop_assert!(outliers.ejected(now) * 2 <= workers);
-                let admitted = (0..workers).filter(|w| outliers.admits(*w, 0, now)).count();
+                prop_assert!(outliers.ejected(now) * 2 <= workers as usize);
+                let admitted = (0..workers).filter(|w| outliers.admits(WorkerId(*w), 0, now)).count();
                 prop_assert!(admitted >= 1);
-                prop_assert!((0..workers).all(|w| outliers.admits(w, 0, now + 8 * SECOND)));
+                prop_assert!((0..workers).all(|w| outliers.admits(WorkerId(w), 0, now + 8 * SECOND)));
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Pool that holds a cached block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub enum Tier {
     /// Device pool: shared at no cost.
     Device,
@@ -21,7 +21,7 @@ impl Tier {
 }
 
 /// Change of a worker's prefix cache. Blocks are named by their short chained hash.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum CacheChange {
     /// A block was cached.
     Stored(Tier, u64),

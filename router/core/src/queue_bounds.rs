@@ -3,7 +3,7 @@
 use inflight_contract::Weight;
 
 /// Bounds of a queue, or of a tenant in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct QueueLimits {
     /// Maximum waiting requests.
     pub requests: usize,
@@ -62,7 +62,7 @@ impl QueueUsage {
 }
 
 /// Queue bound that an arrival would exceed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct QueueFull {
     /// Tenant whose bound it is; `None` for the bound of the whole queue.
     pub tenant: Option<String>,
@@ -71,7 +71,7 @@ pub struct QueueFull {
 }
 
 /// Kind of a queue bound.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum QueueBound {
     /// Bound on requests.
     Requests {

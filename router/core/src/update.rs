@@ -1,11 +1,12 @@
 //! What a worker reports in a session, free of the wire format.
 
 use inflight_contract::{Charged, CostCoefficients, FinishReason, PositionLogprobs, Service};
+use serde::{Deserialize, Serialize};
 
-use crate::{CacheChange, Credits, WorkerLoad};
+use crate::{CacheChange, Credits, SubmissionId, WorkerLoad};
 
 /// Result of one scheduler iteration of a worker, for one session.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct WorkerUpdate {
     /// New output, one entry per choice.
     pub sequences: Vec<SequenceUpdate>,
@@ -34,10 +35,10 @@ pub struct WorkerUpdate {
 }
 
 /// New output of one choice of a submission.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SequenceUpdate {
     /// Id of the submission.
-    pub submission: u64,
+    pub submission: SubmissionId,
     /// Attempt that the output belongs to.
     pub attempt: u32,
     /// Index of the choice.
@@ -53,12 +54,14 @@ pub struct SequenceUpdate {
 }
 
 /// End of a choice on a worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SequenceEnd {
     /// With a reason other than an error.
     Finished(FinishReason),
     /// With an error of the worker.
     Failed {
+        /// Whose fault the error is.
+        blame: FailureBlame,
         /// `google.rpc.Code` of the error.
         code: i32,
         /// Error message.
@@ -66,8 +69,19 @@ pub enum SequenceEnd {
     },
 }
 
+/// Cause of a worker's error, by its status code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FailureBlame {
+    /// The request: another worker would fail it, too.
+    Request,
+    /// The worker: it counts for outlier ejection.
+    Worker,
+    /// The worker cannot run the request now (UNAVAILABLE, ABORTED): resubmit it elsewhere.
+    Returned,
+}
+
 /// Credits of a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Grant {
     /// Sequences and KV blocks that may be in flight.
     pub credits: Credits,
@@ -76,7 +90,7 @@ pub struct Grant {
 }
 
 /// Part of a prefix-cache snapshot.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct CacheSnapshot {
     /// First part: the previous index is void.
     pub first: bool,
@@ -89,7 +103,7 @@ pub struct CacheSnapshot {
 }
 
 /// Consecutive prefix-cache events.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct CacheEvents {
     /// Number of the first event.
     pub first: u64,
@@ -98,7 +112,7 @@ pub struct CacheEvents {
 }
 
 /// Cumulative service counter of one tenant.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TenantCounter {
     /// Name of the tenant.
     pub tenant: String,
@@ -107,7 +121,7 @@ pub struct TenantCounter {
 }
 
 /// Service counters of one incarnation of a worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IncarnationCounters {
     /// Random id of the worker process.
     pub incarnation: String,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use inflight_contract::CostCoefficients;
 use inflight_router_core::{
     Cached, Candidate, Chain, Credits, Estimate, Fleet, Ledger, PlacementKind, PlacementRequest, Placer,
-    Standing, WorkerLoad,
+    Standing, SubmissionId, WorkerId, WorkerLoad,
 };
 use proptest::prelude::*;
 
@@ -56,10 +56,18 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
     ];
     let avoid = prop::bool::weighted(0.3);
     let priority_sequences = prop_oneof![3 => Just(0u32), 1 => 1u32..4];
-    let one =
-        (0usize..40, standing, credits(20), credits(20), priority_sequences, credits(4), avoid, estimate());
+    let one = (
+        (0u32..40).prop_map(WorkerId),
+        standing,
+        credits(20),
+        credits(20),
+        priority_sequences,
+        credits(4),
+        avoid,
+        estimate(),
+    );
     prop::collection::vec(one, 0..9).prop_map(|ones| {
-        let by_worker: BTreeMap<usize, Candidate> = ones
+        let by_worker: BTreeMap<WorkerId, Candidate> = ones
             .into_iter()
             .map(|(worker, standing, grant, used, priority_sequences, need, avoid, estimate)| {
                 (
@@ -172,7 +180,7 @@ struct Cluster {
     fleet: Fleet,
     ledgers: Vec<Ledger>,
     placed: Vec<u32>,
-    running: VecDeque<(usize, u64)>,
+    running: VecDeque<(WorkerId, SubmissionId)>,
     next: u64,
 }
 
@@ -180,7 +188,7 @@ impl Cluster {
     fn new(kind: PlacementKind, seed: u64, workers: usize, slots: u32) -> Self {
         let mut fleet = Fleet::default();
         let mut ledgers: Vec<Ledger> = (0..workers).map(|_| Ledger::default()).collect();
-        for (worker, ledger) in ledgers.iter_mut().enumerate() {
+        for (worker, ledger) in (0..).map(WorkerId).zip(&mut ledgers) {
             fleet.open(worker, 16, 1000);
             ledger.set_grant(Credits { sequences: slots, blocks: slots * 1000 });
         }
@@ -188,14 +196,13 @@ impl Cluster {
         Self { placer: placer(kind, seed), fleet, ledgers, placed, running: VecDeque::new(), next: 0 }
     }
 
-    fn place(&mut self, ask: &PlacementRequest) -> Option<usize> {
+    fn place(&mut self, ask: &PlacementRequest) -> Option<WorkerId> {
         // Every prompt is unique.
         let chains = [Chain::of_names([self.next << 20], 16)];
         let need = Credits { sequences: 1, blocks: 10 };
-        let candidates: Vec<Candidate> = self
-            .ledgers
-            .iter()
-            .enumerate()
+        let candidates: Vec<Candidate> = (0..)
+            .map(WorkerId)
+            .zip(&self.ledgers)
             .map(|(worker, ledger)| Candidate {
                 worker,
                 grant: ledger.grant(),
@@ -206,18 +213,19 @@ impl Cluster {
             })
             .collect();
         let worker = self.placer.choose(ask, &candidates)?;
-        let submission = self.next;
+        let submission = SubmissionId(self.next);
         self.next += 1;
-        self.fleet.route(worker, submission, ask.prompt_tokens, &chains, &candidates[worker].estimate);
-        self.ledgers[worker].charge(submission, 1, need.blocks);
-        self.placed[worker] += 1;
+        let at = worker.0 as usize;
+        self.fleet.route(worker, submission, ask.prompt_tokens, &chains, &candidates[at].estimate);
+        self.ledgers[at].charge(submission, 1, need.blocks);
+        self.placed[at] += 1;
         self.running.push_back((worker, submission));
         Some(worker)
     }
 
     fn end_oldest(&mut self) {
         if let Some((worker, submission)) = self.running.pop_front() {
-            self.ledgers[worker].settle(submission, 0);
+            self.ledgers[worker.0 as usize].settle(submission, 0);
             self.fleet.settle(worker, submission);
         }
     }
@@ -233,7 +241,7 @@ fn a_request_larger_than_every_grant_runs_alone_on_an_idle_session() {
             need: Credits { sequences: 16, blocks: 900 },
             ..Candidate::default()
         };
-        assert_eq!(placer.choose(&ask, &[large]), Some(0));
+        assert_eq!(placer.choose(&ask, &[large]), Some(WorkerId(0)));
         let busy = Candidate { used: Credits { sequences: 1, blocks: 1 }, ..large };
         assert_eq!(placer.choose(&ask, &[busy]), None);
         assert_eq!(placer.choose(&ask, &[Candidate { grant: Credits::default(), ..large }]), None);
@@ -241,10 +249,10 @@ fn a_request_larger_than_every_grant_runs_alone_on_an_idle_session() {
     }
 }
 
-fn with_prefix(worker: usize, device_tokens: u32, host_tokens: u32, ahead: f64) -> Candidate {
+fn with_prefix(worker: u32, device_tokens: u32, host_tokens: u32, ahead: f64) -> Candidate {
     let cost = coefficients([4e-3, 3e-5, 0.0, 0.0, 1e-5, 1e-4, 3e-5]);
     Candidate {
-        worker,
+        worker: WorkerId(worker),
         grant: Credits { sequences: 64, blocks: 10_000 },
         need: Credits { sequences: 1, blocks: 300 },
         estimate: Estimate {
@@ -262,12 +270,12 @@ fn cost_follows_a_prefix_while_waiting_is_cheaper_than_recomputing() {
     let ask = PlacementRequest { prompt_tokens: 4096, output_tokens: 100 };
     let choose = |workers: &[Candidate]| placer(PlacementKind::Cost, 0).choose(&ask, workers);
     // 4,000 tokens take 120 ms to compute, from this request and from the next.
-    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.230), with_prefix(1, 0, 0, 0.0)]), Some(0));
-    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.250), with_prefix(1, 0, 0, 0.0)]), Some(1));
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.230), with_prefix(1, 0, 0, 0.0)]), Some(WorkerId(0)));
+    assert_eq!(choose(&[with_prefix(0, 4000, 0, 0.250), with_prefix(1, 0, 0, 0.0)]), Some(WorkerId(1)));
     // On the host they cost a copy: 7.6 ms, twice.
-    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 0, 0, 0.0)]), Some(0));
-    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.012)]), Some(1));
-    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.018)]), Some(0));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 0, 0, 0.0)]), Some(WorkerId(0)));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.012)]), Some(WorkerId(1)));
+    assert_eq!(choose(&[with_prefix(0, 0, 4000, 0.0), with_prefix(1, 4000, 0, 0.018)]), Some(WorkerId(0)));
 }
 
 #[test]
@@ -278,21 +286,24 @@ fn prefix_takes_the_longest_match_above_half_else_the_least_loaded() {
         let used = Credits { sequences: 32, blocks: 100 };
         Candidate { used, ..with_prefix(worker, tokens, 0, 9.0) }
     };
-    assert_eq!(choose(&[busy(0, 2400), with_prefix(1, 2000, 0, 0.0), with_prefix(2, 0, 0, 0.0)]), Some(0));
-    assert_eq!(choose(&[busy(0, 1900), busy(1, 1600), with_prefix(2, 0, 0, 0.0)]), Some(2));
+    assert_eq!(
+        choose(&[busy(0, 2400), with_prefix(1, 2000, 0, 0.0), with_prefix(2, 0, 0, 0.0)]),
+        Some(WorkerId(0))
+    );
+    assert_eq!(choose(&[busy(0, 1900), busy(1, 1600), with_prefix(2, 0, 0, 0.0)]), Some(WorkerId(2)));
 }
 
 #[test]
 fn load_is_relative_to_the_grant() {
     for kind in [PlacementKind::LeastLoaded, PlacementKind::PowerOfTwo] {
         let of = |worker, sequences, used| Candidate {
-            worker,
+            worker: WorkerId(worker),
             grant: Credits { sequences, blocks: 1000 },
             used: Credits { sequences: used, blocks: 0 },
             need: Credits { sequences: 1, blocks: 1 },
             ..Candidate::default()
         };
         let ask = PlacementRequest { prompt_tokens: 10, output_tokens: 10 };
-        assert_eq!(placer(kind, 3).choose(&ask, &[of(0, 64, 4), of(1, 4, 2)]), Some(0), "{kind}");
+        assert_eq!(placer(kind, 3).choose(&ask, &[of(0, 64, 4), of(1, 4, 2)]), Some(WorkerId(0)), "{kind}");
     }
 }

@@ -13,7 +13,7 @@ use tower::{Layer, Service};
 
 use crate::api::paths::MODEL_STREAM_INFER;
 use crate::clock;
-use crate::dispatcher::Dispatcher;
+use crate::dispatcher::SharedDispatcher;
 use crate::metrics as names;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::{Caller, Tenant};
@@ -31,12 +31,12 @@ pub(crate) struct RequestTerms {
 /// Admission control by the tenants' limits at this router.
 #[derive(Clone)]
 pub(crate) struct Admission {
-    dispatch: Arc<Dispatcher>,
+    dispatch: Arc<SharedDispatcher>,
     epoch: Instant,
 }
 
 impl Admission {
-    pub(crate) fn new(dispatch: Arc<Dispatcher>) -> Self {
+    pub(crate) fn new(dispatch: Arc<SharedDispatcher>) -> Self {
         Self { dispatch, epoch: clock::now() }
     }
 

@@ -19,7 +19,7 @@ use crate::api::request;
 use crate::api::response_stream::ResponseStream;
 use crate::call_guard::CallGuard;
 use crate::clock;
-use crate::dispatcher::{Dispatcher, ServedModel};
+use crate::dispatcher::{ServedModel, SharedDispatcher};
 use crate::metrics as names;
 use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
@@ -29,7 +29,7 @@ use crate::trace::{self, TraceContext};
 /// Inference service of the router.
 pub(crate) struct Ingress {
     options: Options,
-    dispatch: Arc<Dispatcher>,
+    dispatch: Arc<SharedDispatcher>,
     streams: Arc<Semaphore>,
     /// Bounds the large prompts tokenized at once.
     tokenizing: Arc<Semaphore>,
@@ -104,7 +104,7 @@ pub(crate) fn rejected(outcome: Outcome) -> Status {
 }
 
 impl Ingress {
-    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatcher>, open: TaskTracker) -> Self {
+    pub(crate) fn new(options: &Options, dispatch: Arc<SharedDispatcher>, open: TaskTracker) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             options: options.clone(),
@@ -191,7 +191,7 @@ impl Ingress {
         span.record("prompt_tokens", call.prompt.len());
         call.trace = TraceContext::of(&span, &context);
         let queue_span = info_span!(parent: &span, "queue");
-        let ServedModel { model, unserved, .. } = served;
+        let model = served.model;
         let charge = admission_guard
             .as_ref()
             .map(|admission_guard| admission_guard.take_tokens(call.tokens()))
@@ -199,8 +199,7 @@ impl Ingress {
         let guard =
             CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
         let ticket = self.dispatch.submit(call, queue_span, guard)?;
-        let wait = self.options.no_worker_timeout;
-        Ok(ResponseStream::new(ticket, model, unserved, wait, span, charge))
+        Ok(ResponseStream::new(ticket, model, span, charge))
     }
 
     /// Takes the permit of an open call.

@@ -5,15 +5,12 @@ use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures::Stream;
-use futures::future::BoxFuture;
-use inflight_contract::{FinishReason, PositionLogprobs};
+use inflight_contract::FinishReason;
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
-use inflight_router_core::UnreadOutput;
-use tokio::sync::watch;
 use tokio::time::Sleep;
 use tonic::Status;
 use tracing::Span;
@@ -22,7 +19,7 @@ use crate::api::admission::TokenCharge;
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
-use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead};
+use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead, UnreadOutput};
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::text::{Detokenizer, StopMatcher, Vocabulary};
@@ -50,19 +47,13 @@ struct ChoiceEnding {
 pub(crate) struct ResponseStream {
     ticket: Ticket,
     model: Arc<Model>,
-    unserved: watch::Receiver<Option<Instant>>,
-    unserved_wait: Duration,
     choices: Vec<ChoiceOutput>,
     started: bool,
     over: bool,
     /// Failure to report once `ready` is delivered.
     failure: Option<Outcome>,
-    /// Whether the request was waiting for a worker or the retry budget at the last read.
-    waiting: bool,
     /// Deadline timer, created at the first poll.
     expiry: Option<Pin<Box<Sleep>>>,
-    /// Resolves when no worker has served the model for too long; set while the request waits.
-    no_worker: Option<BoxFuture<'static, ()>>,
     ready: VecDeque<v1::GenerateResponse>,
     span: Span,
     /// Final outcome; `None` while the request runs.
@@ -72,14 +63,7 @@ pub(crate) struct ResponseStream {
 }
 
 impl ResponseStream {
-    pub(crate) fn new(
-        ticket: Ticket,
-        model: Arc<Model>,
-        unserved: watch::Receiver<Option<Instant>>,
-        unserved_wait: Duration,
-        span: Span,
-        charge: Option<TokenCharge>,
-    ) -> Self {
+    pub(crate) fn new(ticket: Ticket, model: Arc<Model>, span: Span, charge: Option<TokenCharge>) -> Self {
         let call = &ticket.active.call;
         let choice = |_| ChoiceOutput {
             detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
@@ -92,15 +76,11 @@ impl ResponseStream {
         Self {
             ticket,
             model,
-            unserved,
-            unserved_wait,
             choices,
             started: false,
             over: false,
             failure: None,
-            waiting: false,
             expiry: None,
-            no_worker: None,
             ready: VecDeque::new(),
             span,
             outcome: None,
@@ -108,7 +88,7 @@ impl ResponseStream {
         }
     }
 
-    /// Resolves on timeouts: the deadline, or no worker for too long.
+    /// Resolves at the deadline.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
         let call = &self.ticket.active.call;
         if let Some(deadline) = call.deadline {
@@ -118,15 +98,7 @@ impl ResponseStream {
                 return Poll::Ready(Outcome::DeadlineExceeded);
             }
         }
-        if !self.waiting {
-            self.no_worker = None;
-            return Poll::Pending;
-        }
-        let waited = self.unserved_wait;
-        let no_worker =
-            self.no_worker.get_or_insert_with(|| Box::pin(no_worker(self.unserved.clone(), waited)));
-        let unserved = || Outcome::Unserved { model: call.model.clone(), waited };
-        no_worker.as_mut().poll(context).map(|()| unserved())
+        Poll::Pending
     }
 
     /// Converts new output to messages.
@@ -256,7 +228,6 @@ impl Stream for ResponseStream {
             let Poll::Ready(read) = this.ticket.active.poll_read(context) else {
                 return this.poll_end(context).map(|outcome| Some(Err(this.end_with(outcome))));
             };
-            this.waiting = read.waiting;
             if read.paused {
                 this.ticket.resume();
             }
@@ -316,7 +287,7 @@ impl ChoiceOutput {
     fn take(
         &mut self,
         index: u32,
-        fresh: UnreadOutput<PositionLogprobs>,
+        fresh: UnreadOutput,
         call: &AdmittedCall,
         vocabulary: &Vocabulary,
     ) -> (Option<v1::GenerationDelta>, Option<ChoiceEnding>) {
@@ -393,21 +364,4 @@ fn event(event: Event) -> v1::GenerateResponse {
 
 fn operation(call: &AdmittedCall) -> &'static str {
     if call.chat { "chat" } else { "text_completion" }
-}
-
-/// Resolves when no worker has served the model for `wait`.
-async fn no_worker(mut unserved: watch::Receiver<Option<Instant>>, wait: Duration) {
-    loop {
-        let since = *unserved.borrow_and_update();
-        let change = match since {
-            None => unserved.changed().await,
-            Some(since) => tokio::select! {
-                change = unserved.changed() => change,
-                () = tokio::time::sleep_until((since + wait).into()) => return,
-            },
-        };
-        if change.is_err() {
-            return;
-        }
-    }
 }

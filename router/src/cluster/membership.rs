@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use futures::StreamExt as _;
 use futures::stream::{SelectAll, unfold};
+use inflight_router_core::WorkerId;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -12,31 +13,35 @@ use tokio_util::sync::CancellationToken;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::{Endpoints, Source, changed};
 use crate::cluster::worker_session::{ModelCache, SessionTask};
-use crate::dispatcher::Dispatcher;
+use crate::dispatcher::SharedDispatcher;
 use crate::options::Options;
 use crate::restart::restart_on_panic;
 
 /// Runs a session task for every worker that any source names.
 pub(crate) struct Membership {
     options: Options,
-    dispatch: Arc<Dispatcher>,
+    dispatch: Arc<SharedDispatcher>,
     models: Arc<ModelCache>,
     connector: Option<Connector>,
     /// Known workers, with the token that retires each.
     known: BTreeMap<String, CancellationToken>,
-    next_worker: usize,
+    next_worker: WorkerId,
     session_tasks: JoinSet<()>,
 }
 
 impl Membership {
-    pub(crate) fn new(options: &Options, dispatch: Arc<Dispatcher>, connector: Option<Connector>) -> Self {
+    pub(crate) fn new(
+        options: &Options,
+        dispatch: Arc<SharedDispatcher>,
+        connector: Option<Connector>,
+    ) -> Self {
         Self {
             options: options.clone(),
             dispatch,
             models: Arc::default(),
             connector,
             known: BTreeMap::new(),
-            next_worker: 0,
+            next_worker: WorkerId(0),
             session_tasks: JoinSet::new(),
         }
     }
@@ -99,7 +104,7 @@ impl Membership {
                 connector: self.connector.clone(),
                 retired,
             };
-            self.next_worker += 1;
+            self.next_worker = WorkerId(self.next_worker.0 + 1);
             self.session_tasks.spawn(restart_on_panic("worker_session", move || task.clone().run()));
         }
     }

@@ -7,9 +7,14 @@ use inflight_proto::v1;
 use inflight_proto::v1::kv_event::Event;
 use inflight_proto::v1::session_request::Message;
 use inflight_router_core::{
-    CacheChange, CacheEvents, CacheSnapshot, Credits, Grant, IncarnationCounters, ResumedChoice, SequenceEnd,
-    SequenceUpdate, Submission, TenantCounter, Tier, WorkerCommand, WorkerLoad, WorkerUpdate,
+    CacheChange, CacheEvents, CacheSnapshot, Credits, FailureBlame, Grant, IncarnationCounters,
+    ResumedChoice, SequenceEnd, SequenceUpdate, Submission, SubmissionId, TenantCounter, Tier, WorkerCommand,
+    WorkerLoad, WorkerUpdate,
 };
+use tonic::Code;
+
+use crate::dispatcher::WorkerMessage;
+use crate::dispatcher::request::AdmittedCall;
 
 /// Converts an update of a worker.
 pub(crate) fn update(update: v1::Update) -> WorkerUpdate {
@@ -62,11 +67,15 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
         Err(_) => Some(FinishReason::Error),
     };
     let end = finish.map(|reason| match reason {
-        FinishReason::Error => SequenceEnd::Failed { code: update.error_code, message: update.error },
+        FinishReason::Error => SequenceEnd::Failed {
+            blame: blame(Code::from_i32(update.error_code)),
+            code: update.error_code,
+            message: update.error,
+        },
         reason => SequenceEnd::Finished(reason),
     });
     SequenceUpdate {
-        submission: update.submission_id,
+        submission: SubmissionId(update.submission_id),
         attempt: update.attempt,
         choice: update.choice,
         tokens: update.token_ids,
@@ -74,6 +83,17 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
         logprobs: update.logprobs.into_iter().filter_map(v1::PositionLogprobs::to_contract).collect(),
         end,
         computed_tokens: update.computed_tokens,
+    }
+}
+
+/// Returns whose fault an error of a worker is.
+fn blame(code: Code) -> FailureBlame {
+    match code {
+        Code::Unavailable | Code::Aborted => FailureBlame::Returned,
+        Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok => {
+            FailureBlame::Worker
+        }
+        _ => FailureBlame::Request,
     }
 }
 
@@ -93,11 +113,16 @@ fn counter(counter: v1::TenantServiceCounter) -> TenantCounter {
 }
 
 /// Converts a command for a worker.
-pub(crate) fn command(command: WorkerCommand) -> v1::SessionRequest {
+pub(crate) fn command(message: WorkerMessage) -> v1::SessionRequest {
+    let WorkerMessage { command, request } = message;
     let message = match command {
-        WorkerCommand::Submit(submission) => Message::Submit(submit(*submission)),
+        // Without the request, its client has gone, and the cancel of the submission follows.
+        WorkerCommand::Submit(submission) => match &request {
+            Some(active) => Message::Submit(submit(*submission, &active.call)),
+            None => Message::Cancel(v1::Cancel { submission_id: submission.id.0, choice: None }),
+        },
         WorkerCommand::Cancel { submission, choice } => {
-            Message::Cancel(v1::Cancel { submission_id: submission, choice })
+            Message::Cancel(v1::Cancel { submission_id: submission.0, choice })
         }
         WorkerCommand::Backlog { waiting } => Message::Backlog(v1::Backlog { has_waiting_requests: waiting }),
         WorkerCommand::ServiceTable(IncarnationCounters { incarnation, tenants }) => {
@@ -111,25 +136,25 @@ pub(crate) fn command(command: WorkerCommand) -> v1::SessionRequest {
     v1::SessionRequest { message: Some(message) }
 }
 
-fn submit(submission: Submission) -> v1::Submit {
+fn submit(submission: Submission, call: &AdmittedCall) -> v1::Submit {
     let micros = |left: Duration| u64::try_from(left.as_micros()).unwrap_or(u64::MAX);
     let resumed = submission.resumed.into_iter().map(|ResumedChoice { choice, tokens, finished }| {
         v1::ResumedChoice { choice, token_ids: tokens, finished }
     });
     v1::Submit {
-        submission_id: submission.id,
+        submission_id: submission.id.0,
         attempt: submission.attempt,
-        request_id: submission.request_id,
-        prompt_token_ids: submission.prompt,
+        request_id: call.request_id.clone(),
+        prompt_token_ids: call.prompt.clone(),
         resumed: resumed.collect(),
-        sampling: Some(v1::SamplingParams::from_spec(&submission.sampling)),
-        stop: Some(v1::StopConditions::from_spec(&submission.sampling, submission.max_tokens)),
-        tenant: submission.tenant,
-        weight: submission.weight,
-        priority: submission.priority,
+        sampling: Some(v1::SamplingParams::from_spec(&call.sampling)),
+        stop: Some(v1::StopConditions::from_spec(&call.sampling, call.max_tokens)),
+        tenant: call.tenant.clone(),
+        weight: call.weight,
+        priority: call.priority,
         deadline_us: submission.deadline.map(micros),
-        traceparent: submission.traceparent,
-        tracestate: submission.tracestate,
+        traceparent: call.trace.traceparent.clone(),
+        tracestate: call.trace.tracestate.clone(),
         virtual_start_time: submission.virtual_start_time.map(Service::thousandths),
         min_waiting_virtual_time: submission.min_waiting_virtual_time.map(Service::thousandths),
     }

@@ -13,7 +13,7 @@ use inflight_proto::v1::session_request::Message as Request;
 use inflight_proto::v1::session_response::Message as Response;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
-use inflight_router_core::Credits;
+use inflight_router_core::{Credits, ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tokio_stream::StreamExt as _;
@@ -26,8 +26,7 @@ use crate::clock;
 use crate::cluster::bundle::{BundleError, BundleFiles, Model};
 use crate::cluster::connector::Connector;
 use crate::cluster::wire;
-use crate::dispatcher::violation::Violation;
-use crate::dispatcher::{Dispatcher, ResubmissionReason, WorkerInfo};
+use crate::dispatcher::{SharedDispatcher, WorkerConnection};
 use crate::metrics as names;
 use crate::options::{Options, OptionsError, secure_endpoint};
 
@@ -102,10 +101,10 @@ impl ModelCache {
 /// backoff. Ends once the worker is retired and has nothing in flight.
 #[derive(Clone)]
 pub(crate) struct SessionTask {
-    pub(crate) worker: usize,
+    pub(crate) worker: WorkerId,
     pub(crate) address: String,
     pub(crate) options: Options,
-    pub(crate) dispatch: Arc<Dispatcher>,
+    pub(crate) dispatch: Arc<SharedDispatcher>,
     pub(crate) models: Arc<ModelCache>,
     pub(crate) connector: Option<Connector>,
     /// Cancelled when the worker is removed from discovery.
@@ -115,7 +114,7 @@ pub(crate) struct SessionTask {
 /// Closes the session in the dispatcher on drop.
 struct OpenSession<'a> {
     task: &'a SessionTask,
-    session: u64,
+    session: SessionId,
     reason: Cell<ResubmissionReason>,
 }
 
@@ -253,10 +252,9 @@ impl SessionTask {
             fingerprint = hello.fingerprint,
             "session opened"
         );
-        let session = self.dispatch.open(WorkerInfo {
+        let info = WorkerInfo {
             worker: self.worker,
-            address: self.address.clone(),
-            model_name: hello.model,
+            model: hello.model,
             architecture: hello.architecture,
             bundle_digest: hello.bundle_digest,
             fingerprint: hello.fingerprint,
@@ -266,9 +264,9 @@ impl SessionTask {
             capacity,
             host_blocks: hello.limits.map_or(0, |limits| limits.host_kv_blocks),
             heartbeat,
-            model,
-            commands,
-        });
+        };
+        let connection = WorkerConnection { address: self.address.clone(), model, commands };
+        let session = self.dispatch.open(info, connection);
         let guard = OpenSession { task: self, session, reason: Cell::new(ResubmissionReason::SessionLost) };
         *opened = Some(clock::now());
         let (mut retired, mut draining) = (false, false);
@@ -291,7 +289,7 @@ impl SessionTask {
             match message.map(|response| response.message) {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
-                    if let Err(violation) = self.dispatch.apply(self.worker, session, wire::update(update)) {
+                    if let Err(violation) = self.dispatch.update(self.worker, session, wire::update(update)) {
                         guard
                             .reason
                             .set(ResubmissionReason::ProtocolViolation { about: violation.request() });

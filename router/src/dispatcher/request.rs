@@ -1,27 +1,17 @@
-//! An admitted request: phase, journal and the hand-off between its worker's session and its client's stream.
+//! An admitted request: the validated call, and the hand-off between the dispatcher and its client's stream.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use inflight_contract::{FinishReason, PositionLogprobs, SamplingParams};
-use inflight_router_core::{
-    AppendOutcome, Chain, Journal, LossStreak, QueueLimits, ResumedChoice, SequenceEnd, SequenceUpdate,
-    Submission, UnreadOutput,
-};
-use tonic::Code;
+use inflight_contract::{FinishReason, PositionLogprobs, Priority, SamplingParams, Weight};
+use inflight_router_core::{Chain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec};
 
 use crate::call_guard::CallGuard;
-use crate::dispatcher::violation::Violation;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::trace::TraceContext;
-
-/// Lane of the queue: requests for one model with one bundle.
-pub(crate) type LaneId = u32;
-
-/// Position of a request in the queue.
-pub(crate) type QueuePosition = inflight_router_core::QueuePosition<LaneId>;
 
 /// Validated request with all that is needed to run and deliver it.
 #[derive(Debug)]
@@ -53,33 +43,30 @@ impl AdmittedCall {
         self.prompt.len() as u64 + u64::from(self.max_tokens) * u64::from(self.sampling.n)
     }
 
-    /// Whether it may run on a worker with this fingerprint.
-    pub(crate) fn accepts(&self, fingerprint: &str) -> bool {
-        self.require_fingerprint.as_ref().is_none_or(|required| required == fingerprint)
-    }
-
-    /// Returns the maximum tokens of its longest sequence.
-    pub(crate) fn sequence_tokens(&self) -> u64 {
-        self.prompt.len() as u64 + u64::from(self.max_tokens)
+    /// Returns what the dispatcher needs to know of the request.
+    pub(crate) fn spec(
+        &self,
+        chains: Vec<Chain>,
+        since_epoch: impl Fn(Instant) -> Duration,
+    ) -> Result<RequestSpec, Outcome> {
+        Ok(RequestSpec {
+            lane: self.lane,
+            tenant: self.tenant.clone(),
+            weight: Weight::try_from(self.weight).map_err(Outcome::invalid)?,
+            priority: Priority::try_from(self.priority).map_err(Outcome::invalid)?,
+            bounds: self.bounds,
+            prompt_tokens: u32::try_from(self.prompt.len()).unwrap_or(u32::MAX),
+            max_tokens: self.max_tokens,
+            choices: self.sampling.n,
+            logprobs: self.sampling.logprobs,
+            deadline: self.deadline.map(since_epoch),
+            require_fingerprint: self.require_fingerprint.clone(),
+            chains,
+        })
     }
 }
 
-/// Phase of a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// In the queue.
-    Queued(QueuePosition),
-    /// In the retry queue or in quarantine, after losing its worker.
-    AwaitingRetry,
-    /// On no worker until its client reads again.
-    Paused,
-    /// On a worker, as this submission.
-    Running { worker: usize, session: u64, submission: u64 },
-    /// Ended.
-    Ended,
-}
-
-/// RequestTimes of a request's progress.
+/// Times of a request's progress.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RequestTimes {
     pub(crate) placed: Option<Instant>,
@@ -87,70 +74,13 @@ pub(crate) struct RequestTimes {
     pub(crate) last_token: Option<Instant>,
 }
 
-/// Effect of a sequence update on its request.
+/// Effect of a delivery on the stream's buffer.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum UpdateEffect {
-    /// None.
-    None,
-    /// New output for the client.
-    Progress,
-    /// The client has fallen too far behind and the request is paused: cancel the submission.
+pub(super) enum DeliveryEffect {
+    /// It was taken.
+    Taken,
+    /// It was taken, and the client has fallen too far behind: pause the request.
     Overfull,
-    /// Dropped: it belongs to an older attempt.
-    Stale,
-    /// The request has failed: cancel the submission. `fault` if the worker is at fault.
-    Failed { fault: bool },
-    /// The worker returned the request: cancel the submission and resubmit it elsewhere.
-    Returned,
-    /// Protocol violation by the worker.
-    ProtocolViolation(Violation),
-}
-
-/// Request shared by its worker's session, which appends to the journal, and its client's stream, which reads
-/// it at its own pace. Lock order: the dispatcher's lock before this one.
-#[derive(Debug)]
-pub(crate) struct ActiveRequest {
-    pub(crate) call: AdmittedCall,
-    state: Mutex<RequestState>,
-    /// Resources held against the router's limits.
-    pub(crate) guard: CallGuard,
-    /// Hash chains of its prompt, one per block size among the workers at its arrival.
-    pub(crate) chains: OnceLock<Vec<Chain>>,
-}
-
-#[derive(Debug)]
-pub(crate) struct RequestState {
-    pub(crate) phase: Phase,
-    pub(crate) journal: Journal<PositionLogprobs>,
-    pub(crate) times: RequestTimes,
-    /// Set when the request has ended other than by the ends of its choices.
-    pub(crate) failure: Option<Outcome>,
-    /// Worker that lost or returned the latest attempt.
-    pub(crate) avoid: Option<usize>,
-    /// Consecutive worker losses without progress.
-    pub(crate) losses: LossStreak,
-    /// Whether the latest attempt is quarantined: alone on its worker.
-    pub(crate) alone: bool,
-    /// Time since which no serving worker is large enough.
-    pub(crate) unfit_since: Option<Instant>,
-    /// Fingerprint of the worker of the latest attempt.
-    pub(crate) fingerprint: Option<Arc<str>>,
-    /// Fingerprint changes not yet delivered to the stream.
-    changes: Vec<FingerprintChange>,
-    /// Prompt tokens computed before the first token, without cached ones; `None` before that.
-    computed_prompt: Option<u32>,
-    /// Span of the first wait in the queue; closed at the dispatch.
-    pub(crate) queue_span: Option<tracing::Span>,
-    /// Queue position that it was last dispatched from; `None` before the first dispatch.
-    pub(crate) position: Option<QueuePosition>,
-    stalled: bool,
-    /// Whether the stream has something to read.
-    has_unread: bool,
-    /// Waker of the stream, while it waits.
-    reader: Option<Waker>,
-    /// Time since which the stream has something unread. A transport whose client does not read does not
-    /// poll.
-    unread_since: Option<Instant>,
 }
 
 /// Change to a worker with another numerics fingerprint.
@@ -161,57 +91,79 @@ pub(crate) struct FingerprintChange {
     pub(crate) tokens: Vec<u32>,
 }
 
-impl RequestState {
-    /// Records a dispatch to a worker with this fingerprint. Returns whether the stream continues with
-    /// another one.
-    pub(crate) fn set_fingerprint(&mut self, fingerprint: &Arc<str>) -> bool {
-        let before = self.fingerprint.replace(fingerprint.clone());
-        let changed = self.journal.tokens() > 0 && before.is_some_and(|before| before != *fingerprint);
-        if changed {
-            let tokens = self.journal.resumed().map(|choice| choice.tokens.len() as u32).collect();
-            self.changes.push(FingerprintChange { fingerprint: fingerprint.clone(), tokens });
-        }
-        changed
-    }
-
-    /// Returns how long output has been unread.
-    pub(crate) fn unread_for(&self, now: Instant) -> Duration {
-        self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
-    }
-
-    /// Marks output as unread. Returns the waker of a waiting stream.
-    fn mark_unread(&mut self) -> Option<Waker> {
-        self.has_unread = true;
-        self.reader.take()
-    }
-
-    /// Ends the current attempt; the next one starts when the client reads again.
-    fn pause(&mut self) {
-        self.journal.next_attempt();
-        self.alone = false;
-        self.phase = if self.journal.ended() { Phase::Ended } else { Phase::Paused };
-        metrics::counter!(names::PAUSED_STREAMS).increment(1);
-    }
-
-    /// Fails the request. The caller removes it from the queue or its worker.
-    pub(crate) fn fail(&mut self, outcome: Outcome) {
-        self.phase = Phase::Ended;
-        self.failure.get_or_insert(outcome);
-        self.queue_span = None;
-    }
+/// Output of a choice that its stream has not read.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct UnreadOutput {
+    /// Unread tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// One entry per unread token, or empty.
+    pub(crate) logprobs: Vec<PositionLogprobs>,
+    /// Finish reason; set in exactly one read.
+    pub(crate) end: Option<FinishReason>,
 }
 
 /// State and unread output that a stream gets from one read.
 pub(crate) struct StreamRead {
     pub(crate) placed: bool,
-    pub(crate) waiting: bool,
     /// The request was paused; reading resumes it.
     pub(crate) paused: bool,
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<Arc<str>>,
     pub(crate) changes: Vec<FingerprintChange>,
-    pub(crate) fresh: Vec<(u32, UnreadOutput<PositionLogprobs>)>,
+    pub(crate) fresh: Vec<(u32, UnreadOutput)>,
     pub(crate) failure: Option<Outcome>,
+}
+
+/// Request shared by the dispatcher, which delivers output, and its client's stream, which reads it at its own
+/// pace. Lock order: the dispatcher's lock before this one.
+#[derive(Debug)]
+pub(crate) struct ActiveRequest {
+    id: RequestId,
+    pub(crate) call: AdmittedCall,
+    state: Mutex<StreamState>,
+    /// Resources held against the router's limits.
+    pub(crate) guard: CallGuard,
+}
+
+#[derive(Debug)]
+struct StreamState {
+    /// Unread output by choice; bounded by n * max_tokens.
+    unread: Vec<UnreadOutput>,
+    unread_tokens: usize,
+    times: RequestTimes,
+    rejection: Option<Outcome>,
+    /// Set when the request has ended other than by the ends of its choices.
+    failure: Option<Outcome>,
+    paused: bool,
+    fingerprint: Option<Arc<str>>,
+    /// Fingerprint changes not yet delivered to the stream.
+    changes: VecDeque<FingerprintChange>,
+    /// Prompt tokens computed before the first token, without cached ones; `None` before that.
+    computed_prompt: Option<u32>,
+    /// Span of the first wait in the queue; closed at the dispatch.
+    queue_span: Option<tracing::Span>,
+    stalled: bool,
+    /// Whether the stream has something to read.
+    has_unread: bool,
+    /// Waker of the stream, while it waits.
+    reader: Option<Waker>,
+    /// Time since which the stream has something unread. A transport whose client does not read does not
+    /// poll.
+    unread_since: Option<Instant>,
+}
+
+impl StreamState {
+    /// Returns how long output has been unread.
+    fn unread_for(&self, now: Instant) -> Duration {
+        self.unread_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// Marks something as unread. A waiting stream is added to `readers`, to be woken after all commands of
+    /// the event, so that streams of one connection write all their tokens at once.
+    fn mark_unread(&mut self, readers: &mut Vec<Waker>) {
+        self.has_unread = true;
+        readers.extend(self.reader.take());
+    }
 }
 
 impl ActiveRequest {
@@ -220,153 +172,125 @@ impl ActiveRequest {
     /// Unread time after which the transport is assumed not to poll.
     const UNPOLLED_MIN: Duration = Duration::from_millis(50);
 
-    pub(crate) fn new(call: AdmittedCall, queue_span: tracing::Span, guard: CallGuard) -> Self {
-        let journal = Journal::new(call.sampling.n, call.max_tokens, call.sampling.logprobs.is_some());
-        let state = RequestState {
-            phase: Phase::Ended,
-            journal,
+    pub(crate) fn new(
+        id: RequestId,
+        call: AdmittedCall,
+        queue_span: tracing::Span,
+        guard: CallGuard,
+    ) -> Self {
+        let state = StreamState {
+            unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
+            unread_tokens: 0,
             times: RequestTimes::default(),
+            rejection: None,
             failure: None,
-            avoid: None,
-            losses: LossStreak::default(),
-            alone: false,
-            unfit_since: None,
+            paused: false,
             fingerprint: None,
-            changes: Vec::new(),
+            changes: VecDeque::new(),
             computed_prompt: None,
             queue_span: Some(queue_span),
-            position: None,
             stalled: false,
             has_unread: true,
             reader: None,
             unread_since: None,
         };
-        Self { call, state: Mutex::new(state), guard, chains: OnceLock::new() }
+        Self { id, call, state: Mutex::new(state), guard }
     }
 
-    /// Returns the hash chains of its prompt; empty if the placement policy ignores prefixes.
-    pub(crate) fn chains(&self) -> &[Chain] {
-        self.chains.get().map_or(&[], Vec::as_slice)
+    /// Returns its id in the dispatcher.
+    pub(super) fn id(&self) -> RequestId {
+        self.id
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, RequestState> {
+    fn lock(&self) -> MutexGuard<'_, StreamState> {
         // The state is consistent at every call that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn expired(&self, now: Instant) -> bool {
-        self.call.deadline.is_some_and(|deadline| deadline <= now)
+    /// Records that it was not admitted.
+    pub(super) fn reject(&self, outcome: Outcome) {
+        self.lock().rejection = Some(outcome);
     }
 
-    /// Applies a worker's update of `submission`; above `unread_max` unread tokens the request is paused. A
-    /// waiting stream is added to `readers`, to be woken after the whole update, so that streams of one
-    /// connection write all their tokens at once.
-    pub(crate) fn receive(
+    /// Returns why it was not admitted.
+    pub(super) fn rejection(&self) -> Option<Outcome> {
+        self.lock().rejection.clone()
+    }
+
+    /// Records a dispatch to a worker.
+    pub(super) fn place(&self, placed: RequestPlaced, now: Instant, readers: &mut Vec<Waker>) {
+        let mut state = self.lock();
+        state.queue_span = None;
+        state.paused = false;
+        if state.times.placed.is_none() {
+            state.times.placed = Some(now);
+            let waited = now.saturating_duration_since(self.call.arrived);
+            let model = self.call.model.clone();
+            metrics::histogram!(names::QUEUE_SECONDS, "model" => model.clone()).record(waited);
+            metrics::counter!(names::PROMPT_TOKENS, "model" => model)
+                .increment(self.call.prompt.len() as u64);
+        }
+        if let Some(tokens) = placed.changed_after {
+            state.changes.push_back(FingerprintChange { fingerprint: placed.fingerprint.clone(), tokens });
+        }
+        state.fingerprint = Some(placed.fingerprint);
+        state.mark_unread(readers);
+    }
+
+    /// Delivers output to the stream.
+    pub(super) fn deliver(
         &self,
-        submission: u64,
-        update: SequenceUpdate,
-        vocab_size: u32,
+        output: ChoiceOutput,
         unread_max: usize,
         now: Instant,
         readers: &mut Vec<Waker>,
-    ) -> UpdateEffect {
+    ) -> DeliveryEffect {
+        let ChoiceOutput { choice, mut tokens, mut logprobs, finish, computed_prompt } = output;
         let mut state = self.lock();
-        let first = state.journal.tokens() == 0;
-        let in_force =
-            matches!(state.phase, Phase::Running { submission: current, .. } if current == submission);
-        if !in_force {
-            return UpdateEffect::Stale;
+        if !tokens.is_empty() {
+            state.times.first_token.get_or_insert(now);
+            state.times.last_token = Some(now);
         }
-        if let Some(token) = update.tokens.iter().copied().find(|token| *token >= vocab_size) {
-            return UpdateEffect::ProtocolViolation(Violation::UnknownToken {
-                request: submission,
-                token,
-                vocab_size,
-            });
-        }
-        let most = self.call.sampling.logprobs.unwrap_or(0) as usize;
-        if let Some(entries) = update.logprobs.iter().map(|one| one.top.len()).find(|top| *top > most) {
-            return UpdateEffect::ProtocolViolation(Violation::Alternatives {
-                request: submission,
-                entries,
-                most,
-            });
-        }
-        if state.journal.withdrawn(update.choice) {
-            self.count_unbilled(update.tokens.len());
-            return UpdateEffect::None;
-        }
-        let mut received = match update.end {
-            Some(SequenceEnd::Failed { code, message }) => match Code::from_i32(code) {
-                Code::Unavailable | Code::Aborted => return UpdateEffect::Returned,
-                code => {
-                    state.fail(Outcome::WorkerError { code, message });
-                    UpdateEffect::Failed { fault: is_fault(code) }
-                }
-            },
-            // Not requested by the router: the worker drops its requests.
-            Some(SequenceEnd::Finished(FinishReason::Cancelled)) => return UpdateEffect::Returned,
-            Some(SequenceEnd::Finished(FinishReason::Deadline)) if self.call.deadline.is_some() => {
-                state.fail(Outcome::DeadlineExceeded);
-                UpdateEffect::Failed { fault: false }
-            }
-            end => {
-                let finish = end.map(|end| match end {
-                    SequenceEnd::Finished(reason) => reason,
-                    SequenceEnd::Failed { .. } => FinishReason::Error,
-                });
-                let attempt = update.attempt;
-                let appended =
-                    state.journal.append(attempt, update.choice, &update.tokens, update.logprobs, finish);
-                match appended {
-                    Ok(AppendOutcome::Appended) => {
-                        if !update.tokens.is_empty() {
-                            if first {
-                                // One of several choices computes the prompt and the others share it.
-                                state.computed_prompt = Some(update.computed_tokens);
-                            }
-                            state.times.first_token.get_or_insert(now);
-                            state.times.last_token = Some(now);
-                            state.losses.record_token();
-                        }
-                        UpdateEffect::Progress
-                    }
-                    Ok(AppendOutcome::AfterEnd | AppendOutcome::Stale) => return UpdateEffect::Stale,
-                    Err(error) => {
-                        return UpdateEffect::ProtocolViolation(Violation::Journal {
-                            request: submission,
-                            error,
-                        });
-                    }
-                }
-            }
-        };
+        state.computed_prompt = state.computed_prompt.or(computed_prompt);
         state.unread_since.get_or_insert(now);
-        if !state.stalled && state.journal.unread() > Self::STALLED_TOKENS {
+        state.unread_tokens += tokens.len();
+        let Some(unread) = state.unread.get_mut(choice as usize) else { return DeliveryEffect::Taken };
+        if unread.tokens.is_empty() {
+            (unread.tokens, unread.logprobs) = (tokens, logprobs);
+        } else {
+            unread.tokens.append(&mut tokens);
+            unread.logprobs.append(&mut logprobs);
+        }
+        unread.end = unread.end.or(finish);
+        if !state.stalled && state.unread_tokens > Self::STALLED_TOKENS {
             state.stalled = true;
             metrics::counter!(names::STALLED_STREAMS).increment(1);
         }
-        if state.journal.ended() && state.failure.is_none() {
-            state.phase = Phase::Ended;
-        } else if received == UpdateEffect::Progress
-            && state.journal.unread() > unread_max
-            // Otherwise the stream is about to read: the stream is behind, not its client.
-            && state.unread_for(now) > Self::UNPOLLED_MIN
-        {
-            // Under the lock: the stream must find either the tokens or the pause.
-            state.pause();
-            received = UpdateEffect::Overfull;
-        }
-        readers.extend(state.mark_unread());
-        received
+        state.mark_unread(readers);
+        // If it was polled just now, the stream is behind, not its client.
+        let overfull = state.unread_tokens > unread_max && state.unread_for(now) > Self::UNPOLLED_MIN;
+        if overfull { DeliveryEffect::Overfull } else { DeliveryEffect::Taken }
     }
 
-    /// Wakes the stream.
-    pub(crate) fn notify(&self) {
-        let reader = self.lock().mark_unread();
-        if let Some(reader) = reader {
-            reader.wake();
-        }
+    /// Records that it runs on no worker until its stream is read.
+    pub(super) fn pause(&self, readers: &mut Vec<Waker>) {
+        metrics::counter!(names::PAUSED_STREAMS).increment(1);
+        let mut state = self.lock();
+        state.paused = true;
+        state.mark_unread(readers);
+    }
+
+    /// Ends it with an error; the first one counts.
+    pub(super) fn fail(&self, outcome: Outcome, readers: &mut Vec<Waker>) {
+        let mut state = self.lock();
+        state.failure.get_or_insert(outcome);
+        state.queue_span = None;
+        state.mark_unread(readers);
+    }
+
+    /// Returns how long output has been unread.
+    pub(super) fn unread_for(&self, now: Instant) -> Duration {
+        self.lock().unread_for(now)
     }
 
     /// Reads all unread output; registers the waker if there is none.
@@ -381,14 +305,15 @@ impl ActiveRequest {
         }
         state.stalled = false;
         state.unread_since = None;
-        let choices = 0..self.call.sampling.n;
-        let fresh = choices.filter_map(|c| state.journal.read(c).map(|fresh| (c, fresh))).collect();
+        state.unread_tokens = 0;
+        let unread = state.unread.iter_mut().zip(0..);
+        let unread = unread.filter(|(unread, _)| !unread.tokens.is_empty() || unread.end.is_some());
+        let fresh = unread.map(|(unread, choice)| (choice, std::mem::take(unread))).collect();
         Poll::Ready(StreamRead {
             placed: state.times.placed.is_some(),
-            waiting: matches!(state.phase, Phase::Queued(_) | Phase::AwaitingRetry),
-            paused: state.phase == Phase::Paused,
+            paused: std::mem::take(&mut state.paused),
             fingerprint: state.fingerprint.clone(),
-            changes: std::mem::take(&mut state.changes),
+            changes: state.changes.drain(..).collect(),
             fresh,
             failure: state.failure.clone(),
         })
@@ -412,44 +337,6 @@ impl ActiveRequest {
                 .increment(tokens as u64);
         }
     }
-
-    /// Returns the message that submits the request to a worker.
-    pub(crate) fn submission(
-        &self,
-        journal: &Journal<PositionLogprobs>,
-        submission: u64,
-        now: Instant,
-    ) -> Submission {
-        let call = &self.call;
-        let resumed = journal.resumed().map(|resumed| ResumedChoice {
-            choice: resumed.choice,
-            tokens: resumed.tokens.to_vec(),
-            finished: resumed.finished,
-        });
-        let left = call.deadline.map(|deadline| deadline.saturating_duration_since(now));
-        Submission {
-            id: submission,
-            attempt: journal.attempt(),
-            request_id: call.request_id.clone(),
-            prompt: call.prompt.clone(),
-            resumed: resumed.collect(),
-            sampling: call.sampling.clone(),
-            max_tokens: call.max_tokens,
-            tenant: call.tenant.clone(),
-            weight: call.weight,
-            priority: call.priority,
-            deadline: left,
-            traceparent: call.trace.traceparent.clone(),
-            tracestate: call.trace.tracestate.clone(),
-            virtual_start_time: None,
-            min_waiting_virtual_time: None,
-        }
-    }
-}
-
-/// Whether an error is the worker's fault, rather than the request's.
-fn is_fault(code: Code) -> bool {
-    matches!(code, Code::Unknown | Code::Internal | Code::DataLoss | Code::Unimplemented | Code::Ok)
 }
 
 #[cfg(test)]
@@ -474,7 +361,7 @@ mod tests {
         let call = AdmittedCall {
             request_id: String::new(),
             model: String::new(),
-            lane: 0,
+            lane: LaneId(0),
             prompt: vec![1],
             sampling: SamplingSpec::default().validate().unwrap(),
             max_tokens: 100,
@@ -490,28 +377,36 @@ mod tests {
             chat: false,
             trace: TraceContext::default(),
         };
-        let active = ActiveRequest::new(call, tracing::Span::none(), CallGuard::default());
-        active.lock().phase = Phase::Running { worker: 0, session: 0, submission: 7 };
-        let update = SequenceUpdate { submission: 7, attempt: 1, tokens: vec![5], ..Default::default() };
+        let id = RequestId::default();
+        let active = ActiveRequest::new(id, call, tracing::Span::none(), CallGuard::default());
+        let token = || ChoiceOutput {
+            choice: 0,
+            tokens: vec![5],
+            logprobs: Vec::new(),
+            finish: None,
+            computed_prompt: None,
+        };
         let woken = Arc::new(Count(AtomicU32::new(0)));
         let waker = Waker::from(woken.clone());
         let context = Context::from_waker(&waker);
-        assert!(active.poll_read(&context).is_ready(), "it begins with a look");
+        assert!(active.poll_read(&context).is_ready(), "the first read is immediate");
         assert!(active.poll_read(&context).is_pending());
         let mut readers = Vec::new();
-        let mut receive = |now| active.receive(7, update.clone(), 10, 1, now, &mut readers);
-        assert_eq!(receive(now), UpdateEffect::Progress);
-        assert_eq!(receive(now + 2 * ActiveRequest::UNPOLLED_MIN), UpdateEffect::Overfull);
-        assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, and when all is taken");
+        assert_eq!(active.deliver(token(), 1, now, &mut readers), DeliveryEffect::Taken);
+        let later = now + 2 * ActiveRequest::UNPOLLED_MIN;
+        assert_eq!(active.deliver(token(), 1, later, &mut readers), DeliveryEffect::Overfull);
+        active.pause(&mut readers);
+        assert_eq!((readers.len(), woken.0.load(Ordering::Relaxed)), (1, 0), "once, after all commands");
         readers.drain(..).for_each(Waker::wake);
         assert_eq!(woken.0.load(Ordering::Relaxed), 1);
-        let Poll::Ready(has_unread) = active.poll_read(&context) else { panic!("there are tokens") };
-        assert!(has_unread.paused, "it asks for the rest, or nobody would");
-        assert_eq!(has_unread.fresh[0].1.tokens, [5, 5]);
-        let late = active.receive(7, update, 10, 1, now, &mut readers);
-        assert_eq!(late, UpdateEffect::Stale, "the attempt is over");
+        let Poll::Ready(read) = active.poll_read(&context) else { panic!("there are tokens") };
+        assert!(read.paused, "reading resumes the request");
+        assert_eq!(read.fresh[0].1.tokens, [5, 5]);
         assert!(active.poll_read(&context).is_pending());
-        active.notify();
-        assert_eq!(woken.0.load(Ordering::Relaxed), 2);
+        active.fail(Outcome::DeadlineExceeded, &mut readers);
+        assert_eq!(readers.len(), 1);
+        let Poll::Ready(read) = active.poll_read(&context) else { panic!("there is a failure") };
+        assert!(!read.paused && read.fresh.is_empty());
+        assert_eq!(read.failure, Some(Outcome::DeadlineExceeded));
     }
 }

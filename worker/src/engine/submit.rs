@@ -1,6 +1,6 @@
 //! Submission: validates a request and submits a sequence per choice to the scheduler.
 
-use inflight_contract::{BlockHash, FinishReason, RequestShape, check_priority};
+use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
 use inflight_worker_core::{Grant, NewSequence, SequenceId, SubmitError, Time};
 
 use super::live_choice::{self, LiveChoice};
@@ -35,7 +35,9 @@ impl Engine {
         let shape =
             RequestShape { prompt_tokens: request.prompt.len() as u32, max_tokens: request.max_tokens };
         self.model.check_shape(shape).or_else(|error| invalid(error.to_string()))?;
-        check_priority(request.priority).or_else(|error| invalid(error.to_string()))?;
+        if let Err(error) = Priority::try_from(request.priority) {
+            return invalid(error.to_string());
+        }
         let checked = self.model.check_tokens(&request.prompt, &request.sampling);
         checked.or_else(|error| invalid(error.to_string()))?;
         if request.choices.len() != request.sampling.n as usize {

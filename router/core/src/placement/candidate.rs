@@ -1,9 +1,10 @@
 //! Candidates of a placement: workers with their grants, usage and estimates.
 
 use super::Estimate;
+use crate::WorkerId;
 
 /// Capacity of a worker in the units of grants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Credits {
     /// Sequences (choices) in flight.
     pub sequences: u32,
@@ -38,7 +39,7 @@ pub enum Standing {
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Candidate {
     /// Index of the worker in the router's list.
-    pub worker: usize,
+    pub worker: WorkerId,
     /// Whether it accepts the request.
     pub standing: Standing,
     /// Credits granted to the session.

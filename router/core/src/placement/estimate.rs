@@ -3,7 +3,7 @@
 use inflight_contract::CostCoefficients;
 
 /// Load that a worker reports.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct WorkerLoad {
     ahead: f64,
     stretch: f64,

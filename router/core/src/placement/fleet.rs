@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use inflight_contract::{BlockHash, CostCoefficients};
+use serde::{Deserialize, Serialize};
 
 use super::{Cached, Estimate, WorkerLoad};
 use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
+use crate::{SubmissionId, WorkerId};
 
 /// Short hashes of a prompt's full blocks, as prefix-cache events name them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chain {
     block_tokens: u32,
     blocks: Arc<[u64]>,
@@ -55,7 +57,7 @@ struct Member {
     /// Blocks of the requests in flight, each with their number: they are, or soon will be, on the device,
     /// whatever events have arrived.
     in_flight_blocks: BlockMap<u32>,
-    routed: BTreeMap<u64, Routed>,
+    routed: BTreeMap<SubmissionId, Routed>,
     /// Submissions sent in this session.
     sent: u64,
     /// Seconds of prefill of each submission, by number, that the last reported load does not include.
@@ -73,12 +75,14 @@ struct Member {
 /// flight, and the index by the worker's pools.
 #[derive(Debug, Default)]
 pub struct Fleet {
-    members: BTreeMap<usize, Member>,
+    members: BTreeMap<WorkerId, Member>,
+    /// Number of blocks in the indices of all workers.
+    indexed_blocks: usize,
 }
 
 impl Fleet {
     /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks of `block_tokens`.
-    pub fn open(&mut self, worker: usize, block_tokens: u32, blocks_max: usize) {
+    pub fn open(&mut self, worker: WorkerId, block_tokens: u32, blocks_max: usize) {
         let member = Member {
             block_tokens,
             index: PrefixIndex::new(blocks_max),
@@ -89,38 +93,41 @@ impl Fleet {
             load: WorkerLoad::default(),
             cost: None,
         };
+        self.close(worker);
         self.members.insert(worker, member);
     }
 
     /// Ends a session.
-    pub fn close(&mut self, worker: usize) {
-        self.members.remove(&worker);
+    pub fn close(&mut self, worker: WorkerId) {
+        if let Some(member) = self.members.remove(&worker) {
+            self.indexed_blocks -= member.index.len();
+        }
     }
 
     /// Returns the number of blocks in the indices of all workers.
     pub fn indexed_blocks(&self) -> usize {
-        self.members.values().map(|member| member.index.len()).sum()
+        self.indexed_blocks
     }
 
     /// Returns the prefix index of a worker.
-    pub fn index(&self, worker: usize) -> Option<&PrefixIndex> {
+    pub fn index(&self, worker: WorkerId) -> Option<&PrefixIndex> {
         self.members.get(&worker).map(|member| &member.index)
     }
 
     /// Stores a worker's cost model.
-    pub fn set_cost(&mut self, worker: usize, cost: CostCoefficients) {
+    pub fn set_cost(&mut self, worker: WorkerId, cost: CostCoefficients) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.cost = Some(cost.sanitized());
         }
     }
 
     /// Whether a worker has reported its cost model in this session.
-    pub fn knows_cost(&self, worker: usize) -> bool {
+    pub fn knows_cost(&self, worker: WorkerId) -> bool {
         self.members.get(&worker).is_some_and(|member| member.cost.is_some())
     }
 
     /// Stores a worker's load, computed after it had received `taken` submissions of the session.
-    pub fn set_load(&mut self, worker: usize, load: WorkerLoad, taken: u64) {
+    pub fn set_load(&mut self, worker: WorkerId, load: WorkerLoad, taken: u64) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.load = load;
             member.unreported_prefill_s = member.unreported_prefill_s.split_off(&taken);
@@ -130,21 +137,28 @@ impl Fleet {
     /// Applies prefix-cache events of a worker, numbered from `first`.
     pub fn apply(
         &mut self,
-        worker: usize,
+        worker: WorkerId,
         first: u64,
         changes: impl IntoIterator<Item = CacheChange>,
     ) -> IndexStep {
-        let member = self.members.get_mut(&worker);
-        member.map_or(IndexStep::Ignored, |member| member.index.apply(first, changes))
+        let Some(member) = self.members.get_mut(&worker) else { return IndexStep::Ignored };
+        let before = member.index.len();
+        let step = member.index.apply(first, changes);
+        self.indexed_blocks = self.indexed_blocks - before + member.index.len();
+        step
     }
 
     /// Loads a part of a snapshot of a worker's prefix cache.
-    pub fn load(&mut self, worker: usize, piece: SnapshotPiece<'_>) -> IndexStep {
-        self.members.get_mut(&worker).map_or(IndexStep::Ignored, |member| member.index.load(piece))
+    pub fn load(&mut self, worker: WorkerId, piece: SnapshotPiece<'_>) -> IndexStep {
+        let Some(member) = self.members.get_mut(&worker) else { return IndexStep::Ignored };
+        let before = member.index.len();
+        let step = member.index.load(piece);
+        self.indexed_blocks = self.indexed_blocks - before + member.index.len();
+        step
     }
 
     /// Returns the prediction for a prompt of this length at a worker.
-    pub fn estimate(&self, worker: usize, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
+    pub fn estimate(&self, worker: WorkerId, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
         let Some(member) = self.members.get(&worker) else { return Estimate::default() };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
         Estimate {
@@ -158,8 +172,8 @@ impl Fleet {
     /// Records a dispatch to a worker, for which `estimate` was predicted.
     pub fn route(
         &mut self,
-        worker: usize,
-        submission: u64,
+        worker: WorkerId,
+        submission: SubmissionId,
         prompt_tokens: u32,
         chains: &[Chain],
         estimate: &Estimate,
@@ -177,7 +191,7 @@ impl Fleet {
     }
 
     /// Records the end of a submission; its blocks are known by events from then on.
-    pub fn settle(&mut self, worker: usize, submission: u64) {
+    pub fn settle(&mut self, worker: WorkerId, submission: SubmissionId) {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
         member.unreported_prefill_s.remove(&number);
@@ -223,23 +237,27 @@ mod tests {
     #[test]
     fn a_cached_prefix_is_a_device_run_with_blocks_in_flight_then_a_host_run() {
         let mut fleet = Fleet::default();
-        fleet.open(0, 4, 100);
+        fleet.open(WorkerId(0), 4, 100);
         let stored = |tier, block| CacheChange::Stored(tier, block);
-        fleet.apply(0, 0, [1, 2, 9].map(|block| stored(Tier::Device, block)));
-        fleet.apply(0, 3, [4, 5, 7].map(|block| stored(Tier::Host, block)));
+        fleet.apply(WorkerId(0), 0, [1, 2, 9].map(|block| stored(Tier::Device, block)));
+        fleet.apply(WorkerId(0), 3, [4, 5, 7].map(|block| stored(Tier::Host, block)));
         let whole = chain(&[1, 2, 3, 4, 5, 6, 7]);
-        let cached = |fleet: &Fleet| fleet.estimate(0, 29, &whole).cached;
+        let cached = |fleet: &Fleet| fleet.estimate(WorkerId(0), 29, &whole).cached;
         assert_eq!(cached(&fleet), Cached { device_tokens: 8, ..Cached::default() });
-        fleet.route(0, 70, 12, &chain(&[1, 2, 3]), &Estimate::default());
+        fleet.route(WorkerId(0), SubmissionId(70), 12, &chain(&[1, 2, 3]), &Estimate::default());
         assert_eq!(cached(&fleet), Cached { device_tokens: 12, host_tokens: 8, host_blocks: 2 });
-        fleet.route(0, 71, 29, &whole, &Estimate::default());
-        fleet.settle(0, 70);
+        fleet.route(WorkerId(0), SubmissionId(71), 29, &whole, &Estimate::default());
+        fleet.settle(WorkerId(0), SubmissionId(70));
         assert_eq!(cached(&fleet).device_tokens, 28, "two had the blocks, one still has");
-        assert_eq!(fleet.estimate(0, 28, &whole).cached.device_tokens, 27, "the last token is computed");
-        fleet.settle(0, 71);
-        fleet.settle(0, 71);
+        assert_eq!(
+            fleet.estimate(WorkerId(0), 28, &whole).cached.device_tokens,
+            27,
+            "the last token is computed"
+        );
+        fleet.settle(WorkerId(0), SubmissionId(71));
+        fleet.settle(WorkerId(0), SubmissionId(71));
         assert_eq!(cached(&fleet).device_tokens, 8);
-        assert_eq!(fleet.estimate(1, 29, &whole), Estimate::default(), "nobody");
+        assert_eq!(fleet.estimate(WorkerId(1), 29, &whole), Estimate::default(), "nobody");
     }
 
     #[test]
@@ -258,7 +276,7 @@ mod tests {
             ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
         ) {
             let mut fleet = Fleet::default();
-            fleet.open(3, 4, 100);
+            fleet.open(WorkerId(3), 4, 100);
             // Handle and prefill of each submission sent, and whether it has ended.
             let mut sent: Vec<(f64, bool)> = Vec::new();
             let mut taken = 0;
@@ -266,30 +284,30 @@ mod tests {
                 match op {
                     0 => {
                         let chains = chain(&[u64::from(tokens % 7), u64::from(tokens % 5)]);
-                        let estimate = fleet.estimate(3, tokens, &chains);
+                        let estimate = fleet.estimate(WorkerId(3), tokens, &chains);
                         let handle = 100 + sent.len() as u64;
-                        fleet.route(3, handle, tokens, &chains, &estimate);
+                        fleet.route(WorkerId(3), SubmissionId(handle), tokens, &chains, &estimate);
                         sent.push((estimate.prefill(tokens), false));
                     }
                     1 if !sent.is_empty() => {
                         let ended = pick.index(sent.len());
                         sent[ended].1 = true;
-                        fleet.settle(3, 100 + ended as u64);
+                        fleet.settle(WorkerId(3), SubmissionId(100 + ended as u64));
                     }
                     _ if !sent.is_empty() => {
                         taken = taken.max(pick.index(sent.len() + 1));
-                        fleet.set_load(3, WorkerLoad::default(), taken as u64);
+                        fleet.set_load(WorkerId(3), WorkerLoad::default(), taken as u64);
                     }
                     _ => {}
                 }
                 let expected: f64 = sent[taken..].iter().filter(|one| !one.1).map(|one| one.0).sum();
-                let estimate = fleet.estimate(3, 9, &[]);
+                let estimate = fleet.estimate(WorkerId(3), 9, &[]);
                 prop_assert!((estimate.unreported_prefill_s - expected).abs() < 1e-9);
             }
             for handle in 0..sent.len() as u64 {
-                fleet.settle(3, 100 + handle);
+                fleet.settle(WorkerId(3), SubmissionId(100 + handle));
             }
-            let member = &fleet.members[&3];
+            let member = &fleet.members[&WorkerId(3)];
             prop_assert!(member.in_flight_blocks.is_empty() && member.routed.is_empty() && member.unreported_prefill_s.is_empty());
         }
     }

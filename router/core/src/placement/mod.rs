@@ -15,6 +15,7 @@ mod round_robin;
 use std::fmt;
 use std::str::FromStr;
 
+use crate::WorkerId;
 pub use candidate::{Candidate, Credits, Standing};
 pub use cost::Cost;
 pub use estimate::{Cached, Estimate, WorkerLoad};
@@ -135,7 +136,7 @@ impl Placer {
     }
 
     /// Returns the worker to dispatch to now; `None` if none has room.
-    pub fn choose(&mut self, request: &PlacementRequest, candidates: &[Candidate]) -> Option<usize> {
+    pub fn choose(&mut self, request: &PlacementRequest, candidates: &[Candidate]) -> Option<WorkerId> {
         let serving = |candidate: &&Candidate| candidate.standing == Standing::Serving;
         let untried = candidates.iter().filter(serving).any(|candidate| !candidate.avoid);
         self.eligible.clear();
@@ -162,7 +163,7 @@ impl Placer {
 /// Round-robin tie-breaking: among equals, the first worker after the last chosen one.
 #[derive(Debug, Clone, Copy, Default)]
 struct TieBreaker {
-    last: Option<usize>,
+    last: Option<WorkerId>,
     seed: u64,
 }
 
@@ -176,7 +177,7 @@ impl TieBreaker {
         // Each router starts elsewhere, so that idle routers do not all choose the same worker.
         let last = *self.last.get_or_insert_with(|| {
             let start = (self.seed % workers.len().max(1) as u64) as usize;
-            workers.get(start).map_or(0, |candidate| candidate.worker)
+            workers.get(start).map_or(WorkerId(0), |candidate| candidate.worker)
         });
         let order = |(_, candidate): &(usize, &Candidate)| {
             (key(candidate), candidate.worker <= last, candidate.worker)

@@ -1,42 +1,95 @@
 //! Protocol violations by workers.
 
-use inflight_router_core::JournalError;
+use serde::Serialize;
+
+use crate::{JournalError, SubmissionId};
 
 /// Message that no correct worker sends: its session is closed and its requests fail over.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Violation {
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize)]
+pub enum Violation {
     /// Tokens or ends that do not fit the request.
     #[error("request {request}: {error}")]
-    Journal { request: u64, error: JournalError },
+    Journal {
+        /// Submission of the update.
+        request: SubmissionId,
+        /// What does not fit.
+        error: JournalError,
+    },
     /// Submission that is not in flight in this session: never submitted, or already ended.
     #[error("update for unknown request {request}, choice {choice}")]
-    UnknownRequest { request: u64, choice: u32 },
+    UnknownRequest {
+        /// Submission of the update.
+        request: SubmissionId,
+        /// Index of the choice.
+        choice: u32,
+    },
     /// Token id outside the vocabulary.
     #[error("request {request}: token id {token} exceeds the vocabulary of {vocab_size}")]
-    UnknownToken { request: u64, token: u32, vocab_size: u32 },
+    UnknownToken {
+        /// Submission of the update.
+        request: SubmissionId,
+        /// The token id.
+        token: u32,
+        /// Tokens in the vocabulary.
+        vocab_size: u32,
+    },
     /// More top logprobs than requested.
     #[error("request {request}: {entries} top logprobs, limit {most}")]
-    Alternatives { request: u64, entries: usize, most: usize },
+    Alternatives {
+        /// Submission of the update.
+        request: SubmissionId,
+        /// Number of entries.
+        entries: usize,
+        /// The limit.
+        most: usize,
+    },
     /// Grant far beyond the worker's capacity; a negative number decodes to one, too.
     #[error("grant of {granted} {what}, but the worker has {has}")]
-    Grant { what: &'static str, granted: u32, has: u32 },
+    Grant {
+        /// Kind of the entries.
+        what: &'static str,
+        /// The grant.
+        granted: u32,
+        /// Capacity of the worker.
+        has: u32,
+    },
     /// More entries in one update than possible for the submissions in flight.
     #[error("update with {entries} {what}, limit {most}")]
-    Oversized { what: &'static str, entries: usize, most: usize },
+    Oversized {
+        /// Kind of the entries.
+        what: &'static str,
+        /// Number of entries.
+        entries: usize,
+        /// The limit.
+        most: usize,
+    },
     /// More service than possible, in total or since the previous update.
     #[error("service counter {cost} exceeds the limit of {most}")]
-    Charge { cost: u64, most: u64 },
+    Charge {
+        /// The service counter, or its growth.
+        cost: u64,
+        /// The limit.
+        most: u64,
+    },
     /// More routers than a worker can have sessions with.
     #[error("router count {routers} exceeds the limit of {most}")]
-    Routers { routers: u32, most: u32 },
+    Routers {
+        /// The reported number.
+        routers: u32,
+        /// The limit.
+        most: u32,
+    },
     /// More updates per second than allowed.
     #[error("more than {most} updates in a second")]
-    Flood { most: u32 },
+    Flood {
+        /// The limit.
+        most: u32,
+    },
 }
 
 impl Violation {
     /// Returns the submission that it is about, if any.
-    pub(crate) fn request(&self) -> Option<u64> {
+    pub fn request(&self) -> Option<SubmissionId> {
         match self {
             Self::Journal { request, .. }
             | Self::UnknownRequest { request, .. }
@@ -51,7 +104,7 @@ impl Violation {
     }
 
     /// Returns a stable label for metrics.
-    pub(crate) fn label(&self) -> &'static str {
+    pub fn label(&self) -> &'static str {
         match self {
             Self::Journal { .. } => "journal",
             Self::UnknownRequest { .. } => "unknown_request",

@@ -1,23 +1,19 @@
 //! Fair queue over all routers: waiting requests, ordered by the service counters that workers report.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use inflight_contract::{
-    Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, Weight, plausible_growth,
+    Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, plausible_growth,
 };
-use inflight_router_core::{
-    Arrival, DispatchRate, FairQueue, FairQueueOptions, IncarnationCounters, QueueLimits, TenantCounter,
+
+use crate::{
+    Admitted, Arrival, DispatchRate, FairQueue, FairQueueOptions, IncarnationCounters, LaneId, QueueFull,
+    QueuePosition, RequestId, RequestSpec, RequestsAhead, SubmissionId, TenantCounter, Violation, WorkerId,
     WorkerUpdate,
 };
 
-use crate::dispatcher::request::{ActiveRequest, LaneId, QueuePosition};
-use crate::dispatcher::violation::Violation;
-use crate::metrics as names;
-use crate::options::Options;
-use crate::outcome::{Outcome, Overload};
+type Position = QueuePosition<LaneId>;
 
 /// Maximum incarnations of workers per lane, and tenants per incarnation.
 const INCARNATIONS_MAX: usize = 256;
@@ -30,6 +26,7 @@ const ROUTERS_MAX: u32 = 65_536;
 const INDIRECT_COUNTERS_TTL: Duration = Duration::from_secs(3600);
 
 /// Worker with an open session, as a source of service counters.
+#[derive(Debug)]
 struct ServiceReporter {
     incarnation: String,
     lane: LaneId,
@@ -39,6 +36,7 @@ struct ServiceReporter {
 }
 
 /// Service counters and dispatch rate of a lane.
+#[derive(Debug)]
 struct LaneServices {
     services: ServiceTable,
     rate: DispatchRate,
@@ -52,121 +50,93 @@ impl Default for LaneServices {
 
 /// Fair queue fed by the workers' reports: each worker is the authority on the service its incarnation gave,
 /// so all routers order by the same counters without a shared store.
-pub(crate) struct ClusterQueue {
-    queue: FairQueue<LaneId, Arc<ActiveRequest>>,
+#[derive(Debug)]
+pub(super) struct ClusterQueue {
+    queue: FairQueue<LaneId, RequestId>,
     cost: TokenCost,
     lanes: BTreeMap<LaneId, LaneServices>,
-    reporters: BTreeMap<usize, ServiceReporter>,
+    reporters: BTreeMap<WorkerId, ServiceReporter>,
     /// Provisional charge by submission, until a worker reports on it.
-    provisional: BTreeMap<u64, (QueuePosition, u64)>,
-    routers: Arc<AtomicU32>,
-    retry: Duration,
+    provisional: BTreeMap<SubmissionId, (Position, u64)>,
+    /// Number of routers that share the workers, as reported by workers.
+    routers: u32,
 }
 
 impl ClusterQueue {
-    pub(crate) fn new(options: &Options) -> Self {
-        let limits = QueueLimits { requests: options.queue_requests_max, tokens: options.queue_tokens_max };
-        let fair = FairQueueOptions {
-            limits,
-            wait_max: options.aging_threshold,
-            aging_tokens_per_second: options.aging_tokens_per_second,
-            aging_tokens_max: options.aging_tokens_max,
-            bypass_max: options.bypass_max,
-            ..FairQueueOptions::default()
-        };
+    pub(super) fn new(options: FairQueueOptions) -> Self {
         Self {
-            queue: FairQueue::new(fair),
-            cost: fair.cost,
+            queue: FairQueue::new(options),
+            cost: options.cost,
             lanes: BTreeMap::new(),
             reporters: BTreeMap::new(),
             provisional: BTreeMap::new(),
-            routers: Arc::new(AtomicU32::new(1)),
-            retry: options.retry_delay,
+            routers: 1,
         }
     }
 
-    /// Queues a request and returns its position with the requests it displaced, which the caller must fail.
-    /// `first_token` is the predicted time from dispatch to first token, if known; `left` the time until its
-    /// deadline.
-    pub(crate) fn push(
+    /// Returns the predicted queueing time of a new request; zero if unknown.
+    pub(super) fn predicted_wait(&self, spec: &RequestSpec) -> Duration {
+        let ahead: RequestsAhead =
+            self.queue.ahead(spec.lane, &spec.tenant, spec.weight, spec.priority.get());
+        let services = self.lanes.get(&spec.lane);
+        services.and_then(|services| services.rate.predict_wait(ahead)).unwrap_or_default()
+    }
+
+    /// Queues a request. The caller must fail the requests that it displaced.
+    ///
+    /// # Errors
+    /// [`QueueFull`] with the bound reached; the queue is unchanged.
+    pub(super) fn push(
         &mut self,
-        active: &Arc<ActiveRequest>,
-        first_token: Option<Duration>,
-        left: Option<Duration>,
-        since: Duration,
-    ) -> Result<(QueuePosition, Vec<Arc<ActiveRequest>>), Outcome> {
-        let call = &active.call;
-        let weight = Weight::try_from(call.weight).map_err(Outcome::invalid)?;
-        if let Some(left) = left {
-            let ahead = self.queue.ahead(call.lane, &call.tenant, weight, call.priority);
-            let wait = self
-                .lanes
-                .get(&call.lane)
-                .and_then(|lane_services| lane_services.rate.predict_wait(ahead))
-                .unwrap_or_default();
-            let predicted = wait + first_token.unwrap_or_default();
-            if predicted > left {
-                return Err(Outcome::Infeasible { predicted, left });
-            }
-        }
+        request: RequestId,
+        spec: &RequestSpec,
+        now: Duration,
+    ) -> Result<Admitted<LaneId, RequestId>, QueueFull> {
         let arrival = Arrival {
-            tenant: &call.tenant,
-            weight,
-            priority: call.priority,
-            tokens: call.tokens(),
-            bounds: call.bounds,
+            tenant: &spec.tenant,
+            weight: spec.weight,
+            priority: spec.priority.get(),
+            tokens: spec.tokens(),
+            bounds: spec.bounds,
         };
-        self.advance_rate(call.lane, since);
-        let admitted = self.queue.push(call.lane, arrival, since, active.clone());
-        let admitted =
-            admitted.map_err(|full| Outcome::Full(Box::new(Overload::of_queue(&full, self.retry))))?;
-        Ok((admitted.position, admitted.displaced))
-    }
-
-    /// Returns the outcome of a displaced request.
-    pub(crate) fn displaced(&self) -> Outcome {
-        Outcome::Displaced { retry: self.retry }
+        self.advance_rate(spec.lane, now);
+        self.queue.push(spec.lane, arrival, now, request)
     }
 
     /// Requeues a request that was dispatched before, ahead of all new requests.
-    pub(crate) fn requeue_first(
+    pub(super) fn requeue_first(
         &mut self,
-        position: &QueuePosition,
-        active: &Arc<ActiveRequest>,
-        since: Duration,
-    ) -> QueuePosition {
-        let call = &active.call;
-        self.queue.requeue(position, &call.tenant, call.tokens(), since, active.clone())
+        position: &Position,
+        request: RequestId,
+        spec: &RequestSpec,
+        now: Duration,
+    ) -> Position {
+        self.queue.requeue(position, &spec.tenant, spec.tokens(), now, request)
     }
 
     /// Returns the next request of a lane.
-    pub(crate) fn head(&self, lane: LaneId, since: Duration) -> Option<(QueuePosition, Arc<ActiveRequest>)> {
-        let position = self.queue.head(lane, since)?;
-        self.queue.get(&position).map(|active| (position, active.clone()))
+    pub(super) fn head(&self, lane: LaneId, now: Duration) -> Option<(Position, RequestId)> {
+        let position = self.queue.head(lane, now)?;
+        self.queue.get(&position).map(|request| (position, *request))
     }
 
     /// Returns the requests that may bypass the head.
-    pub(crate) fn bypass_candidates(
-        &self,
-        head: &QueuePosition,
-        since: Duration,
-    ) -> Vec<(QueuePosition, Arc<ActiveRequest>)> {
-        let places = self.queue.bypass_candidates(head, since).into_iter();
-        places
-            .filter_map(|position| self.queue.get(&position).map(|active| (position, active.clone())))
+    pub(super) fn bypass_candidates(&self, head: &Position, now: Duration) -> Vec<(Position, RequestId)> {
+        let positions = self.queue.bypass_candidates(head, now).into_iter();
+        positions
+            .filter_map(|position| self.queue.get(&position).map(|request| (position, *request)))
             .collect()
     }
 
     /// Counts a bypass of the head.
-    pub(crate) fn count_bypass(&mut self, head: &QueuePosition) {
-        metrics::counter!(names::QUEUE_BYPASSES).increment(1);
+    pub(super) fn count_bypass(&mut self, head: &Position) {
         self.queue.count_bypass(head);
     }
 
     /// Takes a request out of the queue for dispatch.
-    pub(crate) fn take(&mut self, position: &QueuePosition, lane: LaneId, since: Duration) {
-        self.advance_rate(lane, since);
-        let waited = self.queue.queued(position).is_some_and(|queued| queued < since);
+    pub(super) fn take(&mut self, position: &Position, lane: LaneId, now: Duration) {
+        self.advance_rate(lane, now);
+        let waited = self.queue.queued(position).is_some_and(|queued| queued < now);
         if let Some(lane_services) = self.lanes.get_mut(&lane).filter(|_| waited) {
             lane_services.rate.record_dispatch();
         }
@@ -175,44 +145,44 @@ impl ClusterQueue {
 
     /// Returns the virtual start time of `submission` and charges its tenant provisionally for `tokens` of
     /// the prompt, until the worker reports on it.
-    pub(crate) fn charge_provisionally(
+    pub(super) fn charge_provisionally(
         &mut self,
-        position: &QueuePosition,
-        submission: u64,
-        tokens: usize,
+        position: &Position,
+        submission: SubmissionId,
+        tokens: u32,
     ) -> Service {
-        let cost = self.cost.of(u32::try_from(tokens).unwrap_or(u32::MAX), 0);
+        let cost = self.cost.of(tokens, 0);
         let virtual_start_time = self.queue.reserve(position, cost);
         self.provisional.insert(submission, (*position, cost));
         virtual_start_time
     }
 
     /// Ends the provisional charge of a submission: the worker has reported on it, or it has ended.
-    pub(crate) fn settle(&mut self, submission: u64) {
+    pub(super) fn settle(&mut self, submission: SubmissionId) {
         if let Some((position, cost)) = self.provisional.remove(&submission) {
             self.queue.settle(&position, cost);
         }
     }
 
     /// Removes a waiting request for good.
-    pub(crate) fn remove(&mut self, position: &QueuePosition) {
+    pub(super) fn remove(&mut self, position: &Position) {
         self.queue.remove(position);
     }
 
     /// Records the end of a request that was dispatched.
-    pub(crate) fn depart(&mut self, position: &QueuePosition) {
+    pub(super) fn depart(&mut self, position: &Position) {
         self.queue.depart(position);
     }
 
-    fn advance_rate(&mut self, lane: LaneId, since: Duration) {
+    fn advance_rate(&mut self, lane: LaneId, now: Duration) {
         let waits = self.waits_in(lane);
-        self.lanes.entry(lane).or_default().rate.advance(since, waits);
+        self.lanes.entry(lane).or_default().rate.advance(now, waits);
     }
 
     /// Opens a session. Returns the service counters to send to its worker.
-    pub(crate) fn open(
+    pub(super) fn open(
         &mut self,
-        worker: usize,
+        worker: WorkerId,
         lane: LaneId,
         incarnation: String,
     ) -> Vec<IncarnationCounters> {
@@ -237,7 +207,7 @@ impl ClusterQueue {
     }
 
     /// Closes a session. Returns its last service counters, to send to the other workers of the lane.
-    pub(crate) fn close(&mut self, worker: usize) -> Option<IncarnationCounters> {
+    pub(super) fn close(&mut self, worker: WorkerId) -> Option<IncarnationCounters> {
         let ServiceReporter { incarnation, lane, .. } = self.reporters.remove(&worker)?;
         self.count_routers();
         let services = &mut self.lanes.get_mut(&lane)?.services;
@@ -247,16 +217,16 @@ impl ClusterQueue {
         (!tenants.is_empty()).then_some(IncarnationCounters { incarnation, tenants })
     }
 
-    /// Applies the service counters and the router count of an update; `since` is the current time.
+    /// Applies the service counters and the router count of an update; `now` is the current time.
     ///
     /// # Errors
     /// [`Violation`] for counters or a router count beyond what is possible; nothing of the update is
     /// applied.
-    pub(crate) fn apply_service_counters(
+    pub(super) fn apply_service_counters(
         &mut self,
-        worker: usize,
+        worker: WorkerId,
         update: &WorkerUpdate,
-        since: Duration,
+        now: Duration,
     ) -> Result<(), Violation> {
         let Some(reporter) = self.reporters.get_mut(&worker) else { return Ok(()) };
         let lane = reporter.lane;
@@ -280,7 +250,7 @@ impl ClusterQueue {
             return Err(Violation::Charge { cost: largest, most: SERVICE_COUNTER_MAX });
         }
         if let Some(last_report) = reporter.last_report {
-            let most = plausible_growth(since.saturating_sub(last_report));
+            let most = plausible_growth(now.saturating_sub(last_report));
             let grown = own.clone().map(|(incarnation, charge)| {
                 let counted = lane_services.services.counted(incarnation, &charge.tenant);
                 charge.charged.cost.saturating_sub(counted.max(charge.charged.base))
@@ -290,7 +260,7 @@ impl ClusterQueue {
                 return Err(Violation::Charge { cost: grown, most });
             }
         }
-        reporter.last_report = Some(since);
+        reporter.last_report = Some(now);
         for (incarnation, charge) in own.chain(indirect).filter(named) {
             let Charged { cost, base } = charge.charged;
             let charged = Charged { cost, base: base.min(cost) };
@@ -310,9 +280,9 @@ impl ClusterQueue {
     }
 
     /// Expires counters that were only reported indirectly and too long ago.
-    pub(crate) fn expire_indirect_counters(&mut self, since: Duration) {
+    pub(super) fn expire_indirect_counters(&mut self, now: Duration) {
         for (lane, lane_services) in &mut self.lanes {
-            for Expired { tenant, cost } in lane_services.services.expire(since, INDIRECT_COUNTERS_TTL) {
+            for Expired { tenant, cost } in lane_services.services.expire(now, INDIRECT_COUNTERS_TTL) {
                 self.queue.discharge(*lane, &tenant, cost);
             }
         }
@@ -325,41 +295,39 @@ impl ClusterQueue {
         let reported =
             self.reporters.values().map(|reporter| reporter.routers).filter(|routers| *routers > 0);
         let Some(routers) = reported.max() else { return };
-        if routers != self.routers.swap(routers, Ordering::Relaxed) {
-            tracing::info!(routers, "router count changed; limits are divided among routers");
+        if routers != std::mem::replace(&mut self.routers, routers) {
             self.queue.set_routers(routers);
         }
-        metrics::gauge!(names::ROUTERS).set(routers);
     }
 
     /// Returns the minimum virtual time of the tenants that wait in a lane.
-    pub(crate) fn min_waiting_virtual_time(&self, lane: LaneId) -> Option<Service> {
+    pub(super) fn min_waiting_virtual_time(&self, lane: LaneId) -> Option<Service> {
         self.queue.min_virtual_time(lane)
     }
 
-    /// Returns the shared number of routers.
-    pub(crate) fn routers(&self) -> Arc<AtomicU32> {
-        self.routers.clone()
+    /// Returns the number of routers that share the workers.
+    pub(super) fn routers(&self) -> u32 {
+        self.routers
     }
 
-    pub(crate) fn forget_lane(&mut self, lane: LaneId) {
+    pub(super) fn forget_lane(&mut self, lane: LaneId) {
         self.queue.forget_lane(lane);
         self.lanes.remove(&lane);
     }
 
-    pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneId> + '_ {
+    pub(super) fn lanes(&self) -> impl Iterator<Item = LaneId> + '_ {
         self.queue.lanes()
     }
 
-    pub(crate) fn waits_in(&self, lane: LaneId) -> bool {
+    pub(super) fn waits_in(&self, lane: LaneId) -> bool {
         self.queue.waits_in(lane)
     }
 
-    pub(crate) fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
 
-    pub(crate) fn tokens(&self) -> u64 {
+    pub(super) fn tokens(&self) -> u64 {
         self.queue.tokens()
     }
 }

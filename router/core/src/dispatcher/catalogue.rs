@@ -1,0 +1,235 @@
+//! Model catalogue: the models that workers serve, each a lane of the queue.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use inflight_contract::ModelLimits;
+
+use super::Dispatcher;
+use super::session::WorkerSession;
+use crate::{ClientCommand, Command, Failure, LaneId, Notice, RequestId, WorkerId, WorkerInfo};
+
+/// Model that workers serve, or served lately.
+#[derive(Debug)]
+pub struct Lane {
+    /// Name of the model.
+    pub name: String,
+    /// Architecture of the model.
+    pub architecture: String,
+    /// Limits of its worker with the longest sequences; placement checks each worker.
+    pub limits: ModelLimits,
+    /// Time since which no worker serves it; `None` while one does.
+    pub unserved_since: Option<Duration>,
+    pub(super) bundle_digest: String,
+    /// Workers with an open session.
+    pub(super) workers: BTreeSet<WorkerId>,
+    /// Backlog state last sent to all of these; `None` if one of them may not have it.
+    pub(super) backlog: Option<bool>,
+}
+
+/// Why a model name does not resolve to a lane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ResolveError {
+    /// No worker has connected since the router started.
+    NeverConnected {
+        /// Number of known workers.
+        workers: usize,
+    },
+    /// No worker has served the model for the configured time.
+    Unserved {
+        /// Name of the model; empty if none was asked for.
+        model: String,
+    },
+    /// No model was named and several are served.
+    Ambiguous {
+        /// Names of the served models.
+        served: Vec<String>,
+    },
+    /// No worker serves a model of this name.
+    Unknown {
+        /// The name asked for.
+        asked: String,
+        /// Names of the served models.
+        served: Vec<String>,
+    },
+}
+
+impl Dispatcher {
+    /// Resolves a model name to a lane; of several lanes, the one with workers of the required fingerprint.
+    ///
+    /// # Errors
+    /// [`ResolveError`].
+    pub fn resolve(
+        &self,
+        asked: &str,
+        fingerprint: Option<&str>,
+        now: Duration,
+    ) -> Result<LaneId, ResolveError> {
+        let wait = self.options.no_worker_timeout;
+        let in_reach = |lane: &Lane| lane.unserved_since.is_none_or(|since| now.saturating_sub(since) < wait);
+        let names: BTreeSet<&str> =
+            self.lanes.values().filter(|lane| in_reach(lane)).map(|lane| lane.name.as_str()).collect();
+        let served = || names.iter().map(|name| (*name).to_owned()).collect();
+        let name = match (asked, names.first()) {
+            (_, None) if !self.connected_ever => {
+                return Err(ResolveError::NeverConnected { workers: self.members.len() });
+            }
+            ("", None) => return Err(ResolveError::Unserved { model: String::new() }),
+            ("", Some(only)) if names.len() == 1 => *only,
+            ("", Some(_)) => return Err(ResolveError::Ambiguous { served: served() }),
+            (asked, _) => asked,
+        };
+        // Workers of the same model with another bundle form their own lane: choose the one with most
+        // workers.
+        let best = self.lanes.iter().filter(|(_, lane)| lane.name == name && in_reach(lane)).max_by_key(
+            |(id, _)| {
+                let required =
+                    fingerprint.is_some_and(|required| self.fingerprints(**id).any(|f| f == required));
+                (required, self.serving(**id).count(), **id)
+            },
+        );
+        match best {
+            Some((id, _)) => Ok(*id),
+            None if self.lanes.values().any(|lane| lane.name == name) => {
+                Err(ResolveError::Unserved { model: name.to_owned() })
+            }
+            None => Err(ResolveError::Unknown { asked: name.to_owned(), served: served() }),
+        }
+    }
+
+    /// Returns a lane.
+    pub fn lane(&self, id: LaneId) -> Option<&Lane> {
+        self.lanes.get(&id)
+    }
+
+    /// Returns the lanes with serving workers.
+    pub fn served_lanes(&self) -> impl Iterator<Item = (LaneId, &Lane)> {
+        self.lanes.iter().filter(|(_, lane)| lane.unserved_since.is_none()).map(|(id, lane)| (*id, lane))
+    }
+
+    /// Returns the block sizes of a lane's workers; empty if the placement policy ignores prefixes.
+    pub fn block_sizes(&self, lane: LaneId) -> Vec<u32> {
+        if !self.placement.reads_prefixes() {
+            return Vec::new();
+        }
+        let sizes: BTreeSet<u32> = self.sessions_of(lane).map(|session| session.block_tokens).collect();
+        sizes.into_iter().take(Self::BLOCK_SIZES_MAX).collect()
+    }
+
+    /// Returns the fingerprint of each serving worker of a lane.
+    pub fn fingerprints(&self, lane: LaneId) -> impl Iterator<Item = &str> {
+        self.serving(lane).map(|session| &*session.fingerprint)
+    }
+
+    /// Returns the number of lanes whose serving workers have different fingerprints.
+    pub fn mixed_lanes(&self) -> usize {
+        self.lanes.keys().filter(|lane| self.distinct_fingerprints(**lane).len() > 1).count()
+    }
+
+    pub(super) fn sessions_of(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
+        let workers = self.lanes.get(&lane).map(|lane| lane.workers.iter());
+        workers.into_iter().flatten().filter_map(|worker| self.sessions.get(worker))
+    }
+
+    /// Returns the sessions of a lane that do not drain.
+    pub(super) fn serving(&self, lane: LaneId) -> impl Iterator<Item = &WorkerSession> {
+        self.sessions_of(lane).filter(|session| session.draining.is_none())
+    }
+
+    /// Returns the failure of a request for a fingerprint that no worker has.
+    pub(super) fn unknown_fingerprint(&self, lane: LaneId, required: &str) -> Failure {
+        let served = self.distinct_fingerprints(lane).into_iter().map(str::to_owned).collect();
+        Failure::UnknownFingerprint { required: required.to_owned(), served }
+    }
+
+    /// Returns the distinct fingerprints of the serving workers of a lane.
+    fn distinct_fingerprints(&self, lane: LaneId) -> BTreeSet<&str> {
+        self.fingerprints(lane).collect()
+    }
+
+    /// Reports the first worker of a lane with a new fingerprint: from then on failover may change tokens.
+    pub(super) fn notice_mixed_fingerprints(&mut self, lane: LaneId, info: &WorkerInfo) {
+        let served = self.distinct_fingerprints(lane);
+        if served.is_empty() || served.contains(info.fingerprint.as_str()) {
+            return;
+        }
+        let others = served.into_iter().map(str::to_owned).collect();
+        self.notice(Notice::MixedFingerprints { worker: info.worker, others });
+    }
+
+    pub(super) fn lane_for(&mut self, info: &WorkerInfo) -> LaneId {
+        let same = |lane: &Lane| {
+            lane.name == info.model
+                && lane.bundle_digest == info.bundle_digest
+                // Another vocabulary means another model, even under the same name.
+                && lane.limits.vocab_size == info.limits.vocab_size
+        };
+        if let Some((id, _)) = self.lanes.iter().find(|(_, lane)| same(lane)) {
+            return *id;
+        }
+        let id = self.next_lane;
+        self.next_lane.0 += 1;
+        let lane = Lane {
+            name: info.model.clone(),
+            architecture: info.architecture.clone(),
+            limits: info.limits,
+            unserved_since: None,
+            bundle_digest: info.bundle_digest.clone(),
+            workers: BTreeSet::new(),
+            backlog: None,
+        };
+        self.lanes.insert(id, lane);
+        id
+    }
+
+    /// Updates a lane from its sessions.
+    pub(super) fn refresh_lane(&mut self, id: LaneId) {
+        let limits = self.serving(id).map(|session| session.limits).max_by_key(ModelLimits::sequence_tokens);
+        let Some(lane) = self.lanes.get_mut(&id) else { return };
+        match limits {
+            Some(limits) => {
+                lane.limits = limits;
+                lane.unserved_since = None;
+            }
+            None => {
+                lane.unserved_since.get_or_insert(self.now);
+            }
+        }
+    }
+
+    /// Fails the requests that wait for a model which no worker has served for the configured time.
+    pub(super) fn fail_unserved(&mut self) {
+        let (now, wait) = (self.now, self.options.no_worker_timeout);
+        let expired =
+            |lane: &Lane| lane.unserved_since.is_some_and(|since| now.saturating_sub(since) >= wait);
+        if !self.lanes.values().any(expired) {
+            return;
+        }
+        let waiting: Vec<RequestId> = self
+            .requests
+            .values()
+            .filter(|request| request.waits() && self.lanes.get(&request.spec.lane).is_some_and(expired))
+            .map(|request| request.id)
+            .collect();
+        for request in waiting {
+            self.cancel_everywhere(request);
+            self.commands.push(Command::Client { request, command: ClientCommand::Fail(Failure::Unserved) });
+        }
+    }
+
+    /// Removes lanes without sessions and waiting requests, some time after their last worker left.
+    pub(super) fn forget_lanes(&mut self) {
+        let wait = self.options.model_retention.max(self.options.no_worker_timeout);
+        let now = self.now;
+        let (queue, commands) = (&mut self.queue, &mut self.commands);
+        self.lanes.retain(|id, lane| {
+            let lost_long_ago = lane.unserved_since.is_some_and(|since| now.saturating_sub(since) > wait);
+            let kept = !lost_long_ago || !lane.workers.is_empty() || queue.waits_in(*id);
+            if !kept {
+                queue.forget_lane(*id);
+                commands.push(Command::LaneForgotten { lane: *id });
+            }
+            kept
+        });
+    }
+}

@@ -1,0 +1,167 @@
+//! Inputs of the dispatcher.
+
+use std::time::Duration;
+
+use inflight_contract::{ModelLimits, Priority, Weight};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Chain, Credits, LaneId, QueueLimits, RequestId, ResubmissionReason, SessionId, WorkerId, WorkerUpdate,
+};
+
+/// Something that happened to the router; the argument of [`Dispatcher::apply`](crate::Dispatcher::apply).
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Event {
+    /// Discovery has found a worker, reachable or not.
+    WorkerJoined {
+        /// The worker.
+        worker: WorkerId,
+    },
+    /// Discovery has removed a worker: it gets nothing new, and its streams end or move.
+    WorkerRetired {
+        /// The worker.
+        worker: WorkerId,
+    },
+    /// The task of a removed worker has ended.
+    WorkerLeft {
+        /// The worker.
+        worker: WorkerId,
+    },
+    /// A worker's session has opened.
+    SessionOpened {
+        /// Id of the session.
+        session: SessionId,
+        /// The worker's hello message.
+        worker: Box<WorkerInfo>,
+    },
+    /// A worker has sent an update.
+    Updated {
+        /// The worker.
+        worker: WorkerId,
+        /// Session of the update.
+        session: SessionId,
+        /// The update.
+        update: Box<WorkerUpdate>,
+    },
+    /// A session has closed.
+    SessionClosed {
+        /// The worker.
+        worker: WorkerId,
+        /// Id of the session.
+        session: SessionId,
+        /// Why its requests are resubmitted.
+        reason: ResubmissionReason,
+    },
+    /// A validated request has arrived.
+    Arrived {
+        /// Id that the router's shell has given it.
+        request: RequestId,
+        /// What scheduling needs to know of it.
+        call: Box<RequestSpec>,
+    },
+    /// The router has ended a choice, for example at a stop string.
+    ChoiceWithdrawn {
+        /// The request.
+        request: RequestId,
+        /// Index of the choice.
+        choice: u32,
+    },
+    /// The client has not read its stream for so long that its buffer is full.
+    ClientBehind {
+        /// The request.
+        request: RequestId,
+    },
+    /// The client of a paused request reads again.
+    ClientResumed {
+        /// The request.
+        request: RequestId,
+    },
+    /// The client has read nothing for the stall timeout.
+    ClientStalled {
+        /// The request.
+        request: RequestId,
+        /// The stall timeout.
+        waited: Duration,
+    },
+    /// The client's call has ended.
+    Released {
+        /// The request.
+        request: RequestId,
+    },
+    /// Time has passed; sent every [`Dispatcher::TICK`](crate::Dispatcher::TICK).
+    Tick,
+}
+
+/// What a worker says of itself when its session opens.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct WorkerInfo {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Name of the served model.
+    pub model: String,
+    /// Architecture of the model.
+    pub architecture: String,
+    /// Digest of the model bundle (tokenizer, template, generation config).
+    pub bundle_digest: String,
+    /// Numerics fingerprint: workers with equal ones generate equal tokens.
+    pub fingerprint: String,
+    /// Random id of the worker process.
+    pub incarnation: String,
+    /// Limits of the model on this worker.
+    pub limits: ModelLimits,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
+    /// Total sequences and KV blocks.
+    pub capacity: Credits,
+    /// Blocks of the host pool.
+    pub host_blocks: u32,
+    /// Interval of heartbeats.
+    pub heartbeat: Duration,
+}
+
+/// What scheduling needs to know of a request. Prompt, sampling parameters and stop strings stay in the
+/// router's shell.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RequestSpec {
+    /// Lane of its model.
+    pub lane: LaneId,
+    /// Tenant that the service is charged to.
+    pub tenant: String,
+    /// Fair-share weight.
+    pub weight: Weight,
+    /// Priority; higher goes first.
+    pub priority: Priority,
+    /// Bounds on the waiting requests of its tenant.
+    pub bounds: QueueLimits,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u32,
+    /// Maximum output tokens of each choice.
+    pub max_tokens: u32,
+    /// Number of choices.
+    pub choices: u32,
+    /// Number of top log probabilities per token; `None` without log probabilities.
+    pub logprobs: Option<u32>,
+    /// Deadline, as time since the epoch.
+    pub deadline: Option<Duration>,
+    /// The only numerics fingerprint it may run on, if requested.
+    pub require_fingerprint: Option<String>,
+    /// Hash chains of the prompt, one per block size; empty if the placement policy ignores prefixes.
+    pub chains: Vec<Chain>,
+}
+
+impl RequestSpec {
+    /// Returns the maximum tokens of the request: prompt and output of all choices.
+    pub fn tokens(&self) -> u64 {
+        u64::from(self.prompt_tokens) + u64::from(self.max_tokens) * u64::from(self.choices)
+    }
+
+    /// Returns the maximum tokens of its longest sequence.
+    pub fn sequence_tokens(&self) -> u64 {
+        u64::from(self.prompt_tokens) + u64::from(self.max_tokens)
+    }
+
+    /// Whether it may run on a worker with this fingerprint.
+    pub fn accepts(&self, fingerprint: &str) -> bool {
+        self.require_fingerprint.as_ref().is_none_or(|required| required == fingerprint)
+    }
+}

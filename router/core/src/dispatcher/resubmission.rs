@@ -1,0 +1,116 @@
+//! Resubmission: the next attempt of a request that its worker does not finish, within the retry budget; and
+//! pausing requests whose clients do not read.
+
+use serde::{Deserialize, Serialize};
+
+use super::Dispatcher;
+use super::request::Phase;
+use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, SubmissionId, WorkerId};
+
+/// Reason for a resubmission.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ResubmissionReason {
+    /// The session was lost or timed out.
+    SessionLost,
+    /// The session was closed for a protocol violation by the worker.
+    ProtocolViolation {
+        /// Submission that the violation was about, if any.
+        about: Option<SubmissionId>,
+    },
+    /// The worker returned the request unasked.
+    Returned,
+    /// The worker drains.
+    Drained,
+    /// The worker is reserved for a quarantined request.
+    Quarantine,
+}
+
+impl ResubmissionReason {
+    /// Returns a stable label for metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::SessionLost => "session_lost",
+            Self::ProtocolViolation { .. } => "protocol_violation",
+            Self::Returned => "returned",
+            Self::Drained => "drained",
+            Self::Quarantine => "quarantine",
+        }
+    }
+
+    /// Whether it counts against the retry budget, which protects workers from a flood of resubmissions.
+    fn is_loss(self) -> bool {
+        matches!(self, Self::SessionLost | Self::ProtocolViolation { .. } | Self::Returned)
+    }
+}
+
+impl Dispatcher {
+    /// Starts the next attempt of a request that its worker does not finish. `suspected` if the request may
+    /// be the cause of the loss.
+    pub(super) fn resubmit(
+        &mut self,
+        id: RequestId,
+        worker: WorkerId,
+        reason: ResubmissionReason,
+        suspected: bool,
+    ) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Phase::Running { .. } = request.phase else { return };
+        self.touched.insert(request.spec.lane);
+        let attempts = request.journal.attempt();
+        let alone = request.alone;
+        if request.next_attempt(&mut self.commands) {
+            return;
+        }
+        let after = if suspected { request.losses.record_loss(alone) } else { LossAction::Retry };
+        request.avoid = Some(worker);
+        if after == LossAction::Reject {
+            request.fail(Failure::AttemptsExhausted { attempts }, &mut self.commands);
+            return;
+        }
+        request.phase = Phase::AwaitingRetry;
+        let quarantined = request.losses.is_quarantined();
+        let attempt = attempts + 1;
+        self.notice(Notice::Resubmitted { request: id, reason, attempt, quarantined });
+        if quarantined {
+            self.quarantined.push_back(id);
+        } else if !reason.is_loss() || (self.retries.is_empty() && self.budget.take(self.now)) {
+            self.requeue_first(id);
+        } else {
+            self.retries.push_back(id);
+        }
+    }
+
+    /// Requeues the retry queue as far as the retry budget allows.
+    pub(super) fn release_retries(&mut self) {
+        while let Some(next) = self.retries.front().copied() {
+            let waits = self.requests.get(next).is_some_and(|next| next.phase == Phase::AwaitingRetry);
+            if waits && !self.budget.take(self.now) {
+                break;
+            }
+            self.retries.pop_front();
+            if waits {
+                self.requeue_first(next);
+            }
+        }
+    }
+
+    /// Takes a request off its worker until its client reads again.
+    pub(super) fn pause(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Phase::Running { worker, session, submission } = request.phase else { return };
+        if let Some(session) = self.sessions.get_mut(&worker).filter(|open| open.id == session) {
+            session.cancel(submission, &mut self.commands);
+        }
+        if !request.next_attempt(&mut self.commands) {
+            request.phase = Phase::Paused;
+            request.send(ClientCommand::Pause, &mut self.commands);
+        }
+    }
+
+    /// Requeues a paused request whose client reads again.
+    pub(super) fn resume(&mut self, id: RequestId) {
+        if self.requests.get(id).is_some_and(|request| request.phase == Phase::Paused) {
+            self.requeue_first(id);
+        }
+    }
+}

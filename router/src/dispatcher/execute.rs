@@ -1,0 +1,148 @@
+//! Carrying out the dispatcher's commands.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use inflight_router_core::{ClientCommand, Command, Event, Failure, RequestId, WorkerCommand, WorkerId};
+
+use super::request::DeliveryEffect;
+use super::state::DispatcherState;
+use super::{Aftermath, SharedDispatcher};
+use crate::clock;
+use crate::metrics as names;
+use crate::outcome::Outcome;
+
+impl SharedDispatcher {
+    /// Applies an event and carries out its commands. A client whose buffer overflows becomes a further event.
+    pub(super) fn apply(&self, state: &mut DispatcherState, event: Event) -> Aftermath {
+        let now = clock::now();
+        let mut aftermath = Aftermath::default();
+        let updated = match &event {
+            Event::Updated { worker, .. } => Some(*worker),
+            _ => None,
+        };
+        let mut behind = self.apply_one(state, event, now, &mut aftermath);
+        while let Some(request) = behind.pop() {
+            tracing::debug!(
+                request_id = state.request_id(request),
+                "pausing request: the client is too far behind its stream"
+            );
+            let event = Event::ClientBehind { request };
+            behind.extend(self.apply_one(state, event, now, &mut aftermath));
+        }
+        if let Some(worker) = updated {
+            state.set_worker_gauges(worker);
+        }
+        state.set_queue_gauges();
+        aftermath
+    }
+
+    /// Applies one event. Returns the requests whose clients are too far behind.
+    fn apply_one(
+        &self,
+        state: &mut DispatcherState,
+        event: Event,
+        now: Instant,
+        aftermath: &mut Aftermath,
+    ) -> Vec<RequestId> {
+        let mut behind = Vec::new();
+        let mut commands = std::mem::take(&mut state.commands);
+        state.core.apply(event, self.since_epoch(now), &mut commands);
+        for command in commands.drain(..) {
+            match command {
+                Command::Worker { worker, command } => Self::send(state, worker, command),
+                Command::Client { request, command } => {
+                    let effect = self.pass(state, request, command, now, aftermath);
+                    if effect == DeliveryEffect::Overfull && !behind.contains(&request) {
+                        behind.push(request);
+                    }
+                }
+                Command::CloseSession { violation, .. } => {
+                    aftermath.violation.get_or_insert(violation);
+                }
+                Command::TopologyChanged => self.publish(state),
+                Command::LaneForgotten { lane } => {
+                    state.models.remove(&lane);
+                }
+                Command::RoutersChanged { routers } => {
+                    self.routers.store(routers, Ordering::Relaxed);
+                    tracing::info!(routers, "router count changed; limits are divided among routers");
+                    metrics::gauge!(names::ROUTERS).set(routers);
+                }
+                Command::Notice(notice) => state.report(notice),
+            }
+        }
+        state.commands = commands;
+        behind
+    }
+
+    fn send(state: &DispatcherState, worker: WorkerId, command: WorkerCommand) {
+        let submits = matches!(command, WorkerCommand::Submit(_));
+        state.send(worker, command);
+        if submits {
+            state.set_worker_gauges(worker);
+        }
+    }
+
+    /// Passes something to a client's stream.
+    fn pass(
+        &self,
+        state: &DispatcherState,
+        request: RequestId,
+        command: ClientCommand,
+        now: Instant,
+        aftermath: &mut Aftermath,
+    ) -> DeliveryEffect {
+        let Some(active) = state.requests.get(request) else { return DeliveryEffect::Taken };
+        let readers = &mut aftermath.readers;
+        match command {
+            ClientCommand::Reject(failure) => active.reject(self.outcome(failure, &active.call.model)),
+            ClientCommand::Placed(placed) => {
+                if placed.changed_after.is_some() {
+                    metrics::counter!(names::FINGERPRINT_CHANGES).increment(1);
+                    tracing::warn!(
+                        request_id = active.call.request_id,
+                        worker = state.address(placed.worker),
+                        fingerprint = &*placed.fingerprint,
+                        "stream continues on a worker with another fingerprint; its tokens may differ"
+                    );
+                }
+                active.place(placed, now, readers);
+            }
+            ClientCommand::Deliver(output) => {
+                return active.deliver(output, self.options.client_buffer_tokens, now, readers);
+            }
+            ClientCommand::Pause => active.pause(readers),
+            ClientCommand::Fail(failure) => {
+                // The stream may not be polled: its client does not read.
+                if matches!(failure, Failure::DeadlineExceeded | Failure::ClientStalled { .. }) {
+                    aftermath.released.push(active.clone());
+                }
+                active.fail(self.outcome(failure, &active.call.model), readers);
+            }
+        }
+        DeliveryEffect::Taken
+    }
+
+    /// Returns the outcome of a request that has failed.
+    fn outcome(&self, failure: Failure, model: &str) -> Outcome {
+        Outcome::of_failure(failure, model, self.options.no_worker_timeout, self.options.retry_delay)
+    }
+
+    /// Publishes readiness and the served models.
+    fn publish(&self, state: &DispatcherState) {
+        let (configured, connected) = state.core.workers();
+        metrics::gauge!(names::WORKERS_CONFIGURED).set(configured as f64);
+        metrics::gauge!(names::WORKERS_CONNECTED).set(connected as f64);
+        metrics::gauge!(names::MIXED_FINGERPRINTS).set(state.core.mixed_lanes() as f64);
+        let ready = state.core.is_ready();
+        self.ready.send_if_modified(|now| std::mem::replace(now, ready) != ready);
+        let names: BTreeSet<String> = state.core.served_lanes().map(|(_, lane)| lane.name.clone()).collect();
+        self.served.send_if_modified(|now| {
+            let changed = *now != names;
+            *now = names;
+            changed
+        });
+    }
+}

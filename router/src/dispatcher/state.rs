@@ -1,0 +1,212 @@
+//! What the dispatcher's shell keeps beside the pure dispatcher: open requests, connections to workers, models
+//! and metric handles.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use inflight_router_core::{
+    Command, Dispatcher, LaneId, RequestId, SessionId, WorkerCommand, WorkerId, WorkerUsage,
+};
+use metrics::Gauge;
+use slotmap::SlotMap;
+use tokio::sync::mpsc;
+
+use super::ServedModel;
+use super::request::ActiveRequest;
+use crate::cluster::bundle::Model;
+use crate::metrics as names;
+
+/// Message to a worker, with the request of a submission.
+#[derive(Debug)]
+pub(crate) struct WorkerMessage {
+    pub(crate) command: WorkerCommand,
+    /// The submitted request; `None` for other commands.
+    pub(crate) request: Option<Arc<ActiveRequest>>,
+}
+
+/// Connection of a worker's session.
+#[derive(Debug)]
+pub(crate) struct WorkerConnection {
+    pub(crate) address: String,
+    pub(crate) model: Arc<Model>,
+    /// Bounded by what is sent: one submission for each in flight, whose number the grant bounds, one cancel
+    /// for each, and one for each of its choices.
+    pub(crate) commands: mpsc::UnboundedSender<WorkerMessage>,
+}
+
+/// Connected worker.
+pub(super) struct ConnectedWorker {
+    pub(super) address: String,
+    commands: mpsc::UnboundedSender<WorkerMessage>,
+    gauges: WorkerGauges,
+}
+
+struct WorkerGauges {
+    requests: Gauge,
+    sequences: Gauge,
+    sequences_granted: Gauge,
+    blocks: Gauge,
+    blocks_granted: Gauge,
+}
+
+/// Metric handles; a lookup by name costs more than an update.
+struct QueueGauges {
+    requests: Gauge,
+    tokens: Gauge,
+    retry_queue: Gauge,
+    quarantine: Gauge,
+    ejected: Gauge,
+    indexed: Gauge,
+}
+
+/// State behind the lock of the shared dispatcher.
+pub(super) struct DispatcherState {
+    pub(super) core: Dispatcher,
+    /// Commands of the current event.
+    pub(super) commands: Vec<Command>,
+    /// Admitted requests whose streams are open.
+    pub(super) requests: SlotMap<RequestId, Arc<ActiveRequest>>,
+    workers: BTreeMap<WorkerId, ConnectedWorker>,
+    pub(super) models: BTreeMap<LaneId, Arc<Model>>,
+    next_session: SessionId,
+    ticks: u32,
+    gauges: QueueGauges,
+}
+
+impl DispatcherState {
+    /// Ticks between two checks of all open requests.
+    const TICKS_PER_STALL_CHECK: u32 = 10;
+
+    pub(super) fn new(core: Dispatcher) -> Self {
+        let gauges = QueueGauges {
+            requests: metrics::gauge!(names::QUEUE_REQUESTS),
+            tokens: metrics::gauge!(names::QUEUE_TOKENS),
+            retry_queue: metrics::gauge!(names::RETRY_QUEUE),
+            quarantine: metrics::gauge!(names::QUARANTINE),
+            ejected: metrics::gauge!(names::WORKERS_EJECTED),
+            indexed: metrics::gauge!(names::PREFIX_INDEX_BLOCKS),
+        };
+        Self {
+            core,
+            commands: Vec::new(),
+            requests: SlotMap::with_key(),
+            workers: BTreeMap::new(),
+            models: BTreeMap::new(),
+            next_session: SessionId(0),
+            ticks: 0,
+            gauges,
+        }
+    }
+
+    pub(super) fn next_session(&mut self) -> SessionId {
+        let session = self.next_session;
+        self.next_session = SessionId(session.0 + 1);
+        session
+    }
+
+    pub(super) fn connect(&mut self, worker: WorkerId, connection: WorkerConnection) {
+        let WorkerConnection { address, commands, model: _ } = connection;
+        let gauges = WorkerGauges::new(&address);
+        self.workers.insert(worker, ConnectedWorker { address, commands, gauges });
+    }
+
+    pub(super) fn disconnect(&mut self, worker: WorkerId) {
+        if let Some(worker) = self.workers.remove(&worker) {
+            worker.gauges.set(WorkerUsage::default());
+        }
+    }
+
+    /// Keeps the model of a worker's lane, for requests that resolve to it.
+    pub(super) fn set_model(&mut self, worker: WorkerId, model: Arc<Model>) {
+        if let Some(lane) = self.core.lane_of(worker) {
+            self.models.entry(lane).or_insert(model);
+        }
+    }
+
+    pub(super) fn served_model(&self, lane: LaneId) -> Option<ServedModel> {
+        let of_lane = self.core.lane(lane)?;
+        Some(ServedModel {
+            lane,
+            name: of_lane.name.clone(),
+            architecture: of_lane.architecture.clone(),
+            limits: of_lane.limits,
+            model: self.models.get(&lane)?.clone(),
+        })
+    }
+
+    /// Returns the address of a worker, for logs and metrics.
+    pub(super) fn address(&self, worker: WorkerId) -> &str {
+        self.workers.get(&worker).map_or("", |worker| worker.address.as_str())
+    }
+
+    /// Returns the id of an open request, for logs.
+    pub(super) fn request_id(&self, request: RequestId) -> &str {
+        self.requests.get(request).map_or("", |active| active.call.request_id.as_str())
+    }
+
+    /// Sends a message to a worker.
+    pub(super) fn send(&self, worker: WorkerId, command: WorkerCommand) {
+        let Some(connected) = self.workers.get(&worker) else { return };
+        let request = match &command {
+            WorkerCommand::Submit(submission) => self.requests.get(submission.request).cloned(),
+            _ => None,
+        };
+        // A receiver that is gone means that the session is being closed, which resubmits its requests.
+        let _ = connected.commands.send(WorkerMessage { command, request });
+    }
+
+    /// Returns the requests whose clients have read nothing for `patience`; checked at some ticks only.
+    pub(super) fn stalled_requests(&mut self, now: Instant, patience: Duration) -> Vec<RequestId> {
+        self.ticks = self.ticks.wrapping_add(1);
+        if !self.ticks.is_multiple_of(Self::TICKS_PER_STALL_CHECK) {
+            return Vec::new();
+        }
+        let stalled = self.requests.iter().filter(|(_, active)| active.unread_for(now) >= patience);
+        stalled.map(|(request, _)| request).collect()
+    }
+
+    /// Sets the gauges of the queues.
+    pub(super) fn set_queue_gauges(&self) {
+        let (requests, tokens) = self.core.queue_usage();
+        self.gauges.requests.set(requests as f64);
+        self.gauges.tokens.set(tokens as f64);
+        let (retries, quarantined) = self.core.waiting_retries();
+        self.gauges.retry_queue.set(retries as f64);
+        self.gauges.quarantine.set(quarantined as f64);
+        self.gauges.indexed.set(self.core.fleet().indexed_blocks() as f64);
+    }
+
+    /// Sets the gauges that cost more to compute, at ticks.
+    pub(super) fn set_slow_gauges(&self) {
+        self.gauges.ejected.set(self.core.ejected() as f64);
+    }
+
+    /// Sets the gauges of a worker's grant and usage.
+    pub(super) fn set_worker_gauges(&self, worker: WorkerId) {
+        if let (Some(connected), Some(usage)) = (self.workers.get(&worker), self.core.worker_usage(worker)) {
+            connected.gauges.set(usage);
+        }
+    }
+}
+
+impl WorkerGauges {
+    fn new(address: &str) -> Self {
+        let gauge = |name: &'static str| metrics::gauge!(name, "worker" => address.to_owned());
+        Self {
+            requests: gauge(names::WORKER_REQUESTS),
+            sequences: gauge(names::WORKER_SEQUENCES),
+            sequences_granted: gauge(names::WORKER_SEQUENCES_GRANTED),
+            blocks: gauge(names::WORKER_BLOCKS),
+            blocks_granted: gauge(names::WORKER_BLOCKS_GRANTED),
+        }
+    }
+
+    fn set(&self, usage: WorkerUsage) {
+        self.requests.set(usage.requests as f64);
+        self.sequences.set(usage.used.sequences);
+        self.sequences_granted.set(usage.grant.sequences);
+        self.blocks.set(usage.used.blocks);
+        self.blocks_granted.set(usage.grant.blocks);
+    }
+}
