@@ -1,45 +1,89 @@
-//! `inflight replay`: replays a recorded worker's scheduler and compares the plans.
+//! `inflight replay`: replays a recorded worker's scheduler or router's dispatcher and compares the decisions.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use inflight_worker::{Iteration, replay};
+use inflight_router::{Command, Event};
+use inflight_worker::Iteration;
 
 use crate::exit::{CommandError, Exit};
 
 /// Options of `inflight replay`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Recording written by `inflight worker --record FILE`
+    /// Recording written by `inflight worker --record FILE` or `inflight router --record FILE`
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Print every plan
+    /// Print every plan of a worker, or every event of a router with the number of its commands
     #[arg(long)]
     pub plans: bool,
 }
 
-/// Replays a recording and prints the number of plans, all of which equal the recorded ones.
+/// Replays a recording and prints the number of decisions, all of which equal the recorded ones.
 ///
 /// # Errors
-/// The file cannot be read or is no recording, or a plan differs from the recorded one.
+/// The file cannot be read or is no recording, or a decision differs from the recorded one.
 pub fn run(args: &Args) -> Result<(), CommandError> {
     let bytes = std::fs::read(&args.file).map_err(|error| {
         CommandError::new(Exit::Failure, format!("can't read {}: {error}", args.file.display()))
     })?;
+    let failed = |error: &dyn std::fmt::Display| {
+        CommandError::new(Exit::Failure, format!("{}: {error}", args.file.display()))
+    };
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     let mut written = Ok(());
-    let replayed = replay(&bytes, |plan, now| {
+    let mut print = |at: Duration, text: String| {
         if args.plans && written.is_ok() {
-            written = writeln!(out, "{:>12.6} s  {}", now.as_nanos() as f64 * 1e-9, summary_line(plan));
+            written = writeln!(out, "{:>12.6} s  {text}", at.as_secs_f64());
         }
-    });
-    let plans = replayed
-        .map_err(|error| CommandError::new(Exit::Failure, format!("{}: {error}", args.file.display())))?;
+    };
+    let total = if inflight_router::is_recording(&bytes) {
+        let replayed =
+            inflight_router::replay(&bytes, |event, now, commands| print(now, event_line(event, commands)));
+        let events = replayed.map_err(|error| failed(&error))?;
+        format!("{events} events replayed, each with the commands that were recorded")
+    } else {
+        let replayed = inflight_worker::replay(&bytes, |plan, now| {
+            print(Duration::from_nanos(now.as_nanos()), summary_line(plan));
+        });
+        let plans = replayed.map_err(|error| failed(&error))?;
+        format!("{plans} plans replayed, each as it was recorded")
+    };
     // A closed pipe is ignored.
-    let _ = written.and_then(|()| writeln!(out, "{plans} plans replayed, each as it was recorded"));
+    let _ = written.and_then(|()| writeln!(out, "{total}"));
     let _ = out.flush();
     Ok(())
+}
+
+/// Describes an event of a router.
+fn event_line(event: &Event, commands: &[Command]) -> String {
+    let worker = |worker: &dyn std::fmt::Display| format!("worker {worker}");
+    let what = match event {
+        Event::WorkerJoined { worker: id } => format!("{} joined", worker(id)),
+        Event::WorkerRetired { worker: id } => format!("{} retired", worker(id)),
+        Event::WorkerLeft { worker: id } => format!("{} left", worker(id)),
+        Event::SessionOpened { session, worker: info } => {
+            format!("session {session} opened with {} for {}", worker(&info.worker), info.model)
+        }
+        Event::SessionClosed { worker: id, reason, .. } => {
+            format!("session of {} closed: {}", worker(id), reason.label())
+        }
+        Event::Updated { worker: id, update, .. } => {
+            format!("update of {} with {} sequences", worker(id), update.sequences.len())
+        }
+        Event::Arrived { call, .. } => {
+            format!("request of tenant {:?} with {} prompt tokens", call.tenant, call.prompt_tokens)
+        }
+        Event::ChoiceWithdrawn { choice, .. } => format!("choice {choice} withdrawn"),
+        Event::ClientBehind { .. } => "client behind".to_owned(),
+        Event::ClientResumed { .. } => "client reads again".to_owned(),
+        Event::ClientStalled { .. } => "client stalled".to_owned(),
+        Event::Released { .. } => "request released".to_owned(),
+        Event::Tick => "tick".to_owned(),
+    };
+    format!("{what}: {} commands", commands.len())
 }
 
 fn summary_line(plan: &Iteration) -> String {

@@ -104,6 +104,10 @@ pub struct Args {
     /// is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
+    /// Record all events of the dispatcher to this file, for `inflight replay`. It holds names of tenants and
+    /// generated token ids, but no prompts
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RECORD")]
+    pub record: Option<PathBuf>,
     /// Queueing time after which a request goes first within its tenant, at the highest priority
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().aging_threshold), env = "INFLIGHT_ROUTER_AGING_THRESHOLD")]
     pub aging_threshold: Span,
@@ -194,6 +198,7 @@ impl Args {
             aging_tokens_max: self.aging_tokens_max,
             bypass_max: self.bypass_max,
             tenants_file: self.tenants_file.clone(),
+            record: self.record.clone(),
             tls: self.tls.files()?,
             worker_tls: self.worker_tls.tls()?,
             connections: ConnectionLimits {

@@ -88,6 +88,9 @@ pub struct Options {
     pub keepalive_interval: Duration,
     /// Whether gRPC server reflection is served.
     pub reflection: bool,
+    /// File that records all events of the dispatcher, for `inflight replay`. It holds names of tenants and
+    /// generated token ids, but no prompts.
+    pub record: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -130,6 +133,7 @@ impl Default for Options {
             model_retention: Duration::from_secs(600),
             keepalive_interval: Duration::from_secs(10),
             reflection: true,
+            record: None,
         }
     }
 }

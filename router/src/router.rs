@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -51,6 +52,14 @@ pub enum Error {
     Bind {
         /// Address to listen on.
         address: SocketAddr,
+        /// I/O error.
+        source: io::Error,
+    },
+    /// The recording can't be created.
+    #[error("can't record to {}: {source}", path.display())]
+    Record {
+        /// Path of the recording.
+        path: PathBuf,
         /// I/O error.
         source: io::Error,
     },
@@ -169,7 +178,9 @@ impl Core {
         // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
         let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
-        let dispatch = Arc::new(SharedDispatcher::new(&options));
+        let dispatch = SharedDispatcher::new(&options)
+            .map_err(|source| Error::Record { path: options.record.clone().unwrap_or_default(), source })?;
+        let dispatch = Arc::new(dispatch);
         Ok(Self { options, dispatch, sources, connector: None, tls, tenants })
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// Service that a token counts for, by kind.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct TokenCost {
     /// Cost of a computed prompt token; prefix cache hits and recomputed tokens cost nothing.
     pub input: u32,

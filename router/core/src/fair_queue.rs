@@ -12,7 +12,7 @@ use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
 use crate::queue_bounds::{QueueFull, QueueLimits, QueueUsage};
 
 /// Order and bounds of a [`FairQueue`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct FairQueueOptions {
     /// Bounds on the waiting requests over all tenants and lanes.
     pub limits: QueueLimits,

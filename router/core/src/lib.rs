@@ -15,6 +15,7 @@ mod placement;
 mod prefix_index;
 mod queue_bounds;
 mod rate;
+mod record;
 mod retry_budget;
 mod tenant_gate;
 mod update;
@@ -41,6 +42,7 @@ pub use placement::{
 pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
 pub use queue_bounds::{QueueBound, QueueFull, QueueLimits, QueueUsage};
 pub use rate::{Gcra, RateCharge, RateLimit};
+pub use record::{Recording, ReplayError, is_recording, replay};
 pub use retry_budget::RetryBudget;
 pub use tenant_gate::{OverLimit, TenantGate, TenantLimits};
 pub use update::{

@@ -48,7 +48,14 @@ impl SharedDispatcher {
     ) -> Vec<RequestId> {
         let mut behind = Vec::new();
         let mut commands = std::mem::take(&mut state.commands);
-        state.core.apply(event, self.since_epoch(now), &mut commands);
+        let since = self.since_epoch(now);
+        if let Some(recorder) = &mut state.recorder {
+            recorder.log.event(&event, since);
+        }
+        state.core.apply(event, since, &mut commands);
+        if let Some(recorder) = &mut state.recorder {
+            recorder.log.commands(&commands);
+        }
         for command in commands.drain(..) {
             match command {
                 Command::Worker { worker, command } => Self::send(state, worker, command),

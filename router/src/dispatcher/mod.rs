@@ -2,11 +2,14 @@
 
 mod execute;
 mod notices;
+mod recorder;
 pub(crate) mod request;
 mod state;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
@@ -15,7 +18,7 @@ use std::time::{Duration, Instant};
 use inflight_contract::ModelLimits;
 use inflight_net::batch_wakeups;
 use inflight_router_core::{
-    Dispatcher, DispatcherOptions, Event, FairQueueOptions, LaneId, QueueLimits, ResolveError,
+    Dispatcher, DispatcherOptions, Event, FairQueueOptions, LaneId, QueueLimits, Recording, ResolveError,
     ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo, WorkerUpdate, prompt_chains,
 };
 use tokio::sync::watch;
@@ -26,6 +29,7 @@ use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::stats::RouterStats;
+use recorder::Recorder;
 use request::{ActiveRequest, AdmittedCall};
 use state::DispatcherState;
 pub(crate) use state::{WorkerConnection, WorkerMessage};
@@ -93,18 +97,27 @@ impl SharedDispatcher {
     /// Interval of [`SharedDispatcher::tick`].
     pub(crate) const TICK: Duration = Dispatcher::TICK;
 
-    pub(crate) fn new(options: &Options) -> Self {
+    /// Creates a dispatcher without workers.
+    ///
+    /// # Errors
+    /// I/O error: the recording cannot be created.
+    pub(crate) fn new(options: &Options) -> io::Result<Self> {
         let mut seed = DefaultHasher::new();
         (&options.router_id, &options.incarnation).hash(&mut seed);
-        let core = Dispatcher::new(dispatcher_options(options), options.placement.build(seed.finish()));
-        Self {
+        let (core_options, seed) = (dispatcher_options(options), seed.finish());
+        let core = Dispatcher::new(core_options, options.placement.build(seed));
+        let recorder = options.record.as_ref().map(|path| {
+            let log = Recording::new(core_options, options.placement, seed);
+            File::create(path).map(|file| Recorder::new(file, log))
+        });
+        Ok(Self {
             options: options.clone(),
-            state: Mutex::new(DispatcherState::new(core)),
+            state: Mutex::new(DispatcherState::new(core, recorder.transpose()?)),
             ready: watch::Sender::new(false),
             served: watch::Sender::default(),
             routers: AtomicU32::new(1),
             epoch: clock::now(),
-        }
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, DispatcherState> {
@@ -297,6 +310,7 @@ impl SharedDispatcher {
             aftermath.merge(self.apply(&mut state, Event::ClientStalled { request, waited }));
         }
         state.set_slow_gauges();
+        state.flush_recording();
         drop(state);
         aftermath.finish();
     }

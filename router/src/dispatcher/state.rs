@@ -13,6 +13,7 @@ use slotmap::SlotMap;
 use tokio::sync::mpsc;
 
 use super::ServedModel;
+use super::recorder::Recorder;
 use super::request::ActiveRequest;
 use crate::cluster::bundle::Model;
 use crate::metrics as names;
@@ -72,13 +73,15 @@ pub(super) struct DispatcherState {
     next_session: SessionId,
     ticks: u32,
     gauges: QueueGauges,
+    /// `None` if nothing is recorded.
+    pub(super) recorder: Option<Recorder>,
 }
 
 impl DispatcherState {
     /// Ticks between two checks of all open requests.
     const TICKS_PER_STALL_CHECK: u32 = 10;
 
-    pub(super) fn new(core: Dispatcher) -> Self {
+    pub(super) fn new(core: Dispatcher, recorder: Option<Recorder>) -> Self {
         let gauges = QueueGauges {
             requests: metrics::gauge!(names::QUEUE_REQUESTS),
             tokens: metrics::gauge!(names::QUEUE_TOKENS),
@@ -96,6 +99,7 @@ impl DispatcherState {
             next_session: SessionId(0),
             ticks: 0,
             gauges,
+            recorder,
         }
     }
 
@@ -164,6 +168,15 @@ impl DispatcherState {
         }
         let stalled = self.requests.iter().filter(|(_, active)| active.unread_for(now) >= patience);
         stalled.map(|(request, _)| request).collect()
+    }
+
+    /// Writes the recording through to its file. After a failed write nothing more is recorded.
+    pub(super) fn flush_recording(&mut self) {
+        let flushed = self.recorder.as_mut().map_or(Ok(()), Recorder::flush);
+        if let Err(error) = flushed {
+            tracing::error!(%error, "recording stopped: cannot write the file");
+            self.recorder = None;
+        }
     }
 
     /// Sets the gauges of the queues.

@@ -1,5 +1,5 @@
-//! Discrete-event simulation of clusters: the real fair queue, credit ledgers, prefix index and placement of
-//! routers, and the real scheduler and grants of workers. Only devices and network are simulated.
+//! Discrete-event simulation of clusters: the real dispatcher of routers, and the real scheduler and grants of
+//! workers. Only devices, network and clients are simulated.
 
 mod request;
 mod router;
@@ -9,12 +9,12 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
 
-use inflight_router_core::Policy;
+use inflight_router_core::{Dispatcher, Policy, SubmissionId, WorkerUpdate};
 use inflight_worker_core::{CommitError, DeviceProfile, Limits, Time};
 
 pub use request::{ClusterRequest, MooncakeError, conversations, read_mooncake};
-use router::SimulatedRouter;
-use worker::{SimulatedWorker, WorkerUpdate};
+use router::{RouterMessage, SimulatedRouter};
+use worker::SimulatedWorker;
 
 /// Configuration of a simulated cluster.
 #[derive(Debug, Clone, Copy)]
@@ -69,6 +69,9 @@ pub enum ClusterError {
     /// A queue or worker rejected a request.
     #[error("request {0} is refused: {1}")]
     Refused(usize, String),
+    /// A worker sent what a router rejects as a protocol violation: a fault of the simulation.
+    #[error("a simulated worker violated the protocol: {0}")]
+    Violation(String),
     /// A router's prefix index differs from the worker's cache although no update is in flight.
     #[error("the index of router {router} differs from what worker {worker} has, in {blocks} blocks")]
     Index {
@@ -138,7 +141,7 @@ impl ClusterReport {
 #[derive(Debug)]
 enum ClusterEvent {
     /// A submission arrives at a worker.
-    Submit { worker: usize, router: usize, request: usize },
+    Submit { worker: usize, router: usize, request: usize, submission: SubmissionId },
     /// An update of a worker arrives at a router.
     Update { worker: usize, router: usize, update: Box<WorkerUpdate> },
     /// A router's request for a cache snapshot arrives at a worker.
@@ -211,76 +214,44 @@ pub fn simulate(
     let mut placed: Vec<Option<PlacedRequest>> = vec![None; requests.len()];
     let mut arrivals = requests.iter().enumerate().peekable();
     let (mut now, mut left) = (Time::ZERO, requests.len());
+    let mut next_tick = Time::ZERO.after(Dispatcher::TICK);
     loop {
         let arrival = arrivals.peek().map(|(_, request)| request.arrival);
         let next = queue.events.peek().map(|Reverse(scheduled)| scheduled.at);
-        let mut changed_router = None;
-        match (arrival, next) {
-            (Some(arrival), next) if next.is_none_or(|next| arrival <= next) => {
-                now = now.max(arrival);
-                let Some((index, request)) = arrivals.next() else { break };
-                let router = index % options.routers;
-                routers[router].arrive(index, request, now)?;
-                changed_router = Some(router);
+        let Some(at) = arrival.into_iter().chain(next).min() else { break };
+        while next_tick <= at {
+            for (number, router) in routers.iter_mut().enumerate() {
+                router.tick(next_tick)?;
+                deliver_messages(number, router, options, &mut queue, next_tick, &mut placed);
             }
-            (_, Some(_)) => {
-                let Some(Reverse(ScheduledEvent { at, event, .. })) = queue.events.pop() else { break };
-                now = now.max(at);
-                match event {
-                    ClusterEvent::Submit { worker, router, request } => {
-                        let node = &mut workers[worker];
-                        node.submit(router, request, &requests[request], now)?;
-                        advance_worker(
-                            worker,
-                            node,
-                            requests,
-                            options,
-                            &mut queue,
-                            now,
-                            &mut placed,
-                            &mut left,
-                        )?;
-                    }
-                    ClusterEvent::Resync { worker, router } => {
-                        let update = Box::new(workers[worker].snapshot_update(router));
-                        queue.add(now.after(options.hop), ClusterEvent::Update { worker, router, update });
-                    }
-                    ClusterEvent::Device { worker } => {
-                        let node = &mut workers[worker];
-                        advance_worker(
-                            worker,
-                            node,
-                            requests,
-                            options,
-                            &mut queue,
-                            now,
-                            &mut placed,
-                            &mut left,
-                        )?;
-                    }
-                    ClusterEvent::Update { worker, router, update } => {
-                        if routers[router].apply_update(worker, &update) {
-                            queue.add(now.after(options.hop), ClusterEvent::Resync { worker, router });
-                        }
-                        changed_router = Some(router);
-                    }
-                }
-            }
-            _ => break,
+            next_tick = next_tick.after(Dispatcher::TICK);
         }
-        if let Some(router) = changed_router {
-            for dispatched in routers[router].dispatch_all(requests, now) {
-                let worker = dispatched.worker;
-                placed[dispatched.request] = Some(PlacedRequest {
-                    worker,
-                    dispatched: now,
-                    expected_tokens: dispatched.expected_tokens,
-                    cached_tokens: 0,
-                    first_token: Time::ZERO,
-                    ended: Time::ZERO,
-                });
-                let submit = ClusterEvent::Submit { worker, router, request: dispatched.request };
-                queue.add(now.after(options.hop), submit);
+        now = now.max(at);
+        if arrival.is_some_and(|arrival| arrival <= at) {
+            let Some((index, request)) = arrivals.next() else { break };
+            let number = index % options.routers;
+            routers[number].arrive(index, request, now)?;
+            deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
+            continue;
+        }
+        let Some(Reverse(ScheduledEvent { event, .. })) = queue.events.pop() else { break };
+        match event {
+            ClusterEvent::Submit { worker, router, request, submission } => {
+                let node = &mut workers[worker];
+                node.submit(router, submission, request, &requests[request], now)?;
+                advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
+            }
+            ClusterEvent::Resync { worker, router } => {
+                let update = Box::new(workers[worker].snapshot_update(router));
+                queue.add(now.after(options.hop), ClusterEvent::Update { worker, router, update });
+            }
+            ClusterEvent::Device { worker } => {
+                let node = &mut workers[worker];
+                advance_worker(worker, node, requests, options, &mut queue, now, &mut placed, &mut left)?;
+            }
+            ClusterEvent::Update { worker, router: number, update } => {
+                routers[number].update(worker, update, now)?;
+                deliver_messages(number, &mut routers[number], options, &mut queue, now, &mut placed);
             }
         }
     }
@@ -300,6 +271,34 @@ pub fn simulate(
         busy_s: workers.iter().map(SimulatedWorker::busy_s).collect(),
         makespan: now,
     })
+}
+
+/// Sends a router's messages to its workers, and notes where requests are placed.
+fn deliver_messages(
+    number: usize,
+    router: &mut SimulatedRouter,
+    options: &ClusterOptions,
+    queue: &mut EventQueue,
+    now: Time,
+    placed: &mut [Option<PlacedRequest>],
+) {
+    for message in router.drain_messages() {
+        let event = match message {
+            RouterMessage::Submit { worker, request, submission, expected_tokens } => {
+                placed[request] = Some(PlacedRequest {
+                    worker,
+                    dispatched: now,
+                    expected_tokens,
+                    cached_tokens: 0,
+                    first_token: Time::ZERO,
+                    ended: Time::ZERO,
+                });
+                ClusterEvent::Submit { worker, router: number, request, submission }
+            }
+            RouterMessage::Resync { worker } => ClusterEvent::Resync { worker, router: number },
+        };
+        queue.add(now.after(options.hop), event);
+    }
 }
 
 /// Advances a worker to `now`, and schedules its device events and its updates to routers.

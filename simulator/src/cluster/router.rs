@@ -1,174 +1,181 @@
-//! Simulated router around the real fair queue, credit ledgers, prefix indexes and placement.
+//! Simulated router around the real dispatcher.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use inflight_contract::Weight;
+use inflight_contract::{ModelLimits, Priority, Weight};
 use inflight_router_core::{
-    Arrival, CacheChange, Candidate, Chain, Credits, FairQueue, FairQueueOptions, Fleet, IndexStep, Ledger,
-    PlacementRequest, Placer, QueueLimits, QueuePosition, SnapshotPiece, Tier, WorkerLoad,
+    Chain, ClientCommand, Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions, LaneId,
+    Notice, QueueLimits, RequestId, RequestSpec, SessionId, SubmissionId, Tier, WorkerCommand, WorkerId,
+    WorkerInfo, WorkerUpdate,
 };
-use inflight_worker_core::{CacheEvent, CacheTier, Grant, Time};
+use inflight_worker_core::Time;
+use slotmap::SlotMap;
 
-use super::worker::{SimulatedWorker, WorkerUpdate};
+use super::worker::{SimulatedWorker, tier_of};
 use super::{ClusterError, ClusterOptions, ClusterRequest};
 
 /// Only queue lane, since all workers serve one model.
-const LANE: u32 = 0;
+const LANE: LaneId = LaneId(0);
 
-/// Request dispatched to a worker.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct DispatchedRequest {
-    pub request: usize,
-    pub worker: usize,
-    pub expected_tokens: u32,
+/// Message of a router to a worker.
+#[derive(Debug)]
+pub(super) enum RouterMessage {
+    /// A request is dispatched.
+    Submit { worker: usize, request: usize, submission: SubmissionId, expected_tokens: u32 },
+    /// A snapshot of the prefix cache is requested.
+    Resync { worker: usize },
 }
 
-/// Simulated router: fair queue, credit ledgers, worker loads and prefix indexes, placement.
+/// Simulated router: the real dispatcher, with clients that read at once.
 #[derive(Debug)]
 pub(super) struct SimulatedRouter {
-    queue: FairQueue<u32, usize>,
-    ledgers: Vec<Ledger>,
-    fleet: Fleet,
-    placer: Placer,
-    block_tokens: u32,
-    running: BTreeMap<usize, QueuePosition<u32>>,
+    dispatcher: Dispatcher,
+    /// Index of each open request in the workload.
+    requests: SlotMap<RequestId, usize>,
+    commands: Vec<Command>,
+    messages: Vec<RouterMessage>,
 }
 
 impl SimulatedRouter {
     pub fn new(options: &ClusterOptions, nth: usize) -> Self {
         let limits = QueueLimits { requests: usize::MAX, tokens: u64::MAX };
-        let queue = FairQueue::new(FairQueueOptions { limits, ..FairQueueOptions::default() });
-        let mut fleet = Fleet::default();
-        let blocks = options.limits.blocks as usize + options.limits.host_blocks as usize;
-        (0..options.workers).for_each(|worker| fleet.open(worker, options.limits.block_tokens, blocks));
-        Self {
-            queue,
-            ledgers: (0..options.workers).map(|_| Ledger::default()).collect(),
-            fleet,
-            placer: Placer::new((options.policy)(0x5eed + nth as u64)),
-            block_tokens: options.limits.block_tokens,
-            running: BTreeMap::new(),
+        let hour = Duration::from_secs(3600);
+        let dispatcher_options = DispatcherOptions {
+            queue: FairQueueOptions { limits, ..FairQueueOptions::default() },
+            request_tokens_max: u64::MAX,
+            no_worker_timeout: hour,
+            model_retention: hour,
+            drain_grace: hour,
+            retry_rate: 1,
+            retry_burst: 1,
+        };
+        let mut router = Self {
+            dispatcher: Dispatcher::new(dispatcher_options, (options.policy)(0x5eed + nth as u64)),
+            requests: SlotMap::with_key(),
+            commands: Vec::new(),
+            messages: Vec::new(),
+        };
+        for worker in 0..options.workers {
+            let info = worker_info(options, worker);
+            let id = info.worker;
+            router.dispatcher.apply(Event::WorkerJoined { worker: id }, Duration::ZERO, &mut router.commands);
+            let opened = Event::SessionOpened { session: SessionId(worker as u64), worker: Box::new(info) };
+            router.dispatcher.apply(opened, Duration::ZERO, &mut router.commands);
         }
+        router.commands.clear();
+        router
     }
 
+    /// Queues a request, and dispatches it if a worker has room.
     pub fn arrive(&mut self, index: usize, request: &ClusterRequest, now: Time) -> Result<(), ClusterError> {
-        let arrival = Arrival {
-            tenant: "tenant",
+        let sizes = self.dispatcher.block_sizes(LANE);
+        let chain = |size: &u32| Chain::of_names(request.hashes(*size).map(|hash| hash.short()), *size);
+        let call = RequestSpec {
+            lane: LANE,
+            tenant: "tenant".to_owned(),
             weight: Weight::default(),
-            priority: 0,
-            tokens: u64::from(request.prompt_tokens) + u64::from(request.output_tokens),
-            bounds: QueueLimits { requests: usize::MAX, tokens: u64::MAX },
-        };
-        let admitted = self.queue.push(LANE, arrival, since_start(now), index);
-        admitted.map(drop).map_err(|full| ClusterError::Refused(index, full.to_string()))
-    }
-
-    /// Applies an update of a worker. Returns true if a cache snapshot must be requested.
-    pub fn apply_update(&mut self, worker: usize, update: &WorkerUpdate) -> bool {
-        let Grant { sequences, blocks } = update.grant;
-        self.ledgers[worker].set_grant(Credits { sequences, blocks });
-        self.fleet.set_cost(worker, update.cost);
-        let (ahead, stretch, decode_step) = update.load;
-        self.fleet.set_load(worker, WorkerLoad::new(ahead, stretch, decode_step), update.received);
-        for request in &update.ended {
-            self.ledgers[worker].settle(*request as u64, 0);
-            self.fleet.settle(worker, *request as u64);
-            if let Some(place) = self.running.remove(request) {
-                self.queue.depart(&place);
-            }
-        }
-        if !self.placer.reads_prefixes() {
-            return false;
-        }
-        let mut steps = Vec::new();
-        if let Some(snapshot) = &update.snapshot {
-            let of = |wanted| -> Vec<u64> {
-                snapshot.iter().filter(|(tier, _)| *tier == wanted).map(|(_, block)| *block).collect()
-            };
-            let (device, host) = (of(CacheTier::Device), of(CacheTier::Host));
-            let piece = SnapshotPiece { first: true, device: &device, host: &host, next: Some(update.first) };
-            steps.push(self.fleet.load(worker, piece));
-        }
-        if !update.events.is_empty() {
-            let changes = update.events.iter().map(|(tier, event)| change(*tier, *event));
-            steps.push(self.fleet.apply(worker, update.first, changes));
-        }
-        steps.contains(&IndexStep::Lost)
-    }
-
-    /// Dispatches queued requests in queue order, with head-of-line bypass, while any fits on a worker.
-    pub fn dispatch_all(&mut self, requests: &[ClusterRequest], now: Time) -> Vec<DispatchedRequest> {
-        let mut dispatched = Vec::new();
-        while let Some(head) = self.queue.head(LANE, since_start(now)) {
-            let Some(index) = self.queue.get(&head).copied() else { break };
-            if let Some(one) = self.dispatch(&head, index, &requests[index]) {
-                dispatched.push(one);
-                continue;
-            }
-            let behind = self.queue.bypass_candidates(&head, since_start(now));
-            let fits = behind.into_iter().find_map(|place| {
-                let index = *self.queue.get(&place)?;
-                self.dispatch(&place, index, &requests[index])
-            });
-            let Some(one) = fits else { break };
-            self.queue.count_bypass(&head);
-            dispatched.push(one);
-        }
-        dispatched
-    }
-
-    /// Dispatches a queued request to the worker chosen by placement; `None` if it fits on no worker.
-    fn dispatch(
-        &mut self,
-        place: &QueuePosition<u32>,
-        index: usize,
-        request: &ClusterRequest,
-    ) -> Option<DispatchedRequest> {
-        let need = Credits { sequences: 1, blocks: request.prompt_tokens.div_ceil(self.block_tokens) + 1 };
-        let mut candidates: Vec<Candidate> = self
-            .ledgers
-            .iter()
-            .enumerate()
-            .map(|(worker, ledger)| Candidate {
-                worker,
-                grant: ledger.grant(),
-                used: ledger.used(),
-                need,
-                ..Candidate::default()
-            })
-            .collect();
-        if !candidates.iter().any(Candidate::has_room) {
-            return None;
-        }
-        let chains: Vec<Chain> = match self.placer.reads_prefixes() {
-            true => vec![Chain::of_names(
-                request.hashes(self.block_tokens).map(|hash| hash.short()),
-                self.block_tokens,
-            )],
-            false => Vec::new(),
-        };
-        for candidate in candidates.iter_mut().filter(|candidate| candidate.has_room()) {
-            candidate.estimate = self.fleet.estimate(candidate.worker, request.prompt_tokens, &chains);
-        }
-        let ask = PlacementRequest {
+            priority: Priority::default(),
+            bounds: QueueLimits::NONE,
             prompt_tokens: request.prompt_tokens,
-            output_tokens: request.output_tokens.min(256),
+            max_tokens: request.output_tokens,
+            choices: 1,
+            logprobs: None,
+            deadline: None,
+            require_fingerprint: None,
+            chains: sizes.iter().map(chain).collect(),
         };
-        let worker = self.placer.choose(&ask, &candidates)?;
-        let cost = u64::from(request.prompt_tokens);
-        self.queue.take(place, cost)?;
-        self.queue.settle(place, cost);
-        let estimate = candidates[worker].estimate;
-        self.fleet.route(worker, index as u64, request.prompt_tokens, &chains, &estimate);
-        self.ledgers[worker].charge(index as u64, 1, need.blocks);
-        self.running.insert(index, *place);
-        Some(DispatchedRequest { request: index, worker, expected_tokens: estimate.cached.tokens() })
+        let request = self.requests.insert(index);
+        self.apply(Event::Arrived { request, call: Box::new(call) }, now)
+    }
+
+    /// Applies an update of a worker.
+    pub fn update(
+        &mut self,
+        worker: usize,
+        update: Box<WorkerUpdate>,
+        now: Time,
+    ) -> Result<(), ClusterError> {
+        let (worker, session) = (worker_id(worker), SessionId(worker as u64));
+        self.apply(Event::Updated { worker, session, update }, now)
+    }
+
+    /// Runs the dispatcher's time-driven work.
+    pub fn tick(&mut self, now: Time) -> Result<(), ClusterError> {
+        self.apply(Event::Tick, now)
+    }
+
+    /// Takes the messages to workers since the last call.
+    pub fn drain_messages(&mut self) -> Vec<RouterMessage> {
+        std::mem::take(&mut self.messages)
+    }
+
+    /// Applies an event and those that follow from its commands.
+    fn apply(&mut self, event: Event, now: Time) -> Result<(), ClusterError> {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let mut commands = std::mem::take(&mut self.commands);
+            self.dispatcher.apply(event, since_start(now), &mut commands);
+            let mut expected_tokens = 0;
+            for command in commands.drain(..) {
+                match command {
+                    // Precedes the submission it belongs to.
+                    Command::Notice(Notice::PromptPlaced { cached_tokens, .. }) => {
+                        expected_tokens = cached_tokens
+                    }
+                    Command::Worker { worker, command } => self.send(worker, command, expected_tokens),
+                    Command::Client { request, command } => events.extend(self.receive(request, command)?),
+                    Command::CloseSession { violation, .. } => {
+                        return Err(ClusterError::Violation(violation.to_string()));
+                    }
+                    _ => {}
+                }
+            }
+            self.commands = commands;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, worker: WorkerId, command: WorkerCommand, expected_tokens: u32) {
+        let worker = worker.0 as usize;
+        match command {
+            WorkerCommand::Submit(submission) => {
+                if let Some(request) = self.requests.get(submission.request).copied() {
+                    let submission = submission.id;
+                    self.messages.push(RouterMessage::Submit {
+                        worker,
+                        request,
+                        submission,
+                        expected_tokens,
+                    });
+                }
+            }
+            WorkerCommand::ResyncPrefixCache => self.messages.push(RouterMessage::Resync { worker }),
+            WorkerCommand::Cancel { .. } | WorkerCommand::Backlog { .. } | WorkerCommand::ServiceTable(_) => {
+            }
+        }
+    }
+
+    /// Receives output for a client. Returns the end of its call after the last token.
+    fn receive(&mut self, request: RequestId, command: ClientCommand) -> Result<Option<Event>, ClusterError> {
+        match command {
+            ClientCommand::Reject(failure) | ClientCommand::Fail(failure) => {
+                let index = self.requests.get(request).copied().unwrap_or_default();
+                Err(ClusterError::Refused(index, format!("{failure:?}")))
+            }
+            ClientCommand::Deliver(output) if output.finish.is_some() => {
+                self.requests.remove(request);
+                Ok(Some(Event::Released { request }))
+            }
+            ClientCommand::Deliver(_) | ClientCommand::Placed(_) | ClientCommand::Pause => Ok(None),
+        }
     }
 
     /// Returns the number of blocks that only one of prefix index and worker cache contains.
     pub fn index_difference(&self, worker: usize, node: &SimulatedWorker) -> usize {
-        let Some(index) = self.fleet.index(worker).filter(|_| self.placer.reads_prefixes()) else { return 0 };
+        let reads_prefixes = !self.dispatcher.block_sizes(LANE).is_empty();
+        let index = self.dispatcher.fleet().index(worker_id(worker)).filter(|_| reads_prefixes);
+        let Some(index) = index else { return 0 };
         let has: BTreeSet<(Tier, u64)> =
             node.contents().map(|(tier, hash)| (tier_of(tier), hash.short())).collect();
         let missing = has.iter().filter(|(tier, block)| !index.holds(*tier, *block)).count();
@@ -177,20 +184,31 @@ impl SimulatedRouter {
     }
 }
 
+/// Returns the id of a worker in a router.
+fn worker_id(worker: usize) -> WorkerId {
+    WorkerId(u32::try_from(worker).unwrap_or(u32::MAX))
+}
+
+/// Returns the hello message of a simulated worker.
+fn worker_info(options: &ClusterOptions, worker: usize) -> WorkerInfo {
+    let limits = options.limits;
+    let tokens = limits.blocks.saturating_mul(limits.block_tokens);
+    WorkerInfo {
+        worker: worker_id(worker),
+        model: "model".to_owned(),
+        architecture: "simulated".to_owned(),
+        bundle_digest: String::new(),
+        fingerprint: "simulated".to_owned(),
+        incarnation: format!("worker-{worker}"),
+        limits: ModelLimits { vocab_size: 1, context_tokens: tokens, kv_tokens: tokens },
+        block_tokens: limits.block_tokens,
+        capacity: Credits { sequences: limits.running_max + options.queue_ahead, blocks: limits.blocks },
+        host_blocks: limits.host_blocks,
+        // Simulated workers report changes only.
+        heartbeat: Duration::from_secs(1 << 20),
+    }
+}
+
 fn since_start(now: Time) -> Duration {
     now.since(Time::ZERO)
-}
-
-fn tier_of(tier: CacheTier) -> Tier {
-    match tier {
-        CacheTier::Device => Tier::Device,
-        CacheTier::Host => Tier::Host,
-    }
-}
-
-fn change(tier: CacheTier, event: CacheEvent) -> CacheChange {
-    match event {
-        CacheEvent::Stored(hash) => CacheChange::Stored(tier_of(tier), hash.short()),
-        CacheEvent::Removed(hash) => CacheChange::Removed(tier_of(tier), hash.short()),
-    }
 }

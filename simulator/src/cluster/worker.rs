@@ -3,7 +3,11 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use inflight_contract::{CostCoefficients, TenantService, TokenCost, Weight};
+use inflight_contract::{AdmissionCost, FinishReason, TenantService, TokenCost, Weight};
+use inflight_router_core::{
+    CacheChange, CacheEvents, CacheSnapshot, Credits, SequenceEnd, SequenceUpdate, SubmissionId, Tier,
+    WorkerLoad, WorkerUpdate,
+};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants,
@@ -11,24 +15,6 @@ use inflight_worker_core::{
 };
 
 use super::{ClusterError, ClusterOptions, ClusterRequest};
-
-/// Update of a worker for one router, like a session's update.
-#[derive(Debug, Clone)]
-pub(super) struct WorkerUpdate {
-    pub grant: Grant,
-    /// Prefill backlog in seconds, prefill slowdown, and seconds of a step with the running decodes alone.
-    pub load: (f64, f64, f64),
-    pub cost: CostCoefficients,
-    /// Number of submissions received from the router.
-    pub received: u64,
-    /// Ended requests of the router.
-    pub ended: Vec<usize>,
-    /// Contents of the cache before `events`.
-    pub snapshot: Option<Vec<(CacheTier, u64)>>,
-    /// Sequence number of the first event.
-    pub first: u64,
-    pub events: Vec<(CacheTier, CacheEvent)>,
-}
 
 /// Progress of a request.
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +29,7 @@ pub(super) enum RequestProgress {
 struct WorkerRequest {
     request: usize,
     router: usize,
+    submission: SubmissionId,
     cost: Grant,
     output_tokens: u32,
     /// Prompt tokens found in the cache; known with its first chunk.
@@ -82,7 +69,8 @@ pub(super) struct SimulatedWorker {
     /// Sequence number of the next cache event.
     next_event: u64,
     received: Vec<u64>,
-    ended: Vec<Vec<usize>>,
+    /// New output, by router.
+    sequences: Vec<Vec<SequenceUpdate>>,
     last_grants: Vec<Grant>,
     changed: bool,
     busy: Duration,
@@ -113,7 +101,7 @@ impl SimulatedWorker {
             events: Vec::new(),
             next_event: 0,
             received: vec![0; options.routers],
-            ended: vec![Vec::new(); options.routers],
+            sequences: vec![Vec::new(); options.routers],
             last_grants: vec![Grant::default(); options.routers],
             changed: false,
             busy: Duration::ZERO,
@@ -142,6 +130,7 @@ impl SimulatedWorker {
     pub fn submit(
         &mut self,
         router: usize,
+        submission: SubmissionId,
         index: usize,
         request: &ClusterRequest,
         now: Time,
@@ -164,13 +153,15 @@ impl SimulatedWorker {
             now,
         );
         let id = submitted.map_err(|error| ClusterError::Refused(index, error.to_string()))?;
-        let blocks = self.scheduler.limits().blocks_for(request.prompt_tokens) + 1;
+        let cost = AdmissionCost::new(block_tokens);
+        let blocks = cost.prompt(request.prompt_tokens as usize) + cost.choice(0);
         let cost = Grant { sequences: 1, blocks };
         self.grants.charge(router, cost);
         if self.live.len() <= id.index() {
             self.live.resize(id.index() + 1, None);
         }
-        let live = WorkerRequest { request: index, router, cost, output_tokens: 0, cached_tokens: None };
+        let live =
+            WorkerRequest { request: index, router, submission, cost, output_tokens: 0, cached_tokens: None };
         self.live[id.index()] = Some(live);
         self.received[router] += 1;
         self.changed = true;
@@ -204,6 +195,15 @@ impl SimulatedWorker {
                     self.progress.push((live.request, RequestProgress::FirstToken));
                 }
                 let stop = live.output_tokens == requests[live.request].output_tokens;
+                self.sequences[live.router].push(SequenceUpdate {
+                    submission: live.submission,
+                    attempt: 1,
+                    choice: 0,
+                    tokens: vec![0],
+                    logprobs: Vec::new(),
+                    end: stop.then_some(SequenceEnd::Finished(FinishReason::Length)),
+                    computed_tokens: 0,
+                });
                 verdicts.push(if stop { TokenVerdict::STOP } else { TokenVerdict::CONTINUE });
             }
         }
@@ -253,7 +253,6 @@ impl SimulatedWorker {
             let entry = self.live.get_mut(SequenceId::index(ended.id));
             let Some(live) = entry.and_then(Option::take) else { continue };
             self.grants.release(live.router, live.cost);
-            self.ended[live.router].push(live.request);
             self.progress.push((live.request, RequestProgress::Ended));
             self.changed = true;
         }
@@ -272,15 +271,11 @@ impl SimulatedWorker {
         let first = self.next_event;
         self.next_event += events.len() as u64;
         self.last_grants.clone_from(&grants);
-        let update = |(router, grant): (usize, Grant)| WorkerUpdate {
-            grant,
-            ended: std::mem::take(&mut self.ended[router]),
-            first,
-            events: events.clone(),
-            snapshot: None,
-            received: self.received[router],
-            load: load(&self.scheduler),
-            cost: self.scheduler.cost().coefficients(),
+        let changes: Vec<CacheChange> = events.into_iter().map(|(tier, event)| change(tier, event)).collect();
+        let update = |(router, grant): (usize, Grant)| {
+            let sequences = std::mem::take(&mut self.sequences[router]);
+            let cache_events = (!changes.is_empty()).then(|| CacheEvents { first, changes: changes.clone() });
+            WorkerUpdate { sequences, cache_events, ..self.update(router, grant) }
         };
         Some(grants.into_iter().enumerate().map(update).collect())
     }
@@ -292,23 +287,47 @@ impl SimulatedWorker {
             .divide(self.scheduler.load().blocks_used)
             .find(|(session, _)| *session == router)
             .map_or(Grant::default(), |(_, grant)| grant);
-        // The snapshot includes unsent events, which must not be sent to this router again.
-        let first = self.next_event + self.events.len() as u64;
+        let of = |wanted: CacheTier| -> Vec<u64> {
+            self.contents().filter(|(tier, _)| *tier == wanted).map(|(_, hash)| hash.short()).collect()
+        };
+        let snapshot = CacheSnapshot {
+            first: true,
+            device: of(CacheTier::Device),
+            host: of(CacheTier::Host),
+            // The snapshot includes unsent events, which must not be sent to this router again.
+            next_event: Some(self.next_event + self.events.len() as u64),
+        };
+        WorkerUpdate { cache_snapshot: Some(snapshot), ..self.update(router, grant) }
+    }
+
+    /// Returns an update with load, cost and grant.
+    fn update(&self, router: usize, grant: Grant) -> WorkerUpdate {
+        let estimate = self.scheduler.prefill_estimate();
+        let (backlog, decode_step) = (estimate.backlog.as_secs_f64(), estimate.decode_step.as_secs_f64());
         WorkerUpdate {
-            grant,
-            ended: Vec::new(),
-            first,
-            events: Vec::new(),
-            snapshot: Some(self.contents().map(|(tier, hash)| (tier, hash.short())).collect()),
-            received: self.received[router],
-            load: load(&self.scheduler),
-            cost: self.scheduler.cost().coefficients(),
+            grant: Some(inflight_router_core::Grant {
+                credits: Credits { sequences: grant.sequences, blocks: grant.blocks },
+                priority_sequences: 0,
+            }),
+            load: Some(WorkerLoad::new(backlog, estimate.slowdown, decode_step)),
+            cost: Some(self.scheduler.cost().coefficients()),
+            submissions_received: self.received[router],
+            ..WorkerUpdate::default()
         }
     }
 }
 
-/// Returns the fields of [`WorkerUpdate::load`].
-fn load(scheduler: &Scheduler) -> (f64, f64, f64) {
-    let estimate = scheduler.prefill_estimate();
-    (estimate.backlog.as_secs_f64(), estimate.slowdown, estimate.decode_step.as_secs_f64())
+/// Returns the router's name of a cache tier.
+pub(super) fn tier_of(tier: CacheTier) -> Tier {
+    match tier {
+        CacheTier::Device => Tier::Device,
+        CacheTier::Host => Tier::Host,
+    }
+}
+
+fn change(tier: CacheTier, event: CacheEvent) -> CacheChange {
+    match event {
+        CacheEvent::Stored(hash) => CacheChange::Stored(tier_of(tier), hash.short()),
+        CacheEvent::Removed(hash) => CacheChange::Removed(tier_of(tier), hash.short()),
+    }
 }

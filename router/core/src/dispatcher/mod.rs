@@ -22,6 +22,7 @@ mod violation;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use slotmap::SecondaryMap;
 
 pub use catalogue::{Lane, ResolveError};
@@ -44,7 +45,7 @@ use crate::{
 };
 
 /// Limits and times of a [`Dispatcher`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DispatcherOptions {
     /// Order and bounds of the queue.
     pub queue: FairQueueOptions,

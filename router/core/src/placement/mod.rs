@@ -50,7 +50,7 @@ pub trait Policy: Send + fmt::Debug {
 }
 
 /// Placement policies by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub enum PlacementKind {
     /// [`RoundRobin`].
     RoundRobin,
