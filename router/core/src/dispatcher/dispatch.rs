@@ -307,8 +307,8 @@ impl Dispatcher {
         let prompt_blocks =
             AdmissionCost::new(session.block_tokens).prompt(request.spec.prompt_tokens as usize);
         let choices = request.journal.choice_blocks(session.block_tokens);
-        session.submit(request.spec.priority, prompt_blocks, choices, submission, commands);
         request.send(ClientCommand::Placed(RequestPlaced { worker, fingerprint, changed_after }), commands);
+        session.submit(request.spec.priority, prompt_blocks, choices, submission, commands);
     }
 
     /// Requeues a request that was dispatched before, ahead of all new requests.
