@@ -23,7 +23,9 @@ mod trace;
 pub use cluster::bundle::BundleError;
 pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
-pub use inflight_router_core::{Command, Event, PlacementKind, UnknownPlacement, is_recording, replay};
+pub use inflight_router_core::{
+    Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
+};
 pub use options::{Options, OptionsError};
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

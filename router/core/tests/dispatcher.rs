@@ -1,5 +1,7 @@
 //! Chaos over the whole dispatcher: random workers, clients and failures, against a model of every stream.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -248,14 +250,14 @@ impl Cluster {
             lane: LaneId(0),
             tenant: format!("tenant-{}", size % 3),
             weight: Weight::default(),
-            priority: Priority::try_from(priority).unwrap(),
+            priority: Priority::try_from(priority).expect("in range"),
             bounds: QueueLimits::NONE,
             prompt_tokens: 1 + size % 90,
             max_tokens,
             choices,
             logprobs: None,
             deadline: deadline.map(|left| self.now + left),
-            require_fingerprint: (size % 7 == 0).then(|| "one".to_owned()),
+            require_fingerprint: size.is_multiple_of(7).then(|| "one".to_owned()),
             chains: Vec::new(),
         };
         self.apply(Event::Arrived { request, call: Box::new(call) });

@@ -15,34 +15,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use inflight_contract::ModelLimits;
 use inflight_net::batch_wakeups;
 use inflight_router_core::{
-    Dispatcher, DispatcherOptions, Event, FairQueueOptions, LaneId, QueueLimits, Recording, ResolveError,
+    Dispatcher, DispatcherOptions, Event, FairQueueOptions, QueueLimits, Recording, ResolveError,
     ResubmissionReason, SessionId, Violation, WorkerId, WorkerInfo, WorkerUpdate, prompt_chains,
 };
 use tokio::sync::watch;
 
 use crate::call_guard::CallGuard;
 use crate::clock;
-use crate::cluster::bundle::Model;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::stats::RouterStats;
 use recorder::Recorder;
 use request::{ActiveRequest, AdmittedCall};
 use state::DispatcherState;
-pub(crate) use state::{WorkerConnection, WorkerMessage};
-
-/// Model as requests resolve it.
-#[derive(Debug, Clone)]
-pub(crate) struct ServedModel {
-    pub(crate) lane: LaneId,
-    pub(crate) name: String,
-    pub(crate) architecture: String,
-    pub(crate) limits: ModelLimits,
-    pub(crate) model: Arc<Model>,
-}
+pub(crate) use state::{ServedModel, WorkerConnection, WorkerMessage};
 
 /// The router's dispatcher, shared by the tasks of clients and workers. Driven by events (arrival, update,
 /// lost session, tick); nothing polls.

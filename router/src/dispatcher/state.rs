@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use inflight_contract::ModelLimits;
 use inflight_router_core::{
     Command, Dispatcher, LaneId, RequestId, SessionId, WorkerCommand, WorkerId, WorkerUsage,
 };
@@ -12,11 +13,20 @@ use metrics::Gauge;
 use slotmap::SlotMap;
 use tokio::sync::mpsc;
 
-use super::ServedModel;
 use super::recorder::Recorder;
 use super::request::ActiveRequest;
 use crate::cluster::bundle::Model;
 use crate::metrics as names;
+
+/// Model as requests resolve it.
+#[derive(Debug, Clone)]
+pub(crate) struct ServedModel {
+    pub(crate) lane: LaneId,
+    pub(crate) name: String,
+    pub(crate) architecture: String,
+    pub(crate) limits: ModelLimits,
+    pub(crate) model: Arc<Model>,
+}
 
 /// Message to a worker, with the request of a submission.
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use inflight_proto::v1;
-use inflight_proto::v1::session_request::Message as Command;
-use inflight_router::Options;
+use inflight_proto::v1::session_request::Message;
+use inflight_router::{Command, Options, WorkerCommand};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -59,10 +59,10 @@ async fn play(mut worker: ScriptedWorker, seed: u64, quiet: tokio_util::sync::Ca
         loop {
             while let Some(command) = session.try_command() {
                 match command {
-                    Command::Submit(submit) => {
+                    Message::Submit(submit) => {
                         running.insert(submit.submission_id, begin(submit));
                     }
-                    Command::Cancel(message) => cancel(&session, &mut running, message),
+                    Message::Cancel(message) => cancel(&session, &mut running, message),
                     other => panic!("a session does not get {other:?}"),
                 }
             }
@@ -135,8 +135,14 @@ async fn one_run(seed: u64) {
         ScriptedWorker::start(WorkerProfile::default()).await,
         ScriptedWorker::start(WorkerProfile::default()).await,
     ];
-    let options =
-        Options { retry_burst: 1 << 20, queue_requests_max: CALLS, streams_max: CALLS, ..Options::default() };
+    let recording = std::env::temp_dir().join(format!("inflight-chaos-{}-{seed}", std::process::id()));
+    let options = Options {
+        retry_burst: 1 << 20,
+        queue_requests_max: CALLS,
+        streams_max: CALLS,
+        record: Some(recording.clone()),
+        ..Options::default()
+    };
     let cluster = Cluster::start(&[&workers[0], &workers[1], &workers[2]], options).await;
     let addresses: BTreeSet<String> = workers.iter().map(|worker| worker.address.to_string()).collect();
     let quiet = tokio_util::sync::CancellationToken::new();
@@ -167,4 +173,17 @@ async fn one_run(seed: u64) {
     while !settled(&metrics().render()) {
         tokio::task::yield_now().await;
     }
+    cluster.drain.cancel();
+    cluster.serving.await.unwrap().unwrap();
+    let log = std::fs::read(&recording).unwrap();
+    std::fs::remove_file(&recording).unwrap();
+    let mut submissions = 0;
+    let replayed = inflight_router::replay(&log, |_, _, commands| {
+        let submits =
+            |command: &&Command| matches!(command, Command::Worker { command: WorkerCommand::Submit(_), .. });
+        submissions += commands.iter().filter(submits).count();
+    });
+    assert!(matches!(replayed, Ok(events) if events > CALLS as u64), "{replayed:?}");
+    // Some clients leave before their request is dispatched; others are dispatched several times.
+    assert!(submissions > CALLS / 2, "{submissions}");
 }

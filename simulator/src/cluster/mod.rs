@@ -1,90 +1,25 @@
 //! Discrete-event simulation of clusters: the real dispatcher of routers, and the real scheduler and grants of
 //! workers. Only devices, network and clients are simulated.
 
+mod error;
+mod options;
 mod request;
 mod router;
 mod worker;
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::time::Duration;
 
-use inflight_router_core::{Dispatcher, Policy, SubmissionId, WorkerUpdate};
-use inflight_worker_core::{CommitError, DeviceProfile, Limits, Time};
+use inflight_router_core::{Dispatcher, SubmissionId, WorkerUpdate};
+use inflight_worker_core::Time;
 
+pub use error::ClusterError;
+pub use options::ClusterOptions;
 pub use request::{ClusterRequest, MooncakeError, conversations, read_mooncake};
 use router::{RouterMessage, SimulatedRouter};
 use worker::SimulatedWorker;
 
-/// Configuration of a simulated cluster.
-#[derive(Debug, Clone, Copy)]
-pub struct ClusterOptions {
-    /// Number of independent routers; requests are assigned to them round-robin.
-    pub routers: usize,
-    /// Number of workers.
-    pub workers: usize,
-    /// Device profile of each worker.
-    pub profile: DeviceProfile,
-    /// Scheduler limits of each worker.
-    pub limits: Limits,
-    /// Sequences that may be in flight at a worker beyond the running ones.
-    pub queue_ahead: u32,
-    /// One-way network delay between a router and a worker.
-    pub hop: Duration,
-    /// Creates a router's placement policy from a seed.
-    pub policy: fn(u64) -> Box<dyn Policy>,
-}
-
-impl ClusterOptions {
-    /// Returns options for one router and `workers` workers with the pools of the profile.
-    pub fn new(workers: usize, profile: DeviceProfile, policy: fn(u64) -> Box<dyn Policy>) -> Self {
-        let block_tokens = 64;
-        let limits = Limits {
-            host_blocks: profile.host_tokens / block_tokens,
-            waiting_max: 4096,
-            step_target: Some(Duration::from_millis(50)),
-            ..Limits::new(block_tokens, profile.pool_tokens / block_tokens, 256, 2048)
-        };
-        Self {
-            routers: 1,
-            workers,
-            profile,
-            limits,
-            queue_ahead: 32,
-            hop: Duration::from_micros(200),
-            policy,
-        }
-    }
-}
-
-/// Reason why a cluster simulation cannot continue.
-#[derive(Debug, thiserror::Error)]
-pub enum ClusterError {
-    /// A scheduler rejected a completion: a fault of the simulation.
-    #[error(transparent)]
-    Commit(#[from] CommitError),
-    /// Requests are left, but nothing is in flight and none will arrive.
-    #[error("{0} requests are left and nothing is in flight: the cluster makes no progress")]
-    Stalled(usize),
-    /// A queue or worker rejected a request.
-    #[error("request {0} is refused: {1}")]
-    Refused(usize, String),
-    /// A worker sent what a router rejects as a protocol violation: a fault of the simulation.
-    #[error("a simulated worker violated the protocol: {0}")]
-    Violation(String),
-    /// A router's prefix index differs from the worker's cache although no update is in flight.
-    #[error("the index of router {router} differs from what worker {worker} has, in {blocks} blocks")]
-    Index {
-        /// Index of the router.
-        router: usize,
-        /// Index of the worker.
-        worker: usize,
-        /// Number of blocks that only one of them contains.
-        blocks: usize,
-    },
-}
-
-/// IterationOutcome of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlacedRequest {
     /// Index of the worker that ran it.

@@ -13,6 +13,7 @@ mod event;
 mod failure;
 mod placement_state;
 mod quarantine;
+mod reason;
 mod request;
 mod resubmission;
 mod session;
@@ -34,8 +35,8 @@ pub use event::{Event, RequestSpec, WorkerInfo};
 pub use failure::Failure;
 use placement_state::PlacementState;
 pub use placement_state::prompt_chains;
+pub use reason::ResubmissionReason;
 use request::{Phase, Request};
-pub use resubmission::ResubmissionReason;
 use session::WorkerSession;
 pub use violation::Violation;
 

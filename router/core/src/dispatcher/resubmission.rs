@@ -1,47 +1,9 @@
 //! Resubmission: the next attempt of a request that its worker does not finish, within the retry budget; and
 //! pausing requests whose clients do not read.
 
-use serde::{Deserialize, Serialize};
-
 use super::Dispatcher;
 use super::request::Phase;
-use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, SubmissionId, WorkerId};
-
-/// Reason for a resubmission.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ResubmissionReason {
-    /// The session was lost or timed out.
-    SessionLost,
-    /// The session was closed for a protocol violation by the worker.
-    ProtocolViolation {
-        /// Submission that the violation was about, if any.
-        about: Option<SubmissionId>,
-    },
-    /// The worker returned the request unasked.
-    Returned,
-    /// The worker drains.
-    Drained,
-    /// The worker is reserved for a quarantined request.
-    Quarantine,
-}
-
-impl ResubmissionReason {
-    /// Returns a stable label for metrics.
-    pub fn label(self) -> &'static str {
-        match self {
-            Self::SessionLost => "session_lost",
-            Self::ProtocolViolation { .. } => "protocol_violation",
-            Self::Returned => "returned",
-            Self::Drained => "drained",
-            Self::Quarantine => "quarantine",
-        }
-    }
-
-    /// Whether it counts against the retry budget, which protects workers from a flood of resubmissions.
-    fn is_loss(self) -> bool {
-        matches!(self, Self::SessionLost | Self::ProtocolViolation { .. } | Self::Returned)
-    }
-}
+use crate::{ClientCommand, Failure, LossAction, Notice, RequestId, ResubmissionReason, WorkerId};
 
 impl Dispatcher {
     /// Starts the next attempt of a request that its worker does not finish. `suspected` if the request may

@@ -1,0 +1,211 @@
+//! Import cycles: files of a crate may know each other in pairs, as a module and its parts do, and never in longer cycles.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+/// Source folders of the workspace's crates: every `src` beside a `Cargo.toml`.
+fn crates(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+    if folder.join("Cargo.toml").exists() && folder.join("src").is_dir() {
+        found.push(folder.join("src"));
+    }
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if entry.file_type()?.is_dir()
+            && name != "target"
+            && name != "src"
+            && !name.to_string_lossy().starts_with('.')
+        {
+            crates(&entry.path(), found)?;
+        }
+    }
+    Ok(())
+}
+
+/// Files of a crate by module path; the root is the empty path.
+fn modules(src: &Path) -> Result<BTreeMap<Vec<String>, String>> {
+    let mut found = BTreeMap::new();
+    let mut folders = vec![src.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            if path.extension().is_none_or(|extension| extension != "rs") {
+                continue;
+            }
+            let relative = path.strip_prefix(src)?.with_extension("");
+            let mut module: Vec<String> =
+                relative.components().map(|part| part.as_os_str().to_string_lossy().into_owned()).collect();
+            if module
+                .last()
+                .is_some_and(|last| last == "mod" || (module.len() == 1 && (last == "lib" || last == "main")))
+            {
+                module.pop();
+            }
+            let text = fs::read_to_string(&path)?;
+            // Tests may import what they like.
+            let code = text.split("#[cfg(test)]").next().unwrap_or_default().to_owned();
+            found.insert(module, code);
+        }
+    }
+    Ok(found)
+}
+
+/// Paths of a `use` tree: `a::{b, c::d}` is `a::b` and `a::c::d`.
+fn flatten(tree: &str) -> Vec<Vec<String>> {
+    let tree = tree.trim();
+    let Some(open) = tree.find('{') else {
+        let path = tree.split(" as ").next().unwrap_or_default();
+        return vec![path.split("::").map(|part| part.trim().to_owned()).collect()];
+    };
+    let prefix: Vec<String> =
+        tree[..open].split("::").map(|part| part.trim().to_owned()).filter(|part| !part.is_empty()).collect();
+    let inner = tree[open + 1..].trim_end().trim_end_matches('}');
+    let (mut depth, mut start, mut parts) = (0, 0, Vec::new());
+    for (at, character) in inner.char_indices() {
+        match character {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                parts.push(&inner[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    parts.push(&inner[start..]);
+    let parts = parts.into_iter().filter(|part| !part.trim().is_empty());
+    parts.flat_map(flatten).map(|path| prefix.iter().cloned().chain(path).collect()).collect()
+}
+
+/// Paths that a file imports by `use`, with `pub use` marked.
+fn uses(code: &str) -> Vec<(bool, Vec<String>)> {
+    let mut found = Vec::new();
+    for statement in code.split(';') {
+        let Some(line) = statement.lines().position(|line| {
+            let line = line.trim_start();
+            line.starts_with("use ")
+                || (line.starts_with("pub") && line.contains(" use ") && !line.contains("//"))
+        }) else {
+            continue;
+        };
+        let text: String = statement.lines().skip(line).collect::<Vec<_>>().join(" ");
+        let Some((visibility, tree)) = text.trim_start().split_once("use ") else { continue };
+        found.extend(flatten(tree).into_iter().map(|path| (!visibility.is_empty(), path)));
+    }
+    found
+}
+
+/// Module in which `path`, as written in `module`, is defined: re-exports are followed.
+fn resolve(
+    module: &[String],
+    path: &[String],
+    modules: &BTreeMap<Vec<String>, String>,
+    depth: usize,
+) -> Option<Vec<String>> {
+    let mut base: Vec<String> = module.to_vec();
+    let mut rest = path;
+    match rest.first()?.as_str() {
+        "crate" => {
+            base.clear();
+            rest = &rest[1..];
+        }
+        "super" => {
+            while rest.first().is_some_and(|part| part == "super") {
+                base.pop()?;
+                rest = &rest[1..];
+            }
+        }
+        "self" => rest = &rest[1..],
+        first if modules.contains_key(&[module, &[first.to_owned()]].concat()) => {}
+        _ => return None,
+    }
+    while let Some(first) = rest.first() {
+        base.push(first.clone());
+        if !modules.contains_key(&base) {
+            base.pop();
+            break;
+        }
+        rest = &rest[1..];
+    }
+    let Some(item) = rest.first().filter(|_| depth < 8) else { return Some(base) };
+    let reexport =
+        uses(modules.get(&base)?).into_iter().find(|(public, path)| *public && path.last() == Some(item));
+    match reexport {
+        Some((_, path)) => resolve(&base, &path, modules, depth + 1).or(Some(base)),
+        None => Some(base),
+    }
+}
+
+/// Shortest cycle through `from` -> `to` with more than two modules.
+fn cycle<'a>(
+    from: &'a Vec<String>,
+    to: &'a Vec<String>,
+    edges: &'a BTreeMap<Vec<String>, BTreeSet<Vec<String>>>,
+) -> Option<Vec<&'a Vec<String>>> {
+    let mut came_from: BTreeMap<&Vec<String>, &Vec<String>> = BTreeMap::new();
+    let mut next = VecDeque::from([to]);
+    while let Some(module) = next.pop_front() {
+        for other in edges.get(module).into_iter().flatten() {
+            // The direct way back is a pair, which is allowed.
+            if (module == to && other == from) || other == to || came_from.contains_key(other) {
+                continue;
+            }
+            came_from.insert(other, module);
+            if other == from {
+                let mut path = vec![from];
+                let mut at = from;
+                while at != to {
+                    at = came_from.get(at)?;
+                    path.push(at);
+                }
+                return Some(path);
+            }
+            next.push_back(other);
+        }
+    }
+    None
+}
+
+#[test]
+fn files_import_each_other_in_pairs_at_most() -> Result<()> {
+    let root =
+        Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().find(|folder| folder.join("Cargo.lock").exists());
+    let mut found = Vec::new();
+    crates(root.context("no workspace above the tests")?, &mut found)?;
+    ensure!(found.len() > 10, "the workspace has more crates than {found:?}");
+    let mut wrong = BTreeSet::new();
+    for src in found {
+        let modules = modules(&src)?;
+        let edges: BTreeMap<Vec<String>, BTreeSet<Vec<String>>> = modules
+            .iter()
+            .map(|(module, code)| {
+                // A crate's root and a module's `mod.rs` re-export their parts; that is not a use of them.
+                let own = uses(code).into_iter().filter(|(public, _)| !public);
+                let imported = own.filter_map(|(_, path)| resolve(module, &path, &modules, 0));
+                (module.clone(), imported.filter(|other| other != module).collect())
+            })
+            .collect();
+        for (from, imported) in &edges {
+            for to in imported {
+                if let Some(mut path) = cycle(from, to, &edges) {
+                    path.sort();
+                    let names: Vec<String> = path.iter().map(|module| module.join("::")).collect();
+                    wrong.insert(format!("{}: {}", src.display(), names.join(", ")));
+                }
+            }
+        }
+    }
+    ensure!(
+        wrong.is_empty(),
+        "import cycles of more than two files:\n{}",
+        wrong.into_iter().collect::<Vec<_>>().join("\n")
+    );
+    Ok(())
+}
