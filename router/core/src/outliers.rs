@@ -41,12 +41,14 @@ struct FailureRecord {
 pub struct OutlierDetector {
     limits: OutlierLimits,
     workers: BTreeMap<WorkerId, FailureRecord>,
+    /// Workers that are ejected or probed; mostly none, so that most placements look up none.
+    impaired: usize,
 }
 
 impl OutlierDetector {
     /// Creates a detector without workers.
     pub fn new(limits: OutlierLimits) -> Self {
-        Self { limits, workers: BTreeMap::new() }
+        Self { limits, workers: BTreeMap::new(), impaired: 0 }
     }
 
     /// Adds a worker; a known one keeps its record.
@@ -56,7 +58,8 @@ impl OutlierDetector {
 
     /// Removes a worker.
     pub fn leave(&mut self, worker: WorkerId) {
-        self.workers.remove(&worker);
+        let record = self.workers.remove(&worker);
+        self.impaired -= usize::from(record.is_some_and(|record| record.ejected_until.is_some()));
     }
 
     /// Records a new token or a regular end. Does not count during an ejection: the request was dispatched
@@ -65,6 +68,7 @@ impl OutlierDetector {
         if let Some(record) = self.workers.get_mut(&worker)
             && record.ejected_until.is_none_or(|until| now >= until)
         {
+            self.impaired -= usize::from(record.ejected_until.is_some());
             *record = FailureRecord::default();
         }
     }
@@ -85,12 +89,15 @@ impl OutlierDetector {
         let doubled = 1u32.checked_shl(record.ejections).unwrap_or(u32::MAX);
         let time = limits.eject.saturating_mul(doubled.max(1)).min(limits.eject_max);
         record.ejections = (record.ejections + 1).min(31);
-        record.ejected_until = Some(now + time);
+        self.impaired += usize::from(record.ejected_until.replace(now + time).is_none());
         Some(time)
     }
 
     /// Whether a worker with `in_flight` requests accepts another one.
     pub fn admits(&self, worker: WorkerId, in_flight: usize, now: Duration) -> bool {
+        if self.impaired == 0 {
+            return true;
+        }
         match self.workers.get(&worker).and_then(|record| record.ejected_until) {
             None => true,
             Some(until) => now >= until && in_flight == 0,
@@ -156,6 +163,8 @@ mod tests {
                     0 => outliers.success(WorkerId(worker), now),
                     _ => { outliers.failure(WorkerId(worker), now); }
                 }
+                let impaired = outliers.workers.values().filter(|record| record.ejected_until.is_some()).count();
+                prop_assert_eq!(outliers.impaired, impaired);
                 prop_assert!(outliers.ejected(now) * 2 <= workers as usize);
                 let admitted = (0..workers).filter(|w| outliers.admits(WorkerId(*w), 0, now)).count();
                 prop_assert!(admitted >= 1);

@@ -62,6 +62,8 @@ struct Member {
     sent: u64,
     /// Seconds of prefill of each submission, by number, that the last reported load does not include.
     unreported_prefill_s: BTreeMap<u64, f64>,
+    /// Sum of these, which every placement reads.
+    unreported_sum_s: f64,
     load: WorkerLoad,
     /// `None` until the worker has reported its cost model.
     cost: Option<CostCoefficients>,
@@ -90,6 +92,7 @@ impl Fleet {
             routed: BTreeMap::new(),
             sent: 0,
             unreported_prefill_s: BTreeMap::new(),
+            unreported_sum_s: 0.0,
             load: WorkerLoad::default(),
             cost: None,
         };
@@ -131,6 +134,7 @@ impl Fleet {
         if let Some(member) = self.members.get_mut(&worker) {
             member.load = load;
             member.unreported_prefill_s = member.unreported_prefill_s.split_off(&taken);
+            member.sum_unreported();
         }
     }
 
@@ -165,7 +169,7 @@ impl Fleet {
             cached: chain.map_or_else(Cached::default, |chain| member.cached(chain, prompt_tokens)),
             cost: member.cost.unwrap_or_default(),
             load: member.load,
-            unreported_prefill_s: member.unreported_prefill_s.values().sum(),
+            unreported_prefill_s: member.unreported_sum_s,
         }
     }
 
@@ -185,7 +189,9 @@ impl Fleet {
         }
         let number = member.sent;
         member.sent += 1;
-        member.unreported_prefill_s.insert(number, estimate.prefill(prompt_tokens));
+        let prefill_s = estimate.prefill(prompt_tokens);
+        member.unreported_prefill_s.insert(number, prefill_s);
+        member.unreported_sum_s += prefill_s;
         let before = member.routed.insert(submission, Routed { chain, number });
         debug_assert!(before.is_none(), "a submission is routed once");
     }
@@ -194,7 +200,9 @@ impl Fleet {
     pub fn settle(&mut self, worker: WorkerId, submission: SubmissionId) {
         let Some(member) = self.members.get_mut(&worker) else { return };
         let Some(Routed { chain, number }) = member.routed.remove(&submission) else { return };
-        member.unreported_prefill_s.remove(&number);
+        if member.unreported_prefill_s.remove(&number).is_some() {
+            member.sum_unreported();
+        }
         for block in chain.iter().flat_map(|chain| chain.blocks.iter()) {
             if let Some(count) = member.in_flight_blocks.get_mut(block) {
                 *count -= 1;
@@ -207,6 +215,11 @@ impl Fleet {
 }
 
 impl Member {
+    /// Sums anew rather than subtracts: rounding errors would add up.
+    fn sum_unreported(&mut self) {
+        self.unreported_sum_s = self.unreported_prefill_s.values().sum();
+    }
+
     /// Returns the cached prefix of a chain; the last token is always computed.
     fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
         let on_device = |block: &&u64| {
