@@ -22,7 +22,7 @@ fn mini() -> Result<(TempDir, String)> {
 const SMALL: [&str; 3] = ["--max-sequences=6", "--max-batch-tokens=64", "--max-context-tokens=256"];
 
 /// Log filter that shows whether programmatic dependent launch is on.
-const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_worker::runtime::cuda::driver=debug";
+const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_runtime_cuda::driver=debug";
 
 /// Generates all requests concurrently, then the first one alone, and checks that its results agree.
 async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> Result<Vec<GenerationResult>> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 15] = [
     "cli/src",
     "kernels/src",
     "proto/contract/src",
@@ -18,6 +18,11 @@ const SOURCES: [&str; 10] = [
     "simulator/src",
     "net/src",
     "worker/core/src",
+    "worker/models/src",
+    "worker/runtime/cpu/src",
+    "worker/runtime/cuda/src",
+    "worker/runtime/sim/src",
+    "worker/runtime/src",
     "worker/src",
 ];
 

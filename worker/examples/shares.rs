@@ -16,9 +16,9 @@ use inflight_fixtures::{Shape, TempDir};
 use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{Isa, KvDtype, Pool};
 use inflight_kernels::{Dtype, philox4x32};
-use inflight_worker::models::{ModelConfig, ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
-use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_models::{ModelConfig, ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 
 type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 

@@ -9,12 +9,18 @@ use std::time::Duration;
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_kernels::cpu::KvDtype;
+use inflight_models::{self as models, ModelDir};
 use inflight_net::{
     Accept, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
+use inflight_runtime::Runtime;
+use inflight_runtime_cpu::{self as cpu, CpuOptions, CpuRuntime};
+#[cfg(feature = "cuda")]
+use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
+use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -25,13 +31,7 @@ use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
 use crate::engine::{Engine, EngineOptions};
-use crate::models::{self, ModelDir};
 use crate::options::{Device, KvCacheDtype, Options, OptionsError};
-use crate::runtime::Runtime;
-use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
-#[cfg(feature = "cuda")]
-use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
-use crate::runtime::sim::{SimOptions, SimRuntime};
 use crate::session::{
     COMMANDS_MAX, Clock, EngineThread, Message, ServiceTables, SessionContext, Watchdog, WorkerService,
 };

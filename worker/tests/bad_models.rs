@@ -6,9 +6,9 @@
 use std::path::Path;
 
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Damage, Dtype, TempDir};
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::Runtime;
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Error, Quantization, kv_bytes_per_token};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::Runtime;
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Error, Quantization, kv_bytes_per_token};
 use serde_json::{Value, json};
 
 const OPTIONS: CpuOptions = CpuOptions {

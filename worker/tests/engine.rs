@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
+use inflight_runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
     SessionId,
 };
-use inflight_worker::runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Direction, Grant, StepWork, Time, Transfer, replay};
 use proptest::prelude::*;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, GgufTensor, GgufValue, TempDir, gguf};
 use inflight_kernels::{Encoding, philox4x32};
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
-use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 
 const OPTIONS: CpuOptions = CpuOptions {
     threads: Some(1),

@@ -17,9 +17,9 @@ use inflight_contract::SamplingSpec;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::{VERSION, philox4x32};
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
-use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use sha2::{Digest as _, Sha256};
 
 /// Recorded instruction sets; each machine supports a prefix of the list.

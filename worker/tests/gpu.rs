@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
 use inflight_fixtures::{Shape, TempDir};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_tests::SimulatedGpu;
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
-use inflight_worker::runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
 
 const BLOCK_TOKENS: u32 = 16;
 const SLOTS: u32 = 3;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Dtype, Reference, Run};
 use inflight_kernels::cpu::Isa;
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
-use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 
 const BLOCK_TOKENS: u32 = 16;
 

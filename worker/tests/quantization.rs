@@ -8,9 +8,9 @@ use std::sync::Arc;
 use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype};
 use inflight_kernels::cpu::{Isa, KvDtype};
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
-use inflight_worker::runtime::{Batch, Runtime, SampleRow, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SampleRow, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use tokenizers::Tokenizer;
 
 /// Stories of the grammar that the demo model was trained on (`worker/demo/train/corpus/stories.py`).

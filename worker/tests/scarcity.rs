@@ -15,15 +15,15 @@ use std::time::Duration;
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir};
 use inflight_kernels::cpu::Isa;
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::Runtime;
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_tests::SimulatedGpu;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::Runtime;
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker_core::{CostPrior, Load, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};

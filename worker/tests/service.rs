@@ -8,14 +8,15 @@ use inflight_proto::v1::session_request::Message as RequestMessage;
 use inflight_proto::v1::session_response::Message as ResponseMessage;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
-use inflight_worker::runtime::sim::{SimOptions, SimRuntime};
+use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker::{Bundle, Core, Options, Served, Turning};
 use inflight_worker_core::DeviceProfile;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::{TcpListenerStream, UnboundedReceiverStream};
 use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
+
+use tokio_stream::wrappers::{TcpListenerStream, UnboundedReceiverStream};
 
 const CONTEXT: u32 = 400_000;
 const VOCAB: u32 = 1 << 17;

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, SamplingSpec, Weight};
+use inflight_runtime_sim::{SimOptions, SimRuntime};
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker::runtime::sim::{SimOptions, SimRuntime};
 use inflight_worker_core::{DeviceProfile, Load, Time};
 use proptest::prelude::*;
 

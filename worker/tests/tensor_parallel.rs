@@ -9,9 +9,9 @@ use inflight_contract::SamplingParams;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::Isa;
 use inflight_kernels::philox4x32;
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
-use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use safetensors::tensor::{Dtype as TensorDtype, SafeTensors, TensorView};
 
 const SEQUENCES: usize = 5;

@@ -15,8 +15,8 @@ mod swap;
 use std::error::Error;
 use std::path::PathBuf;
 
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore, Tuned};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore, Tuned};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
