@@ -221,16 +221,7 @@ impl CpuRuntime {
         let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
         let weight_bytes = shards.iter().map(packed).sum::<u64>();
         let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
-        // Pools take memory at first use, so they are checked against total rather than available memory.
-        if let Some(memory) = memory_info() {
-            let sum = weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes);
-            if weight_bytes > memory.available {
-                return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
-            }
-            if sum > memory.total {
-                return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
-            }
-        }
+        check_memory(weight_bytes, kv_bytes, host_bytes)?;
         let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
         let mut pools = Vec::with_capacity(world);
         let mut copiers = Vec::with_capacity(world);
@@ -239,17 +230,7 @@ impl CpuRuntime {
             copiers.push(KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?);
             pools.push(kv);
         }
-        let threads = match options.threads {
-            Some(threads) => threads,
-            None => std::thread::available_parallelism().map_or(1, |threads| threads.get()),
-        };
-        if threads < world {
-            tracing::warn!(
-                threads,
-                ranks = world,
-                "fewer threads than tensor-parallel ranks; using one thread per rank"
-            );
-        }
+        let threads = compute_threads(options, world);
         let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
         let rank_pools = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
         let rank_threads = Pool::new(world)?;
@@ -347,6 +328,32 @@ fn pack(
         packed.into_iter().map(|weights| weights.into_inner().unwrap_or_else(PoisonError::into_inner));
     // All are set: if a rank panics, `on_each` panics, too.
     taken.flatten().collect()
+}
+
+/// Returns the compute threads over all ranks, which are divided among them.
+fn compute_threads(options: &CpuOptions, ranks: usize) -> usize {
+    let available = || std::thread::available_parallelism().map_or(1, |threads| threads.get());
+    let threads = options.threads.unwrap_or_else(available);
+    if threads < ranks {
+        tracing::warn!(threads, ranks, "fewer threads than tensor-parallel ranks; using one thread per rank");
+    }
+    threads
+}
+
+/// Checks that packed weights and pools fit the memory of the machine and of the process's limit.
+///
+/// # Errors
+/// [`Error::WeightMemory`] or [`Error::TotalMemory`].
+fn check_memory(weight_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
+    let Some(memory) = memory_info() else { return Ok(()) };
+    if weight_bytes > memory.available {
+        return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
+    }
+    // Pools take memory at first use, so they are checked against total rather than available memory.
+    if weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes) > memory.total {
+        return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
+    }
+    Ok(())
 }
 
 /// Validates all options; returns the maximum tokens per sequence.
