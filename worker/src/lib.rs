@@ -5,6 +5,7 @@
 //! ```
 
 mod bundle;
+mod device;
 pub mod engine;
 pub mod metrics;
 mod options;
@@ -17,5 +18,7 @@ pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
 
 pub use bundle::Bundle;
+pub use device::usable_gpus;
 pub use options::{Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
-pub use worker::{Core, Error, Progress, Served, Turning, Worker, usable_gpus};
+pub use session::EngineExecution;
+pub use worker::{Core, Error, Progress, Served, Worker};

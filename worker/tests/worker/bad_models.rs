@@ -1,8 +1,6 @@
 //! Errors of unusable model directories: they name the file and, where applicable, field or tensor, with
 //! expected and found values.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::path::Path;
 
 use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Damage, Dtype, TempDir};

@@ -1,8 +1,6 @@
 //! Engine tests on a recording runtime: each token is a hash of the whole context as read back through the
 //! block table, so any mistake in paging, chunking, preemption or resumption changes the output.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,7 +1,5 @@
 //! GGUF files: bitwise equal to the directories that they were converted from; errors of unusable files.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::path::Path;
 use std::sync::Arc;
 

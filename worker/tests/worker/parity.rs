@@ -1,7 +1,5 @@
 //! Parity with Hugging Face transformers, for every architecture, dtype and instruction set.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;

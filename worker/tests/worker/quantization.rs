@@ -1,8 +1,6 @@
 //! Quality of quantization: the demo model's perplexity with quantized weights or KV cache stays close to the
 //! original.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
@@ -14,7 +12,7 @@ use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use tokenizers::Tokenizer;
 
 /// Stories of the grammar that the demo model was trained on (`worker/demo/train/corpus/stories.py`).
-const TEXT: &str = include_str!("data/stories.txt");
+const TEXT: &str = include_str!("../data/stories.txt");
 
 fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Option<KvDtype>) -> CpuRuntime {
     let options = CpuOptions {

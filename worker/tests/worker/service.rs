@@ -1,7 +1,5 @@
 //! gRPC service of the worker over TCP, with a scripted router.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::time::Duration;
 
 use inflight_proto::v1::session_request::Message as RequestMessage;
@@ -9,7 +7,7 @@ use inflight_proto::v1::session_response::Message as ResponseMessage;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_proto::{PROTOCOL_VERSION, v1};
 use inflight_runtime_sim::{SimOptions, SimRuntime};
-use inflight_worker::{Bundle, Core, Options, Served, Turning};
+use inflight_worker::{Bundle, Core, EngineExecution, Options, Served};
 use inflight_worker_core::DeviceProfile;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -62,8 +60,11 @@ impl Router {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
         let drain = CancellationToken::new();
-        let serving =
-            tokio::spawn(core.serve(TcpListenerStream::new(listener), Turning::Thread, drain.clone()));
+        let serving = tokio::spawn(core.serve(
+            TcpListenerStream::new(listener),
+            EngineExecution::Thread,
+            drain.clone(),
+        ));
         let mut client = WorkerClient::connect(address.clone()).await.unwrap();
         let (commands, outgoing) = mpsc::unbounded_channel();
         let open =

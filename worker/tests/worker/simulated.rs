@@ -1,8 +1,6 @@
 //! Simulated device under the engine: tokens depend on the request alone, not on schedule or worker, and
 //! steps take the time of the profile.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

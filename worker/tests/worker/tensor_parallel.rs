@@ -1,8 +1,6 @@
 //! Tensor parallelism of the CPU runtime: logits of mixed ragged batches agree with those of one rank, within
 //! the rounding of another summation order, for every architecture that can be partitioned.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
