@@ -93,7 +93,7 @@ fn models_and_runtimes_depend_on_no_worker_and_no_server() -> Result<()> {
 fn a_worker_without_the_feature_cuda_contains_no_cuda_code() -> Result<()> {
     let cuda = ["cudarc", "inflight-runtime-cuda"];
     ensure_without("inflight-worker", &cuda)?;
-    let with = dependencies("inflight-worker", "inflight-worker/cuda")?;
+    let with = dependencies("inflight-worker", "cuda")?;
     ensure!(
         cuda.iter().all(|name| with.iter().any(|other| other == name)),
         "the feature adds nothing: {with:?}"

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Shape, TempDir};
+use inflight_fixtures::{BenchmarkShape, TempDir};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
@@ -61,7 +61,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         return;
     }
     let folder = TempDir::new("inflight-mini").unwrap();
-    Shape::Mini.write(folder.path()).unwrap();
+    BenchmarkShape::Mini.write(folder.path()).unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
     let cpu = CpuOptions {
         threads: Some(1),

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::Isa;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::Runtime;
@@ -426,7 +426,7 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
         return;
     }
     let folder = TempDir::new("inflight-mini").unwrap();
-    Shape::Mini.write(folder.path()).unwrap();
+    BenchmarkShape::Mini.write(folder.path()).unwrap();
     let coverage = RefCell::new(Coverage::default());
     for (seed, ranks) in seeds().flat_map(|seed| [(seed, 1), (seed, 2)]) {
         let config = Config {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use inflight_kernels::cpu::Rows;
+use inflight_kernels::cpu::WeightRows;
 use inflight_kernels::{Dtype, Encoding};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
@@ -35,7 +35,7 @@ struct TensorEntry {
     file_index: usize,
     /// Element encoding, or the name of an unsupported one.
     encoding: Result<Encoding, String>,
-    /// Head size if the rows of a head are interleaved; see [`Rows::interleaved`].
+    /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
     shape: Vec<usize>,
     range: Range<usize>,
@@ -48,7 +48,7 @@ pub struct Tensor {
     pub encoding: Encoding,
     /// Dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// Head size if the rows of a head are interleaved; see [`Rows::interleaved`].
+    /// Head size if the rows of a head are interleaved; see [`WeightRows::interleaved`].
     interleaved: Option<usize>,
     bytes: Bytes,
     range: Range<usize>,
@@ -61,8 +61,8 @@ impl Tensor {
     }
 
     /// Returns the rows of the matrix [shape[0], ...].
-    pub fn rows(&self) -> Rows<'_> {
-        Rows {
+    pub fn rows(&self) -> WeightRows<'_> {
+        WeightRows {
             encoding: self.encoding,
             bytes: self.bytes(),
             rows: self.shape[0],
@@ -74,12 +74,12 @@ impl Tensor {
     ///
     /// # Panics
     /// If the rows are out of range or split a head.
-    pub fn rows_in(&self, rows: Range<usize>) -> Rows<'_> {
+    pub fn rows_in(&self, rows: Range<usize>) -> WeightRows<'_> {
         let whole = self.interleaved.is_none_or(|head| (rows.start % head, rows.len() % head) == (0, 0));
         assert!(whole && rows.end <= self.shape[0], "rows are not in the tensor");
         let row = self.encoding.bytes(self.shape[1..].iter().product());
         let bytes = &self.bytes()[rows.start * row..rows.end * row];
-        Rows { bytes, rows: rows.len(), ..self.rows() }
+        WeightRows { bytes, rows: rows.len(), ..self.rows() }
     }
 
     /// Copies the given columns of a matrix [rows, columns] in the file's encoding; whole quantization
@@ -100,7 +100,7 @@ impl Tensor {
     }
 
     /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding;
-    /// whole quantization blocks. Logical rows are those after de-interleaving; see [`Rows::interleaved`].
+    /// whole quantization blocks. Logical rows are those after de-interleaving; see [`WeightRows::interleaved`].
     ///
     /// # Panics
     /// If row or columns are out of range.

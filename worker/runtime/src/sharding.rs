@@ -37,7 +37,7 @@ pub struct Shard {
 
 /// Partition of a matrix [outputs, inputs] that one rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Cut {
+pub enum Partition {
     /// Column parallel: outputs of each stacked matrix. Biases are partitioned likewise.
     Outputs(Vec<Range<usize>>),
     /// Row parallel: inputs, so each rank computes a partial sum. Only rank 0 adds the bias.
@@ -47,7 +47,7 @@ pub enum Cut {
 /// Alignment of row-parallel partitions in inputs: that of quantization groups and of blocks in the file; 1
 /// without either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Grain {
+pub struct Alignment {
     /// Alignment of [`Matrix::Output`].
     pub output: usize,
     /// Alignment of [`Matrix::Down`].
@@ -102,17 +102,18 @@ fn list(numbers: &[usize]) -> String {
 }
 
 /// Partitions a model into `world` shards, by rank. They are disjoint and complete, except that KV heads are
-/// replicated if there are fewer of them than ranks. `grain` returns the alignment for a number of ranks.
+/// replicated if there are fewer of them than ranks. `alignment` returns the alignment for a number of ranks.
 ///
 /// # Errors
 /// [`Indivisible`], with the supported numbers of ranks.
 pub fn shards(
     config: &ModelConfig,
     world: usize,
-    grain: &dyn Fn(usize) -> Grain,
+    alignment: &dyn Fn(usize) -> Alignment,
 ) -> Result<Vec<Shard>, Indivisible> {
-    if let Some(fault) = fault(config, world, grain) {
-        let works = (1..=RANKS_MAX).filter(|world| self::fault(config, *world, grain).is_none()).collect();
+    if let Some(fault) = fault(config, world, alignment) {
+        let works =
+            (1..=RANKS_MAX).filter(|world| self::fault(config, *world, alignment).is_none()).collect();
         return Err(Indivisible { world, fault, works });
     }
     let share = |whole: usize, rank: usize| whole * rank / world..whole * (rank + 1) / world;
@@ -132,7 +133,11 @@ pub fn shards(
 }
 
 /// Returns the first obstacle to partitioning among `world` ranks, if any.
-fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> Option<IndivisibleCause> {
+fn fault(
+    config: &ModelConfig,
+    world: usize,
+    alignment: &dyn Fn(usize) -> Alignment,
+) -> Option<IndivisibleCause> {
     let ModelConfig { heads, kv_heads, head_dim, intermediate_size, vocab_size, .. } = *config;
     let misaligned = |matrix, inputs: usize, group: usize| {
         let share = inputs / world;
@@ -149,7 +154,7 @@ fn fault(config: &ModelConfig, world: usize, grain: &dyn Fn(usize) -> Grain) -> 
         }
         () if vocab_size < world => Some(IndivisibleCause::Vocabulary(vocab_size)),
         () => {
-            let Grain { output, down } = grain(world);
+            let Alignment { output, down } = alignment(world);
             misaligned("o_proj", heads * head_dim, output)
                 .or_else(|| misaligned("down_proj", intermediate_size, down))
         }
@@ -168,36 +173,36 @@ impl Shard {
     }
 
     /// Returns this rank's partition of a matrix.
-    pub fn cut(&self, matrix: Matrix) -> Cut {
+    pub fn partition(&self, matrix: Matrix) -> Partition {
         let rows = |heads: &Range<usize>| heads.start * self.head_dim..heads.end * self.head_dim;
         let (queries, keys) = (rows(&self.heads), rows(&self.kv_heads));
         match matrix {
-            Matrix::Qkv => Cut::Outputs(vec![queries, keys.clone(), keys]),
-            Matrix::Output => Cut::Inputs(queries),
-            Matrix::GateUp => Cut::Outputs(vec![self.intermediate.clone(); 2]),
-            Matrix::Down => Cut::Inputs(self.intermediate.clone()),
-            Matrix::Head => Cut::Outputs(vec![self.vocabulary.clone()]),
+            Matrix::Qkv => Partition::Outputs(vec![queries, keys.clone(), keys]),
+            Matrix::Output => Partition::Inputs(queries),
+            Matrix::GateUp => Partition::Outputs(vec![self.intermediate.clone(); 2]),
+            Matrix::Down => Partition::Inputs(self.intermediate.clone()),
+            Matrix::Head => Partition::Outputs(vec![self.vocabulary.clone()]),
         }
     }
 
     /// Returns outputs and inputs of this rank's partition of a linear layer.
     pub fn shape(&self, linear: &StackedLinear) -> (usize, usize) {
-        match self.cut(linear.matrix) {
-            Cut::Outputs(outputs) => (outputs.iter().map(Range::len).sum(), linear.inputs()),
-            Cut::Inputs(inputs) => (linear.outputs(), inputs.len()),
+        match self.partition(linear.matrix) {
+            Partition::Outputs(outputs) => (outputs.iter().map(Range::len).sum(), linear.inputs()),
+            Partition::Inputs(inputs) => (linear.outputs(), inputs.len()),
         }
     }
 
     /// Returns this rank's part of a linear layer's bias; empty if it adds none.
     pub fn bias(&self, linear: &StackedLinear) -> Vec<f32> {
-        match self.cut(linear.matrix) {
-            Cut::Outputs(outputs) => {
+        match self.partition(linear.matrix) {
+            Partition::Outputs(outputs) => {
                 let biases = linear.biases.iter().zip(outputs);
                 biases.flat_map(|(bias, rows)| bias.to_f32()[rows].to_vec()).collect()
             }
             // Rank 0 alone adds it, since outputs are summed over ranks.
-            Cut::Inputs(_) if self.rank > 0 => Vec::new(),
-            Cut::Inputs(_) => linear.biases.iter().flat_map(Tensor::to_f32).collect(),
+            Partition::Inputs(_) if self.rank > 0 => Vec::new(),
+            Partition::Inputs(_) => linear.biases.iter().flat_map(Tensor::to_f32).collect(),
         }
     }
 }
@@ -209,7 +214,7 @@ mod tests {
 
     use super::*;
 
-    const UNALIGNED: Grain = Grain { output: 1, down: 1 };
+    const UNALIGNED: Alignment = Alignment { output: 1, down: 1 };
 
     fn config(
         heads: usize,
@@ -243,17 +248,17 @@ mod tests {
         #[test]
         fn shards_hold_everything_once_and_queries_stay_with_their_keys(
             kv_heads in 1usize..9, group in 1usize..9, half_dim in 1usize..65, intermediate in 1usize..300,
-            vocab in 1usize..400, world in 1usize..17, grain in prop::sample::select(vec![1, 8, 32, 64]),
+            vocab in 1usize..400, world in 1usize..17, alignment in prop::sample::select(vec![1, 8, 32, 64]),
         ) {
             let (heads, head_dim) = (kv_heads * group, 2 * half_dim);
             let config = config(heads, kv_heads, head_dim, intermediate, vocab);
-            let grain = Grain { output: grain, down: grain };
-            let shards = match shards(&config, world, &|_| grain) {
+            let alignment = Alignment { output: alignment, down: alignment };
+            let shards = match shards(&config, world, &|_| alignment) {
                 Ok(shards) => shards,
                 Err(refused) => {
                     prop_assert!(world > 1 && !refused.works.contains(&world));
                     for works in refused.works {
-                        prop_assert!(self::shards(&config, works, &|_| grain).is_ok());
+                        prop_assert!(self::shards(&config, works, &|_| alignment).is_ok());
                     }
                     return Ok(());
                 }
@@ -263,14 +268,14 @@ mod tests {
             prop_assert!(tile(intermediate, shards.iter().map(|shard| shard.intermediate.clone())));
             prop_assert!(tile(vocab, shards.iter().map(|shard| shard.vocabulary.clone())));
             for matrix in [Matrix::Output, Matrix::Down] {
-                let inputs = |shard: &Shard| match shard.cut(matrix) {
-                    Cut::Inputs(inputs) => inputs,
-                    Cut::Outputs(_) => 0..0,
+                let inputs = |shard: &Shard| match shard.partition(matrix) {
+                    Partition::Inputs(inputs) => inputs,
+                    Partition::Outputs(_) => 0..0,
                 };
                 let whole = if matrix == Matrix::Output { heads * head_dim } else { intermediate };
                 prop_assert!(tile(whole, shards.iter().map(inputs)));
                 for shard in shards.iter().filter(|_| world > 1) {
-                    prop_assert!(inputs(shard).start % grain.down == 0 && inputs(shard).len() % grain.down == 0);
+                    prop_assert!(inputs(shard).start % alignment.down == 0 && inputs(shard).len() % alignment.down == 0);
                 }
             }
             for shard in &shards {
@@ -282,7 +287,7 @@ mod tests {
                 for (place, head) in shard.heads.clone().enumerate() {
                     prop_assert_eq!(shard.kv_heads.start + place / own_group, head / group);
                 }
-                let Cut::Outputs(qkv) = shard.cut(Matrix::Qkv) else { panic!("rows are cut") };
+                let Partition::Outputs(qkv) = shard.partition(Matrix::Qkv) else { panic!("rows are cut") };
                 prop_assert_eq!(&qkv[0], &(shard.heads.start * head_dim..shard.heads.end * head_dim));
                 prop_assert_eq!(&qkv[1], &qkv[2]);
             }
@@ -291,30 +296,31 @@ mod tests {
 
     #[test]
     fn unsupported_degrees_are_rejected_with_the_supported_ones() {
-        let refused =
-            |config: &ModelConfig, world, grain| shards(config, world, &|_| grain).unwrap_err().to_string();
+        let refused = |config: &ModelConfig, world, alignment| {
+            shards(config, world, &|_| alignment).unwrap_err().to_string()
+        };
         // Qwen2.5-0.5B and the demo model.
         let qwen = config(14, 2, 64, 4864, 151_936);
         let demo = config(6, 2, 32, 480, 2048);
-        for (model, world, grain, clues) in [
+        for (model, world, alignment, clues) in [
             (&qwen, 4, UNALIGNED, ["--tensor-parallel 4", "14 attention heads", "1, 2 would do"]),
             (&qwen, 7, UNALIGNED, ["--tensor-parallel 7", "2 key and value heads", "1, 2 would do"]),
             (&qwen, 14, UNALIGNED, ["--tensor-parallel 14", "intermediate size of 4864", "1, 2 would do"]),
             (
                 &demo,
                 6,
-                Grain { output: 64, down: 1 },
+                Alignment { output: 64, down: 1 },
                 ["32 of the 192 inputs of o_proj", "groups of 64", "1 would do"],
             ),
             (
                 &demo,
                 2,
-                Grain { output: 32, down: 64 },
+                Alignment { output: 32, down: 64 },
                 ["240 of the 480 inputs of down_proj", "groups of 64", "1 would"],
             ),
             (&demo, 0, UNALIGNED, ["--tensor-parallel 0", "6 attention heads", "1, 2, 6 would do"]),
         ] {
-            let message = refused(model, world, grain);
+            let message = refused(model, world, alignment);
             for clue in clues {
                 assert!(message.contains(clue), "{clue}: {message}");
             }

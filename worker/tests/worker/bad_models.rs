@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Damage, Dtype, TempDir};
+use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Corruption, Dtype, TempDir};
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::Runtime;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Error, Quantization, kv_bytes_per_token};
@@ -50,18 +50,18 @@ fn with(arch: Arch, field: &str, value: Value) -> TempDir {
 }
 
 #[test]
-fn every_damage_is_rejected_with_its_location() {
+fn every_corruption_is_rejected_with_its_location() {
     for arch in [Arch::Llama2, Arch::Qwen3] {
         for shards in [1, 2] {
             for style in [ConfigStyle::Transformers4, ConfigStyle::Transformers5] {
-                for damage in Damage::all() {
+                for corruption in Corruption::all() {
                     let checkpoint = Checkpoint::new(arch, Dtype::Bf16).sharded(shards).styled(style);
                     let folder = checkpoint.write_temp().unwrap();
                     load(folder.path()).expect("it loads before it is damaged");
-                    damage.apply(folder.path()).unwrap();
+                    corruption.apply(folder.path()).unwrap();
                     let message = message(folder.path());
-                    println!("{damage}: {message}");
-                    assert!(message.contains(damage.clue()), "{arch} {shards} {damage}: {message}");
+                    println!("{corruption}: {message}");
+                    assert!(message.contains(corruption.clue()), "{arch} {shards} {corruption}: {message}");
                 }
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
-use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Dtype, Reference, Run};
+use inflight_fixtures::{Arch, Checkpoint, ConfigStyle, Dtype, Reference, ReferenceRun};
 use inflight_kernels::cpu::Isa;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, Runtime, SlotSetup};
@@ -35,7 +35,7 @@ fn load(checkpoint: &Checkpoint, isa: Isa) -> CpuRuntime {
 /// from the step and the greedy token. Calls `on_logits` with each step and its logits.
 fn decode(
     runtime: &mut CpuRuntime,
-    run: &Run,
+    run: &ReferenceRun,
     chunk: usize,
     mut next: impl FnMut(usize, u32) -> u32,
     mut on_logits: impl FnMut(usize, &[f32]),
@@ -48,12 +48,12 @@ fn decode(
         eos_token_ids: &[],
     };
     runtime.attach(0, &setup).unwrap();
-    let longest = (run.prompt.len() + Run::STEPS) as u32;
+    let longest = (run.prompt.len() + ReferenceRun::STEPS) as u32;
     let blocks: Vec<u32> = (0..longest.div_ceil(BLOCK_TOKENS)).rev().collect();
     let (mut batch, mut sampled) = (Batch::default(), Vec::new());
     let mut feed = run.prompt.clone();
     let mut position = 0;
-    for step in 0..Run::STEPS {
+    for step in 0..ReferenceRun::STEPS {
         while !feed.is_empty() {
             let part: Vec<u32> = feed.drain(..chunk.min(feed.len())).collect();
             batch.clear();
@@ -116,7 +116,7 @@ fn sixteen_bit_logits_agree_within_2e_2_and_top_tokens_beyond_that_margin() {
                 let (worst, torch) = (apart.iter().copied().fold(0.0, f32::max), reference.rounding);
                 println!("{arch} {dtype} {}: off by up to {worst:.1e}, torch by {torch:.1e}", isa.name());
                 assert!(worst <= TOLERANCE, "{arch} {dtype} {}: logits are off by {worst:e}", isa.name());
-                for step in 0..Run::STEPS {
+                for step in 0..ReferenceRun::STEPS {
                     if run.margin[step] > TOLERANCE {
                         compared += 1;
                         assert_eq!(tops[step], run.top[step], "{arch} {dtype} {} step {step}", isa.name());

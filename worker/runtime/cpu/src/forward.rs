@@ -1,8 +1,8 @@
 //! Forward pass of one rank: embedding, decoder layers, LM head.
 
 use inflight_kernels::cpu::{
-    Activations, Isa, KvPlace, KvPool, Pool, QkvShape, Ragged, RopeTable, Start, attention, finish_qkv, gemm,
-    gemm_swiglu, rms_norm,
+    AccumulatorInit, Activations, Isa, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable, attention,
+    finish_qkv, gemm, gemm_swiglu, rms_norm,
 };
 use inflight_models::ModelConfig;
 use inflight_runtime::collective::{Collective, GroupFailed};
@@ -29,7 +29,7 @@ pub(super) struct Forward {
     shape: QkvShape,
     rope: RopeTable,
     ragged: Ragged,
-    places: Vec<KvPlace>,
+    places: Vec<KvSlot>,
     /// Last step that wrote to each block.
     written: Vec<u64>,
     step: u64,
@@ -103,7 +103,7 @@ impl Forward {
                     }
                     *written = self.step;
                 }
-                self.places.push(KvPlace { block, offset });
+                self.places.push(KvSlot { block, offset });
             }
         }
         Ok(())
@@ -189,11 +189,11 @@ impl Forward {
         let normed = &self.normed[..samples * width];
         if own == vocab {
             let logits = &mut self.logits[..samples * vocab];
-            gemm(pool, &weights.head, normed, samples, Start::Zero, logits, activations);
+            gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, logits, activations);
             return Ok(());
         }
         let part = &mut self.own_logits[..samples * own];
-        gemm(pool, &weights.head, normed, samples, Start::Zero, part, activations);
+        gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, part, activations);
         let whole = if leads { Some(&mut self.logits[..samples * vocab]) } else { None };
         collective.gather(part, samples, whole)
     }
@@ -201,7 +201,7 @@ impl Forward {
 
 /// y = x W^T + bias
 fn linear(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
-    let start = linear.bias.as_deref().map_or(Start::Zero, Start::Bias);
+    let start = linear.bias.as_deref().map_or(AccumulatorInit::Zero, AccumulatorInit::Bias);
     gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }
 
@@ -220,6 +220,6 @@ fn linear_residual(
             row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
         }
     }
-    let start = if leads { Start::Output } else { Start::Zero };
+    let start = if leads { AccumulatorInit::Output } else { AccumulatorInit::Zero };
     gemm(pool, &linear.matrix, x, rows, start, y, scratch);
 }

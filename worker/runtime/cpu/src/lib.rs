@@ -207,7 +207,7 @@ impl CpuRuntime {
         let context_tokens = check(options, config)?;
         let tensors = weights::find(model)?;
         let world = collectives.len();
-        let shards = sharding::shards(config, world, &|ranks| tensors.grain(options.quantize, ranks))?;
+        let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
         let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
         let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();

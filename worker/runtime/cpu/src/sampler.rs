@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_contract::SamplingParams;
-use inflight_kernels::Draw;
+use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
 use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
 
@@ -86,7 +86,7 @@ fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch:
     let token = if sampling.is_greedy() {
         argmax(isa, adjusted)
     } else {
-        let draw = Draw { seed: sampling.seed, choice: state.choice, position: row.position, draw: 0 };
+        let draw = RandomKey { seed: sampling.seed, choice: state.choice, position: row.position, draw: 0 };
         sample(isa, adjusted, &truncation(sampling), draw.uniform(), workspace)
     };
     let logprobs = sampling.logprobs.map(|count| {

@@ -3,9 +3,9 @@
 use std::io;
 
 use inflight_kernels::Dtype;
-use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, Rows, WeightFormat};
+use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
 use inflight_models::{CheckpointLayer, DecoderLayer, Error, Matrix, ModelDir, StackedLinear, Tensor};
-use inflight_runtime::sharding::{Cut, Grain, Shard};
+use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
 use super::quantization::{Quantization, kv_dtype, packed_bytes};
 
@@ -55,7 +55,7 @@ pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
 /// Returns the packed format of a linear layer for `ranks` ranks.
 fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
     let Some(quantization) = quantization else {
-        let sources: Vec<Rows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
+        let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
         return WeightFormat::of(&sources);
     };
     match linear.matrix {
@@ -83,22 +83,22 @@ fn pack(
     shard: &Shard,
 ) -> io::Result<Linear> {
     let (_, k) = shard.shape(linear);
-    let matrix = match shard.cut(linear.matrix) {
-        Cut::Outputs(outputs) => {
+    let matrix = match shard.partition(linear.matrix) {
+        Partition::Outputs(outputs) => {
             let parts = linear.matrices.iter().zip(outputs);
-            let sources: Vec<Rows<'_>> = parts.map(|(matrix, part)| matrix.rows_in(part)).collect();
+            let sources: Vec<WeightRows<'_>> = parts.map(|(matrix, part)| matrix.rows_in(part)).collect();
             PackedMatrix::pack(pool, isa, k, &sources, format)?
         }
-        Cut::Inputs(_) if k == linear.inputs() => {
-            let sources: Vec<Rows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
+        Partition::Inputs(_) if k == linear.inputs() => {
+            let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
             PackedMatrix::pack(pool, isa, k, &sources, format)?
         }
-        Cut::Inputs(inputs) => {
+        Partition::Inputs(inputs) => {
             let columns = |matrix: &Tensor| matrix.columns_in(inputs.clone());
             let parts: Vec<Vec<u8>> = linear.matrices.iter().map(columns).collect();
             let sources = linear.matrices.iter().zip(&parts);
-            let sources: Vec<Rows<'_>> =
-                sources.map(|(matrix, bytes)| Rows { bytes, ..matrix.rows() }).collect();
+            let sources: Vec<WeightRows<'_>> =
+                sources.map(|(matrix, bytes)| WeightRows { bytes, ..matrix.rows() }).collect();
             PackedMatrix::pack(pool, isa, k, &sources, format)?
         }
     };
@@ -149,12 +149,12 @@ impl CheckpointWeights {
     }
 
     /// Returns the alignment of row-parallel partitions for `ranks` ranks.
-    pub(super) fn grain(&self, quantization: Option<Quantization>, ranks: usize) -> Grain {
-        let mut grain = Grain { output: 1, down: 1 };
+    pub(super) fn alignment(&self, quantization: Option<Quantization>, ranks: usize) -> Alignment {
+        let mut alignment = Alignment { output: 1, down: 1 };
         for (linear, format) in self.formats(quantization, ranks) {
             let alignment = match linear.matrix {
-                Matrix::Output => &mut grain.output,
-                Matrix::Down => &mut grain.down,
+                Matrix::Output => &mut alignment.output,
+                Matrix::Down => &mut alignment.down,
                 Matrix::Qkv | Matrix::GateUp | Matrix::Head => continue,
             };
             let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
@@ -164,7 +164,7 @@ impl CheckpointWeights {
             };
             *alignment = blocks.chain([group]).fold(*alignment, least_common_multiple);
         }
-        grain
+        alignment
     }
 
     /// Packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
@@ -203,7 +203,7 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use inflight_fixtures::{Arch, Checkpoint, Dtype};
-    use inflight_kernels::cpu::{Activations, Start, gemm};
+    use inflight_kernels::cpu::{AccumulatorInit, Activations, gemm};
     use inflight_models::ModelSource;
     use inflight_runtime::sharding::shards;
 
@@ -215,7 +215,7 @@ mod tests {
         let one = |i: usize| if i.is_multiple_of(k + 1) { 1.0 } else { 0.0 };
         let identity: Vec<f32> = (0..k * k).map(one).collect();
         let mut out = vec![0.0; k * n];
-        gemm(pool, matrix, &identity, k, Start::Zero, &mut out, &mut Activations::default());
+        gemm(pool, matrix, &identity, k, AccumulatorInit::Zero, &mut out, &mut Activations::default());
         out
     }
 
@@ -230,7 +230,7 @@ mod tests {
                 let checkpoint = find(&model).unwrap();
                 let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
                 let sharded = |ranks| {
-                    shards(model.config(), ranks, &|ranks| checkpoint.grain(quantize, ranks)).unwrap()
+                    shards(model.config(), ranks, &|ranks| checkpoint.alignment(quantize, ranks)).unwrap()
                 };
                 let (isa, whole) = (Isa::detect(), sharded(1));
                 let group = if quantize.is_some() { sharded(2) } else { sharded(4) };
@@ -239,8 +239,8 @@ mod tests {
                     let (n, all) = (whole.matrix.n(), elements(&pool, &whole.matrix));
                     for shard in &group {
                         let part = pack(linear, &pool, isa, format, shard).unwrap();
-                        let (outputs, inputs) = match shard.cut(linear.matrix) {
-                            Cut::Outputs(ranges) => {
+                        let (outputs, inputs) = match shard.partition(linear.matrix) {
+                            Partition::Outputs(ranges) => {
                                 let starts = linear.matrices.iter().scan(0, |at, matrix| {
                                     let start = *at;
                                     *at += matrix.shape[0];
@@ -251,7 +251,7 @@ mod tests {
                                     places.flat_map(|(start, range)| range.map(move |row| start + row));
                                 (places.collect::<Vec<_>>(), 0..linear.inputs())
                             }
-                            Cut::Inputs(inputs) => ((0..n).collect(), inputs),
+                            Partition::Inputs(inputs) => ((0..n).collect(), inputs),
                         };
                         let expected = inputs.clone().flat_map(|k| outputs.iter().map(move |o| k * n + o));
                         let expected: Vec<u32> = expected.map(|at| all[at].to_bits()).collect();

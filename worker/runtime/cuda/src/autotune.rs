@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use inflight_kernels::cuda::{DeviceError, Half};
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
 
 use super::algorithm_search::{GemmTimer, Selection, launches_per_timing, tune_all};
 use super::cublaslt::{CublasLt, plan_rows};
@@ -27,7 +27,7 @@ const PATTERN: usize = 4 << 20;
 
 /// Autotuning result of a GEMM shape.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Tuned {
+pub struct GemmTuning {
     /// Rows.
     pub m: u32,
     /// Output columns.
@@ -52,7 +52,7 @@ pub struct Tuned {
 pub(super) struct GemmBench<'a> {
     device: &'a CudaDevice,
     cublaslt: &'a CublasLt,
-    half: Half,
+    half: HalfDtype,
     x: DeviceMemory,
     y: DeviceMemory,
 }
@@ -62,7 +62,7 @@ impl<'a> GemmBench<'a> {
     /// cuBLASLt.
     pub(super) fn new(
         device: &'a CudaDevice,
-        half: Half,
+        half: HalfDtype,
         gemms: &[ModelGemm],
         rows: u32,
         samples: u32,
@@ -103,7 +103,7 @@ impl<'a> GemmBench<'a> {
         gemms: &[ModelGemm],
         row_counts: &[u32],
         samples: u32,
-    ) -> Result<Vec<Tuned>, DeviceError> {
+    ) -> Result<Vec<GemmTuning>, DeviceError> {
         let shapes = row_counts.iter().flat_map(|m| gemms.iter().map(move |gemm| (gemm, *m)));
         let shapes: Vec<_> = shapes.filter(|(gemm, m)| !gemm.f32_out || *m <= samples).collect();
         tracing::info!(gemms = shapes.len(), budget_seconds = BUDGET.as_secs(), "autotuning GEMM algorithms");
@@ -162,7 +162,7 @@ fn max_rows(gemm: &ModelGemm, rows: u32, samples: u32) -> u32 {
 }
 
 /// Sums the seconds of all GEMMs, with the heuristic's first algorithms and with the chosen ones.
-fn total_seconds(tuned: &[Tuned]) -> (f64, f64) {
+fn total_seconds(tuned: &[GemmTuning]) -> (f64, f64) {
     let seconds = tuned.iter().filter_map(|tuned| Some((tuned.first_seconds?, tuned.seconds)));
     seconds.fold((0.0, 0.0), |sum, seconds| (sum.0 + seconds.0, sum.1 + seconds.1))
 }
@@ -181,7 +181,7 @@ struct GpuTimer<'a> {
     begin: CudaEvent,
     end: CudaEvent,
     begun: Instant,
-    tuned: Vec<Tuned>,
+    tuned: Vec<GemmTuning>,
 }
 
 impl GpuTimer<'_> {
@@ -264,7 +264,7 @@ impl GemmTimer for GpuTimer<'_> {
         // An algorithm that failed here is no fallback.
         let fallback = selection.first.filter(|_| selection.algorithm > 0).map(|_| self.candidates[0]);
         cublaslt.set_algorithm(*half, &self.bench.matmul(gemm, 0, m), chosen, fallback)?;
-        self.tuned.push(Tuned {
+        self.tuned.push(GemmTuning {
             m,
             n: gemm.n,
             k: gemm.k,

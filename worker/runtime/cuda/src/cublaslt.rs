@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 
 use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
-use inflight_kernels::cuda::{DeviceError, Half};
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
 
 use super::device_memory::DeviceMemory;
 use super::gemm::{GemmAlgorithm, GemmKernel};
@@ -24,7 +24,7 @@ pub(super) struct GemmPlanKey {
     n: u32,
     k: u32,
     stride: u32,
-    half: Half,
+    half: HalfDtype,
     f32_out: bool,
     bias: bool,
 }
@@ -41,7 +41,7 @@ pub(super) fn plan_rows(rows: u32) -> u32 {
 }
 
 impl GemmPlanKey {
-    pub(super) fn new(half: Half, matmul: &Matmul) -> Self {
+    pub(super) fn new(half: HalfDtype, matmul: &Matmul) -> Self {
         Self {
             rows: plan_rows(matmul.m),
             n: matmul.n,
@@ -110,7 +110,7 @@ impl CublasLt {
     /// stream has run.
     pub(super) unsafe fn run(
         &self,
-        half: Half,
+        half: HalfDtype,
         p: &Matmul,
         stream: CUstream,
     ) -> Result<Option<GemmKernel>, DeviceError> {
@@ -146,7 +146,7 @@ impl CublasLt {
     pub(super) unsafe fn run_with(
         &self,
         algorithm: CublasLtAlgorithm,
-        half: Half,
+        half: HalfDtype,
         p: &Matmul,
         stream: CUstream,
     ) -> Result<bool, DeviceError> {
@@ -161,7 +161,7 @@ impl CublasLt {
     /// built-in kernels that support it.
     pub(super) fn candidates(
         &self,
-        half: Half,
+        half: HalfDtype,
         p: &Matmul,
         max: usize,
     ) -> Result<Vec<GemmAlgorithm>, DeviceError> {
@@ -174,7 +174,7 @@ impl CublasLt {
     /// Sets the algorithm for a GEMM's row class, with a fallback for shapes that it rejects.
     pub(super) fn set_algorithm(
         &self,
-        half: Half,
+        half: HalfDtype,
         p: &Matmul,
         algorithm: GemmAlgorithm,
         fallback: Option<GemmAlgorithm>,
@@ -271,8 +271,8 @@ impl CublasLt {
     fn create_plan(&self, key: &GemmPlanKey, p: &Matmul) -> Result<GemmPlan, DeviceError> {
         let what = "creating a GEMM plan";
         let half = match key.half {
-            Half::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
-            Half::F16 => sys::cudaDataType_t::CUDA_R_16F,
+            HalfDtype::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            HalfDtype::F16 => sys::cudaDataType_t::CUDA_R_16F,
         };
         let single = sys::cudaDataType_t::CUDA_R_32F;
         let out = if key.f32_out { single } else { half };
@@ -399,16 +399,16 @@ mod tests {
     fn key(m: u32) -> GemmPlanKey {
         let matmul =
             Matmul { x: 1, weight: 2, bias: None, y: 3, m, n: 64, k: 128, stride: 64, f32_out: false };
-        GemmPlanKey::new(Half::Bf16, &matmul)
+        GemmPlanKey::new(HalfDtype::Bf16, &matmul)
     }
 
     #[test]
     fn plans_are_keyed_by_shape_not_by_address_and_are_few() {
         let other =
             Matmul { x: 9, weight: 8, bias: None, y: 7, m: 5, n: 64, k: 128, stride: 64, f32_out: false };
-        assert_eq!(key(5), GemmPlanKey::new(Half::Bf16, &other));
-        assert_ne!(key(5), GemmPlanKey::new(Half::F16, &other));
-        assert_ne!(key(5), GemmPlanKey::new(Half::Bf16, &Matmul { f32_out: true, ..other }));
+        assert_eq!(key(5), GemmPlanKey::new(HalfDtype::Bf16, &other));
+        assert_ne!(key(5), GemmPlanKey::new(HalfDtype::F16, &other));
+        assert_ne!(key(5), GemmPlanKey::new(HalfDtype::Bf16, &Matmul { f32_out: true, ..other }));
         let classes: std::collections::BTreeSet<u32> = (1..=65_536).map(plan_rows).collect();
         assert!(classes.len() < 130, "{}", classes.len());
         assert!((1..=65_536).all(|rows| plan_rows(rows) >= rows));

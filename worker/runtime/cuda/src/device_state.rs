@@ -3,10 +3,10 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use inflight_kernels::cuda::{DeviceError, Half, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, HalfDtype, SamplingResult};
 use inflight_runtime::{self as runtime, Batch};
 
-use super::autotune::{GemmBench, Tuned};
+use super::autotune::{GemmBench, GemmTuning};
 use super::device_memory::{DeviceMemory, PinnedMemory};
 use super::device_thread::{DEPTH, LoadEvent, LoadEventSender, LoadJob, LoadedRank, ResultSlot};
 use super::driver::{CudaDevice, CudaGraph};
@@ -225,7 +225,7 @@ fn warm_up_collectives(job: &LoadJob, device: &CudaDevice, plan: &LoadPlan) -> R
 /// Runs all-reduces of up to `elements` elements and all-gathers of up to `part` bytes per rank, in `buffer`.
 fn run_collectives(
     device: &CudaDevice,
-    half: Half,
+    half: HalfDtype,
     buffer: &DeviceMemory,
     elements: usize,
     part: usize,
@@ -250,11 +250,11 @@ fn run_collectives(
 /// returns the timings.
 fn warm_up_gemms(
     device: &CudaDevice,
-    half: Half,
+    half: HalfDtype,
     gemms: &[ModelGemm],
     plan: &LoadPlan,
     options: &CudaOptions,
-) -> Result<Vec<Tuned>, DeviceError> {
+) -> Result<Vec<GemmTuning>, DeviceError> {
     let (rows, samples) = (plan.rows, plan.samples);
     let Some(bench) = GemmBench::new(device, half, gemms, rows, samples)? else { return Ok(Vec::new()) };
     let tuned = match options.autotune {

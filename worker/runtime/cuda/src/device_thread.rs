@@ -13,7 +13,7 @@ use inflight_runtime::{
     OwnedSlotSetup, Slot,
 };
 
-use super::autotune::Tuned;
+use super::autotune::GemmTuning;
 use super::device_memory::PinnedMemory;
 use super::device_state::DeviceState;
 use super::driver::CudaDevice;
@@ -77,7 +77,7 @@ pub(super) struct LoadedRank {
     pub(super) gemm_backend: &'static str,
     pub(super) weight_bytes: u64,
     pub(super) graphs: usize,
-    pub(super) tuned: Vec<Tuned>,
+    pub(super) tuned: Vec<GemmTuning>,
 }
 
 /// Load event of a rank.

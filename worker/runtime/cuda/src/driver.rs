@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
-    Device, DeviceError, Form, Half, IMAGES, Launch, Profile, image_of, kernel_names,
+    Device, DeviceError, Form, HalfDtype, IMAGES, Launch, Profile, image_of, kernel_names,
 };
 
 use super::cublaslt::CublasLt;
@@ -181,7 +181,7 @@ impl CudaDevice {
     pub(super) unsafe fn matmul_with(
         &self,
         algorithm: GemmAlgorithm,
-        half: Half,
+        half: HalfDtype,
         matmul: &Matmul,
     ) -> Result<bool, DeviceError> {
         // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
@@ -364,7 +364,7 @@ impl Gpu for CudaDevice {
         Ok(())
     }
 
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
+    unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
         // shapes.
         unsafe {

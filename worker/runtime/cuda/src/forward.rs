@@ -2,7 +2,7 @@
 
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
-    AttentionParams, CopyParams, DeviceError, EmbeddingParams, Half, KvStore, NormParams, QkvParams,
+    AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
     SamplingParams, SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding,
     finish_qkv, norm, sample, swiglu,
 };
@@ -21,7 +21,7 @@ pub(super) struct CudaForward<G: Gpu> {
     config: ModelConfig,
     shard_plan: ShardPlan,
     shapes: ModelShapes,
-    half: Half,
+    half: HalfDtype,
     store: KvStore,
     block_tokens: u32,
     /// Index of the attention plan, by layer.
@@ -80,7 +80,7 @@ impl<G: Gpu> CudaForward<G> {
         gpu: &G,
         unsharded: &ModelConfig,
         shard_plan: ShardPlan,
-        half: Half,
+        half: HalfDtype,
         weights: DeviceWeights<G::Memory>,
         capacity: &ForwardCapacity,
     ) -> Result<Self, DeviceError> {

@@ -1,6 +1,8 @@
 //! GEMM algorithms: cuBLASLt's and the built-in kernels.
 
-use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, gemm, skinny_gemm, skinny_takes};
+use inflight_kernels::cuda::{
+    Device, DeviceError, GemmParams, HalfDtype, gemm, skinny_gemm, skinny_supports,
+};
 
 use super::cublaslt::CublasLtAlgorithm;
 use super::gpu::Matmul;
@@ -15,7 +17,7 @@ pub(super) enum GemmAlgorithm {
 }
 
 impl GemmAlgorithm {
-    /// Returns the implementation's name, for logs and [`super::Tuned::by`].
+    /// Returns the implementation's name, for logs and [`super::GemmTuning::by`].
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::CublasLt(_) => "cublaslt",
@@ -44,7 +46,7 @@ impl GemmKernel {
     pub(super) fn supports(self, p: &Matmul) -> bool {
         match self {
             Self::Tiled => true,
-            Self::Skinny => skinny_takes(p.m, p.k) && (p.x | p.weight).is_multiple_of(16),
+            Self::Skinny => skinny_supports(p.m, p.k) && (p.x | p.weight).is_multiple_of(16),
         }
     }
 
@@ -62,7 +64,7 @@ impl GemmKernel {
     pub(super) unsafe fn launch<D: Device>(
         self,
         device: &D,
-        half: Half,
+        half: HalfDtype,
         p: &Matmul,
     ) -> Result<(), DeviceError> {
         let params = GemmParams {

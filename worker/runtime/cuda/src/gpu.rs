@@ -1,6 +1,6 @@
 //! Device interface that the CUDA runtime is generic over: memory, GEMMs and collectives.
 
-use inflight_kernels::cuda::{Device, DeviceError, Half};
+use inflight_kernels::cuda::{Device, DeviceError, HalfDtype};
 
 /// Allocation in device memory, freed when dropped.
 pub(super) trait GpuMemory {
@@ -50,7 +50,7 @@ pub(super) trait DeviceCollective {
     ///
     /// # Safety
     /// As [`Device::launch`]: `address` is of `elements` elements of this device.
-    unsafe fn all_reduce(&self, half: Half, address: u64, elements: usize) -> Result<(), DeviceError>;
+    unsafe fn all_reduce(&self, half: HalfDtype, address: u64, elements: usize) -> Result<(), DeviceError>;
 
     /// Gathers [ranks, `bytes`] at `address`: each rank has written its own part and receives the others'.
     ///
@@ -76,7 +76,7 @@ pub(super) trait Gpu: Device {
     ///
     /// # Safety
     /// As [`Device::launch`]: addresses are of this device and of matrices with the given shapes.
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError>;
+    unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError>;
 
     /// Copies a column range of one matrix to another.
     ///

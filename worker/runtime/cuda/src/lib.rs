@@ -57,7 +57,7 @@ use inflight_runtime::{
 };
 use inflight_worker_core::Transfer;
 
-pub use autotune::Tuned;
+pub use autotune::GemmTuning;
 use copy_engine::GpuCopyEngine;
 use device_thread::{DEPTH, DeviceCommand, LoadJob, LoadedRank, thread_ended};
 pub use gpu_info::Unavailable;
@@ -214,7 +214,7 @@ pub struct CudaRuntime {
     swap: Option<GroupSwap<GpuCopyEngine>>,
     ranks: Ranks,
     in_flight: u32,
-    tuned: Vec<Tuned>,
+    tuned: Vec<GemmTuning>,
 }
 
 impl CudaRuntime {
@@ -303,7 +303,7 @@ impl CudaRuntime {
     }
 
     /// Autotuning results of rank 0; empty if nothing was timed.
-    pub fn tuned(&self) -> &[Tuned] {
+    pub fn tuned(&self) -> &[GemmTuning] {
         &self.tuned
     }
 

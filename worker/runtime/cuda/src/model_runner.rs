@@ -1,7 +1,7 @@
 //! Model runner: turns a batch into packed metadata and runs the forward pass and sampling on any [`Gpu`].
 
 use inflight_kernels::cuda::{
-    DeviceError, HEAD_DIMS, Half, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+    DeviceError, HEAD_DIMS, HalfDtype, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
 };
 use inflight_models::{self as models, ModelConfig};
 use inflight_runtime::{
@@ -88,7 +88,7 @@ impl<G: Gpu> ModelRunner<G> {
         gpu: &G,
         unsharded: &ModelConfig,
         shard_plan: ShardPlan,
-        half: Half,
+        half: HalfDtype,
         weights: DeviceWeights<G::Memory>,
         capabilities: Capabilities,
         modes: RunnerModes,

@@ -19,7 +19,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockE
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use inflight_kernels::cuda::{DeviceError, Half};
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_runtime::collective::GroupFailed;
 
 use super::gpu::DeviceCollective;
@@ -360,10 +360,10 @@ impl NcclRank {
 }
 
 impl DeviceCollective for NcclRank {
-    unsafe fn all_reduce(&self, half: Half, address: u64, elements: usize) -> Result<(), DeviceError> {
+    unsafe fn all_reduce(&self, half: HalfDtype, address: u64, elements: usize) -> Result<(), DeviceError> {
         let kind = match half {
-            Half::Bf16 => BFLOAT16,
-            Half::F16 => FLOAT16,
+            HalfDtype::Bf16 => BFLOAT16,
+            HalfDtype::F16 => FLOAT16,
         };
         let (address, stream) = (address as *mut c_void, self.stream.get());
         self.call("ncclAllReduce", |library, handle| {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir};
-use inflight_kernels::cuda::{DeviceError, Half, Harness, HostMemory, KvStore, SamplingResult};
+use inflight_kernels::cuda::{DeviceError, HalfDtype, Harness, HostMemory, KvStore, SamplingResult};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, BlockCopy, Capabilities, Feedback, Runtime, Sampled, SlotSetup};
@@ -53,7 +53,7 @@ impl Gpu for Harness {
         Ok(())
     }
 
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
+    unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError> {
         // SAFETY: the caller guarantees that the addresses are of matrices with the given shapes.
         unsafe { GemmKernel::Tiled.launch(self, half, matmul) }
     }
@@ -133,7 +133,7 @@ fn model_of(arch: Arch, dtype: Dtype, seed: u32, heads: usize, tied: bool) -> Mo
             (at("mlp.down_proj.weight"), vec![hidden, inner]),
         ]);
     }
-    let half = if dtype == Dtype::F16 { Half::F16 } else { Half::Bf16 };
+    let half = if dtype == Dtype::F16 { HalfDtype::F16 } else { HalfDtype::Bf16 };
     let kind = if dtype == Dtype::F16 { safetensors::Dtype::F16 } else { safetensors::Dtype::BF16 };
     let mut count = 0;
     let encoded: Vec<(String, Vec<usize>, Vec<u8>)> = tensors

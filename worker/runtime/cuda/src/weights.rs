@@ -4,11 +4,11 @@
 use std::ops::Range;
 
 use inflight_kernels::Encoding;
-use inflight_kernels::cuda::{DeviceError, Half};
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
 use inflight_models::{
     CheckpointDecoder, CheckpointLayer, DecoderLayer, Error, ModelDir, StackedLinear, Tensor,
 };
-use inflight_runtime::sharding::{Cut, Grain, Shard};
+use inflight_runtime::sharding::{Alignment, Partition, Shard};
 
 use super::gpu::{BiasAddresses, Gpu, GpuMemory, bytes_of};
 use super::memory_plan;
@@ -81,12 +81,12 @@ impl<M: GpuMemory> DeviceLinear<M> {
 
 /// Returns a shard's slices of the matrices of a linear layer.
 fn slices<'a>(linear: &'a StackedLinear, shard: &Shard) -> Vec<TensorSlice<'a>> {
-    match shard.cut(linear.matrix) {
-        Cut::Outputs(outputs) => {
+    match shard.partition(linear.matrix) {
+        Partition::Outputs(outputs) => {
             let ranges = linear.matrices.iter().zip(outputs);
             ranges.map(|(tensor, rows)| TensorSlice::rows(tensor, rows)).collect()
         }
-        Cut::Inputs(inputs) => {
+        Partition::Inputs(inputs) => {
             let slice = |tensor| TensorSlice { columns: inputs.clone(), ..TensorSlice::whole(tensor) };
             linear.matrices.iter().map(slice).collect()
         }
@@ -107,16 +107,16 @@ pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, Error> {
 
 impl SourceTensors {
     /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
-    pub(super) fn half(&self) -> Half {
+    pub(super) fn half(&self) -> HalfDtype {
         match self.0.layers[0].qkv.matrices[0].encoding {
-            Encoding::Plain(dtype) => Half::of(dtype),
-            _ => Half::Bf16, // integers with scales are widened
+            Encoding::Plain(dtype) => HalfDtype::of(dtype),
+            _ => HalfDtype::Bf16, // integers with scales are widened
         }
     }
 
     /// Returns the alignment of input ranges of row-parallel matrices: quantization blocks stay whole.
-    pub(super) fn alignment(&self) -> Grain {
-        let mut alignment = Grain { output: 1, down: 1 };
+    pub(super) fn alignment(&self) -> Alignment {
+        let mut alignment = Alignment { output: 1, down: 1 };
         for layer in &self.0.layers {
             for (linear, inputs) in
                 [(&layer.output, &mut alignment.output), (&layer.down, &mut alignment.down)]
@@ -203,7 +203,7 @@ impl SourceTensors {
 struct WeightUpload<'a, G> {
     gpu: &'a G,
     shard: &'a Shard,
-    half: Half,
+    half: HalfDtype,
     done: u64,
     total: u64,
     progress: &'a dyn Fn(u64, u64),
@@ -363,9 +363,9 @@ mod tests {
                         layer.linears().iter().zip(of_whole.linears().into_iter().zip(of_part.linears()))
                     {
                         let k = linear.matrices[0].shape[1];
-                        let (outputs, inputs) = match shard.cut(linear.matrix) {
-                            Cut::Inputs(inputs) => ((0..linear.matrices[0].shape[0]).collect(), inputs),
-                            Cut::Outputs(ranges) => {
+                        let (outputs, inputs) = match shard.partition(linear.matrix) {
+                            Partition::Inputs(inputs) => ((0..linear.matrices[0].shape[0]).collect(), inputs),
+                            Partition::Outputs(ranges) => {
                                 let mut first = 0;
                                 let mut outputs: Vec<usize> = Vec::new();
                                 for (matrix, range) in linear.matrices.iter().zip(ranges) {

@@ -150,8 +150,8 @@ fn collectives_run_in_place_on_the_stream_and_in_the_requested_type() {
         nccl.enqueue_on(stream as *mut c_void);
         // SAFETY: the fake library never dereferences the addresses.
         unsafe {
-            nccl.all_reduce(Half::Bf16, 0x1000, 24).unwrap();
-            nccl.all_reduce(Half::F16, 0x2000, 8).unwrap();
+            nccl.all_reduce(HalfDtype::Bf16, 0x1000, 24).unwrap();
+            nccl.all_reduce(HalfDtype::F16, 0x2000, 8).unwrap();
             nccl.all_gather(0x3000, 0x100).unwrap();
         }
         let sum = |at, count, kind| CollectiveCall { from: at, to: at, count, kind, stream };
@@ -179,7 +179,7 @@ fn a_failure_aborts_every_communicator_once_and_later_calls_are_refused() {
     group.fail(2, "it waited for rank 1");
     for rank in &ranks {
         // SAFETY: the fake library never dereferences the address.
-        let refused = unsafe { rank.all_reduce(Half::F16, 0x10, 1) }.unwrap_err().to_string();
+        let refused = unsafe { rank.all_reduce(HalfDtype::F16, 0x10, 1) }.unwrap_err().to_string();
         assert!(refused.contains("rank 1") && refused.contains("fell off the bus"), "{refused}");
     }
     assert_eq!(group.failure().unwrap().rank, 1);
@@ -202,7 +202,7 @@ fn a_rank_that_blocks_in_the_library_on_a_dead_rank_is_released() {
         std::thread::spawn(move || {
             let rank = group.rank(0);
             // SAFETY: the fake library never dereferences the address.
-            unsafe { rank.all_reduce(Half::F16, 0x10, 1) }.unwrap_err().to_string()
+            unsafe { rank.all_reduce(HalfDtype::F16, 0x10, 1) }.unwrap_err().to_string()
         })
     };
     while all[0].calls.lock().unwrap().is_empty() {

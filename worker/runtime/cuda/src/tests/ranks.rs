@@ -17,7 +17,7 @@ fn failed(failed: GroupFailed) -> DeviceError {
 }
 
 impl DeviceCollective for HarnessCollective {
-    unsafe fn all_reduce(&self, half: Half, address: u64, elements: usize) -> Result<(), DeviceError> {
+    unsafe fn all_reduce(&self, half: HalfDtype, address: u64, elements: usize) -> Result<(), DeviceError> {
         // SAFETY: the caller guarantees `elements` elements at `address`; the harness runs nothing
         // concurrently.
         let elements = unsafe { std::slice::from_raw_parts_mut(address as *mut u16, elements) };

@@ -66,7 +66,7 @@ impl Gpu for RecordingDevice {
         Gpu::upload(&self.device, to, byte, from)
     }
 
-    unsafe fn matmul(&self, half: Half, matmul: &Matmul) -> Result<(), DeviceError> {
+    unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError> {
         let mut supporting = GemmKernel::supporting(matmul);
         let kernel = supporting.find(|kernel| *kernel == self.preferred).unwrap_or(GemmKernel::Tiled);
         self.gemms.borrow_mut().push((kernel, *matmul));
