@@ -68,7 +68,7 @@ impl<V, L> DecoderLayer<V, L> {
 
 /// Linear layer in a checkpoint: matrices that are stacked by rows to one GEMM operand, with their biases.
 pub struct StackedLinear {
-    /// Which matrix of the model it is.
+    /// Role of the stacked matrices in the model.
     pub matrix: Matrix,
     /// Matrices [outputs, inputs], all with the same inputs.
     pub matrices: Vec<Tensor>,

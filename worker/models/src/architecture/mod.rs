@@ -29,11 +29,11 @@ pub(crate) struct ArchitectureSpec {
     pub kv_heads_required: bool,
     /// Default of `head_dim`; `None`: the hidden size divided by the number of query heads.
     pub default_head_dim: Option<usize>,
-    /// Which projections have biases.
+    /// Biases of the projections.
     pub biases: Biases,
     /// Queries and keys are normalized per head (QK-norm).
     pub qk_norm: bool,
-    /// Which layers have a sliding window.
+    /// Rule for the layers' sliding windows.
     pub sliding_window: SlidingWindow,
     /// Names of the tensors in checkpoints.
     pub tensors: &'static TensorNames,
@@ -50,7 +50,7 @@ pub(crate) struct GgufSpec {
     pub optional_attention_bias: bool,
 }
 
-/// Which projections have biases.
+/// Biases of an architecture's projections.
 #[derive(Debug)]
 pub(crate) struct Biases {
     /// Query, key and value projections.
@@ -66,14 +66,14 @@ impl Biases {
     pub const NONE: Self = Self { qkv: Bias::Never, output: Bias::Never, mlp: Bias::Never };
 }
 
-/// Whether a projection has a bias.
+/// Presence of a projection's bias.
 #[derive(Debug)]
 pub(crate) enum Bias {
-    /// It has none.
+    /// No bias.
     Never,
-    /// It has one.
+    /// A bias in every model.
     Always,
-    /// It has one if this field of config.json is true.
+    /// A bias in models whose config.json sets this field.
     Field(&'static str),
 }
 
@@ -91,7 +91,7 @@ impl Bias {
     }
 }
 
-/// Which layers have a sliding window, of `sliding_window` positions.
+/// Rule for the layers with a sliding window, whose size is `sliding_window` of config.json.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlidingWindow {
     /// No layer.
