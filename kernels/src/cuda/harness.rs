@@ -1,7 +1,7 @@
 //! CPU emulation of a CUDA device: runs the kernels' own sources over fibers and checks their accesses.
 //!
-//! A fiber per thread, the exact fragment layouts of matrix instructions, asynchronous copies that read as NaN
-//! until waited for. The compiler turns every load and store into a call (those of its thread sanitizer),
+//! A fiber per thread, the exact fragment layouts of matrix instructions, asynchronous copies that read as
+//! NaN until waited for. The compiler turns every load and store into a call (those of its thread sanitizer),
 //! which checks address space, alignment, constness, and races of two threads on a byte of shared memory
 //! without a barrier between. Faulty kernels (`faulty.cu`) and mutants (`MUTANT(…)` in the sources) show that
 //! such faults are found. Races in global memory are not checked.

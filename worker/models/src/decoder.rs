@@ -1,4 +1,5 @@
-//! Weights of a decoder: their structure, common to checkpoints and devices, and their tensors in a checkpoint.
+//! Weights of a decoder: their structure, common to checkpoints and devices, and their tensors in a
+//! checkpoint.
 
 use super::{Error, ModelConfig, ModelDir, Tensor};
 

@@ -100,7 +100,8 @@ impl Tensor {
     }
 
     /// Returns the given columns of logical row `row` of a matrix [rows, columns] in the file's encoding;
-    /// whole quantization blocks. Logical rows are those after de-interleaving; see [`WeightRows::interleaved`].
+    /// whole quantization blocks. Logical rows are those after de-interleaving; see
+    /// [`WeightRows::interleaved`].
     ///
     /// # Panics
     /// If row or columns are out of range.

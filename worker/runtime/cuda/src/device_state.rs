@@ -207,8 +207,8 @@ impl Drop for DeviceState {
     }
 }
 
-/// Runs collectives of all sizes once, so that NCCL allocates connections and buffers at load: all-reduces and
-/// all-gathers of up to the largest step's elements.
+/// Runs collectives of all sizes once, so that NCCL allocates connections and buffers at load: all-reduces
+/// and all-gathers of up to the largest step's elements.
 fn warm_up_collectives(job: &LoadJob, device: &CudaDevice, plan: &LoadPlan) -> Result<(), LoadError> {
     let load_error = |error: DeviceError| LoadError::from_device(error, &job.gpu_info);
     let elements = plan.rows as usize * plan.shapes.hidden as usize;

@@ -110,8 +110,8 @@ impl LoadPlan {
         }
     }
 
-    /// Logs the memory of a rank that has loaded, and warns if more was allocated than planned. `taken`: bytes
-    /// of weights and libraries; `left`: bytes still free.
+    /// Logs the memory of a rank that has loaded, and warns if more was allocated than planned. `taken`:
+    /// bytes of weights and libraries; `left`: bytes still free.
     pub(super) fn log_allocated(&self, rank: usize, taken: u64, blocks: u32, left: u64) {
         let pool = allocated_bytes(u64::from(blocks) * self.block_bytes);
         // The workspace was allocated before memory was measured, and the reserve is never allocated.

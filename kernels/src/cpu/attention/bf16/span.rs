@@ -188,8 +188,8 @@ unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
     }
 }
 
-/// Advances the online softmax of Q queries by one span: updates maxima and totals, writes the weights [Q, SPAN],
-/// and returns the factors of earlier sums. `visible` are positions of the span by query.
+/// Advances the online softmax of Q queries by one span: updates maxima and totals, writes the weights
+/// [Q, SPAN], and returns the factors of earlier sums. `visible` are positions of the span by query.
 #[inline(always)]
 pub(super) unsafe fn update_softmax<N: KvSource, const Q: usize, const ALL: bool>(
     update: &SpanUpdate<'_>,
