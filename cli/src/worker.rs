@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use inflight_worker::metrics::BUCKETS;
-use inflight_worker::runtime::cpu::Quantization;
-use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Worker};
+use inflight_worker::{Device, KvCacheDtype, ModelSource, Options, PolicyKind, Quantization, Worker};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};

@@ -10,11 +10,11 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{
-    Activations, Isa, KvDtype, KvLayout, KvPlace, KvPool, PackedMatrix, Pool, QkvShape, Ragged, RopeScaling,
-    RopeTable, Rows, Start, Truncation, WeightFormat, Workspace, argmax, attention, finish_qkv, gemm,
-    inverse_frequencies, rms_norm, sample, swiglu,
+    AccumulatorInit, Activations, Isa, KvDtype, KvLayout, KvPool, KvSlot, PackedMatrix, Pool, QkvShape,
+    Ragged, RopeScaling, RopeTable, Truncation, WeightFormat, WeightRows, Workspace, argmax, attention,
+    finish_qkv, gemm, inverse_frequencies, rms_norm, sample, swiglu,
 };
 use inflight_kernels::{Dtype, Encoding};
 
@@ -98,7 +98,7 @@ fn gemms(c: &mut Criterion) {
             let values: Vec<u8> =
                 (0..n * k).flat_map(|i| (((i * 31) % 61) as f32 - 30.0).to_le_bytes()).collect();
             let encoding = Encoding::Plain(Dtype::F32);
-            let rows = [Rows { encoding, bytes: &values, rows: n, interleaved: None }];
+            let rows = [WeightRows { encoding, bytes: &values, rows: n, interleaved: None }];
             let pack = || PackedMatrix::pack(&bench.pool, bench.isa, k, &rows, format).expect("it fits");
             // Several matrices in turn, like the layers of a model, so that weights come from memory.
             let copies = (128 << 20) / format.packed_bytes(bench.isa, n, k) + 1;
@@ -115,7 +115,7 @@ fn gemms(c: &mut Criterion) {
                 bench.run(c, &format!("gemm {format} {what} {rows}"), work, || {
                     let w = &weights[next % copies];
                     next += 1;
-                    gemm(&bench.pool, w, &x, rows, Start::Zero, &mut y, &mut scratch);
+                    gemm(&bench.pool, w, &x, rows, AccumulatorInit::Zero, &mut y, &mut scratch);
                 });
             }
         }
@@ -146,11 +146,11 @@ fn attentions(c: &mut Criterion) {
         let values = |rows: usize| (0..rows * SHAPE.width()).map(|i| (i % 23) as f32 * 0.1 - 1.0).collect();
         for s in 0..sequences {
             let positions: Vec<u32> = (0..tokens as u32).collect();
-            let place = |p: &u32| KvPlace {
+            let place = |p: &u32| KvSlot {
                 block: blocks[s * table + *p as usize / BLOCK_TOKENS],
                 offset: p % BLOCK_TOKENS as u32,
             };
-            let places: Vec<KvPlace> = positions.iter().map(place).collect();
+            let places: Vec<KvSlot> = positions.iter().map(place).collect();
             let mut qkv: Vec<f32> = values(tokens);
             finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
         }
@@ -199,8 +199,8 @@ fn rows(c: &mut Criterion) {
     let mut qkv = vec![0.1f32; count * SHAPE.width()];
     let positions: Vec<u32> = (0..count as u32).collect();
     let tokens = BLOCK_TOKENS as u32;
-    let places: Vec<KvPlace> =
-        positions.iter().map(|p| KvPlace { block: p / tokens, offset: p % tokens }).collect();
+    let places: Vec<KvSlot> =
+        positions.iter().map(|p| KvSlot { block: p / tokens, offset: p % tokens }).collect();
     bench.run(c, "finish_qkv 512", bytes(2 * qkv.len()), || {
         finish_qkv(&bench.pool, bench.isa, SHAPE, &mut qkv, None, &rope, &positions, &places, &mut kv, 0);
     });

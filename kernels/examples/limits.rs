@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{Isa, Pool};
 
 const BYTES: usize = 512 << 20;

@@ -9,8 +9,10 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
-use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
-use inflight_kernels::cpu::{Activations, Isa, PackedMatrix, Pool, Rows, Start, WeightFormat, gemm};
+use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
+use inflight_kernels::cpu::{
+    AccumulatorInit, Activations, Isa, PackedMatrix, Pool, WeightFormat, WeightRows, gemm,
+};
 use inflight_kernels::{Dtype, Encoding};
 
 const ROWS: [usize; 10] = [1, 2, 4, 8, 16, 32, 48, 64, 128, 512];
@@ -56,7 +58,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 Dtype::F16 => (0..n * k).flat_map(|i| f16::from_f32(weight(i)).to_ne_bytes()).collect(),
                 Dtype::Bf16 => (0..n * k).flat_map(|i| bf16::from_f32(weight(i)).to_ne_bytes()).collect(),
             };
-            let rows = Rows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
+            let rows =
+                WeightRows { encoding: Encoding::Plain(dtype), bytes: &bytes, rows: n, interleaved: None };
             // Several matrices in turn, like the layers of a model.
             let copies = (96 << 20) / format.packed_bytes(isa, n, k) + 1;
             let pack = |_| PackedMatrix::pack(&pool, isa, k, &[rows], format);
@@ -72,7 +75,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     // One pass over all copies, so that none is cached when it is used again.
                     let begun = Instant::now();
                     for w in &weights {
-                        gemm(&pool, w, black_box(&x), rows, Start::Zero, &mut y, &mut scratch);
+                        gemm(&pool, w, black_box(&x), rows, AccumulatorInit::Zero, &mut y, &mut scratch);
                         black_box(&y);
                     }
                     calls += copies;

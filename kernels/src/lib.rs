@@ -14,7 +14,7 @@ mod philox;
 
 pub use dtype::{Dtype, widen};
 pub use encoding::Encoding;
-pub use philox::{Draw, philox4x32};
+pub use philox::{RandomKey, philox4x32};
 
 /// Version of the arithmetic. Raised by every change that may alter a bit of any result.
 pub const VERSION: u32 = 5;

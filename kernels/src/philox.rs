@@ -24,7 +24,7 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 
 /// Name of one random number. Equal names give equal numbers on every machine, whatever ran before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Draw {
+pub struct RandomKey {
     /// Seed of the request.
     pub seed: u64,
     /// Index of the choice within the request.
@@ -35,7 +35,7 @@ pub struct Draw {
     pub draw: u32,
 }
 
-impl Draw {
+impl RandomKey {
     /// Returns a uniform number in [0, 1), a multiple of 2^-53.
     pub fn uniform(self) -> f64 {
         let counter = [self.position, self.choice, self.draw, 0];
@@ -63,17 +63,18 @@ mod tests {
 
     #[test]
     fn every_field_of_a_draw_changes_it_and_the_mean_is_one_half() {
-        let base = Draw { seed: 7, choice: 0, position: 0, draw: 0 };
+        let base = RandomKey { seed: 7, choice: 0, position: 0, draw: 0 };
         let others = [
-            Draw { seed: 8, ..base },
-            Draw { seed: 7 | 1 << 40, ..base },
-            Draw { choice: 1, ..base },
-            Draw { position: 1, ..base },
-            Draw { draw: 1, ..base },
+            RandomKey { seed: 8, ..base },
+            RandomKey { seed: 7 | 1 << 40, ..base },
+            RandomKey { choice: 1, ..base },
+            RandomKey { position: 1, ..base },
+            RandomKey { draw: 1, ..base },
         ];
         assert!(others.iter().all(|other| other.uniform() != base.uniform()));
         let n = 100_000;
-        let mean = (0..n).map(|position| Draw { position, ..base }.uniform()).sum::<f64>() / f64::from(n);
+        let mean =
+            (0..n).map(|position| RandomKey { position, ..base }.uniform()).sum::<f64>() / f64::from(n);
         assert!((mean - 0.5).abs() < 0.005, "mean {mean}");
     }
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
-use inflight_fixtures::{Shape, TempDir};
+use inflight_fixtures::{BenchmarkShape, TempDir};
 use inflight_proto::v1::GenerateRequest;
 use inflight_tests::{LocalCluster, SimulatedGpu, run_with_env, scrape};
 use tokio::sync::OnceCell;
@@ -13,7 +13,7 @@ use crate::requests::{GenerationResult, generate, sampled};
 /// Writes a small model with a head size that the CUDA kernels support; returns folder and `--model` flag.
 fn mini() -> Result<(TempDir, String)> {
     let folder = TempDir::new("inflight-mini")?;
-    Shape::Mini.write(folder.path())?;
+    BenchmarkShape::Mini.write(folder.path())?;
     let flag = format!("--model={}", folder.path().display());
     Ok((folder, flag))
 }
@@ -22,7 +22,7 @@ fn mini() -> Result<(TempDir, String)> {
 const SMALL: [&str; 3] = ["--max-sequences=6", "--max-batch-tokens=64", "--max-context-tokens=256"];
 
 /// Log filter that shows whether programmatic dependent launch is on.
-const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_worker::runtime::cuda::driver=debug";
+const OVERLAP_IS_LOGGED: &str = "--log=info,inflight_runtime_cuda::driver=debug";
 
 /// Generates all requests concurrently, then the first one alone, and checks that its results agree.
 async fn generate_all(cluster: &LocalCluster, requests: &[GenerateRequest]) -> Result<Vec<GenerationResult>> {

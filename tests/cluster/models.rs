@@ -1,7 +1,7 @@
 //! Model directories: every architecture serves, damaged checkpoints are rejected with a reason.
 
 use anyhow::{Context, Result, ensure};
-use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype};
+use inflight_fixtures::{Arch, Checkpoint, Corruption, Dtype};
 use inflight_tests::{LocalCluster, run};
 
 use crate::program;
@@ -54,18 +54,22 @@ async fn a_tensor_parallel_model_is_batch_invariant_with_and_without_overlap() -
 
 #[tokio::test]
 async fn every_damaged_checkpoint_is_rejected_with_a_clue() -> Result<()> {
-    for damage in Damage::all() {
+    for corruption in Corruption::all() {
         let folder = Checkpoint::new(Arch::Llama31, Dtype::F32).write_temp()?;
-        damage.apply(folder.path())?;
+        corruption.apply(folder.path())?;
         let flag = format!("--model={}", folder.path().display());
         let worker =
             ["worker", "--listen=127.0.0.1:0", "--metrics-listen=off", "--kv-cache-bytes=16MiB", &flag];
         let refused = run(program(), &worker, "").await?;
-        ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{damage:?}: {refused:?}");
+        ensure!(refused.code == Some(1) && refused.stdout.is_empty(), "{corruption:?}: {refused:?}");
         let message = refused.stderr.lines().last().unwrap_or_default();
-        ensure!(message.starts_with("error: "), "{damage:?}: {refused:?}");
-        ensure!(refused.stderr.contains(damage.clue()), "{damage:?}: no {:?} in {message}", damage.clue());
-        ensure!(!refused.stderr.contains("panic"), "{damage:?}: {refused:?}");
+        ensure!(message.starts_with("error: "), "{corruption:?}: {refused:?}");
+        ensure!(
+            refused.stderr.contains(corruption.clue()),
+            "{corruption:?}: no {:?} in {message}",
+            corruption.clue()
+        );
+        ensure!(!refused.stderr.contains("panic"), "{corruption:?}: {refused:?}");
     }
     Ok(())
 }

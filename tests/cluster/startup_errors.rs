@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 
 use anyhow::{Result, ensure};
-use inflight_fixtures::{Arch, Checkpoint, Damage, Dtype, TempDir};
+use inflight_fixtures::{Arch, Checkpoint, Corruption, Dtype, TempDir};
 use inflight_tests::{CommandOutput, run};
 
 use crate::program;
@@ -55,10 +55,10 @@ async fn a_missing_model_directory_is_reported() -> Result<()> {
 #[tokio::test]
 async fn up_fails_with_the_last_log_lines_of_a_worker_that_cannot_start() -> Result<()> {
     let folder = Checkpoint::new(Arch::Llama2, Dtype::F32).write_temp()?;
-    Damage::TruncatedWeights.apply(folder.path())?;
+    Corruption::TruncatedWeights.apply(folder.path())?;
     let model = folder.path().to_string_lossy().into_owned();
     let up = run(program(), &["up", "--port=0", "--model", &model], "").await?;
-    let clue = Damage::TruncatedWeights.clue();
+    let clue = Corruption::TruncatedWeights.clue();
     check(&up, 1, &["ended before it was ready: exit code 1; its last lines:", "│ error:", clue])
 }
 

@@ -21,7 +21,7 @@ use inflight_proto::v1::generate_response::Event as StreamEvent;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
 use inflight_router::{Connector, Handle, RouterStats};
-use inflight_worker::{Bundle, Served, Turning};
+use inflight_worker::{Bundle, EngineExecution, Served};
 use inflight_worker_core::CostPrior;
 use metrics_exporter_prometheus::PrometheusBuilder;
 use tokio_util::sync::CancellationToken;
@@ -85,7 +85,7 @@ async fn worker(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure
         ..inflight_worker::Options::default()
     };
     let core = inflight_worker::Core::new(&options, served, format!("incarnation-{incarnation}"))?;
-    Ok(core.serve(network::incoming(PORT).await?, Turning::Task, drain).await?)
+    Ok(core.serve(network::incoming(PORT).await?, EngineExecution::Task, drain).await?)
 }
 
 async fn router(index: usize, shared: Rc<SimulationState>) -> Result<(), Failure> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 15] = [
     "cli/src",
     "kernels/src",
     "proto/contract/src",
@@ -18,11 +18,19 @@ const SOURCES: [&str; 10] = [
     "simulator/src",
     "net/src",
     "worker/core/src",
+    "worker/models/src",
+    "worker/runtime/cpu/src",
+    "worker/runtime/cuda/src",
+    "worker/runtime/sim/src",
+    "worker/runtime/src",
     "worker/src",
 ];
 
 /// Longest file of production code, in lines.
 const LINES_MAX: usize = 600;
+
+/// Longest function of production code, in lines.
+const FUNCTION_LINES_MAX: usize = 100;
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -95,6 +103,142 @@ fn source_files_open_with_a_module_comment_and_have_at_most_600_lines() -> Resul
     }
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
+}
+
+/// Characters of Rust code, with those of comments, strings and character literals replaced by spaces.
+fn code_of(text: &str) -> Vec<char> {
+    let source: Vec<char> = text.chars().collect();
+    let mut code = source.clone();
+    let starts =
+        |at: usize, with: &str| with.chars().enumerate().all(|(i, c)| source.get(at + i) == Some(&c));
+    let mut at = 0;
+    while at < source.len() {
+        let end = if starts(at, "//") {
+            (at..source.len()).find(|i| source[*i] == '\n')
+        } else if starts(at, "/*") {
+            let mut depth = 0;
+            (at..source.len()).find(|i| {
+                depth += i32::from(starts(*i, "/*")) - i32::from(starts(*i, "*/"));
+                depth == 0
+            })
+        } else if source[at] == 'r'
+            && !(at > 0 && (source[at - 1].is_alphanumeric() || source[at - 1] == '_'))
+        {
+            let hashes: String = source[at + 1..].iter().take_while(|c| **c == '#').collect();
+            match source.get(at + 1 + hashes.len()) {
+                Some('"') => {
+                    let closing = format!("\"{hashes}");
+                    let body = at + 2 + hashes.len();
+                    (body..source.len()).find(|i| starts(*i, &closing)).map(|i| i + closing.len())
+                }
+                _ => Some(at),
+            }
+        } else if source[at] == '"' {
+            let mut escaped = false;
+            let closes = |i: &usize| {
+                let closes = source[*i] == '"' && !escaped;
+                escaped = source[*i] == '\\' && !escaped;
+                closes
+            };
+            (at + 1..source.len()).find(closes).map(|i| i + 1)
+        } else if source[at] == '\'' && source.get(at + 1) == Some(&'\\') {
+            (at + 3..source.len()).find(|i| source[*i] == '\'').map(|i| i + 1)
+        } else if source[at] == '\'' && source.get(at + 2) == Some(&'\'') {
+            Some(at + 3)
+        } else {
+            Some(at)
+        };
+        let end = end.unwrap_or(source.len());
+        for character in code[at..end].iter_mut().filter(|character| **character != '\n') {
+            *character = ' ';
+        }
+        at = end.max(at + 1);
+    }
+    code
+}
+
+/// Functions with a body: name, first line, number of lines.
+fn functions(text: &str) -> Vec<(String, usize, usize)> {
+    let code = code_of(text);
+    let mut found = Vec::new();
+    // Open braces with the function whose body they begin, and the function whose signature is being read, with the depth of
+    // brackets before it: a `;` of an array type does not end the signature.
+    let mut braces: Vec<Option<(String, usize)>> = Vec::new();
+    let mut signature: Option<(String, usize, i32)> = None;
+    let (mut line, mut brackets, mut word, mut after_fn) = (1, 0, String::new(), false);
+    for character in code {
+        if character.is_alphanumeric() || character == '_' {
+            word.push(character);
+            continue;
+        }
+        let word = std::mem::take(&mut word);
+        if !word.is_empty() {
+            if after_fn {
+                signature = Some((word.clone(), line, brackets));
+            }
+            after_fn = word == "fn";
+        }
+        match character {
+            '(' | '[' => {
+                brackets += 1;
+                after_fn = false; // a type: `fn(u32)`
+            }
+            ')' | ']' => brackets -= 1,
+            ';' if signature.as_ref().is_some_and(|(_, _, depth)| *depth == brackets) => signature = None,
+            '{' => {
+                let begins = signature.take_if(|(_, _, depth)| *depth == brackets);
+                braces.push(begins.map(|(name, first, _)| (name, first)));
+            }
+            '}' => {
+                if let Some((name, first)) = braces.pop().flatten() {
+                    found.push((name, first, line - first + 1));
+                }
+            }
+            '\n' => line += 1,
+            _ => {}
+        }
+    }
+    found
+}
+
+#[test]
+fn functions_have_at_most_100_lines() -> Result<()> {
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for (file, text) in sources()? {
+        for (name, first, lines) in functions(&text) {
+            count += 1;
+            if lines > FUNCTION_LINES_MAX {
+                wrong.push(format!(
+                    "{file}:{first}: `{name}` has {lines} lines, more than {FUNCTION_LINES_MAX}"
+                ));
+            }
+        }
+    }
+    ensure!(count > 1000, "only {count} functions were found");
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn the_scanner_of_functions_reads_past_literals_and_comments() {
+    let text = r##"
+        impl Trait for A<'_> {
+            fn one(&self, f: fn(u8) -> [u8; 2]) -> [char; 2] {
+                // } fn not() {
+                let text = "}\" fn no() {"; /* } /* } */ } */
+                let _ = (['}', '\'', '\\'], r#"}"{"#, b'{');
+                fn inner() {}
+                ['{'; 2]
+            }
+            fn declared(x: [u8; 3]);
+        }
+        unsafe fn two<'a>() where A: Fn(&'a str) {
+        }
+    "##;
+    let found = functions(text);
+    let expected = [("inner", 7, 1), ("one", 3, 7), ("two", 12, 2)];
+    assert_eq!(found, expected.map(|(name, first, lines)| (name.to_owned(), first, lines)));
 }
 
 /// Module path of a file within its crate: `router/src/api/auth.rs` is `api::auth`.

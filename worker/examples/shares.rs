@@ -12,13 +12,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::SamplingParams;
-use inflight_fixtures::{Shape, TempDir};
-use inflight_kernels::cpu::limits::{Arithmetic, Memory, arithmetic};
+use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_kernels::cpu::roofline::{Arithmetic, Memory, arithmetic};
 use inflight_kernels::cpu::{Isa, KvDtype, Pool};
 use inflight_kernels::{Dtype, philox4x32};
-use inflight_worker::models::{ModelConfig, ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
-use inflight_worker::runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_models::{ModelConfig, ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, Sampled, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 
 type BenchResult<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -67,7 +67,7 @@ fn main() -> BenchResult<()> {
 }
 
 struct Options {
-    shapes: Vec<Shape>,
+    shapes: Vec<BenchmarkShape>,
     weights: Vec<String>,
     kv: KvDtype,
     threads: usize,
@@ -79,7 +79,7 @@ struct Options {
 impl Options {
     fn parse() -> BenchResult<Self> {
         let mut options = Self {
-            shapes: Shape::all().to_vec(),
+            shapes: BenchmarkShape::all().to_vec(),
             weights: ["bf16", "int8", "int4"].map(str::to_owned).to_vec(),
             kv: Dtype::Bf16.into(),
             threads: std::thread::available_parallelism()?.get(),
@@ -110,7 +110,7 @@ type Round = BTreeMap<&'static str, f64>;
 
 fn measure(
     options: &Options,
-    shape: Shape,
+    shape: BenchmarkShape,
     weights: &str,
     path: &std::path::Path,
     pool: &Pool,

@@ -5,17 +5,20 @@
 //! ```
 
 mod bundle;
+mod device;
 pub mod engine;
 pub mod metrics;
-pub mod models;
 mod options;
-pub mod runtime;
 mod session;
 mod worker;
 
-pub use bundle::Bundle;
+pub use inflight_models::ModelSource;
+pub use inflight_runtime_cpu::Quantization;
 pub use inflight_worker_core::policy::{PolicyKind, UnknownPolicy};
 pub use inflight_worker_core::{BlockedBy, Iteration, Preemption, ReplayError, replay};
-pub use models::ModelSource;
+
+pub use bundle::Bundle;
+pub use device::usable_gpus;
 pub use options::{Device, KvCacheDtype, Options, OptionsError, UnknownDevice};
-pub use worker::{Core, Error, Progress, Served, Turning, Worker, usable_gpus};
+pub use session::EngineExecution;
+pub use worker::{Core, Error, Progress, Served, Worker};

@@ -1,5 +1,6 @@
 //! Inventory of the worker's Prometheus metrics, and handles to those that change with every iteration.
 
+use inflight_runtime::DEVICE_COMMANDS;
 use inflight_worker_core::Load;
 use metrics::{Counter, Gauge, Histogram, Unit};
 
@@ -10,7 +11,6 @@ const BLOCKS_USED: &str = "inflight_worker_kv_blocks_used";
 const BLOCKS: &str = "inflight_worker_kv_blocks";
 const SESSIONS: &str = "inflight_worker_sessions";
 const COMMANDS: &str = "inflight_worker_engine_queue_commands";
-pub(crate) const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
 const ITERATIONS: &str = "inflight_worker_iterations_total";
 const STEP_SECONDS: &str = "inflight_worker_iteration_seconds";
 const STEP_TOKENS: &str = "inflight_worker_iteration_tokens";

@@ -5,14 +5,13 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use inflight_models::ModelSource;
 use inflight_net::ServerTlsFiles;
+use inflight_runtime::sharding::RANKS_MAX;
+use inflight_runtime_cpu::Quantization;
+use inflight_runtime_sim::{SpecError, read_profile};
 use inflight_worker_core::DeviceProfile;
 use inflight_worker_core::policy::PolicyKind;
-
-use crate::models::ModelSource;
-use crate::runtime::cpu::Quantization;
-use crate::runtime::sharding::RANKS_MAX;
-use crate::runtime::sim::{SpecError, read_profile};
 
 /// Device that runs the model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
-use inflight_kernels::cpu::KvDtype;
+use inflight_models::{self as models, ModelDir};
 use inflight_net::{
     Accept, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
 use inflight_proto::{FILE_DESCRIPTOR_SET, PROTOCOL_VERSION, v1};
+use inflight_runtime::Runtime;
 use inflight_worker_core::CostPrior;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -24,16 +25,12 @@ use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
 use crate::bundle::Bundle;
+use crate::device;
 use crate::engine::{Engine, EngineOptions};
-use crate::models::{self, ModelDir};
-use crate::options::{Device, KvCacheDtype, Options, OptionsError};
-use crate::runtime::Runtime;
-use crate::runtime::cpu::{self, CpuOptions, CpuRuntime};
-#[cfg(feature = "cuda")]
-use crate::runtime::cuda::{self, CudaOptions, CudaRuntime};
-use crate::runtime::sim::{SimOptions, SimRuntime};
+use crate::options::{Options, OptionsError};
 use crate::session::{
-    COMMANDS_MAX, Clock, EngineThread, Message, ServiceTables, SessionContext, Watchdog, WorkerService,
+    COMMANDS_MAX, Clock, EngineExecution, EngineThread, Message, ServiceTables, SessionContext, Watchdog,
+    WorkerService,
 };
 
 /// HTTP/2 keep-alive: a dead peer is detected after interval plus timeout, and its requests are cancelled.
@@ -85,11 +82,11 @@ pub enum Error {
     Model(#[from] models::Error),
     /// The CPU runtime can't run the model.
     #[error(transparent)]
-    Runtime(#[from] cpu::Error),
+    Runtime(#[from] inflight_runtime_cpu::Error),
     /// The CUDA runtime can't run the model.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
-    Cuda(#[from] cuda::Error),
+    Cuda(#[from] inflight_runtime_cuda::Error),
     /// A GPU was requested of a build without the feature `cuda`.
     #[cfg(not(feature = "cuda"))]
     #[error("this build computes on CPUs alone; build with the feature `cuda`, or take --device cpu")]
@@ -106,15 +103,6 @@ pub enum Error {
     /// The device or its engine failed.
     #[error("{0}")]
     Device(String),
-}
-
-/// Where the engine loop runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turning {
-    /// On a dedicated thread.
-    Thread,
-    /// On a tokio task that sleeps for the reported duration of each step, for simulations on a paused clock.
-    Task,
 }
 
 /// Loaded model with its runtime, as a worker serves it.
@@ -162,7 +150,7 @@ impl Worker {
         let address = listener.local_addr().map_err(listen)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
         let model = ModelDir::open(&options.model)?;
-        let (runtime, prior) = runtime(options, &model, progress)?;
+        let (runtime, prior) = device::load_runtime(options, &model, progress)?;
         let served = Served {
             runtime,
             prior,
@@ -199,7 +187,7 @@ impl Worker {
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
         let incoming = Accept::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();
         let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
-        core.serve(incoming, Turning::Thread, drain).await
+        core.serve(incoming, EngineExecution::Thread, drain).await
     }
 }
 
@@ -283,7 +271,7 @@ impl Core {
     pub async fn serve<I, S>(
         self,
         incoming: I,
-        turning: Turning,
+        execution: EngineExecution,
         drain: CancellationToken,
     ) -> Result<(), Error>
     where
@@ -294,11 +282,11 @@ impl Core {
         let sessions_max = sessions.permits.available_permits();
         crate::metrics::describe();
         let (ended, mut engine) = oneshot::channel();
-        match turning {
-            Turning::Thread => spawn_engine_thread(engine_thread, ended)?,
-            Turning::Task => {
+        match execution {
+            EngineExecution::Thread => spawn_engine_thread(engine_thread, ended)?,
+            EngineExecution::Task => {
                 tokio::spawn(async move {
-                    let outcome = engine_thread.run_as_task().await;
+                    let outcome = engine_thread.run(execution).await;
                     let _ = ended.send(outcome.map_err(|failed| Error::Device(failed.to_string())));
                 });
             }
@@ -385,7 +373,8 @@ fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
 
 fn spawn_engine_thread(engine: EngineThread, ended: oneshot::Sender<Result<(), Error>>) -> Result<(), Error> {
     let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.run()));
+        let run = || futures::executor::block_on(engine.run(EngineExecution::Thread));
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
         // The receiver is gone if the server has failed already.
         let _ = ended.send(match outcome {
             Ok(outcome) => outcome.map_err(|failed| Error::Device(failed.to_string())),
@@ -393,120 +382,6 @@ fn spawn_engine_thread(engine: EngineThread, ended: oneshot::Sender<Result<(), E
         });
     });
     thread.map(drop).map_err(|error| Error::Device(format!("no thread for the engine: {error}")))
-}
-
-/// Loads the runtime for the chosen device; returns it with the prior of its cost model, if known.
-fn runtime(
-    options: &Options,
-    model: &ModelDir,
-    progress: Progress<'_>,
-) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
-    if let Device::Sim(profile) = options.device {
-        let config = model.config();
-        let sim = SimOptions {
-            profile,
-            vocab_size: config.vocab_size as u32,
-            // A simulated device has no positional limit, so contexts may exceed the model's.
-            context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
-            block_tokens: options.block_tokens,
-            slots: options.max_sequences,
-            batch_tokens: options.max_batch_tokens,
-            overlap: options.overlap,
-        };
-        let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
-        tracing::warn!(model = model.name(), ?profile, "device is simulated; tokens are meaningless");
-        return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
-    }
-    match options.device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) => return Ok((load_cuda(model, options, progress)?, None)),
-        #[cfg(not(feature = "cuda"))]
-        Device::Cuda(_) => return Err(Error::NoCuda),
-        #[cfg(feature = "cuda")]
-        Device::Auto => match cuda::available(&ordinals(options)) {
-            Ok(()) => match cuda::supports(model, options.tensor_parallel) {
-                Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
-                Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
-            },
-            Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
-            // Explicitly listed GPUs are required: no fallback to the CPU.
-            Err(reason) => return Err(cuda::Error::from(reason).into()),
-        },
-        #[cfg(not(feature = "cuda"))]
-        Device::Auto => {}
-        Device::Cpu | Device::Sim(_) => {}
-    }
-    let kv_dtype = match options.kv_cache_dtype {
-        KvCacheDtype::Auto => None,
-        KvCacheDtype::Int8 => Some(KvDtype::Int8),
-        KvCacheDtype::Fp8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_CPUS)),
-    };
-    let cpu = CpuOptions {
-        threads: options.threads,
-        kv_bytes: options.kv_cache_bytes,
-        host_bytes: options.host_cache_bytes,
-        block_tokens: options.block_tokens,
-        slots: options.max_sequences,
-        batch_tokens: options.max_batch_tokens,
-        context_tokens: options.max_context_tokens,
-        isa: None,
-        quantize: options.quantize,
-        kv_dtype,
-        tensor_parallel: options.tensor_parallel,
-    };
-    let runtime = CpuRuntime::load(model, &cpu, progress)?;
-    let runtime: Box<dyn Runtime> =
-        if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
-    Ok((runtime, None))
-}
-
-/// Error for a KV cache dtype that the device chosen by [`Device::Auto`] does not support.
-fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
-    let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
-    OptionsError::OutOfRange { name, value, range }.into()
-}
-
-/// Ordinals of the visible GPUs that a worker can use; empty in a build without the feature `cuda`.
-pub fn usable_gpus() -> Vec<u32> {
-    #[cfg(feature = "cuda")]
-    return (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect();
-    #[cfg(not(feature = "cuda"))]
-    Vec::new()
-}
-
-#[cfg(feature = "cuda")]
-fn ordinals(options: &Options) -> Vec<usize> {
-    options.gpus_of_ranks().into_iter().map(|gpu| gpu as usize).collect()
-}
-
-#[cfg(feature = "cuda")]
-fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Result<Box<dyn Runtime>, Error> {
-    if let Some(quantize) = options.quantize {
-        let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
-        let (name, value) = ("quantize", quantize.to_string());
-        return Err(OptionsError::OutOfRange { name, value, range }.into());
-    }
-    let cuda = CudaOptions {
-        gpus: ordinals(options),
-        lone_communicator: false,
-        utilization: options.gpu_memory_utilization,
-        kv_bytes: None,
-        host_bytes: options.host_cache_bytes,
-        block_tokens: options.block_tokens,
-        slots: options.max_sequences,
-        batch_tokens: options.max_batch_tokens,
-        context_tokens: options.max_context_tokens,
-        kv_store: match options.kv_cache_dtype {
-            KvCacheDtype::Auto => cuda::KvStore::Half,
-            KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
-            KvCacheDtype::Int8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_GPUS)),
-        },
-        deterministic: options.deterministic,
-        graphs: true,
-        autotune: options.autotune,
-        overlap: true,
-    };
-    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
 }
 
 /// Id that is unique per start: time since the epoch and process id.

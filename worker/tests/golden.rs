@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir, skipped};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::{VERSION, philox4x32};
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
-use inflight_worker::runtime::{Batch, Runtime, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use sha2::{Digest as _, Sha256};
 
 /// Recorded instruction sets; each machine supports a prefix of the list.
@@ -179,7 +179,7 @@ fn compute(isa: Isa, wide: &Path) -> BTreeMap<String, String> {
     for weights in [None, Some("int8"), Some("int4")] {
         let format = StorageFormat { weights, ..PLAIN };
         let mut runtime = load(wide, isa, format);
-        let key = format!("{} {} {}", isa.name(), Shape::Layer.name(), format.name());
+        let key = format!("{} {} {}", isa.name(), BenchmarkShape::Layer.name(), format.name());
         found.insert(key, hashes(&mut runtime, &WIDE_PROMPTS));
     }
     found
@@ -217,7 +217,7 @@ fn no_bit_changes_without_a_new_version() {
         golden.clear();
     }
     let wide = TempDir::new("golden").unwrap();
-    Shape::Layer.write(wide.path()).unwrap();
+    BenchmarkShape::Layer.write(wide.path()).unwrap();
     let (mut compared, mut changed) = (0, Vec::new());
     for name in ISAS {
         let Some(isa) = Isa::by_name(name) else {

@@ -7,12 +7,12 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
-use inflight_fixtures::{Shape, TempDir};
+use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_tests::SimulatedGpu;
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
-use inflight_worker::runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
 
 const BLOCK_TOKENS: u32 = 16;
 const SLOTS: u32 = 3;
@@ -61,7 +61,7 @@ fn a_gpu_agrees_with_the_cpu_for_all_gemms_and_tensor_parallel() {
         return;
     }
     let folder = TempDir::new("inflight-mini").unwrap();
-    Shape::Mini.write(folder.path()).unwrap();
+    BenchmarkShape::Mini.write(folder.path()).unwrap();
     let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
     let cpu = CpuOptions {
         threads: Some(1),

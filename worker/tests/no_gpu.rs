@@ -3,7 +3,7 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
-use inflight_worker::runtime::cuda::{Unavailable, available};
+use inflight_runtime_cuda::{Unavailable, available};
 use inflight_worker::{Device, Options, Worker};
 
 #[test]

@@ -13,17 +13,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
-use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir};
+use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
 use inflight_kernels::cpu::Isa;
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::Runtime;
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_tests::SimulatedGpu;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::Runtime;
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker_core::{CostPrior, Load, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -426,7 +426,7 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
         return;
     }
     let folder = TempDir::new("inflight-mini").unwrap();
-    Shape::Mini.write(folder.path()).unwrap();
+    BenchmarkShape::Mini.write(folder.path()).unwrap();
     let coverage = RefCell::new(Coverage::default());
     for (seed, ranks) in seeds().flat_map(|seed| [(seed, 1), (seed, 2)]) {
         let config = Config {

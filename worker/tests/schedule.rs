@@ -11,9 +11,9 @@ use inflight_contract::SamplingSpec;
 use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime, Quantization};
-use inflight_worker::runtime::{Batch, BlockCopy, Runtime, Sampled, SlotSetup};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, BlockCopy, Runtime, Sampled, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 

@@ -58,7 +58,7 @@ const UNITS_PER_THREAD: (usize, usize) = (4, 16);
 
 /// Initial value of the accumulators.
 #[derive(Debug, Clone, Copy)]
-pub enum Start<'a> {
+pub enum AccumulatorInit<'a> {
     /// Zero: `y` is overwritten.
     Zero,
     /// A bias; [n].
@@ -76,13 +76,13 @@ pub fn gemm(
     w: &PackedMatrix,
     x: &[f32],
     rows: usize,
-    start: Start<'_>,
+    start: AccumulatorInit<'_>,
     y: &mut [f32],
     scratch: &mut Activations,
 ) {
     assert_eq!(x.len(), rows * w.k, "x is not [rows, k]");
     assert_eq!(y.len(), rows * w.n, "y is not [rows, n]");
-    if let Start::Bias(bias) = start {
+    if let AccumulatorInit::Bias(bias) = start {
         assert_eq!(bias.len(), w.n, "the bias is not [n]");
     }
     if rows == 0 {
@@ -106,7 +106,7 @@ fn gemm_with_epilogue(
     w: &PackedMatrix,
     x: &[f32],
     rows: usize,
-    start: Start<'_>,
+    start: AccumulatorInit<'_>,
     y: *mut f32,
     epilogue: Epilogue,
     scratch: &mut Activations,
@@ -192,7 +192,7 @@ struct GemmTask<'a> {
     x: *const u32,
     row_words: usize,
     tiles: Tiles,
-    start: Start<'a>,
+    start: AccumulatorInit<'a>,
     y: *mut f32,
     /// Elements between rows of y.
     stride: usize,
@@ -528,8 +528,8 @@ impl GemmTask<'_> {
         unsafe {
             let mut sums = [[[S::splat(0.0); 2]; P]; M];
             let (from, stride) = match self.start {
-                Start::Zero if position.step == 0 => return sums,
-                Start::Bias(bias) if position.step == 0 => (bias.as_ptr(), 0),
+                AccumulatorInit::Zero if position.step == 0 => return sums,
+                AccumulatorInit::Bias(bias) if position.step == 0 => (bias.as_ptr(), 0),
                 _ => (self.y.cast_const().wrapping_add(position.row * self.stride), self.stride),
             };
             for p in 0..P {

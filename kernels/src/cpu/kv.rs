@@ -105,7 +105,7 @@ impl KvLayout {
 
 /// Location of a token's key and value in the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KvPlace {
+pub struct KvSlot {
     /// Index of the block in the pool.
     pub block: u32,
     /// Index of the token within the block.

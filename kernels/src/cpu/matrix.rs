@@ -21,7 +21,7 @@ pub const GROUP_STEP: usize = 8;
 
 /// Consecutive rows of a weight matrix in a checkpoint's encoding.
 #[derive(Debug, Clone, Copy)]
-pub struct Rows<'a> {
+pub struct WeightRows<'a> {
     /// Encoding of the elements.
     pub encoding: Encoding,
     /// Encoded rows [rows, k], row-major, little-endian, at any alignment.
@@ -33,7 +33,7 @@ pub struct Rows<'a> {
     pub interleaved: Option<usize>,
 }
 
-impl Rows<'_> {
+impl WeightRows<'_> {
     /// Returns the index in `bytes` of logical row `row`.
     pub fn row(&self, row: usize) -> usize {
         self.interleaved.map_or(row, |head| {
@@ -82,9 +82,9 @@ impl fmt::Display for WeightFormat {
 impl WeightFormat {
     /// Returns the format that loses least: unquantised sources of one dtype keep it, `q8_0` and `q4_0` keep
     /// every bit, other quantised sources become 8-bit integers, and mixtures with unquantised ones f32.
-    pub fn of(sources: &[Rows<'_>]) -> Self {
+    pub fn of(sources: &[WeightRows<'_>]) -> Self {
         let all = |encoding| sources.iter().all(|source| source.encoding == encoding);
-        let plain = |source: &Rows<'_>| matches!(source.encoding, Encoding::Plain(_));
+        let plain = |source: &WeightRows<'_>| matches!(source.encoding, Encoding::Plain(_));
         match sources.first().map(|source| source.encoding) {
             Some(first @ Encoding::Plain(dtype)) if all(first) => dtype.into(),
             Some(Encoding::Q4_0) if all(Encoding::Q4_0) => Self::Int4 { group: 32 },
@@ -157,7 +157,7 @@ impl PackedMatrix {
         pool: &Pool,
         isa: Isa,
         k: usize,
-        sources: &[Rows<'_>],
+        sources: &[WeightRows<'_>],
         format: WeightFormat,
     ) -> io::Result<Self> {
         for source in sources {
@@ -244,7 +244,7 @@ impl<T> SharedPtr<T> {
 struct PackPanel<'a> {
     format: WeightFormat,
     k: usize,
-    sources: &'a [Rows<'a>],
+    sources: &'a [WeightRows<'a>],
     /// First column of the panel.
     column: usize,
     width: usize,
@@ -356,7 +356,7 @@ fn scatter<const N: usize>(from: &[u8], to: &mut [u8], width: usize) {
 
 /// Widens elements `first..` of a row to f32.
 #[inline(always)]
-fn widen_row(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f32]) {
+fn widen_row(source: &WeightRows<'_>, row: usize, k: usize, first: usize, out: &mut [f32]) {
     let encoding = source.encoding;
     let (block, start) = (encoding.block(), encoding.bytes(row * k));
     if first.is_multiple_of(block) && out.len().is_multiple_of(block) {
@@ -378,7 +378,7 @@ fn widen_row(source: &Rows<'_>, row: usize, k: usize, first: usize, out: &mut [f
 /// Returns a group's stored scale and quants if the file's blocks are of its size; avoids double rounding.
 #[inline(always)]
 fn stored_group(
-    source: &Rows<'_>,
+    source: &WeightRows<'_>,
     row: usize,
     k: usize,
     first: usize,
@@ -469,7 +469,7 @@ fn round_scale(scale: f32) -> (f16, f32) {
 }
 
 /// Returns the source and the row within it that hold row `row` of the concatenation.
-fn locate<'a, 'b>(sources: &'b [Rows<'a>], mut row: usize) -> Option<(&'b Rows<'a>, usize)> {
+fn locate<'a, 'b>(sources: &'b [WeightRows<'a>], mut row: usize) -> Option<(&'b WeightRows<'a>, usize)> {
     for source in sources {
         if row < source.rows {
             return Some((source, source.row(row)));

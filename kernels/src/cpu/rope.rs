@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::gemm::scale;
 use super::isa::Isa;
-use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPlace, KvPool};
+use super::kv::{Bf16, F16, Int8, KvDtype, KvElement, KvLayout, KvPool, KvSlot};
 use super::matrix::SharedPtr;
 use super::pool::Pool;
 use super::rows::{grain, rms_scale};
@@ -130,7 +130,7 @@ pub fn finish_qkv(
     norms: Option<(&[f32], &[f32], f32)>,
     rope: &RopeTable,
     positions: &[u32],
-    places: &[KvPlace],
+    places: &[KvSlot],
     kv: &mut KvPool,
     layer: usize,
 ) {
@@ -146,7 +146,7 @@ pub fn finish_qkv(
     if let Some((q, k, _)) = norms {
         assert!(q.len() == shape.head_dim && k.len() == shape.head_dim, "norm weights are not [head_dim]");
     }
-    let in_pool = |place: &KvPlace| {
+    let in_pool = |place: &KvSlot| {
         (place.block as usize) < kv.blocks() && (place.offset as usize) < layout.block_tokens
     };
     assert!(places.iter().all(in_pool), "a place is out of the KV pool");
@@ -175,7 +175,7 @@ struct FinishQkv<'a> {
     norms: Option<(&'a [f32], &'a [f32], f32)>,
     rope: &'a RopeTable,
     positions: &'a [u32],
-    places: &'a [KvPlace],
+    places: &'a [KvSlot],
     kv: *mut u8,
     layout: KvLayout,
     layer: usize,
@@ -226,7 +226,7 @@ impl Kernel for FinishQkv<'_> {
 impl FinishQkv<'_> {
     #[inline(always)]
     unsafe fn write<N: KvElement>(&self, row: usize, keys: &[f32], values: &[f32]) {
-        let KvPlace { block, offset } = self.places[row];
+        let KvSlot { block, offset } = self.places[row];
         let (offset, layout) = (offset as usize, &self.layout);
         let head_dim = layout.head_dim;
         for head in 0..layout.kv_heads {

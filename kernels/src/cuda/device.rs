@@ -4,14 +4,14 @@ use crate::Dtype;
 
 /// 16-bit element type of a device's weights, activations and KV pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Half {
+pub enum HalfDtype {
     /// bfloat16: the upper half of an f32.
     Bf16,
     /// IEEE half precision.
     F16,
 }
 
-impl Half {
+impl HalfDtype {
     /// Returns the equivalent [`Dtype`].
     pub fn dtype(self) -> Dtype {
         match self {

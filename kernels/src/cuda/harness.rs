@@ -1,7 +1,7 @@
 //! CPU emulation of a CUDA device: runs the kernels' own sources over fibers and checks their accesses.
 //!
-//! A fiber per thread, the exact fragment layouts of matrix instructions, asynchronous copies that read as NaN
-//! until waited for. The compiler turns every load and store into a call (those of its thread sanitizer),
+//! A fiber per thread, the exact fragment layouts of matrix instructions, asynchronous copies that read as
+//! NaN until waited for. The compiler turns every load and store into a call (those of its thread sanitizer),
 //! which checks address space, alignment, constness, and races of two threads on a byte of shared memory
 //! without a barrier between. Faulty kernels (`faulty.cu`) and mutants (`MUTANT(…)` in the sources) show that
 //! such faults are found. Races in global memory are not checked.
@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::device::{Device, DeviceError, Half, Launch, Profile};
+use super::device::{Device, DeviceError, HalfDtype, Launch, Profile};
 
 #[cfg(harness)]
 mod foreign {
@@ -149,15 +149,15 @@ impl Mutant {
 }
 
 /// Rounds `x` to `half` with the kernels' conversion code and returns the bits.
-pub fn narrow_on_harness(half: Half, x: f32) -> u16 {
+pub fn narrow_on_harness(half: HalfDtype, x: f32) -> u16 {
     // SAFETY: a pure function of integers and floats.
-    unsafe { inflight_harness_narrow(x, u32::from(half == Half::Bf16)) as u16 }
+    unsafe { inflight_harness_narrow(x, u32::from(half == HalfDtype::Bf16)) as u16 }
 }
 
 /// Converts `bits` of type `half` to f32 with the kernels' conversion code.
-pub fn widen_on_harness(half: Half, bits: u16) -> f32 {
+pub fn widen_on_harness(half: HalfDtype, bits: u16) -> f32 {
     // SAFETY: a pure function of integers and floats.
-    unsafe { inflight_harness_widen(bits.into(), u32::from(half == Half::Bf16)) }
+    unsafe { inflight_harness_widen(bits.into(), u32::from(half == HalfDtype::Bf16)) }
 }
 
 /// Rounds `x` to E4M3 with the kernels' conversion code and returns the bits.

@@ -1,6 +1,6 @@
 //! Launch functions: each derives the kernel, grid and shared memory from the shapes in the parameters.
 
-use super::device::{Device, DeviceError, Half, KvStore, Launch, Profile};
+use super::device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
     SamplingParams, SwigluParams, as_bytes,
@@ -60,7 +60,11 @@ fn enqueue<D: Device, P: Plain>(
 ///
 /// # Safety
 /// As [`Device::launch`].
-pub unsafe fn embedding<D: Device>(device: &D, half: Half, p: &EmbeddingParams) -> Result<(), DeviceError> {
+pub unsafe fn embedding<D: Device>(
+    device: &D,
+    half: HalfDtype,
+    p: &EmbeddingParams,
+) -> Result<(), DeviceError> {
     let kernel = by_half(half, "embedding_bf16", "embedding_f16");
     enqueue(device, kernel, (p.rows, 1), 128, 0, p)
 }
@@ -72,7 +76,7 @@ pub unsafe fn embedding<D: Device>(device: &D, half: Half, p: &EmbeddingParams) 
 ///
 /// # Safety
 /// As [`Device::launch`].
-pub unsafe fn norm<D: Device>(device: &D, half: Half, p: &NormParams) -> Result<(), DeviceError> {
+pub unsafe fn norm<D: Device>(device: &D, half: HalfDtype, p: &NormParams) -> Result<(), DeviceError> {
     enqueue(device, by_half(half, "norm_bf16", "norm_f16"), (p.rows, 1), 256, 64, p)
 }
 
@@ -85,7 +89,7 @@ pub unsafe fn norm<D: Device>(device: &D, half: Half, p: &NormParams) -> Result<
 /// As [`Device::launch`].
 pub unsafe fn finish_qkv<D: Device>(
     device: &D,
-    half: Half,
+    half: HalfDtype,
     store: KvStore,
     p: &QkvParams,
 ) -> Result<(), DeviceError> {
@@ -104,7 +108,7 @@ pub unsafe fn finish_qkv<D: Device>(
 ///
 /// # Safety
 /// As [`Device::launch`].
-pub unsafe fn swiglu<D: Device>(device: &D, half: Half, p: &SwigluParams) -> Result<(), DeviceError> {
+pub unsafe fn swiglu<D: Device>(device: &D, half: HalfDtype, p: &SwigluParams) -> Result<(), DeviceError> {
     let eights = u64::from(p.rows) * u64::from(p.width / 8);
     let blocks = u32::try_from(eights.div_ceil(256)).unwrap_or(u32::MAX);
     enqueue(device, by_half(half, "swiglu_bf16", "swiglu_f16"), (blocks, 1), 256, 0, p)
@@ -176,7 +180,7 @@ pub fn attention_blocks(profile: &Profile, head_dim: u32, store: KvStore, mixed:
 /// As [`Device::launch`]; the head dimension is one of [`HEAD_DIMS`] and a group has at most 16 heads.
 pub unsafe fn attention<D: Device>(
     device: &D,
-    half: Half,
+    half: HalfDtype,
     store: KvStore,
     head_dim: u32,
     mixed: bool,
@@ -195,7 +199,7 @@ pub unsafe fn attention<D: Device>(
     )
 }
 
-fn attention_kernel(half: Half, store: KvStore, head_dim: u32, mixed: bool) -> &'static str {
+fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool) -> &'static str {
     macro_rules! for_head_dim {
         ($way:literal, $half:literal, $store:literal) => {
             match head_dim {
@@ -207,21 +211,21 @@ fn attention_kernel(half: Half, store: KvStore, head_dim: u32, mixed: bool) -> &
         };
     }
     match (half, store, mixed) {
-        (Half::Bf16, KvStore::Half, false) => for_head_dim!("decode", "bf16", ""),
-        (Half::Bf16, KvStore::Half, true) => for_head_dim!("mixed", "bf16", ""),
-        (Half::F16, KvStore::Half, false) => for_head_dim!("decode", "f16", ""),
-        (Half::F16, KvStore::Half, true) => for_head_dim!("mixed", "f16", ""),
-        (Half::Bf16, KvStore::Fp8, false) => for_head_dim!("decode", "bf16", "_fp8"),
-        (Half::Bf16, KvStore::Fp8, true) => for_head_dim!("mixed", "bf16", "_fp8"),
-        (Half::F16, KvStore::Fp8, false) => for_head_dim!("decode", "f16", "_fp8"),
-        (Half::F16, KvStore::Fp8, true) => for_head_dim!("mixed", "f16", "_fp8"),
+        (HalfDtype::Bf16, KvStore::Half, false) => for_head_dim!("decode", "bf16", ""),
+        (HalfDtype::Bf16, KvStore::Half, true) => for_head_dim!("mixed", "bf16", ""),
+        (HalfDtype::F16, KvStore::Half, false) => for_head_dim!("decode", "f16", ""),
+        (HalfDtype::F16, KvStore::Half, true) => for_head_dim!("mixed", "f16", ""),
+        (HalfDtype::Bf16, KvStore::Fp8, false) => for_head_dim!("decode", "bf16", "_fp8"),
+        (HalfDtype::Bf16, KvStore::Fp8, true) => for_head_dim!("mixed", "bf16", "_fp8"),
+        (HalfDtype::F16, KvStore::Fp8, false) => for_head_dim!("decode", "f16", "_fp8"),
+        (HalfDtype::F16, KvStore::Fp8, true) => for_head_dim!("mixed", "f16", "_fp8"),
     }
 }
 
 /// Returns the names of all kernels, so that a device can look them up at load.
 pub fn kernel_names() -> Vec<&'static str> {
     let mut names = vec!["copy_blocks", "sample", "count_history"];
-    for half in [Half::Bf16, Half::F16] {
+    for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for (bf16, f16) in [
             ("embedding_bf16", "embedding_f16"),
             ("norm_bf16", "norm_f16"),
@@ -253,43 +257,48 @@ pub fn kernel_names() -> Vec<&'static str> {
 ///
 /// # Safety
 /// As [`Device::launch`].
-pub unsafe fn gemm<D: Device>(device: &D, half: Half, wide: bool, p: &GemmParams) -> Result<(), DeviceError> {
+pub unsafe fn gemm<D: Device>(
+    device: &D,
+    half: HalfDtype,
+    wide: bool,
+    p: &GemmParams,
+) -> Result<(), DeviceError> {
     let (kernel, rows, columns, stages) = gemm_kernel(half, wide, p.m);
     let shared = stages * (rows + columns) * 128;
     enqueue(device, kernel, (p.n.div_ceil(columns), p.m.div_ceil(rows)), 128, shared, p)
 }
 
 /// Returns the kernel for `m` rows, its tile's rows and columns, and its pipeline stages.
-fn gemm_kernel(half: Half, wide: bool, m: u32) -> (&'static str, u32, u32, u32) {
+fn gemm_kernel(half: HalfDtype, wide: bool, m: u32) -> (&'static str, u32, u32, u32) {
     let (rows, columns, stages) = match m {
         0..=16 => (16, 64, 8),
         17..=64 => (64, 64, 4),
         _ => (128, 128, 3),
     };
     let kernel = match (half, wide, rows) {
-        (Half::Bf16, false, 16) => "gemm_few_bf16_half",
-        (Half::Bf16, false, 64) => "gemm_some_bf16_half",
-        (Half::Bf16, false, _) => "gemm_many_bf16_half",
-        (Half::Bf16, true, 16) => "gemm_few_bf16_f32",
-        (Half::Bf16, true, 64) => "gemm_some_bf16_f32",
-        (Half::Bf16, true, _) => "gemm_many_bf16_f32",
-        (Half::F16, false, 16) => "gemm_few_f16_half",
-        (Half::F16, false, 64) => "gemm_some_f16_half",
-        (Half::F16, false, _) => "gemm_many_f16_half",
-        (Half::F16, true, 16) => "gemm_few_f16_f32",
-        (Half::F16, true, 64) => "gemm_some_f16_f32",
-        (Half::F16, true, _) => "gemm_many_f16_f32",
+        (HalfDtype::Bf16, false, 16) => "gemm_few_bf16_half",
+        (HalfDtype::Bf16, false, 64) => "gemm_some_bf16_half",
+        (HalfDtype::Bf16, false, _) => "gemm_many_bf16_half",
+        (HalfDtype::Bf16, true, 16) => "gemm_few_bf16_f32",
+        (HalfDtype::Bf16, true, 64) => "gemm_some_bf16_f32",
+        (HalfDtype::Bf16, true, _) => "gemm_many_bf16_f32",
+        (HalfDtype::F16, false, 16) => "gemm_few_f16_half",
+        (HalfDtype::F16, false, 64) => "gemm_some_f16_half",
+        (HalfDtype::F16, false, _) => "gemm_many_f16_half",
+        (HalfDtype::F16, true, 16) => "gemm_few_f16_f32",
+        (HalfDtype::F16, true, 64) => "gemm_some_f16_f32",
+        (HalfDtype::F16, true, _) => "gemm_many_f16_f32",
     };
     (kernel, rows, columns, stages)
 }
 
 /// Returns whether [`skinny_gemm`] supports `m` rows and reduction length `k`.
-pub fn skinny_takes(m: u32, k: u32) -> bool {
+pub fn skinny_supports(m: u32, k: u32) -> bool {
     (1..=SKINNY_ROWS).contains(&m) && k > 0 && k.is_multiple_of(8) && i32::try_from(k).is_ok()
 }
 
 /// GEMM of few rows, which reads each weight once and prefetches weights before the preceding kernel ends.
-/// Operands as for [`gemm`], with `x` and `weight` aligned to 16 bytes and shapes that [`skinny_takes`]
+/// Operands as for [`gemm`], with `x` and `weight` aligned to 16 bytes and shapes that [`skinny_supports`]
 /// accepts. A row's bits do not depend on the rows beside it, but differ from those of [`gemm`].
 ///
 /// # Errors
@@ -299,14 +308,14 @@ pub fn skinny_takes(m: u32, k: u32) -> bool {
 /// As [`Device::launch`]; no kernel that may still run writes to the weight or the bias.
 pub unsafe fn skinny_gemm<D: Device>(
     device: &D,
-    half: Half,
+    half: HalfDtype,
     wide: bool,
     p: &GemmParams,
 ) -> Result<(), DeviceError> {
     if p.m == 0 || p.n == 0 {
         return Ok(());
     }
-    if !skinny_takes(p.m, p.k) || !(p.x | p.weight).is_multiple_of(16) {
+    if !skinny_supports(p.m, p.k) || !(p.x | p.weight).is_multiple_of(16) {
         return Err(DeviceError::Failed {
             what: format!("a skinny product of {} rows over {}", p.m, p.k),
             reason: format!("it takes 1 to {SKINNY_ROWS} rows, multiples of 8 and aligned matrices"),
@@ -324,20 +333,20 @@ fn skinny_columns(n: u32, multiprocessors: u32) -> u32 {
     [8, 16].into_iter().find(|columns| n.div_ceil(*columns) <= 2 * multiprocessors).unwrap_or(32)
 }
 
-fn skinny_kernel(half: Half, wide: bool, columns: u32) -> &'static str {
+fn skinny_kernel(half: HalfDtype, wide: bool, columns: u32) -> &'static str {
     match (half, wide, columns) {
-        (Half::Bf16, false, 8) => "skinny_gemm_8_bf16_half",
-        (Half::Bf16, false, 16) => "skinny_gemm_16_bf16_half",
-        (Half::Bf16, false, _) => "skinny_gemm_32_bf16_half",
-        (Half::Bf16, true, 8) => "skinny_gemm_8_bf16_f32",
-        (Half::Bf16, true, 16) => "skinny_gemm_16_bf16_f32",
-        (Half::Bf16, true, _) => "skinny_gemm_32_bf16_f32",
-        (Half::F16, false, 8) => "skinny_gemm_8_f16_half",
-        (Half::F16, false, 16) => "skinny_gemm_16_f16_half",
-        (Half::F16, false, _) => "skinny_gemm_32_f16_half",
-        (Half::F16, true, 8) => "skinny_gemm_8_f16_f32",
-        (Half::F16, true, 16) => "skinny_gemm_16_f16_f32",
-        (Half::F16, true, _) => "skinny_gemm_32_f16_f32",
+        (HalfDtype::Bf16, false, 8) => "skinny_gemm_8_bf16_half",
+        (HalfDtype::Bf16, false, 16) => "skinny_gemm_16_bf16_half",
+        (HalfDtype::Bf16, false, _) => "skinny_gemm_32_bf16_half",
+        (HalfDtype::Bf16, true, 8) => "skinny_gemm_8_bf16_f32",
+        (HalfDtype::Bf16, true, 16) => "skinny_gemm_16_bf16_f32",
+        (HalfDtype::Bf16, true, _) => "skinny_gemm_32_bf16_f32",
+        (HalfDtype::F16, false, 8) => "skinny_gemm_8_f16_half",
+        (HalfDtype::F16, false, 16) => "skinny_gemm_16_f16_half",
+        (HalfDtype::F16, false, _) => "skinny_gemm_32_f16_half",
+        (HalfDtype::F16, true, 8) => "skinny_gemm_8_f16_f32",
+        (HalfDtype::F16, true, 16) => "skinny_gemm_16_f16_f32",
+        (HalfDtype::F16, true, _) => "skinny_gemm_32_f16_f32",
     }
 }
 
@@ -374,9 +383,9 @@ pub unsafe fn count_history<D: Device>(device: &D, p: &HistoryParams) -> Result<
     enqueue(device, "count_history", (1, 1), SAMPLING_THREADS, 0, p)
 }
 
-fn by_half(half: Half, bf16: &'static str, f16: &'static str) -> &'static str {
+fn by_half(half: HalfDtype, bf16: &'static str, f16: &'static str) -> &'static str {
     match half {
-        Half::Bf16 => bf16,
-        Half::F16 => f16,
+        HalfDtype::Bf16 => bf16,
+        HalfDtype::F16 => f16,
     }
 }

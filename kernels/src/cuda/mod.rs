@@ -16,7 +16,7 @@ mod launch;
 mod params;
 
 pub use attention_plan::{AttentionPlan, PlanShape, PlannedSequence};
-pub use device::{Device, DeviceError, Half, KvStore, Launch, Profile};
+pub use device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 #[cfg(feature = "harness")]
 pub use harness::{
     Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness,
@@ -26,7 +26,7 @@ pub use image::{Form, IMAGES, Image, KERNELS, image_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, attention,
     attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,
-    skinny_gemm, skinny_takes, swiglu,
+    skinny_gemm, skinny_supports, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,

@@ -1,5 +1,5 @@
 use inflight_kernels::cuda::{
-    AttentionParams, AttentionPlan, Half, KvStore, PlanShape, PlannedSequence, as_bytes, attention,
+    AttentionParams, AttentionPlan, HalfDtype, KvStore, PlanShape, PlannedSequence, as_bytes, attention,
 };
 use proptest::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::{SeededRng, e4m3, half, on_harness, store, unit};
 /// Shape of a model's attention and of its KV pool, and of the attention plan.
 #[derive(Debug, Clone)]
 struct Shape {
-    half: Half,
+    half: HalfDtype,
     store: KvStore,
     head_dim: usize,
     kv_heads: usize,
@@ -339,7 +339,7 @@ pub(crate) fn rows_have_the_same_bits_for_any_key_splits() {
     }
     for seed in 0..4 {
         let shape = Shape {
-            half: Half::F16,
+            half: HalfDtype::F16,
             store: KvStore::Half,
             head_dim: 256,
             kv_heads: 2,
@@ -368,7 +368,7 @@ fn unwritten_keys_make_the_result_nan() {
         return;
     }
     let shape = Shape {
-        half: Half::Bf16,
+        half: HalfDtype::Bf16,
         store: KvStore::Half,
         head_dim: 64,
         kv_heads: 1,

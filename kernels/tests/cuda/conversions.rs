@@ -1,7 +1,7 @@
 //! Tests of the harness's 16-bit and FP8 conversions.
 
 use inflight_kernels::cuda::{
-    Half, Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
+    HalfDtype, Harness, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness, widen_on_harness,
 };
 
 use crate::{SeededRng, e4m3};
@@ -11,7 +11,7 @@ fn the_harness_converts_like_the_half_crate() {
     if !Harness::AVAILABLE {
         return;
     }
-    for half in [Half::Bf16, Half::F16] {
+    for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for bits in 0..=u16::MAX {
             let (ours, theirs) = (widen_on_harness(half, bits), half.widen(bits));
             assert!(
@@ -22,7 +22,7 @@ fn the_harness_converts_like_the_half_crate() {
         let mut rng = SeededRng::new(7);
         for _ in 0..300_000 {
             let x = f32::from_bits(rng.word());
-            if !x.is_nan() && (half == Half::F16 || x.is_finite()) {
+            if !x.is_nan() && (half == HalfDtype::F16 || x.is_finite()) {
                 assert_eq!(narrow_on_harness(half, x), half.narrow(x), "{half:?} {x:e}");
             }
         }

@@ -20,7 +20,7 @@ mod timing;
 use std::cell::Cell;
 
 use device::{Buffer, TestDevice};
-use inflight_kernels::cuda::{Half, KvStore};
+use inflight_kernels::cuda::{HalfDtype, KvStore};
 use inflight_kernels::philox4x32;
 use proptest::prelude::*;
 
@@ -54,7 +54,7 @@ impl SeededRng {
     }
 
     /// Returns `count` values in [-scale, scale), rounded to `half`, as bits.
-    pub(crate) fn halves(&mut self, half: Half, count: usize, scale: f32) -> Vec<u16> {
+    pub(crate) fn halves(&mut self, half: HalfDtype, count: usize, scale: f32) -> Vec<u16> {
         (0..count).map(|_| half.narrow(self.value() * scale)).collect()
     }
 
@@ -72,19 +72,19 @@ pub(crate) fn store() -> impl Strategy<Value = KvStore> {
     prop_oneof![Just(KvStore::Half), Just(KvStore::Fp8)]
 }
 
-pub(crate) fn half() -> impl Strategy<Value = Half> {
-    prop_oneof![Just(Half::Bf16), Just(Half::F16)]
+pub(crate) fn half() -> impl Strategy<Value = HalfDtype> {
+    prop_oneof![Just(HalfDtype::Bf16), Just(HalfDtype::F16)]
 }
 
 /// Returns the relative rounding error of a type.
-pub(crate) fn unit(half: Half) -> f64 {
+pub(crate) fn unit(half: HalfDtype) -> f64 {
     match half {
-        Half::Bf16 => 2f64.powi(-8),
-        Half::F16 => 2f64.powi(-11),
+        HalfDtype::Bf16 => 2f64.powi(-8),
+        HalfDtype::F16 => 2f64.powi(-11),
     }
 }
 
-pub(crate) fn widen(half: Half, memory: &Buffer, count: usize) -> Vec<f32> {
+pub(crate) fn widen(half: HalfDtype, memory: &Buffer, count: usize) -> Vec<f32> {
     memory.read::<u16>(count).into_iter().map(|bits| half.widen(bits)).collect()
 }
 

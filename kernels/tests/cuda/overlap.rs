@@ -1,6 +1,8 @@
 //! Programmatic dependent launch on a GPU: a chain of overlapping kernels has the bits of a serialised one.
 
-use inflight_kernels::cuda::{GemmParams, Half, NormParams, SwigluParams, gemm, norm, skinny_gemm, swiglu};
+use inflight_kernels::cuda::{
+    GemmParams, HalfDtype, NormParams, SwigluParams, gemm, norm, skinny_gemm, swiglu,
+};
 
 use crate::SeededRng;
 use crate::device::TestDevice;
@@ -16,7 +18,7 @@ fn a_chain_of_overlapping_kernels_has_the_bits_of_a_serial_one() {
     let device = TestDevice::available().then(TestDevice::new);
     let Some(device @ TestDevice::Gpu(gpu)) = &device else { return };
     gpu.bind();
-    let half = Half::Bf16;
+    let half = HalfDtype::Bf16;
     let mut rng = SeededRng::new(17);
     let residual = rng.values(8 * WIDTH, 1.0);
     let norm_weight = device.upload(&rng.values(WIDTH, 2.0));

@@ -1,4 +1,4 @@
-use inflight_kernels::cuda::{GemmParams, Half, gemm, skinny_gemm};
+use inflight_kernels::cuda::{GemmParams, HalfDtype, gemm, skinny_gemm};
 use proptest::prelude::*;
 
 use crate::device::TestDevice;
@@ -6,7 +6,7 @@ use crate::{SeededRng, half, on_harness, unit};
 
 /// GEMM operands other than the activations.
 struct GemmCase {
-    half: Half,
+    half: HalfDtype,
     n: usize,
     k: usize,
     weight: Vec<u16>,
@@ -156,7 +156,7 @@ fn skinny_gemm_rejects_nine_rows_and_unaligned_matrices() {
         GemmParams { x: at + 8, ..right },
         GemmParams { weight: at + 2, ..right },
     ] {
-        let refused = unsafe { skinny_gemm(&device, Half::Bf16, false, &wrong) }.unwrap_err();
+        let refused = unsafe { skinny_gemm(&device, HalfDtype::Bf16, false, &wrong) }.unwrap_err();
         assert!(refused.to_string().contains("skinny"), "{refused}");
     }
 }

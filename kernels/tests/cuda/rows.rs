@@ -1,6 +1,6 @@
 use inflight_kernels::cuda::{
-    CopyParams, EmbeddingParams, Half, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks, embedding,
-    finish_qkv, norm, swiglu,
+    CopyParams, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams, SwigluParams, copy_blocks,
+    embedding, finish_qkv, norm, swiglu,
 };
 use proptest::prelude::*;
 
@@ -127,11 +127,11 @@ fn f16_outputs_saturate_and_nan_stays_nan() {
         let device = TestDevice::new();
         // silu(512) is 512 in f16, so the output is 512 * `up`.
         let ups = [512.0, -512.0, 127.0, 128.0, f32::NAN, -128.0, f32::INFINITY, 0.0];
-        let gate_up: Vec<u16> = [512.0; 8].into_iter().chain(ups).map(|x| Half::F16.narrow(x)).collect();
+        let gate_up: Vec<u16> = [512.0; 8].into_iter().chain(ups).map(|x| HalfDtype::F16.narrow(x)).collect();
         let (gate_up_at, out) = (device.upload(&gate_up), device.alloc(8 * 2));
         let p = SwigluParams { gate_up: gate_up_at.address(), out: out.address(), rows: 1, width: 8 };
-        unsafe { swiglu(&device, Half::F16, &p) }.unwrap();
-        let got = widen(Half::F16, &out, 8);
+        unsafe { swiglu(&device, HalfDtype::F16, &p) }.unwrap();
+        let got = widen(HalfDtype::F16, &out, 8);
         let held = [65504.0, -65504.0, 65024.0, 65504.0, f32::NAN, -65504.0, 65504.0, 0.0];
         for (got, held) in got.into_iter().zip(held) {
             prop_assert!(got == held || got.is_nan() && held.is_nan(), "{got}, not {held}");
@@ -307,7 +307,7 @@ fn finish_qkv_stores_the_nearest_e4m3_values() {
         return;
     }
     let (head_dim, block_tokens) = (256, 4);
-    for half in [Half::Bf16, Half::F16] {
+    for half in [HalfDtype::Bf16, HalfDtype::F16] {
         // All values up to 448, which as the maximum of each head makes the scale 1.
         let in_range: Vec<u16> = (0..=u16::MAX).filter(|bits| half.widen(*bits).abs() <= 448.0).collect();
         let top = half.narrow(448.0);

@@ -1,4 +1,4 @@
-use inflight_kernels::Draw;
+use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
     HistoryParams, SamplingParams, SamplingResult, SamplingRow, count_history, sample,
@@ -90,7 +90,7 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
         for (r, row) in rows.iter().enumerate() {
             let mut logits = logits_of(row.kind, vocabulary, &mut rng);
             all[r * stride..][..vocabulary].copy_from_slice(&logits);
-            let draw = Draw {
+            let draw = RandomKey {
                 seed: u64::from(seed) << 20 | 77,
                 choice: r as u32,
                 position: 1000 + r as u32,

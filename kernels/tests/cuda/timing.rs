@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
-use inflight_kernels::cuda::{Device, DeviceError, GemmParams, Half, Launch, Profile, gemm, skinny_gemm};
+use inflight_kernels::cuda::{
+    Device, DeviceError, GemmParams, HalfDtype, Launch, Profile, gemm, skinny_gemm,
+};
 
 use crate::device::{Buffer, Gpu, TestDevice};
 
@@ -122,8 +124,8 @@ fn skinny_gemm_as_a_share_of_copy_bandwidth() {
                                 stride: n,
                             };
                             match skinny {
-                                true => unsafe { skinny_gemm(&stream, Half::Bf16, wide, &p) }.unwrap(),
-                                false => unsafe { gemm(&stream, Half::Bf16, wide, &p) }.unwrap(),
+                                true => unsafe { skinny_gemm(&stream, HalfDtype::Bf16, wide, &p) }.unwrap(),
+                                false => unsafe { gemm(&stream, HalfDtype::Bf16, wide, &p) }.unwrap(),
                             }
                         }
                     });

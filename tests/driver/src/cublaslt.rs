@@ -11,7 +11,7 @@ use cudarc::cublaslt::sys::{
     cublasStatus_t as Status, cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
-use inflight_kernels::cuda::Half;
+use inflight_kernels::cuda::HalfDtype;
 
 use crate::device::SimulatedDevice;
 use crate::driver::{check_ranges, current, stream};
@@ -95,7 +95,7 @@ fn element_bytes(kind: u32) -> CublasResult<usize> {
 /// Supported GEMM, row-major: y[m, n] = x[m, k] * weight[n, k]^T + bias.
 #[derive(Clone, Copy)]
 struct SimulatedGemm {
-    half: Half,
+    half: HalfDtype,
     f32_out: bool,
     bias: Option<(u64, u32)>,
     m: usize,
@@ -115,8 +115,8 @@ impl SimulatedGemm {
             return Err(NOT_SUPPORTED);
         }
         let half = match a.kind {
-            BF16 => Half::Bf16,
-            F16 => Half::F16,
+            BF16 => HalfDtype::Bf16,
+            F16 => HalfDtype::F16,
             _ => return Err(NOT_SUPPORTED),
         };
         if d.kind != F32 && d.kind != a.kind {

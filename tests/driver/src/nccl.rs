@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use cudarc::driver::sys::CUstream;
-use inflight_kernels::cuda::Half;
+use inflight_kernels::cuda::HalfDtype;
 
 use crate::device::SimulatedDevice;
 use crate::driver::{check_ranges, stream};
@@ -21,7 +21,7 @@ const INVALID_USAGE: c_int = 5;
 #[derive(Clone, Copy, PartialEq)]
 enum CollectiveOp {
     /// All-reduce (sum) of this many elements.
-    AllReduce(usize, Half),
+    AllReduce(usize, HalfDtype),
     /// All-gather of this many bytes per rank.
     AllGather(usize),
 }
@@ -216,8 +216,8 @@ pub unsafe extern "C" fn ncclAllReduce(
 ) -> c_int {
     // ncclFloat16 and ncclBfloat16; ncclSum.
     let half = match kind {
-        6 => Half::F16,
-        9 => Half::Bf16,
+        6 => HalfDtype::F16,
+        9 => HalfDtype::Bf16,
         _ => return INVALID_ARGUMENT,
     };
     if operation != 0 {

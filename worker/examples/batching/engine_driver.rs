@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use inflight_contract::{SamplingParams, SamplingSpec, Weight};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
 use inflight_worker_core::{Iteration, Load, Time};
 
 use crate::model::BenchModel;

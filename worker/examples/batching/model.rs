@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use half::bf16;
 use inflight_fixtures::TempDir;
-use inflight_worker::models::{ModelDir, ModelSource};
+use inflight_models::{ModelDir, ModelSource};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::json;

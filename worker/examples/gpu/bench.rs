@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use inflight_kernels::philox4x32;
-use inflight_worker::runtime::cuda::CudaRuntime;
-use inflight_worker::runtime::{Batch, Feedback, Runtime as _};
+use inflight_runtime::{Batch, Feedback, Runtime as _};
+use inflight_runtime_cuda::CudaRuntime;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
 use inflight_kernels::philox4x32;
-use inflight_worker::runtime::cuda::CudaRuntime;
-use inflight_worker::runtime::{Batch, Runtime as _, SlotSetup};
+use inflight_runtime::{Batch, Runtime as _, SlotSetup};
+use inflight_runtime_cuda::CudaRuntime;
 use serde::Deserialize;
 use serde_json::{Value, json};
 

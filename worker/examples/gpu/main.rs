@@ -15,8 +15,8 @@ mod swap;
 use std::error::Error;
 use std::path::PathBuf;
 
-use inflight_worker::models::{ModelDir, ModelSource};
-use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore, Tuned};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime_cuda::{CudaOptions, CudaRuntime, GemmTuning, KvStore};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -121,7 +121,7 @@ fn run(argument: &str) -> JobResult<Value> {
 }
 
 /// Describes an autotuned GEMM: the chosen algorithm and the library's first one.
-fn gemm(tuned: &Tuned) -> Value {
+fn gemm(tuned: &GemmTuning) -> Value {
     json!({
         "shape": [tuned.m, tuned.n, tuned.k],
         "ways": tuned.ways,

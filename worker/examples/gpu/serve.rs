@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use inflight_contract::{SamplingSpec, Weight};
 use inflight_kernels::philox4x32;
+use inflight_runtime::Runtime as _;
+use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,
 };
-use inflight_worker::runtime::Runtime as _;
-use inflight_worker::runtime::cuda::CudaRuntime;
 use inflight_worker_core::Time;
 use serde::Deserialize;
 use serde_json::{Value, json};

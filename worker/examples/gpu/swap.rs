@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use inflight_worker::runtime::cuda::CudaRuntime;
-use inflight_worker::runtime::{Batch, Runtime as _, TransferDone};
+use inflight_runtime::{Batch, Runtime as _, TransferDone};
+use inflight_runtime_cuda::CudaRuntime;
 use inflight_worker_core::{Direction, Transfer, TransferId};
 use serde::Deserialize;
 use serde_json::{Value, json};

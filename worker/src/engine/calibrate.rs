@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::SamplingParams;
+use inflight_runtime::{Error, SlotSetup};
 use inflight_worker_core::{Direction, StepWork, Transfer, TransferId};
 
 use super::Engine;
-use crate::runtime::{Error, SlotSetup};
 
 /// Total step time after which no further step runs, so that start-up stays short with any model.
 const TOTAL_TIME_MAX: Duration = Duration::from_millis(300);

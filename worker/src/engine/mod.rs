@@ -10,12 +10,12 @@ mod submit;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-
 use std::time::Duration;
 
 use inflight_contract::{
     AdmissionCost, BlockHash, Charged, CostCoefficients, ModelLimits, Service, TenantService, TokenCost,
 };
+use inflight_runtime::{self as runtime, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
@@ -23,7 +23,6 @@ use inflight_worker_core::{
     TokenVerdict,
 };
 
-use crate::runtime::{self, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
 use live_choice::LiveChoice;
 pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, ResumedChoice, SessionId};
 

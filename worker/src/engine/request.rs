@@ -3,9 +3,8 @@
 use std::sync::Arc;
 
 use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
+use inflight_runtime::PositionLogprobs;
 use inflight_worker_core::Time;
-
-use crate::runtime::PositionLogprobs;
 
 /// Id of a session, unique within the worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

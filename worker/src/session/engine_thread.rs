@@ -34,6 +34,15 @@ impl RouterName {
     }
 }
 
+/// Where the engine loop runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineExecution {
+    /// On a dedicated thread, which steps block.
+    Thread,
+    /// On a tokio task that sleeps for the reported duration of each step, for simulations on a paused clock.
+    Task,
+}
+
 /// Message to the engine thread.
 pub(crate) enum Message {
     /// Session opened by this router; its updates go to the outbox.
@@ -125,8 +134,8 @@ impl EngineThread {
     ///
     /// # Errors
     /// [`EngineFailed`] if the device failed.
-    pub fn run(mut self) -> Result<(), EngineFailed> {
-        let outcome = self.run_loop();
+    pub async fn run(mut self, execution: EngineExecution) -> Result<(), EngineFailed> {
+        let outcome = self.run_loop(execution).await;
         self.write_log(true);
         for outbox in self.outboxes.values() {
             outbox.close();
@@ -134,43 +143,8 @@ impl EngineThread {
         outcome
     }
 
-    fn run_loop(&mut self) -> Result<(), EngineFailed> {
-        let mut idle = true;
-        loop {
-            if idle {
-                if self.draining {
-                    return Ok(());
-                }
-                let Some(message) = self.messages.blocking_recv() else { return Ok(()) };
-                if !self.handle(message) {
-                    return Ok(());
-                }
-            }
-            if !self.handle_queued() {
-                return Ok(());
-            }
-            let now = self.clock.now();
-            self.watchdog.begin(now, self.engine.predict_largest_step());
-            let stepped = self.engine.step(now, &mut self.events);
-            self.watchdog.end();
-            idle = stepped.as_ref().is_ok_and(|step| step.idle);
-            self.finish_step(stepped)?;
-        }
-    }
-
-    /// Like [`EngineThread::run`] as an async task on tokio's clock: sleeps for the reported duration of each
-    /// step.
-    ///
-    /// # Errors
-    /// [`EngineFailed`] if the device failed.
-    pub async fn run_as_task(mut self) -> Result<(), EngineFailed> {
-        let outcome = self.run_loop_as_task().await;
-        self.outboxes.values().for_each(|outbox| outbox.close());
-        outcome
-    }
-
-    async fn run_loop_as_task(&mut self) -> Result<(), EngineFailed> {
-        /// Minimum sleep per step, so that simulated time advances.
+    async fn run_loop(&mut self, execution: EngineExecution) -> Result<(), EngineFailed> {
+        /// Minimum sleep per step on a task, so that simulated time advances.
         const STEP_MIN: Duration = Duration::from_micros(10);
         let mut idle = true;
         loop {
@@ -191,7 +165,7 @@ impl EngineThread {
             let stepped = self.engine.step(now, &mut self.events);
             self.watchdog.end();
             idle = stepped.as_ref().is_ok_and(|step| step.idle);
-            if let Ok(step) = &stepped {
+            if let (Ok(step), EngineExecution::Task) = (&stepped, execution) {
                 tokio::time::sleep(step.took.max(STEP_MIN)).await;
             }
             self.finish_step(stepped)?;

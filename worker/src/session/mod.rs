@@ -22,6 +22,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::bundle::Bundle;
 use crate::engine::{Command, RequestKey, SessionId};
+pub use engine_thread::EngineExecution;
 pub(crate) use engine_thread::{COMMANDS_MAX, Clock, EngineThread, Message, RouterName};
 use outbox::Outbox;
 pub(crate) use service_tables::ServiceTables;

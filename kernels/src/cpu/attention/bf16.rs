@@ -9,19 +9,18 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-use super::super::kv::{KvElement, TILE};
-use super::super::simd::{
-    Avx512, Kernel, Simd, bf16_pairs, dot_bf16, dot_bf16_where, largest_of, opaque, transpose,
-};
+use super::super::kv::TILE;
+use super::super::simd::{Avx512, Kernel, Simd, bf16_pairs, transpose};
 use super::{AttentionTask, GatheredTile, HEAD_DIM_MAX, window_start};
-use mask::{PairRanges, VisibleRange, pair_ranges, visible_mask};
 use prefetch::TilePrefetch;
-use source::{COMPONENTS, KvSource, PairedTile};
 pub(super) use source::{InPlace, PairedOnce};
+use source::{KvSource, PairedTile};
+use span::{SpanUpdate, accumulate_span, compute_scores, update_softmax};
 
 mod mask;
 mod prefetch;
 mod source;
+mod span;
 
 /// Positions of a span.
 const SPAN: usize = 64;
@@ -240,123 +239,52 @@ impl AttentionTask<'_> {
         &self,
         update: SpanUpdate<'_>,
     ) {
-        let SpanUpdate { tiles, prefetch, base, maxima, totals, lows, highs, queries, sums, width, .. } =
-            update;
-        let half = self.shape.head_dim / 2;
+        let SpanUpdate { base, lows, highs, .. } = update;
         let mut scores = MaybeUninit::<[[f32; SPAN]; Q]>::uninit();
         let mut weights = MaybeUninit::<[[u16; SPAN]; Q]>::uninit();
+        let mut visible = [(0, SPAN); Q];
         // SAFETY: vectors are within tiles, maxima, totals, queries and sums of the given queries; scores are
         // read only at visible positions, whose tiles exist; all weights are written.
         unsafe {
             let (scores, weights) = (scores.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr().cast::<u16>());
-            for t in (0..SPAN_TILES).step_by(2) {
-                let next = [&prefetch[t], &prefetch[t + 1]];
-                match (tiles[t], tiles[t + 1]) {
-                    (Some(a), Some(b)) => {
-                        compute_scores::<N, Q, 2, PREFETCH>(
-                            [a, b],
-                            next,
-                            queries,
-                            half,
-                            self.scale,
-                            scores.add(t * TILE),
-                        );
-                    }
-                    (Some(a), None) => {
-                        compute_scores::<N, Q, 1, PREFETCH>(
-                            [a],
-                            next,
-                            queries,
-                            half,
-                            self.scale,
-                            scores.add(t * TILE),
-                        );
-                    }
-                    (None, Some(b)) => {
-                        compute_scores::<N, Q, 1, PREFETCH>(
-                            [b],
-                            next,
-                            queries,
-                            half,
-                            self.scale,
-                            scores.add((t + 1) * TILE),
-                        );
-                    }
-                    (None, None) => {}
-                }
-            }
-            let mut visible = [(0, SPAN); Q];
-            let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); QUERIES];
-            for i in 0..Q {
-                if !ALL {
+            self.compute_span_scores::<N, Q, PREFETCH>(&update, scores);
+            if !ALL {
+                for i in 0..Q {
                     let from = lows.add(i).read().saturating_sub(base).min(SPAN);
                     let to = highs.add(i).read().saturating_sub(base).min(SPAN);
                     visible[i] = (from, to.max(from));
                 }
-                largest[i] = visible_maximum::<ALL>(scores.add(i * SPAN), visible[i]);
             }
-            // Factors of earlier sums, for all queries at once.
-            let before = _mm256_loadu_ps(maxima);
-            let now = _mm256_max_ps(largest_of(largest), before);
-            let decays = Avx512::exp2(_mm512_zextps256_ps512(_mm256_sub_ps(before, now)));
-            // The maximum of a query that sees nothing is unchanged.
-            _mm256_storeu_ps(maxima, now);
-            let mut factors = [0.0f32; QUERIES];
-            _mm256_storeu_ps(factors.as_mut_ptr(), _mm512_castps512_ps256(decays));
-            let mut decay = [_mm512_set1_ps(1.0); Q];
-            for i in 0..Q {
-                let weights = weights.add(i * SPAN);
-                if ALL || visible[i].0 < visible[i].1 {
-                    decay[i] = _mm512_set1_ps(factors[i]);
-                    let maximum = maxima.add(i).read();
-                    let total = totals.add(i);
-                    let before = _mm512_mul_ps(total.read(), decay[i]);
-                    total.write(softmax_step::<N, ALL>(
-                        scores.add(i * SPAN),
-                        visible[i],
-                        tiles,
-                        maximum,
-                        before,
-                        weights,
-                    ));
-                } else {
-                    weights.write_bytes(0, SPAN);
-                }
-            }
-            let pair_ranges = if ALL { [PairRanges::ALL; SPAN_TILES] } else { pair_ranges(&visible) };
-            let visible_bits = if ALL { [u64::MAX; Q] } else { visible.map(visible_mask) };
-            for d in (0..width).step_by(COMPONENTS) {
-                let mut sum = [[_mm512_setzero_ps(); 2]; Q];
-                for i in 0..Q {
-                    let at = sums.add(i * width + d);
-                    sum[i][0] = _mm512_mul_ps(_mm512_loadu_ps(at), decay[i]);
-                    sum[i][1] = _mm512_mul_ps(_mm512_loadu_ps(at.add(16)), decay[i]);
-                }
-                for (t, tile) in tiles.iter().enumerate() {
-                    let Some(tile) = tile else { continue };
-                    // Opaque and dependent on `d`, so that broadcast weights are not spilled.
-                    let weights = opaque(weights.wrapping_add(t * TILE + d)).wrapping_sub(d);
-                    let PairRanges { before, all, after } = pair_ranges[t];
-                    let visible_bits = visible_bits.map(|span| span >> (t * TILE));
-                    if !ALL {
-                        accumulate_masked::<N, Q>(tile, d, before, weights, &visible_bits, &mut sum);
+            let decay = update_softmax::<N, Q, ALL>(&update, scores, &visible, weights);
+            accumulate_span::<N, Q, ALL, PREFETCH>(&update, &visible, weights, decay);
+        }
+    }
+
+    /// Computes the scores of Q queries at the span's tiles; `scores` is [Q, SPAN].
+    #[inline(always)]
+    unsafe fn compute_span_scores<N: KvSource, const Q: usize, const PREFETCH: bool>(
+        &self,
+        update: &SpanUpdate<'_>,
+        scores: *mut f32,
+    ) {
+        let SpanUpdate { tiles, ref prefetch, queries, .. } = *update;
+        let (half, scale) = (self.shape.head_dim / 2, self.scale);
+        // SAFETY: the caller guarantees tiles and queries, and room for the scores of all tiles.
+        unsafe {
+            for t in (0..SPAN_TILES).step_by(2) {
+                let next = [&prefetch[t], &prefetch[t + 1]];
+                let (first, second) = (scores.add(t * TILE), scores.add((t + 1) * TILE));
+                match (tiles[t], tiles[t + 1]) {
+                    (Some(a), Some(b)) => {
+                        compute_scores::<N, Q, 2, PREFETCH>([a, b], next, queries, half, scale, first);
                     }
-                    accumulate_values::<N, Q, PREFETCH>(
-                        tile,
-                        d,
-                        prefetch[t].value_addresses(d),
-                        all,
-                        weights,
-                        &mut sum,
-                    );
-                    if !ALL {
-                        accumulate_masked::<N, Q>(tile, d, after, weights, &visible_bits, &mut sum);
+                    (Some(a), None) => {
+                        compute_scores::<N, Q, 1, PREFETCH>([a], next, queries, half, scale, first);
                     }
-                }
-                for i in 0..Q {
-                    let at = sums.add(i * width + d);
-                    _mm512_storeu_ps(at, sum[i][0]);
-                    _mm512_storeu_ps(at.add(16), sum[i][1]);
+                    (None, Some(b)) => {
+                        compute_scores::<N, Q, 1, PREFETCH>([b], next, queries, half, scale, second);
+                    }
+                    (None, None) => {}
                 }
             }
         }
@@ -409,185 +337,6 @@ unsafe fn unpack_sums(sums: *const f32, count: usize, scale: f32, to: *mut f32) 
                 let present = u32::MAX >> (32 - (count - at));
                 _mm512_mask_storeu_ps(to.add(at), present as __mmask16, first);
                 _mm512_mask_storeu_ps(to.wrapping_add(at + 16), (present >> 16) as __mmask16, second);
-            }
-        }
-    }
-}
-
-/// Operands of one span update for up to [`QUERIES`] queries.
-struct SpanUpdate<'a> {
-    tiles: &'a [Option<PairedTile>; SPAN_TILES],
-    prefetch: [TilePrefetch; SPAN_TILES],
-    /// Whether `prefetch` has tiles.
-    prefetches: bool,
-    base: usize,
-    maxima: *mut f32,
-    totals: *mut __m512,
-    lows: *const usize,
-    highs: *const usize,
-    queries: *const u32,
-    sums: *mut f32,
-    width: usize,
-}
-
-/// Computes the scores of Q queries, `SPAN` apart, for T tiles.
-#[inline(always)]
-unsafe fn compute_scores<N: KvSource, const Q: usize, const T: usize, const PREFETCH: bool>(
-    tiles: [PairedTile; T],
-    next: [&TilePrefetch; 2],
-    queries: *const u32,
-    half: usize,
-    scale: f32,
-    scores: *mut f32,
-) {
-    // SAFETY: components are below head_dim, which is even; vectors are within the tiles.
-    unsafe {
-        let mut sums = [[_mm512_setzero_ps(); T]; Q];
-        for d in 0..half {
-            for next in next.into_iter().filter(|_| PREFETCH) {
-                Avx512::prefetch(next.key_address(d));
-            }
-            let mut keys = [_mm512_setzero_si512(); T];
-            for t in 0..T {
-                keys[t] = N::keys(&tiles[t], d);
-            }
-            for i in 0..Q {
-                let query = _mm512_set1_epi32(queries.add(d * Q + i).read() as i32);
-                for t in 0..T {
-                    sums[i][t] = dot_bf16(sums[i][t], query, keys[t]);
-                }
-            }
-        }
-        let mut scales = [_mm512_set1_ps(scale); T];
-        for t in 0..T {
-            if N::Stored::SCALED {
-                scales[t] = _mm512_mul_ps(scales[t], _mm512_loadu_ps(tiles[t].key_scales));
-            }
-        }
-        for i in 0..Q {
-            for t in 0..T {
-                let scaled = _mm512_mul_ps(sums[i][t], scales[t]);
-                _mm512_storeu_ps(scores.add(i * SPAN + t * TILE), scaled);
-            }
-        }
-    }
-}
-
-/// Loads the scores of a tile with masked ones replaced by -inf; masked scores may be anything, NaN included.
-#[inline(always)]
-unsafe fn visible_scores<const ALL: bool>(scores: *const f32, t: usize, visible_bits: u64) -> __m512 {
-    // SAFETY: the caller guarantees AVX-512 and `SPAN` readable scores.
-    unsafe {
-        let scores = scores.add(t * TILE);
-        if ALL {
-            return _mm512_loadu_ps(scores);
-        }
-        let mask = (visible_bits >> (t * TILE)) as __mmask16;
-        _mm512_mask_loadu_ps(_mm512_set1_ps(f32::NEG_INFINITY), mask, scores)
-    }
-}
-
-/// Returns lanes whose maximum is the maximum visible score; NaN is ignored.
-#[inline(always)]
-unsafe fn visible_maximum<const ALL: bool>(scores: *const f32, visible: VisibleRange) -> __m512 {
-    // SAFETY: vectors are within a query's `SPAN` scores.
-    unsafe {
-        let visible_bits = visible_mask(visible);
-        let mut largest = _mm512_set1_ps(f32::NEG_INFINITY);
-        for t in 0..SPAN_TILES {
-            largest = Avx512::max(visible_scores::<ALL>(scores, t, visible_bits), largest);
-        }
-        largest
-    }
-}
-
-/// One step of the online softmax: turns visible scores into weights relative to the maximum, rounded to
-/// bf16, and returns lanes that add up to `total` plus the sum of the weights.
-#[inline(always)]
-unsafe fn softmax_step<N: KvSource, const ALL: bool>(
-    scores: *const f32,
-    visible: VisibleRange,
-    tiles: &[Option<PairedTile>; SPAN_TILES],
-    maximum: f32,
-    mut total: __m512,
-    weights: *mut u16,
-) -> __m512 {
-    // SAFETY: vectors are within a query's `SPAN` scores and weights.
-    unsafe {
-        let maximum = _mm512_set1_ps(maximum);
-        let visible_bits = visible_mask(visible);
-        for t in 0..SPAN_TILES {
-            let tile_scores = visible_scores::<ALL>(scores, t, visible_bits);
-            let mut weight = Avx512::exp2(_mm512_sub_ps(tile_scores, maximum));
-            total = _mm512_add_ps(total, weight);
-            if let Some(tile) = tiles[t].as_ref().filter(|_| N::Stored::SCALED) {
-                let mask = (visible_bits >> (t * TILE)) as __mmask16;
-                weight = _mm512_mul_ps(weight, _mm512_maskz_loadu_ps(mask, tile.value_scales));
-            }
-            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(weight));
-            _mm256_storeu_si256(weights.add(t * TILE).cast(), rounded);
-        }
-        total
-    }
-}
-
-/// Computes sums += weights * values for some pairs of positions of a tile that are visible to all Q queries,
-/// in order. The weights of queries are `SPAN` apart.
-#[inline(always)]
-unsafe fn accumulate_values<N: KvSource, const Q: usize, const PREFETCH: bool>(
-    tile: &PairedTile,
-    d: usize,
-    (next, next_step): (*const u8, usize),
-    pairs: (usize, usize),
-    weights: *const u16,
-    sums: &mut [[__m512; 2]; Q],
-) {
-    // SAFETY: components and positions are within the tile.
-    unsafe {
-        for pair in pairs.0..pairs.1 {
-            if PREFETCH {
-                let address = next.wrapping_add(pair * next_step);
-                Avx512::prefetch(address);
-                Avx512::prefetch(address.wrapping_add(next_step / 2));
-            }
-            let (low, high) = N::values(tile, d, pair);
-            for i in 0..Q {
-                let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
-                let weight = _mm512_set1_epi32(weight);
-                sums[i][0] = dot_bf16(sums[i][0], weight, low);
-                sums[i][1] = dot_bf16(sums[i][1], weight, high);
-            }
-        }
-    }
-}
-
-/// Computes sums += weights * values for pairs of positions of a tile, with a bit mask per query, lowest bit
-/// first.
-#[inline(always)]
-unsafe fn accumulate_masked<N: KvSource, const Q: usize>(
-    tile: &PairedTile,
-    d: usize,
-    pairs: (usize, usize),
-    weights: *const u16,
-    visible_bits: &[u64; Q],
-    sums: &mut [[__m512; 2]; Q],
-) {
-    // SAFETY: components and positions are within the tile.
-    unsafe {
-        for pair in pairs.0..pairs.1 {
-            let (low, high) = N::values(tile, d, pair);
-            for i in 0..Q {
-                let weight = weights.add(i * SPAN + 2 * pair).cast::<i32>().read_unaligned();
-                let weight = _mm512_set1_epi32(weight);
-                // A masked weight is 0, but its value may be NaN, so it is zeroed. Fully masked pairs add
-                // nothing, not even 0, as the sign of a zero must not depend on other queries.
-                let visible_pair = (visible_bits[i] >> (2 * pair)) as u32 & 3;
-                let value_mask = visible_pair * 0x5555_5555;
-                let lane_mask = ((visible_pair != 0) as __mmask16).wrapping_neg();
-                let (low, high) =
-                    (_mm512_maskz_mov_epi16(value_mask, low), _mm512_maskz_mov_epi16(value_mask, high));
-                sums[i][0] = dot_bf16_where(lane_mask, sums[i][0], weight, low);
-                sums[i][1] = dot_bf16_where(lane_mask, sums[i][1], weight, high);
             }
         }
     }

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::cpu::{KvPlace, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
+use crate::cpu::{KvSlot, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
 
 fn values(seed: u32, n: usize, scale: f32) -> Vec<f32> {
     let value = |i| (crate::philox4x32([i, 2, 0, 0], [seed, 0])[0] as f32 / 2f32.powi(31) - 1.0) * scale;
@@ -73,7 +73,7 @@ fn run(isa: Isa, case: &Case, chunks: Chunks) -> Vec<Vec<f32>> {
                 qkv.extend(row);
                 positions.push(position as u32);
                 let block = table[position / chunks.block_tokens];
-                places.push(KvPlace { block, offset: (position % chunks.block_tokens) as u32 });
+                places.push(KvSlot { block, offset: (position % chunks.block_tokens) as u32 });
             }
             starts.push(positions.len() as u32);
             blocks.extend_from_slice(&table[..(done[s] + count).div_ceil(chunks.block_tokens)]);

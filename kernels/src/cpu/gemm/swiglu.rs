@@ -7,7 +7,7 @@ use super::super::matrix::{PackedMatrix, panel_columns};
 use super::super::pool::Pool;
 use super::super::rows::{silu_mul, swiglu};
 use super::super::simd::{LANES_MAX, Simd};
-use super::{Activations, Epilogue, GemmTask, ROW_BLOCK, Start, Tiles, gemm, tile_rows};
+use super::{AccumulatorInit, Activations, Epilogue, GemmTask, ROW_BLOCK, Tiles, gemm, tile_rows};
 
 /// Computes y[rows, n / 2] = silu(x G^T) * (x U^T) from x[rows, k], where W[n, k] is G[n / 2, k] above U[n /
 /// 2, k]. `between` is scratch for [rows, n]. The bits are those of [`gemm`] followed by [`swiglu`]; with
@@ -30,7 +30,7 @@ pub fn gemm_swiglu(
     assert_eq!(x.len(), rows * w.k, "x is not [rows, k]");
     assert_eq!(y.len(), rows * half, "y is not [rows, n / 2]");
     assert!(bias.is_none_or(|bias| bias.len() == w.n), "the bias is not [n]");
-    let start = bias.map_or(Start::Zero, Start::Bias);
+    let start = bias.map_or(AccumulatorInit::Zero, AccumulatorInit::Bias);
     // Fusion needs panels that belong to one half; and few rows are faster with interleaved panels.
     let unfused = !half.is_multiple_of(panel_columns(w.isa)) || Tiles::new(rows, tile_rows(w)).count() < 2;
     if unfused {

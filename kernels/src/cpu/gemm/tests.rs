@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
-use crate::cpu::{Isa, Rows};
+use crate::cpu::{Isa, WeightRows};
 use crate::dtype::Dtype;
 use crate::encoding::Encoding;
 
@@ -47,9 +47,9 @@ fn run_gemm(
 ) -> Vec<f32> {
     let mut y = y[rows.start * w.n()..rows.end * w.n()].to_vec();
     let start = match start_kind {
-        StartKind::Zero => Start::Zero,
-        StartKind::Bias => Start::Bias(bias),
-        StartKind::Output => Start::Output,
+        StartKind::Zero => AccumulatorInit::Zero,
+        StartKind::Bias => AccumulatorInit::Bias(bias),
+        StartKind::Output => AccumulatorInit::Output,
     };
     let x = &x[rows.start * w.k()..rows.end * w.k()];
     gemm(pool, w, x, rows.len(), start, &mut y, &mut Activations::default());
@@ -75,8 +75,8 @@ fn check(
         let split = n / 3;
         let at = split * k * dtype.bytes();
         let sources = [
-            Rows { encoding: dtype.into(), bytes: &bytes[..at], rows: split, interleaved: None },
-            Rows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split, interleaved: None },
+            WeightRows { encoding: dtype.into(), bytes: &bytes[..at], rows: split, interleaved: None },
+            WeightRows { encoding: dtype.into(), bytes: &bytes[at..], rows: n - split, interleaved: None },
         ];
         let w = PackedMatrix::pack(&many, isa, k, &sources, WeightFormat::of(&sources)).unwrap();
         let all = run_gemm(&many, &w, &x, start_kind, &bias, &y, 0..rows);
@@ -150,15 +150,15 @@ fn sources_of_different_dtypes_become_f32() {
     let (half, half_values) = stored(Dtype::F16, &values(4, 5 * 3, 1.0));
     let (brain, brain_values) = stored(Dtype::Bf16, &values(5, 2 * 3, 1.0));
     let rows = [
-        Rows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5, interleaved: None },
-        Rows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2, interleaved: None },
+        WeightRows { encoding: Encoding::Plain(Dtype::F16), bytes: &half, rows: 5, interleaved: None },
+        WeightRows { encoding: Encoding::Plain(Dtype::Bf16), bytes: &brain, rows: 2, interleaved: None },
     ];
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&pool, isa, 3, &rows, WeightFormat::of(&rows)).unwrap();
         assert_eq!((w.format(), w.n(), w.k()), (WeightFormat::F32, 7, 3));
         let mut y = vec![0.0; 7 * 3];
         let identity = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0];
-        gemm(&pool, &w, &identity, 3, Start::Zero, &mut y, &mut Activations::default());
+        gemm(&pool, &w, &identity, 3, AccumulatorInit::Zero, &mut y, &mut Activations::default());
         let all: Vec<f32> = half_values.iter().chain(&brain_values).copied().collect();
         assert!((0..21).all(|i| y[i % 3 * 7 + i / 3] == all[i]), "{}", isa.name());
     }
@@ -179,7 +179,7 @@ fn check_integers(
     let (bytes, weights) = stored(Dtype::Bf16, &values(seed, n * k, 1.0));
     let (x, bias) = (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, n, 1.0));
     let format = if four { WeightFormat::Int4 { group } } else { WeightFormat::Int8 { group } };
-    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
+    let source = [WeightRows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
     let mut first: Option<Vec<f32>> = None;
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&many, isa, k, &source, format).unwrap();
@@ -267,7 +267,7 @@ fn the_largest_integers_of_either_sign_do_not_overflow() {
     let (n, k) = (20, 256 + 8);
     for signs in [[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]] {
         let (bytes, weights) = stored(Dtype::Bf16, &vec![signs[0] * 0.875; n * k]);
-        let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
+        let source = [WeightRows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: n, interleaved: None }];
         let exact = weights[..k].iter().sum::<f32>() * signs[1] * 2.0;
         for group in [8, 24, 32, 40, 64, 256] {
             for format in [WeightFormat::Int8 { group }, WeightFormat::Int4 { group }] {
@@ -276,7 +276,7 @@ fn the_largest_integers_of_either_sign_do_not_overflow() {
                     for rows in [1, 2, 7] {
                         let x = vec![signs[1] * 2.0; rows * k];
                         let mut y = vec![0.0; rows * n];
-                        gemm(&pool, &w, &x, rows, Start::Zero, &mut y, &mut Activations::default());
+                        gemm(&pool, &w, &x, rows, AccumulatorInit::Zero, &mut y, &mut Activations::default());
                         let near = |y: &f32| (y - exact).abs() <= 1e-2 * exact.abs();
                         assert!(y.iter().all(near), "{} {format}: {y:?}, not {exact}", isa.name());
                     }
@@ -301,14 +301,14 @@ fn gguf_blocks_keep_every_bit() {
         }
         let mut weights = vec![0.0; 5 * k];
         encoding.widen(&bytes, &mut weights);
-        let rows = [Rows { encoding, bytes: &bytes, rows: 5, interleaved: None }];
+        let rows = [WeightRows { encoding, bytes: &bytes, rows: 5, interleaved: None }];
         assert_eq!(WeightFormat::of(&rows), format);
         for isa in Isa::available() {
             let w = PackedMatrix::pack(&pool, isa, k, &rows, format).unwrap();
             let mut unit = vec![0.0; k * k];
             (0..k).for_each(|i| unit[i * k + i] = 127.0);
             let mut y = vec![0.0; k * 5];
-            gemm(&pool, &w, &unit, k, Start::Zero, &mut y, &mut Activations::default());
+            gemm(&pool, &w, &unit, k, AccumulatorInit::Zero, &mut y, &mut Activations::default());
             for i in 0..k * 5 {
                 let (row, column) = (i / 5, i % 5);
                 let exact = 127.0 * weights[column * k + row];
@@ -323,14 +323,23 @@ fn check_gated(half: usize, k: usize, rows: usize, format: Option<WeightFormat>,
     let pool = Pool::new(threads).unwrap();
     let (bytes, _) = stored(Dtype::Bf16, &values(seed, 2 * half * k, 1.0));
     let (x, bias) = (values(seed ^ 1, rows * k, 1.0), values(seed ^ 2, 2 * half, 1.0));
-    let source = [Rows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: 2 * half, interleaved: None }];
+    let source =
+        [WeightRows { encoding: Dtype::Bf16.into(), bytes: &bytes, rows: 2 * half, interleaved: None }];
     let format = format.unwrap_or(WeightFormat::of(&source));
     for isa in Isa::available() {
         let w = PackedMatrix::pack(&pool, isa, k, &source, format).unwrap();
         for bias in [None, Some(&bias[..])] {
             let scratch = &mut Activations::default();
             let (mut between, mut unfused) = (vec![0.0; rows * 2 * half], vec![0.0; rows * half]);
-            gemm(&pool, &w, &x, rows, bias.map_or(Start::Zero, Start::Bias), &mut between, scratch);
+            gemm(
+                &pool,
+                &w,
+                &x,
+                rows,
+                bias.map_or(AccumulatorInit::Zero, AccumulatorInit::Bias),
+                &mut between,
+                scratch,
+            );
             crate::cpu::swiglu(&pool, isa, &between, half, &mut unfused);
             let mut fused = vec![f32::NAN; rows * half];
             gemm_swiglu(&pool, &w, &x, rows, bias, &mut between, &mut fused, scratch);

@@ -161,7 +161,7 @@ fn tokens_are_sampled_as_often_as_they_are_probable() {
         let mut counts = vec![0u32; logits.len()];
         let mut workspace = Workspace::default();
         for position in 0..DRAWS {
-            let uniform = crate::Draw { seed: 99, choice: 0, position, draw: 0 }.uniform();
+            let uniform = crate::RandomKey { seed: 99, choice: 0, position, draw: 0 }.uniform();
             counts[sample(Isa::detect(), &logits, &truncation, uniform, &mut workspace) as usize] += 1;
         }
         let drawn: u32 = kept.iter().map(|(id, _)| counts[*id as usize]).sum();

@@ -1,0 +1,281 @@
+//! Architectures: what distinguishes the supported decoder models from each other, in one table for the
+//! configuration, the GGUF reader and every runtime.
+//!
+//! To add a dense architecture, describe it in a file of its own and list it in [`ARCHITECTURES`].
+
+mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+
+use std::fmt;
+
+use super::Error;
+use super::fields::Fields;
+
+/// Every supported architecture, in the order of error messages.
+static ARCHITECTURES: &[&ArchitectureSpec] = &[&llama::SPEC, &mistral::SPEC, &qwen2::SPEC, &qwen3::SPEC];
+
+/// Description of an architecture.
+#[derive(Debug)]
+pub(crate) struct ArchitectureSpec {
+    /// Short name. Part of the numerics fingerprint: never changed.
+    id: &'static str,
+    /// Name in the `architectures` field of config.json.
+    name: &'static str,
+    /// Properties of its GGUF files; `None` if GGUF knows it under the name of another architecture.
+    gguf: Option<GgufSpec>,
+    /// `num_key_value_heads` is required; otherwise it defaults to the number of query heads.
+    pub kv_heads_required: bool,
+    /// Default of `head_dim`; `None`: the hidden size divided by the number of query heads.
+    pub default_head_dim: Option<usize>,
+    /// Biases of the projections.
+    pub biases: Biases,
+    /// Queries and keys are normalized per head (QK-norm).
+    pub qk_norm: bool,
+    /// Rule for the layers' sliding windows.
+    pub sliding_window: SlidingWindow,
+    /// Names of the tensors in checkpoints.
+    pub tensors: &'static TensorNames,
+}
+
+/// Properties of an architecture's GGUF files.
+#[derive(Debug)]
+pub(crate) struct GgufSpec {
+    /// Value of `general.architecture`, and prefix of the other keys.
+    pub family: &'static str,
+    /// The rows of query and key heads are permuted: interleaved instead of half by half.
+    pub interleaved_heads: bool,
+    /// `attention_bias` of config.json is set if the file has biases of queries.
+    pub optional_attention_bias: bool,
+}
+
+/// Biases of an architecture's projections.
+#[derive(Debug)]
+pub(crate) struct Biases {
+    /// Query, key and value projections.
+    pub qkv: Bias,
+    /// Output projection of attention.
+    pub output: Bias,
+    /// Projections of the MLP.
+    pub mlp: Bias,
+}
+
+impl Biases {
+    /// No projection has a bias.
+    pub const NONE: Self = Self { qkv: Bias::Never, output: Bias::Never, mlp: Bias::Never };
+}
+
+/// Presence of a projection's bias.
+#[derive(Debug)]
+pub(crate) enum Bias {
+    /// No bias.
+    Never,
+    /// A bias in every model.
+    Always,
+    /// A bias in models whose config.json sets this field.
+    Field(&'static str),
+}
+
+impl Bias {
+    /// Returns whether the model of this config.json has the bias.
+    ///
+    /// # Errors
+    /// The field is no boolean.
+    pub fn read(&self, fields: &Fields) -> Result<bool, Error> {
+        match self {
+            Self::Never => Ok(false),
+            Self::Always => Ok(true),
+            Self::Field(name) => Ok(fields.flag(name)?.unwrap_or(false)),
+        }
+    }
+}
+
+/// Rule for the layers with a sliding window, whose size is `sliding_window` of config.json.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SlidingWindow {
+    /// No layer.
+    Never,
+    /// Every layer, or those of `layer_types`.
+    Always,
+    /// With `use_sliding_window`: layers from `max_window_layers` on, or those of `layer_types`.
+    Optional,
+}
+
+/// Names of an architecture's tensors, without the suffixes `.weight` and `.bias`; those of a layer without
+/// `LAYERS.INDEX.`. Stacked projections are listed in the order of their rows.
+#[derive(Debug)]
+pub(crate) struct TensorNames {
+    pub embedding: &'static str,
+    pub layers: &'static str,
+    pub attention_norm: &'static str,
+    /// Query, key and value projections.
+    pub qkv: [&'static str; 3],
+    /// Norms of query heads and of key heads, of architectures with QK-norm.
+    pub qk_norm: [&'static str; 2],
+    pub output: &'static str,
+    pub mlp_norm: &'static str,
+    /// Gate and up projections.
+    pub gate_up: [&'static str; 2],
+    pub down: &'static str,
+    pub norm: &'static str,
+    /// LM head; absent from models with tied embeddings.
+    pub head: &'static str,
+}
+
+impl TensorNames {
+    /// Names of Llama, which most later architectures share.
+    pub const LLAMA: Self = Self {
+        embedding: "model.embed_tokens",
+        layers: "model.layers",
+        attention_norm: "input_layernorm",
+        qkv: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        qk_norm: ["self_attn.q_norm", "self_attn.k_norm"],
+        output: "self_attn.o_proj",
+        mlp_norm: "post_attention_layernorm",
+        gate_up: ["mlp.gate_proj", "mlp.up_proj"],
+        down: "mlp.down_proj",
+        norm: "model.norm",
+        head: "lm_head",
+    };
+
+    /// Returns the name in checkpoints of a tensor of a GGUF file; `None` if no runtime uses it.
+    pub(crate) fn of_gguf(&self, name: &str) -> Option<String> {
+        let (part, kind) = name.rsplit_once('.')?;
+        let global = match part {
+            "token_embd" => Some(self.embedding),
+            "output_norm" => Some(self.norm),
+            "output" => Some(self.head),
+            _ => None,
+        };
+        if let Some(global) = global {
+            return (kind == "weight").then(|| format!("{global}.weight"));
+        }
+        let (layer, part) = part.strip_prefix("blk.")?.split_once('.')?;
+        let part = match part {
+            "attn_norm" => self.attention_norm,
+            "attn_q" => self.qkv[0],
+            "attn_k" => self.qkv[1],
+            "attn_v" => self.qkv[2],
+            "attn_q_norm" => self.qk_norm[0],
+            "attn_k_norm" => self.qk_norm[1],
+            "attn_output" => self.output,
+            "ffn_norm" => self.mlp_norm,
+            "ffn_gate" => self.gate_up[0],
+            "ffn_up" => self.gate_up[1],
+            "ffn_down" => self.down,
+            _ => return None,
+        };
+        Some(format!("{}.{layer}.{part}.{kind}", self.layers))
+    }
+
+    /// Returns whether a tensor of a checkpoint is a query or key projection, or its bias.
+    pub(crate) fn is_query_or_key(&self, name: &str) -> bool {
+        let part = name.rsplit_once('.').map_or(name, |(part, _)| part);
+        self.qkv[..2].iter().any(|projection| part.ends_with(projection))
+    }
+}
+
+/// Architecture of a model.
+#[derive(Clone, Copy)]
+pub struct Architecture(&'static ArchitectureSpec);
+
+impl Architecture {
+    /// Name in the `architectures` field of config.json, such as "LlamaForCausalLM".
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    pub(crate) fn spec(self) -> &'static ArchitectureSpec {
+        self.0
+    }
+
+    /// Properties of its GGUF files.
+    pub(crate) fn gguf(self) -> Option<&'static GgufSpec> {
+        self.0.gguf.as_ref()
+    }
+
+    /// Returns the architecture of a name in `architectures` of config.json.
+    pub(crate) fn by_name(name: &str) -> Option<Self> {
+        ARCHITECTURES.iter().find(|spec| spec.name == name).map(|spec| Self(spec))
+    }
+
+    /// Returns the architecture of a GGUF file with this `general.architecture`.
+    pub(crate) fn by_gguf_family(family: &str) -> Option<Self> {
+        let of_family =
+            |spec: &&&ArchitectureSpec| spec.gguf.as_ref().is_some_and(|gguf| gguf.family == family);
+        ARCHITECTURES.iter().find(of_family).map(|spec| Self(spec))
+    }
+
+    /// Names of all supported architectures, for errors.
+    pub(crate) fn names() -> String {
+        ARCHITECTURES.iter().map(|spec| spec.name).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Values of `general.architecture` in supported GGUF files, for errors.
+    pub(crate) fn gguf_families() -> String {
+        let families = ARCHITECTURES.iter().filter_map(|spec| spec.gguf.as_ref()).map(|gguf| gguf.family);
+        families.collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl PartialEq for Architecture {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.id == other.0.id
+    }
+}
+
+impl Eq for Architecture {}
+
+/// Writes the short name alone: the numerics fingerprint covers the configuration as debug output.
+impl fmt::Debug for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn architectures_have_distinct_names_and_the_fingerprint_covers_the_short_one() {
+        let distinct = |names: Vec<&str>| names.iter().collect::<BTreeSet<_>>().len();
+        assert_eq!(distinct(ARCHITECTURES.iter().map(|spec| spec.id).collect()), ARCHITECTURES.len());
+        assert_eq!(distinct(ARCHITECTURES.iter().map(|spec| spec.name).collect()), ARCHITECTURES.len());
+        let families: Vec<&str> =
+            ARCHITECTURES.iter().filter_map(|spec| spec.gguf.as_ref()).map(|g| g.family).collect();
+        let count = families.len();
+        assert_eq!(distinct(families), count);
+        for spec in ARCHITECTURES {
+            let architecture = Architecture::by_name(spec.name).unwrap();
+            // Released workers with this output have the same fingerprint.
+            assert_eq!(format!("{architecture:?}"), spec.name.trim_end_matches("ForCausalLM"));
+        }
+    }
+
+    #[test]
+    fn tensors_of_gguf_files_have_the_names_of_checkpoints() {
+        let names = &TensorNames::LLAMA;
+        for (gguf, expected) in [
+            ("token_embd.weight", Some("model.embed_tokens.weight")),
+            ("output_norm.weight", Some("model.norm.weight")),
+            ("output.weight", Some("lm_head.weight")),
+            ("output.bias", None),
+            ("blk.7.attn_q.bias", Some("model.layers.7.self_attn.q_proj.bias")),
+            ("blk.12.attn_k_norm.weight", Some("model.layers.12.self_attn.k_norm.weight")),
+            ("blk.0.ffn_up.weight", Some("model.layers.0.mlp.up_proj.weight")),
+            ("blk.0.ffn_gate_inp.weight", None),
+            ("rope_freqs.weight", None),
+            ("blk", None),
+        ] {
+            assert_eq!(names.of_gguf(gguf).as_deref(), expected, "{gguf}");
+        }
+        assert!(names.is_query_or_key("model.layers.7.self_attn.q_proj.bias"));
+        assert!(names.is_query_or_key("model.layers.7.self_attn.k_proj.weight"));
+        assert!(!names.is_query_or_key("model.layers.7.self_attn.v_proj.weight"));
+        assert!(!names.is_query_or_key("model.layers.7.self_attn.q_norm.weight"));
+    }
+}

@@ -1,0 +1,20 @@
+//! Qwen3: Llama with normalized queries and keys.
+
+use super::{ArchitectureSpec, Bias, Biases, GgufSpec, SlidingWindow, TensorNames};
+
+pub(super) static SPEC: ArchitectureSpec = ArchitectureSpec {
+    id: "Qwen3",
+    name: "Qwen3ForCausalLM",
+    gguf: Some(GgufSpec { family: "qwen3", interleaved_heads: false, optional_attention_bias: false }),
+    kv_heads_required: true,
+    // Not derived from the hidden size.
+    default_head_dim: Some(128),
+    biases: Biases {
+        qkv: Bias::Field("attention_bias"),
+        output: Bias::Field("attention_bias"),
+        ..Biases::NONE
+    },
+    qk_norm: true,
+    sliding_window: SlidingWindow::Optional,
+    tensors: &TensorNames::LLAMA,
+};

@@ -1,0 +1,161 @@
+//! Weights of a decoder: their structure, common to checkpoints and devices, and their tensors in a
+//! checkpoint.
+
+use super::{Error, ModelConfig, ModelDir, Tensor};
+
+/// Matrix of a decoder layer, or its LM head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Matrix {
+    /// Query, key and value projections.
+    Qkv,
+    /// Output projection of attention.
+    Output,
+    /// Gate and up projections.
+    GateUp,
+    /// Down projection.
+    Down,
+    /// LM head.
+    Head,
+}
+
+/// Weights of a decoder layer, generic over vectors (`V`) and linear layers (`L`): tensors in files, or
+/// weights on a device.
+pub struct DecoderLayer<V, L> {
+    /// RMSNorm before attention.
+    pub attention_norm: V,
+    /// Stacked query, key and value projections.
+    pub qkv: L,
+    /// RMSNorm of query heads and of key heads (QK-norm), if the model has it.
+    pub qk_norm: Option<(V, V)>,
+    /// Output projection of attention.
+    pub output: L,
+    /// RMSNorm before the MLP.
+    pub mlp_norm: V,
+    /// Stacked gate and up projections.
+    pub gate_up: L,
+    /// Down projection.
+    pub down: L,
+}
+
+impl<V, L> DecoderLayer<V, L> {
+    /// Linear layers in the order of the forward pass.
+    pub fn linears(&self) -> [&L; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+
+    /// Converts vectors and linear layers, in the order of the forward pass.
+    ///
+    /// # Errors
+    /// The first error of `vector` or `linear`.
+    pub fn try_map<W, M, E>(
+        &self,
+        vector: impl Fn(&V) -> Result<W, E>,
+        mut linear: impl FnMut(&L) -> Result<M, E>,
+    ) -> Result<DecoderLayer<W, M>, E> {
+        Ok(DecoderLayer {
+            attention_norm: vector(&self.attention_norm)?,
+            qkv: linear(&self.qkv)?,
+            qk_norm: match &self.qk_norm {
+                Some((q, k)) => Some((vector(q)?, vector(k)?)),
+                None => None,
+            },
+            output: linear(&self.output)?,
+            mlp_norm: vector(&self.mlp_norm)?,
+            gate_up: linear(&self.gate_up)?,
+            down: linear(&self.down)?,
+        })
+    }
+}
+
+/// Linear layer in a checkpoint: matrices that are stacked by rows to one GEMM operand, with their biases.
+pub struct StackedLinear {
+    /// Role of the stacked matrices in the model.
+    pub matrix: Matrix,
+    /// Matrices [outputs, inputs], all with the same inputs.
+    pub matrices: Vec<Tensor>,
+    /// Biases of the matrices; empty if it has none.
+    pub biases: Vec<Tensor>,
+}
+
+impl StackedLinear {
+    /// Inputs of the stacked matrices.
+    pub fn inputs(&self) -> usize {
+        self.matrices[0].shape[1]
+    }
+
+    /// Outputs of all matrices together.
+    pub fn outputs(&self) -> usize {
+        self.matrices.iter().map(|matrix| matrix.shape[0]).sum()
+    }
+}
+
+/// Decoder layer in a checkpoint.
+pub type CheckpointLayer = DecoderLayer<Tensor, StackedLinear>;
+
+/// Tensors of a decoder in the checkpoint, all present and of the expected shape.
+pub struct CheckpointDecoder {
+    /// Embedding [vocabulary, hidden].
+    pub embedding: Tensor,
+    /// Layers, first to last.
+    pub layers: Vec<CheckpointLayer>,
+    /// RMSNorm before the LM head.
+    pub norm: Tensor,
+    /// LM head [vocabulary, hidden]; `None` if it is tied to the embedding.
+    pub head: Option<Tensor>,
+}
+
+impl ModelDir {
+    /// Looks up every tensor of the decoder under the names of its architecture.
+    ///
+    /// # Errors
+    /// A tensor is missing, or has another shape or an unsupported encoding.
+    pub fn decoder(&self) -> Result<CheckpointDecoder, Error> {
+        let (config, names) = (self.config(), self.config().architecture.spec().tensors);
+        let matrix = |name: &str| {
+            self.tensors().get(&format!("{name}.weight"), &[config.vocab_size, config.hidden_size])
+        };
+        Ok(CheckpointDecoder {
+            embedding: matrix(names.embedding)?,
+            layers: (0..config.layers).map(|index| self.layer(index)).collect::<Result<_, Error>>()?,
+            norm: self.tensors().get(&format!("{}.weight", names.norm), &[config.hidden_size])?,
+            head: match config.tied_embeddings {
+                true => None,
+                false => Some(matrix(names.head)?),
+            },
+        })
+    }
+
+    /// Looks up the tensors of layer `index`.
+    fn layer(&self, index: usize) -> Result<CheckpointLayer, Error> {
+        let (config, tensors) = (self.config(), self.tensors());
+        let names = config.architecture.spec().tensors;
+        let ModelConfig { hidden_size: hidden, intermediate_size: inner, head_dim, .. } = *config;
+        let (queries, keys) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let at = format!("{}.{index}", names.layers);
+        let norm = |name: &str, width: usize| tensors.get(&format!("{at}.{name}.weight"), &[width]);
+        let linear = |matrix: Matrix, parts: &[(&str, usize)], inputs: usize, has_bias: bool| {
+            let mut linear = StackedLinear { matrix, matrices: Vec::new(), biases: Vec::new() };
+            for (name, outputs) in parts {
+                linear.matrices.push(tensors.get(&format!("{at}.{name}.weight"), &[*outputs, inputs])?);
+                if has_bias {
+                    linear.biases.push(tensors.get(&format!("{at}.{name}.bias"), &[*outputs])?);
+                }
+            }
+            Ok::<_, Error>(linear)
+        };
+        let [q, k, v] = names.qkv;
+        let [gate, up] = names.gate_up;
+        Ok(CheckpointLayer {
+            attention_norm: norm(names.attention_norm, hidden)?,
+            qkv: linear(Matrix::Qkv, &[(q, queries), (k, keys), (v, keys)], hidden, config.qkv_bias)?,
+            qk_norm: match (config.qk_norm, names.qk_norm) {
+                (true, [q, k]) => Some((norm(q, head_dim)?, norm(k, head_dim)?)),
+                (false, _) => None,
+            },
+            output: linear(Matrix::Output, &[(names.output, hidden)], queries, config.output_bias)?,
+            mlp_norm: norm(names.mlp_norm, hidden)?,
+            gate_up: linear(Matrix::GateUp, &[(gate, inner), (up, inner)], hidden, config.mlp_bias)?,
+            down: linear(Matrix::Down, &[(names.down, hidden)], inner, config.mlp_bias)?,
+        })
+    }
+}

@@ -1,0 +1,134 @@
+//! Model checkpoints: Hugging Face directories and GGUF files, memory-mapped and validated.
+//!
+//! A [`ModelDir`] is opened from a directory, a GGUF file or the embedded model ([`ModelSource`]) by the same
+//! code. Opening reads and validates configuration and headers, not weights; a runtime then reads the tensors
+//! it needs.
+
+mod architecture;
+mod bundle;
+mod config;
+mod decoder;
+mod embedded;
+mod error;
+mod fields;
+mod files;
+mod fingerprint;
+mod generation;
+mod gguf;
+mod tensors;
+
+use std::path::{Path, PathBuf};
+
+pub use architecture::Architecture;
+pub use config::ModelConfig;
+pub use decoder::{CheckpointDecoder, CheckpointLayer, DecoderLayer, Matrix, StackedLinear};
+pub use error::Error;
+pub use fingerprint::{fingerprint, fingerprint_of};
+pub use generation::GenerationDefaults;
+pub use inflight_kernels::cpu::RopeScaling;
+pub use tensors::{Tensor, Tensors};
+
+use fields::Fields;
+use files::Files;
+use gguf::Gguf;
+
+/// Source of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelSource {
+    /// Directory in the Hugging Face layout (config.json, safetensors, tokenizer.json and companions), or a
+    /// `.gguf` file.
+    Directory(PathBuf),
+    /// Small demo model embedded in the binary.
+    Embedded,
+}
+
+/// Opened model: configuration, memory-mapped tensors and bundle files.
+#[derive(Debug)]
+pub struct ModelDir {
+    name: String,
+    config: ModelConfig,
+    generation: GenerationDefaults,
+    tensors: Tensors,
+    bundle: Vec<(String, Vec<u8>)>,
+}
+
+impl ModelDir {
+    /// Opens and validates a model without reading weights.
+    ///
+    /// # Errors
+    /// [`Error`] with the file and, where applicable, the invalid field or tensor.
+    pub fn open(source: &ModelSource) -> Result<Self, Error> {
+        let files = match source {
+            ModelSource::Directory(path) if path.extension().is_some_and(|kind| kind == "gguf") => {
+                return Self::open_gguf(path);
+            }
+            _ => Files::of(source)?,
+        };
+        let config = ModelConfig::read(&files)?;
+        let generation = GenerationDefaults::read(&files, &config)?;
+        let bundle = bundle::read(&files)?;
+        let tensors = Tensors::open(&files)?;
+        Ok(Self { name: files.model_name(), config, generation, tensors, bundle })
+    }
+
+    /// Opens a GGUF file. Uses tokenizer.json of its directory or, if that is missing, the tokenizer in the
+    /// file.
+    fn open_gguf(path: &Path) -> Result<Self, Error> {
+        let (beside, bytes) = files::open_file(path)?;
+        let label = path.display().to_string();
+        let gguf = Gguf::parse(&label, &bytes)?;
+        let map = gguf::config(&gguf)?;
+        let text = serde_json::to_vec(&map).unwrap_or_default();
+        let config = ModelConfig::of(&Fields::of(label, map))?;
+        let generation = GenerationDefaults::read(&beside, &config)?;
+        let mut bundle = if beside.open("tokenizer.json")?.is_some() {
+            bundle::read(&beside)?
+        } else {
+            let files = gguf::tokenizer(&gguf)?.into_iter();
+            files.map(|(name, value)| (name.to_owned(), value.to_string().into_bytes())).collect()
+        };
+        // A config.json in the same directory may belong to another model.
+        bundle.retain(|(name, _)| name != "config.json");
+        bundle.push(("config.json".to_owned(), text));
+        let name = path.file_stem().map_or("model".into(), |stem| stem.to_string_lossy()).into_owned();
+        let interleaved = config.architecture.gguf().is_some_and(|gguf| gguf.interleaved_heads);
+        let names = config.architecture.spec().tensors;
+        let tensors = Tensors::of_gguf(gguf, bytes, names, interleaved.then_some(config.head_dim));
+        Ok(Self { name, config, generation, tensors, bundle })
+    }
+
+    /// Default model name: the directory's or file's name, or `inflight-demo`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Validated model configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Architecture name in config.json, such as "LlamaForCausalLM".
+    pub fn architecture(&self) -> &'static str {
+        self.config.architecture.name()
+    }
+
+    /// Defaults for generation from generation_config.json, with EOS tokens of config.json as a fallback.
+    pub fn generation(&self) -> &GenerationDefaults {
+        &self.generation
+    }
+
+    /// EOS token ids, ascending.
+    pub fn eos_token_ids(&self) -> &[u32] {
+        &self.generation.eos_token_ids
+    }
+
+    /// Tensors of the weight files.
+    pub fn tensors(&self) -> &Tensors {
+        &self.tensors
+    }
+
+    /// Bundle files for routers, as (name, content): tokenizer, chat template, configurations.
+    pub fn bundle_files(&self) -> &[(String, Vec<u8>)] {
+        &self.bundle
+    }
+}

@@ -1,0 +1,225 @@
+//! Forward pass of one rank: embedding, decoder layers, LM head.
+
+use inflight_kernels::cpu::{
+    AccumulatorInit, Activations, Isa, KvPool, KvSlot, Pool, QkvShape, Ragged, RopeTable, attention,
+    finish_qkv, gemm, gemm_swiglu, rms_norm,
+};
+use inflight_models::ModelConfig;
+use inflight_runtime::collective::{Collective, GroupFailed};
+use inflight_runtime::sharding::Shard;
+use inflight_runtime::{Batch, Capabilities, Error};
+
+use super::weights::{Linear, Weights};
+
+/// Rows per pass through the MLP.
+const MLP_ROWS: usize = 256;
+
+/// Forward pass of one rank, with its buffers.
+///
+/// The hidden state is replicated. For a residual addition, rank 0 adds its partial sum to the state and the
+/// others replace the state by theirs; the all-reduce then yields the new state on every rank.
+pub(super) struct Forward {
+    config: ModelConfig,
+    /// Rank 0, which keeps the residual, adds biases and gathers the logits.
+    leads: bool,
+    /// This rank's columns of the intermediate state.
+    inner: usize,
+    /// This rank's columns of the logits.
+    vocabulary: usize,
+    shape: QkvShape,
+    rope: RopeTable,
+    ragged: Ragged,
+    places: Vec<KvSlot>,
+    /// Last step that wrote to each block.
+    written: Vec<u64>,
+    step: u64,
+    activations: Activations,
+    hidden: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: Vec<f32>,
+    attended: Vec<f32>,
+    gate_up: Vec<f32>,
+    gated: Vec<f32>,
+    logits: Vec<f32>,
+    /// This rank's columns of the logits, if the group has several ranks.
+    own_logits: Vec<f32>,
+    samples: usize,
+}
+
+impl Forward {
+    /// Allocates buffers for the largest batch; they take memory at first use.
+    pub(super) fn new(config: &ModelConfig, shard: &Shard, rope: RopeTable, bounds: &Capabilities) -> Self {
+        let Shard { head_dim, .. } = *shard;
+        let shape = QkvShape { heads: shard.heads.len(), kv_heads: shard.kv_heads.len(), head_dim };
+        let inner = shard.intermediate.len();
+        let rows = bounds.batch_tokens as usize;
+        let buffer = |width: usize| vec![0.0; rows * width];
+        Self {
+            leads: shard.rank == 0,
+            inner,
+            vocabulary: shard.vocabulary.len(),
+            shape,
+            rope,
+            ragged: Ragged::default(),
+            places: Vec::with_capacity(rows),
+            written: vec![0; bounds.blocks as usize],
+            step: 0,
+            activations: Activations::default(),
+            hidden: buffer(config.hidden_size),
+            normed: buffer(config.hidden_size),
+            qkv: buffer(shape.width()),
+            attended: buffer(shape.heads * shape.head_dim),
+            gate_up: vec![0.0; rows.min(MLP_ROWS) * 2 * inner],
+            gated: vec![0.0; rows.min(MLP_ROWS) * inner],
+            logits: Vec::new(),
+            own_logits: Vec::new(),
+            samples: 0,
+            config: config.clone(),
+        }
+    }
+
+    /// Logits of the last step, on rank 0; [samples, vocab_size].
+    pub(super) fn logits(&self) -> &[f32] {
+        &self.logits[..self.samples * self.config.vocab_size]
+    }
+
+    /// Computes block and offset of each row's key and value.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if two sequences write to one block.
+    pub(super) fn place(&mut self, batch: &Batch, bounds: &Capabilities) -> Result<(), Error> {
+        self.step += 1;
+        self.places.clear();
+        for s in 0..batch.sequences() {
+            let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
+            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+            for (i, position) in positions.iter().enumerate() {
+                let block = table[(position / bounds.block_tokens) as usize];
+                let offset = position % bounds.block_tokens;
+                if i == 0 || offset == 0 {
+                    let written = &mut self.written[block as usize];
+                    if *written == self.step {
+                        return Err(Error::Malformed(format!("block {block} is written from two places")));
+                    }
+                    *written = self.step;
+                }
+                self.places.push(KvSlot { block, offset });
+            }
+        }
+        Ok(())
+    }
+
+    /// Computes the logits of the sample rows and writes keys and values of all rows. Requires
+    /// [`Batch::check`] and [`Forward::place`].
+    ///
+    /// # Errors
+    /// Another rank failed.
+    pub(super) fn run(
+        &mut self,
+        batch: &Batch,
+        weights: &Weights,
+        kv: &mut KvPool,
+        pool: &Pool,
+        isa: Isa,
+        collective: &dyn Collective,
+    ) -> Result<(), GroupFailed> {
+        let Self { config, shape, rope, ragged, places, activations, leads, inner, .. } = self;
+        let (leads, inner) = (*leads, *inner);
+        let (rows, shape, eps) = (batch.rows(), *shape, config.norm_eps);
+        let width = config.hidden_size;
+        let hidden = &mut self.hidden[..rows * width];
+        let normed = &mut self.normed[..rows * width];
+        let qkv = &mut self.qkv[..rows * shape.width()];
+        let attended = &mut self.attended[..rows * shape.heads * shape.head_dim];
+        let gate_up = &mut self.gate_up[..];
+        let gated = &mut self.gated[..];
+
+        let Batch { starts, positions, block_starts, blocks, .. } = batch;
+        let block_tokens = kv.layout().block_tokens;
+        ragged.set(starts, positions, block_starts, blocks, block_tokens, kv.blocks());
+        rope.ensure(positions.iter().max().map_or(0, |last| *last as usize + 1));
+
+        let embedding = &weights.embedding;
+        for (token, out) in batch.tokens.iter().zip(hidden.chunks_exact_mut(width)) {
+            embedding.row(*token as usize, out);
+        }
+
+        for (index, layer) in weights.layers.iter().enumerate() {
+            rms_norm(pool, isa, hidden, &layer.attention_norm, eps, normed);
+            linear(pool, &layer.qkv, normed, rows, qkv, activations);
+            let norms = layer.qk_norm.as_ref().map(|(q, k)| (q.as_slice(), k.as_slice(), eps));
+            finish_qkv(pool, isa, shape, qkv, norms, rope, positions, places, kv, index);
+            attention(pool, isa, shape, qkv, ragged, kv, index, config.windows[index], attended);
+            linear_residual(pool, &layer.output, attended, rows, hidden, leads, activations);
+            collective.all_reduce(hidden)?;
+            rms_norm(pool, isa, hidden, &layer.mlp_norm, eps, normed);
+            // In tiles of rows whose intermediate states stay in the last-level cache.
+            for first in (0..rows).step_by(MLP_ROWS) {
+                let count = MLP_ROWS.min(rows - first);
+                let normed = &normed[first * width..(first + count) * width];
+                let hidden = &mut hidden[first * width..(first + count) * width];
+                let gate_up = &mut gate_up[..count * 2 * inner];
+                let gated = &mut gated[..count * inner];
+                let (gates, bias) = (&layer.gate_up.matrix, layer.gate_up.bias.as_deref());
+                gemm_swiglu(pool, gates, normed, count, bias, gate_up, gated, activations);
+                linear_residual(pool, &layer.down, gated, count, hidden, leads, activations);
+            }
+            collective.all_reduce(hidden)?;
+        }
+
+        // Only sampled rows go through the LM head.
+        let (samples, vocab, own) = (batch.samples.len(), config.vocab_size, self.vocabulary);
+        self.samples = samples;
+        if samples == 0 {
+            return Ok(());
+        }
+        if leads && self.logits.len() < samples * vocab {
+            self.logits.resize(samples * vocab, 0.0);
+        }
+        if own < vocab && self.own_logits.len() < samples * own {
+            self.own_logits.resize(samples * own, 0.0);
+        }
+        if self.normed.len() < samples * width {
+            self.normed.resize(samples * width, 0.0);
+        }
+        for (sample, normed) in batch.samples.iter().zip(self.normed.chunks_exact_mut(width)) {
+            let row = &self.hidden[sample.row as usize * width..][..width];
+            rms_norm(pool, isa, row, &weights.norm, eps, normed);
+        }
+        let normed = &self.normed[..samples * width];
+        if own == vocab {
+            let logits = &mut self.logits[..samples * vocab];
+            gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, logits, activations);
+            return Ok(());
+        }
+        let part = &mut self.own_logits[..samples * own];
+        gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, part, activations);
+        let whole = if leads { Some(&mut self.logits[..samples * vocab]) } else { None };
+        collective.gather(part, samples, whole)
+    }
+}
+
+/// y = x W^T + bias
+fn linear(pool: &Pool, linear: &Linear, x: &[f32], rows: usize, y: &mut [f32], scratch: &mut Activations) {
+    let start = linear.bias.as_deref().map_or(AccumulatorInit::Zero, AccumulatorInit::Bias);
+    gemm(pool, &linear.matrix, x, rows, start, y, scratch);
+}
+
+/// y += x W^T + bias on rank 0; y = x W^T, a partial sum, on the others.
+fn linear_residual(
+    pool: &Pool,
+    linear: &Linear,
+    x: &[f32],
+    rows: usize,
+    y: &mut [f32],
+    leads: bool,
+    scratch: &mut Activations,
+) {
+    if let Some(bias) = &linear.bias {
+        for row in y.chunks_exact_mut(bias.len()) {
+            row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+        }
+    }
+    let start = if leads { AccumulatorInit::Output } else { AccumulatorInit::Zero };
+    gemm(pool, &linear.matrix, x, rows, start, y, scratch);
+}

@@ -1,0 +1,433 @@
+//! CPU runtime: the decoder forward pass on SIMD kernels, with tensor parallelism over threads.
+//!
+//! Results are batch invariant, see the invariant of [`inflight_kernels`]: this module only sequences its
+//! kernels. Activations are f32 throughout; by default keys and values are stored in the model's own dtype.
+
+mod copy_thread;
+mod forward;
+mod memory_info;
+mod overlapped;
+mod quantization;
+mod rank_group;
+mod sampler;
+mod sampling_slots;
+mod weights;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use inflight_kernels::cpu::{Isa, KvCopier, KvDtype, KvLayout, KvPool, Pool, RopeTable, inverse_frequencies};
+use inflight_models::{self as models, ModelConfig, ModelDir};
+use inflight_runtime::collective::{Collective, host_group};
+use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
+use inflight_runtime::{
+    self as runtime, Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+};
+use inflight_worker_core::Transfer;
+
+use copy_thread::CopyThread;
+use forward::Forward;
+use memory_info::{Readable, memory_info};
+pub use overlapped::Overlapped;
+pub use quantization::{Quantization, UnknownQuantization};
+use rank_group::{Rank, RankGroup};
+use sampler::Sampler;
+use sampling_slots::SamplingSlots;
+use weights::{CheckpointWeights, Weights};
+
+/// Configuration of a [`CpuRuntime`].
+#[derive(Debug, Clone)]
+pub struct CpuOptions {
+    /// Compute threads; defaults to the CPUs available to the process.
+    pub threads: Option<usize>,
+    /// Maximum bytes of the KV block pool. Blocks take memory at first use.
+    pub kv_bytes: u64,
+    /// Maximum bytes of the host pool for swapped sequences; 0: no host pool.
+    pub host_bytes: u64,
+    /// Tokens per KV block; a power of two.
+    pub block_tokens: u32,
+    /// Maximum attached sequences.
+    pub slots: u32,
+    /// Maximum tokens per batch.
+    pub batch_tokens: u32,
+    /// Maximum tokens per sequence; defaults to the model's context length.
+    pub context_tokens: Option<u32>,
+    /// Instruction set; defaults to the best one that the CPU supports.
+    pub isa: Option<Isa>,
+    /// Weight quantization; `None` keeps the checkpoint's types.
+    pub quantize: Option<Quantization>,
+    /// Element type of the KV cache; defaults to that of the weights, or bf16 for quantized ones.
+    pub kv_dtype: Option<KvDtype>,
+    /// Tensor-parallel degree; the threads are divided among the ranks.
+    pub tensor_parallel: usize,
+}
+
+/// Error of [`CpuRuntime::load`].
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model can't be used.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// An option is out of its range.
+    #[error("{name} is {value}; it must be {range}")]
+    Option {
+        /// Name of the option.
+        name: &'static str,
+        /// Given value.
+        value: u64,
+        /// Allowed range.
+        range: String,
+    },
+    /// The model can't be partitioned among the ranks.
+    #[error(transparent)]
+    Indivisible(#[from] Indivisible),
+    /// The KV block pool can't hold one block.
+    #[error(
+        "the KV pool of {} can't hold one block of {block_tokens} tokens, which takes {block_bytes} bytes with this model; \
+         give at least that much",
+        Readable(*kv_bytes)
+    )]
+    KvTooSmall {
+        /// Bytes of the pool.
+        kv_bytes: u64,
+        /// Tokens per block.
+        block_tokens: u32,
+        /// Bytes per block.
+        block_bytes: u64,
+    },
+    /// Allocating the pools failed.
+    #[error(
+        "this machine can't give {} to the KV pool and {} to the host pool behind it; lower --kv-cache-bytes or \
+         --host-cache-bytes",
+        Readable(*kv_bytes),
+        Readable(*host_bytes)
+    )]
+    Memory {
+        /// Bytes requested for the KV block pool.
+        kv_bytes: u64,
+        /// Bytes requested for the host pool.
+        host_bytes: u64,
+    },
+    /// The packed weights exceed the available memory.
+    #[error(
+        "the packed weights take {}, and {} are available; free some memory, or store them smaller with --quantize",
+        Readable(*needed),
+        Readable(*available)
+    )]
+    WeightMemory {
+        /// Bytes of the packed weights.
+        needed: u64,
+        /// Bytes of available memory.
+        available: u64,
+    },
+    /// Weights and pools together exceed the memory limit of the process.
+    #[error(
+        "the packed weights take {}, the KV pool {} and the host pool behind it {}, but this process may use {} in all; \
+         lower --kv-cache-bytes or --host-cache-bytes",
+        Readable(*weight_bytes),
+        Readable(*kv_bytes),
+        Readable(*host_bytes),
+        Readable(*total)
+    )]
+    TotalMemory {
+        /// Bytes of the packed weights.
+        weight_bytes: u64,
+        /// Bytes requested for the KV block pool.
+        kv_bytes: u64,
+        /// Bytes requested for the host pool.
+        host_bytes: u64,
+        /// Memory limit of the process in bytes.
+        total: u64,
+    },
+    /// Starting threads failed.
+    #[error("cannot start the kernels' threads: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+/// KV cache bytes per token, over all layers.
+pub fn kv_bytes_per_token(config: &ModelConfig, dtype: KvDtype) -> usize {
+    kv_layout(config, dtype, 1).block_bytes()
+}
+
+fn kv_layout(config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
+    let ModelConfig { layers, kv_heads, head_dim, .. } = *config;
+    KvLayout { dtype, layers, kv_heads, head_dim, block_tokens }
+}
+
+fn shard_layout(shard: &Shard, config: &ModelConfig, dtype: KvDtype, block_tokens: usize) -> KvLayout {
+    KvLayout { kv_heads: shard.kv_heads.len(), ..kv_layout(config, dtype, block_tokens) }
+}
+
+/// CPU runtime whose steps run synchronously, on the caller's thread and the thread pools.
+///
+/// Each rank has a shard of the weights and of the KV block pool, and its own threads. Block operations apply
+/// to every rank; tokens are sampled from the gathered logits. A failure of one rank fails the runtime.
+pub struct CpuRuntime {
+    compute: Compute,
+    copies: CopyThread,
+    /// Samples of the step launched last.
+    last: Vec<Sampled>,
+    /// Duration of a launched step that is not completed.
+    took: Option<Duration>,
+}
+
+/// State used by steps; moves to the step thread in [`Overlapped`].
+struct Compute {
+    capabilities: Capabilities,
+    isa: Isa,
+    group: RankGroup,
+    slots: SamplingSlots,
+    sampler: Sampler,
+}
+
+impl CpuRuntime {
+    /// Loads a model: validates tensors, packs weights for the kernels and allocates the pools. Calls
+    /// `progress` with bytes packed and bytes in total.
+    ///
+    /// # Errors
+    /// [`Error`]; invalid options and models are rejected before large allocations.
+    pub fn load(
+        model: &ModelDir,
+        options: &CpuOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        check(options, model.config())?;
+        Self::load_with_group(model, options, host_group(options.tensor_parallel), progress)
+    }
+
+    /// Loads a model on the ranks of a given collective group.
+    fn load_with_group(
+        model: &ModelDir,
+        options: &CpuOptions,
+        collectives: Vec<Box<dyn Collective>>,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        let config = model.config();
+        let context_tokens = check(options, config)?;
+        let tensors = weights::find(model)?;
+        let world = collectives.len();
+        let shards = sharding::shards(config, world, &|ranks| tensors.alignment(options.quantize, ranks))?;
+        let kv_dtype = options.kv_dtype.unwrap_or_else(|| tensors.kv_dtype().into());
+        let layout = |shard| shard_layout(shard, config, kv_dtype, options.block_tokens as usize);
+        let block_bytes = shards.iter().map(|shard| layout(shard).block_bytes() as u64).sum::<u64>();
+        let blocks = u32::try_from(options.kv_bytes / block_bytes).unwrap_or(u32::MAX);
+        let host_blocks = u32::try_from(options.host_bytes / block_bytes).unwrap_or(u32::MAX);
+        if blocks == 0 {
+            let CpuOptions { kv_bytes, block_tokens, .. } = *options;
+            return Err(Error::KvTooSmall { kv_bytes, block_tokens, block_bytes });
+        }
+        let isa = options.isa.unwrap_or_else(Isa::detect);
+        let packed = |shard| tensors.packed_bytes(options.quantize, isa, shard);
+        let weight_bytes = shards.iter().map(packed).sum::<u64>();
+        let (kv_bytes, host_bytes) = (options.kv_bytes, options.host_bytes);
+        check_memory(weight_bytes, kv_bytes, host_bytes)?;
+        let no_memory = |_| Error::Memory { kv_bytes, host_bytes };
+        let mut pools = Vec::with_capacity(world);
+        let mut copiers = Vec::with_capacity(world);
+        for shard in &shards {
+            let kv = KvPool::new(layout(shard), blocks as usize).map_err(no_memory)?;
+            copiers.push(KvCopier::new(&kv, host_blocks as usize).map_err(no_memory)?);
+            pools.push(kv);
+        }
+        let threads = compute_threads(options, world);
+        let share = |rank: usize| threads * (rank + 1) / world - threads * rank / world;
+        let rank_pools = (0..world).map(|rank| Pool::pinned(share(rank))).collect::<Result<Vec<_>, _>>()?;
+        let rank_threads = Pool::new(world)?;
+        let mut formats = tensors.format_names(options.quantize, world);
+        if world > 1 {
+            // The degree decides the summation order over ranks.
+            formats.push_str(&format!(" tensor-parallel {world}"));
+        }
+        let fingerprint = models::fingerprint(model, kv_dtype.name(), &formats, isa);
+        let weights = pack(&tensors, &shards, options.quantize, isa, &rank_threads, &rank_pools, progress)
+            .map_err(|_| Error::WeightMemory { needed: weight_bytes, available: 0 })?;
+        let capabilities = Capabilities {
+            vocab_size: config.vocab_size as u32,
+            context_tokens,
+            block_tokens: options.block_tokens,
+            blocks,
+            host_blocks,
+            slots: options.slots,
+            batch_tokens: options.batch_tokens,
+            depth: 1,
+            fingerprint,
+        };
+        let mut ranks = Vec::with_capacity(world);
+        for ((((shard, pool), weights), kv), collective) in
+            shards.iter().zip(rank_pools).zip(weights).zip(pools).zip(collectives)
+        {
+            let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
+            let forward = Forward::new(config, shard, RopeTable::new(frequencies), &capabilities);
+            ranks.push(Rank { pool, isa, weights, kv, forward, collective });
+        }
+        let lead = ranks.remove(0);
+        let group = RankGroup::new(lead, ranks, rank_threads);
+        tracing::info!(
+            model = model.name(),
+            isa = isa.name(),
+            threads,
+            ranks = world,
+            pinned = group.is_pinned(),
+            weight_bytes = group.weight_bytes(),
+            blocks,
+            block_bytes,
+            "model weights packed"
+        );
+        let copies = CopyThread::start(copiers, blocks, host_blocks)?;
+        let slots = SamplingSlots::new(options.slots as usize);
+        let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
+        Ok(Self { compute, copies, last: Vec::new(), took: None })
+    }
+
+    /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Starting the thread failed.
+    pub fn overlapped(self) -> Result<Overlapped, Error> {
+        Ok(Overlapped::start(self.compute, self.copies)?)
+    }
+
+    /// Logits of the last step's sample rows, before penalties and biases; [samples, vocab_size].
+    pub fn logits(&self) -> &[f32] {
+        self.compute.group.logits()
+    }
+
+    /// Bytes of the packed weights, which a decode step reads once besides the KV cache.
+    pub fn weight_bytes(&self) -> usize {
+        self.compute.group.weight_bytes()
+    }
+
+    /// Instruction set of the kernels.
+    pub fn isa(&self) -> Isa {
+        self.compute.isa
+    }
+}
+
+/// Packs every shard on its rank's threads.
+fn pack(
+    tensors: &CheckpointWeights,
+    shards: &[Shard],
+    quantize: Option<Quantization>,
+    isa: Isa,
+    threads: &Pool,
+    rank_pools: &[Pool],
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> std::io::Result<Vec<Weights>> {
+    let total = shards.iter().map(|shard| tensors.file_bytes(shard)).sum();
+    let done = AtomicU64::new(0);
+    progress(0, total);
+    let read = |bytes: u64| progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, total);
+    let packed: Vec<_> = shards.iter().map(|_| Mutex::new(None)).collect();
+    RankGroup::on_each(threads, shards.len(), &|rank| {
+        let weights = tensors.pack(&rank_pools[rank], isa, quantize, &shards[rank], &read);
+        *packed[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(weights);
+    });
+    let taken =
+        packed.into_iter().map(|weights| weights.into_inner().unwrap_or_else(PoisonError::into_inner));
+    // All are set: if a rank panics, `on_each` panics, too.
+    taken.flatten().collect()
+}
+
+/// Returns the compute threads over all ranks, which are divided among them.
+fn compute_threads(options: &CpuOptions, ranks: usize) -> usize {
+    let available = || std::thread::available_parallelism().map_or(1, |threads| threads.get());
+    let threads = options.threads.unwrap_or_else(available);
+    if threads < ranks {
+        tracing::warn!(threads, ranks, "fewer threads than tensor-parallel ranks; using one thread per rank");
+    }
+    threads
+}
+
+/// Checks that packed weights and pools fit the memory of the machine and of the process's limit.
+///
+/// # Errors
+/// [`Error::WeightMemory`] or [`Error::TotalMemory`].
+fn check_memory(weight_bytes: u64, kv_bytes: u64, host_bytes: u64) -> Result<(), Error> {
+    let Some(memory) = memory_info() else { return Ok(()) };
+    if weight_bytes > memory.available {
+        return Err(Error::WeightMemory { needed: weight_bytes, available: memory.available });
+    }
+    // Pools take memory at first use, so they are checked against total rather than available memory.
+    if weight_bytes.saturating_add(kv_bytes).saturating_add(host_bytes) > memory.total {
+        return Err(Error::TotalMemory { weight_bytes, kv_bytes, host_bytes, total: memory.total });
+    }
+    Ok(())
+}
+
+/// Validates all options; returns the maximum tokens per sequence.
+fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
+    let within = |name, value: u64, low: u64, high: u64| {
+        if (low..=high).contains(&value) {
+            return Ok(());
+        }
+        Err(Error::Option { name, value, range: format!("from {low} to {high}") })
+    };
+    within("threads", options.threads.unwrap_or(1) as u64, 1, 1024)?;
+    within("tensor_parallel", options.tensor_parallel as u64, 1, RANKS_MAX as u64)?;
+    within("slots", options.slots.into(), 1, 1 << 20)?;
+    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 20)?;
+    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    if !options.block_tokens.is_power_of_two() {
+        let value = options.block_tokens.into();
+        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+    }
+    let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
+    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    Ok(context_tokens)
+}
+
+impl Compute {
+    /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous
+    /// step and is replaced by those of this one.
+    fn step(&mut self, batch: &mut Batch, last: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {
+        let begun = Instant::now();
+        batch.feed(last)?;
+        last.clear();
+        self.slots.check(batch)?;
+        self.group.step(batch, &self.capabilities)?;
+        self.sampler.run(batch, &mut self.slots, &self.group, self.isa, last);
+        Ok(begun.elapsed())
+    }
+}
+
+impl Runtime for CpuRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.compute.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), runtime::Error> {
+        self.compute.slots.attach(slot, setup)
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        self.compute.slots.detach(slot);
+    }
+
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
+        batch.check(&self.compute.capabilities)?;
+        self.took = Some(self.compute.step(batch, &mut self.last)?);
+        Ok(())
+    }
+
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {
+        sampled.clear();
+        let took =
+            self.took.take().ok_or_else(|| runtime::Error::Malformed("no step was launched".to_owned()))?;
+        sampled.append(&mut self.last);
+        Ok(took)
+    }
+
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {
+        self.copies.submit(transfer)
+    }
+
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
+        self.copies.finished(finished);
+    }
+
+    fn wait_for_transfer(&mut self) -> Result<(), runtime::Error> {
+        self.copies.wait()
+    }
+}

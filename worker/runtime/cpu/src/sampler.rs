@@ -1,0 +1,116 @@
+//! Sampler: penalties, truncation and token choice per sample row, in parallel.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use inflight_contract::SamplingParams;
+use inflight_kernels::RandomKey;
+use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
+
+use super::rank_group::RankGroup;
+use super::sampling_slots::{SamplingSlots, SlotState};
+
+/// Samples tokens from logits, rows in parallel on all threads.
+#[derive(Default)]
+pub(super) struct Sampler {
+    /// Pool of scratch buffers, at most one per thread.
+    scratch: Mutex<Vec<Scratch>>,
+    outcomes: Vec<Mutex<Option<Sampled>>>,
+}
+
+#[derive(Default)]
+struct Scratch {
+    row: Vec<f32>,
+    workspace: Workspace,
+}
+
+impl Sampler {
+    /// Samples a token for each sample row and adds it to its slot's history. All slots must be attached.
+    pub(super) fn run(
+        &mut self,
+        batch: &Batch,
+        slots: &mut SamplingSlots,
+        group: &RankGroup,
+        isa: Isa,
+        sampled: &mut Vec<Sampled>,
+    ) {
+        let samples = batch.samples.as_slice();
+        if samples.is_empty() {
+            return;
+        }
+        let logits = group.logits();
+        let vocab = logits.len() / samples.len();
+        self.outcomes.resize_with(samples.len().max(self.outcomes.len()), Mutex::default);
+        // A slot's next row must see the token of its previous one, so a parallel run ends where a slot
+        // repeats.
+        let mut first = 0;
+        while first < samples.len() {
+            let end = (first + 1..samples.len())
+                .find(|i| samples[first..*i].iter().any(|earlier| earlier.slot == samples[*i].slot))
+                .unwrap_or(samples.len());
+            let read: &SamplingSlots = slots;
+            group.each(end - first, &|i| {
+                let i = first + i;
+                let Some(state) = read.get(samples[i].slot) else { return };
+                let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+                let token =
+                    choose(state, &samples[i], &logits[i * vocab..(i + 1) * vocab], isa, &mut scratch);
+                lock(&self.scratch).push(scratch);
+                *lock(&self.outcomes[i]) = Some(token);
+            });
+            for i in first..end {
+                if let Some(outcome) = lock(&self.outcomes[i]).take() {
+                    slots.count(samples[i].slot, outcome.token);
+                    sampled.push(outcome);
+                }
+            }
+            first = end;
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch: &mut Scratch) -> Sampled {
+    let sampling = &*state.sampling;
+    if sampling.is_greedy() && sampling.logprobs.is_none() && !state.adjusts() {
+        return Sampled { token: argmax(isa, logits), logprobs: None };
+    }
+    let Scratch { row: adjusted, workspace } = scratch;
+    adjusted.clear();
+    adjusted.extend_from_slice(logits);
+    mask_nan(adjusted);
+    state.adjust(adjusted);
+    let token = if sampling.is_greedy() {
+        argmax(isa, adjusted)
+    } else {
+        let draw = RandomKey { seed: sampling.seed, choice: state.choice, position: row.position, draw: 0 };
+        sample(isa, adjusted, &truncation(sampling), draw.uniform(), workspace)
+    };
+    let logprobs = sampling.logprobs.map(|count| {
+        let total = log_sum_exp(isa, adjusted, workspace);
+        let entry = |token: u32, logit: f32| {
+            let logprob = match (f64::from(logit) - total) as f32 {
+                // Infinity minus infinity: the token has all the probability mass, or there is none.
+                logprob if logprob.is_nan() => 0.0,
+                logprob => logprob,
+            };
+            TokenLogprob { token, logprob }
+        };
+        let top =
+            top(adjusted, count as usize, workspace).map(|(token, logit)| entry(token, logit)).collect();
+        Box::new(PositionLogprobs { chosen: entry(token, adjusted[token as usize]), top })
+    });
+    Sampled { token, logprobs }
+}
+
+fn truncation(sampling: &SamplingParams) -> Truncation {
+    Truncation {
+        temperature: sampling.temperature,
+        top_k: sampling.top_k.max(0) as usize,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+    }
+}

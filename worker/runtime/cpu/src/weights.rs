@@ -1,0 +1,279 @@
+//! Weights of the CPU runtime: lookup in the checkpoint, sharding and packing for the kernels.
+
+use std::io;
+
+use inflight_kernels::Dtype;
+use inflight_kernels::cpu::{Isa, PackedMatrix, Pool, WeightFormat, WeightRows};
+use inflight_models::{CheckpointLayer, DecoderLayer, Error, Matrix, ModelDir, StackedLinear, Tensor};
+use inflight_runtime::sharding::{Alignment, Partition, Shard};
+
+use super::quantization::{Quantization, kv_dtype, packed_bytes};
+
+/// Packed weights of one rank.
+pub(super) struct Weights {
+    pub(super) embedding: Tensor,
+    pub(super) layers: Vec<Layer>,
+    pub(super) norm: Vec<f32>,
+    pub(super) head: PackedMatrix,
+}
+
+pub(super) type Layer = DecoderLayer<Vec<f32>, Linear>;
+
+pub(super) struct Linear {
+    pub(super) matrix: PackedMatrix,
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+impl Weights {
+    /// Bytes of the packed matrices; the embedding stays memory-mapped.
+    pub(super) fn bytes(&self) -> usize {
+        let linears = self.layers.iter().flat_map(Layer::linears);
+        linears.map(|linear| linear.matrix.bytes()).sum::<usize>() + self.head.bytes()
+    }
+}
+
+/// Tensors of a model in the checkpoint, with validated shapes.
+pub(super) struct CheckpointWeights {
+    embedding: Tensor,
+    layers: Vec<CheckpointLayer>,
+    norm: Tensor,
+    head: StackedLinear,
+}
+
+/// Looks up every tensor that the configuration requires.
+pub(super) fn find(model: &ModelDir) -> Result<CheckpointWeights, Error> {
+    let decoder = model.decoder()?;
+    let head = decoder.head.unwrap_or_else(|| decoder.embedding.clone());
+    Ok(CheckpointWeights {
+        embedding: decoder.embedding,
+        layers: decoder.layers,
+        norm: decoder.norm,
+        head: StackedLinear { matrix: Matrix::Head, matrices: vec![head], biases: Vec::new() },
+    })
+}
+
+/// Returns the packed format of a linear layer for `ranks` ranks.
+fn packed_format(linear: &StackedLinear, quantization: Option<Quantization>, ranks: usize) -> WeightFormat {
+    let Some(quantization) = quantization else {
+        let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
+        return WeightFormat::of(&sources);
+    };
+    match linear.matrix {
+        Matrix::Head => quantization.head(linear.inputs()),
+        Matrix::Qkv | Matrix::GateUp => quantization.layer(linear.inputs()),
+        // By a rank's inputs, so that partitions are whole groups.
+        Matrix::Output | Matrix::Down => quantization.layer(linear.inputs() / ranks),
+    }
+}
+
+/// Returns the bytes of a shard's partition of a linear layer in the file.
+fn file_bytes(linear: &StackedLinear, shard: &Shard) -> u64 {
+    let (n, k) = shard.shape(linear);
+    let bytes: usize = linear.matrices.iter().map(|matrix| matrix.bytes().len()).sum();
+    let elements = linear.outputs() * linear.inputs();
+    (bytes as u128 * (n * k) as u128 / elements as u128) as u64
+}
+
+/// Packs a shard's partition of a linear layer.
+fn pack(
+    linear: &StackedLinear,
+    pool: &Pool,
+    isa: Isa,
+    format: WeightFormat,
+    shard: &Shard,
+) -> io::Result<Linear> {
+    let (_, k) = shard.shape(linear);
+    let matrix = match shard.partition(linear.matrix) {
+        Partition::Outputs(outputs) => {
+            let parts = linear.matrices.iter().zip(outputs);
+            let sources: Vec<WeightRows<'_>> = parts.map(|(matrix, part)| matrix.rows_in(part)).collect();
+            PackedMatrix::pack(pool, isa, k, &sources, format)?
+        }
+        Partition::Inputs(_) if k == linear.inputs() => {
+            let sources: Vec<WeightRows<'_>> = linear.matrices.iter().map(Tensor::rows).collect();
+            PackedMatrix::pack(pool, isa, k, &sources, format)?
+        }
+        Partition::Inputs(inputs) => {
+            let columns = |matrix: &Tensor| matrix.columns_in(inputs.clone());
+            let parts: Vec<Vec<u8>> = linear.matrices.iter().map(columns).collect();
+            let sources = linear.matrices.iter().zip(&parts);
+            let sources: Vec<WeightRows<'_>> =
+                sources.map(|(matrix, bytes)| WeightRows { bytes, ..matrix.rows() }).collect();
+            PackedMatrix::pack(pool, isa, k, &sources, format)?
+        }
+    };
+    let bias = shard.bias(linear);
+    // Packed tensors are not read again, except an embedding that is also the LM head.
+    linear.matrices.iter().for_each(Tensor::release);
+    Ok(Linear { matrix, bias: (!bias.is_empty()).then_some(bias) })
+}
+
+impl CheckpointWeights {
+    /// Default KV cache dtype: that of the first layer's QKV projection, or bf16 if its encoding is integer.
+    pub(super) fn kv_dtype(&self) -> Dtype {
+        kv_dtype(packed_format(&self.layers[0].qkv, None, 1))
+    }
+
+    /// Returns all linear layers with their packed formats for `ranks` ranks.
+    fn formats(
+        &self,
+        quantization: Option<Quantization>,
+        ranks: usize,
+    ) -> Vec<(&StackedLinear, WeightFormat)> {
+        self.layers
+            .iter()
+            .flat_map(CheckpointLayer::linears)
+            .chain([&self.head])
+            .map(|linear| (linear, packed_format(linear, quantization, ranks)))
+            .collect()
+    }
+
+    /// Returns the formats of all matrices in order, for the numerics fingerprint.
+    pub(super) fn format_names(&self, quantization: Option<Quantization>, ranks: usize) -> String {
+        let names = self.formats(quantization, ranks).into_iter().map(|(_, format)| format.to_string());
+        names.collect::<Vec<_>>().join(" ")
+    }
+
+    /// Returns the packed bytes of a shard.
+    pub(super) fn packed_bytes(&self, quantization: Option<Quantization>, isa: Isa, shard: &Shard) -> u64 {
+        let packed = |(linear, format): (&StackedLinear, WeightFormat)| {
+            let (n, k) = shard.shape(linear);
+            packed_bytes(format, isa, n, k)
+        };
+        self.formats(quantization, shard.ranks).into_iter().map(packed).sum()
+    }
+
+    /// Returns the bytes that [`CheckpointWeights::pack`] reads from the files for a shard.
+    pub(super) fn file_bytes(&self, shard: &Shard) -> u64 {
+        self.formats(None, shard.ranks).into_iter().map(|(linear, _)| file_bytes(linear, shard)).sum()
+    }
+
+    /// Returns the alignment of row-parallel partitions for `ranks` ranks.
+    pub(super) fn alignment(&self, quantization: Option<Quantization>, ranks: usize) -> Alignment {
+        let mut alignment = Alignment { output: 1, down: 1 };
+        for (linear, format) in self.formats(quantization, ranks) {
+            let alignment = match linear.matrix {
+                Matrix::Output => &mut alignment.output,
+                Matrix::Down => &mut alignment.down,
+                Matrix::Qkv | Matrix::GateUp | Matrix::Head => continue,
+            };
+            let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
+            let group = match format {
+                WeightFormat::F32 | WeightFormat::F16 | WeightFormat::Bf16 => 1,
+                WeightFormat::Int8 { group } | WeightFormat::Int4 { group } => group,
+            };
+            *alignment = blocks.chain([group]).fold(*alignment, least_common_multiple);
+        }
+        alignment
+    }
+
+    /// Packs a shard of all matrices. Calls `read` with the bytes read for each matrix.
+    ///
+    /// # Errors
+    /// Allocating memory failed.
+    pub(super) fn pack(
+        &self,
+        pool: &Pool,
+        isa: Isa,
+        quantization: Option<Quantization>,
+        shard: &Shard,
+        read: &(dyn Fn(u64) + Sync),
+    ) -> io::Result<Weights> {
+        let pack = |linear: &StackedLinear| {
+            let format = packed_format(linear, quantization, shard.ranks);
+            let packed = pack(linear, pool, isa, format, shard)?;
+            read(file_bytes(linear, shard));
+            Ok::<_, io::Error>(packed)
+        };
+        let layers = self.layers.iter().map(|layer| layer.try_map(|vector| Ok(vector.to_f32()), &pack));
+        let layers = layers.collect::<io::Result<_>>()?;
+        let head = pack(&self.head)?.matrix;
+        Ok(Weights { embedding: self.embedding.clone(), layers, norm: self.norm.to_f32(), head })
+    }
+}
+
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut divisor, mut rest) = (a, b);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
+    }
+    a / divisor * b
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::{Arch, Checkpoint, Dtype};
+    use inflight_kernels::cpu::{AccumulatorInit, Activations, gemm};
+    use inflight_models::ModelSource;
+    use inflight_runtime::sharding::shards;
+
+    use super::*;
+
+    /// Elements of a packed matrix [n, k] as a GEMM computes with them; [k, n].
+    fn elements(pool: &Pool, matrix: &PackedMatrix) -> Vec<f32> {
+        let (n, k) = (matrix.n(), matrix.k());
+        let one = |i: usize| if i.is_multiple_of(k + 1) { 1.0 } else { 0.0 };
+        let identity: Vec<f32> = (0..k * k).map(one).collect();
+        let mut out = vec![0.0; k * n];
+        gemm(pool, matrix, &identity, k, AccumulatorInit::Zero, &mut out, &mut Activations::default());
+        out
+    }
+
+    #[test]
+    fn shards_hold_the_elements_of_the_unsharded_weights_and_one_bias() {
+        let pool = Pool::new(1).unwrap();
+        let mut compared = 0;
+        for arch in [Arch::Llama2, Arch::Llama32, Arch::Qwen2, Arch::Qwen3] {
+            for quantize in [None, Some("int8:8"), Some("int4:8")] {
+                let folder = Checkpoint::new(arch, Dtype::Bf16).write_temp().unwrap();
+                let model = ModelDir::open(&ModelSource::Directory(folder.path().to_owned())).unwrap();
+                let checkpoint = find(&model).unwrap();
+                let quantize: Option<Quantization> = quantize.map(|name| name.parse().unwrap());
+                let sharded = |ranks| {
+                    shards(model.config(), ranks, &|ranks| checkpoint.alignment(quantize, ranks)).unwrap()
+                };
+                let (isa, whole) = (Isa::detect(), sharded(1));
+                let group = if quantize.is_some() { sharded(2) } else { sharded(4) };
+                for (linear, format) in checkpoint.formats(quantize, group.len()) {
+                    let whole = pack(linear, &pool, isa, format, &whole[0]).unwrap();
+                    let (n, all) = (whole.matrix.n(), elements(&pool, &whole.matrix));
+                    for shard in &group {
+                        let part = pack(linear, &pool, isa, format, shard).unwrap();
+                        let (outputs, inputs) = match shard.partition(linear.matrix) {
+                            Partition::Outputs(ranges) => {
+                                let starts = linear.matrices.iter().scan(0, |at, matrix| {
+                                    let start = *at;
+                                    *at += matrix.shape[0];
+                                    Some(start)
+                                });
+                                let places = starts.zip(ranges);
+                                let places =
+                                    places.flat_map(|(start, range)| range.map(move |row| start + row));
+                                (places.collect::<Vec<_>>(), 0..linear.inputs())
+                            }
+                            Partition::Inputs(inputs) => ((0..n).collect(), inputs),
+                        };
+                        let expected = inputs.clone().flat_map(|k| outputs.iter().map(move |o| k * n + o));
+                        let expected: Vec<u32> = expected.map(|at| all[at].to_bits()).collect();
+                        let got = elements(&pool, &part.matrix);
+                        let got: Vec<u32> = got.iter().map(|x| x.to_bits()).collect();
+                        assert!(
+                            got == expected,
+                            "{arch} {format} {:?} of rank {}",
+                            linear.matrix,
+                            shard.rank
+                        );
+                        let bias = whole
+                            .bias
+                            .as_ref()
+                            .filter(|_| inputs.len() == linear.inputs() || shard.rank == 0);
+                        let bias = bias.map(|bias| outputs.iter().map(|o| bias[*o]).collect::<Vec<_>>());
+                        assert_eq!(part.bias, bias, "{arch} {:?} of rank {}", linear.matrix, shard.rank);
+                        compared += 1;
+                    }
+                }
+            }
+        }
+        assert!(compared > 200, "only {compared} parts were compared");
+    }
+}

@@ -1,0 +1,284 @@
+//! GEMM autotuning at load: each candidate algorithm is captured for several layers and timed by CUDA events.
+//! The choice holds until the worker restarts; another start, or another rank of a group, may choose
+//! differently.
+//!
+//! Ranks need not agree: each computes its own shard, collectives give all ranks the same bits, and all
+//! sample from the same logits.
+
+use std::time::{Duration, Instant};
+
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
+
+use super::algorithm_search::{GemmTimer, Selection, launches_per_timing, tune_all};
+use super::cublaslt::{CublasLt, plan_rows};
+use super::device_memory::DeviceMemory;
+use super::driver::{CudaDevice, CudaGraph};
+use super::gemm::GemmAlgorithm;
+use super::gpu::{Gpu, GpuMemory, Matmul};
+use super::model_gemms::ModelGemm;
+use super::stream::CudaEvent;
+
+/// Maximum number of cuBLASLt algorithms timed per GEMM.
+const ALGORITHMS_MAX: usize = 8;
+/// Time limit of autotuning per start.
+const BUDGET: Duration = Duration::from_secs(4);
+/// Elements of the random pattern that inputs are filled with.
+const PATTERN: usize = 4 << 20;
+
+/// Autotuning result of a GEMM shape.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GemmTuning {
+    /// Rows.
+    pub m: u32,
+    /// Output columns.
+    pub n: u32,
+    /// Reduction dimension.
+    pub k: u32,
+    /// Number of candidate algorithms.
+    pub ways: usize,
+    /// Index of the chosen algorithm; 0 is the heuristic's first.
+    pub way: usize,
+    /// Implementation of the chosen algorithm: `cublaslt` or a built-in kernel's name.
+    pub by: &'static str,
+    /// Whether the chosen algorithm is a built-in kernel.
+    pub own: bool,
+    /// Seconds per GEMM with the chosen algorithm, launched from a graph.
+    pub seconds: f64,
+    /// Seconds per GEMM with the heuristic's first algorithm; `None`: it rejects the shape.
+    pub first_seconds: Option<f64>,
+}
+
+/// Input and output buffers for timing, freed after autotuning; no larger than those of steps.
+pub(super) struct GemmBench<'a> {
+    device: &'a CudaDevice,
+    cublaslt: &'a CublasLt,
+    half: HalfDtype,
+    x: DeviceMemory,
+    y: DeviceMemory,
+}
+
+impl<'a> GemmBench<'a> {
+    /// Allocates buffers for `rows` rows of the layers' GEMMs and `samples` rows of the head. `None` without
+    /// cuBLASLt.
+    pub(super) fn new(
+        device: &'a CudaDevice,
+        half: HalfDtype,
+        gemms: &[ModelGemm],
+        rows: u32,
+        samples: u32,
+    ) -> Result<Option<Self>, DeviceError> {
+        let Some(cublaslt) = device.cublaslt() else { return Ok(None) };
+        let bytes = gemms.iter().map(|gemm| gemm.bytes(max_rows(gemm, rows, samples).into()));
+        let (x, y) = bytes.fold((0, 0), |max, bytes| (max.0.max(bytes.0), max.1.max(bytes.1)));
+        let bench =
+            Self { device, cublaslt, half, x: device.alloc(x as usize)?, y: device.alloc(y as usize)? };
+        bench.fill()?;
+        Ok(Some(bench))
+    }
+
+    /// Fills the input with random values: zeros draw less power and so run faster than real activations.
+    fn fill(&self) -> Result<(), DeviceError> {
+        let mut word = 1u32;
+        let pattern: Vec<u8> = std::iter::repeat_with(|| {
+            word = word.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            self.half.narrow((word >> 8) as f32 / (1 << 23) as f32 - 1.0).to_ne_bytes()
+        })
+        .take(PATTERN.min(self.x.bytes() / 2))
+        .flatten()
+        .collect();
+        for at in (0..self.x.bytes()).step_by(pattern.len().max(1)) {
+            let chunk = pattern.len().min(self.x.bytes() - at);
+            self.device.upload(&self.x, at, &pattern[..chunk])?;
+        }
+        self.device.stream.synchronize()
+    }
+
+    fn matmul(&self, gemm: &ModelGemm, layer: usize, m: u32) -> Matmul {
+        gemm.of_layer(layer, m, self.x.address(), self.y.address())
+    }
+
+    /// Selects the fastest algorithm for each GEMM and row count, within the time limit.
+    pub(super) fn tune(
+        &self,
+        gemms: &[ModelGemm],
+        row_counts: &[u32],
+        samples: u32,
+    ) -> Result<Vec<GemmTuning>, DeviceError> {
+        let shapes = row_counts.iter().flat_map(|m| gemms.iter().map(move |gemm| (gemm, *m)));
+        let shapes: Vec<_> = shapes.filter(|(gemm, m)| !gemm.f32_out || *m <= samples).collect();
+        tracing::info!(gemms = shapes.len(), budget_seconds = BUDGET.as_secs(), "autotuning GEMM algorithms");
+        let mut timer = GpuTimer {
+            bench: self,
+            shapes: &shapes,
+            shape: 0,
+            candidates: Vec::new(),
+            graphs: Vec::new(),
+            launches: 0,
+            begin: CudaEvent::new(&self.device.context)?,
+            end: CudaEvent::new(&self.device.context)?,
+            begun: Instant::now(),
+            tuned: Vec::new(),
+        };
+        tune_all(&mut timer, shapes.len(), BUDGET)?;
+        let GpuTimer { begun, tuned, .. } = timer;
+        let (first, chosen) = total_seconds(&tuned);
+        tracing::info!(
+            timed = tuned.len(),
+            untimed = shapes.len() - tuned.len(),
+            replaced = tuned.iter().filter(|tuned| tuned.way > 0).count(),
+            built_in = tuned.iter().filter(|tuned| tuned.own).count(),
+            faster_percent = format!("{:.1}", 100.0 * (first / chosen.max(f64::MIN_POSITIVE) - 1.0).max(0.0)),
+            seconds = format!("{:.1}", begun.elapsed().as_secs_f64()),
+            "GEMM autotuning done"
+        );
+        Ok(tuned)
+    }
+
+    /// Runs every GEMM that steps of up to `rows` rows can need once, with the fewest and the most rows of
+    /// each class: cuBLASLt then loads no kernels later, for which memory might be missing.
+    pub(super) fn run_all(&self, gemms: &[ModelGemm], rows: u32, samples: u32) -> Result<(), DeviceError> {
+        let (begun, mut plans) = (Instant::now(), 0);
+        for gemm in gemms {
+            let (mut m, max) = (1, max_rows(gemm, rows, samples));
+            while m <= max {
+                let last = (m..=max).take_while(|rows| plan_rows(*rows) == plan_rows(m)).last().unwrap_or(m);
+                for m in [m, last] {
+                    // SAFETY: the buffers have room for the maximum rows, and the weights are on the device.
+                    unsafe { self.device.matmul(self.half, &self.matmul(gemm, 0, m)) }?;
+                }
+                (m, plans) = (last + 1, plans + 1);
+            }
+        }
+        self.device.stream.synchronize()?;
+        let seconds = format!("{:.1}", begun.elapsed().as_secs_f64());
+        tracing::info!(plans, seconds, "GEMM plans ready");
+        Ok(())
+    }
+}
+
+/// Returns the maximum rows of a GEMM.
+fn max_rows(gemm: &ModelGemm, rows: u32, samples: u32) -> u32 {
+    if gemm.f32_out { samples } else { rows }
+}
+
+/// Sums the seconds of all GEMMs, with the heuristic's first algorithms and with the chosen ones.
+fn total_seconds(tuned: &[GemmTuning]) -> (f64, f64) {
+    let seconds = tuned.iter().filter_map(|tuned| Some((tuned.first_seconds?, tuned.seconds)));
+    seconds.fold((0.0, 0.0), |sum, seconds| (sum.0 + seconds.0, sum.1 + seconds.1))
+}
+
+/// Times candidate algorithms on the GPU.
+struct GpuTimer<'a> {
+    bench: &'a GemmBench<'a>,
+    /// GEMMs with their row counts.
+    shapes: &'a [(&'a ModelGemm, u32)],
+    /// Index of the GEMM shape being timed.
+    shape: usize,
+    candidates: Vec<GemmAlgorithm>,
+    /// Captured graphs by algorithm, created on first use.
+    graphs: Vec<Option<CudaGraph>>,
+    launches: usize,
+    begin: CudaEvent,
+    end: CudaEvent,
+    begun: Instant,
+    tuned: Vec<GemmTuning>,
+}
+
+impl GpuTimer<'_> {
+    /// Enqueues a layer's GEMM with one algorithm; false if it rejects the shape.
+    fn run(&self, algorithm: GemmAlgorithm, layer: usize) -> Result<bool, DeviceError> {
+        let (gemm, m) = self.shapes[self.shape];
+        let GemmBench { device, half, .. } = self.bench;
+        // SAFETY: the buffers have room for the maximum rows, and the weights are on the device.
+        unsafe { device.matmul_with(algorithm, *half, &self.bench.matmul(gemm, layer, m)) }
+    }
+
+    /// Captures several launches into a graph, as steps launch them, so that timing excludes host overhead.
+    fn graph(&self, algorithm: GemmAlgorithm) -> Result<Option<CudaGraph>, DeviceError> {
+        let device = self.bench.device;
+        // Run outside capture first: nothing may be loaded while capturing, and rejections show here.
+        match self.run(algorithm, 0) {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(error) => {
+                tracing::debug!(%error, algorithm = algorithm.name(), "GEMM algorithm failed during autotuning");
+                // An error here means that the device itself has failed.
+                return device.stream.synchronize().map(|()| None);
+            }
+        }
+        device.stream.synchronize()?;
+        // Built-in kernels overlap with themselves here and with other built-in kernels in a step, which is
+        // close.
+        let launch = || {
+            (0..self.launches).try_for_each(|layer| match self.run(algorithm, layer)? {
+                true => Ok(()),
+                // An algorithm that skips layers would look faster than it is.
+                false => {
+                    let (what, reason) = ("timing a GEMM algorithm", "it rejects another layer's GEMM");
+                    Err(DeviceError::Failed { what: what.to_owned(), reason: reason.to_owned() })
+                }
+            })
+        };
+        let graph = match device.capture(launch) {
+            Ok(graph) => graph,
+            Err(error) => {
+                tracing::debug!(%error, algorithm = algorithm.name(), "GEMM algorithm cannot be captured in a CUDA graph");
+                return device.stream.synchronize().map(|()| None);
+            }
+        };
+        // A graph's first launch takes longer.
+        device.replay(&graph)?;
+        Ok(Some(graph))
+    }
+}
+
+impl GemmTimer for GpuTimer<'_> {
+    type Error = DeviceError;
+
+    fn select_shape(&mut self, shape: usize) -> Result<usize, DeviceError> {
+        let (gemm, m) = self.shapes[shape];
+        let GemmBench { cublaslt, half, .. } = self.bench;
+        self.shape = shape;
+        self.launches = launches_per_timing(m, gemm.n, gemm.k, gemm.operands.len());
+        self.candidates = cublaslt.candidates(*half, &self.bench.matmul(gemm, 0, m), ALGORITHMS_MAX)?;
+        self.graphs = self.candidates.iter().map(|_| None).collect();
+        Ok(self.candidates.len())
+    }
+
+    fn time(&mut self, algorithm: usize) -> Result<Option<f64>, DeviceError> {
+        if self.graphs[algorithm].is_none() {
+            self.graphs[algorithm] = self.graph(self.candidates[algorithm])?;
+        }
+        let (Some(graph), device) = (&self.graphs[algorithm], self.bench.device) else { return Ok(None) };
+        self.begin.record(&device.stream)?;
+        device.replay(graph)?;
+        self.end.record(&device.stream)?;
+        self.end.synchronize()?;
+        Ok(Some(f64::from(self.end.milliseconds_since(&self.begin)) / 1e3 / self.launches as f64))
+    }
+
+    fn apply(&mut self, selection: Selection) -> Result<(), DeviceError> {
+        let (gemm, m) = self.shapes[self.shape];
+        let GemmBench { cublaslt, half, .. } = self.bench;
+        let chosen = self.candidates[selection.algorithm];
+        // An algorithm that failed here is no fallback.
+        let fallback = selection.first.filter(|_| selection.algorithm > 0).map(|_| self.candidates[0]);
+        cublaslt.set_algorithm(*half, &self.bench.matmul(gemm, 0, m), chosen, fallback)?;
+        self.tuned.push(GemmTuning {
+            m,
+            n: gemm.n,
+            k: gemm.k,
+            ways: self.candidates.len(),
+            way: selection.algorithm,
+            by: chosen.name(),
+            own: matches!(chosen, GemmAlgorithm::BuiltIn(_)),
+            seconds: selection.seconds,
+            first_seconds: selection.first,
+        });
+        Ok(())
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.begun.elapsed()
+    }
+}

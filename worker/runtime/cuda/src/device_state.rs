@@ -1,0 +1,269 @@
+//! State of a device thread: the GPU with a loaded model, its captured graphs, and the enqueueing of steps.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use inflight_kernels::cuda::{DeviceError, HalfDtype, SamplingResult};
+use inflight_runtime::{self as runtime, Batch};
+
+use super::autotune::{GemmBench, GemmTuning};
+use super::device_memory::{DeviceMemory, PinnedMemory};
+use super::device_thread::{DEPTH, LoadEvent, LoadEventSender, LoadJob, LoadedRank, ResultSlot};
+use super::driver::{CudaDevice, CudaGraph};
+use super::gpu::{Gpu, GpuMemory};
+use super::load_plan::LoadPlan;
+use super::memory_plan::buckets;
+use super::metadata::{StepShape, bucket_layout};
+use super::model_gemms::{ModelGemm, model_gemms};
+use super::model_runner::{ModelRunner, RunnerModes};
+use super::nccl::NcclRank;
+use super::slots::device_error;
+use super::{CudaOptions, Error as LoadError, algorithm_search};
+
+/// GPU with a loaded model.
+pub(super) struct DeviceState {
+    // Fields drop in this order: allocations and graphs before the device.
+    pub(super) runner: ModelRunner<CudaDevice>,
+    /// Captured graphs with their buckets.
+    graphs: Vec<(u32, CudaGraph)>,
+    metadata: DeviceMemory,
+    pub(super) result_slots: Arc<Vec<ResultSlot>>,
+    packed: Vec<u8>,
+    /// Samples of the last step.
+    samples: usize,
+    pub(super) device: CudaDevice,
+}
+
+impl DeviceState {
+    /// Loads a rank's shard: weights, buffers, KV pool, autotuned GEMMs and captured graphs.
+    pub(super) fn load(
+        job: &LoadJob,
+        events: &LoadEventSender,
+        nccl: Option<Rc<NcclRank>>,
+    ) -> Result<(Self, LoadedRank), LoadError> {
+        let LoadJob { gpu_info, config, shard_plan, tensors, options, .. } = job;
+        let (rank, shard, half) = (job.rank(), shard_plan.shard(), tensors.half());
+        let load_error = |error: DeviceError| LoadError::from_device(error, gpu_info);
+        let device = CudaDevice::open(gpu_info, options.deterministic, nccl).map_err(load_error)?;
+        device.set_overlap(options.overlap);
+        let plan = LoadPlan::new(job, device.memory().map_err(load_error)?);
+        // Fails before minutes of loading.
+        plan.pool_blocks(job, tensors.allocated_bytes(shard))?;
+        let report = |done, total| {
+            // The receiver is gone if the worker has aborted loading.
+            let _ = events.send((rank, LoadEvent::Progress(done, total)));
+        };
+        let weights = tensors.upload(&device, shard, &report).map_err(load_error)?;
+        device.stream.synchronize().map_err(load_error)?;
+        // Libraries allocate their memory before the KV pool is sized.
+        if device.collective().is_some() {
+            warm_up_collectives(job, &device, &plan)?;
+        }
+        let gemms = model_gemms(&weights, &plan.shapes, shard_plan, config.vocab_size);
+        let tuned = warm_up_gemms(&device, half, &gemms, &plan, options).map_err(load_error)?;
+        let (left, _) = device.memory().map_err(load_error)?;
+        let taken = plan.free.saturating_sub(left);
+        let blocks = job.barrier_min(plan.pool_blocks(job, taken)?)?;
+        let capabilities = plan.capabilities(job, blocks);
+        let modes = RunnerModes {
+            store: options.kv_store,
+            deterministic: options.deterministic,
+            buckets: options.graphs,
+        };
+        let runner =
+            ModelRunner::new(&device, config, shard_plan.clone(), half, weights, capabilities.clone(), modes)
+                .map_err(load_error)?;
+        let metadata = device.alloc(plan.metadata_bytes).map_err(load_error)?;
+        let result_slots =
+            (0..=DEPTH).map(|_| ResultSlot::new(&device, plan.samples)).collect::<Result<_, _>>();
+        let result_slots = Arc::new(result_slots.map_err(load_error)?);
+        let mut state = Self {
+            runner,
+            graphs: Vec::new(),
+            metadata,
+            result_slots,
+            packed: Vec::new(),
+            samples: 0,
+            device,
+        };
+        // Allocations may synchronize all devices of the process, which would deadlock with ranks that wait
+        // in a collective.
+        job.barrier_min(0)?;
+        if options.graphs {
+            state.capture(options.slots).map_err(load_error)?;
+        }
+        let (left, _) = state.device.memory().map_err(load_error)?;
+        plan.log_allocated(rank, taken, blocks, left);
+        let loaded = LoadedRank {
+            capabilities,
+            result_slots: Arc::clone(&state.result_slots),
+            context: Arc::clone(&state.device.context),
+            pool: (state.runner.forward.kv().address(), plan.block_bytes as usize),
+            gemm_backend: state.device.gemm_backend(),
+            weight_bytes: tensors.bytes(shard),
+            graphs: state.graphs.len(),
+            tuned,
+        };
+        Ok((state, loaded))
+    }
+
+    /// Captures a graph per bucket, from a step in which every row is padding.
+    fn capture(&mut self, slots: u32) -> Result<(), DeviceError> {
+        let plans = self.runner.plans();
+        for bucket in buckets(slots) {
+            let layout = bucket_layout(bucket, plans);
+            let bytes = layout.bytes(0);
+            let mut padding = vec![0u8; bytes];
+            let kv_indices = layout.kv_indices..layout.kv_indices + bucket as usize * 4;
+            padding[kv_indices].fill(0xff);
+            self.device.upload(&self.metadata, 0, &padding)?;
+            let step = StepShape {
+                layout,
+                rows: bucket,
+                samples: bucket,
+                copies: Vec::new(),
+                mixed: false,
+                bucket: Some(bucket),
+                bytes,
+            };
+            let at = self.metadata.address();
+            // Runs once outside capture, so that nothing is loaded or planned while capturing.
+            self.runner.forward.run(&self.device, &step, at)?;
+            self.device.stream.synchronize()?;
+            let work = || self.runner.forward.run(&self.device, &step, at);
+            let graph = self.device.capture(work)?;
+            self.device.replay(&graph)?;
+            self.device.stream.synchronize()?;
+            self.graphs.push((bucket, graph));
+        }
+        Ok(())
+    }
+
+    /// Enqueues a step that writes its results to the given result slot.
+    pub(super) fn step(
+        &mut self,
+        batch: &Batch,
+        result_slot: usize,
+        logprobs: &mut Vec<bool>,
+    ) -> Result<(), runtime::Error> {
+        let step = self.runner.prepare(batch, &mut self.packed)?;
+        self.runner.logprobs_requested(logprobs);
+        let ResultSlot { results, begin, done } = &self.result_slots[result_slot];
+        if step.bytes > self.metadata.bytes() {
+            return Err(runtime::Error::Malformed(format!(
+                "it needs {} bytes of metadata; there is room for {}",
+                step.bytes,
+                self.metadata.bytes()
+            )));
+        }
+        let stream = &self.device.stream;
+        let at = self.metadata.address();
+        let enqueue = || {
+            begin.record(stream)?;
+            self.device.upload(&self.metadata, 0, &self.packed)?;
+            let graph = step.bucket.and_then(|b| self.graphs.iter().find(|(bucket, _)| *bucket == b));
+            match graph {
+                Some((_, graph)) => self.device.replay(graph)?,
+                None => self.runner.forward.run(&self.device, &step, at)?,
+            }
+            let bytes = batch.samples.len() * size_of::<SamplingResult>();
+            if bytes > 0 {
+                // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's
+                // previous results were read before this launch, since fewer steps are in flight than there
+                // are slots.
+                unsafe {
+                    stream.copy_to_host(results.as_ptr(), self.runner.forward.results().address(), bytes)
+                }?;
+            }
+            done.record(stream)
+        };
+        enqueue().map_err(device_error)?;
+        self.samples = batch.samples.len();
+        Ok(())
+    }
+
+    pub(super) fn logits(&self) -> Result<Vec<f32>, runtime::Error> {
+        let (memory, stride) = self.runner.forward.logits();
+        let bytes = self.samples * stride * 4;
+        let pinned = PinnedMemory::new(&self.device.context, bytes).map_err(device_error)?;
+        let stream = &self.device.stream;
+        // SAFETY: the range is within both allocations, and `pinned` is read only after the stream is
+        // synchronized.
+        unsafe { stream.copy_to_host(pinned.as_ptr(), memory.address(), bytes) }.map_err(device_error)?;
+        stream.synchronize().map_err(device_error)?;
+        let vocabulary = self.runner.capabilities.vocab_size as usize;
+        // SAFETY: the stream was synchronized, so no copy is in flight.
+        let all = unsafe { pinned.as_slice() };
+        let logits = all[..bytes].chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]]));
+        let padded: Vec<f32> = logits.collect();
+        Ok(padded.chunks(stride).flat_map(|row| &row[..vocabulary]).copied().collect())
+    }
+}
+
+impl Drop for DeviceState {
+    fn drop(&mut self) {
+        // Enqueued work may still use the fields that drop next.
+        let _ = self.device.stream.synchronize();
+    }
+}
+
+/// Runs collectives of all sizes once, so that NCCL allocates connections and buffers at load: all-reduces
+/// and all-gathers of up to the largest step's elements.
+fn warm_up_collectives(job: &LoadJob, device: &CudaDevice, plan: &LoadPlan) -> Result<(), LoadError> {
+    let load_error = |error: DeviceError| LoadError::from_device(error, &job.gpu_info);
+    let elements = plan.rows as usize * plan.shapes.hidden as usize;
+    let gathered = plan.samples as usize * plan.shapes.gathered as usize * 4;
+    let buffer = device.alloc((elements * 2).max(gathered)).map_err(load_error)?;
+    device.zero(&buffer).map_err(load_error)?;
+    // Allocations may synchronize all devices of the process, which would deadlock with ranks that wait in a
+    // collective.
+    job.barrier_min(0)?;
+    let part = gathered / job.shard_plan.world();
+    run_collectives(device, job.tensors.half(), &buffer, elements, part).map_err(load_error)
+}
+
+/// Runs all-reduces of up to `elements` elements and all-gathers of up to `part` bytes per rank, in `buffer`.
+fn run_collectives(
+    device: &CudaDevice,
+    half: HalfDtype,
+    buffer: &DeviceMemory,
+    elements: usize,
+    part: usize,
+) -> Result<(), DeviceError> {
+    let Some(collective) = device.collective() else { return Ok(()) };
+    // NCCL's algorithm depends on the size.
+    let sizes =
+        |max: usize| (4..).map(|bits| 1usize << (2 * bits)).take_while(move |size| *size < max).chain([max]);
+    for elements in sizes(elements) {
+        // SAFETY: `buffer` has room for `elements` 16-bit elements.
+        unsafe { collective.all_reduce(half, buffer.address(), elements) }?;
+    }
+    for part in sizes(part) {
+        // SAFETY: `buffer` has room for the parts of all ranks.
+        unsafe { collective.all_gather(buffer.address(), part) }?;
+    }
+    // The caller frees the buffer.
+    device.stream.synchronize()
+}
+
+/// Runs every GEMM once, so that libraries allocate their memory, after timing the algorithms if requested;
+/// returns the timings.
+fn warm_up_gemms(
+    device: &CudaDevice,
+    half: HalfDtype,
+    gemms: &[ModelGemm],
+    plan: &LoadPlan,
+    options: &CudaOptions,
+) -> Result<Vec<GemmTuning>, DeviceError> {
+    let (rows, samples) = (plan.rows, plan.samples);
+    let Some(bench) = GemmBench::new(device, half, gemms, rows, samples)? else { return Ok(Vec::new()) };
+    let tuned = match options.autotune {
+        true => {
+            let row_counts = algorithm_search::row_counts(buckets(options.slots), rows);
+            bench.tune(gemms, &row_counts, samples)?
+        }
+        false => Vec::new(),
+    };
+    bench.run_all(gemms, rows, samples)?;
+    Ok(tuned)
+}

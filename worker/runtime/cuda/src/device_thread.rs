@@ -1,0 +1,230 @@
+//! Device thread: owns a GPU, loads the model or its shard, and enqueues steps in the order of commands. It
+//! never waits for a step; the receiver of its result does.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, SyncSender};
+
+use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use inflight_models::ModelConfig;
+use inflight_runtime::{
+    self as runtime, Batch, Capabilities, CommandQueue, CommandThread, CommandThreadOptions, DEVICE_COMMANDS,
+    OwnedSlotSetup, Slot,
+};
+
+use super::autotune::GemmTuning;
+use super::device_memory::PinnedMemory;
+use super::device_state::DeviceState;
+use super::driver::CudaDevice;
+use super::gpu_info::GpuInfo;
+use super::nccl::NcclGroup;
+use super::shard_plan::ShardPlan;
+use super::stream::CudaEvent;
+use super::{CudaOptions, Error as LoadError, weights};
+
+/// Maximum number of steps launched and not completed.
+pub(super) const DEPTH: u32 = 2;
+/// Bound of the command queue: two steps, each attaching and detaching every slot at most.
+const COMMANDS_MAX: usize = 1 << 14;
+
+/// Command to a device thread.
+#[derive(Clone)]
+pub(super) enum DeviceCommand {
+    Attach(Slot, OwnedSlotSetup),
+    Detach(Slot),
+    Step(Arc<Batch>),
+    /// Requests the logits of the last step.
+    Logits(SyncSender<Result<Vec<f32>, runtime::Error>>),
+}
+
+/// Enqueued step, or the reason why it was not enqueued.
+pub(super) struct LaunchedStep {
+    pub(super) outcome: Result<(), runtime::Error>,
+    /// Index of the result slot that this step writes to.
+    pub(super) result_slot: usize,
+    /// Whether log probabilities are requested, by sample.
+    pub(super) logprobs: Vec<bool>,
+    /// The step's batch, returned so that its buffers can be reused once no rank holds it.
+    pub(super) batch: Arc<Batch>,
+}
+
+/// Pinned results and events of a step in flight, shared with the thread that waits for it.
+pub(super) struct ResultSlot {
+    pub(super) results: PinnedMemory,
+    pub(super) begin: CudaEvent,
+    pub(super) done: CudaEvent,
+}
+
+impl ResultSlot {
+    /// Allocates a slot for the results of up to `samples` samples.
+    pub(super) fn new(device: &CudaDevice, samples: u32) -> Result<Self, DeviceError> {
+        Ok(Self {
+            results: PinnedMemory::new(&device.context, samples as usize * size_of::<SamplingResult>())?,
+            begin: CudaEvent::new(&device.context)?,
+            done: CudaEvent::new(&device.context)?,
+        })
+    }
+}
+
+/// Result of loading a rank's shard.
+pub(super) struct LoadedRank {
+    pub(super) capabilities: Capabilities,
+    pub(super) result_slots: Arc<Vec<ResultSlot>>,
+    pub(super) context: Arc<cudarc::driver::CudaContext>,
+    /// Address of the KV pool, and bytes per block.
+    pub(super) pool: (u64, usize),
+    pub(super) gemm_backend: &'static str,
+    pub(super) weight_bytes: u64,
+    pub(super) graphs: usize,
+    pub(super) tuned: Vec<GemmTuning>,
+}
+
+/// Load event of a rank.
+pub(super) enum LoadEvent {
+    /// Bytes copied so far, and total bytes.
+    Progress(u64, u64),
+    Done(Result<Box<LoadedRank>, LoadError>),
+}
+
+/// Sender of load events, tagged with the rank.
+pub(super) type LoadEventSender = Sender<(usize, LoadEvent)>;
+
+/// Handle to the device thread; its results are the launched steps, in order.
+pub(super) type DeviceThread = CommandThread<DeviceCommand, LaunchedStep>;
+
+/// Input of a device thread: the GPU, and what to load on it.
+pub(super) struct LoadJob {
+    pub(super) gpu_info: GpuInfo,
+    /// Configuration of the unsharded model.
+    pub(super) config: ModelConfig,
+    pub(super) shard_plan: ShardPlan,
+    pub(super) tensors: Arc<weights::SourceTensors>,
+    pub(super) options: CudaOptions,
+    pub(super) context_tokens: u32,
+    pub(super) fingerprint: String,
+    /// Communicators of the group; `None` without collectives.
+    pub(super) group: Option<Arc<NcclGroup>>,
+}
+
+impl LoadJob {
+    pub(super) fn rank(&self) -> usize {
+        self.shard_plan.shard().rank
+    }
+
+    /// Fails the group, so that ranks waiting for this one stop.
+    fn fail(&self, reason: &str) {
+        if let Some(group) = &self.group {
+            group.fail(self.rank(), reason);
+        }
+    }
+
+    /// Waits until all ranks have arrived, and returns the minimum of their values.
+    pub(super) fn barrier_min(&self, value: u32) -> Result<u32, LoadError> {
+        let min = self.group.as_ref().map_or(Ok(value), |group| group.barrier_min(value));
+        min.map_err(|failure| LoadError::Device(failure.to_string()))
+    }
+
+    /// Returns the group's failure, if any.
+    fn failure(&self) -> Option<runtime::Error> {
+        let failure = self.group.as_ref().and_then(|group| group.failure());
+        failure.map(|failure| runtime::Error::Device(failure.to_string()))
+    }
+}
+
+/// Starts the thread, which loads the model and sends its progress to `events`.
+pub(super) fn start(job: LoadJob, events: LoadEventSender) -> Result<DeviceThread, LoadError> {
+    let name = if job.shard_plan.world() == 1 { "gpu".to_owned() } else { format!("gpu-{}", job.rank()) };
+    let options = CommandThreadOptions {
+        name,
+        commands_max: COMMANDS_MAX,
+        results_max: DEPTH as usize,
+        queued: metrics::gauge!(DEVICE_COMMANDS),
+    };
+    let thread =
+        CommandThread::start(options, move |commands, launched| run(&job, &events, commands, &launched));
+    Ok(thread?)
+}
+
+/// Returns the error of calls after the device thread has ended.
+pub(super) fn thread_ended() -> runtime::Error {
+    runtime::Error::Device("the GPU's device thread has ended".to_owned())
+}
+
+/// Body of the device thread: loads the model, then serves commands.
+fn run(
+    job: &LoadJob,
+    events: &LoadEventSender,
+    inbox: CommandQueue<DeviceCommand>,
+    outbox: &SyncSender<LaunchedStep>,
+) {
+    // Dropped last: a communicator ends after the graphs captured with it.
+    let nccl = job.group.as_ref().map(|group| Rc::new(group.rank(job.rank())));
+    // The receiver is gone if the worker has aborted loading.
+    let done = |outcome| events.send((job.rank(), LoadEvent::Done(outcome))).is_ok();
+    let panicked = "the GPU's device thread panicked; see the log above";
+    let loading = AssertUnwindSafe(|| DeviceState::load(job, events, nccl.clone()));
+    let (mut state, loaded) = match catch_unwind(loading) {
+        Ok(Ok(loaded)) => loaded,
+        Ok(Err(error)) => {
+            // In this order, so that the cause is reported before its consequences on other ranks.
+            let reason = error.to_string();
+            done(Err(error));
+            job.fail(&reason);
+            return;
+        }
+        Err(_) => {
+            done(Err(LoadError::Device(panicked.to_owned())));
+            job.fail(panicked);
+            return;
+        }
+    };
+    if !done(Ok(Box::new(loaded))) {
+        return;
+    }
+    let serving = AssertUnwindSafe(|| serve(job, &mut state, inbox, outbox));
+    if catch_unwind(serving).is_err() {
+        // Before the device state is dropped, which waits for collectives of other ranks.
+        job.fail(panicked);
+    }
+}
+
+/// Serves commands until the queue is closed.
+fn serve(
+    job: &LoadJob,
+    state: &mut DeviceState,
+    inbox: CommandQueue<DeviceCommand>,
+    outbox: &SyncSender<LaunchedStep>,
+) {
+    let mut result_slot = 0;
+    for command in inbox {
+        match command {
+            DeviceCommand::Attach(slot, setup) => {
+                if let Err(error) = state.runner.attach(&state.device, slot, &setup.borrow()) {
+                    // The slot stays free, so the step that samples from it fails with an error. Other ranks
+                    // would run it.
+                    tracing::error!(slot, %error, "cannot attach sequence to its slot");
+                    job.fail(&error.to_string());
+                }
+            }
+            DeviceCommand::Detach(slot) => state.runner.detach(slot),
+            DeviceCommand::Step(batch) => {
+                let mut logprobs = Vec::new();
+                let outcome = match job.failure() {
+                    Some(failure) => Err(failure),
+                    None => state.step(&batch, result_slot, &mut logprobs),
+                };
+                if let Err(error @ runtime::Error::Device(_)) = &outcome {
+                    job.fail(&error.to_string());
+                }
+                if outbox.send(LaunchedStep { outcome, result_slot, logprobs, batch }).is_err() {
+                    return; // the runtime is gone
+                }
+                result_slot = (result_slot + 1) % state.result_slots.len();
+            }
+            DeviceCommand::Logits(reply) => {
+                let _ = reply.send(state.logits());
+            }
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! A GPU through the CUDA driver API: context, kernels, uploads, GEMMs and graphs. Together with
+//! `device_memory.rs`, `stream.rs`, `kernel_function.rs`, `cublaslt.rs`, `copy_engine.rs` and `nccl.rs` it
+//! makes all FFI calls.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::marker::PhantomData;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, DriverError, result, sys};
+use inflight_kernels::cuda::{
+    Device, DeviceError, Form, HalfDtype, IMAGES, Launch, Profile, image_of, kernel_names,
+};
+
+use super::cublaslt::CublasLt;
+use super::device_memory::{DeviceMemory, PinnedMemory};
+use super::gemm::{GemmAlgorithm, GemmKernel};
+use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul};
+use super::gpu_info::GpuInfo;
+use super::kernel_function::KernelFunction;
+use super::nccl::NcclRank;
+use super::staging::StagingRing;
+use super::stream::{CudaEvent, CudaStream};
+
+/// Bytes of the pinned staging buffer for uploads.
+const STAGING_BYTES: usize = 32 << 20;
+
+/// Returns the driver's text and name of an error. Panics without a driver library.
+pub(super) fn error_message(error: DriverError) -> String {
+    let text = |text: Result<&std::ffi::CStr, DriverError>| {
+        text.map_or_else(|_| String::new(), |text| text.to_string_lossy().into_owned())
+    };
+    format!("{} ({})", text(error.error_string()), text(error.error_name()))
+}
+
+/// Returns a conversion of driver errors to [`DeviceError::Failed`]; `what` names the failed operation.
+pub(super) fn failed(what: &str) -> impl Fn(DriverError) -> DeviceError {
+    move |error| DeviceError::Failed { what: what.to_owned(), reason: error_message(error) }
+}
+
+/// Instantiated CUDA graph of one step.
+pub(super) struct CudaGraph {
+    executable: sys::CUgraphExec,
+}
+
+impl Drop for CudaGraph {
+    fn drop(&mut self) {
+        // SAFETY: `capture` instantiated it, it is destroyed once, and on the device thread.
+        let _ = unsafe { result::graph::exec_destroy(self.executable) };
+    }
+}
+
+/// GPU of one device thread: context, compute stream, kernels and libraries.
+pub(super) struct CudaDevice {
+    pub(super) context: Arc<CudaContext>,
+    pub(super) stream: CudaStream,
+    profile: Profile,
+    kernels: HashMap<&'static str, KernelFunction>,
+    modules: Vec<sys::CUmodule>,
+    cublaslt: Option<CublasLt>,
+    staging: PinnedMemory,
+    /// Allocator of the staging buffer.
+    staging_ring: RefCell<StagingRing<CudaEvent>>,
+    /// Whether kernels are launched with programmatic dependent launch.
+    overlap: Cell<bool>,
+    /// Whether the last work on the stream is a kernel that supports programmatic dependent launch.
+    after_kernel: Cell<bool>,
+    /// Whether a kernel was launched with overlap since the capture began.
+    overlapped: Cell<bool>,
+    /// Collectives of the tensor-parallel group; `None` without one.
+    collective: Option<Rc<NcclRank>>,
+    /// Graphs may only be used by the thread that captured them.
+    not_send: PhantomData<*const ()>,
+}
+
+/// Name prefixes of the kernels that tile in shared memory.
+const TILED: [&str; 2] = ["attention_", "gemm_"];
+
+impl CudaDevice {
+    /// Opens a GPU and loads the kernels. GEMMs run on cuBLASLt where it is installed, unless
+    /// `deterministic`. `collective` is this rank's communicator, if any.
+    pub(super) fn open(
+        gpu_info: &GpuInfo,
+        deterministic: bool,
+        collective: Option<Rc<NcclRank>>,
+    ) -> Result<Self, DeviceError> {
+        let context = CudaContext::new(gpu_info.ordinal).map_err(failed("opening the GPU"))?;
+        // SAFETY: all streams are ordered by this module's own events; cudarc's event tracking would break
+        // graph capture.
+        unsafe { context.disable_event_tracking() };
+        let mut modules = Vec::new();
+        let mut loaded = HashMap::new();
+        for image in IMAGES {
+            let what = format!("loading the kernels of {}", image.name);
+            let module = match image.form {
+                // SAFETY: the bytes are a complete fatbin from nvcc, whose header holds its length.
+                Form::Fatbin => unsafe { result::module::load_data(image.bytes.as_ptr().cast::<c_void>()) },
+                Form::Ptx => {
+                    let text = CString::new(image.bytes).map_err(|_| DeviceError::Failed {
+                        what: what.clone(),
+                        reason: "the embedded PTX has a zero byte".to_owned(),
+                    })?;
+                    // SAFETY: `text` is a complete, zero-terminated PTX module.
+                    unsafe { result::module::load_data(text.as_ptr().cast()) }
+                }
+            }
+            .map_err(failed(&what))?;
+            modules.push(module);
+            loaded.insert(image.name, module);
+        }
+        let mut kernels = HashMap::new();
+        for name in kernel_names() {
+            let module = image_of(name).and_then(|image| loaded.get(image.name));
+            let module = module.ok_or_else(|| DeviceError::Failed {
+                what: format!("looking up {name}"),
+                reason: "no embedded image has it".to_owned(),
+            })?;
+            let text = CString::new(name).map_err(|_| DeviceError::Failed {
+                what: format!("looking up {name}"),
+                reason: "its name has a zero byte".to_owned(),
+            })?;
+            // SAFETY: the module is loaded, and is unloaded only when `self` drops.
+            let function = unsafe { result::module::get_function(*module, text) }
+                .map_err(failed(&format!("looking up {name}")))?;
+            // Allow all shared memory of a block. Refused where the kernel's static part leaves less; a
+            // launch that needs more then fails.
+            let set = |attribute, value| {
+                // SAFETY: `function` belongs to a loaded module.
+                let _ = unsafe { result::function::set_function_attribute(function, attribute, value) };
+            };
+            use sys::CUfunction_attribute as Attribute;
+            let bytes = gpu_info.profile.shared_bytes as i32;
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+            if TILED.iter().any(|prefix| name.starts_with(prefix)) {
+                // Their grids assume an occupancy that needs the full shared-memory carveout.
+                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100);
+            }
+            kernels.insert(name, KernelFunction::new(function));
+        }
+        let stream = CudaStream::new(&context)?;
+        if let Some(collective) = &collective {
+            collective.enqueue_on(stream.stream.cast());
+        }
+        let staging = PinnedMemory::new(&context, STAGING_BYTES)?;
+        let cublaslt = match deterministic {
+            true => None,
+            false => {
+                let workspace = DeviceMemory::new(&context, super::memory_plan::WORKSPACE_BYTES as usize)?;
+                CublasLt::open(workspace)?
+            }
+        };
+        Ok(Self {
+            stream,
+            profile: gpu_info.profile,
+            kernels,
+            modules,
+            cublaslt,
+            staging,
+            staging_ring: RefCell::new(StagingRing::new(STAGING_BYTES)),
+            overlap: Cell::new(false),
+            after_kernel: Cell::new(false),
+            overlapped: Cell::new(false),
+            collective,
+            not_send: PhantomData,
+            context,
+        })
+    }
+
+    /// Name of the GEMM backend, for logs.
+    pub(super) fn gemm_backend(&self) -> &'static str {
+        if self.cublaslt.is_some() { "cublaslt" } else { "own" }
+    }
+
+    /// Enqueues a GEMM with one algorithm of [`CublasLt::candidates`]. Returns false, having enqueued
+    /// nothing, if the algorithm rejects the shape.
+    ///
+    /// # Safety
+    /// As [`Device::launch`].
+    pub(super) unsafe fn matmul_with(
+        &self,
+        algorithm: GemmAlgorithm,
+        half: HalfDtype,
+        matmul: &Matmul,
+    ) -> Result<bool, DeviceError> {
+        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
+        // shapes.
+        unsafe {
+            match (algorithm, &self.cublaslt) {
+                (GemmAlgorithm::BuiltIn(kernel), _) => kernel.launch(self, half, matmul).map(|()| true),
+                (GemmAlgorithm::CublasLt(algorithm), Some(cublaslt)) => {
+                    self.end_kernel_chain();
+                    cublaslt.run_with(algorithm, half, matmul, self.stream.stream)
+                }
+                (GemmAlgorithm::CublasLt(_), None) => Ok(false),
+            }
+        }
+    }
+
+    /// cuBLASLt, if it is in use.
+    pub(super) fn cublaslt(&self) -> Option<&CublasLt> {
+        self.cublaslt.as_ref()
+    }
+
+    /// Enables programmatic dependent launch if `wanted` and all kernels support it.
+    pub(super) fn set_overlap(&self, wanted: bool) {
+        self.overlap.set(wanted && self.kernels.values().all(KernelFunction::supports_overlap));
+        tracing::debug!(overlap = self.overlap.get(), wanted, "programmatic dependent launch probed");
+    }
+
+    /// Records that the next work on the stream is no built-in kernel: the kernel after it must wait for its
+    /// end.
+    fn end_kernel_chain(&self) {
+        self.after_kernel.set(false);
+    }
+
+    /// Disables programmatic dependent launch. Returns whether it was enabled.
+    fn disable_overlap(&self, why: &str) -> bool {
+        if self.overlap.replace(false) {
+            tracing::warn!(why, "programmatic dependent launch is off; kernels run one after another");
+            return true;
+        }
+        false
+    }
+
+    /// Returns free and total bytes of device memory.
+    pub(super) fn memory(&self) -> Result<(u64, u64), DeviceError> {
+        let (free, total) = result::mem_get_info().map_err(failed("querying free memory"))?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Captures what `work` enqueues into a graph. If that fails with overlapping kernels, captures once more
+    /// without overlap.
+    pub(super) fn capture(
+        &self,
+        work: impl Fn() -> Result<(), DeviceError>,
+    ) -> Result<CudaGraph, DeviceError> {
+        self.overlapped.set(false);
+        self.capture_once(&work).or_else(|error| {
+            // Without overlapping kernels, the error has another cause.
+            if !self.overlapped.get() {
+                return Err(error);
+            }
+            self.disable_overlap(&error.to_string());
+            self.capture_once(&work)
+        })
+    }
+
+    fn capture_once(&self, work: impl Fn() -> Result<(), DeviceError>) -> Result<CudaGraph, DeviceError> {
+        // A graph's first kernel has no predecessor, and kernels after the capture do not follow the captured
+        // ones.
+        self.end_kernel_chain();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: `self` owns the stream, and no other capture is active on this thread.
+        unsafe { result::stream::begin_capture(self.stream.stream, mode) }
+            .map_err(failed("capturing a step"))?;
+        let enqueued = work();
+        self.end_kernel_chain();
+        // SAFETY: the capture of this live stream began above.
+        let graph = unsafe { result::stream::end_capture(self.stream.stream) };
+        let executable = enqueued.and_then(|()| {
+            let graph = *graph.as_ref().map_err(|error| failed("capturing a step")(*error))?;
+            // SAFETY: `graph` was returned by `end_capture` and is destroyed only below.
+            unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }
+                .map_err(failed("instantiating a captured step"))
+        });
+        if let Ok(graph) = graph {
+            // NCCL frees a communicator only once all graphs captured with it are destroyed.
+            // SAFETY: the graph is destroyed once; the executable graph does not refer to it.
+            let _ = unsafe { result::graph::destroy(graph) };
+        }
+        Ok(CudaGraph { executable: executable? })
+    }
+
+    /// Launches a captured graph.
+    pub(super) fn replay(&self, graph: &CudaGraph) -> Result<(), DeviceError> {
+        self.end_kernel_chain();
+        // SAFETY: `graph` owns the executable and `self` the stream; both are of this context.
+        unsafe { result::graph::launch(graph.executable, self.stream.stream) }
+            .map_err(failed("launching a captured step"))
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let _ = self.stream.synchronize();
+        for module in self.modules.drain(..) {
+            // SAFETY: `open` loaded it, it is unloaded once, and the stream was synchronized above.
+            let _ = unsafe { result::module::unload(module) };
+        }
+    }
+}
+
+impl Device for CudaDevice {
+    fn profile(&self) -> Profile {
+        self.profile
+    }
+
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        let Some(kernel) = self.kernels.get(launch.kernel) else {
+            let reason = "it was not looked up at load".to_owned();
+            return Err(DeviceError::Failed { what: format!("launching {}", launch.kernel), reason });
+        };
+        // Each kernel of the chain waits for its predecessor, so waiting for the last one covers all before
+        // it.
+        let overlap =
+            self.overlap.get() && launch.overlaps && kernel.supports_overlap() && self.after_kernel.get();
+        self.after_kernel.set(kernel.supports_overlap());
+        self.overlapped.set(self.overlapped.get() || overlap);
+        let stream = self.stream.stream;
+        // SAFETY: the caller guarantees parameters and addresses. With `overlap`, the last work on the stream
+        // is a built-in kernel that waits for its predecessor, and this kernel reads only weights before its
+        // own wait.
+        let mut launched = unsafe { kernel.launch(launch, stream, overlap) };
+        use sys::CUresult::{CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED};
+        if let Err(error @ DriverError(CUDA_ERROR_NOT_SUPPORTED | CUDA_ERROR_INVALID_VALUE)) = launched
+            && overlap
+            && self.disable_overlap(&error_message(error))
+        {
+            // SAFETY: as for the launch above, which was refused and enqueued nothing.
+            launched = unsafe { kernel.launch(launch, stream, false) };
+        }
+        launched.map_err(failed(&format!("launching {}", launch.kernel)))
+    }
+}
+
+impl Gpu for CudaDevice {
+    type Memory = DeviceMemory;
+
+    fn alloc(&self, bytes: usize) -> Result<DeviceMemory, DeviceError> {
+        DeviceMemory::new(&self.context, bytes)
+    }
+
+    fn zero(&self, memory: &DeviceMemory) -> Result<(), DeviceError> {
+        self.end_kernel_chain();
+        // SAFETY: the range is all of a live allocation of this device.
+        unsafe { result::memset_d8_async(memory.address(), 0, memory.bytes(), self.stream.stream) }
+            .map_err(failed("clearing memory"))
+    }
+
+    fn upload(&self, to: &DeviceMemory, byte: usize, from: &[u8]) -> Result<(), DeviceError> {
+        self.end_kernel_chain();
+        let mut ring = self.staging_ring.borrow_mut();
+        let mut at = to.address() + byte as u64;
+        for chunk in from.chunks(ring.chunk_max()) {
+            let range = ring.reserve(chunk.len())?;
+            let fence = ring.reuse_fence().map_or_else(|| CudaEvent::new(&self.context), Ok)?;
+            // SAFETY: `reserve` returned a range that no copy in flight reads, and it stays reserved until
+            // `fence` passes; the callers keep `to` allocated until the stream has run, and `byte +
+            // from.len()` within it.
+            unsafe {
+                self.staging.as_slice()[range.clone()].copy_from_slice(chunk);
+                self.stream.copy_to_device(at, self.staging.as_ptr().add(range.start), chunk.len())?;
+            }
+            if let Err(error) = fence.record(&self.stream) {
+                // Without a fence the range would be reused while the copy may still read it.
+                self.stream.synchronize()?;
+                return Err(error);
+            }
+            ring.commit(range, fence);
+            at += chunk.len() as u64;
+        }
+        Ok(())
+    }
+
+    unsafe fn matmul(&self, half: HalfDtype, matmul: &Matmul) -> Result<(), DeviceError> {
+        // SAFETY: the caller guarantees that the addresses are of this device and of matrices with the given
+        // shapes.
+        unsafe {
+            let kernel = match &self.cublaslt {
+                Some(cublaslt) => cublaslt.run(half, matmul, self.stream.stream)?,
+                None => Some(GemmKernel::Tiled),
+            };
+            match kernel {
+                Some(kernel) => kernel.launch(self, half, matmul),
+                None => {
+                    self.end_kernel_chain();
+                    Ok(())
+                }
+            }
+        }
+    }
+
+    unsafe fn copy_columns(&self, columns: &ColumnCopy) -> Result<(), DeviceError> {
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: columns.from,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: columns.from_stride,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: columns.to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: columns.to_stride,
+            WidthInBytes: columns.width,
+            Height: columns.rows,
+        };
+        self.end_kernel_chain();
+        // SAFETY: the caller guarantees that both matrices lie in live allocations of this device and do not
+        // overlap.
+        unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream.stream) }
+            .result()
+            .map_err(failed("copying columns"))
+    }
+
+    fn collective(&self) -> Option<&dyn DeviceCollective> {
+        let collective = self.collective.as_deref()?;
+        // NCCL enqueues kernels of its own.
+        self.end_kernel_chain();
+        Some(collective)
+    }
+}

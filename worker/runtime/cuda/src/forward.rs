@@ -1,0 +1,415 @@
+//! Forward pass of a decoder on the GPU: device buffers and the sequence of kernels.
+
+use inflight_kernels::cpu::inverse_frequencies;
+use inflight_kernels::cuda::{
+    AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
+    SamplingParams, SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding,
+    finish_qkv, norm, sample, swiglu,
+};
+use inflight_models::ModelConfig;
+
+use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
+use super::memory_plan::{ModelShapes, PARTIALS};
+use super::metadata::StepShape;
+use super::shard_plan::ShardPlan;
+use super::weights::{DeviceLinear, DeviceWeights, WeightLayer};
+
+/// Weights, KV pool and activation buffers of a rank. Addresses never change, so steps can be captured as
+/// graphs.
+pub(super) struct CudaForward<G: Gpu> {
+    /// Configuration of this rank's shard.
+    config: ModelConfig,
+    shard_plan: ShardPlan,
+    shapes: ModelShapes,
+    half: HalfDtype,
+    store: KvStore,
+    block_tokens: u32,
+    /// Index of the attention plan, by layer.
+    plan_of_layer: Vec<usize>,
+    weights: DeviceWeights<G::Memory>,
+    kv: G::Memory,
+    angles: G::Memory,
+    hidden: G::Memory,
+    normed: G::Memory,
+    qkv: G::Memory,
+    attended: G::Memory,
+    delta: G::Memory,
+    gate_up: G::Memory,
+    gated: G::Memory,
+    sampled_hidden: G::Memory,
+    logits: G::Memory,
+    /// Each rank's logits, [ranks, samples, stride], before they are merged.
+    gathered: Option<G::Memory>,
+    results: G::Memory,
+    sampled: G::Memory,
+    partial_sums: G::Memory,
+    partial_tops: G::Memory,
+    counters: G::Memory,
+}
+
+/// Capacity of the buffers of a [`CudaForward`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ForwardCapacity {
+    pub(super) rows: u32,
+    pub(super) samples: u32,
+    pub(super) context: u32,
+    pub(super) block_tokens: u32,
+    pub(super) blocks: u32,
+    pub(super) store: KvStore,
+}
+
+/// Returns the distinct sliding windows of a model's layers, and each layer's index among them.
+pub(super) fn windows(config: &ModelConfig) -> (Vec<Option<u32>>, Vec<usize>) {
+    let mut windows: Vec<Option<u32>> = Vec::new();
+    let plan_of_layer = config
+        .windows
+        .iter()
+        .map(|window| {
+            windows.iter().position(|known| known == window).unwrap_or_else(|| {
+                windows.push(*window);
+                windows.len() - 1
+            })
+        })
+        .collect();
+    (windows, plan_of_layer)
+}
+
+impl<G: Gpu> CudaForward<G> {
+    /// Allocates buffers for a rank's shard. `unsharded` is the configuration of the whole model.
+    pub(super) fn new(
+        gpu: &G,
+        unsharded: &ModelConfig,
+        shard_plan: ShardPlan,
+        half: HalfDtype,
+        weights: DeviceWeights<G::Memory>,
+        capacity: &ForwardCapacity,
+    ) -> Result<Self, DeviceError> {
+        let (config, shapes) = (shard_plan.shard().config(unsharded), shard_plan.shapes(unsharded));
+        let (rows, samples) = (capacity.rows as usize, capacity.samples as usize);
+        let zeroed = |bytes: u64| {
+            let memory = gpu.alloc(bytes as usize)?;
+            gpu.zero(&memory)?;
+            Ok(memory)
+        };
+        let halves = |count: usize, width: u64| zeroed(count as u64 * width * 2);
+        let partial = shapes.partial_bytes();
+        let table = rope_table(&config, capacity.context);
+        let angles = gpu.alloc(table.len() * 4)?;
+        gpu.upload(&angles, 0, bytes_of(&table))?;
+        Ok(Self {
+            shapes,
+            half,
+            store: capacity.store,
+            block_tokens: capacity.block_tokens,
+            plan_of_layer: windows(&config).1,
+            weights,
+            // Zeros, so that stale NaNs in unused blocks cannot reach a sum.
+            kv: zeroed(
+                u64::from(capacity.blocks) * shapes.block_bytes(capacity.block_tokens, capacity.store),
+            )?,
+            angles,
+            hidden: zeroed(rows as u64 * shapes.hidden * 4)?,
+            normed: halves(rows, shapes.hidden)?,
+            qkv: halves(rows, shapes.qkv())?,
+            attended: halves(rows, shapes.heads * shapes.head_dim)?,
+            delta: halves(rows, shapes.hidden)?,
+            gate_up: halves(rows, 2 * shapes.inner)?,
+            gated: halves(rows, shapes.inner)?,
+            sampled_hidden: halves(samples, shapes.hidden)?,
+            logits: zeroed(samples as u64 * shapes.logits * 4)?,
+            gathered: match shapes.gathered {
+                0 => None,
+                stride => Some(zeroed(samples as u64 * stride * 4)?),
+            },
+            results: gpu.alloc(samples * size_of::<SamplingResult>())?,
+            sampled: zeroed(samples as u64 * 4)?,
+            partial_sums: gpu.alloc(partial.0 as usize)?,
+            partial_tops: gpu.alloc(partial.1 as usize)?,
+            counters: zeroed(u64::from(PARTIALS) * shapes.kv_heads * 4)?,
+            config,
+            shard_plan,
+        })
+    }
+
+    /// KV pool, [blocks, layers, ...].
+    pub(super) fn kv(&self) -> &G::Memory {
+        &self.kv
+    }
+
+    /// Sampling results of the last step, one per sample.
+    pub(super) fn results(&self) -> &G::Memory {
+        &self.results
+    }
+
+    /// Logits of the last step, [samples, stride], and the stride in elements.
+    pub(super) fn logits(&self) -> (&G::Memory, usize) {
+        (&self.logits, self.shapes.logits as usize)
+    }
+
+    fn linear(
+        &self,
+        gpu: &G,
+        linear: &DeviceLinear<G::Memory>,
+        x: &G::Memory,
+        y: &G::Memory,
+        m: u32,
+        n: u64,
+        k: u64,
+    ) -> Result<(), DeviceError> {
+        let matmul = Matmul {
+            x: x.address(),
+            weight: linear.matrix.address(),
+            bias: linear.bias(),
+            y: y.address(),
+            m,
+            n: n as u32,
+            k: k as u32,
+            stride: n as u32,
+            f32_out: false,
+        };
+        // SAFETY: x and y have room for the largest batch, and the weight is [n, k].
+        unsafe { gpu.matmul(self.half, &matmul) }
+    }
+
+    /// All-reduces the output of a row-parallel GEMM (`delta`) over the ranks.
+    fn sum_delta(&self, gpu: &G, rows: u32) -> Result<(), DeviceError> {
+        let Some(collective) = gpu.collective() else { return Ok(()) };
+        let elements = rows as usize * self.config.hidden_size;
+        // SAFETY: `delta` has room for the largest batch.
+        unsafe { collective.all_reduce(self.half, self.delta.address(), elements) }
+    }
+
+    /// Computes the logits of `samples` rows; afterwards every rank has the full vocabulary.
+    fn head(&self, gpu: &G, samples: u32) -> Result<(), DeviceError> {
+        let shapes = &self.shapes;
+        let head = |y: u64, n: usize, stride: usize| Matmul {
+            x: self.sampled_hidden.address(),
+            weight: self.weights.head(),
+            bias: None,
+            y,
+            m: samples,
+            n: n as u32,
+            k: shapes.hidden as u32,
+            stride: stride as u32,
+            f32_out: true,
+        };
+        let (Some(gathered), Some(shards)) = (&self.gathered, self.shard_plan.collective_shards()) else {
+            let matmul = head(self.logits.address(), self.config.vocab_size, shapes.logits as usize);
+            // SAFETY: the logits have room for as many samples as there are slots.
+            return unsafe { gpu.matmul(self.half, &matmul) };
+        };
+        let stride = shapes.gathered as usize / shards.len();
+        let part = samples as usize * stride * 4;
+        let part_of = |rank: usize| gathered.address() + (rank * part) as u64;
+        let own = self.shard_plan.shard();
+        let matmul = head(part_of(own.rank), own.vocabulary.len(), stride);
+        // SAFETY: `gathered` has room for one such part per rank, and `part_of` is this rank's.
+        unsafe {
+            gpu.matmul(self.half, &matmul)?;
+            // Called right before its use: it marks the end of a chain of built-in kernels.
+            let Some(collective) = gpu.collective() else {
+                let (what, reason) = ("gathering logits", "this rank has no communicator");
+                return Err(DeviceError::Failed { what: what.to_owned(), reason: reason.to_owned() });
+            };
+            collective.all_gather(gathered.address(), part)?;
+        }
+        for shard in shards {
+            let columns = ColumnCopy {
+                from: part_of(shard.rank),
+                from_stride: stride * 4,
+                to: self.logits.address() + shard.vocabulary.start as u64 * 4,
+                to_stride: shapes.logits as usize * 4,
+                width: shard.vocabulary.len() * 4,
+                rows: samples as usize,
+            };
+            // SAFETY: each part lies in `gathered`, and a rank's columns are within the vocabulary.
+            unsafe { gpu.copy_columns(&columns) }?;
+        }
+        Ok(())
+    }
+
+    fn norm(
+        &self,
+        gpu: &G,
+        weight: &G::Memory,
+        rows: u32,
+        delta: bool,
+        pick: Option<u64>,
+    ) -> Result<(), DeviceError> {
+        let p = NormParams {
+            residual: self.hidden.address(),
+            delta: if delta { self.delta.address() } else { 0 },
+            weight: weight.address(),
+            out: if pick.is_some() { self.sampled_hidden.address() } else { self.normed.address() },
+            pick: pick.unwrap_or(0),
+            rows,
+            width: self.config.hidden_size as u32,
+            eps: self.config.norm_eps,
+            unused: 0,
+        };
+        // SAFETY: buffers have room for the largest batch, and picked rows are rows of the batch.
+        unsafe { norm(gpu, self.half, &p) }
+    }
+
+    /// Enqueues the kernels of one step, whose metadata lies at device address `metadata`.
+    pub(super) fn run(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        self.copy_blocks(gpu, step, metadata)?;
+        self.embed(gpu, step, metadata)?;
+        let head_dim = self.config.head_dim;
+        let blocks = attention_blocks(&gpu.profile(), head_dim as u32, self.store, step.mixed);
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            self.norm(gpu, &layer.attention_norm, step.rows, index > 0, None)?;
+            self.attend(gpu, step, metadata, index, blocks)?;
+            self.sum_delta(gpu, step.rows)?;
+            self.norm(gpu, &layer.mlp_norm, step.rows, true, None)?;
+            self.mlp(gpu, layer, step.rows)?;
+            self.sum_delta(gpu, step.rows)?;
+        }
+        if step.samples == 0 {
+            return Ok(());
+        }
+        // Only sampled rows go through the LM head.
+        let sampled_rows = metadata + step.layout.sampled_rows as u64;
+        self.norm(gpu, &self.weights.norm, step.samples, true, Some(sampled_rows))?;
+        self.head(gpu, step.samples)?;
+        self.sample(gpu, step, metadata)
+    }
+
+    /// Copies KV blocks within the pool.
+    fn copy_blocks(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        let block_bytes = self.shapes.block_bytes(self.block_tokens, self.store);
+        for (first, end) in &step.copies {
+            let p = CopyParams {
+                pool: self.kv.address(),
+                pairs: metadata + step.layout.copies as u64 + u64::from(*first) * 8,
+                block_bytes,
+            };
+            // SAFETY: the blocks are in the pool, and copies of one range are independent of each other.
+            unsafe { copy_blocks(gpu, end - first, &p) }?;
+        }
+        Ok(())
+    }
+
+    /// Looks up the embeddings of the step's tokens (`hidden`).
+    fn embed(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        let p = EmbeddingParams {
+            table: self.weights.embedding.address(),
+            tokens: metadata + step.layout.tokens as u64,
+            sampled: self.sampled.address(),
+            hidden: self.hidden.address(),
+            rows: step.rows,
+            width: self.shapes.hidden as u32,
+        };
+        // SAFETY: tokens are below the vocabulary size; fed-back samples are of the previous step.
+        unsafe { embedding(gpu, self.half, &p) }
+    }
+
+    /// Runs the attention of layer `index` from its normalized input (`normed`) to its output projection
+    /// (`delta`), on `blocks` thread blocks. Writes the keys and values of the step's tokens.
+    fn attend(
+        &self,
+        gpu: &G,
+        step: &StepShape,
+        metadata: u64,
+        index: usize,
+        blocks: u32,
+    ) -> Result<(), DeviceError> {
+        let (shapes, half, rows) = (&self.shapes, self.half, step.rows);
+        let (layer, layout, store) = (&self.weights.layers[index], &step.layout, self.store);
+        let at = |section: usize| metadata + section as u64;
+        let ModelConfig { heads, kv_heads, head_dim, norm_eps, .. } = self.config;
+        let layer_bytes = store.layer_bytes(shapes.kv_heads, u64::from(self.block_tokens), shapes.head_dim);
+        let layer_elements = layer_bytes / store.unit();
+        let (layer_offset, block_numbers) = (index as u64 * layer_elements, shapes.layers * layer_elements);
+        self.linear(gpu, &layer.qkv, &self.normed, &self.qkv, rows, shapes.qkv(), shapes.hidden)?;
+        let norms = layer.qk_norm.as_ref();
+        let p = QkvParams {
+            qkv: self.qkv.address(),
+            q_norm: norms.map_or(0, |(q, _)| q.address()),
+            k_norm: norms.map_or(0, |(_, k)| k.address()),
+            angles: self.angles.address(),
+            positions: at(layout.positions),
+            places: at(layout.kv_indices),
+            kv: self.kv.address(),
+            block_numbers,
+            layer_offset,
+            rows,
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            head_dim: head_dim as u32,
+            block_tokens: self.block_tokens,
+            eps: norm_eps,
+        };
+        // SAFETY: positions are below the context; KV indices are in the pool and all different.
+        unsafe { finish_qkv(gpu, half, store, &p) }?;
+        let plan = self.plan_of_layer[index];
+        let p = AttentionParams {
+            qkv: self.qkv.address(),
+            out: self.attended.address(),
+            kv: self.kv.address(),
+            items: at(layout.items(plan)),
+            item_count: at(layout.item_count(plan)),
+            tables: at(layout.tables),
+            partial_sums: self.partial_sums.address(),
+            partial_tops: self.partial_tops.address(),
+            counters: self.counters.address(),
+            block_numbers,
+            layer_offset,
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            block_shift: self.block_tokens.trailing_zeros(),
+            window: self.config.windows[index].unwrap_or(0),
+            stages: 0,
+            scale: (1.0 / (head_dim as f64).sqrt() * std::f64::consts::LOG2_E) as f32,
+        };
+        // SAFETY: the plan was built from this batch, whose block tables cover all positions.
+        unsafe { attention(gpu, half, store, head_dim as u32, step.mixed, blocks, &p) }?;
+        let queries = shapes.heads * shapes.head_dim;
+        self.linear(gpu, &layer.output, &self.attended, &self.delta, rows, shapes.hidden, queries)
+    }
+
+    /// Runs a layer's MLP from its normalized input (`normed`) to its down projection (`delta`).
+    fn mlp(&self, gpu: &G, layer: &WeightLayer<G::Memory>, rows: u32) -> Result<(), DeviceError> {
+        let shapes = &self.shapes;
+        let width = 2 * shapes.inner;
+        self.linear(gpu, &layer.gate_up, &self.normed, &self.gate_up, rows, width, shapes.hidden)?;
+        let p = SwigluParams {
+            gate_up: self.gate_up.address(),
+            out: self.gated.address(),
+            rows,
+            width: shapes.inner as u32,
+        };
+        // SAFETY: buffers have room for the largest batch.
+        unsafe { swiglu(gpu, self.half, &p) }?;
+        self.linear(gpu, &layer.down, &self.gated, &self.delta, rows, shapes.hidden, shapes.inner)
+    }
+
+    /// Samples a token from the logits of each sampled row.
+    fn sample(&self, gpu: &G, step: &StepShape, metadata: u64) -> Result<(), DeviceError> {
+        let p = SamplingParams {
+            logits: self.logits.address(),
+            rows: metadata + step.layout.sampling as u64,
+            results: self.results.address(),
+            sampled: self.sampled.address(),
+            vocabulary: self.config.vocab_size as u32,
+            stride: self.shapes.logits as u32,
+        };
+        // SAFETY: results have room for as many samples as there are slots; histories and adjustments are
+        // those of attached slots.
+        unsafe { sample(gpu, step.samples, &p) }
+    }
+}
+
+/// Returns the RoPE table of all positions, [context, head_dim / 2, (cos, sin)]. The angle is rounded to f32
+/// as in training; its sine and cosine are computed in f64.
+fn rope_table(config: &ModelConfig, context: u32) -> Vec<f32> {
+    let frequencies = inverse_frequencies(config.head_dim, config.rope_theta, &config.rope_scaling);
+    let mut angles = Vec::with_capacity(context as usize * config.head_dim);
+    for position in 0..context {
+        for frequency in &frequencies {
+            let angle = f64::from(position as f32 * frequency);
+            angles.extend([libm::cos(angle) as f32, libm::sin(angle) as f32]);
+        }
+    }
+    angles
+}

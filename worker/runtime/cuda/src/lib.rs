@@ -1,0 +1,431 @@
+//! CUDA runtime: runs a model on an NVIDIA GPU or on a tensor-parallel group of GPUs.
+//!
+//! A device thread ([`device_thread`]) owns each GPU and enqueues steps; the engine's thread waits for their
+//! results ([`ranks`]). A step is one upload of packed metadata ([`metadata`]), the forward pass
+//! ([`forward`]) — for decode batches a captured CUDA graph of the next larger bucket — and one copy of
+//! results to the host. Tokens that the next step needs stay on the device. GEMMs run on cuBLASLt
+//! ([`cublaslt`]) or on built-in kernels ([`gemm`]), whichever autotuning measured as faster ([`autotune`]);
+//! in the deterministic mode on one built-in kernel, whose bits do not depend on the batch. KV blocks are
+//! swapped by the copy engines ([`copy_engine`]).
+//!
+//! In a group, each GPU holds a shard of the weights and of every KV block, and runs the same steps on the
+//! same metadata. Twice per layer, and for the logits, the ranks run a collective ([`gpu::DeviceCollective`])
+//! through NCCL ([`nccl`]) on the compute stream. Each rank then samples from identical logits, so all know
+//! the same tokens without a host round trip.
+//!
+//! Weights, model runner, sampling slots and forward pass are generic over [`gpu::Gpu`] and tested on the
+//! kernels' CPU harness.
+
+mod algorithm_search;
+mod autotune;
+mod copy_engine;
+mod cublaslt;
+mod device_memory;
+mod device_state;
+mod device_thread;
+mod driver;
+mod forward;
+mod gemm;
+mod gpu;
+mod gpu_info;
+mod group_swap;
+mod kernel_function;
+mod load_plan;
+mod memory_plan;
+mod metadata;
+mod model_gemms;
+mod model_runner;
+mod nccl;
+mod ranks;
+mod shard_plan;
+mod slots;
+mod staging;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod weights;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use inflight_kernels::cuda::KvStore;
+use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use inflight_models::{self as models, ModelDir};
+use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX};
+use inflight_runtime::{
+    self as runtime, Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+};
+use inflight_worker_core::Transfer;
+
+pub use autotune::GemmTuning;
+use copy_engine::GpuCopyEngine;
+use device_thread::{DEPTH, DeviceCommand, LoadJob, LoadedRank, thread_ended};
+pub use gpu_info::Unavailable;
+use group_swap::GroupSwap;
+use model_runner::check_model;
+use ranks::{CompletedStep, Ranks};
+use shard_plan::ShardPlan;
+
+/// Configuration of a [`CudaRuntime`].
+#[derive(Debug, Clone)]
+pub struct CudaOptions {
+    /// GPU ordinals by rank, all different and of one model; more than one form a tensor-parallel group.
+    pub gpus: Vec<usize>,
+    /// A single GPU runs NCCL collectives too, as a group of one; changes no bit. For tests.
+    pub lone_communicator: bool,
+    /// Fraction of each GPU's memory to use, in (0, 1]: weights, buffers, and the KV pool in the rest.
+    pub utilization: f32,
+    /// Upper limit of each GPU's KV pool in bytes.
+    pub kv_bytes: Option<u64>,
+    /// Bytes of the host KV pool for swapped sequences, over all ranks; 0 disables swapping.
+    pub host_bytes: u64,
+    /// Tokens per KV block; a power of two.
+    pub block_tokens: u32,
+    /// Maximum number of attached sequences.
+    pub slots: u32,
+    /// Maximum number of tokens in one batch.
+    pub batch_tokens: u32,
+    /// Maximum number of tokens of one sequence; `None`: the model's limit.
+    pub context_tokens: Option<u32>,
+    /// Storage format of keys and values.
+    pub kv_store: KvStore,
+    /// Batch-invariant kernels: output bits do not depend on the batch, at some cost in speed.
+    pub deterministic: bool,
+    /// Decode batches run as captured CUDA graphs.
+    pub graphs: bool,
+    /// GEMM algorithms are timed at load and the fastest is used.
+    pub autotune: bool,
+    /// Programmatic dependent launch where GPU and driver support it (compute capability 9.0); changes no
+    /// bit.
+    pub overlap: bool,
+}
+
+/// Reasons why the runtime cannot be built.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The model is unusable.
+    #[error(transparent)]
+    Model(#[from] models::Error),
+    /// No usable GPU.
+    #[error("cannot compute on CUDA: {0}; --device cpu computes on the host")]
+    Unavailable(#[from] Unavailable),
+    /// The model cannot be sharded over this number of GPUs.
+    #[error(transparent)]
+    Indivisible(#[from] Indivisible),
+    /// An option is out of range.
+    #[error("{name} is {value}; it must be {range}")]
+    Option {
+        /// Name of the option.
+        name: &'static str,
+        /// Given value.
+        value: String,
+        /// Allowed values.
+        range: String,
+    },
+    /// Weights, buffers and one KV block exceed the memory limit.
+    #[error(
+        "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
+         {components}); lower {options}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
+    )]
+    Memory {
+        /// Name of the GPU.
+        name: String,
+        /// MiB missing for a single KV block.
+        missing: u64,
+        /// MiB that this process may use.
+        allowed: u64,
+        /// Total MiB of the GPU.
+        total: u64,
+        /// MiB per component, largest first.
+        components: String,
+        /// Options to lower, the one with the largest effect first.
+        options: String,
+    },
+    /// A driver or library call failed.
+    #[error("the GPU failed while loading: {0}")]
+    Device(String),
+    /// The device thread could not be started.
+    #[error("cannot start the GPU's thread: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+impl Error {
+    fn from_device(error: DeviceError, gpu: &gpu_info::GpuInfo) -> Self {
+        match error {
+            DeviceError::Memory { bytes } => Self::Device(format!(
+                "{} has no {} MiB left; another process may have taken them: lower --gpu-memory-utilization",
+                gpu.name,
+                mebibytes(bytes)
+            )),
+            failed @ DeviceError::Failed { .. } => Self::Device(failed.to_string()),
+        }
+    }
+}
+
+fn mebibytes(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+/// Returns the number of GPUs that the driver reports; 0 without a driver.
+pub fn count() -> u32 {
+    gpu_info::count()
+}
+
+/// Checks that these GPUs are usable: all exist, and several are of one model and have NCCL.
+///
+/// # Errors
+/// [`Unavailable`] with the reason.
+pub fn available(gpus: &[usize]) -> Result<(), Unavailable> {
+    gpu_info::probe_all(gpus)?;
+    if gpus.len() > 1 {
+        nccl::version()?;
+    }
+    Ok(())
+}
+
+/// Checks that a model can be sharded over `ranks` GPUs and that kernels exist for the shapes of each shard.
+///
+/// # Errors
+/// [`Error::Indivisible`], or [`Error::Model`] naming the field at fault.
+pub fn supports(model: &ModelDir, ranks: usize) -> Result<(), Error> {
+    shard_model(model, &weights::find(model)?, ranks).map(drop)
+}
+
+/// Returns a model's shards by rank, after checking that kernels exist for their shapes.
+fn shard_model(
+    model: &ModelDir,
+    tensors: &weights::SourceTensors,
+    ranks: usize,
+) -> Result<Vec<sharding::Shard>, Error> {
+    let config = model.config();
+    // Checked unsharded first: a shape that is unsupported as a whole is unsupported in shards.
+    check_model(config, 1)?;
+    let shards = sharding::shards(config, ranks, &|_| tensors.alignment())?;
+    for shard in &shards {
+        check_model(&shard.config(config), ranks)?;
+    }
+    Ok(shards)
+}
+
+/// Model loaded on a GPU or on a tensor-parallel group.
+pub struct CudaRuntime {
+    capabilities: Capabilities,
+    // Dropped before the device threads, which own the pools that it copies from.
+    swap: Option<GroupSwap<GpuCopyEngine>>,
+    ranks: Ranks,
+    in_flight: u32,
+    tuned: Vec<GemmTuning>,
+}
+
+impl CudaRuntime {
+    /// Loads a model: checks its tensors, copies each rank's shard to its GPU, allocates the KV pool in the
+    /// remaining memory and captures CUDA graphs. `progress` is called with the bytes copied so far and the
+    /// total.
+    ///
+    /// # Errors
+    /// [`Error`]; most are found before weights are copied.
+    pub fn load(
+        model: &ModelDir,
+        options: &CudaOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self, Error> {
+        let config = model.config();
+        let context_tokens = validate_options(options, config)?;
+        let gpus = gpu_info::probe_all(&options.gpus)?;
+        let tensors = Arc::new(weights::find(model)?);
+        let shards = shard_model(model, &tensors, options.gpus.len())?;
+        let world = shards.len();
+        let collective = world > 1 || options.lone_communicator;
+        let group = if collective { Some(nccl::NcclGroup::open(&options.gpus)?) } else { None };
+        let mut arithmetic = format!(
+            "cuda sm_{}{} {}{}",
+            gpus[0].compute.0,
+            gpus[0].compute.1,
+            match (options.deterministic, options.autotune) {
+                (true, _) => "deterministic".to_owned(),
+                // Autotuning may choose other algorithms at the next start; the bits differ as they do
+                // between batches.
+                (false, true) => format!("{} autotuned", cublaslt::version()),
+                (false, false) => cublaslt::version(),
+            },
+            match options.kv_store {
+                KvStore::Half => "",
+                KvStore::Fp8 => " kv e4m3",
+            }
+        );
+        if world > 1 {
+            // The summation order over ranks.
+            arithmetic.push_str(&format!(" tensor-parallel {world} {}", nccl::version()?));
+        }
+        let fingerprint = models::fingerprint_of(model, tensors.half().dtype().name(), &arithmetic);
+        let name = gpus[0].name.clone();
+        let plans = ShardPlan::for_ranks(shards, collective);
+        let jobs = gpus.into_iter().zip(plans).map(|(gpu_info, shard_plan)| LoadJob {
+            gpu_info,
+            shard_plan,
+            config: config.clone(),
+            tensors: Arc::clone(&tensors),
+            options: options.clone(),
+            context_tokens,
+            fingerprint: fingerprint.clone(),
+            group: group.clone(),
+        });
+        let (ranks, mut loaded) = Ranks::start(jobs.collect(), progress)?;
+        let capabilities = loaded[0].capabilities.clone();
+        let swap = match capabilities.host_blocks {
+            0 => None,
+            host_blocks => {
+                let engine = |rank: &LoadedRank| {
+                    let (context, pool) = (&rank.context, rank.pool);
+                    context.bind_to_thread().map_err(|error| Error::Device(driver::error_message(error)))?;
+                    let engine =
+                        GpuCopyEngine::new(context, pool.0, pool.1, capabilities.blocks, host_blocks);
+                    engine.map_err(|error| Error::Device(error.to_string()))
+                };
+                Some(GroupSwap::new(loaded.iter().map(engine).collect::<Result<_, _>>()?))
+            }
+        };
+        tracing::info!(
+            model = model.name(),
+            gpu = name,
+            ranks = world,
+            gemm_backend = loaded[0].gemm_backend,
+            weight_bytes = loaded.iter().map(|rank| rank.weight_bytes).sum::<u64>(),
+            blocks = capabilities.blocks,
+            block_bytes = loaded.iter().map(|rank| rank.pool.1).sum::<usize>(),
+            host_blocks = capabilities.host_blocks,
+            graphs = loaded[0].graphs,
+            deterministic = options.deterministic,
+            "model loaded on the GPU"
+        );
+        let tuned = std::mem::take(&mut loaded[0].tuned);
+        Ok(Self { capabilities, swap, ranks, in_flight: 0, tuned })
+    }
+
+    /// Autotuning results of rank 0; empty if nothing was timed.
+    pub fn tuned(&self) -> &[GemmTuning] {
+        &self.tuned
+    }
+
+    /// Returns the logits of the last step's sampled rows, [samples, vocab_size]. Blocks until the GPU is
+    /// done; for tests.
+    ///
+    /// # Errors
+    /// [`runtime::Error::Device`].
+    pub fn logits(&mut self) -> Result<Vec<f32>, runtime::Error> {
+        let (reply, receiver) = std::sync::mpsc::sync_channel(1);
+        self.ranks.send_to_first(DeviceCommand::Logits(reply))?;
+        receiver.recv().map_err(|_| thread_ended())?
+    }
+}
+
+/// Validates all options and returns the maximum sequence length in tokens.
+fn validate_options(options: &CudaOptions, config: &models::ModelConfig) -> Result<u32, Error> {
+    let within = |name, value: u64, low: u64, high: u64| {
+        if (low..=high).contains(&value) {
+            return Ok(());
+        }
+        Err(Error::Option { name, value: value.to_string(), range: format!("from {low} to {high}") })
+    };
+    within("tensor_parallel", options.gpus.len() as u64, 1, RANKS_MAX as u64)?;
+    let duplicate = options.gpus.iter().enumerate().find(|(i, gpu)| options.gpus[..*i].contains(gpu));
+    if let Some((_, gpu)) = duplicate {
+        let (value, range) = (format!("GPU {gpu} twice"), "different GPUs, one a rank".to_owned());
+        return Err(Error::Option { name: "gpu", value, range });
+    }
+    if options.deterministic && options.gpus.len() > 2 {
+        let value = format!("on, with {} ranks", options.gpus.len());
+        // A sum of two elements does not depend on their order; with more ranks, NCCL's order depends on an
+        // element's position in the batch.
+        let range = "off, or on with 2 ranks at most: NCCL's sums over more depend on the batch".to_owned();
+        return Err(Error::Option { name: "deterministic", value, range });
+    }
+    within("slots", options.slots.into(), 1, 4096)?;
+    within("batch_tokens", options.batch_tokens.into(), 1, 1 << 16)?;
+    within("block_tokens", options.block_tokens.into(), 1, 1 << 12)?;
+    let block_tokens_min = options.kv_store.block_tokens_min();
+    if options.block_tokens < block_tokens_min {
+        let value = options.block_tokens.to_string();
+        let range = format!(
+            "at least {block_tokens_min} with a KV cache in 8 bits, whose scales are copied four at a time"
+        );
+        return Err(Error::Option { name: "block_tokens", value, range });
+    }
+    if !options.block_tokens.is_power_of_two() {
+        let value = options.block_tokens.to_string();
+        return Err(Error::Option { name: "block_tokens", value, range: "a power of two".to_owned() });
+    }
+    if !(options.utilization > 0.0 && options.utilization <= 1.0) {
+        let (name, value) = ("gpu_memory_utilization", options.utilization.to_string());
+        return Err(Error::Option { name, value, range: "above 0 and at most 1".to_owned() });
+    }
+    let context_tokens = options.context_tokens.unwrap_or(config.context_tokens);
+    within("context_tokens", context_tokens.into(), 2, config.context_tokens.into())?;
+    Ok(context_tokens)
+}
+
+impl Runtime for CudaRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), runtime::Error> {
+        self.capabilities.check_slot(slot)?;
+        // Only penalties read the token history; the count of generated tokens is always needed.
+        let prompt = if setup.sampling.needs_history() { setup.prompt } else { &[] };
+        let setup = SlotSetup { prompt, ..setup.clone() };
+        self.ranks.send(DeviceCommand::Attach(slot, (&setup).into()))
+    }
+
+    fn detach(&mut self, slot: Slot) {
+        // Without a device thread there is no slot; the next step reports the error.
+        let _ = self.ranks.send(DeviceCommand::Detach(slot));
+    }
+
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
+        batch.check(&self.capabilities)?;
+        if self.in_flight == DEPTH {
+            return Err(runtime::Error::Malformed("as many steps are launched as there may be".to_owned()));
+        }
+        self.ranks.launch(batch)?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {
+        if self.in_flight == 0 {
+            return Err(runtime::Error::Malformed("no step was launched".to_owned()));
+        }
+        self.in_flight -= 1;
+        sampled.clear();
+        let CompletedStep { result_slot, logprobs } = self.ranks.complete()?;
+        let result_slot = self.ranks.result_slot(result_slot);
+        // SAFETY: the copy into this result slot has completed, and the next one into it is enqueued by a
+        // later launch.
+        let bytes = unsafe { result_slot.results.as_slice() };
+        for (chunk, with_logprobs) in bytes.chunks_exact(size_of::<SamplingResult>()).zip(logprobs) {
+            // SAFETY: `SamplingResult` is plain data valid for any bytes, and the chunk has its size.
+            let result = unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
+            sampled.push(model_runner::sampled(&result, with_logprobs));
+        }
+        let milliseconds = result_slot.done.milliseconds_since(&result_slot.begin);
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    }
+
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {
+        match &mut self.swap {
+            Some(swap) => swap.start(transfer),
+            None => Err(runtime::Error::Malformed("there is no host pool to transfer to".to_owned())),
+        }
+    }
+
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>) {
+        if let Some(swap) = &mut self.swap {
+            swap.finished(finished);
+        }
+    }
+
+    fn wait_for_transfer(&mut self) -> Result<(), runtime::Error> {
+        self.swap.as_mut().map_or(Ok(()), GroupSwap::wait)
+    }
+}

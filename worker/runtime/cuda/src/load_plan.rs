@@ -1,0 +1,138 @@
+//! Load plan of a rank: sizes of its buffers and of the KV pool, from the model, the options and the memory
+//! that is free when loading begins.
+
+use inflight_runtime::Capabilities;
+
+use super::device_thread::{DEPTH, LoadJob};
+use super::forward::windows;
+use super::memory_plan::{
+    BufferLimits, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
+    WORKSPACE_BYTES, allocated_bytes, component_table, largest_bucket, options_to_lower, pool_blocks,
+    total_bytes,
+};
+use super::metadata::{MetadataCapacity, MetadataLayout};
+use super::{Error as LoadError, mebibytes};
+
+/// Sizes of what a rank allocates.
+pub(super) struct LoadPlan {
+    pub(super) shapes: ModelShapes,
+    /// Maximum rows of a step.
+    pub(super) rows: u32,
+    /// Maximum sampled rows of a step.
+    pub(super) samples: u32,
+    pub(super) metadata_bytes: usize,
+    /// Bytes of a KV block of this rank's shard.
+    pub(super) block_bytes: u64,
+    /// Allocations beside weights and KV pool.
+    components: Vec<MemoryComponent>,
+    /// Bytes of the GPU that are free before loading.
+    pub(super) free: u64,
+    /// Bytes of the GPU.
+    total: u64,
+}
+
+impl LoadPlan {
+    /// Plans the load of a shard on a GPU with `memory`: free and total bytes.
+    pub(super) fn new(job: &LoadJob, memory: (u64, u64)) -> Self {
+        let LoadJob { config, shard_plan, options, context_tokens, .. } = job;
+        let shapes = shard_plan.shapes(config);
+        let samples = options.slots.max(largest_bucket(options.slots));
+        let rows = options.batch_tokens.max(samples);
+        let table_entries =
+            options.slots as usize * (*context_tokens as usize).div_ceil(options.block_tokens as usize);
+        let capacity = MetadataCapacity {
+            rows: rows as usize,
+            samples: samples as usize,
+            items: (rows + PARTIALS) as usize,
+            copies: options.slots as usize,
+            plans: windows(config).0.len(),
+        };
+        let metadata_bytes = MetadataLayout::new(&capacity).bytes(table_entries.min(1 << 24));
+        let limits = BufferLimits {
+            rows: rows.into(),
+            samples: samples.into(),
+            slots: options.slots.into(),
+            context: (*context_tokens).into(),
+            metadata: metadata_bytes as u64,
+        };
+        let (free, total) = memory;
+        Self {
+            shapes,
+            rows,
+            samples,
+            metadata_bytes,
+            block_bytes: shapes.block_bytes(options.block_tokens, options.kv_store),
+            components: shapes.components(&limits),
+            free,
+            total,
+        }
+    }
+
+    /// Returns the blocks of the KV pool if weights and libraries have taken `taken` bytes.
+    ///
+    /// # Errors
+    /// [`LoadError::Memory`] if not even one block fits.
+    pub(super) fn pool_blocks(&self, job: &LoadJob, taken: u64) -> Result<u32, LoadError> {
+        let options = &job.options;
+        let budget = MemoryBudget { total: self.total, free: self.free, taken };
+        match pool_blocks(budget, options.utilization, &self.components, self.block_bytes, options.kv_bytes) {
+            PoolSize::Blocks(blocks) => Ok(blocks),
+            PoolSize::Missing(missing) => {
+                let weights = MemoryComponent { name: "weights", option: "", bytes: taken };
+                let all: Vec<MemoryComponent> = self.components.iter().copied().chain([weights]).collect();
+                Err(LoadError::Memory {
+                    name: job.gpu_info.name.clone(),
+                    missing: mebibytes(missing),
+                    allowed: mebibytes(budget.allowed(options.utilization)),
+                    total: mebibytes(self.total),
+                    components: component_table(&all),
+                    options: options_to_lower(&self.components),
+                })
+            }
+        }
+    }
+
+    /// Returns the capabilities of the loaded model with a pool of `blocks` blocks.
+    pub(super) fn capabilities(&self, job: &LoadJob, blocks: u32) -> Capabilities {
+        let options = &job.options;
+        // Each rank's host pool holds its shard of every block.
+        let host_bytes = options.host_bytes / job.shard_plan.world() as u64;
+        Capabilities {
+            vocab_size: job.config.vocab_size as u32,
+            context_tokens: job.context_tokens,
+            block_tokens: options.block_tokens,
+            blocks,
+            host_blocks: u32::try_from(host_bytes / self.block_bytes).unwrap_or(u32::MAX),
+            slots: options.slots,
+            batch_tokens: options.batch_tokens,
+            depth: DEPTH,
+            fingerprint: job.fingerprint.clone(),
+        }
+    }
+
+    /// Logs the memory of a rank that has loaded, and warns if more was allocated than planned. `taken`:
+    /// bytes of weights and libraries; `left`: bytes still free.
+    pub(super) fn log_allocated(&self, rank: usize, taken: u64, blocks: u32, left: u64) {
+        let pool = allocated_bytes(u64::from(blocks) * self.block_bytes);
+        // The workspace was allocated before memory was measured, and the reserve is never allocated.
+        let planned = taken + total_bytes(&self.components) + pool - RESERVE_BYTES - WORKSPACE_BYTES;
+        let unplanned = self.free.saturating_sub(left).saturating_sub(planned);
+        tracing::info!(
+            rank,
+            total_mib = mebibytes(self.total),
+            weights_mib = mebibytes(taken),
+            pool_mib = mebibytes(pool),
+            others_mib = component_table(&self.components),
+            unplanned_mib = mebibytes(unplanned),
+            "GPU memory allocated; nothing is allocated from here on"
+        );
+        if unplanned > RESERVE_BYTES {
+            tracing::warn!(
+                rank,
+                unplanned_mib = mebibytes(unplanned),
+                reserve_mib = mebibytes(RESERVE_BYTES),
+                "less free GPU memory than planned; lower --gpu-memory-utilization if no other process uses it"
+            );
+        }
+    }
+}

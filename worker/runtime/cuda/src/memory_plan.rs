@@ -1,0 +1,393 @@
+//! GPU memory plan: bytes per component and blocks of the KV pool. Pure arithmetic, tested without a device.
+
+use inflight_kernels::cuda::{KvStore, SamplingResult};
+use inflight_models::ModelConfig;
+use inflight_runtime::sharding::Shard;
+
+use super::slots::{adjustment_bytes, history_bytes};
+
+/// Row counts for which decode steps are captured as CUDA graphs.
+const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+/// Maximum number of split-attention partial results.
+pub(super) const PARTIALS: u32 = 1024;
+/// Bytes of the maximum and the sum of a partial result row, beside its elements.
+const PARTIAL_TOPS_BYTES: u64 = 8;
+/// Rows of a partial result.
+const SPLIT_ROWS: u64 = 16;
+/// Bytes of cuBLASLt workspace, as recommended for Hopper.
+pub(super) const WORKSPACE_BYTES: u64 = 32 << 20;
+/// Bytes left to the driver for its context, kernels, graphs and collectives' later allocations.
+pub(super) const RESERVE_BYTES: u64 = 512 << 20;
+/// Granularity of the driver's mappings in bytes; allocations of at least half of it are mapped separately.
+const MAPPING_BYTES: u64 = 2 << 20;
+/// Alignment of smaller allocations in bytes.
+const SMALL_ALIGN: u64 = 512;
+
+/// Returns the smallest bucket that holds `rows`; `None` if no graph is that large.
+pub(super) fn bucket(rows: u32, slots: u32) -> Option<u32> {
+    BUCKETS.into_iter().find(|bucket| *bucket >= rows).filter(|bucket| *bucket <= largest_bucket(slots))
+}
+
+/// Returns the largest bucket used with `slots` slots.
+pub(super) fn largest_bucket(slots: u32) -> u32 {
+    BUCKETS.into_iter().find(|bucket| *bucket >= slots).unwrap_or(BUCKETS[BUCKETS.len() - 1])
+}
+
+/// Returns all buckets used with `slots` slots, largest first.
+pub(super) fn buckets(slots: u32) -> impl Iterator<Item = u32> {
+    BUCKETS.into_iter().rev().filter(move |bucket| *bucket <= largest_bucket(slots))
+}
+
+/// Model shapes of a rank's shard, as far as memory depends on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ModelShapes {
+    pub(super) hidden: u64,
+    pub(super) inner: u64,
+    pub(super) layers: u64,
+    pub(super) heads: u64,
+    pub(super) kv_heads: u64,
+    pub(super) head_dim: u64,
+    /// Elements between the starts of two rows of logits.
+    pub(super) logits: u64,
+    /// Elements of a row of all ranks' gathered logits; 0 without collectives.
+    pub(super) gathered: u64,
+}
+
+/// Returns the elements between the starts of two rows of logits.
+fn logits_stride(vocabulary: usize) -> usize {
+    vocabulary.next_multiple_of(8)
+}
+
+/// Returns the elements of a row of all ranks' logits, each rank's part padded to the largest.
+fn gathered_stride(shards: &[Shard]) -> usize {
+    let widest = shards.iter().map(|shard| shard.vocabulary.len()).max().unwrap_or(0);
+    match shards.len() {
+        // In a group of one, the head's GEMM has the same shape as without a group, so the same algorithm.
+        1 => logits_stride(widest),
+        // Every part is aligned for GEMM outputs.
+        ranks => ranks * widest.next_multiple_of(64),
+    }
+}
+
+impl ModelShapes {
+    /// Returns the shapes of a shard's `config`; `shards`: those of all ranks, if they run collectives.
+    pub(super) fn new(config: &ModelConfig, shards: Option<&[Shard]>) -> Self {
+        Self {
+            gathered: shards.map_or(0, |shards| gathered_stride(shards) as u64),
+            hidden: config.hidden_size as u64,
+            inner: config.intermediate_size as u64,
+            layers: config.layers as u64,
+            heads: config.heads as u64,
+            kv_heads: config.kv_heads as u64,
+            head_dim: config.head_dim as u64,
+            logits: logits_stride(config.vocab_size) as u64,
+        }
+    }
+
+    /// Returns the output columns of the QKV GEMM.
+    pub(super) fn qkv(&self) -> u64 {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Returns the bytes of a KV block.
+    pub(super) fn block_bytes(&self, block_tokens: u32, store: KvStore) -> u64 {
+        self.layers * store.layer_bytes(self.kv_heads, u64::from(block_tokens), self.head_dim)
+    }
+
+    /// Returns the bytes of attention's partial results: of elements, and of maxima and sums.
+    pub(super) fn partial_bytes(&self) -> (u64, u64) {
+        let rows = u64::from(PARTIALS) * self.kv_heads * SPLIT_ROWS;
+        (rows * self.head_dim * 4, rows * PARTIAL_TOPS_BYTES)
+    }
+
+    /// Lists all allocations beside weights and KV pool; all are made at load.
+    pub(super) fn components(&self, limits: &BufferLimits) -> Vec<MemoryComponent> {
+        let BufferLimits { rows, samples, slots, context, metadata } = *limits;
+        let half = |width: u64| rows * width * 2;
+        let partial = self.partial_bytes();
+        let activations = [
+            half(2 * self.hidden), // the residual, in f32
+            half(self.hidden),
+            half(self.qkv()),
+            half(self.heads * self.head_dim),
+            half(self.hidden),
+            half(2 * self.inner),
+            half(self.inner),
+        ];
+        let logits = [
+            samples * self.logits * 4,
+            samples * self.gathered * 4,
+            samples * self.hidden * 2,
+            samples * size_of::<SamplingResult>() as u64,
+            samples * 4,
+        ];
+        let sampling = [adjustment_bytes(slots), context * 4];
+        let attention = [partial.0, partial.1, u64::from(PARTIALS) * self.kv_heads * 4];
+        let component = |name, option, allocations: &[u64]| MemoryComponent {
+            name,
+            option,
+            bytes: allocations.iter().copied().map(allocated_bytes).sum(),
+        };
+        vec![
+            component("activations", "--max-batch-tokens", &activations),
+            component("logits", "--max-sequences", &logits),
+            component("biases", "--max-sequences", &sampling),
+            // Computed for the padded vocabulary, slightly more than needed.
+            component("penalties", "--max-sequences", &[history_bytes(slots, self.logits)]),
+            component("metadata", "--max-sequences", &[metadata]),
+            component("angles", "--max-context-tokens", &[context * self.head_dim * 4]),
+            component("attention", "", &attention),
+            component("workspace", "", &[WORKSPACE_BYTES]),
+            component("driver", "", &[RESERVE_BYTES]),
+        ]
+    }
+}
+
+/// Returns the maximum bytes that the driver uses for an allocation.
+pub(super) fn allocated_bytes(bytes: u64) -> u64 {
+    match bytes {
+        0..MAPPING_HALF => bytes.next_multiple_of(SMALL_ALIGN),
+        _ => bytes.next_multiple_of(MAPPING_BYTES),
+    }
+}
+
+const MAPPING_HALF: u64 = MAPPING_BYTES / 2;
+
+/// Batch limits that buffer sizes depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BufferLimits {
+    /// Rows of the largest batch.
+    pub(super) rows: u64,
+    /// Rows of logits.
+    pub(super) samples: u64,
+    /// Attached sequences.
+    pub(super) slots: u64,
+    /// Maximum tokens of a sequence.
+    pub(super) context: u64,
+    /// Bytes of a step's metadata.
+    pub(super) metadata: u64,
+}
+
+/// Component of the memory plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MemoryComponent {
+    pub(super) name: &'static str,
+    /// CLI option that reduces it; empty: none.
+    pub(super) option: &'static str,
+    pub(super) bytes: u64,
+}
+
+/// Returns the total bytes of all components.
+pub(super) fn total_bytes(components: &[MemoryComponent]) -> u64 {
+    components.iter().fold(0, |sum, component| sum.saturating_add(component.bytes))
+}
+
+/// Formats the components' names and MiB, largest first.
+pub(super) fn component_table(components: &[MemoryComponent]) -> String {
+    let largest_first = by_size(components)
+        .into_iter()
+        .map(|component| format!("{} {}", component.name, mebibytes(component.bytes)));
+    largest_first.collect::<Vec<_>>().join(", ")
+}
+
+/// Formats the CLI options to lower with the MiB each affects, largest first.
+pub(super) fn options_to_lower(components: &[MemoryComponent]) -> String {
+    let mut options: Vec<MemoryComponent> = Vec::new();
+    for component in components.iter().filter(|component| !component.option.is_empty()) {
+        match options.iter_mut().find(|known| known.option == component.option) {
+            Some(known) => known.bytes += component.bytes,
+            None => options.push(*component),
+        }
+    }
+    let options = by_size(&options)
+        .into_iter()
+        .map(|component| format!("{} ({} MiB)", component.option, mebibytes(component.bytes)));
+    options.collect::<Vec<_>>().join(", ")
+}
+
+fn by_size(components: &[MemoryComponent]) -> Vec<&MemoryComponent> {
+    let mut components: Vec<&MemoryComponent> =
+        components.iter().filter(|component| component.bytes > 0).collect();
+    components.sort_by_key(|component| std::cmp::Reverse(component.bytes));
+    components
+}
+
+fn mebibytes(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 20)
+}
+
+/// Size of the KV pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PoolSize {
+    /// Number of blocks that fit.
+    Blocks(u32),
+    /// Bytes missing for a single block.
+    Missing(u64),
+}
+
+/// State of the GPU's memory, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MemoryBudget {
+    /// Total memory.
+    pub(super) total: u64,
+    /// Memory that was free when this process started.
+    pub(super) free: u64,
+    /// Memory that this process has allocated since.
+    pub(super) taken: u64,
+}
+
+impl MemoryBudget {
+    /// Returns the bytes that this process may use, including those it has allocated; memory of other
+    /// processes is excluded.
+    pub(super) fn allowed(&self, utilization: f32) -> u64 {
+        ((self.total as f64 * f64::from(utilization)) as u64).min(self.free)
+    }
+}
+
+/// Returns the blocks of the KV pool: what `utilization` of the GPU's memory leaves beside allocated memory
+/// and all components, capped at `limit` bytes.
+pub(super) fn pool_blocks(
+    budget: MemoryBudget,
+    utilization: f32,
+    components: &[MemoryComponent],
+    block_bytes: u64,
+    limit: Option<u64>,
+) -> PoolSize {
+    let allowed = budget.allowed(utilization);
+    let needed = budget.taken.saturating_add(total_bytes(components));
+    let left = allowed.saturating_sub(needed);
+    // The pool is one allocation of whole mappings.
+    let left = left - left % MAPPING_BYTES;
+    let left = limit.map_or(left, |limit| left.min(limit));
+    match u32::try_from(left / block_bytes).unwrap_or(u32::MAX) {
+        0 => {
+            let needed = needed.saturating_add(block_bytes.next_multiple_of(MAPPING_BYTES));
+            PoolSize::Missing(needed.saturating_sub(allowed).max(1))
+        }
+        blocks => PoolSize::Blocks(blocks),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LLAMA_8B: ModelShapes = ModelShapes {
+        hidden: 4096,
+        inner: 14336,
+        layers: 32,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        logits: 128_256,
+        gathered: 0,
+    };
+    const LARGE: BufferLimits =
+        BufferLimits { rows: 8192, samples: 256, slots: 256, context: 131_072, metadata: 12 << 20 };
+
+    #[test]
+    fn a_llama_8b_block_is_two_mebibytes_and_in_fp8_half_plus_scales() {
+        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Half), 2 << 20);
+        assert_eq!(LLAMA_8B.block_bytes(16, KvStore::Fp8), (1 << 20) + 32 * 2 * 8 * 16 * 4);
+    }
+
+    #[test]
+    fn an_h200_holds_most_of_its_memory_in_kv_blocks() {
+        let (total, weights) = (141u64 << 30, 16u64 << 30);
+        let components = LLAMA_8B.components(&LARGE);
+        let buffers = total_bytes(&components);
+        assert!(buffers < 4 << 30, "{buffers}");
+        let budget = MemoryBudget { total, free: total, taken: weights };
+        let PoolSize::Blocks(blocks) = pool_blocks(budget, 0.9, &components, 2 << 20, None) else {
+            panic!("nothing is left");
+        };
+        assert!((50_000..56_000).contains(&blocks), "{blocks}");
+    }
+
+    #[test]
+    fn components_are_listed_by_size_with_the_options_to_lower() {
+        let components = LLAMA_8B.components(&LARGE);
+        let (table, options) = (component_table(&components), options_to_lower(&components));
+        assert!(table.starts_with("activations 1"), "{table}");
+        for clue in ["logits 1", "penalties 126", "driver 512", "workspace 32"] {
+            assert!(table.contains(clue), "{table} has no {clue}");
+        }
+        let order = ["--max-batch-tokens", "--max-sequences", "--max-context-tokens"]
+            .map(|option| options.find(option).unwrap());
+        assert!(order.is_sorted() && options.matches("--max-sequences").count() == 1, "{options}");
+    }
+
+    fn shapes() -> impl Strategy<Value = ModelShapes> {
+        let heads = (1u64..64, 1u64..17, prop::sample::select(vec![64u64, 96, 128, 256]));
+        let widths = (1u64..1024, 1u64..4096, 1u64..100, 1u64..40_000, any::<bool>());
+        (heads, widths).prop_map(
+            |((group, kv_heads, head_dim), (hidden, inner, layers, vocabulary, gathers))| ModelShapes {
+                hidden: hidden * 8,
+                inner: inner * 8,
+                layers,
+                heads: group * kv_heads,
+                kv_heads,
+                head_dim,
+                logits: vocabulary * 8,
+                gathered: if gathers { vocabulary * 8 + 512 } else { 0 },
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn components_and_pool_fit_the_budget_or_the_reported_missing_bytes_would_do(
+            shapes in shapes(), sizes in (1u64..65_536, 1u64..4096, 2u64..1 << 20, 1u64..1 << 26),
+            total in 1u64 << 32..200 << 30, others in 0u64..1 << 36, taken in 0u64..1 << 37, utilization in 0.05f32..1.0,
+            block_tokens in 0u32..9, fp8 in any::<bool>(), limit in prop::option::of(1u64 << 30..1 << 37),
+        ) {
+            let (rows, slots, context, metadata) = sizes;
+            let samples = slots.max(u64::from(largest_bucket(slots as u32)));
+            let limits = BufferLimits { rows: rows.max(samples), samples, slots, context, metadata };
+            let components = shapes.components(&limits);
+            let store = if fp8 { KvStore::Fp8 } else { KvStore::Half };
+            let block = shapes.block_bytes(1 << block_tokens, store);
+            let budget = MemoryBudget { total, free: total.saturating_sub(others), taken };
+            let allowed = budget.allowed(utilization);
+            prop_assert!(allowed <= budget.free && allowed as f64 <= total as f64 * f64::from(utilization) + 1.0);
+            let of = |budget| pool_blocks(budget, utilization, &components, block, limit);
+            match of(budget) {
+                PoolSize::Blocks(blocks) => {
+                    let pool = u64::from(blocks) * block;
+                    let used = taken + total_bytes(&components);
+                    let limited = limit.is_some_and(|limit| pool <= limit);
+                    prop_assert!(allocated_bytes(pool) + used <= allowed || limited);
+                    prop_assert!(pool + used <= allowed);
+                    prop_assert!(limit.is_none_or(|limit| pool <= limit));
+                    // There is no memory for another block.
+                    let more = allocated_bytes(pool + block) + used;
+                    prop_assert!(more > allowed || blocks == u32::MAX || limit.is_some_and(|limit| pool + block > limit));
+                }
+                PoolSize::Missing(bytes) if limit.is_none_or(|limit| limit >= block) => {
+                    prop_assert!(bytes > 0);
+                    // Exactly this many bytes less suffice.
+                    if bytes <= taken {
+                        let enough = of(MemoryBudget { taken: taken - bytes, ..budget });
+                        prop_assert!(matches!(enough, PoolSize::Blocks(1..)));
+                        let short = of(MemoryBudget { taken: taken - bytes + 1, ..budget });
+                        prop_assert_eq!(short, PoolSize::Missing(1));
+                    }
+                }
+                PoolSize::Missing(bytes) => prop_assert!(bytes > 0),
+            }
+        }
+
+        #[test]
+        fn a_bucket_is_the_smallest_that_holds_the_rows(rows in 1u32..400, slots in 1u32..4096) {
+            match bucket(rows, slots) {
+                Some(bucket) => {
+                    prop_assert!(bucket >= rows);
+                    prop_assert!(BUCKETS.iter().all(|other| *other < rows || *other >= bucket));
+                    prop_assert!(buckets(slots).any(|b| b == bucket));
+                }
+                None => prop_assert!(rows > 256 || rows > largest_bucket(slots)),
+            }
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! Step metadata: tokens, positions, KV indices, sampling rows, attention plans and block tables, packed for
+//! one upload.
+
+use inflight_kernels::cuda::{
+    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, as_bytes,
+};
+use inflight_runtime::{Batch, Error};
+
+use super::memory_plan::PARTIALS;
+
+/// Flag of a token id that stands for a sample index of the previous step.
+const FEEDBACK: u32 = 1 << 31;
+/// KV index of padding rows, which write no keys and values.
+const PADDING_KV_INDEX: u32 = u32::MAX;
+/// Byte alignment of sections.
+const ALIGN: usize = 256;
+
+/// Capacity of each section, in entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct MetadataCapacity {
+    pub(super) rows: usize,
+    pub(super) samples: usize,
+    /// Attention items per plan.
+    pub(super) items: usize,
+    pub(super) copies: usize,
+    /// Attention plans: one per distinct sliding window.
+    pub(super) plans: usize,
+}
+
+/// Byte offset of each section. The block tables come last because their length varies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MetadataLayout {
+    pub(super) tokens: usize,
+    pub(super) positions: usize,
+    pub(super) kv_indices: usize,
+    pub(super) sampled_rows: usize,
+    pub(super) sampling: usize,
+    pub(super) copies: usize,
+    item_counts: usize,
+    items: usize,
+    item_bytes: usize,
+    pub(super) tables: usize,
+}
+
+impl MetadataLayout {
+    pub(super) fn new(capacity: &MetadataCapacity) -> Self {
+        let mut at = 0;
+        let mut section = |bytes: usize| {
+            let begin = at;
+            at = (at + bytes).next_multiple_of(ALIGN);
+            begin
+        };
+        let item_bytes = (capacity.items * size_of::<AttentionItem>()).next_multiple_of(ALIGN);
+        Self {
+            tokens: section(capacity.rows * 4),
+            positions: section(capacity.rows * 4),
+            kv_indices: section(capacity.rows * 4),
+            sampled_rows: section(capacity.samples * 4),
+            sampling: section(capacity.samples * size_of::<SamplingRow>()),
+            copies: section(capacity.copies * 8),
+            item_counts: section(capacity.plans * 4),
+            items: section(capacity.plans * item_bytes),
+            item_bytes,
+            tables: section(0),
+        }
+    }
+
+    pub(super) fn item_count(&self, plan: usize) -> usize {
+        self.item_counts + plan * 4
+    }
+
+    pub(super) fn items(&self, plan: usize) -> usize {
+        self.items + plan * self.item_bytes
+    }
+
+    /// Returns the bytes of all sections, with this many block table entries.
+    pub(super) fn bytes(&self, table_entries: usize) -> usize {
+        self.tables + table_entries * 4
+    }
+}
+
+/// Launch shape of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct StepShape {
+    pub(super) layout: MetadataLayout,
+    /// Rows, including padding.
+    pub(super) rows: u32,
+    /// Rows of logits, including padding.
+    pub(super) samples: u32,
+    /// Ranges (first, end) of block copies that are independent of each other.
+    pub(super) copies: Vec<(u32, u32)>,
+    /// Whether some attention plan has prefill items, of many rows.
+    pub(super) mixed: bool,
+    /// CUDA graph bucket of a decode-only batch.
+    pub(super) bucket: Option<u32>,
+    pub(super) bytes: usize,
+}
+
+/// Packs batches into metadata; reuses its buffers.
+#[derive(Debug, Default)]
+pub(super) struct MetadataPacker {
+    plans: Vec<AttentionPlan>,
+    sequences: Vec<PlannedSequence>,
+    kv_indices: Vec<u32>,
+    /// Last step that wrote to each block, by block.
+    written: Vec<u64>,
+    step: u64,
+}
+
+/// Model and device properties that packing depends on.
+#[derive(Debug, Clone)]
+pub(super) struct PackerConfig {
+    pub(super) block_tokens: u32,
+    pub(super) blocks: u32,
+    /// Distinct sliding windows of the layers.
+    pub(super) windows: Vec<Option<u32>>,
+    /// Plan parameters; `window` is replaced per plan.
+    pub(super) plan: PlanShape,
+}
+
+impl MetadataPacker {
+    /// Computes the KV index of each row and checks that no two sequences write to one block.
+    fn assign_kv_indices(&mut self, batch: &Batch, config: &PackerConfig) -> Result<(), Error> {
+        self.step += 1;
+        self.written.resize(config.blocks as usize, 0);
+        self.kv_indices.clear();
+        for s in 0..batch.sequences() {
+            let table = &batch.blocks[batch.block_starts[s] as usize..batch.block_starts[s + 1] as usize];
+            let positions = &batch.positions[batch.starts[s] as usize..batch.starts[s + 1] as usize];
+            for (i, position) in positions.iter().enumerate() {
+                let block = table[(position / config.block_tokens) as usize];
+                let offset = position % config.block_tokens;
+                if i == 0 || offset == 0 {
+                    let written = &mut self.written[block as usize];
+                    if *written == self.step {
+                        return Err(Error::Malformed(format!("block {block} is written from two places")));
+                    }
+                    *written = self.step;
+                }
+                self.kv_indices.push(block * config.block_tokens + offset);
+            }
+        }
+        Ok(())
+    }
+
+    /// Packs a validated batch into `out`. `sampling` has a row per sample; `bucket_for` returns the bucket,
+    /// if any, for this many decode rows.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if two sequences write to one block or feedback is out of range.
+    pub(super) fn pack(
+        &mut self,
+        batch: &Batch,
+        config: &PackerConfig,
+        sampling: &[SamplingRow],
+        previous_samples: usize,
+        bucket_for: impl Fn(u32) -> Option<u32>,
+        out: &mut Vec<u8>,
+    ) -> Result<StepShape, Error> {
+        self.assign_kv_indices(batch, config)?;
+        let rows = batch.rows();
+        self.sequences.clear();
+        for s in 0..batch.sequences() {
+            let row = batch.starts[s];
+            self.sequences.push(PlannedSequence {
+                row,
+                tokens: batch.starts[s + 1] - row,
+                position: batch.positions[row as usize],
+                table: batch.block_starts[s],
+            });
+        }
+        self.plans.resize_with(config.windows.len(), AttentionPlan::default);
+        for (plan, window) in self.plans.iter_mut().zip(&config.windows) {
+            plan.make(&self.sequences, &PlanShape { window: *window, ..config.plan });
+        }
+        let decodes = batch.sequences() == rows
+            && batch.samples.len() == rows
+            && batch.copies.is_empty()
+            && batch.samples.iter().enumerate().all(|(i, sample)| sample.row as usize == i);
+        let bucket = if decodes { bucket_for(rows as u32) } else { None };
+        let (padded_rows, samples) = match bucket {
+            Some(bucket) => (bucket as usize, bucket as usize),
+            None => (rows, batch.samples.len()),
+        };
+        let items = match bucket {
+            // A captured graph reads from fixed offsets.
+            Some(bucket) => bucket_items(bucket),
+            None => self.plans.iter().map(|plan| plan.items().len()).max().unwrap_or(0),
+        };
+        let capacity = MetadataCapacity {
+            rows: padded_rows,
+            samples,
+            items,
+            copies: batch.copies.len(),
+            plans: config.windows.len(),
+        };
+        let layout = MetadataLayout::new(&capacity);
+        let bytes = layout.bytes(batch.blocks.len());
+        out.clear();
+        out.resize(bytes, 0);
+        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
+        for (i, token) in batch.tokens.iter().enumerate() {
+            put(layout.tokens + i * 4, &token.to_ne_bytes());
+        }
+        for feedback in &batch.feedback {
+            if feedback.row as usize >= rows || feedback.sample as usize >= previous_samples {
+                let (row, sample) = (feedback.row, feedback.sample);
+                let reason = format!("row {row} waits for sample {sample}, which is not there");
+                return Err(Error::Malformed(reason));
+            }
+            put(layout.tokens + feedback.row as usize * 4, &(FEEDBACK | feedback.sample).to_ne_bytes());
+        }
+        for (i, position) in batch.positions.iter().enumerate() {
+            put(layout.positions + i * 4, &position.to_ne_bytes());
+        }
+        for i in 0..padded_rows {
+            let index = self.kv_indices.get(i).copied().unwrap_or(PADDING_KV_INDEX);
+            put(layout.kv_indices + i * 4, &index.to_ne_bytes());
+        }
+        for i in 0..samples {
+            let row = batch.samples.get(i).map_or(i as u32, |sample| sample.row);
+            put(layout.sampled_rows + i * 4, &row.to_ne_bytes());
+        }
+        for (i, row) in sampling.iter().enumerate() {
+            put(layout.sampling + i * size_of::<SamplingRow>(), as_bytes(row));
+        }
+        for (i, copy) in batch.copies.iter().enumerate() {
+            put(layout.copies + i * 8, &copy.from.to_ne_bytes());
+            put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
+        }
+        for (i, plan) in self.plans.iter().enumerate() {
+            put(layout.item_count(i), &(plan.items().len() as u32).to_ne_bytes());
+            for (j, item) in plan.items().iter().enumerate() {
+                put(layout.items(i) + j * size_of::<AttentionItem>(), as_bytes(item));
+            }
+        }
+        for (i, block) in batch.blocks.iter().enumerate() {
+            put(layout.tables + i * 4, &block.to_ne_bytes());
+        }
+        Ok(StepShape {
+            layout,
+            rows: padded_rows as u32,
+            samples: samples as u32,
+            copies: copy_groups(batch),
+            mixed: self.plans.iter().any(AttentionPlan::is_mixed),
+            bucket,
+            bytes,
+        })
+    }
+}
+
+/// Returns the layout that a bucket's graph reads.
+pub(super) fn bucket_layout(bucket: u32, plans: usize) -> MetadataLayout {
+    let rows = bucket as usize;
+    MetadataLayout::new(&MetadataCapacity {
+        rows,
+        samples: rows,
+        items: bucket_items(bucket),
+        copies: 0,
+        plans,
+    })
+}
+
+/// Returns the maximum number of attention items in a bucket: one per row, and the splits of rows with many
+/// keys.
+fn bucket_items(bucket: u32) -> usize {
+    (bucket + PARTIALS) as usize
+}
+
+/// Groups block copies into ranges in which no copy reads or writes a block that another one writes.
+fn copy_groups(batch: &Batch) -> Vec<(u32, u32)> {
+    let mut groups: Vec<(u32, u32)> = Vec::new();
+    for (i, copy) in batch.copies.iter().enumerate() {
+        let i = i as u32;
+        let conflicts = groups.last().is_none_or(|(first, _)| {
+            batch.copies[*first as usize..i as usize]
+                .iter()
+                .any(|earlier| [copy.from, copy.to].contains(&earlier.to) || earlier.from == copy.to)
+        });
+        match groups.last_mut() {
+            Some(group) if !conflicts => group.1 = i + 1,
+            _ => groups.push((i, i + 1)),
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_runtime::{BlockCopy, Feedback};
+
+    use super::*;
+
+    fn config(windows: Vec<Option<u32>>) -> PackerConfig {
+        let plan = PlanShape {
+            group: 4,
+            kv_heads: 2,
+            head_dim: 64,
+            window: None,
+            deterministic: false,
+            slots: 8,
+            partials: PARTIALS,
+        };
+        PackerConfig { block_tokens: 16, blocks: 64, windows, plan }
+    }
+
+    fn word(bytes: &[u8], at: usize) -> u32 {
+        u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
+    }
+
+    #[test]
+    fn decode_batches_are_padded_to_their_bucket_and_mixed_ones_are_not() {
+        let mut batch = Batch::default();
+        batch.clear();
+        for s in 0..3 {
+            batch.push_sequence(&[7 + s], 20 + s, &[2 * s, 2 * s + 1]);
+            batch.sample_last_row(s);
+        }
+        batch.feedback.push(Feedback { row: 1, sample: 2 });
+        let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
+        let config = config(vec![None, Some(8)]);
+        let rows = vec![SamplingRow { active: 1, ..SamplingRow::default() }; 3];
+        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.bucket), (8, 8, Some(8)));
+        assert_eq!(step.layout, bucket_layout(8, 2));
+        assert_eq!(word(&out, step.layout.tokens), 7);
+        assert_eq!(word(&out, step.layout.tokens + 4), 1 << 31 | 2);
+        assert_eq!(word(&out, step.layout.kv_indices + 8), 5 * 16 + 6);
+        assert_eq!(word(&out, step.layout.kv_indices + 12), u32::MAX);
+        assert_eq!(word(&out, step.layout.item_count(1)), 3);
+        assert_eq!(word(&out, step.layout.tables + 20), 5);
+        assert_eq!(out.len(), step.layout.bytes(6));
+
+        batch.push_sequence(&[1, 2, 3], 0, &[9]);
+        let step = packer.pack(&batch, &config, &rows, 3, |_| Some(8), &mut out).unwrap();
+        assert_eq!((step.rows, step.samples, step.bucket), (6, 3, None));
+    }
+
+    #[test]
+    fn feedback_of_missing_samples_and_blocks_written_twice_are_refused() {
+        let (mut packer, mut out) = (MetadataPacker::default(), Vec::new());
+        let mut batch = Batch::default();
+        batch.clear();
+        batch.push_sequence(&[1], 3, &[5]);
+        batch.feedback.push(Feedback { row: 0, sample: 1 });
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        assert!(refused.to_string().contains("waits for sample 1"), "{refused}");
+        batch.feedback.clear();
+        batch.push_sequence(&[1], 4, &[5]);
+        let refused = packer.pack(&batch, &config(vec![None]), &[], 1, |_| None, &mut out).unwrap_err();
+        assert!(refused.to_string().contains("block 5"), "{refused}");
+    }
+
+    #[test]
+    fn dependent_block_copies_are_in_different_groups() {
+        let mut batch = Batch::default();
+        batch.clear();
+        batch.copies =
+            [(1, 2), (1, 3), (3, 4), (5, 6), (7, 5)].map(|(from, to)| BlockCopy { from, to }).to_vec();
+        assert_eq!(copy_groups(&batch), [(0, 2), (2, 4), (4, 5)]);
+    }
+}

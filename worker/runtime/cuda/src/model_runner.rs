@@ -1,0 +1,198 @@
+//! Model runner: turns a batch into packed metadata and runs the forward pass and sampling on any [`Gpu`].
+
+use inflight_kernels::cuda::{
+    DeviceError, HEAD_DIMS, HalfDtype, KvStore, PlanShape, SamplingResult, SamplingRow, attention_blocks,
+};
+use inflight_models::{self as models, ModelConfig};
+use inflight_runtime::{
+    Batch, Capabilities, Error, PositionLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
+};
+
+use super::forward::{CudaForward, ForwardCapacity, windows};
+use super::gpu::Gpu;
+use super::memory_plan::{PARTIALS, bucket, largest_bucket};
+use super::metadata::{MetadataPacker, PackerConfig, StepShape};
+use super::shard_plan::ShardPlan;
+use super::slots::GpuSlots;
+use super::weights::DeviceWeights;
+
+/// Maximum number of query heads per key head (grouped-query attention).
+const QUERIES_PER_KEY_MAX: usize = 16;
+
+/// State of all steps of a rank: weights, buffers, KV pool and sampling slots, but not streams and graphs.
+pub(super) struct ModelRunner<G: Gpu> {
+    pub(super) capabilities: Capabilities,
+    pub(super) forward: CudaForward<G>,
+    slots: GpuSlots<G>,
+    packer: MetadataPacker,
+    packer_config: PackerConfig,
+    rows: Vec<SamplingRow>,
+    previous_samples: usize,
+    /// Whether decode batches are padded to CUDA graph buckets.
+    buckets: bool,
+}
+
+/// Execution modes of a model runner.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RunnerModes {
+    pub(super) store: KvStore,
+    /// Batch-invariant kernels only.
+    pub(super) deterministic: bool,
+    /// Decode batches are padded to CUDA graph buckets.
+    pub(super) buckets: bool,
+}
+
+/// Checks that kernels exist for the shapes of a model, or of one rank's shard where `ranks` is above 1.
+///
+/// # Errors
+/// [`models::Error::Unsupported`], naming the field and the supported values.
+pub(super) fn check_model(config: &ModelConfig, ranks: usize) -> Result<(), models::Error> {
+    let unsupported = |field: &str, found: String, supported: String| {
+        Err(models::Error::Unsupported {
+            file: "config.json".to_owned(),
+            field: field.to_owned(),
+            found,
+            supported,
+        })
+    };
+    if !HEAD_DIMS.contains(&(config.head_dim as u32)) {
+        let supported = format!("{HEAD_DIMS:?} on CUDA; the CPU runtime (--device cpu) takes any even one");
+        return unsupported("head_dim", config.head_dim.to_string(), supported);
+    }
+    if config.heads / config.kv_heads > QUERIES_PER_KEY_MAX {
+        let found = format!("{} heads on {} key heads", config.heads, config.kv_heads);
+        return unsupported(
+            "num_key_value_heads",
+            found,
+            format!("up to {QUERIES_PER_KEY_MAX} heads on one, on CUDA"),
+        );
+    }
+    for (field, width) in
+        [("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)]
+    {
+        if !width.is_multiple_of(8) {
+            let found = match ranks {
+                1 => width.to_string(),
+                _ => format!("{width} on each of {ranks} ranks"),
+            };
+            return unsupported(field, found, "multiples of 8, on CUDA".to_owned());
+        }
+    }
+    Ok(())
+}
+
+impl<G: Gpu> ModelRunner<G> {
+    /// Allocates buffers and the KV pool for a rank's shard. `unsharded` is the configuration of the whole
+    /// model, already checked.
+    pub(super) fn new(
+        gpu: &G,
+        unsharded: &ModelConfig,
+        shard_plan: ShardPlan,
+        half: HalfDtype,
+        weights: DeviceWeights<G::Memory>,
+        capabilities: Capabilities,
+        modes: RunnerModes,
+    ) -> Result<Self, DeviceError> {
+        let RunnerModes { store, deterministic, buckets } = modes;
+        let capacity = ForwardCapacity {
+            // Graphs run padded to a whole bucket.
+            rows: capabilities.batch_tokens.max(largest_bucket(capabilities.slots)),
+            samples: capabilities.slots.max(largest_bucket(capabilities.slots)),
+            context: capabilities.context_tokens,
+            block_tokens: capabilities.block_tokens,
+            blocks: capabilities.blocks,
+            store,
+        };
+        let config = shard_plan.shard().config(unsharded);
+        let forward = CudaForward::new(gpu, unsharded, shard_plan, half, weights, &capacity)?;
+        let slots =
+            GpuSlots::new(gpu, capabilities.slots, capabilities.vocab_size, capabilities.context_tokens)?;
+        let packer_config = PackerConfig {
+            block_tokens: capabilities.block_tokens,
+            blocks: capabilities.blocks,
+            windows: windows(&config).0,
+            plan: PlanShape {
+                group: (config.heads / config.kv_heads) as u32,
+                kv_heads: config.kv_heads as u32,
+                head_dim: config.head_dim as u32,
+                window: None,
+                deterministic,
+                slots: attention_blocks(&gpu.profile(), config.head_dim as u32, store, false),
+                partials: PARTIALS,
+            },
+        };
+        Ok(Self {
+            capabilities,
+            forward,
+            slots,
+            packer: MetadataPacker::default(),
+            packer_config,
+            rows: Vec::new(),
+            previous_samples: 0,
+            buckets,
+        })
+    }
+
+    pub(super) fn attach(&mut self, gpu: &G, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
+        self.slots.attach(gpu, slot, setup)
+    }
+
+    pub(super) fn detach(&mut self, slot: Slot) {
+        self.slots.detach(slot);
+    }
+
+    /// Number of attention plans: one per distinct sliding window.
+    pub(super) fn plans(&self) -> usize {
+        self.packer_config.windows.len()
+    }
+
+    /// Validates a batch and packs its metadata into `out`.
+    pub(super) fn prepare(&mut self, batch: &Batch, out: &mut Vec<u8>) -> Result<StepShape, Error> {
+        batch.check(&self.capabilities)?;
+        self.slots.check(batch)?;
+        let slots = self.capabilities.slots;
+        let buckets = self.buckets;
+        let bucket_for = |rows| if buckets { bucket(rows, slots) } else { None };
+        // Filling sampling rows counts tokens, so nothing after it may fail: packing, which may, comes first.
+        self.rows.clear();
+        self.rows.resize(batch.samples.len(), SamplingRow::default());
+        let step = self.packer.pack(
+            batch,
+            &self.packer_config,
+            &self.rows,
+            self.previous_samples,
+            bucket_for,
+            out,
+        )?;
+        self.slots.sampling_rows(batch, &mut self.rows);
+        let size = size_of::<SamplingRow>();
+        for (i, row) in self.rows.iter().enumerate() {
+            let at = step.layout.sampling + i * size;
+            out[at..at + size].copy_from_slice(inflight_kernels::cuda::as_bytes(row));
+        }
+        self.previous_samples = batch.samples.len();
+        Ok(step)
+    }
+}
+
+/// Converts a row's sampling result, with log probabilities if `with_logprobs`.
+pub(super) fn sampled(result: &SamplingResult, with_logprobs: bool) -> Sampled {
+    let entry = |token, logprob| TokenLogprob { token, logprob };
+    let logprobs = with_logprobs.then(|| {
+        let top = result.top.min(result.tokens.len() as u32) as usize;
+        let pairs = result.tokens.iter().zip(&result.logprobs).take(top);
+        Box::new(PositionLogprobs {
+            chosen: entry(result.token, result.logprob),
+            top: pairs.map(|(token, logprob)| entry(*token, *logprob)).collect(),
+        })
+    });
+    Sampled { token: result.token, logprobs }
+}
+
+impl<G: Gpu> ModelRunner<G> {
+    /// Writes, per sampled row of the batch just prepared, whether log probabilities are requested.
+    pub(super) fn logprobs_requested(&self, requested: &mut Vec<bool>) {
+        requested.clear();
+        requested.extend(self.rows.iter().map(|row| row.logprobs > 0));
+    }
+}

@@ -1,0 +1,174 @@
+//! Sampling state of attached sequences, by slot.
+
+use std::sync::Arc;
+
+use inflight_contract::{SamplingParams, SamplingSpec};
+use inflight_kernels::cuda::{DeviceError, HistoryParams, SamplingRow, TOP_MAX, count_history};
+use inflight_runtime::{Batch, Error, SampleRow, Slot, SlotSetup};
+
+use super::gpu::{Gpu, GpuMemory, bytes_of};
+
+/// Maximum number of masked tokens: stop ids of the request and of the model.
+const MASKED_MAX: usize = SamplingSpec::STOP_TOKEN_IDS_MAX + 64;
+const ADJUSTMENTS_MAX: usize = SamplingSpec::LOGIT_BIAS_MAX + MASKED_MAX;
+
+/// Returns the bytes of the logit biases and masks of `slots` slots.
+pub(super) fn adjustment_bytes(slots: u64) -> u64 {
+    slots * ADJUSTMENTS_MAX as u64 * 8
+}
+
+/// Returns the bytes of the token histories of `slots` slots.
+pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
+    slots * vocabulary * 4
+}
+
+/// Sampling state by slot: parameters on the host; biases, masks and token counts on the device.
+pub(super) struct GpuSlots<G: Gpu> {
+    slots: Vec<Option<GpuSlot>>,
+    vocabulary: u32,
+    /// Logit biases and masks by slot, [slots, ADJUSTMENTS_MAX, 2].
+    adjustments: G::Memory,
+    /// Staging for the tokens of a history while they are counted.
+    tokens: G::Memory,
+    context: usize,
+    /// Occurrences of each token in a slot's sequence, for penalties, [slots, vocabulary].
+    histories: G::Memory,
+    sampled_slots: Vec<Slot>,
+}
+
+/// Sampling state of an attached sequence.
+struct GpuSlot {
+    sampling: Arc<SamplingParams>,
+    choice: u32,
+    /// Tokens sampled so far, including steps in flight.
+    generated: u32,
+    biases: u32,
+    masked: u32,
+    /// Device address of its token history; 0: none.
+    history: u64,
+}
+
+impl<G: Gpu> GpuSlots<G> {
+    pub(super) fn new(gpu: &G, slots: u32, vocabulary: u32, context: u32) -> Result<Self, DeviceError> {
+        Ok(Self {
+            slots: (0..slots).map(|_| None).collect(),
+            vocabulary,
+            adjustments: gpu.alloc(adjustment_bytes(slots.into()) as usize)?,
+            tokens: gpu.alloc(context as usize * 4)?,
+            context: context as usize,
+            histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
+            sampled_slots: Vec::new(),
+        })
+    }
+
+    /// Sets up a slot for a sequence, replacing the previous one.
+    pub(super) fn attach(&mut self, gpu: &G, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error> {
+        self.detach(slot);
+        let slots = self.slots.len();
+        let Some(entry) = self.slots.get_mut(slot as usize) else {
+            return Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")));
+        };
+        let sampling = Arc::clone(&setup.sampling);
+        let mut list: Vec<u32> =
+            sampling.logit_bias.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]).collect();
+        let biases = list.len() as u32 / 2;
+        if sampling.min_tokens > 0 {
+            let own = setup.eos_token_ids.iter().filter(|_| !sampling.ignore_eos);
+            list.extend(sampling.stop_token_ids.iter().chain(own).flat_map(|token| [*token, 0]));
+        }
+        list.truncate(ADJUSTMENTS_MAX * 2);
+        let masked = list.len() as u32 / 2 - biases;
+        if !list.is_empty() {
+            let at = adjustment_bytes(slot.into()) as usize;
+            gpu.upload(&self.adjustments, at, bytes_of(&list)).map_err(device_error)?;
+        }
+        let mut history = 0;
+        if sampling.needs_history() {
+            // A step in flight may still use it for the previous sequence, but was enqueued before the work
+            // below.
+            history = self.histories.address() + history_bytes(slot.into(), self.vocabulary.into());
+            // A sequence longer than the context cannot run, so the rest of it does not matter.
+            let prompt = &setup.prompt[..setup.prompt.len().min(self.context)];
+            let generated = &setup.generated[..setup.generated.len().min(self.context - prompt.len())];
+            gpu.upload(&self.tokens, 0, bytes_of(prompt)).map_err(device_error)?;
+            gpu.upload(&self.tokens, prompt.len() * 4, bytes_of(generated)).map_err(device_error)?;
+            let p = HistoryParams {
+                history,
+                tokens: self.tokens.address(),
+                vocabulary: self.vocabulary,
+                prompt: prompt.len() as u32,
+                generated: generated.len() as u32,
+                unused: 0,
+            };
+            // SAFETY: the history has an entry per vocabulary token, and the token list was just uploaded.
+            unsafe { count_history(gpu, &p) }.map_err(device_error)?;
+        }
+        let generated = setup.generated.len() as u32;
+        *entry = Some(GpuSlot { sampling, choice: setup.choice, generated, biases, masked, history });
+        Ok(())
+    }
+
+    pub(super) fn detach(&mut self, slot: Slot) {
+        if let Some(state) = self.slots.get_mut(slot as usize) {
+            *state = None;
+        }
+    }
+
+    /// Checks that every sample row's slot is attached and that none is sampled twice.
+    pub(super) fn check(&mut self, batch: &Batch) -> Result<(), Error> {
+        self.sampled_slots.clear();
+        self.sampled_slots.extend(batch.samples.iter().map(|sample| sample.slot));
+        self.sampled_slots.sort_unstable();
+        if let Some(pair) = self.sampled_slots.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::Malformed(format!("slot {} is sampled from twice in one batch", pair[0])));
+        }
+        let free = |slot: &Slot| self.slots.get(*slot as usize).is_none_or(Option::is_none);
+        match self.sampled_slots.iter().find(|slot| free(slot)) {
+            Some(slot) => Err(Error::Malformed(format!("slot {slot} is sampled from but free"))),
+            None => Ok(()),
+        }
+    }
+
+    /// Fills the sampling parameters of each sample row and counts its token as generated. The batch was
+    /// checked.
+    pub(super) fn sampling_rows(&mut self, batch: &Batch, rows: &mut Vec<SamplingRow>) {
+        rows.clear();
+        for sample in &batch.samples {
+            rows.push(self.row(sample));
+        }
+    }
+
+    fn row(&mut self, sample: &SampleRow) -> SamplingRow {
+        let at = adjustment_bytes(sample.slot.into());
+        let Some(Some(state)) = self.slots.get_mut(sample.slot as usize) else {
+            return SamplingRow::default();
+        };
+        let sampling = &*state.sampling;
+        let masks = state.generated < sampling.min_tokens;
+        state.generated += 1;
+        SamplingRow {
+            history: state.history,
+            adjustments: self.adjustments.address() + at,
+            seed: sampling.seed,
+            biases: state.biases,
+            masked: if masks { state.masked } else { 0 },
+            choice: state.choice,
+            position: sample.position,
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            top_k: sampling.top_k.max(0) as u32,
+            repetition: sampling.repetition_penalty,
+            frequency: sampling.frequency_penalty,
+            presence: sampling.presence_penalty,
+            logprobs: sampling.logprobs.map_or(0, |count| count.min(TOP_MAX as u32) + 1),
+            active: 1,
+            unused: [0; 3],
+        }
+    }
+}
+
+/// Converts a device error to a runtime error.
+pub(super) fn device_error(error: DeviceError) -> Error {
+    Error::Device(error.to_string())
+}

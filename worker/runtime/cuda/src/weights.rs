@@ -1,0 +1,421 @@
+//! Model weights: tensors of the checkpoint, and their upload to the device in one 16-bit type, row-major as
+//! in checkpoints.
+
+use std::ops::Range;
+
+use inflight_kernels::Encoding;
+use inflight_kernels::cuda::{DeviceError, HalfDtype};
+use inflight_models::{
+    CheckpointDecoder, CheckpointLayer, DecoderLayer, Error, ModelDir, StackedLinear, Tensor,
+};
+use inflight_runtime::sharding::{Alignment, Partition, Shard};
+
+use super::gpu::{BiasAddresses, Gpu, GpuMemory, bytes_of};
+use super::memory_plan;
+
+/// Tensors of a model in the checkpoint, all present and of the expected shape.
+pub(super) struct SourceTensors(CheckpointDecoder);
+
+/// Row and column range of a tensor.
+struct TensorSlice<'a> {
+    tensor: &'a Tensor,
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl<'a> TensorSlice<'a> {
+    fn rows(tensor: &'a Tensor, rows: Range<usize>) -> Self {
+        Self { tensor, rows, columns: 0..tensor.shape[1] }
+    }
+
+    fn whole(tensor: &'a Tensor) -> Self {
+        Self::rows(tensor, 0..tensor.shape[0])
+    }
+
+    fn elements(&self) -> usize {
+        self.rows.len() * self.columns.len()
+    }
+
+    /// Returns its bytes in the file, if they are contiguous there.
+    fn contiguous(&self) -> Option<&'a [u8]> {
+        let width = self.tensor.shape[1];
+        let row = self.tensor.encoding.bytes(width);
+        let contiguous = self.tensor.in_order() && self.columns.len() == width;
+        contiguous.then(|| &self.tensor.bytes()[self.rows.start * row..self.rows.end * row])
+    }
+}
+
+/// Weights of a rank's shard in device memory.
+pub(super) struct DeviceWeights<M> {
+    pub(super) embedding: M,
+    pub(super) layers: Vec<WeightLayer<M>>,
+    pub(super) norm: M,
+    /// LM head; `None`: rows of the embedding, from byte `head_offset` on.
+    head: Option<M>,
+    head_offset: u64,
+}
+
+impl<M: GpuMemory> DeviceWeights<M> {
+    /// Returns the device address of this rank's rows of the LM head.
+    pub(super) fn head(&self) -> u64 {
+        self.head.as_ref().map_or(self.embedding.address() + self.head_offset, GpuMemory::address)
+    }
+}
+
+/// Decoder layer in device memory.
+pub(super) type WeightLayer<M> = DecoderLayer<M, DeviceLinear<M>>;
+
+/// GEMM operand in device memory, with its bias in both types.
+pub(super) struct DeviceLinear<M> {
+    pub(super) matrix: M,
+    f32_bias: Option<M>,
+    half_bias: Option<M>,
+}
+
+impl<M: GpuMemory> DeviceLinear<M> {
+    pub(super) fn bias(&self) -> Option<BiasAddresses> {
+        let (single, half) = (self.f32_bias.as_ref()?, self.half_bias.as_ref()?);
+        Some(BiasAddresses { f32: single.address(), half: half.address() })
+    }
+}
+
+/// Returns a shard's slices of the matrices of a linear layer.
+fn slices<'a>(linear: &'a StackedLinear, shard: &Shard) -> Vec<TensorSlice<'a>> {
+    match shard.partition(linear.matrix) {
+        Partition::Outputs(outputs) => {
+            let ranges = linear.matrices.iter().zip(outputs);
+            ranges.map(|(tensor, rows)| TensorSlice::rows(tensor, rows)).collect()
+        }
+        Partition::Inputs(inputs) => {
+            let slice = |tensor| TensorSlice { columns: inputs.clone(), ..TensorSlice::whole(tensor) };
+            linear.matrices.iter().map(slice).collect()
+        }
+    }
+}
+
+fn elements(slices: &[TensorSlice<'_>]) -> usize {
+    slices.iter().map(TensorSlice::elements).sum()
+}
+
+/// Byte alignment of GEMM operands.
+const MATRIX_ALIGN: u64 = 256;
+
+/// Looks up every tensor that the configuration requires.
+pub(super) fn find(model: &ModelDir) -> Result<SourceTensors, Error> {
+    model.decoder().map(SourceTensors)
+}
+
+impl SourceTensors {
+    /// Returns the model's 16-bit type: that of its first projection. Norms may have another type.
+    pub(super) fn half(&self) -> HalfDtype {
+        match self.0.layers[0].qkv.matrices[0].encoding {
+            Encoding::Plain(dtype) => HalfDtype::of(dtype),
+            _ => HalfDtype::Bf16, // integers with scales are widened
+        }
+    }
+
+    /// Returns the alignment of input ranges of row-parallel matrices: quantization blocks stay whole.
+    pub(super) fn alignment(&self) -> Alignment {
+        let mut alignment = Alignment { output: 1, down: 1 };
+        for layer in &self.0.layers {
+            for (linear, inputs) in
+                [(&layer.output, &mut alignment.output), (&layer.down, &mut alignment.down)]
+            {
+                // Blocks have 32 or 256 elements, so the larger is a multiple of the smaller.
+                let blocks = linear.matrices.iter().map(|matrix| matrix.encoding.block());
+                *inputs = blocks.fold(*inputs, usize::max);
+            }
+        }
+        alignment
+    }
+
+    /// Returns a shard's rows of the LM head and, if the embedding on the device can serve as head, their
+    /// byte offset in it.
+    fn head(&self, shard: &Shard) -> (TensorSlice<'_>, Option<u64>) {
+        let rows = shard.vocabulary.clone();
+        match &self.0.head {
+            Some(head) => (TensorSlice::rows(head, rows), None),
+            None => {
+                let offset = (rows.start * self.0.embedding.shape[1] * 2) as u64;
+                let usable = offset.is_multiple_of(MATRIX_ALIGN).then_some(offset);
+                (TensorSlice::rows(&self.0.embedding, rows), usable)
+            }
+        }
+    }
+
+    /// Returns the bytes of a shard's matrices on the device, without norms and biases, which are small. The
+    /// embedding is replicated.
+    pub(super) fn bytes(&self, shard: &Shard) -> u64 {
+        let linears = self.0.layers.iter().flat_map(CheckpointLayer::linears);
+        let linears: usize = linears.map(|linear| elements(&slices(linear, shard))).sum();
+        let head = match self.head(shard) {
+            (_, Some(_)) => 0,
+            (head, None) => head.elements(),
+        };
+        (linears + TensorSlice::whole(&self.0.embedding).elements() + head) as u64 * 2
+    }
+
+    /// Returns the bytes that the driver uses for a shard's matrices, each allocated separately.
+    pub(super) fn allocated_bytes(&self, shard: &Shard) -> u64 {
+        let linears = self.0.layers.iter().flat_map(CheckpointLayer::linears);
+        let linears = linears.map(|linear| elements(&slices(linear, shard)));
+        let head = match self.head(shard) {
+            (_, Some(_)) => 0,
+            (head, None) => head.elements(),
+        };
+        let all = linears.chain([TensorSlice::whole(&self.0.embedding).elements(), head]);
+        all.map(|elements| memory_plan::allocated_bytes(elements as u64 * 2)).sum()
+    }
+
+    /// Uploads a shard. `progress` is called with the bytes done and the total.
+    pub(super) fn upload<G: Gpu>(
+        &self,
+        gpu: &G,
+        shard: &Shard,
+        progress: &dyn Fn(u64, u64),
+    ) -> Result<DeviceWeights<G::Memory>, DeviceError> {
+        let mut upload = WeightUpload {
+            gpu,
+            shard,
+            half: self.half(),
+            done: 0,
+            total: self.bytes(shard),
+            progress,
+            gathered: Vec::new(),
+            scratch: Vec::new(),
+        };
+        (upload.progress)(0, upload.total);
+        let (head, offset) = self.head(shard);
+        Ok(DeviceWeights {
+            embedding: upload.matrix(&[TensorSlice::whole(&self.0.embedding)])?,
+            layers: self.0.layers.iter().map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
+            norm: upload_f32(gpu, &self.0.norm.to_f32())?,
+            head: match offset {
+                Some(_) => None,
+                None => Some(upload.matrix(&[head])?),
+            },
+            head_offset: offset.unwrap_or(0),
+        })
+    }
+}
+
+/// Upload of a shard in progress.
+struct WeightUpload<'a, G> {
+    gpu: &'a G,
+    shard: &'a Shard,
+    half: HalfDtype,
+    done: u64,
+    total: u64,
+    progress: &'a dyn Fn(u64, u64),
+    /// Buffer for chunks that are not contiguous in the file.
+    gathered: Vec<u8>,
+    /// Elements of a chunk converted to the 16-bit type.
+    scratch: Vec<u16>,
+}
+
+/// Bytes that are copied or converted at once.
+const CHUNK_BYTES: usize = 16 << 20;
+
+/// Uploads f32 values.
+fn upload_f32<G: Gpu>(gpu: &G, values: &[f32]) -> Result<G::Memory, DeviceError> {
+    let memory = gpu.alloc(values.len() * 4)?;
+    gpu.upload(&memory, 0, bytes_of(values))?;
+    Ok(memory)
+}
+
+impl<G: Gpu> WeightUpload<'_, G> {
+    fn layer(&mut self, layer: &CheckpointLayer) -> Result<WeightLayer<G::Memory>, DeviceError> {
+        let gpu = self.gpu;
+        layer.try_map(|vector| upload_f32(gpu, &vector.to_f32()), |linear| self.linear(linear))
+    }
+
+    fn linear(&mut self, linear: &StackedLinear) -> Result<DeviceLinear<G::Memory>, DeviceError> {
+        let (mut f32_bias, mut half_bias) = (None, None);
+        let bias = self.shard.bias(linear);
+        if !bias.is_empty() {
+            f32_bias = Some(upload_f32(self.gpu, &bias)?);
+            half_bias = Some(self.upload_half(&bias)?);
+        }
+        Ok(DeviceLinear { matrix: self.matrix(&slices(linear, self.shard))?, f32_bias, half_bias })
+    }
+
+    /// Uploads values converted to the 16-bit type.
+    fn upload_half(&self, values: &[f32]) -> Result<G::Memory, DeviceError> {
+        let values: Vec<u16> = values.iter().map(|x| self.half.narrow(*x)).collect();
+        let memory = self.gpu.alloc(values.len() * 2)?;
+        self.gpu.upload(&memory, 0, bytes_of(&values))?;
+        Ok(memory)
+    }
+
+    /// Uploads slices of matrices, concatenated by rows.
+    fn matrix(&mut self, slices: &[TensorSlice<'_>]) -> Result<G::Memory, DeviceError> {
+        let memory = self.gpu.alloc(elements(slices) * 2)?;
+        let mut at = 0;
+        for slice in slices {
+            let encoding = slice.tensor.encoding;
+            if let Some(bytes) = slice.contiguous() {
+                for chunk in bytes.chunks(CHUNK_BYTES / encoding.block_bytes() * encoding.block_bytes()) {
+                    self.upload_chunk(&memory, &mut at, encoding, chunk)?;
+                }
+                continue;
+            }
+            let mut gathered = std::mem::take(&mut self.gathered);
+            gathered.clear();
+            for row in slice.rows.clone() {
+                gathered.extend_from_slice(slice.tensor.columns_of_row(row, slice.columns.clone()));
+                if gathered.len() >= CHUNK_BYTES || row + 1 == slice.rows.end {
+                    self.upload_chunk(&memory, &mut at, encoding, &gathered)?;
+                    gathered.clear();
+                }
+            }
+            self.gathered = gathered;
+        }
+        Ok(memory)
+    }
+
+    /// Uploads a chunk to byte offset `at`, converting it if its type differs, and advances `at`.
+    fn upload_chunk(
+        &mut self,
+        memory: &G::Memory,
+        at: &mut usize,
+        encoding: Encoding,
+        chunk: &[u8],
+    ) -> Result<(), DeviceError> {
+        let count = chunk.len() / encoding.block_bytes() * encoding.block();
+        if encoding == Encoding::Plain(self.half.dtype()) {
+            self.gpu.upload(memory, *at, chunk)?;
+        } else {
+            self.convert(encoding, chunk, count);
+            self.gpu.upload(memory, *at, bytes_of(&self.scratch))?;
+        }
+        *at += count * 2;
+        self.done += count as u64 * 2;
+        (self.progress)(self.done, self.total);
+        Ok(())
+    }
+
+    fn convert(&mut self, from: Encoding, chunk: &[u8], count: usize) {
+        let mut values = vec![0.0; count];
+        from.widen(chunk, &mut values);
+        self.scratch.clear();
+        self.scratch.extend(values.into_iter().map(|x| self.half.narrow(x)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use inflight_fixtures::{Arch, Checkpoint, Dtype, Family, TempDir};
+    use inflight_kernels::cuda::{Harness, HostMemory};
+    use inflight_models::ModelSource;
+    use inflight_runtime::sharding::shards;
+
+    use super::*;
+
+    fn model(path: &std::path::Path) -> ModelDir {
+        ModelDir::open(&ModelSource::Directory(path.to_owned())).unwrap()
+    }
+
+    fn words(memory: &HostMemory) -> Vec<u16> {
+        memory.read::<u16>(memory.bytes() / 2)
+    }
+
+    /// Returns the elements of the head as GEMMs read them.
+    fn head(weights: &DeviceWeights<HostMemory>, elements: usize) -> Vec<u16> {
+        let at = weights.head() as *const u16;
+        // SAFETY: the head, or the embedding that serves as head, has this many elements from that address
+        // on.
+        unsafe { std::slice::from_raw_parts(at, elements) }.to_vec()
+    }
+
+    #[test]
+    fn every_element_of_every_shard_is_the_unsharded_one_and_biases_are_added_once() {
+        let mut compared = 0;
+        for (arch, dtype) in [
+            (Arch::Llama2, Dtype::Bf16),
+            (Arch::Llama32, Dtype::F16),
+            (Arch::Qwen2, Dtype::F32),
+            (Arch::Qwen3, Dtype::Bf16),
+        ] {
+            let folder = Checkpoint::new(arch, dtype).write_temp().unwrap();
+            let model = model(folder.path());
+            let tensors = find(&model).unwrap();
+            let (config, harness) = (model.config(), Harness::new());
+            let hidden = config.hidden_size;
+            let sharded = |world| shards(config, world, &|_| tensors.alignment()).unwrap();
+            let upload = |shard: &Shard| {
+                let progress = std::cell::Cell::new((0, 0));
+                let report = |done, total| progress.set((done, total));
+                let weights = tensors.upload(&harness, shard, &report).unwrap();
+                assert_eq!(progress.get(), (tensors.bytes(shard), tensors.bytes(shard)), "{arch}");
+                weights
+            };
+            let whole = upload(&sharded(1)[0]);
+            let all_of_head = head(&whole, config.vocab_size * hidden);
+            for shard in [2, 4].into_iter().flat_map(sharded) {
+                let part = upload(&shard);
+                let rows = shard.vocabulary.clone();
+                let expected = &all_of_head[rows.start * hidden..rows.end * hidden];
+                assert!(head(&part, rows.len() * hidden) == expected, "{arch}: head of rank {}", shard.rank);
+                assert!(part.head().is_multiple_of(16));
+                for (index, layer) in tensors.0.layers.iter().enumerate() {
+                    let (of_whole, of_part) = (&whole.layers[index], &part.layers[index]);
+                    for (linear, (one, own)) in
+                        layer.linears().iter().zip(of_whole.linears().into_iter().zip(of_part.linears()))
+                    {
+                        let k = linear.matrices[0].shape[1];
+                        let (outputs, inputs) = match shard.partition(linear.matrix) {
+                            Partition::Inputs(inputs) => ((0..linear.matrices[0].shape[0]).collect(), inputs),
+                            Partition::Outputs(ranges) => {
+                                let mut first = 0;
+                                let mut outputs: Vec<usize> = Vec::new();
+                                for (matrix, range) in linear.matrices.iter().zip(ranges) {
+                                    outputs.extend(range.map(|row| first + row));
+                                    first += matrix.shape[0];
+                                }
+                                (outputs, 0..k)
+                            }
+                        };
+                        let elements = words(&one.matrix);
+                        let row = |o: &usize| elements[o * k + inputs.start..o * k + inputs.end].to_vec();
+                        let expected: Vec<u16> = outputs.iter().flat_map(row).collect();
+                        assert!(words(&own.matrix) == expected, "{arch} {:?}", linear.matrix);
+                        let has = one.f32_bias.is_some() && (inputs.len() == k || shard.rank == 0);
+                        assert_eq!(own.f32_bias.is_some(), has, "{arch} {:?}", linear.matrix);
+                        if let (Some(one), Some(own)) = (&one.half_bias, &own.half_bias) {
+                            let elements = words(one);
+                            let expected: Vec<u16> = outputs.iter().map(|o| elements[*o]).collect();
+                            assert_eq!(words(own), expected, "{arch} {:?}", linear.matrix);
+                        }
+                        compared += 1;
+                    }
+                }
+            }
+        }
+        assert!(compared > 100, "only {compared} parts were compared");
+    }
+
+    #[test]
+    fn rows_that_are_interleaved_in_a_file_are_deinterleaved() {
+        for arch in [Arch::Llama2, Arch::Llama2Linear] {
+            let checkpoint = Checkpoint::new(arch, Dtype::F16);
+            let directory = checkpoint.write_temp().unwrap();
+            let folder = TempDir::new("inflight-cuda-gguf").unwrap();
+            let file = folder.path().join("tiny.gguf");
+            std::fs::write(folder.path().join("tokenizer.json"), Family::Llama3.tokenizer_json()).unwrap();
+            std::fs::write(&file, checkpoint.gguf().unwrap()).unwrap();
+            let harness = Harness::new();
+            for world in [1, 2] {
+                let of = |path: &std::path::Path, rank: usize| {
+                    let model = model(path);
+                    let tensors = find(&model).unwrap();
+                    let shards = shards(model.config(), world, &|_| tensors.alignment()).unwrap();
+                    let weights = tensors.upload(&harness, &shards[rank], &|_, _| {}).unwrap();
+                    weights.layers.iter().map(|layer| words(&layer.qkv.matrix)).collect::<Vec<_>>()
+                };
+                for rank in 0..world {
+                    assert!(of(directory.path(), rank) == of(&file, rank), "{arch}, rank {rank} of {world}");
+                }
+            }
+        }
+    }
+}

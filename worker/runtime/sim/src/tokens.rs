@@ -1,0 +1,76 @@
+//! Deterministic token generator of the simulated device.
+
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_runtime::{PositionLogprobs, Sampled, SlotSetup, TokenLogprob};
+
+/// Generator of a sequence's tokens.
+///
+/// A token is a pure function of seed, choice and *all* tokens before it. That makes it a test oracle: a
+/// stream resumed with a token lost, duplicated or swapped continues differently.
+pub(super) struct TokenChain {
+    hash: u64,
+    /// Newest token, the expected input of the next step.
+    last: u32,
+    vocab_size: u32,
+    /// EOS tokens, which are never generated, so that outputs reach their maximum length.
+    eos_token_ids: Vec<u32>,
+    sampling: Arc<SamplingParams>,
+}
+
+impl TokenChain {
+    pub fn new(setup: &SlotSetup<'_>, vocab_size: u32) -> Self {
+        let mut hash = mix(setup.sampling.seed, u64::from(setup.choice));
+        let mut last = 0;
+        for token in setup.prompt.iter().chain(setup.generated) {
+            hash = mix(hash, u64::from(*token));
+            last = *token;
+        }
+        let eos_token_ids = setup.eos_token_ids.to_vec();
+        Self { hash, last, vocab_size, eos_token_ids, sampling: setup.sampling.clone() }
+    }
+
+    pub fn last(&self) -> u32 {
+        self.last
+    }
+
+    /// Generates and appends the next token.
+    pub fn sample(&mut self) -> Sampled {
+        let token = self.token(0);
+        let logprobs = self.sampling.logprobs.map(|most| self.logprobs(token, most));
+        self.hash = mix(self.hash, u64::from(token));
+        self.last = token;
+        Sampled { token, logprobs }
+    }
+
+    /// Returns the `nth` candidate for the next token, from the middle half of the vocabulary, as special
+    /// tokens are at its ends.
+    fn token(&self, nth: u64) -> u32 {
+        let (from, count) = (self.vocab_size / 4, (self.vocab_size / 2).max(1));
+        let first = (mix(self.hash, nth.wrapping_add(1 << 32)) % u64::from(count)) as u32;
+        let candidates = (0..count).map(|step| from + (first + step) % count);
+        candidates.into_iter().find(|token| !self.eos_token_ids.contains(token)).unwrap_or(from)
+    }
+
+    /// Returns made-up log probabilities with the top `most` candidates.
+    fn logprobs(&self, token: u32, most: u32) -> Box<PositionLogprobs> {
+        let logprob = |rank: u32| -0.5 - rank as f32;
+        let mut top = Vec::with_capacity(most as usize);
+        let candidates = (0..u64::from(most) * 8).map(|nth| self.token(nth));
+        for candidate in candidates {
+            if top.len() < most as usize && top.iter().all(|one: &TokenLogprob| one.token != candidate) {
+                top.push(TokenLogprob { token: candidate, logprob: logprob(top.len() as u32) });
+            }
+        }
+        Box::new(PositionLogprobs { chosen: TokenLogprob { token, logprob: logprob(0) }, top })
+    }
+}
+
+/// Mixes `value` into `hash` with the finalizer of SplitMix64.
+fn mix(hash: u64, value: u64) -> u64 {
+    let mut bits = (hash ^ value.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}

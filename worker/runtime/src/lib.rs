@@ -1,0 +1,199 @@
+//! Runtime interface: one forward pass over a ragged batch, sampling included.
+//!
+//! A runtime owns the weights, the KV block pool and a table of **slots**, one per running sequence, with the
+//! sampling state that outlives a step (parameters, random key, token counts). The engine owns everything
+//! else.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use inflight_contract::SamplingParams;
+pub use inflight_contract::{PositionLogprobs, TokenLogprob};
+use inflight_worker_core::{Transfer, TransferId};
+
+mod batch;
+pub mod collective;
+mod command_thread;
+pub mod sharding;
+
+pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
+pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
+
+/// Name of the gauge of commands queued for a GPU's device thread.
+pub const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
+
+/// Index in the runtime's slot table; below [`Capabilities::slots`].
+pub type Slot = u32;
+
+/// Index of a KV block in the block pool; below [`Capabilities::blocks`].
+pub type Block = u32;
+
+/// Limits and identity of a runtime.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Vocabulary size.
+    pub vocab_size: u32,
+    /// Maximum tokens per sequence.
+    pub context_tokens: u32,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
+    /// Blocks in the KV block pool.
+    pub blocks: u32,
+    /// Blocks in the host pool; 0 if there is none.
+    pub host_blocks: u32,
+    /// Slots: maximum attached sequences.
+    pub slots: u32,
+    /// Maximum tokens per batch.
+    pub batch_tokens: u32,
+    /// Maximum steps launched and not completed: 1, or 2 if steps run asynchronously.
+    pub depth: u32,
+    /// Numerics fingerprint: digest of weights, dtypes, instruction set or GPU architecture, kernel version
+    /// and tensor-parallel degree, but not of the number of threads.
+    pub fingerprint: String,
+}
+
+impl Capabilities {
+    /// Checks that a slot is in range.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if it is not.
+    pub fn check_slot(&self, slot: Slot) -> Result<(), Error> {
+        let slots = self.slots;
+        if slot < slots {
+            return Ok(());
+        }
+        Err(Error::Malformed(format!("slot {slot} is out of range: there are {slots}")))
+    }
+}
+
+/// Initial sampling state of a sequence.
+#[derive(Debug, Clone)]
+pub struct SlotSetup<'a> {
+    /// Sampling parameters.
+    pub sampling: Arc<SamplingParams>,
+    /// Index of the choice within the request; part of the random key.
+    pub choice: u32,
+    /// Prompt token ids.
+    pub prompt: &'a [u32],
+    /// Output token ids generated earlier, on another worker or before a preemption.
+    pub generated: &'a [u32],
+    /// EOS token ids; masked, like the stop ids, until `min_tokens` are generated.
+    pub eos_token_ids: &'a [u32],
+}
+
+/// [`SlotSetup`] that owns its tokens, to be sent to another thread.
+#[derive(Debug, Clone)]
+pub struct OwnedSlotSetup {
+    sampling: Arc<SamplingParams>,
+    choice: u32,
+    prompt: Vec<u32>,
+    generated: Vec<u32>,
+    eos_token_ids: Vec<u32>,
+}
+
+impl OwnedSlotSetup {
+    /// Returns the setup with borrowed tokens.
+    pub fn borrow(&self) -> SlotSetup<'_> {
+        let Self { sampling, choice, prompt, generated, eos_token_ids } = self;
+        SlotSetup { sampling: Arc::clone(sampling), choice: *choice, prompt, generated, eos_token_ids }
+    }
+}
+
+impl From<&SlotSetup<'_>> for OwnedSlotSetup {
+    fn from(setup: &SlotSetup<'_>) -> Self {
+        Self {
+            sampling: Arc::clone(&setup.sampling),
+            choice: setup.choice,
+            prompt: setup.prompt.to_vec(),
+            generated: setup.generated.to_vec(),
+            eos_token_ids: setup.eos_token_ids.to_vec(),
+        }
+    }
+}
+
+/// Result of one [`SampleRow`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sampled {
+    /// Sampled token.
+    pub token: u32,
+    /// Log probabilities, if the slot's parameters request them.
+    pub logprobs: Option<Box<PositionLogprobs>>,
+}
+
+/// Finished transfer between device and host pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransferDone {
+    /// Id of the transfer.
+    pub id: TransferId,
+    /// Whether the blocks were copied.
+    pub succeeded: bool,
+    /// Duration of the copy.
+    pub took: Duration,
+}
+
+/// Error of a step. Its effects on KV blocks and slots are undefined.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The input violates the contract of [`Batch`] or [`Runtime`].
+    #[error("the batch is malformed: {0}")]
+    Malformed(String),
+    /// The device failed, and the runtime can't be used any more.
+    #[error("the device failed: {0}")]
+    Device(String),
+}
+
+/// Device, or group of devices that works as one.
+pub trait Runtime: Send {
+    /// Limits and identity of the runtime.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// Attaches a sequence to a slot, replacing a previous one.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if the slot is out of range.
+    fn attach(&mut self, slot: Slot, setup: &SlotSetup<'_>) -> Result<(), Error>;
+
+    /// Frees a slot. Detaching a free slot has no effect.
+    fn detach(&mut self, slot: Slot);
+
+    /// Launches a step: block copies, then the forward pass, which writes keys and values of all tokens of
+    /// the batch, then sampling. The step sees the calls of `attach` and `detach` before it and none after
+    /// it. The content of `batch` is consumed; its buffers can be reused.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] before anything runs; other errors are returned by [`Runtime::complete`].
+    fn launch(&mut self, batch: &mut Batch) -> Result<(), Error>;
+
+    /// Waits for the oldest launched step and returns its duration. `sampled` is cleared and filled with one
+    /// entry per sample row, in order. Each sampled token is added to its slot's history.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if no step is launched, [`Error::Device`] if the step failed.
+    fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
+
+    /// Launches a step and waits for it.
+    ///
+    /// # Errors
+    /// Those of [`Runtime::launch`] and [`Runtime::complete`].
+    fn execute(&mut self, batch: &mut Batch, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
+        self.launch(batch)?;
+        self.complete(sampled)
+    }
+
+    /// Starts an asynchronous copy of blocks between the device's block pool and the host pool. Steps
+    /// continue meanwhile; the caller launches none that accesses these blocks before the transfer is
+    /// reported as finished.
+    ///
+    /// # Errors
+    /// [`Error::Malformed`] if a block index is out of range.
+    fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error>;
+
+    /// Appends the transfers that finished since the last call to `finished`.
+    fn finished_transfers(&mut self, finished: &mut Vec<TransferDone>);
+
+    /// Blocks until a transfer finishes that was not reported yet; returns immediately if none is in flight.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if no transfer in flight can finish any more.
+    fn wait_for_transfer(&mut self) -> Result<(), Error>;
+}

@@ -1,0 +1,127 @@
+//! Choice of the runtime: loads a model onto the device that the options name.
+
+use inflight_kernels::cpu::KvDtype;
+use inflight_models::ModelDir;
+use inflight_runtime::Runtime;
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
+#[cfg(feature = "cuda")]
+use inflight_runtime_cuda::{self as cuda, CudaOptions, CudaRuntime};
+use inflight_runtime_sim::{SimOptions, SimRuntime};
+use inflight_worker_core::CostPrior;
+
+use crate::options::{Device, KvCacheDtype, Options, OptionsError};
+use crate::worker::{Error, Progress};
+
+/// Loads the runtime for the chosen device; returns it with the prior of its cost model, if known.
+pub(crate) fn load_runtime(
+    options: &Options,
+    model: &ModelDir,
+    progress: Progress<'_>,
+) -> Result<(Box<dyn Runtime>, Option<CostPrior>), Error> {
+    if let Device::Sim(profile) = options.device {
+        let config = model.config();
+        let sim = SimOptions {
+            profile,
+            vocab_size: config.vocab_size as u32,
+            // A simulated device has no positional limit, so contexts may exceed the model's.
+            context_tokens: options.max_context_tokens.unwrap_or(config.context_tokens),
+            block_tokens: options.block_tokens,
+            slots: options.max_sequences,
+            batch_tokens: options.max_batch_tokens,
+            overlap: options.overlap,
+        };
+        let runtime = SimRuntime::new(&sim).map_err(|error| Error::Device(error.to_string()))?;
+        tracing::warn!(model = model.name(), ?profile, "device is simulated; tokens are meaningless");
+        return Ok((Box::new(runtime), Some(profile.prior(options.block_tokens))));
+    }
+    match options.device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) => return Ok((load_cuda(model, options, progress)?, None)),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => return Err(Error::NoCuda),
+        #[cfg(feature = "cuda")]
+        Device::Auto => match cuda::available(&ordinals(options)) {
+            Ok(()) => match cuda::supports(model, options.tensor_parallel) {
+                Ok(()) => return Ok((load_cuda(model, options, progress)?, None)),
+                Err(reason) => tracing::warn!(%reason, "GPU cannot run this model; computing on the CPU"),
+            },
+            Err(reason) if options.gpus.is_empty() => tracing::info!(%reason, "computing on the CPU"),
+            // Explicitly listed GPUs are required: no fallback to the CPU.
+            Err(reason) => return Err(cuda::Error::from(reason).into()),
+        },
+        #[cfg(not(feature = "cuda"))]
+        Device::Auto => {}
+        Device::Cpu | Device::Sim(_) => {}
+    }
+    let kv_dtype = match options.kv_cache_dtype {
+        KvCacheDtype::Auto => None,
+        KvCacheDtype::Int8 => Some(KvDtype::Int8),
+        KvCacheDtype::Fp8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_CPUS)),
+    };
+    let cpu = CpuOptions {
+        threads: options.threads,
+        kv_bytes: options.kv_cache_bytes,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        isa: None,
+        quantize: options.quantize,
+        kv_dtype,
+        tensor_parallel: options.tensor_parallel,
+    };
+    let runtime = CpuRuntime::load(model, &cpu, progress)?;
+    let runtime: Box<dyn Runtime> =
+        if options.overlap { Box::new(runtime.overlapped()?) } else { Box::new(runtime) };
+    Ok((runtime, None))
+}
+
+/// Error for a KV cache dtype that the device chosen by [`Device::Auto`] does not support.
+fn wrong_kv_dtype(options: &Options, range: &'static str) -> Error {
+    let (name, value) = ("kv_cache_dtype", options.kv_cache_dtype.to_string());
+    OptionsError::OutOfRange { name, value, range }.into()
+}
+
+/// Ordinals of the visible GPUs that a worker can use; empty in a build without the feature `cuda`.
+pub fn usable_gpus() -> Vec<u32> {
+    #[cfg(feature = "cuda")]
+    return (0..cuda::count()).filter(|gpu| cuda::available(&[*gpu as usize]).is_ok()).collect();
+    #[cfg(not(feature = "cuda"))]
+    Vec::new()
+}
+
+#[cfg(feature = "cuda")]
+fn ordinals(options: &Options) -> Vec<usize> {
+    options.gpus_of_ranks().into_iter().map(|gpu| gpu as usize).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn load_cuda(model: &ModelDir, options: &Options, progress: Progress<'_>) -> Result<Box<dyn Runtime>, Error> {
+    if let Some(quantize) = options.quantize {
+        let range = "left out on GPUs, which keep weights in 16 bits; --device cpu rounds them";
+        let (name, value) = ("quantize", quantize.to_string());
+        return Err(OptionsError::OutOfRange { name, value, range }.into());
+    }
+    let cuda = CudaOptions {
+        gpus: ordinals(options),
+        lone_communicator: false,
+        utilization: options.gpu_memory_utilization,
+        kv_bytes: None,
+        host_bytes: options.host_cache_bytes,
+        block_tokens: options.block_tokens,
+        slots: options.max_sequences,
+        batch_tokens: options.max_batch_tokens,
+        context_tokens: options.max_context_tokens,
+        kv_store: match options.kv_cache_dtype {
+            KvCacheDtype::Auto => cuda::KvStore::Half,
+            KvCacheDtype::Fp8 => cuda::KvStore::Fp8,
+            KvCacheDtype::Int8 => return Err(wrong_kv_dtype(options, Options::KV_CACHE_DTYPES_ON_GPUS)),
+        },
+        deterministic: options.deterministic,
+        graphs: true,
+        autotune: options.autotune,
+        overlap: true,
+    };
+    Ok(Box::new(CudaRuntime::load(model, &cuda, progress)?))
+}

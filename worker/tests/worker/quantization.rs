@@ -1,0 +1,125 @@
+//! Quality of quantization: the demo model's perplexity with quantized weights or KV cache stays close to the
+//! original.
+
+use std::sync::Arc;
+
+use inflight_contract::SamplingParams;
+use inflight_fixtures::{Arch, Checkpoint, Dtype};
+use inflight_kernels::cpu::{Isa, KvDtype};
+use inflight_models::{ModelDir, ModelSource};
+use inflight_runtime::{Batch, Runtime, SampleRow, SlotSetup};
+use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
+use tokenizers::Tokenizer;
+
+/// Stories of the grammar that the demo model was trained on (`worker/demo/train/corpus/stories.py`).
+const TEXT: &str = include_str!("../data/stories.txt");
+
+fn load(model: &ModelDir, isa: Isa, quantize: Option<Quantization>, kv_dtype: Option<KvDtype>) -> CpuRuntime {
+    let options = CpuOptions {
+        threads: Some(2),
+        kv_bytes: 64 << 20,
+        host_bytes: 0,
+        block_tokens: 16,
+        slots: 1,
+        batch_tokens: 512,
+        context_tokens: None,
+        isa: Some(isa),
+        quantize,
+        kv_dtype,
+        tensor_parallel: 1,
+    };
+    CpuRuntime::load(model, &options, &|_, _| {}).unwrap()
+}
+
+/// Perplexity over all tokens but the first of each story; stories are independent.
+fn perplexity(runtime: &mut CpuRuntime, stories: &[Vec<u32>]) -> f64 {
+    let setup = SlotSetup {
+        sampling: Arc::new(SamplingParams::greedy()),
+        choice: 0,
+        prompt: &[],
+        generated: &[],
+        eos_token_ids: &[],
+    };
+    runtime.attach(0, &setup).unwrap();
+    let vocab = runtime.capabilities().vocab_size as usize;
+    let blocks: Vec<u32> = (0..64).collect();
+    let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+    let (mut total, mut count) = (0.0, 0);
+    for story in stories {
+        batch.clear();
+        batch.push_sequence(story, 0, &blocks[..story.len().div_ceil(16)]);
+        let rows = 0..story.len() as u32 - 1;
+        batch.samples.extend(rows.map(|row| SampleRow { row, slot: 0, position: row + 1 }));
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        for (logits, next) in runtime.logits().chunks_exact(vocab).zip(&story[1..]) {
+            let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let sum: f64 = logits.iter().map(|logit| f64::from(logit - best).exp()).sum();
+            total += f64::from(best) + sum.ln() - f64::from(logits[*next as usize]);
+            count += 1;
+        }
+    }
+    assert!(count > 5_000, "only {count} tokens");
+    (total / f64::from(count)).exp()
+}
+
+#[test]
+fn perplexity_is_within_1_percent_with_8_bits_and_within_4_with_4() {
+    let model = ModelDir::open(&ModelSource::Embedded).unwrap();
+    let (_, tokenizer) = model.bundle_files().iter().find(|(name, _)| name == "tokenizer.json").unwrap();
+    let tokenizer = Tokenizer::from_bytes(tokenizer).unwrap();
+    let encode = |story: &str| tokenizer.encode(story, true).unwrap().get_ids().to_vec();
+    let stories: Vec<Vec<u32>> =
+        TEXT.split("***").map(str::trim).filter(|story| !story.is_empty()).map(encode).collect();
+    assert!(stories.iter().all(|story| story.len() <= 512), "a story does not fit a batch");
+    for isa in Isa::available() {
+        let plain = perplexity(&mut load(&model, isa, None, None), &stories);
+        let bytes = Some(KvDtype::Int8);
+        for (quantization, kv, most) in [
+            (Some("int8"), None, 1.0),
+            (Some("int8:64"), None, 1.0),
+            (Some("int8:128"), None, 1.0),
+            (Some("int8:192"), None, 1.0),
+            (Some("int4"), None, 4.0),
+            (None, bytes, 1.0),
+            (Some("int8"), bytes, 1.0),
+        ] {
+            let quantized = quantization.map(|name| name.parse().unwrap());
+            let rounded = perplexity(&mut load(&model, isa, quantized, kv), &stories);
+            let worse = (rounded / plain - 1.0) * 100.0;
+            let what = format!("{} {}, keys and values {kv:?}", isa.name(), quantization.unwrap_or("bf16"));
+            println!("{what}: {rounded:.4} against {plain:.4}, {worse:+.2} %");
+            assert!(worse.abs() <= most, "{what}: perplexity {worse:+.2} %");
+        }
+    }
+}
+
+#[test]
+fn padded_groups_work_and_formats_have_distinct_fingerprints() {
+    let folder = Checkpoint::new(Arch::Llama31, Dtype::Bf16).write_temp().unwrap();
+    let model = ModelDir::open(&ModelSource::Directory(folder.path().to_path_buf())).unwrap();
+    let mut fingerprints = Vec::new();
+    let groups = ["int8", "int8:64", "int4", "int8:40", "int4:136", "int8:256"];
+    let weights = groups.map(|name| (Some(name.parse().unwrap()), None));
+    for (quantize, kv) in [(None, None), (None, Some(KvDtype::Int8))].into_iter().chain(weights) {
+        let mut runtime = load(&model, Isa::detect(), quantize, kv);
+        fingerprints.push(runtime.capabilities().fingerprint.clone());
+        let setup = SlotSetup {
+            sampling: Arc::new(SamplingParams::greedy()),
+            choice: 0,
+            prompt: &[],
+            generated: &[],
+            eos_token_ids: &[],
+        };
+        runtime.attach(0, &setup).unwrap();
+        let (mut batch, mut sampled) = (Batch::default(), Vec::new());
+        batch.clear();
+        batch.push_sequence(&[5, 6, 7], 0, &[0]);
+        batch.sample_last_row(0);
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        assert!(runtime.logits().iter().all(|logit| logit.is_finite()), "{quantize:?}");
+    }
+    let kinds = fingerprints.len();
+    fingerprints.sort();
+    fingerprints.dedup();
+    assert_eq!(fingerprints.len(), kinds);
+}
