@@ -13,7 +13,6 @@ mod history;
 mod iteration;
 mod least_squares;
 mod limits;
-mod mutant;
 pub mod policy;
 mod profile;
 mod queue_ahead;
@@ -33,8 +32,6 @@ pub use iteration::{
     TokenVerdict, Transfer, TransferId,
 };
 pub use limits::{Limits, LimitsError};
-#[cfg(feature = "mutants")]
-pub use mutant::Mutant;
 pub use profile::{DeviceProfile, ProfileError};
 pub use queue_ahead::QueueAhead;
 pub use record::{ReplayError, replay};

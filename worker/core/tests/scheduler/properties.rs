@@ -1,16 +1,10 @@
 //! Random workloads under random interleavings of submission, cancellation, deadline, transfer and failure:
 //! blocks are conserved, every sequence ends once, and no sequence reads foreign KV.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
-
-mod harness;
-#[path = "harness/seeds.rs"]
-mod seeds;
-
-use harness::{Harness, limits, op, policy};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
+
+use crate::harness::{Harness, limits, op, policy, seeds};
 
 /// Number of schedules per seed.
 const SCHEDULES: u32 = 1000;

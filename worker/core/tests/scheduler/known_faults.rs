@@ -25,8 +25,6 @@
 //! | a target below the decode time starves prompts, and leaves the device half empty | [`prompts_make_progress_beside_decodes_that_exceed_the_target`] |
 //! | one full context ends every generation | [`a_sequence_that_reaches_its_length_ends_alone`] |
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::time::Duration;
 
 use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TenantService, TokenCost, Weight};

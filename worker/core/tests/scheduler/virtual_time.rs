@@ -1,7 +1,5 @@
 //! Virtual start times from routers, and reported service.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::time::Duration;
 
 use inflight_contract::{Service, TenantService, TokenCost, Weight};

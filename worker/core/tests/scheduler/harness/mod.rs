@@ -2,10 +2,8 @@
 //! the prefix up to it, written when an iteration runs and checked when one reads it. A block that is reused
 //! too early, shared wrongly, copied from the wrong block or lost in a transfer changes the values read.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(dead_code, reason = "each test binary uses a part of the module")]
-
 mod rules;
+pub mod seeds;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;

@@ -1,7 +1,5 @@
 //! Invalid inputs that the scheduler must reject or tolerate.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::time::Duration;
 
 use inflight_contract::{FinishReason, TenantService, TokenCost, Weight};
