@@ -1,15 +1,15 @@
-//! Faults known from other engines, each with the test that excludes it.
+//! Faults known from other engines, each with the test that excludes it; mutants are in `tests/mutants`.
 //!
 //! | fault | test |
 //! |---|---|
-//! | a block is reused while a step that uses it is in flight | `properties` (contents are checked), mutant `FreeBeforeFence` |
-//! | sequences that wait for a fence keep preempting each other (livelock) | `properties` (`check_victims` in `harness/rules.rs`), mutants `ProgressNotRequired`, `MarkNotRechecked` |
+//! | a block is reused while a step that uses it is in flight | `properties` (contents are checked), mutant `free_before_fence` |
+//! | sequences that wait for a fence keep preempting each other (livelock) | `properties` (`check_victims` in `harness/rules.rs`), mutants `progress_not_required`, `mark_not_rechecked` |
 //! | the late result of a preempted sequence is attributed to its successor | [`a_sequence_in_flight_is_preempted_only_after_its_step`]; worker: token equality under every schedule at depth 2 |
 //! | stalled swap-ins hold the whole pool | [`swap_ins_in_flight_never_stop_running_sequences`] |
 //! | blocks leak where a request ends during a transfer | [`a_sequence_that_ends_during_a_transfer_frees_all_blocks`] |
 //! | a preempted sequence returns to the queue that is being drained | [`a_preempted_sequence_is_not_admitted_in_the_same_step`] |
 //! | decoding sequences are preempted to sort by length | [`sequences_of_any_length_decode_together_while_blocks_suffice`] |
-//! | the oldest sequence is preempted | `properties` (`check_victims`), mutant `VictimOldest` |
+//! | the oldest sequence is preempted | `properties` (`check_victims`), mutant `victim_oldest` |
 //! | the loop ends while sequences are swapped out | [`a_swapped_sequence_resumes_when_all_others_have_ended`] |
 //! | the cool-down uses the wall clock | [`the_cool_down_counts_steps_independent_of_the_clock`] |
 //! | the last sequence preempts itself | [`the_last_sequence_has_the_whole_pool_and_is_never_preempted`] |
