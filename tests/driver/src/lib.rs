@@ -16,6 +16,7 @@
 //! A process uses it when this library's file lies under those three names in a folder of `LD_LIBRARY_PATH`;
 //! see [`settings`] for its configuration.
 
+mod cubin;
 mod cublaslt;
 mod device;
 mod driver;
