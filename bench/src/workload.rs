@@ -3,12 +3,13 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use inflight_simulator::trace::{TRACED_BLOCK_TOKENS, TracedRequest};
-use inflight_simulator::workload::Random;
+use inflight_traces::SplitMix64;
+use inflight_traces::{TRACED_BLOCK_TOKENS, TracedRequest};
+use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
-use super::lengths::Lengths;
-use super::tenants::Tenant;
+use crate::lengths::Lengths;
+use crate::tenants::Tenant;
 
 /// Independent random number streams of a seed.
 #[derive(Debug, Clone, Copy)]
@@ -25,9 +26,9 @@ enum RandomStream {
 
 /// Returns the generator of a stream's element `index`. Stream and index each pass through a generator, which
 /// decorrelates adjacent elements.
-fn random(seed: u64, stream: RandomStream, index: u64) -> Random {
-    let stream_seed = Random::new(seed ^ (stream as u64) << 56).bits();
-    Random::new(Random::new(stream_seed ^ index).bits())
+fn random(seed: u64, stream: RandomStream, index: u64) -> SplitMix64 {
+    let stream_seed = SplitMix64::new(seed ^ (stream as u64) << 56).bits();
+    SplitMix64::new(SplitMix64::new(stream_seed ^ index).bits())
 }
 
 /// Source of prompt and output lengths.
@@ -78,15 +79,21 @@ pub struct PlannedRequest<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptKey(pub u64);
 
-/// Derivation of prompt keys from a hash of the invocation's options and nonce.
+/// Derivation of prompt keys from a hash of the run's options and nonce.
 #[derive(Debug, Clone)]
 pub struct PromptKeys(Sha256);
 
 impl PromptKeys {
-    /// Creates the derivation for `options`, in any unambiguous text form, and `nonce`.
-    pub fn new(options: &str, nonce: u64) -> Self {
-        let options = Sha256::digest(options.as_bytes());
-        Self(Sha256::new().chain_update(options).chain_update(nonce.to_le_bytes()))
+    /// Creates the derivation for `options`, each with its name, in a fixed order, and `nonce`.
+    pub fn new(options: &[(&str, Value)], nonce: u64) -> Self {
+        let mut hash = Sha256::new();
+        for (name, value) in options {
+            for text in [*name, &value.to_string()] {
+                hash.update((text.len() as u64).to_le_bytes());
+                hash.update(text.as_bytes());
+            }
+        }
+        Self(Sha256::new().chain_update(hash.finalize()).chain_update(nonce.to_le_bytes()))
     }
 
     /// Returns the key of a round of a load point.
@@ -166,7 +173,7 @@ impl BenchWorkload {
         ids
     }
 
-    fn random_ids<'a>(&self, random: &'a mut Random) -> impl Iterator<Item = u32> + use<'a> {
+    fn random_ids<'a>(&self, random: &'a mut SplitMix64) -> impl Iterator<Item = u32> + use<'a> {
         let (first, width) = (self.ids.start, u64::from(self.ids.end - self.ids.start));
         std::iter::repeat_with(move || first + (random.bits() % width) as u32)
     }
@@ -317,14 +324,17 @@ mod tests {
 
     #[test]
     fn prompt_keys_depend_on_options_nonce_point_and_round() {
-        let key = |options, nonce, point, round| PromptKeys::new(options, nonce).key(point, round);
-        let base = key("concurrency: [1]", 7, 0, 0);
-        assert_eq!(base, key("concurrency: [1]", 7, 0, 0));
+        let key = |name, value: u32, nonce, point, round| {
+            PromptKeys::new(&[(name, value.into())], nonce).key(point, round)
+        };
+        let base = key("concurrency", 1, 7, 0, 0);
+        assert_eq!(base, key("concurrency", 1, 7, 0, 0));
         for other in [
-            key("concurrency: [2]", 7, 0, 0),
-            key("concurrency: [1]", 8, 0, 0),
-            key("concurrency: [1]", 7, 1, 0),
-            key("concurrency: [1]", 7, 0, 1),
+            key("rate", 1, 7, 0, 0),
+            key("concurrency", 2, 7, 0, 0),
+            key("concurrency", 1, 8, 0, 0),
+            key("concurrency", 1, 7, 1, 0),
+            key("concurrency", 1, 7, 0, 1),
         ] {
             assert_ne!(base, other);
         }

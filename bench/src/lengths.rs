@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use inflight_simulator::workload::Random;
+use inflight_traces::SplitMix64;
 
 /// Maximum length in tokens: beyond the context of any model.
 const TOKENS_MAX: u32 = 16 << 20;
@@ -28,7 +28,7 @@ pub enum Lengths {
 
 impl Lengths {
     /// Samples a length of at least 1. The number of random bits used does not depend on the result.
-    pub fn sample(&self, random: &mut Random) -> u32 {
+    pub fn sample(&self, random: &mut SplitMix64) -> u32 {
         match *self {
             Self::Fixed(tokens) => tokens,
             Self::Uniform(min, max) => min + (random.unit() * (f64::from(max - min) + 1.0)) as u32,
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn a_lognormal_distribution_has_its_mean_and_is_clamped_to_its_maximum() {
         let lengths: Lengths = "lognormal:mean=100,sigma=0.8,max=500".parse().unwrap();
-        let mut random = Random::new(7);
+        let mut random = SplitMix64::new(7);
         let drawn: Vec<u32> = (0..50_000).map(|_| lengths.sample(&mut random)).collect();
         let mean = drawn.iter().map(|tokens| f64::from(*tokens)).sum::<f64>() / drawn.len() as f64;
         assert!((95.0..101.0).contains(&mean), "{mean}");

@@ -4,9 +4,9 @@ use std::str::FromStr;
 
 use hyper::Uri;
 
-use super::client::{BenchClient, Connector};
-use super::grpc::Grpc;
-use super::openai::OpenAi;
+use crate::client::{BenchClient, Connector};
+use crate::grpc::Grpc;
+use crate::openai::OpenAi;
 
 /// Server under test, written `[NAME=]URL`. A URL without a path is a router; one with a path, such as `/v1`,
 /// is the base URL of an OpenAI-compatible API.

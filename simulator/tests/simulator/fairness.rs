@@ -1,17 +1,14 @@
 //! Fairness compared with published measurements of VTC on a real server: the metric on the published
 //! results, the simulated server under FCFS, then the default policy.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
-
-use common::{Run, a10g, simulate, trace, vtc_limits};
 use inflight_contract::{TokenCost, Weight};
-use inflight_simulator::trace::{read_vtc, requests_of};
 use inflight_simulator::workload::Workload;
-use inflight_simulator::{Request, ServedRequest, ServiceDifference};
+use inflight_simulator::{Request, ServiceDifference, requests_of};
+use inflight_traces::{ServedRequest, read_vtc};
 use inflight_worker_core::Time;
 use inflight_worker_core::policy::PolicyKind;
+
+use crate::common::{Run, a10g, simulate, trace, vtc_limits};
 
 /// Published maximum and mean service difference under VTC.
 const VTC_REAL: (f64, f64) = (368.40, 251.66);

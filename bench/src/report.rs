@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::load::LoadPattern;
-use super::measure::{LatencyHistogram, RoundMeasurements};
-use super::workload::Arrivals;
+use crate::load::LoadPattern;
+use crate::measure::{LatencyHistogram, RoundMeasurements};
+use crate::workload::Arrivals;
 
 /// Reported quantity: JSON key, label and sublabel in the table, and its value in a round.
 struct Figure {

@@ -4,10 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::str::FromStr;
 
-use inflight_worker_core::Time;
-
-use crate::{Request, ServedRequest};
-
 /// Reason why a trace cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
@@ -86,6 +82,23 @@ pub struct TracedRequest {
     /// Ids of the prompt's blocks of [`TRACED_BLOCK_TOKENS`] tokens, if the trace has them; equal leading ids
     /// mean an equal prefix.
     pub blocks: Vec<u64>,
+}
+
+/// Served request, with its times, of a real or simulated server.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ServedRequest {
+    /// Number of the tenant.
+    pub tenant: u32,
+    /// Arrival time in seconds.
+    pub arrival_s: f64,
+    /// Time of the first token in seconds.
+    pub first_token_s: f64,
+    /// Time of the last token in seconds.
+    pub end_s: f64,
+    /// Prompt length in tokens.
+    pub prompt_tokens: u32,
+    /// Number of generated tokens.
+    pub output_tokens: u32,
 }
 
 /// Tokens per block of [`TracedRequest::blocks`].
@@ -170,18 +183,6 @@ pub fn read_vtc(path: &Path) -> Result<Vec<ServedRequest>, TraceError> {
         });
     }
     Ok(requests)
-}
-
-/// Converts served requests to requests to be simulated, in order of arrival.
-pub fn requests_of(served: &[ServedRequest]) -> Vec<Request> {
-    let request = |served: &ServedRequest| {
-        let arrival = Time::from_nanos((served.arrival_s.max(0.0) * 1e9).round() as u64);
-        // Each request has at least one prompt and one output token.
-        Request::new(arrival, served.tenant, served.prompt_tokens.max(1), served.output_tokens.max(1))
-    };
-    let mut requests: Vec<Request> = served.iter().map(request).collect();
-    requests.sort_by_key(|request| request.arrival);
-    requests
 }
 
 /// Reads a file of prompt and output lengths without arrivals.

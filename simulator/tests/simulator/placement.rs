@@ -1,8 +1,5 @@
 //! Placement policies on simulated clusters, with the real fair queue, credit ledgers, prefix index and
 //! scheduler.
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
 
 use std::time::Duration;
 
@@ -10,7 +7,8 @@ use inflight_router_core::{PlacementKind, Policy, Random};
 use inflight_simulator::cluster::{
     ClusterOptions, ClusterReport, ClusterRequest, conversations, read_mooncake, simulate,
 };
-use inflight_simulator::workload::{LengthDistribution, Random as Numbers};
+use inflight_simulator::workload::LengthDistribution;
+use inflight_traces::SplitMix64;
 use inflight_worker_core::{DeviceProfile, Limits, Time};
 
 const WORKERS: usize = 4;
@@ -47,7 +45,7 @@ fn assert_ordering(requests: &[ClusterRequest], of: &str) {
 
 #[test]
 fn each_placement_beats_the_simpler_one_on_the_mooncake_trace() {
-    let Some(path) = common::trace("mooncake/conversation_trace.first45min.jsonl") else { return };
+    let Some(path) = crate::common::trace("mooncake/conversation_trace.first45min.jsonl") else { return };
     assert_ordering(&read_mooncake(&path, 2500, 1).unwrap(), "Mooncake");
 }
 
@@ -59,7 +57,7 @@ fn each_placement_beats_the_simpler_one_on_generated_conversations() {
 /// Generates bursts of prompts without common prefixes, of very different lengths, each within ten
 /// milliseconds.
 fn bursts(count: usize, size: usize) -> Vec<ClusterRequest> {
-    let mut random = Numbers::new(7);
+    let mut random = SplitMix64::new(7);
     let lengths = LengthDistribution::new(&[(0.0, 100.0), (0.5, 1500.0), (0.9, 6000.0), (1.0, 16_000.0)]);
     let mut requests: Vec<ClusterRequest> = (0..count * size)
         .map(|nth| {

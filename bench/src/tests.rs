@@ -9,15 +9,15 @@ use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::client::{BenchClient, Connector, GenerationSettings, PromptForm};
-use super::grpc::Grpc;
-use super::lengths::Lengths;
-use super::load::{self, BenchRound, LoadPattern};
-use super::measure::{LatencyHistogram, Meter, Quota, RoundMeasurements, Slo};
-use super::openai::OpenAi;
-use super::tenants::Tenant;
-use super::workload::{Arrivals, BenchWorkload, LengthSource, PromptKey};
-use crate::exit::CommandError;
+use crate::client::{BenchClient, Connector, GenerationSettings, PromptForm};
+use crate::error::BenchError;
+use crate::grpc::Grpc;
+use crate::lengths::Lengths;
+use crate::load::{self, BenchRound, LoadPattern};
+use crate::measure::{LatencyHistogram, Meter, Quota, RoundMeasurements, Slo};
+use crate::openai::OpenAi;
+use crate::tenants::Tenant;
+use crate::workload::{Arrivals, BenchWorkload, LengthSource, PromptKey};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Protocol {
@@ -67,7 +67,7 @@ fn workload(seed: u64) -> BenchWorkload {
 const KEY: PromptKey = PromptKey(3);
 
 struct BenchRun {
-    measured: Result<RoundMeasurements, CommandError>,
+    measured: Result<RoundMeasurements, BenchError>,
     log: Vec<Answered>,
 }
 

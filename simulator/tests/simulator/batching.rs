@@ -1,19 +1,15 @@
 //! Effects of the scheduling policy: static against continuous batching, head-of-line blocking, starvation.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
-#[path = "common/shortest_first.rs"]
-mod shortest_first;
-
 use std::time::Duration;
 
-use common::{a10g, scheduler, scheduler_with};
 use inflight_contract::CostCoefficients;
 use inflight_simulator::workload::{LengthDistribution, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+
+use crate::common::shortest_first::ShortestFirst;
+use crate::common::{a10g, scheduler, scheduler_with};
 
 const SEED: u64 = 64;
 
@@ -188,7 +184,7 @@ fn under_shortest_first_long_requests_starve() {
         println!("{name:16} median wait: short {short:6.1} s, long {long:6.1} s, {starved} of 10 starve");
         (starved, short, long)
     };
-    let (starved, short, long) = wait_of_the_long(Box::new(shortest_first::ShortestFirst));
+    let (starved, short, long) = wait_of_the_long(Box::new(ShortestFirst));
     assert!(starved >= 6, "only {starved} of ten long ones wait until the last short one has arrived");
     for kind in [PolicyKind::Fcfs, PolicyKind::Fair] {
         let (starved, others_short, others_long) = wait_of_the_long(kind.build());
@@ -200,7 +196,7 @@ fn under_shortest_first_long_requests_starve() {
 #[test]
 fn the_cost_model_predicts_the_simulated_device() {
     let requests = Workload::chat().generate(SEED);
-    let limits = common::vtc_limits();
+    let limits = crate::common::vtc_limits();
     let error = |name: &str, records: &Records| {
         println!(
             "{name}: {} steps, off by {:.2} % on average",

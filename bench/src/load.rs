@@ -8,10 +8,10 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::client::{BenchClient, CompletionRequest, GenerationSettings, RequestOutcome};
-use super::measure::{Meter, Quota, RoundMeasurements};
-use super::workload::{Arrivals, BenchWorkload, PromptKey};
-use crate::exit::{CommandError, Exit};
+use crate::client::{BenchClient, CompletionRequest, GenerationSettings, RequestOutcome};
+use crate::error::{BenchError, ErrorKind};
+use crate::measure::{Meter, Quota, RoundMeasurements};
+use crate::workload::{Arrivals, BenchWorkload, PromptKey};
 
 /// Consecutive failures after which a round is aborted.
 const FAILURES_MAX: u32 = 20;
@@ -100,7 +100,7 @@ pub async fn run(
     round: Arc<BenchRound>,
     load: LoadPattern,
     quota: Quota,
-) -> Result<RoundMeasurements, CommandError> {
+) -> Result<RoundMeasurements, BenchError> {
     match load {
         LoadPattern::Closed { streams } => closed(&round, streams, quota).await,
         LoadPattern::Open { arrivals, in_flight_max } => open(&round, arrivals, in_flight_max, quota).await,
@@ -111,7 +111,7 @@ async fn closed(
     round: &Arc<BenchRound>,
     streams: u32,
     quota: Quota,
-) -> Result<RoundMeasurements, CommandError> {
+) -> Result<RoundMeasurements, BenchError> {
     let next = Arc::new(AtomicU64::new(0));
     let give_up = Arc::new(Notify::new());
     let mut clients = JoinSet::new();
@@ -161,7 +161,7 @@ async fn open(
     arrivals: Arrivals,
     in_flight_max: usize,
     quota: Quota,
-) -> Result<RoundMeasurements, CommandError> {
+) -> Result<RoundMeasurements, BenchError> {
     let start = Instant::now() + Duration::from_millis(20);
     let mut due = pace(Arc::clone(&round.workload), arrivals, start);
     let slots = Arc::new(Semaphore::new(in_flight_max));
@@ -242,11 +242,14 @@ fn pace(workload: Arc<BenchWorkload>, arrivals: Arrivals, start: Instant) -> mps
     receiver
 }
 
-fn too_many_failures(measured: &RoundMeasurements) -> CommandError {
+fn too_many_failures(measured: &RoundMeasurements) -> BenchError {
     let (kind, message) = measured.last_failure.clone().unwrap_or_default();
-    let exit =
-        if matches!(kind.as_str(), "connect" | "UNAVAILABLE") { Exit::Unavailable } else { Exit::Failure };
-    CommandError::new(
+    let exit = if matches!(kind.as_str(), "connect" | "UNAVAILABLE") {
+        ErrorKind::Unavailable
+    } else {
+        ErrorKind::Failure
+    };
+    BenchError::new(
         exit,
         format!("gave up after {FAILURES_MAX} failures in a row; the last one: {kind}: {message}"),
     )

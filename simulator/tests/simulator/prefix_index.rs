@@ -1,7 +1,5 @@
 //! A router's prefix index fed by the real scheduler: under insertions, evictions, offloads, lost updates and
 //! reconnects it equals the worker's cache, or detects that an update was lost.
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
 use std::collections::BTreeSet;
 use std::time::Duration;
 

@@ -1,18 +1,15 @@
 //! Fairness bound between backlogged tenants at every event, for random tenants on small pools.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
-
 use std::time::Duration;
 
-use common::scheduler_with;
 use inflight_contract::{TokenCost, Weight};
 use inflight_simulator::{Request, ServiceGap, Simulation};
 use inflight_worker_core::policy::Fair;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
+
+use crate::common::scheduler_with;
 
 /// Generates requests of up to four tenants that overload a small pool.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
@@ -53,7 +50,7 @@ fn limits() -> impl Strategy<Value = Limits> {
 fn the_service_gap_of_two_backlogged_tenants_never_exceeds_the_bound() {
     let aging = prop::option::of((0.0f64..10_000.0, 0.0f64..500.0));
     let workloads = (requests(), limits(), aging);
-    for seed in common::seeds(0..1) {
+    for seed in crate::common::seeds(0..1) {
         let config = Config {
             cases: 400,
             failure_persistence: None,

@@ -1,22 +1,19 @@
 //! Correctness of the simulation: under any limits every request is served completely, once and
 //! deterministically.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
-
 use std::time::Duration;
 
-use common::{a10g, scheduler};
 use inflight_contract::FinishReason;
-use inflight_simulator::trace::{TraceError, read_lengths, read_vtc};
 use inflight_simulator::{
     BatchWork, Device, Observer, ProfileError, ProfiledDevice, Records, Request, RequestEvent, Simulation,
     SimulationError, StepSample,
 };
+use inflight_traces::{TraceError, read_lengths, read_vtc};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Preemption, Time};
 use proptest::prelude::*;
+
+use crate::common::{a10g, scheduler};
 
 /// Observer that sums the tokens of each request and checks each step.
 #[derive(Debug, Default)]
@@ -174,7 +171,7 @@ fn malformed_files_are_rejected_with_the_position() {
 #[test]
 fn a_profiled_device_reproduces_its_profile() {
     let mut device_work = BatchWork::default();
-    for (input, output, batch, prefill, decode) in common::LIKE_AN_A10G {
+    for (input, output, batch, prefill, decode) in crate::common::LIKE_AN_A10G {
         device_work.prefill = BatchWork::default().prefill;
         (0..batch).for_each(|_| device_work.prefill.add(0, input));
         let took = a10g_like().step(&BatchWork { decode: Default::default(), ..device_work });
@@ -193,5 +190,5 @@ fn a_profiled_device_reproduces_its_profile() {
 }
 
 fn a10g_like() -> ProfiledDevice {
-    ProfiledDevice::from_entries(common::LIKE_AN_A10G, 0.0).unwrap()
+    ProfiledDevice::from_entries(crate::common::LIKE_AN_A10G, 0.0).unwrap()
 }

@@ -1,14 +1,13 @@
 //! Shared test helpers: location of traces, and the machine on which the VTC results were measured.
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-#![allow(dead_code, reason = "each test binary uses a part of the module")]
+
+pub mod shortest_first;
 
 use std::path::PathBuf;
 
 use inflight_contract::{TenantService, TokenCost};
 use inflight_fixtures::skipped;
 use inflight_simulator::{
-    Device, ProfiledDevice, Records, Request, ServedRequest, ServiceDifference, ServiceGap, Simulation,
-    percentile,
+    Device, ProfiledDevice, Records, Request, ServiceDifference, ServiceGap, Simulation, percentile,
 };
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
@@ -72,7 +71,8 @@ pub struct Run {
 
 impl Run {
     pub fn service_difference(&self) -> ServiceDifference {
-        let served: Vec<ServedRequest> = self.records.iter().filter_map(ServedRequest::of).collect();
+        let served: Vec<_> =
+            self.records.iter().filter_map(inflight_simulator::RequestRecord::served).collect();
         ServiceDifference::measure(&served, TokenCost::default(), &ServiceDifference::paper_ticks())
     }
 

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use inflight_net::code_name;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
@@ -13,13 +14,12 @@ use inflight_proto::v1::{
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use super::client::{
+use crate::client::{
     CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
 };
-use super::measure::InFlightRequest;
-use super::workload::as_text;
-use crate::exit::{CommandError, Exit};
-use crate::generate::{code_name, exit_code};
+use crate::error::{BenchError, ErrorKind};
+use crate::measure::InFlightRequest;
+use crate::workload::as_text;
 
 /// Maximum streams on one connection. HTTP/2 servers allow about 100 or more; beyond their limit a request
 /// would be sent only after another one has ended.
@@ -44,13 +44,14 @@ impl Grpc {
         Self { url, connector, connections: Mutex::default(), model: String::new(), text: false }
     }
 
-    fn endpoint(&self) -> Result<Endpoint, CommandError> {
-        let endpoint = Endpoint::from_shared(self.url.clone())
-            .map_err(|error| CommandError::new(Exit::Usage, format!("--endpoint {:?}: {error}", self.url)))?;
+    fn endpoint(&self) -> Result<Endpoint, BenchError> {
+        let endpoint = Endpoint::from_shared(self.url.clone()).map_err(|error| {
+            BenchError::new(ErrorKind::Usage, format!("--endpoint {:?}: {error}", self.url))
+        })?;
         Ok(endpoint.connect_timeout(CONNECT_TIMEOUT).tcp_nodelay(true))
     }
 
-    fn channel(&self) -> Result<Channel, CommandError> {
+    fn channel(&self) -> Result<Channel, BenchError> {
         let connector = self.connector.clone();
         let connector = tower::service_fn(move |_| {
             let connector = connector.clone();
@@ -63,7 +64,7 @@ impl Grpc {
     ///
     /// # Errors
     /// The router is unreachable or does not serve the model, or the model is ambiguous.
-    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, BenchError> {
         let mut client = InferenceClient::new(self.channel()?);
         let listed = client.list_models(ListModelsRequest {}).await.map_err(|status| {
             let text = status_text(&status);
@@ -75,24 +76,24 @@ impl Grpc {
                     self.url.trim_end_matches('/')
                 ),
             };
-            CommandError::new(exit_code(status.code()), message)
+            BenchError::new(ErrorKind::Status(status.code()), message)
         })?;
         let models = listed.into_inner().models;
         let names = || models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>().join(", ");
         let chosen = match (model, models.as_slice()) {
-            (_, []) => Err(CommandError::new(
-                Exit::Unavailable,
+            (_, []) => Err(BenchError::new(
+                ErrorKind::Unavailable,
                 format!("{} serves no model: no worker is connected", self.url),
             )),
             (Some(name), models) => models.iter().find(|model| model.name == name).ok_or_else(|| {
-                CommandError::new(
-                    Exit::Refused,
+                BenchError::new(
+                    ErrorKind::Refused,
                     format!("{} serves no model {name:?}; it serves {}", self.url, names()),
                 )
             }),
             (None, [only]) => Ok(only),
-            (None, _) => Err(CommandError::new(
-                Exit::Usage,
+            (None, _) => Err(BenchError::new(
+                ErrorKind::Usage,
                 format!("{} serves {}; name one with --model", self.url, names()),
             )),
         }?;
@@ -107,7 +108,7 @@ impl Grpc {
     }
 
     /// Returns a connection with capacity for a stream; the stream counts until the token is dropped.
-    fn connection(&self) -> Result<(Arc<()>, InferenceClient<Channel>), CommandError> {
+    fn connection(&self) -> Result<(Arc<()>, InferenceClient<Channel>), BenchError> {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         let free = connections.iter().find(|(token, _)| Arc::strong_count(token) <= STREAMS_PER_CONNECTION);
         if let Some((token, client)) = free {

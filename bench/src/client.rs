@@ -5,10 +5,10 @@ use std::io;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
-use super::grpc::Grpc;
-use super::measure::InFlightRequest;
-use super::openai::OpenAi;
-use crate::exit::CommandError;
+use crate::error::BenchError;
+use crate::grpc::Grpc;
+use crate::measure::InFlightRequest;
+use crate::openai::OpenAi;
 
 /// Completion request to a server under test.
 #[derive(Debug, Clone)]
@@ -18,7 +18,7 @@ pub struct CompletionRequest<'a> {
     /// Number of tokens to generate.
     pub output_tokens: u32,
     /// Tenant of the request.
-    pub tenant: &'a super::tenants::Tenant,
+    pub tenant: &'a crate::tenants::Tenant,
 }
 
 /// Sampling and stop settings of all requests of a run.
@@ -81,13 +81,13 @@ pub struct ServerInfo {
 }
 
 /// Form in which prompts are sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PromptForm {
-    /// As token ids where the server takes them, else as text
+    /// As token ids where the server takes them, else as text.
     Auto,
-    /// As token ids
+    /// As token ids.
     Ids,
-    /// As text of about as many tokens
+    /// As text of about as many tokens.
     Text,
 }
 
@@ -105,7 +105,7 @@ impl BenchClient {
     ///
     /// # Errors
     /// The server is unreachable, does not serve the model, or fails.
-    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, BenchError> {
         match self {
             Self::Grpc(client) => client.probe(model, form).await,
             Self::OpenAi(client) => client.probe(model, form).await,

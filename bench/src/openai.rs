@@ -12,14 +12,14 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::client::{
+use crate::client::{
     CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
 };
-use super::measure::{InFlightRequest, Meter, Quota, Slo};
-use super::sse::SseParser;
-use super::tenants::Tenant;
-use super::workload::as_text;
-use crate::exit::{CommandError, Exit};
+use crate::error::{BenchError, ErrorKind};
+use crate::event_lines::EventLines;
+use crate::measure::{InFlightRequest, Meter, Quota, Slo};
+use crate::tenants::Tenant;
+use crate::workload::as_text;
 
 /// Maximum bytes read of a response that is not a stream.
 const RESPONSE_BYTES_MAX: usize = 1 << 20;
@@ -108,25 +108,25 @@ impl OpenAi {
     ///
     /// # Errors
     /// The server is unreachable or does not serve the model, or the request for two tokens fails.
-    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, CommandError> {
+    pub async fn probe(&mut self, model: Option<&str>, form: PromptForm) -> Result<ServerInfo, BenchError> {
         let models = self.models().await?;
         self.model = match (model, models.as_slice()) {
             (Some(name), []) => name.to_owned(),
             (Some(name), models) if models.iter().any(|model| model == name) => name.to_owned(),
             (Some(name), models) => {
                 let message = format!("{self} serves no model {name:?}; it serves {}", models.join(", "));
-                return Err(CommandError::new(Exit::Refused, message));
+                return Err(BenchError::new(ErrorKind::Refused, message));
             }
             (None, [only]) => only.clone(),
             (None, []) => {
-                return Err(CommandError::new(
-                    Exit::Usage,
+                return Err(BenchError::new(
+                    ErrorKind::Usage,
                     format!("{self} does not say which models it has; name one with --model"),
                 ));
             }
             (None, several) => {
                 let message = format!("{self} serves {}; name one with --model", several.join(", "));
-                return Err(CommandError::new(Exit::Usage, message));
+                return Err(BenchError::new(ErrorKind::Usage, message));
             }
         };
         let forms: &[bool] = match form {
@@ -143,7 +143,7 @@ impl OpenAi {
                     return Ok(ServerInfo { model, vocab_size: None, context_tokens: None, text: *text });
                 }
                 RequestOutcome::Refused { message, .. } => {
-                    return Err(CommandError::new(Exit::Exhausted, format!("{self}: {message}")));
+                    return Err(BenchError::new(ErrorKind::Exhausted, format!("{self}: {message}")));
                 }
                 RequestOutcome::Failed { kind, message } => {
                     let client_error = kind.starts_with("http_4");
@@ -155,11 +155,8 @@ impl OpenAi {
             }
         }
         let (kind, message) = refusal.unwrap_or_default();
-        let exit = if kind.starts_with("http_4") { Exit::Refused } else { Exit::Failure };
-        Err(CommandError::new(
-            exit,
-            format!("{self} did not answer a first request of two tokens: {message}"),
-        ))
+        let exit = if kind.starts_with("http_4") { ErrorKind::Refused } else { ErrorKind::Failure };
+        Err(BenchError::new(exit, format!("{self} did not answer a first request of two tokens: {message}")))
     }
 
     async fn test_completion(&self) -> RequestOutcome {
@@ -170,7 +167,7 @@ impl OpenAi {
         self.generate(&call, GenerationSettings { temperature: 0.0, allow_eos: false }, &mut in_flight).await
     }
 
-    async fn models(&self) -> Result<Vec<String>, CommandError> {
+    async fn models(&self) -> Result<Vec<String>, BenchError> {
         #[derive(Deserialize)]
         struct ModelList {
             data: Vec<ModelEntry>,
@@ -181,10 +178,10 @@ impl OpenAi {
         }
         let request = self
             .request(Method::GET, "/models", Bytes::new())
-            .map_err(|error| CommandError::chain("", &error))?;
+            .map_err(|error| BenchError::new(ErrorKind::Failure, error.to_string()))?;
         let unavailable = |error: HttpError| {
-            CommandError::new(
-                Exit::Unavailable,
+            BenchError::new(
+                ErrorKind::Unavailable,
                 format!("cannot connect to {self} ({error}); check that the server runs at this address"),
             )
         };
@@ -197,14 +194,14 @@ impl OpenAi {
         }
         let body = read_body(response).await;
         if !status.is_success() {
-            return Err(CommandError::new(
-                Exit::Failure,
+            return Err(BenchError::new(
+                ErrorKind::Failure,
                 format!("{self}/models answers {status}: {}", quote(&body)),
             ));
         }
         let list: ModelList = serde_json::from_slice(&body).map_err(|_| {
             let message = format!("{self}/models is not a list of models ({}); give the base URL of an OpenAI-compatible API, such as http://HOST:PORT/v1", quote(&body));
-            CommandError::new(Exit::Failure, message)
+            BenchError::new(ErrorKind::Failure, message)
         })?;
         Ok(list.data.into_iter().map(|entry| entry.id).collect())
     }
@@ -327,7 +324,7 @@ impl std::fmt::Display for OpenAi {
 }
 
 async fn read_stream(mut body: Incoming, in_flight: &mut InFlightRequest) -> RequestOutcome {
-    let mut events = SseParser::default();
+    let mut lines = EventLines::default();
     let mut stream = CompletionStream::default();
     while let Some(frame) = body.frame().await {
         let piece = match frame.map(hyper::body::Frame::into_data) {
@@ -340,8 +337,8 @@ async fn read_stream(mut body: Incoming, in_flight: &mut InFlightRequest) -> Req
                 );
             }
         };
-        if events.push(&piece, |data| stream.process_event(data, in_flight)).is_err() {
-            return RequestOutcome::failed("protocol", "the stream has a line of over a mebibyte");
+        if let Err(error) = lines.push(&piece, |data| stream.process_event(data, in_flight)) {
+            return RequestOutcome::failed("protocol", error.to_string());
         }
         if let Some(failure) = stream.failure.take() {
             return failure;

@@ -1,15 +1,12 @@
 //! Internal fragmentation of paged KV memory, and savings against reservation of the maximum sequence length.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
-
-mod common;
-
-use common::{scheduler, trace};
-use inflight_simulator::trace::{read_lengths, read_vtc};
 use inflight_simulator::workload::Workload;
 use inflight_simulator::{KvUsage, Records, Request, Simulation};
+use inflight_traces::{read_lengths, read_vtc};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+
+use crate::common::{scheduler, trace};
 
 const BLOCK_TOKENS: u32 = 16;
 /// Maximum length of each sequence, as far as the scheduler knows.
