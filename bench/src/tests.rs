@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_tests::{Answered, Fault, Script, TOKEN_SERVER_MODEL, TokenServer};
+use inflight_harness::{Answered, Fault, Script, TOKEN_SERVER_MODEL, TokenServer};
 use proptest::prelude::*;
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;

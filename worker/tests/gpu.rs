@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
 use inflight_fixtures::{Shape, TempDir};
-use inflight_tests::SimulatedGpu;
+use inflight_harness::SimulatedGpu;
 use inflight_worker::models::{ModelDir, ModelSource};
 use inflight_worker::runtime::cpu::{CpuOptions, CpuRuntime};
 use inflight_worker::runtime::cuda::{CudaOptions, CudaRuntime, KvStore};

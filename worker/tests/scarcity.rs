@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, Checkpoint, Dtype, Shape, TempDir};
+use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::Isa;
-use inflight_tests::SimulatedGpu;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::Scheduler;
 use crate::cost::StepWork;
-use crate::history::Step;
+use crate::history::IterationSummary;
 use crate::sequence::SequenceState;
 use crate::{Chunk, Iteration, Time};
 
@@ -98,7 +98,7 @@ impl Scheduler {
         let longest_wait =
             heads.map(|(_, index)| now.since(self.sequence(*index).queued)).max().unwrap_or_default();
         let load = self.load();
-        self.history.push(Step {
+        self.history.push(IterationSummary {
             number: plan.number,
             planned: now,
             took: None,

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// cover the sequences that end within an iteration and a round trip: their mean m, estimated from
 /// iterations, plus 2 * sqrt(m), two standard deviations of a Poisson distribution.
 #[derive(Debug, Clone)]
-pub struct QueueAhead {
+pub struct DispatchAhead {
     max: u32,
     /// Exponential moving average of the sequences that end in an iteration.
     ended: f64,
@@ -18,7 +18,7 @@ pub struct QueueAhead {
     step: f64,
 }
 
-impl QueueAhead {
+impl DispatchAhead {
     /// Round trip to a router, including its decision.
     const HOP: Duration = Duration::from_millis(3);
     /// Time constant of the moving averages in iterations.
@@ -56,10 +56,10 @@ mod tests {
     /// trip away that refills free slots. Returns the share of idle slots and the final depth.
     fn idle_share(step: Duration, end_in: u32, fixed: Option<u32>) -> (f64, u32) {
         const SLOTS: u32 = 256;
-        let mut ahead = QueueAhead::new(64);
+        let mut ahead = DispatchAhead::new(64);
         let mut random = 1u64;
         let (mut running, mut waiting, mut idle, mut seats) = (0u32, 0u32, 0u64, 0u64);
-        let hop = QueueAhead::HOP.as_nanos().div_ceil(step.as_nanos()) as usize;
+        let hop = DispatchAhead::HOP.as_nanos().div_ceil(step.as_nanos()) as usize;
         let mut underway = std::collections::VecDeque::from(vec![0u32; hop]);
         for nth in 0..20_000 {
             let depth = fixed.unwrap_or_else(|| ahead.depth());
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn the_depth_is_one_where_no_sequence_ends_and_bounded_otherwise() {
-        let mut ahead = QueueAhead::new(32);
+        let mut ahead = DispatchAhead::new(32);
         (0..1000).for_each(|_| ahead.learn(Duration::from_millis(10), 0));
         assert_eq!(ahead.depth(), 1);
         (0..1000).for_each(|_| ahead.learn(Duration::from_millis(10), 1000));

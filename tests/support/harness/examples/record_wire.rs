@@ -1,5 +1,5 @@
 //! Records the wire messages of a release, for the compatibility test of later builds:
-//! `cargo run --release -p inflight-tests --example record_wire -- BINARY FILE`.
+//! `cargo run --release -p inflight-harness --example record_wire -- BINARY FILE`.
 //!
 //! It starts a router and two workers of `BINARY` with a recording proxy in front of each, makes calls that
 //! use every field a client can set, kills a worker, and writes up to 64 messages per method and direction.
@@ -9,11 +9,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use inflight_harness::{RecordedMessage, RoleProcess, WireTap};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::worker_client::WorkerClient;
-use inflight_tests::{RecordedMessage, RoleProcess, WireTap};
 use tonic::Request;
 use tonic::transport::Channel;
 

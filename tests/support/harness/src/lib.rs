@@ -13,7 +13,7 @@ mod token_server;
 mod wait;
 mod wire_tap;
 
-pub use cluster::{ClusterMember, LocalCluster, alone};
+pub use cluster::{ClusterMember, LocalCluster, exclusive};
 pub use collector::{Collector, RecordedSpan};
 pub use command::{CommandOutput, run, run_with_env};
 pub use gpu::SimulatedGpu;

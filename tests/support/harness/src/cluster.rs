@@ -22,7 +22,7 @@ static CLUSTERS: RwLock<()> = RwLock::const_new(());
 
 /// Waits until no other cluster of this process runs, and excludes new ones while the guard lives. For tests
 /// that measure; under nextest, with one process per test, `.config/nextest.toml` does the same by name.
-pub async fn alone() -> RwLockWriteGuard<'static, ()> {
+pub async fn exclusive() -> RwLockWriteGuard<'static, ()> {
     CLUSTERS.write().await
 }
 

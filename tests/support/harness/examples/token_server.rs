@@ -1,10 +1,10 @@
 //! Token server without a model, to measure the overhead and accuracy of a load generator:
-//! `cargo run --release -p inflight-tests --example token_server -- FIRST_MS GAP_MS [TOKENS_PER_MESSAGE]`.
+//! `cargo run --release -p inflight-harness --example token_server -- FIRST_MS GAP_MS [TOKENS_PER_MESSAGE]`.
 
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use inflight_tests::{Script, TokenServer};
+use inflight_harness::{Script, TokenServer};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
