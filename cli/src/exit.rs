@@ -48,15 +48,6 @@ impl CommandError {
         Self::Message(exit, message.into())
     }
 
-    /// Prefixes the message with `context`.
-    #[must_use]
-    pub fn at(self, context: &str) -> Self {
-        match self {
-            Self::Message(exit, message) => Self::Message(exit, format!("{context}: {message}")),
-            other => other,
-        }
-    }
-
     /// Creates an error with exit code 1 from `error` and its source chain, on one line after `context`.
     pub fn chain(context: &str, error: &dyn std::error::Error) -> Self {
         let mut message = String::from(context);

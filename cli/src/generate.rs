@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{self, Read as _};
 use std::time::Duration;
 
+use inflight_net::code_name;
 use inflight_proto::v1::{
     Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, StopConditions,
     generate_request::Input, inference_client::InferenceClient,
@@ -395,28 +396,5 @@ pub fn exit_code(code: Code) -> Exit {
         Code::DeadlineExceeded => Exit::Deadline,
         Code::Unauthenticated | Code::PermissionDenied => Exit::Denied,
         _ => Exit::Failure,
-    }
-}
-
-/// Returns the name of a gRPC status code, such as `NOT_FOUND`.
-pub fn code_name(code: Code) -> &'static str {
-    match code {
-        Code::Ok => "OK",
-        Code::Cancelled => "CANCELLED",
-        Code::Unknown => "UNKNOWN",
-        Code::InvalidArgument => "INVALID_ARGUMENT",
-        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
-        Code::NotFound => "NOT_FOUND",
-        Code::AlreadyExists => "ALREADY_EXISTS",
-        Code::PermissionDenied => "PERMISSION_DENIED",
-        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
-        Code::FailedPrecondition => "FAILED_PRECONDITION",
-        Code::Aborted => "ABORTED",
-        Code::OutOfRange => "OUT_OF_RANGE",
-        Code::Unimplemented => "UNIMPLEMENTED",
-        Code::Internal => "INTERNAL",
-        Code::Unavailable => "UNAVAILABLE",
-        Code::DataLoss => "DATA_LOSS",
-        Code::Unauthenticated => "UNAUTHENTICATED",
     }
 }

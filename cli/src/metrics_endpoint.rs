@@ -1,23 +1,26 @@
 //! Plain-text HTTP endpoint of a role: Prometheus metrics at `/metrics`, liveness at `/livez` and readiness
 //! at `/readyz`, for probes without TLS.
 
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use axum::Router;
+use axum::http::header::{CONTENT_TYPE, HeaderValue};
+use axum::http::{Request, StatusCode};
+use axum::middleware::map_response;
+use axum::response::Response;
+use axum::routing::get;
 use futures::StreamExt as _;
-use http_body_util::Full;
-use hyper::body::{Bytes, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::body::Incoming;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use inflight_net::{Accept, Limits};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tonic::transport::server::Connected as _;
+use tower::ServiceExt as _;
 
 use crate::exit::CommandError;
 use crate::renamed;
@@ -84,18 +87,18 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
 }
 
 async fn serve(listener: TcpListener, handle: PrometheusHandle) {
-    let scrapes = Arc::new(Semaphore::new(SCRAPES_MAX));
+    let routes = routes(handle);
     let mut connections = Accept::new("metrics", listener, None, LIMITS).incoming();
     while let Some(Ok(connection)) = connections.next().await {
-        let (handle, scrapes, peer) = (handle.clone(), scrapes.clone(), connection.connect_info());
+        let (routes, peer) = (routes.clone(), connection.connect_info());
         // One task per connection, so bounded by `connections_max`.
         tokio::spawn(async move {
-            let answer = service_fn(move |request| {
-                let (handle, scrapes, open) = (handle.clone(), scrapes.clone(), peer.call());
+            let answer = service_fn(move |request: Request<Incoming>| {
+                let (open, answer) = (peer.call(), routes.clone().oneshot(request));
                 async move {
-                    let response = respond(&request, &handle, &scrapes).await;
+                    let response = answer.await;
                     drop(open);
-                    Ok::<_, Infallible>(response)
+                    response
                 }
             });
             let connection = hyper::server::conn::http1::Builder::new()
@@ -109,35 +112,31 @@ async fn serve(listener: TcpListener, handle: PrometheusHandle) {
     }
 }
 
-async fn respond(
-    request: &Request<Incoming>,
-    handle: &PrometheusHandle,
-    scrapes: &Semaphore,
-) -> Response<Full<Bytes>> {
-    let (status, body) = match (request.method(), request.uri().path()) {
-        (&Method::GET, "/metrics") => {
-            // Cannot fail: the semaphore is never closed.
-            let _permit = scrapes.acquire().await;
-            sample_process();
-            (StatusCode::OK, handle.render() + &renamed_metrics())
-        }
-        (&Method::GET, "/livez") => (StatusCode::OK, "alive\n".to_owned()),
-        (&Method::GET, "/readyz") => match READY.get().is_some_and(|ready| ready()) {
-            true => (StatusCode::OK, "ready\n".to_owned()),
-            false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".to_owned()),
-        },
-        (_, "/metrics" | "/livez" | "/readyz") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".to_owned()),
-        _ => (
-            StatusCode::NOT_FOUND,
-            "metrics are at /metrics, liveness at /livez, readiness at /readyz\n".to_owned(),
-        ),
+fn routes(handle: PrometheusHandle) -> Router {
+    let scrapes = Arc::new(Semaphore::new(SCRAPES_MAX));
+    let metrics = async move || {
+        // Cannot fail: the semaphore is never closed.
+        let _permit = scrapes.acquire().await;
+        sample_process();
+        handle.render() + &renamed_metrics()
     };
-    let mut response = Response::new(Full::new(Bytes::from(body)));
-    *response.status_mut() = status;
-    response
-        .headers_mut()
-        .insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"));
-    response
+    let readiness = async || match READY.get().is_some_and(|ready| ready()) {
+        true => (StatusCode::OK, "ready\n"),
+        false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
+    };
+    let only = async || (StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
+    let known = "metrics are at /metrics, liveness at /livez, readiness at /readyz\n";
+    Router::new()
+        .route("/metrics", get(metrics))
+        .route("/livez", get(async || "alive\n"))
+        .route("/readyz", get(readiness))
+        .method_not_allowed_fallback(only)
+        .fallback(async move || (StatusCode::NOT_FOUND, known))
+        .layer(map_response(async move |mut response: Response| {
+            let text = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+            response.headers_mut().insert(CONTENT_TYPE, text);
+            response
+        }))
 }
 
 /// Returns comment lines with the old and new names of renamed metrics.

@@ -5,40 +5,23 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
+use fundu::{CustomDurationParserBuilder, CustomTimeUnit, TimeUnit};
+
 /// Size in bytes, written `1073741824`, `1GiB` or `500MB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ByteSize(pub u64);
-
-const BYTE_UNITS: [(&str, u64); 9] = [
-    ("TiB", 1 << 40),
-    ("GiB", 1 << 30),
-    ("MiB", 1 << 20),
-    ("KiB", 1 << 10),
-    ("TB", 1_000_000_000_000),
-    ("GB", 1_000_000_000),
-    ("MB", 1_000_000),
-    ("KB", 1_000),
-    ("B", 1),
-];
 
 impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-        let (number, unit) = text.split_at(digits);
-        let unit = unit.trim();
-        let factor = match unit {
-            "" => Some(1),
-            _ => {
-                BYTE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit)).map(|(_, factor)| *factor)
-            }
-        };
-        let number: Option<u64> = number.parse().ok();
-        number
-            .zip(factor)
-            .and_then(|(number, factor)| number.checked_mul(factor))
+        let whole = || (!text.contains('.')).then(|| text.parse::<bytesize::ByteSize>().ok()).flatten();
+        // The parser saturates.
+        let fits = |bytes: &u64| *bytes < u64::MAX || text.parse() == Ok(u64::MAX);
+        whole()
+            .map(|size| size.as_u64())
+            .filter(fits)
             .map(Self)
             .ok_or_else(|| "not a number of bytes; write it like 1073741824, 512MiB or 4GB".to_owned())
     }
@@ -46,7 +29,9 @@ impl FromStr for ByteSize {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match BYTE_UNITS[..4].iter().find(|(_, factor)| self.0 > 0 && self.0.is_multiple_of(*factor)) {
+        let units =
+            [("TiB", bytesize::TIB), ("GiB", bytesize::GIB), ("MiB", bytesize::MIB), ("KiB", bytesize::KIB)];
+        match units.into_iter().find(|(_, factor)| self.0 > 0 && self.0.is_multiple_of(*factor)) {
             Some((unit, factor)) => write!(out, "{}{unit}", self.0 / factor),
             None => write!(out, "{}", self.0),
         }
@@ -57,25 +42,30 @@ impl fmt::Display for ByteSize {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span(pub Duration);
 
+const SPAN_UNITS: [CustomTimeUnit<'static>; 5] = [
+    CustomTimeUnit::with_default(TimeUnit::MicroSecond, &["us"]),
+    CustomTimeUnit::with_default(TimeUnit::MilliSecond, &["ms"]),
+    CustomTimeUnit::with_default(TimeUnit::Second, &["s"]),
+    CustomTimeUnit::with_default(TimeUnit::Minute, &["m"]),
+    CustomTimeUnit::with_default(TimeUnit::Hour, &["h"]),
+];
+
 impl FromStr for Span {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-        let (number, unit) = text.split_at(digits);
-        let seconds = match unit.trim() {
-            "us" => Some(1e-6),
-            "ms" => Some(1e-3),
-            "s" => Some(1.0),
-            "m" => Some(60.0),
-            "h" => Some(3600.0),
-            _ => None,
-        };
-        let number: Option<f64> = number.parse().ok();
-        number
-            .zip(seconds)
-            .and_then(|(number, seconds)| Duration::try_from_secs_f64(number * seconds).ok())
+        let parser = CustomDurationParserBuilder::new()
+            .time_units(&SPAN_UNITS)
+            .allow_time_unit_delimiter()
+            .disable_exponent()
+            .disable_infinity()
+            .build();
+        // A number without a unit would be seconds.
+        text.ends_with(|last: char| last.is_ascii_alphabetic())
+            .then(|| parser.parse(text).ok())
+            .flatten()
+            .and_then(|span| Duration::try_from(span).ok())
             // Longer durations could overflow when added to an `Instant`.
             .filter(|span| *span <= Duration::from_secs(366 * 86_400))
             .map(Self)
@@ -136,16 +126,40 @@ mod tests {
 
     #[test]
     fn quantities_parse_and_round_trip_through_their_text() {
-        for (text, bytes) in
-            [("0", 0), ("17", 17), ("512MiB", 512 << 20), ("4gb", 4_000_000_000), ("3 KiB", 3072)]
-        {
+        for (text, bytes) in [
+            ("0", 0),
+            ("17", 17),
+            (" 17 ", 17),
+            ("18446744073709551615", u64::MAX),
+            ("18014398509481983B", (1 << 54) - 1),
+            ("7b", 7),
+            ("5KB", 5_000),
+            ("6Mb", 6_000_000),
+            ("4gb", 4_000_000_000),
+            ("2TB", 2_000_000_000_000),
+            ("3 KiB", 3 << 10),
+            ("512MiB", 512 << 20),
+            ("1GiB", 1 << 30),
+            ("16777215TiB", 16_777_215 << 40),
+        ] {
             let parsed: ByteSize = text.parse().unwrap();
             assert_eq!(parsed.0, bytes, "{text}");
             assert_eq!(parsed.to_string().parse::<ByteSize>().unwrap(), parsed, "{text}");
         }
-        for (text, micros) in
-            [("250ms", 250_000), ("1.5s", 1_500_000), ("2m", 120_000_000), ("7us", 7), ("0s", 0)]
-        {
+        for (text, micros) in [
+            ("250ms", 250_000),
+            ("250 ms", 250_000),
+            ("1.5s", 1_500_000),
+            ("0.25ms", 250),
+            (".5s", 500_000),
+            ("5.s", 5_000_000),
+            ("2m", 120_000_000),
+            ("1.5m", 90_000_000),
+            (" 1h ", 3_600_000_000),
+            ("8784h", 31_622_400_000_000),
+            ("7us", 7),
+            ("0s", 0),
+        ] {
             let parsed: Span = text.parse().unwrap();
             assert_eq!(parsed.0.as_micros(), micros, "{text}");
             assert_eq!(parsed.to_string().parse::<Span>().unwrap(), parsed, "{text}");
@@ -154,10 +168,14 @@ mod tests {
 
     #[test]
     fn text_that_is_no_quantity_is_rejected() {
-        for text in ["", "GiB", "-1", "1.5GiB", "99999999999TiB", "12 parsecs"] {
+        for text in
+            ["", "GiB", "-1", "1.5GiB", "99999999999TiB", "16777216TiB", "12 parsecs", "1 2", "5 0 MB"]
+        {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
-        for text in ["", "5", "-5s", "1e400s", "NaNs", "s"] {
+        for text in
+            ["", "5", "-5s", "1e400s", "1e2s", "NaNs", "infs", "s", "1.2.3s", "5d", "1s 2ms", "5S", "8785h"]
+        {
             assert!(text.parse::<Span>().is_err(), "{text}");
         }
         assert!("localhost".parse::<ListenAt>().is_err());

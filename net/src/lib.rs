@@ -2,6 +2,7 @@
 //! receive budgets, and HTTP/2 serving that writes the messages of many streams with one system call.
 
 mod accept;
+mod code_name;
 mod connection;
 mod drained_body;
 mod http2;
@@ -17,6 +18,7 @@ mod wakeups;
 mod watch;
 
 pub use accept::Accept;
+pub use code_name::code_name;
 pub use connection::{Connection, OpenCall, Peer};
 pub use http2::Http2;
 pub use identity::Identity;

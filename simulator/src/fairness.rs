@@ -4,45 +4,15 @@
 use std::collections::BTreeMap;
 
 use inflight_contract::TokenCost;
+use inflight_traces::ServedRequest;
 use inflight_worker_core::Time;
 
-use crate::{Observer, Request, RequestEvent, RequestRecord};
+use crate::{Observer, Request, RequestEvent};
 
-/// Served request, as input of the service difference.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ServedRequest {
-    /// Number of the tenant.
-    pub tenant: u32,
-    /// Arrival time in seconds.
-    pub arrival_s: f64,
-    /// Time of the first token in seconds.
-    pub first_token_s: f64,
-    /// Time of the last token in seconds.
-    pub end_s: f64,
-    /// Prompt length in tokens.
-    pub prompt_tokens: u32,
-    /// Number of generated tokens.
-    pub output_tokens: u32,
-}
-
-impl ServedRequest {
-    /// Converts the record of an ended request; `None` if it generated no token or has not ended.
-    pub fn of(record: &RequestRecord) -> Option<Self> {
-        let seconds = |at: Time| at.since(Time::ZERO).as_secs_f64();
-        Some(Self {
-            tenant: record.request.tenant,
-            arrival_s: seconds(record.request.arrival),
-            first_token_s: seconds(record.first_token?),
-            end_s: seconds(record.ended?),
-            prompt_tokens: record.request.prompt_tokens,
-            output_tokens: record.output_tokens,
-        })
-    }
-
-    fn cost(&self, cost: TokenCost) -> f64 {
-        f64::from(self.prompt_tokens) * f64::from(cost.input)
-            + f64::from(self.output_tokens) * f64::from(cost.output)
-    }
+/// Returns the cost of a request's prompt and output.
+fn cost_of(served: &ServedRequest, cost: TokenCost) -> f64 {
+    f64::from(served.prompt_tokens) * f64::from(cost.input)
+        + f64::from(served.output_tokens) * f64::from(cost.output)
 }
 
 /// Service difference of Sheng et al., *Fairness in Serving Large Language Models* (OSDI 2024), section 5.1.
@@ -90,10 +60,10 @@ fn difference(requests: &[ServedRequest], cost: TokenCost, tick: f64) -> f64 {
         let overlap = request.end_s.min(end) - request.first_token_s.max(tick);
         let lasts = request.end_s - request.first_token_s;
         if overlap > 0.0 && lasts > 0.0 {
-            *service += request.cost(cost) * overlap / lasts;
+            *service += cost_of(request, cost) * overlap / lasts;
         }
         if request.arrival_s >= tick && request.arrival_s < end {
-            *demand += request.cost(cost);
+            *demand += cost_of(request, cost);
         }
     }
     let per_second = |(service, demand): &(f64, f64)| {

@@ -6,8 +6,8 @@
 //! give equal events.
 //!
 //! [`Records`] collects latencies per request and KV memory use; [`ServiceDifference`] and [`ServiceGap`]
-//! measure fairness. [`cluster`] simulates routers with many workers. [`trace`] reads published traces;
-//! [`workload`] generates requests from a seed.
+//! measure fairness. [`cluster`] simulates routers with many workers. [`workload`] generates requests from a
+//! seed; `inflight_traces` reads published ones.
 
 pub mod cluster;
 mod device;
@@ -18,14 +18,13 @@ mod profile;
 mod records;
 mod request;
 mod simulation;
-pub mod trace;
 pub mod workload;
 
 pub use device::{BatchWork, Device};
 pub use event::{Observer, RequestEvent, StepSample};
-pub use fairness::{ServedRequest, ServiceDifference, ServiceGap};
+pub use fairness::{ServiceDifference, ServiceGap};
 pub use piecewise_linear::PiecewiseLinear;
 pub use profile::{ProfileError, ProfiledDevice};
 pub use records::{KvUsage, Records, RequestRecord, percentile};
-pub use request::Request;
+pub use request::{Request, requests_of};
 pub use simulation::{Simulation, SimulationError};

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use inflight_contract::FinishReason;
+use inflight_traces::ServedRequest;
 use inflight_worker_core::Time;
 
 use crate::{Observer, Request, RequestEvent, StepSample};
@@ -32,6 +33,19 @@ pub struct RequestRecord {
 }
 
 impl RequestRecord {
+    /// Returns the times in seconds and the lengths; `None` if it generated no token or has not ended.
+    pub fn served(&self) -> Option<ServedRequest> {
+        let seconds = |at: Time| at.since(Time::ZERO).as_secs_f64();
+        Some(ServedRequest {
+            tenant: self.request.tenant,
+            arrival_s: seconds(self.request.arrival),
+            first_token_s: seconds(self.first_token?),
+            end_s: seconds(self.ended?),
+            prompt_tokens: self.request.prompt_tokens,
+            output_tokens: self.output_tokens,
+        })
+    }
+
     /// Returns the TTFT.
     pub fn time_to_first_token(&self) -> Option<Duration> {
         self.first_token.map(|at| at.since(self.request.arrival))

@@ -1,6 +1,7 @@
 //! Requests of a simulation.
 
 use inflight_contract::Weight;
+use inflight_traces::ServedRequest;
 use inflight_worker_core::Time;
 
 /// Request of a simulation, including its output length, which a real scheduler does not know.
@@ -40,4 +41,16 @@ impl Request {
     pub fn tokens(&self) -> u32 {
         self.prompt_tokens + self.output_tokens
     }
+}
+
+/// Converts served requests to requests to be simulated, in order of arrival.
+pub fn requests_of(served: &[ServedRequest]) -> Vec<Request> {
+    let request = |served: &ServedRequest| {
+        let arrival = Time::from_nanos((served.arrival_s.max(0.0) * 1e9).round() as u64);
+        // Each request has at least one prompt and one output token.
+        Request::new(arrival, served.tenant, served.prompt_tokens.max(1), served.output_tokens.max(1))
+    };
+    let mut requests: Vec<Request> = served.iter().map(request).collect();
+    requests.sort_by_key(|request| request.arrival);
+    requests
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use futures::future::join_all;
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::BodyExt as _;
-use inflight_tests::{LocalCluster, run, scrape};
+use inflight_harness::{LocalCluster, run, scrape};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::body::Body;

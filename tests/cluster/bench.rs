@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{CommandOutput, Fault, LocalCluster, Script, TokenServer, run, scrape};
+use inflight_harness::{CommandOutput, Fault, LocalCluster, Script, TokenServer, run, scrape};
 use serde_json::Value;
 
 use crate::program;

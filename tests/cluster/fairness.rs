@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::TempDir;
+use inflight_harness::{RoleProcess, exclusive};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{RoleProcess, alone};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
@@ -79,7 +79,7 @@ async fn generate(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tenants_get_their_weights_across_routers_and_a_flood_gains_nothing() -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     let folder = TempDir::new("fairness")?;
     let tenants = TENANTS.map(|(name, digest, weight, _)| {
         format!("[tenants.{name}]\nlimits = {{ weight = {weight} }}\nkeys = [{{ sha256 = \"{digest}\" }}]\n")

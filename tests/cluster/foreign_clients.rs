@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use inflight_tests::{LocalCluster, run};
+use inflight_harness::{LocalCluster, run};
 use serde_json::Value;
 
 use crate::program;

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_harness::{LocalCluster, SimulatedGpu, run_with_env, scrape};
 use inflight_proto::v1::GenerateRequest;
-use inflight_tests::{LocalCluster, SimulatedGpu, run_with_env, scrape};
 use tokio::sync::OnceCell;
 
 use crate::program;
@@ -49,8 +49,10 @@ async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap() -> Re
     let (_folder, model) = mini()?;
     let requests: Vec<_> = (0..4).map(|seed| sampled("Once upon a time", 10, seed)).collect();
     let mut expected = None;
-    // Without programmatic dependent launch (sm_80), with it (sm_90), and with a driver that rejects it.
-    for settings in ["memory=768,ptx=80", "memory=768,ptx=90", "memory=768,ptx=90,overlap=false"] {
+    // Machine code without programmatic dependent launch (sm_80), with it (sm_90a), and PTX with a driver that rejects it.
+    for settings in
+        ["memory=768,compute=8.0", "memory=768,compute=9.0", "memory=768,compute=10.0,overlap=false"]
+    {
         let gpu = SimulatedGpu::new(settings)?;
         let flags =
             ["--workers=1", "--device=cuda", "--deterministic", "--verbose", OVERLAP_IS_LOGGED, &model];
@@ -64,7 +66,7 @@ async fn gpu_results_are_batch_invariant_with_and_without_launch_overlap() -> Re
             "{settings}: other answers: {answers:?}"
         );
         let log = cluster.log();
-        ensure!(log.contains("overlap=true") == settings.contains("ptx=90"), "{settings}: {log}");
+        ensure!(log.contains("overlap=true") == settings.contains("compute=9.0"), "{settings}: {log}");
         ensure!(
             log.contains("programmatic dependent launch is off") == settings.contains("overlap=false"),
             "{settings}: {log}"

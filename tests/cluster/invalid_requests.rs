@@ -1,9 +1,9 @@
 //! Invalid requests, each rejected with its exact status.
 
 use anyhow::{Context, Result, ensure};
+use inflight_harness::{LocalCluster, eventually, run, send_raw};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, SamplingParams, StopConditions, TokenIds};
-use inflight_tests::{LocalCluster, eventually, run, send_raw};
 use tonic::Code;
 
 use crate::program;

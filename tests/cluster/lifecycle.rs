@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
+use inflight_harness::{LocalCluster, eventually, run};
 use inflight_proto::v1::FinishReason;
-use inflight_tests::{LocalCluster, eventually, run};
 
 use crate::program;
 use crate::requests::{GenerationResult, generate, model, sampled};

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Corruption, Dtype};
-use inflight_tests::{LocalCluster, run};
+use inflight_harness::{LocalCluster, run};
 
 use crate::program;
 use crate::requests::{generate, model, sampled};

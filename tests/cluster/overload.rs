@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use inflight_harness::{RoleProcess, exclusive};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{RoleProcess, alone};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -167,7 +167,7 @@ fn report(name: &str, stats: &PhaseStats) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn at_ten_times_capacity_goodput_holds_and_the_excess_is_rejected_at_once() -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
         let worker = flags(&[

@@ -1,9 +1,9 @@
 //! Prefix-aware placement of a real router over real workers on simulated devices.
 
 use anyhow::{Result, ensure};
+use inflight_harness::{RoleProcess, eventually, exclusive, scrape};
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::{GenerateRequest, TokenIds};
-use inflight_tests::{RoleProcess, alone, eventually, scrape};
 
 use crate::program;
 use crate::requests::{generate, sampled};
@@ -71,7 +71,7 @@ async fn hit_rate(placement: &str) -> Result<f64> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn conversations_return_to_their_cached_prefix_except_under_round_robin() -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     for placement in ["cost", "prefix"] {
         let rate = hit_rate(placement).await?;
         ensure!(rate == 1.0, "{placement}: hit rate {rate}");
@@ -83,7 +83,7 @@ async fn conversations_return_to_their_cached_prefix_except_under_round_robin() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_router_recovers_its_prefix_index_and_tenants_stay_isolated() -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     let (workers, mut router) = cluster("cost").await?;
     for conversation in 0..6 {
         generate(&mut router.client()?, turn(conversation, 0, "a")).await?;

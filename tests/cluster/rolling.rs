@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
+use inflight_harness::{RoleProcess, exclusive};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_tests::{RoleProcess, alone};
 use tonic::Code;
 use tonic::transport::Channel;
 
@@ -23,7 +23,7 @@ const STREAMS: usize = 48;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rolling_restart_of_every_process_loses_no_token() -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
         workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use inflight_fixtures::{Arch, Checkpoint, Corruption, Dtype, TempDir};
-use inflight_tests::{CommandOutput, run};
+use inflight_harness::{CommandOutput, run};
 
 use crate::program;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::future::try_join_all;
-use inflight_tests::{RoleProcess, alone, eventually, scrape};
+use inflight_harness::{RoleProcess, eventually, exclusive, scrape};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -50,7 +50,7 @@ async fn workers_killed_and_suspended_every_second_lose_no_token_and_no_grant() 
 }
 
 async fn storm(seed: u64) -> Result<()> {
-    let _alone = alone().await;
+    let _exclusive = exclusive().await;
     let mut workers = Vec::new();
     for _ in 0..WORKERS {
         workers.push(RoleProcess::start(program().to_owned(), "worker", &worker_flags()).await?);

@@ -1,7 +1,7 @@
 //! Trace propagation from the client through the router to the worker's engine.
 
 use anyhow::{Result, ensure};
-use inflight_tests::{Collector, LocalCluster};
+use inflight_harness::{Collector, LocalCluster};
 use tonic::Request;
 
 use crate::program;

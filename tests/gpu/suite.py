@@ -30,6 +30,7 @@ PARITY, PARITY_FP8 = 2e-2, 1e-1
 KERNEL_TESTS = ["attention::", "overlap::", "product::", "rows::", "sampling::"]
 # A property that fails is made small, but not for longer than this; what it then says is enough.
 KERNEL_TEST_ENVIRONMENT = {"INFLIGHT_TEST_GPU": "1", "PROPTEST_MAX_SHRINK_TIME": "15000", "RUST_BACKTRACE": "0"}
+KERNEL_TIMING = "timing::"
 SANITIZED_TESTS = ["attention::attention_over", "product::", "rows::", "sampling::tokens"]
 
 
@@ -95,7 +96,16 @@ class Suite:
             good = code == 1 and "field" not in output if program == "measure" else code == 0
             self.check("machine", f"{program} starts", good, "" if good else output.strip()[-200:])
 
+    def check_filters(self, phase, filters):
+        """Fails for each filter that selects none of the kernel tests: the program would run nothing and exit with 0."""
+        code, output, _ = self.recorder.command("kernel-tests", [str(self.bundle / "kernel-tests"), "--list"], 30)
+        known = [line.removesuffix(": test") for line in output.splitlines() if line.endswith(": test")]
+        unknown = unmatched(filters, known)
+        if code != 0 or unknown:
+            self.check(phase, "every filter selects a test", False, f"none for {', '.join(unknown)}" if code == 0 else outcome(output))
+
     def kernels(self):
+        self.check_filters("kernels", [*KERNEL_TESTS, KERNEL_TIMING])
         # Each family in a process of its own: after one fault on a GPU, nothing else works in that process.
         for family in KERNEL_TESTS:
             code, output, seconds = self.recorder.command(
@@ -105,7 +115,7 @@ class Suite:
             for line in [] if code == 0 else failures(output):
                 print(f"    {line}", flush=True)
         code, output, _ = self.recorder.command(
-            "kernel-timing", [str(self.bundle / "kernel-tests"), "--ignored", "--nocapture", "timing::"], 180, KERNEL_TEST_ENVIRONMENT)
+            "kernel-timing", [str(self.bundle / "kernel-tests"), "--ignored", "--nocapture", KERNEL_TIMING], 180, KERNEL_TEST_ENVIRONMENT)
         rows = list(rows_of(output))
         self.check("kernels", "products of few rows are measured", code == 0 and len(rows) > 1, f"{len(rows)} figures")
         self.json["phases"]["products of few rows"] = rows
@@ -127,6 +137,7 @@ class Suite:
             # What the driver answers is looked at by who asked: libraries ask for functions that it may lack.
             return [checker, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20"]
 
+        self.check_filters("sanitizer", SANITIZED_TESTS)
         for tool in ["memcheck", "racecheck"]:
             code, output, seconds = self.recorder.command(
                 f"sanitizer-{tool}", [*checked(tool), str(self.bundle / "kernel-tests"), "--test-threads=1", *SANITIZED_TESTS], 180, cases)
@@ -499,6 +510,11 @@ def rows_of(output):
             yield json.loads(line[line.index('{"'):])
         except ValueError:
             continue
+
+
+def unmatched(filters, tests):
+    """Filters that select none of the tests, which the test program selects by a part of their names."""
+    return [filter for filter in filters if not any(filter in test for test in tests)]
 
 
 def outcome(output):

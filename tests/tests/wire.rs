@@ -4,10 +4,10 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, ensure};
+use inflight_harness::RecordedMessage;
 use inflight_proto::v1;
 use inflight_proto::v1::session_request::Message as FromRouter;
 use inflight_proto::v1::session_response::Message as FromWorker;
-use inflight_tests::RecordedMessage;
 use prost::Message;
 
 const RELEASES: [(&str, &str); 1] = [("0.1.0", include_str!("../wire/0.1.0.txt"))];

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use inflight_contract::SamplingSpec;
 use inflight_fixtures::{BenchmarkShape, TempDir};
+use inflight_harness::SimulatedGpu;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::{Batch, PositionLogprobs, Runtime, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
-use inflight_tests::SimulatedGpu;
 
 const BLOCK_TOKENS: u32 = 16;
 const SLOTS: u32 = 3;

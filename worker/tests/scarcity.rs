@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use inflight_contract::{FinishReason, SamplingParams, SamplingSpec, Weight};
 use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
+use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::Isa;
 use inflight_models::{ModelDir, ModelSource};
 use inflight_runtime::Runtime;
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
-use inflight_tests::SimulatedGpu;
 use inflight_worker::PolicyKind;
 use inflight_worker::engine::{
     Command, Engine, EngineOptions, Finish, Request, RequestKey, ResumedChoice, SessionId,

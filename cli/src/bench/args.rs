@@ -2,12 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::client::PromptForm;
-use super::endpoint::Endpoint;
-use super::lengths::Lengths;
-use super::load::LoadPattern;
-use super::measure::Quota;
-use super::tenants::Tenant;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use inflight_bench::{Endpoint, Lengths, LoadPattern, PromptForm, Quota, Tenant};
+
 use crate::units::Span;
 
 /// Concurrent streams of the default closed loop.
@@ -93,7 +90,7 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub nonce: Option<u64>,
     /// Form in which prompts are sent
-    #[arg(long, value_enum, default_value_t = PromptForm::Auto)]
+    #[arg(long, value_name = "FORM", default_value = FORMS[0].0, value_parser = prompt_form())]
     pub prompt: PromptForm,
     /// Vocabulary size: prompts are drawn from token ids below it [default: the router's answer, else 10000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
@@ -122,6 +119,25 @@ pub struct Args {
     /// Write all figures of all rounds as JSON to FILE; `-` prints JSON instead of the table
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+/// Names of the forms of prompts, and their help.
+const FORMS: [(&str, PromptForm, &str); 3] = [
+    ("auto", PromptForm::Auto, "As token ids where the server takes them, else as text"),
+    ("ids", PromptForm::Ids, "As token ids"),
+    ("text", PromptForm::Text, "As text of about as many tokens"),
+];
+
+fn prompt_form() -> impl TypedValueParser<Value = PromptForm> {
+    let names = FORMS.map(|(name, _, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(names).map(|given| {
+        FORMS.iter().find(|(name, ..)| *name == given).map_or(PromptForm::Auto, |(_, form, _)| *form)
+    })
+}
+
+/// Returns the name of a form of prompts.
+pub fn form_name(form: PromptForm) -> &'static str {
+    FORMS.iter().find(|(_, known, _)| *known == form).map_or("auto", |(name, ..)| name)
 }
 
 fn positive(text: &str) -> Result<f64, String> {

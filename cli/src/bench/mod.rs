@@ -1,39 +1,24 @@
-//! `inflight bench`: load generator for routers and OpenAI-compatible servers.
-//!
-//! A [`workload`] is a pure function of its seed. [`load`] sends it to one server at a time, in rounds that
-//! alternate between the servers; [`measure`] records latencies and counts, and [`report`] renders them.
+//! `inflight bench`: flags, progress bars and reports of the load generator.
 
 mod args;
-mod client;
-mod endpoint;
-mod grpc;
-mod lengths;
-mod load;
-mod measure;
-mod openai;
-mod report;
-mod sse;
-mod tenants;
-#[cfg(test)]
-mod tests;
-mod workload;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use inflight_simulator::trace::{TracedRequest, read_trace};
-use serde_json::json;
+use inflight_bench::{
+    Arrivals, BenchClient, BenchError, BenchReport, BenchWorkload, Comparison, Endpoint, ErrorKind,
+    GenerationSettings, LengthSource, Lengths, LoadPattern, Meter, PlannedLoad, PromptKeys, Quota,
+    ServerInfo, Slo, Tenant,
+};
+use inflight_traces::{TracedRequest, read_trace};
+use serde_json::{Value, json};
+use tokio::task::AbortHandle;
 
 pub use args::Args;
 
-use self::client::{BenchClient, GenerationSettings, ServerInfo};
-use self::load::{BenchRound, LoadPattern};
-use self::measure::{Meter, Quota, RoundMeasurements, Slo};
-use self::report::{BenchReport, LoadPoint};
-use self::tenants::Tenant;
-use self::workload::{Arrivals, BenchWorkload, LengthSource, PromptKeys};
 use crate::exit::{CommandError, Exit, print_stderr};
+use crate::generate::exit_code;
 
 /// Assumed vocabulary size if no server reports one: few models have a smaller one.
 const VOCAB_SIZE_ASSUMED: u32 = 10_000;
@@ -67,7 +52,7 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
         args.requests = Some(args.requests.map_or(traced_requests, |requests| requests.min(traced_requests)));
         args.warmup.get_or_insert(0);
     }
-    let mut clients: Vec<BenchClient> = args.endpoint.iter().map(endpoint::Endpoint::client).collect();
+    let mut clients: Vec<BenchClient> = args.endpoint.iter().map(Endpoint::client).collect();
     let mut servers = Vec::new();
     for client in &mut clients {
         servers.push(client.probe(args.model.as_deref(), args.prompt).await?);
@@ -82,10 +67,21 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
         check_context(&args, &workload, *load, context)?;
     }
     let clients: Vec<Arc<BenchClient>> = clients.into_iter().map(Arc::new).collect();
-    let plan = BenchPlan { args: &args, workload: &workload, keys, clients: &clients, names: &names };
+    let comparison = Comparison {
+        clients: clients.clone(),
+        names: names.clone(),
+        workload: Arc::clone(&workload),
+        keys,
+        settings: GenerationSettings { temperature: args.temperature, allow_eos: args.allow_eos },
+        timeout: args.timeout.0,
+        slo: slo(&args),
+        rounds: args.rounds(clients.len()),
+    };
     let mut points = Vec::new();
     for (index, load) in (0u64..).zip(loads) {
-        points.push(plan.point(index, load).await?);
+        let planned = PlannedLoad { load, warmup: args.warmup(load), quota: args.quota(load) };
+        let watch = |title, meter| Progress::show(title, meter, planned.quota);
+        points.push(comparison.point(index, planned, watch).await?);
     }
     let slo = slo(&args);
     let report = BenchReport {
@@ -98,62 +94,107 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
     write_report(&args, &report, seed, nonce)
 }
 
-/// Returns the options that determine the requests, as text: all except servers, seed, nonce and report file.
-fn options(args: &Args) -> String {
-    let args = Args { endpoint: Vec::new(), seed: None, nonce: None, json: None, ..args.clone() };
-    format!("{args:?}")
+impl From<BenchError> for CommandError {
+    fn from(error: BenchError) -> Self {
+        let exit = match error.kind {
+            ErrorKind::Failure => Exit::Failure,
+            ErrorKind::Usage => Exit::Usage,
+            ErrorKind::Unavailable => Exit::Unavailable,
+            ErrorKind::Refused => Exit::Refused,
+            ErrorKind::Exhausted => Exit::Exhausted,
+            ErrorKind::Status(code) => exit_code(code),
+        };
+        Self::new(exit, error.message)
+    }
 }
 
-/// Configuration of all load points of a run.
-struct BenchPlan<'a> {
-    args: &'a Args,
-    workload: &'a Arc<BenchWorkload>,
-    keys: PromptKeys,
-    clients: &'a [Arc<BenchClient>],
-    names: &'a [String],
+/// Returns the options that determine the requests, by name: all except servers, seed, nonce and report file.
+fn options(args: &Args) -> Vec<(&'static str, Value)> {
+    // Without `..`, so that a new option is decided on here.
+    let Args {
+        endpoint: _,
+        seed: _,
+        nonce: _,
+        json: _,
+        model,
+        concurrency,
+        rate,
+        constant_rate,
+        trace,
+        speed,
+        arrival_jitter,
+        prompt_tokens,
+        output_tokens,
+        max_prompt_tokens,
+        max_output_tokens,
+        shared_prefix,
+        tenant,
+        requests,
+        duration,
+        warmup,
+        rounds,
+        prompt,
+        vocab_size,
+        temperature,
+        allow_eos,
+        timeout,
+        in_flight_max,
+        slo_ttft,
+        slo_tpot,
+        slo_e2e,
+    } = args;
+    let span = |span: &Option<crate::units::Span>| json!(span.map(|span| span.to_string()));
+    vec![
+        ("model", json!(model)),
+        ("concurrency", json!(concurrency)),
+        ("rate", json!(rate)),
+        ("constant_rate", json!(constant_rate)),
+        ("trace", json!(trace)),
+        ("speed", json!(speed)),
+        ("arrival_jitter", json!(arrival_jitter.to_string())),
+        ("prompt_tokens", json!(prompt_tokens.to_string())),
+        ("output_tokens", json!(output_tokens.to_string())),
+        ("max_prompt_tokens", json!(max_prompt_tokens)),
+        ("max_output_tokens", json!(max_output_tokens)),
+        ("shared_prefix", json!(shared_prefix)),
+        ("tenant", tenants(tenant)),
+        ("requests", json!(requests)),
+        ("duration", span(duration)),
+        ("warmup", json!(warmup)),
+        ("rounds", json!(rounds)),
+        ("prompt", json!(args::form_name(*prompt))),
+        ("vocab_size", json!(vocab_size)),
+        ("temperature", json!(temperature)),
+        ("allow_eos", json!(allow_eos)),
+        ("timeout", json!(timeout.to_string())),
+        ("in_flight_max", json!(in_flight_max)),
+        ("slo_ttft", span(slo_ttft)),
+        ("slo_tpot", span(slo_tpot)),
+        ("slo_e2e", span(slo_e2e)),
+    ]
 }
 
-impl BenchPlan<'_> {
-    /// Runs the rounds of one load pattern. Each round visits every server, starting with another one.
-    async fn point(&self, index: u64, load: LoadPattern) -> Result<LoadPoint, CommandError> {
-        let mut rounds: Vec<Vec<RoundMeasurements>> = vec![Vec::new(); self.clients.len()];
-        let all = self.args.rounds(self.clients.len());
-        for round in 0..all {
-            for offset in 0..self.clients.len() {
-                let server = (offset + round as usize) % self.clients.len();
-                // The same prompts for all servers, different ones in each round.
-                let key = self.keys.key(index, round);
-                let meter = Meter::new(
-                    self.args.warmup(load),
-                    self.args.quota(load),
-                    slo(self.args),
-                    self.workload.tenants.len(),
-                );
-                let bench_round = BenchRound {
-                    client: Arc::clone(&self.clients[server]),
-                    workload: Arc::clone(self.workload),
-                    key,
-                    settings: GenerationSettings {
-                        temperature: self.args.temperature,
-                        allow_eos: self.args.allow_eos,
-                    },
-                    timeout: self.args.timeout.0,
-                    meter: meter.clone(),
-                };
-                let title = format!("{}: {}, round {} of {all}", self.names[server], load.short(), round + 1);
-                let progress = tokio::spawn(progress(title, meter, self.args.quota(load)));
-                let measured = load::run(Arc::new(bench_round), load, self.args.quota(load)).await;
-                progress.abort();
-                let _ = progress.await;
-                let measured = measured.map_err(|failure| failure.at(&self.names[server]))?;
-                if measured.started == 0 {
-                    let message = "no request counted: the trace has no more than the requests to warm up";
-                    return Err(CommandError::new(Exit::Usage, message));
-                }
-                rounds[server].push(measured);
-            }
-        }
-        Ok(LoadPoint { load, rounds })
+/// Returns the tenants as JSON.
+fn tenants(tenants: &[Tenant]) -> Value {
+    let tenant = |tenant: &Tenant| {
+        let Tenant { name, share, weight, priority } = tenant;
+        json!({ "name": name, "share": share, "weight": weight, "priority": priority })
+    };
+    tenants.iter().map(tenant).collect()
+}
+
+/// Progress bar of a round, shown until it is dropped.
+struct Progress(AbortHandle);
+
+impl Progress {
+    fn show(title: String, meter: Meter, quota: Quota) -> Self {
+        Self(tokio::spawn(progress(title, meter, quota)).abort_handle())
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }
 
@@ -295,10 +336,7 @@ fn setting(
             "prompts": if info.text { "text" } else { "token ids" },
         })
     });
-    let drawn = |lengths: lengths::Lengths| args.trace.is_none().then(|| lengths.to_string());
-    let tenants = workload.tenants.iter().map(|tenant| {
-        json!({ "name": tenant.name, "share": tenant.share, "weight": tenant.weight, "priority": tenant.priority })
-    });
+    let drawn = |lengths: Lengths| args.trace.is_none().then(|| lengths.to_string());
     let slo = slo(args);
     let ms = |bound: Option<Duration>| bound.map(|bound| bound.as_secs_f64() * 1e3);
     json!({
@@ -313,7 +351,7 @@ fn setting(
         "max_prompt_tokens": args.max_prompt_tokens,
         "max_output_tokens": args.max_output_tokens,
         "shared_prefix": args.shared_prefix,
-        "tenants": tenants.collect::<Vec<_>>(),
+        "tenants": tenants(&workload.tenants),
         "temperature": args.temperature,
         "allow_eos": args.allow_eos,
         "slo_ms": { "ttft": ms(slo.ttft), "tpot": ms(slo.tpot), "e2e": ms(slo.e2e) },

@@ -152,7 +152,7 @@ mod tests {
 
     fn shape() -> impl Strategy<Value = PlanShape> {
         let window = prop_oneof![Just(None), (1u32..3000).prop_map(Some)];
-        (1u32..=16, 1u32..=8, 0usize..4, window, any::<bool>(), 1u32..400, 0u32..200).prop_map(
+        (1u32..=16, 1u32..=8, 0usize..2, window, any::<bool>(), 1u32..400, 0u32..200).prop_map(
             |(group, kv_heads, head_dim, window, deterministic, slots, partials)| PlanShape {
                 group,
                 kv_heads,

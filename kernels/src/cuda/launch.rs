@@ -6,8 +6,9 @@ use super::params::{
     SamplingParams, SwigluParams, as_bytes,
 };
 
-/// Head dimensions for which attention kernels exist.
-pub const HEAD_DIMS: [u32; 4] = [64, 96, 128, 256];
+/// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
+/// Qwen2/2.5, Qwen3).
+pub const HEAD_DIMS: [u32; 2] = [64, 128];
 /// Key positions per split (split-KV decoding).
 pub const ATTENTION_SPLIT: u32 = 256;
 /// Query rows (tokens times heads of a group) of a split-KV attention item.
@@ -146,7 +147,7 @@ fn whole_bytes(head_dim: u32, store: KvStore) -> u32 {
 /// Returns the attention blocks per multiprocessor that registers allow, by the compiler's register counts.
 fn blocks_by_registers(head_dim: u32, mixed: bool) -> u32 {
     match (mixed, head_dim) {
-        (true, _) | (false, 256) => 2,
+        (true, _) => 2,
         (false, 64) => 4,
         (false, _) => 3,
     }
@@ -204,9 +205,7 @@ fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool)
         ($way:literal, $half:literal, $store:literal) => {
             match head_dim {
                 64 => concat!("attention_", $way, "_", $half, "_64", $store),
-                96 => concat!("attention_", $way, "_", $half, "_96", $store),
-                128 => concat!("attention_", $way, "_", $half, "_128", $store),
-                _ => concat!("attention_", $way, "_", $half, "_256", $store),
+                _ => concat!("attention_", $way, "_", $half, "_128", $store),
             }
         };
     }

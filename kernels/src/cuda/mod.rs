@@ -1,8 +1,7 @@
 //! Kernels for CUDA devices: embedded images, parameter blocks and launch functions.
 //!
-//! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Where a CUDA compiler is found
-//! they are built for every architecture; else the committed PTX is embedded, which the driver compiles at
-//! load. The same sources, compiled as plain C++ over fibers (feature `harness`), run on any machine:
+//! The kernels are CUDA C++ in `kernels/cuda`, over a thin header of wrappers. Their machine code and PTX are
+//! embedded as one compressed archive, unpacked when a GPU is used. The same sources, compiled as plain C++ over fibers (feature `harness`), run on any machine:
 //! [`Harness`] is a [`Device`] that is correct but slow.
 //!
 //! All launch code is generic over [`Device`], so tests on the harness exercise the code that GPUs run.
@@ -22,7 +21,7 @@ pub use harness::{
     Harness, HostMemory, Mutant, from_e4m3_on_harness, narrow_on_harness, to_e4m3_on_harness,
     widen_on_harness,
 };
-pub use image::{Form, IMAGES, Image, KERNELS, image_of};
+pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, attention,
     attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
-    Device, DeviceError, Form, Harness, HostMemory, IMAGES, Launch, Profile, image_of,
+    Device, DeviceError, Harness, HostMemory, Image, Images, Launch, Profile, Target, family_of,
 };
 
 /// Harness or GPU.
@@ -143,16 +143,14 @@ impl Gpu {
                 "INFLIGHT_TEST_GPU is set, but there is no NVIDIA driver"
             );
             let context = CudaContext::new(0).unwrap();
-            let load = |bytes: &[u8]| unsafe { result::module::load_data(bytes.as_ptr().cast()) }.unwrap();
-            let modules = IMAGES
-                .iter()
-                .map(|image| match image.form {
-                    Form::Fatbin => (image.name, load(image.bytes)),
-                    Form::Ptx => (image.name, load(CString::new(image.bytes).unwrap().as_bytes_with_nul())),
-                })
-                .collect();
             use sys::CUdevice_attribute as Attribute;
             let attribute = |which| context.attribute(which).unwrap() as u32;
+            let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) as i32;
+            let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) as i32;
+            let target = Target::of(major, minor).expect("the GPU is supported");
+            let images = Images::unpack().unwrap().of(target).unwrap();
+            let load = |image: &Image| unsafe { result::module::load_data(image.as_ptr()) }.unwrap();
+            let modules = images.iter().map(|image| (image.family, load(image))).collect();
             let profile = Profile {
                 multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
                 shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
@@ -171,7 +169,7 @@ impl Gpu {
     /// Returns a kernel's function, looked up once, with the maximum dynamic shared memory allowed.
     fn function(&self, kernel: &'static str) -> sys::CUfunction {
         *self.functions.lock().unwrap().entry(kernel).or_insert_with(|| {
-            let module = self.modules[image_of(kernel).unwrap().name];
+            let module = self.modules[family_of(kernel).unwrap()];
             let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = self.profile.shared_bytes as i32;
             unsafe {

@@ -1,13 +1,14 @@
+use std::collections::BTreeSet;
 use std::path::Path;
 
-use inflight_kernels::cuda::{IMAGES, KERNELS};
+use inflight_kernels::cuda::{Images, KERNELS, Target};
 use sha2::{Digest, Sha256};
 
 fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/cuda"))
 }
 
-/// Returns the digest of all sources from which PTX is compiled.
+/// Returns the digest of all sources from which the archive is compiled.
 fn digest() -> String {
     let is_source = |name: &str| name.ends_with(".cu") || name.ends_with(".cuh") || name == "params.h";
     let mut names: Vec<String> = std::fs::read_dir(folder())
@@ -24,20 +25,27 @@ fn digest() -> String {
 }
 
 #[test]
-fn the_committed_ptx_matches_the_sources() {
-    let stored = std::fs::read_to_string(folder().join("ptx/SOURCES.sha256")).unwrap();
+fn the_committed_archive_matches_the_sources() {
+    let images = Images::unpack().unwrap();
     assert_eq!(
-        stored.trim(),
-        digest(),
-        "kernels/cuda has changed: run tests/gpu/compile --write and commit its PTX"
+        images.sources(),
+        Some(digest().as_str()),
+        "kernels/cuda has changed: run tests/gpu/compile --write and commit images.zst"
     );
+    let bytes = std::fs::metadata(folder().join("images.zst")).unwrap().len();
+    assert!(bytes <= 2 << 20, "images.zst has {bytes} bytes");
 }
 
 #[test]
-fn every_kernel_is_in_the_committed_ptx() {
-    for (prefix, family) in KERNELS {
-        let ptx = std::fs::read_to_string(folder().join(format!("ptx/{family}.ptx"))).unwrap();
-        assert!(ptx.contains(&format!(".entry {prefix}")), "{family}.ptx has no {prefix}");
-        assert!(IMAGES.iter().any(|image| image.name == *family && !image.bytes.is_empty()));
+fn every_gpu_finds_every_family_in_the_archive() {
+    let images = Images::unpack().unwrap();
+    let families: BTreeSet<&str> = KERNELS.iter().map(|(_, family)| *family).collect();
+    for target in Target::ALL {
+        let found: BTreeSet<&str> = images.of(target).unwrap().iter().map(|image| image.family).collect();
+        assert_eq!(found, families, "{target:?}");
     }
+    let target = |(major, minor)| Target::of(major, minor);
+    let of = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)].map(target);
+    let (ampere, later) = (Some(Target::Sm80), Some(Target::Ptx90));
+    assert_eq!(of, [None, ampere, ampere, ampere, Some(Target::Sm90a), later, later]);
 }

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use inflight_traces::SplitMix64 as Random;
 use inflight_worker_core::{BlockHash, Time};
 use serde::Deserialize;
 
-use crate::workload::{LengthDistribution, Random};
+use crate::workload::LengthDistribution;
 
 /// Tokens per block id of a trace.
 const TRACE_BLOCK: u32 = 512;

@@ -112,7 +112,7 @@ impl BlockPool {
 
     /// Returns the hashes of all blocks in the prefix cache; at most one per block of the pool.
     pub fn contents(&self) -> impl Iterator<Item = BlockHash> + '_ {
-        self.index.iter().map(|(hash, _)| hash)
+        self.meta.iter().filter_map(|meta| meta.hash)
     }
 
     /// Returns the reference count of a block.
@@ -304,7 +304,7 @@ impl BlockPool {
             }
         }
         let hashed = self.meta.iter().filter(|meta| meta.hash.is_some()).count();
-        assert_eq!(hashed, self.index.iter().count(), "the index names blocks that have no hash");
+        assert_eq!(hashed, self.index.len() as usize, "the index names blocks that have no hash");
         let mut listed = 0;
         for (list, cached) in [(self.empty, false), (self.cached, true)] {
             let (mut at, mut before) = (list.head, NONE);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::history::Step;
+use crate::history::IterationSummary;
 use crate::{BlockedBy, Limits, Load};
 
 /// Bottleneck of a worker.
@@ -106,7 +106,7 @@ impl Default for Objectives {
 /// Returns the bottlenecks of a worker from its recent iterations, most severe first; none without
 /// iterations.
 pub fn diagnose<'a>(
-    steps: impl DoubleEndedIterator<Item = &'a Step> + Clone,
+    steps: impl DoubleEndedIterator<Item = &'a IterationSummary> + Clone,
     limits: &Limits,
     objectives: &Objectives,
 ) -> Vec<Finding> {
@@ -115,7 +115,7 @@ pub fn diagnose<'a>(
     };
     let (before, now) = (&first.load, &last.load);
     let total = steps.clone().count() as f64;
-    let share = |predicate: &dyn Fn(&Step) -> bool| {
+    let share = |predicate: &dyn Fn(&IterationSummary) -> bool| {
         steps.clone().filter(|step| predicate(step)).count() as f64 / total
     };
     let mut findings = Vec::new();
@@ -126,7 +126,7 @@ pub fn diagnose<'a>(
     };
 
     let pool = f64::from(limits.blocks);
-    let full = |step: &Step| {
+    let full = |step: &IterationSummary| {
         f64::from(step.load.blocks_used) > 0.9 * pool && step.load.running * 2 < limits.running_max
     };
     let pressed = share(&|step| full(step) && step.load.waiting > 0);
@@ -142,8 +142,9 @@ pub fn diagnose<'a>(
         ),
     );
 
-    let blocked_by =
-        |step: &Step, label: &str| step.blocked.is_some_and(|blocked| blocked.by.label() == label);
+    let blocked_by = |step: &IterationSummary, label: &str| {
+        step.blocked.is_some_and(|blocked| blocked.by.label() == label)
+    };
     for (label, by) in [("slots", BlockedBy::Slots), ("budget", BlockedBy::Budget)] {
         let held = share(&|step| blocked_by(step, label) && f64::from(step.load.blocks_used) < 0.9 * pool);
         if held > 0.1 {
@@ -197,7 +198,7 @@ pub fn diagnose<'a>(
             );
             find(Bottleneck::PrefillStarvesDecode, over, figure);
         }
-        let small = |step: &Step| {
+        let small = |step: &IterationSummary| {
             step.prefills > 0
                 && step.decodes > 0
                 && step.load.waiting > 0
@@ -244,7 +245,7 @@ fn ratio(part: u64, whole: u64) -> f64 {
 
 /// Returns the idle share of the time between consecutive steps. A gap at whose start no work was left does
 /// not count.
-fn idle_share<'a>(steps: impl Iterator<Item = &'a Step> + Clone) -> f64 {
+fn idle_share<'a>(steps: impl Iterator<Item = &'a IterationSummary> + Clone) -> f64 {
     let (mut idle, mut all) = (Duration::ZERO, Duration::ZERO);
     for (step, next) in steps.clone().zip(steps.skip(1)) {
         let had_work = step.load.waiting > 0
@@ -266,8 +267,8 @@ mod tests {
     const LIMITS: fn() -> Limits =
         || Limits { step_target: Some(Duration::from_millis(20)), ..Limits::new(16, 100, 64, 512) };
 
-    fn step(number: u64) -> Step {
-        Step {
+    fn step(number: u64) -> IterationSummary {
+        IterationSummary {
             number,
             planned: Time::from_nanos(number * 10_000_000),
             took: Some(Duration::from_millis(10)),
@@ -283,7 +284,7 @@ mod tests {
         }
     }
 
-    fn found(change: impl Fn(&mut Step)) -> Vec<Bottleneck> {
+    fn found(change: impl Fn(&mut IterationSummary)) -> Vec<Bottleneck> {
         let steps: Vec<_> = (0..100)
             .map(|number| {
                 let mut step = step(number);
@@ -303,28 +304,32 @@ mod tests {
 
     #[test]
     fn each_bottleneck_is_found_where_it_is_the_only_one() {
-        let full = |step: &mut Step| {
+        let full = |step: &mut IterationSummary| {
             (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5)
         };
         assert_eq!(found(full), [Bottleneck::MemoryPressure]);
         let id = crate::SequenceId { index: 0, generation: 0 };
-        let slots = |step: &mut Step| step.blocked = Some(crate::Blocked { id, by: BlockedBy::Slots });
+        let slots =
+            |step: &mut IterationSummary| step.blocked = Some(crate::Blocked { id, by: BlockedBy::Slots });
         assert_eq!(found(slots), [Bottleneck::AdmissionBlocked]);
-        let preempting = |step: &mut Step| step.preempted = u32::from(step.number.is_multiple_of(10));
+        let preempting =
+            |step: &mut IterationSummary| step.preempted = u32::from(step.number.is_multiple_of(10));
         assert_eq!(found(preempting), [Bottleneck::Preemption]);
-        let queueing = |step: &mut Step| step.longest_wait = Duration::from_secs(3);
+        let queueing = |step: &mut IterationSummary| step.longest_wait = Duration::from_secs(3);
         assert_eq!(found(queueing), [Bottleneck::QueueTime]);
-        let long = |step: &mut Step| {
+        let long = |step: &mut IterationSummary| {
             (step.prefills, step.prefill_tokens) = (1, 500);
             step.planned = Time::from_nanos(step.number * 30_000_000);
             step.took = Some(Duration::from_millis(30));
         };
         assert_eq!(found(long), [Bottleneck::PrefillStarvesDecode]);
-        let crawling = |step: &mut Step| (step.prefills, step.prefill_tokens, step.load.waiting) = (1, 16, 3);
+        let crawling = |step: &mut IterationSummary| {
+            (step.prefills, step.prefill_tokens, step.load.waiting) = (1, 16, 3)
+        };
         assert_eq!(found(crawling), [Bottleneck::ChunkBudget]);
-        let gaps = |step: &mut Step| step.planned = Time::from_nanos(step.number * 15_000_000);
+        let gaps = |step: &mut IterationSummary| step.planned = Time::from_nanos(step.number * 15_000_000);
         assert_eq!(found(gaps), [Bottleneck::DeviceIdle]);
-        let cold = |step: &mut Step| {
+        let cold = |step: &mut IterationSummary| {
             (step.load.admitted_tokens, step.load.blocks_used) = (step.number * 100, 95);
         };
         assert_eq!(found(cold), [Bottleneck::LowPrefixHits]);
@@ -332,7 +337,7 @@ mod tests {
 
     #[test]
     fn the_most_severe_finding_comes_first() {
-        let both = |step: &mut Step| {
+        let both = |step: &mut IterationSummary| {
             step.longest_wait = Duration::from_secs(if step.number < 30 { 3 } else { 0 });
             (step.load.blocks_used, step.load.running, step.decodes, step.load.waiting) = (95, 10, 10, 5);
         };

@@ -1,95 +1,50 @@
-//! Fixed-size open-addressing hash table from block hashes to blocks.
+//! Bounded hash table from block hashes to blocks.
 
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
 use inflight_contract::BlockHash;
 
 use crate::Block;
 
-/// Map from block hashes to blocks with linear probing and a fixed capacity, so that no operation allocates.
-/// Backward-shift deletion (Knuth, *The Art of Computer Programming*, 6.4, algorithm R) avoids tombstones and
-/// keeps probe sequences short.
+/// Map from block hashes to blocks with a fixed capacity, so that no operation allocates. It is not iterated:
+/// the order of its entries decides nothing.
 #[derive(Debug)]
 pub(crate) struct HashIndex {
-    entries: Vec<Option<(BlockHash, Block)>>,
-    len: u32,
+    entries: HashTable<(BlockHash, Block)>,
+    capacity: u32,
 }
 
 impl HashIndex {
-    /// Creates a table for at most `capacity` entries, with a load factor of at most 1/2.
+    /// Creates a table for at most `capacity` entries. It reserves twice as many: only a table that is more
+    /// than half full grows to get rid of deleted entries; otherwise it rehashes in place.
     pub fn new(capacity: u32) -> Self {
-        let size = (capacity.max(1) as usize * 2).next_power_of_two();
-        Self { entries: vec![None; size], len: 0 }
+        Self { entries: HashTable::with_capacity(capacity as usize * 2 + 2), capacity }
     }
 
     pub fn len(&self) -> u32 {
-        self.len
+        self.entries.len() as u32
     }
 
     pub fn get(&self, hash: BlockHash) -> Option<Block> {
-        let mut at = self.home(hash);
-        while let Some((found, block)) = self.entries[at] {
-            if found == hash {
-                return Some(block);
-            }
-            at = self.after(at);
-        }
-        None
+        self.entries.find(hash.short(), |(found, _)| *found == hash).map(|(_, block)| *block)
     }
 
     /// Inserts an entry unless the hash is present. Returns true if it was inserted.
     pub fn insert(&mut self, hash: BlockHash, block: Block) -> bool {
-        let mut at = self.home(hash);
-        while let Some((found, _)) = self.entries[at] {
-            if found == hash {
-                return false;
+        debug_assert!(self.len() <= self.capacity, "the table holds more entries than its capacity");
+        match self.entries.entry(hash.short(), |(found, _)| *found == hash, |(found, _)| found.short()) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(vacant) => {
+                vacant.insert((hash, block));
+                true
             }
-            at = self.after(at);
         }
-        debug_assert!(
-            (self.len as usize) < self.entries.len() / 2,
-            "the table holds more entries than its capacity"
-        );
-        self.entries[at] = Some((hash, block));
-        self.len += 1;
-        true
     }
 
     pub fn remove(&mut self, hash: BlockHash) {
-        let mut at = self.home(hash);
-        loop {
-            match self.entries[at] {
-                None => return,
-                Some((found, _)) if found == hash => break,
-                Some(_) => at = self.after(at),
-            }
+        if let Ok(entry) = self.entries.find_entry(hash.short(), |(found, _)| *found == hash) {
+            entry.remove();
         }
-        self.len -= 1;
-        let mut hole = at;
-        loop {
-            at = self.after(at);
-            let Some((moved, _)) = self.entries[at] else { break };
-            // An entry may move into the hole unless its home position lies cyclically behind the hole.
-            let distance = |from: usize| at.wrapping_sub(from) & (self.entries.len() - 1);
-            if distance(self.home(moved)) >= distance(hole) {
-                self.entries[hole] = self.entries[at];
-                hole = at;
-            }
-        }
-        self.entries[hole] = None;
-    }
-
-    /// Returns the entries, in table order.
-    pub fn iter(&self) -> impl Iterator<Item = (BlockHash, Block)> + '_ {
-        self.entries.iter().flatten().copied()
-    }
-
-    /// Returns the position at which probing for this hash starts.
-    fn home(&self, hash: BlockHash) -> usize {
-        // The hash is already uniformly distributed.
-        hash.short() as usize & (self.entries.len() - 1)
-    }
-
-    fn after(&self, at: usize) -> usize {
-        (at + 1) & (self.entries.len() - 1)
     }
 }
 
@@ -106,7 +61,7 @@ mod tests {
             let mut index = HashIndex::new(16);
             let mut map = BTreeMap::new();
             for (block, (add, raw)) in ops.into_iter().enumerate() {
-                // Few home positions, to force probing and shifting, also across the wrap-around.
+                // Few hash values, so that entries collide and deleted ones are reused.
                 let hash = BlockHash::from_raw((raw << 64) | (raw * 7 % 5 + 29));
                 if add && map.len() < 15 {
                     let free = !map.contains_key(&hash);
@@ -123,6 +78,7 @@ mod tests {
                 });
                 prop_assert!(same, "a lookup differs");
             }
+            prop_assert_eq!(index.entries.capacity(), HashIndex::new(16).entries.capacity(), "it has grown");
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::{Blocked, Load, Time};
 
 /// Summary of one iteration: its work, its duration and what limited it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Step {
+pub struct IterationSummary {
     /// Iteration number.
     pub number: u64,
     /// Time of the plan.
@@ -37,7 +37,7 @@ pub struct Step {
 /// Fixed-size ring of the most recent iterations.
 #[derive(Debug)]
 pub struct History {
-    steps: VecDeque<Step>,
+    steps: VecDeque<IterationSummary>,
     capacity: usize,
 }
 
@@ -46,7 +46,7 @@ impl History {
         Self { steps: VecDeque::with_capacity(capacity), capacity }
     }
 
-    pub(crate) fn push(&mut self, step: Step) {
+    pub(crate) fn push(&mut self, step: IterationSummary) {
         if self.steps.len() == self.capacity {
             self.steps.pop_front();
         }
@@ -61,7 +61,7 @@ impl History {
     }
 
     /// Returns the iterations, oldest first.
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Step> + Clone {
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &IterationSummary> + Clone {
         self.steps.iter()
     }
 

@@ -7,16 +7,15 @@
 mod block_pool;
 mod cost;
 mod diagnosis;
+mod dispatch_ahead;
 mod grants;
 mod hash_index;
 mod history;
 mod iteration;
 mod least_squares;
 mod limits;
-mod mutant;
 pub mod policy;
 mod profile;
-mod queue_ahead;
 mod record;
 mod scheduler;
 mod sequence;
@@ -25,18 +24,16 @@ mod time;
 pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
 pub use cost::{CostModel, CostPrior, StepWork};
 pub use diagnosis::{Bottleneck, Finding, Objectives, diagnose};
+pub use dispatch_ahead::DispatchAhead;
 pub use grants::{Capacity, Grant, Grants};
-pub use history::{History, Step};
+pub use history::{History, IterationSummary};
 pub use inflight_contract::BlockHash;
 pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, Preempted, Preemption,
     TokenVerdict, Transfer, TransferId,
 };
 pub use limits::{Limits, LimitsError};
-#[cfg(feature = "mutants")]
-pub use mutant::Mutant;
 pub use profile::{DeviceProfile, ProfileError};
-pub use queue_ahead::QueueAhead;
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
 pub use sequence::{NewSequence, SequenceId, Slot};

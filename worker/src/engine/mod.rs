@@ -18,9 +18,9 @@ use inflight_contract::{
 use inflight_runtime::{self as runtime, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, Ended, Grant, Grants, History, Iteration,
-    IterationOutcome, Limits, LimitsError, Load, PrefillEstimate, QueueAhead, Scheduler, SequenceId, Time,
-    TokenVerdict,
+    CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
+    History, Iteration, IterationOutcome, Limits, LimitsError, Load, PrefillEstimate, Scheduler, SequenceId,
+    Time, TokenVerdict,
 };
 
 use live_choice::LiveChoice;
@@ -31,7 +31,7 @@ pub use request::{ChoiceEvent, Command, Failure, Finish, Request, RequestKey, Re
 pub struct EngineOptions {
     /// Maximum waiting sequences.
     pub waiting_max: u32,
-    /// Maximum sequences granted to routers beyond the running ones; [`QueueAhead`] uses as few as hide the
+    /// Maximum sequences granted to routers beyond the running ones; [`DispatchAhead`] uses as few as hide the
     /// round trip between worker and router.
     pub queue_ahead: u32,
     /// Scheduling policy.
@@ -92,7 +92,7 @@ pub struct Engine {
     model: ModelLimits,
     eos_token_ids: Arc<[u32]>,
     grants: Grants<SessionId>,
-    queue_ahead: QueueAhead,
+    queue_ahead: DispatchAhead,
     /// Maximum priority sequences in flight beyond the grants.
     priority_sequences_max: u32,
     /// Sequences that ended since the last completed iteration.
@@ -165,7 +165,7 @@ impl Engine {
             model,
             eos_token_ids: eos_token_ids.into(),
             grants: Grants::new(capacity),
-            queue_ahead: QueueAhead::new(options.queue_ahead),
+            queue_ahead: DispatchAhead::new(options.queue_ahead),
             priority_sequences_max,
             ended_since_completion: 0,
             live: Vec::new(),

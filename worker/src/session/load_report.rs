@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{History, Limits, Load, Objectives, Step, diagnose};
+use inflight_worker_core::{History, IterationSummary, Limits, Load, Objectives, diagnose};
 
 /// Prompt length of the predicted TTFT in a reported load.
 pub(super) const TTFT_PROMPT_TOKENS: u32 = 256;
@@ -52,7 +52,7 @@ pub(super) fn diagnosis(
     }
 }
 
-fn summary(step: &Step, step_us: u64) -> v1::IterationSummary {
+fn summary(step: &IterationSummary, step_us: u64) -> v1::IterationSummary {
     let micros = |duration: Duration| u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
     v1::IterationSummary {
         iteration: step.number,

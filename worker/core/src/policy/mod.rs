@@ -111,7 +111,7 @@ impl std::fmt::Display for PolicyKind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use inflight_contract::{TenantService, TokenCost, Weight};
+    use inflight_contract::{Service, TenantService, TokenCost, Weight};
     use proptest::prelude::*;
 
     const ALL: [PolicyKind; 4] =
@@ -162,6 +162,28 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn fair_aging_forgives_service_per_second_up_to_its_maximum() {
+        let fair = Fair { tokens_per_second: 10.0, tokens_max: 50.0, ..Fair::default() };
+        let tenant = TenantService::new(TokenCost::default(), 10).arrive("t", Weight::default());
+        let view = |arrival, tokens: u64, seconds| SequenceView {
+            priority: 0,
+            arrival,
+            tokens: 1,
+            tenant,
+            service: Service::from_thousandths(tokens * 1000),
+            waited: Duration::from_secs(seconds),
+        };
+        let new = view(0, 70, 0);
+        assert_eq!(fair.compare(&view(1, 100, 2), &new), Ordering::Greater, "80 tokens against 70");
+        assert_eq!(fair.compare(&view(1, 100, 4), &new), Ordering::Less, "60 tokens against 70");
+        assert_eq!(
+            fair.compare(&view(1, 100, 100), &view(0, 45, 0)),
+            Ordering::Greater,
+            "50 tokens against 45"
+        );
     }
 
     #[test]

@@ -4,7 +4,6 @@ use inflight_contract::BlockHash;
 
 use super::plan::PlanDraft;
 use super::{FlowKey, Scheduler, TransferInFlight};
-use crate::mutant::Mutant;
 use crate::policy::SequenceView;
 use crate::sequence::SequenceState;
 use crate::{Block, Blocked, BlockedBy, Copy, Direction, Time};
@@ -124,7 +123,7 @@ impl Scheduler {
             // Each admission bypasses all of these; sequences that wait for a prefix are bypassed at least
             // once.
             let spent = bypassed.iter().any(|earlier| self.sequence(*earlier).bypass_count >= allowance);
-            if spent && !self.is_mutant(Mutant::UnboundedBypass) {
+            if spent {
                 return;
             }
             let index = self.heads[head].index;
@@ -156,8 +155,7 @@ impl Scheduler {
                 BlockedBy::PrefixUnderWay => bypassed.push(index),
                 BlockedBy::Blocks { .. } | BlockedBy::Fence
                     if inadmissible < INADMISSIBLE_MAX
-                        && (self.sequence(index).bypass_count < self.limits.bypass_max
-                            || self.is_mutant(Mutant::UnboundedBypass)) =>
+                        && self.sequence(index).bypass_count < self.limits.bypass_max =>
                 {
                     bypassed.push(index);
                 }

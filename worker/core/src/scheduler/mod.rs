@@ -19,7 +19,6 @@ use inflight_contract::{BlockHash, Charged, FinishReason, Service, Tenant, Tenan
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
-use crate::mutant::Mutant;
 use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
 use crate::record::RecordLog;
 use crate::sequence::{Sequence, SequenceState};
@@ -132,8 +131,6 @@ pub struct Scheduler {
     /// Set if the last step stopped admitting only because its token budget was used up.
     group_open: bool,
     log: Option<RecordLog>,
-    #[cfg(feature = "mutants")]
-    mutant: Option<Mutant>,
     // Scratch buffers, kept to avoid allocation.
     scratch: Vec<(u32, u32)>,
     heads: Vec<admit::FlowHead>,
@@ -191,30 +188,12 @@ impl Scheduler {
             resumption: ResumptionEstimator::default(),
             group_open: false,
             log: None,
-            #[cfg(feature = "mutants")]
-            mutant: None,
             scratch: Vec::new(),
             heads: Vec::new(),
             bypassed: Vec::new(),
             swap_order: Vec::new(),
             victims: Vec::new(),
         })
-    }
-
-    /// Enables a deliberate fault.
-    #[cfg(feature = "mutants")]
-    pub fn mutate(&mut self, mutant: Mutant) {
-        self.mutant = Some(mutant);
-    }
-
-    #[cfg(feature = "mutants")]
-    fn is_mutant(&self, mutant: Mutant) -> bool {
-        self.mutant == Some(mutant)
-    }
-
-    #[cfg(not(feature = "mutants"))]
-    fn is_mutant(&self, _: Mutant) -> bool {
-        false
     }
 
     /// Returns the scheduler's limits.

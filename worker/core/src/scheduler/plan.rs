@@ -14,8 +14,7 @@ use std::time::Duration;
 
 use super::Scheduler;
 use crate::cost::StepWork;
-use crate::history::Step;
-use crate::mutant::Mutant;
+use crate::history::IterationSummary;
 use crate::sequence::SequenceState;
 use crate::{Chunk, Iteration, Time};
 
@@ -99,7 +98,7 @@ impl Scheduler {
         let longest_wait =
             heads.map(|(_, index)| now.since(self.sequence(*index).queued)).max().unwrap_or_default();
         let load = self.load();
-        self.history.push(Step {
+        self.history.push(IterationSummary {
             number: plan.number,
             planned: now,
             took: None,
@@ -131,16 +130,11 @@ impl Scheduler {
             if sequence.is_marked() || sequence.remaining_tokens == 0 {
                 continue; // its preemption is pending, or its last token is in flight
             }
-            if self.is_mutant(Mutant::FirstSkipped) && order.len() > 1 && index == order[0].0 {
-                continue;
-            }
             let start = sequence.computed_tokens;
             if !self.grow(index, start + 1, now, draft) {
                 continue;
             }
-            if !self.is_mutant(Mutant::BudgetIgnoresDecodes) {
-                draft.budget -= 1; // no underflow: `running_max` is at most the budget
-            }
+            draft.budget -= 1; // no underflow: `running_max` is at most the budget
             draft.work.add(start, 1);
             self.iteration.decodes += 1;
             self.push_chunk(index, slot, 1);

@@ -6,7 +6,6 @@ use inflight_contract::BlockHash;
 
 use super::plan::PlanDraft;
 use super::{Scheduler, TransferInFlight, TransferPurpose};
-use crate::mutant::Mutant;
 use crate::sequence::SequenceState;
 use crate::{Direction, Preempted, Preemption, SequenceId, Time, Transfer, TransferId};
 
@@ -67,9 +66,6 @@ impl Scheduler {
             }
         };
         let by_cost = |a: u32, b: u32| self.cost_per_block(a, now).total_cmp(&self.cost_per_block(b, now));
-        if self.is_mutant(Mutant::VictimOldest) {
-            return self.running.iter().copied().min_by_key(|index| self.sequence(*index).arrival);
-        }
         self.running.iter().copied().filter(goes_after).min_by(|&a, &b| {
             let by_tier = (self.victim_penalty(a), tier(a)).cmp(&(self.victim_penalty(b), tier(b)));
             let younger = self.sequence(b).arrival.cmp(&self.sequence(a).arrival);
@@ -82,9 +78,6 @@ impl Scheduler {
     /// resumption; in its cool-down; no block would be freed. Sequences with smaller values are preempted
     /// first.
     fn victim_penalty(&self, index: u32) -> (bool, bool, bool) {
-        if self.is_mutant(Mutant::ProgressNotRequired) {
-            return (false, false, false);
-        }
         let sequence = self.sequence(index);
         let no_progress = sequence.without_progress && sequence.in_flight == 0;
         (no_progress, sequence.protected_until > self.iterations, self.exclusive_blocks(index) == 0)
@@ -156,7 +149,7 @@ impl Scheduler {
                 // anew.
                 let made_progress = !self.sequence(index).without_progress;
                 let needed = made_progress && self.is_still_needed(index, beneficiary, now);
-                if needed || self.sequence(index).forced || self.is_mutant(Mutant::MarkNotRechecked) {
+                if needed || self.sequence(index).forced {
                     self.preempt_now(index, beneficiary, now, draft);
                 } else {
                     self.sequence_mut(index).preempt_for = None;
@@ -245,11 +238,6 @@ impl Scheduler {
         self.totals.blocks_swapped_out += u64::from(len);
         let transfer = self.start_transfer(index, Direction::Out, table, 0, host);
         self.sequence_mut(index).state = SequenceState::SwappingOut { transfer };
-        if self.is_mutant(Mutant::FreeBeforeFence)
-            && let Some(transfer) = self.transfers.get_mut(&transfer)
-        {
-            self.device.release_table(&mut transfer.device);
-        }
     }
 
     /// Starts the swap-in of a sequence with a slot and device blocks. Returns false if it does not fit.

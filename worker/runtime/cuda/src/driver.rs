@@ -4,14 +4,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::{
-    Device, DeviceError, Form, HalfDtype, IMAGES, Launch, Profile, image_of, kernel_names,
+    Device, DeviceError, HalfDtype, Images, Launch, Profile, Target, family_of, kernel_names,
 };
 
 use super::cublaslt::CublasLt;
@@ -92,27 +92,21 @@ impl CudaDevice {
         unsafe { context.disable_event_tracking() };
         let mut modules = Vec::new();
         let mut loaded = HashMap::new();
-        for image in IMAGES {
-            let what = format!("loading the kernels of {}", image.name);
-            let module = match image.form {
-                // SAFETY: the bytes are a complete fatbin from nvcc, whose header holds its length.
-                Form::Fatbin => unsafe { result::module::load_data(image.bytes.as_ptr().cast::<c_void>()) },
-                Form::Ptx => {
-                    let text = CString::new(image.bytes).map_err(|_| DeviceError::Failed {
-                        what: what.clone(),
-                        reason: "the embedded PTX has a zero byte".to_owned(),
-                    })?;
-                    // SAFETY: `text` is a complete, zero-terminated PTX module.
-                    unsafe { result::module::load_data(text.as_ptr().cast()) }
-                }
-            }
-            .map_err(failed(&what))?;
+        let (major, minor) = gpu_info.compute;
+        let target = Target::of(major, minor).ok_or_else(|| DeviceError::Failed {
+            what: "loading the kernels".to_owned(),
+            reason: format!("there are none for compute capability {major}.{minor}"),
+        })?;
+        for image in Images::unpack()?.of(target)? {
+            // SAFETY: the image is a complete ELF file, whose header holds its length, or zero-terminated PTX.
+            let module = unsafe { result::module::load_data(image.as_ptr()) }
+                .map_err(failed(&format!("loading the kernels of {}", image.family)))?;
             modules.push(module);
-            loaded.insert(image.name, module);
+            loaded.insert(image.family, module);
         }
         let mut kernels = HashMap::new();
         for name in kernel_names() {
-            let module = image_of(name).and_then(|image| loaded.get(image.name));
+            let module = family_of(name).and_then(|family| loaded.get(family));
             let module = module.ok_or_else(|| DeviceError::Failed {
                 what: format!("looking up {name}"),
                 reason: "no embedded image has it".to_owned(),

@@ -1,0 +1,595 @@
+//! SequenceModel-based testing with random schedules. The model memory holds at each token position a hash of
+//! the prefix up to it, written when an iteration runs and checked when one reads it. A block that is reused
+//! too early, shared wrongly, copied from the wrong block or lost in a transfer changes the values read.
+
+mod rules;
+pub mod seeds;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
+use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
+use inflight_worker_core::{
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome, Limits,
+    NewSequence, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, TokenVerdict, Transfer,
+    replay,
+};
+use proptest::prelude::*;
+
+/// Operation of a schedule.
+#[derive(Debug, Clone)]
+pub enum Op {
+    Submit(TestRequest),
+    Cancel {
+        pick: usize,
+    },
+    /// Forces the preemption of a sequence.
+    Preempt {
+        pick: usize,
+    },
+    /// Plans an iteration; the oldest in flight is committed first if there is no room.
+    Plan,
+    /// Runs the iterations in flight, then commits the oldest. Each bit of `stops` decides whether a sample
+    /// ends its sequence.
+    Commit {
+        stops: u64,
+        device_fails: bool,
+    },
+    /// Completes a transfer.
+    Fence {
+        pick: usize,
+        succeeds: bool,
+    },
+}
+
+/// Request of a schedule.
+#[derive(Debug, Clone)]
+pub struct TestRequest {
+    /// Index of the text that the prompt is a prefix of; prompts of one text share prefixes.
+    text: u64,
+    known: u32,
+    max: u32,
+    priority: i32,
+    tenant: u8,
+    deadline_ms: Option<u64>,
+    choices: u32,
+}
+
+fn request() -> impl Strategy<Value = TestRequest> {
+    (0u64..3, 1u32..60, 1u32..40, -1i32..=1, 0u8..3, prop::option::weighted(0.2, 0u64..50), 1u32..=3)
+        .prop_map(|(text, known, max, priority, tenant, deadline_ms, choices)| TestRequest {
+            text,
+            known,
+            max,
+            priority,
+            tenant,
+            deadline_ms,
+            choices,
+        })
+}
+
+/// Generates operations.
+pub fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        4 => request().prop_map(Op::Submit),
+        1 => any::<usize>().prop_map(|pick| Op::Cancel { pick }),
+        1 => any::<usize>().prop_map(|pick| Op::Preempt { pick }),
+        8 => Just(Op::Plan),
+        8 => (any::<u64>(), prop::bool::weighted(0.02))
+            .prop_map(|(stops, device_fails)| Op::Commit { stops: stops & stops >> 9, device_fails }),
+        4 => (any::<usize>(), prop::bool::weighted(0.85)).prop_map(|(pick, succeeds)| Op::Fence { pick, succeeds }),
+    ]
+}
+
+/// Generates scheduler limits.
+pub fn limits() -> impl Strategy<Value = Limits> {
+    (
+        (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
+        (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), prop::option::of(1u64..40)),
+    )
+        .prop_map(
+            |(
+                (block_log, blocks, host_blocks, running_max, waiting_max, extra),
+                (
+                    watermark_blocks,
+                    min_decode_tokens,
+                    depth,
+                    bypass_max,
+                    cooldown_steps,
+                    prefix_cache,
+                    target,
+                ),
+            )| Limits {
+                host_blocks,
+                waiting_max,
+                sequence_tokens: 200,
+                watermark_blocks,
+                min_decode_tokens,
+                depth,
+                bypass_max,
+                cooldown_steps,
+                prefix_cache,
+                step_target: target.map(Duration::from_millis),
+                ..Limits::new(1 << block_log, blocks, running_max, running_max + extra)
+            },
+        )
+}
+
+/// Generates scheduling policies.
+pub fn policy() -> impl Strategy<Value = PolicyKind> {
+    prop_oneof![
+        Just(PolicyKind::Fcfs),
+        Just(PolicyKind::Priority),
+        Just(PolicyKind::Fair),
+        Just(PolicyKind::Static)
+    ]
+}
+
+fn mix(a: u64, b: u64) -> u64 {
+    (a ^ b.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xff51_afd7_ed55_8ccd).rotate_left(31)
+}
+
+/// SequenceModel of a live sequence, independent of the scheduler's own state.
+#[derive(Debug)]
+struct SequenceModel {
+    tokens: Vec<u32>,
+    /// Hash of the prefix up to each position.
+    contents: Vec<u64>,
+    chain: Vec<BlockHash>,
+    tenant: u8,
+    priority: i32,
+    arrival: u64,
+    planned: u32,
+    remaining: u32,
+    deadline: Option<Time>,
+    seed: u64,
+    cancelled: bool,
+    slot: Option<u32>,
+    /// Set while swapped out or being swapped out.
+    swapped: bool,
+    /// Set from a preemption until the next slot.
+    preempted: bool,
+    /// Set from a resumption until a token is computed.
+    without_progress: bool,
+    /// Set while its preemption is pending.
+    marked: bool,
+    /// Set while a forced preemption is pending.
+    forced: bool,
+    /// Number of admissions past it while it was the head of its flow.
+    bypass_count: u32,
+}
+
+/// Iteration in flight, with the block tables at its planning.
+struct ModelIteration {
+    number: u64,
+    chunks: Vec<(Chunk, Vec<u32>)>,
+    copies: Vec<Copy>,
+    ran: bool,
+}
+
+/// Scheduler under test with a model of its driver and its memory.
+pub struct Harness {
+    /// Scheduler under test.
+    pub scheduler: Scheduler,
+    /// All plans so far.
+    plans: Vec<Iteration>,
+    policy: Box<dyn SchedulingPolicy>,
+    kind: PolicyKind,
+    live: BTreeMap<SequenceId, SequenceModel>,
+    slots: BTreeMap<u32, SequenceId>,
+    device: Vec<Vec<u64>>,
+    host: Vec<Vec<u64>>,
+    in_flight: VecDeque<ModelIteration>,
+    /// Transfers in flight, whether their copies were made, and their sequences.
+    transfers: Vec<(Transfer, bool, Option<SequenceId>)>,
+    cached: BTreeMap<(CacheTier, BlockHash), ()>,
+    submitted: u64,
+    groups: u64,
+    ended: u64,
+    now: Time,
+    swaps: u64,
+}
+
+impl Harness {
+    /// Creates a harness with an idle scheduler.
+    pub fn new(limits: Limits, policy: PolicyKind) -> Self {
+        // Copies are cheap in half of the runs and expensive in the others, so that both preemption modes
+        // occur.
+        let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
+        let prior = CostPrior::default().with_copies(0.0, copy_block);
+        let cost = CostModel::new(prior);
+        let tenants = TenantService::new(TokenCost::default(), 10);
+        let page = vec![0; limits.block_tokens as usize];
+        let mut scheduler = Scheduler::new(limits, policy.build(), cost, tenants).unwrap();
+        scheduler.record(policy, &prior);
+        Self {
+            scheduler,
+            plans: Vec::new(),
+            policy: policy.build(),
+            kind: policy,
+            live: BTreeMap::new(),
+            slots: BTreeMap::new(),
+            device: vec![page.clone(); limits.blocks as usize],
+            host: vec![page; limits.host_blocks as usize],
+            in_flight: VecDeque::new(),
+            transfers: Vec::new(),
+            cached: BTreeMap::new(),
+            submitted: 0,
+            groups: 0,
+            ended: 0,
+            now: Time::ZERO,
+            swaps: 0,
+        }
+    }
+
+    fn block_tokens(&self) -> usize {
+        self.scheduler.limits().block_tokens as usize
+    }
+
+    fn append(model: &mut SequenceModel, token: u32, block_tokens: usize) -> Option<BlockHash> {
+        let before = model.contents.last().copied().unwrap_or(u64::from(model.tenant) + 77);
+        model.tokens.push(token);
+        model.contents.push(mix(before, u64::from(token)));
+        let known = model.chain.len();
+        let root = BlockHash::root(&model.tenant.to_string());
+        BlockHash::extend_chain(&mut model.chain, root, &model.tokens, block_tokens);
+        model.chain.get(known).copied()
+    }
+
+    fn submit(&mut self, request: &TestRequest) {
+        self.groups += 1;
+        for choice in 0..request.choices {
+            let limits = *self.scheduler.limits();
+            let mut model = SequenceModel {
+                tokens: Vec::new(),
+                contents: Vec::new(),
+                chain: Vec::new(),
+                tenant: request.tenant,
+                priority: request.priority,
+                arrival: self.submitted,
+                planned: 0,
+                remaining: request.max,
+                deadline: request.deadline_ms.map(|ms| self.now.after(Duration::from_millis(ms))),
+                seed: mix(self.submitted, u64::from(choice)),
+                cancelled: false,
+                slot: None,
+                swapped: false,
+                preempted: false,
+                without_progress: false,
+                marked: false,
+                forced: false,
+                bypass_count: 0,
+            };
+            for position in 0..request.known {
+                Self::append(
+                    &mut model,
+                    mix(request.text, u64::from(position)) as u32,
+                    limits.block_tokens as usize,
+                );
+            }
+            let fits = request.known + request.max <= limits.sequence_tokens_max();
+            let tenant = request.tenant.to_string();
+            let new = NewSequence {
+                known_tokens: request.known,
+                max_tokens: request.max,
+                priority: request.priority,
+                deadline: model.deadline,
+                tenant: &tenant,
+                weight: Weight::default(),
+                hashes: &model.chain,
+                group: (request.choices > 1).then_some(self.groups),
+                virtual_start_time: None,
+                charged_tokens: 0,
+            };
+            match self.scheduler.submit(new, self.now) {
+                Ok(id) => {
+                    assert!(fits, "a sequence that can never run was taken");
+                    self.submitted += 1;
+                    assert!(self.live.insert(id, model).is_none(), "a live id was handed out again");
+                }
+                Err(SubmitError::TooLong { .. }) => assert!(!fits),
+                Err(SubmitError::QueueFull { waiting }) => assert!(waiting >= limits.waiting_max),
+                Err(SubmitError::Empty) => unreachable!("both lengths are at least 1"),
+            }
+        }
+    }
+
+    fn cancel(&mut self, pick: usize) {
+        if self.live.is_empty() {
+            return;
+        }
+        let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
+        self.live.get_mut(&id).unwrap().cancelled = true;
+        self.scheduler.cancel(id);
+        self.scheduler.cancel(id); // cancellation is idempotent
+        self.settle();
+    }
+
+    fn preempt(&mut self, pick: usize) {
+        if self.live.is_empty() {
+            return;
+        }
+        let id = *self.live.keys().nth(pick % self.live.len()).unwrap();
+        self.scheduler.preempt(id);
+        let model = self.live.get_mut(&id).unwrap();
+        model.forced = model.slot.is_some() && !self.scheduler.block_table(id).is_empty();
+        self.scheduler.assert_consistent();
+    }
+
+    fn settle(&mut self) {
+        for ended in self.scheduler.drain_ended().collect::<Vec<_>>() {
+            let model = self.live.remove(&ended.id).expect("a second terminal event");
+            self.ended += 1;
+            match ended.reason {
+                FinishReason::Cancelled => assert!(model.cancelled),
+                FinishReason::Deadline => assert!(model.deadline.is_some_and(|d| d <= self.now)),
+                FinishReason::Length => assert_eq!(model.remaining, 0),
+                FinishReason::Stop | FinishReason::Error => {}
+            }
+        }
+        for slot in self.scheduler.drain_freed_slots().collect::<Vec<_>>() {
+            let owner = self.slots.remove(&slot).expect("a slot was freed twice");
+            if let Some(model) = self.live.get_mut(&owner) {
+                model.slot = None;
+            }
+        }
+        for (tier, event) in self.scheduler.drain_cache_events().collect::<Vec<_>>() {
+            match event {
+                CacheEvent::Stored(hash) => assert!(self.cached.insert((tier, hash), ()).is_none()),
+                CacheEvent::Removed(hash) => assert!(self.cached.remove(&(tier, hash)).is_some()),
+            }
+        }
+        let contents: BTreeMap<_, _> = self.scheduler.cache_contents().map(|block| (block, ())).collect();
+        assert_eq!(contents, self.cached, "the cache contents differ from the sum of the events");
+        self.scheduler.assert_consistent();
+    }
+
+    /// Plans an iteration and checks it. Returns true if there was work or a transfer.
+    fn plan(&mut self, eager: bool) -> bool {
+        if self.scheduler.in_flight() >= self.scheduler.limits().depth as usize {
+            self.commit(0, false);
+        }
+        self.now = self.now.after(Duration::from_millis(1));
+        let before = self.snapshot();
+        let plan = self.scheduler.plan(self.now).clone();
+        self.plans.push(plan.clone());
+        self.settle();
+        self.check_plan(&before, &plan);
+        let limits = *self.scheduler.limits();
+        assert!(plan.tokens() <= limits.iteration_tokens, "the budget is exceeded");
+        for Preempted { id, kind, .. } in &plan.preempted {
+            let victim = self.live.get_mut(id).expect("an ended sequence was preempted");
+            if *kind == Preemption::Recompute {
+                victim.planned = 0;
+            }
+            victim.swapped = *kind == Preemption::Swap;
+            (victim.preempted, victim.without_progress, victim.marked, victim.forced) =
+                (true, false, false, false);
+            let priority = victim.priority;
+            for (admitted, _) in &plan.admitted {
+                assert!(self.live[admitted].priority > priority, "its class was admitted in the same step");
+            }
+        }
+        for (id, slot) in &plan.admitted {
+            assert!(self.slots.insert(*slot, *id).is_none(), "a slot was assigned twice");
+            let model = self.live.get_mut(id).expect("an ended sequence was admitted");
+            assert!(model.slot.replace(*slot).is_none(), "admitted twice");
+            model.without_progress |= std::mem::take(&mut model.preempted);
+            (model.swapped, model.bypass_count) = (false, 0);
+        }
+        for (id, _) in &plan.marked {
+            self.live.get_mut(id).expect("an ended sequence was marked").marked = true;
+        }
+        let swapped = plan.preempted.iter().filter(|one| one.kind == Preemption::Swap).map(|one| one.id);
+        let arriving = plan.admitted.iter().map(|(id, _)| *id);
+        let arriving = arriving.filter(|id| self.scheduler.block_table(*id).is_empty());
+        let (mut out, mut back) = (swapped.collect::<VecDeque<_>>(), arriving.collect::<VecDeque<_>>());
+        for transfer in &plan.transfers {
+            self.swaps += 1;
+            // A copy may happen at any time before its fence: at once or at the end.
+            if eager {
+                self.run_transfer(transfer);
+            }
+            // Offloads of the prefix cache come last and have no owner.
+            let owner = match transfer.direction {
+                Direction::Out => out.pop_front(),
+                Direction::In => back.pop_front(),
+            };
+            self.transfers.push((transfer.clone(), eager, owner));
+        }
+        let mut seen = BTreeMap::new();
+        for chunk in &plan.chunks {
+            assert!(seen.insert(chunk.id, ()).is_none(), "a sequence has two chunks");
+            assert_eq!(self.slots.get(&chunk.slot), Some(&chunk.id), "a chunk in another sequence's slot");
+            let held = self.scheduler.block_table(chunk.id).len() as u32 * limits.block_tokens;
+            assert!(held >= chunk.start + chunk.len, "the block table is too short");
+            let model = self.live.get_mut(&chunk.id).unwrap();
+            assert!(chunk.start >= model.planned, "recomputed without a preemption");
+            model.planned = chunk.start + chunk.len;
+        }
+        let moved = !plan.transfers.is_empty() || !plan.preempted.is_empty();
+        if plan.chunks.is_empty() {
+            assert!(plan.copies.is_empty(), "copies without an iteration");
+            let waits = !self.in_flight.is_empty() || !self.transfers.is_empty() || moved;
+            assert!(self.scheduler.is_idle() || waits, "nothing runs though work waits: {plan:?}");
+            return moved;
+        }
+        let chunks = plan.chunks.iter().map(|chunk| (*chunk, self.scheduler.block_table(chunk.id).to_vec()));
+        let running =
+            ModelIteration { number: plan.number, chunks: chunks.collect(), copies: plan.copies, ran: false };
+        self.in_flight.push_back(running);
+        if eager {
+            self.run();
+        }
+        true
+    }
+
+    fn run_transfer(&mut self, transfer: &Transfer) {
+        for (device, host) in &transfer.blocks {
+            match transfer.direction {
+                Direction::Out => self.host[*host as usize].clone_from(&self.device[*device as usize]),
+                Direction::In => self.device[*device as usize].clone_from(&self.host[*host as usize]),
+            }
+        }
+    }
+
+    /// Runs all iterations in flight that have not run.
+    fn run(&mut self) {
+        let block_tokens = self.block_tokens();
+        for running in self.in_flight.iter_mut().filter(|running| !running.ran) {
+            running.ran = true;
+            for copy in &running.copies {
+                self.device[copy.to as usize] = self.device[copy.from as usize].clone();
+            }
+            for (chunk, table) in &running.chunks {
+                // Results of an ended sequence are not read.
+                let Some(model) = self.live.get(&chunk.id) else { continue };
+                for position in 0..(chunk.start + chunk.len) as usize {
+                    // The newest token may be a placeholder known only to the device.
+                    let Some(content) = model.contents.get(position) else { continue };
+                    let cell =
+                        &mut self.device[table[position / block_tokens] as usize][position % block_tokens];
+                    if position >= chunk.start as usize {
+                        *cell = *content;
+                    } else {
+                        assert_eq!(cell, content, "{:?} reads foreign KV at position {position}", chunk.id);
+                    }
+                }
+            }
+        }
+    }
+
+    fn commit(&mut self, stops: u64, device_fails: bool) {
+        let Some(oldest) = self.in_flight.front() else { return };
+        // Only the oldest has certainly run at its commit; later ones run as late as possible.
+        let number = oldest.number;
+        let later: Vec<_> = self.in_flight.drain(1..).collect();
+        self.run();
+        self.in_flight.extend(later);
+        let Some(oldest) = self.in_flight.pop_front() else { return };
+        let nothing = IterationOutcome { verdicts: &[], took: Duration::ZERO };
+        assert!(self.scheduler.commit(number + 7, nothing).is_err(), "an unknown iteration was committed");
+        if device_fails {
+            self.in_flight.clear();
+            self.scheduler.fail(number).unwrap();
+            self.settle();
+            return;
+        }
+        for (chunk, _) in &oldest.chunks {
+            if let Some(model) = self.live.get_mut(&chunk.id) {
+                model.without_progress = false;
+            }
+        }
+        let block_tokens = self.block_tokens();
+        let mut verdicts = Vec::new();
+        for (chunk, _) in oldest.chunks.iter().filter(|(chunk, _)| chunk.samples) {
+            let stop = stops >> (verdicts.len() % 64) & 1 == 1;
+            let hash = self.live.get_mut(&chunk.id).and_then(|model| {
+                model.remaining -= 1;
+                let token = mix(model.seed, model.tokens.len() as u64) as u32;
+                Self::append(model, token, block_tokens)
+            });
+            verdicts.push(TokenVerdict { stop, hash });
+        }
+        let took = Duration::from_micros(100 + 10 * oldest.chunks.len() as u64);
+        self.scheduler.commit(number, IterationOutcome { verdicts: &verdicts, took }).unwrap();
+        self.settle();
+        self.fill_placeholders();
+    }
+
+    /// Writes the KV computed by iterations in flight for placeholder tokens that are known now.
+    fn fill_placeholders(&mut self) {
+        let block_tokens = self.block_tokens();
+        for running in self.in_flight.iter().filter(|running| running.ran) {
+            for (chunk, table) in &running.chunks {
+                let Some(model) = self.live.get(&chunk.id) else { continue };
+                let position = (chunk.start + chunk.len - 1) as usize;
+                if let Some(content) = model.contents.get(position) {
+                    self.device[table[position / block_tokens] as usize][position % block_tokens] = *content;
+                }
+            }
+        }
+    }
+
+    fn fence(&mut self, pick: usize, succeeds: bool) {
+        if self.transfers.is_empty() {
+            return;
+        }
+        let (transfer, moved, owner) = self.transfers.swap_remove(pick % self.transfers.len());
+        if succeeds && !moved {
+            self.run_transfer(&transfer);
+        }
+        if !succeeds {
+            // A failed copy leaves garbage.
+            for (device, host) in &transfer.blocks {
+                match transfer.direction {
+                    Direction::Out => self.host[*host as usize].fill(13),
+                    Direction::In => self.device[*device as usize].fill(13),
+                }
+            }
+        }
+        self.scheduler.transfer_done(transfer.id, succeeds, Duration::from_micros(50), self.now).unwrap();
+        assert!(self.scheduler.transfer_done(transfer.id, true, Duration::ZERO, self.now).is_err());
+        if !succeeds {
+            if let Some(model) = owner.and_then(|owner| self.live.get_mut(&owner)) {
+                model.swapped = false;
+            }
+            // Its sequence starts over.
+            for model in self.live.values_mut().filter(|model| model.slot.is_none()) {
+                model.planned = 0;
+            }
+        }
+        self.settle();
+        for id in self.live.keys().copied().collect::<Vec<_>>() {
+            let model = self.live.get_mut(&id).unwrap();
+            if model.slot.is_none() {
+                model.planned = 0;
+            }
+        }
+    }
+
+    /// Applies an operation; `at` is its position in the schedule.
+    pub fn apply(&mut self, at: usize, op: &Op) {
+        match op {
+            Op::Submit(request) => self.submit(request),
+            Op::Cancel { pick } => self.cancel(*pick),
+            Op::Preempt { pick } => self.preempt(*pick),
+            Op::Plan => {
+                self.plan(at.is_multiple_of(3));
+            }
+            Op::Commit { stops, device_fails } => self.commit(*stops, *device_fails),
+            Op::Fence { pick, succeeds } => self.fence(*pick, *succeeds),
+        }
+    }
+
+    /// Runs until all sequences have ended, then checks counters and the replay of the log.
+    pub fn finish(&mut self) {
+        let mut steps = 0usize;
+        while !self.live.is_empty() || !self.transfers.is_empty() || !self.in_flight.is_empty() {
+            self.plan(steps.is_multiple_of(2));
+            self.commit(0, false);
+            self.fence(steps, true);
+            steps += 1;
+            assert!(steps < 100_000, "no progress: {:?}", self.live);
+        }
+        assert_eq!(self.ended, self.submitted);
+        assert!(self.scheduler.is_idle());
+        let load = self.scheduler.load();
+        assert_eq!((load.running, load.waiting, load.swapped), (0, 0, 0));
+        assert_eq!((load.blocks_used, load.host_blocks_used), (0, 0));
+        let log = self.scheduler.take_log();
+        let mut replayed = Vec::new();
+        let plans = replay(&log, |plan, _| replayed.push(plan.clone())).unwrap();
+        assert_eq!(plans as usize, self.plans.len());
+        assert!(replayed == self.plans, "a replay plans otherwise");
+        // A truncated log, as of a killed process, replays up to the truncation; a corrupt one is rejected.
+        if plans > 0 {
+            let truncated = &log[..log.len() - 3];
+            assert!(replay(truncated, |_, _| {}).is_ok_and(|fewer| fewer <= plans));
+        }
+        let mut corrupt = log;
+        corrupt[3] ^= 1;
+        assert!(replay(&corrupt, |_, _| {}).is_err());
+    }
+}

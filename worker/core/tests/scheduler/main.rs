@@ -1,0 +1,12 @@
+//! Tests of the scheduler: random schedules against a model memory, an upper bound on waiting, known faults of other engines,
+//! virtual time, invalid input. `tests/mutants/run` checks that they detect deliberate faults.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::disallowed_methods, reason = "the seeds come from the environment")]
+
+mod bad_input;
+mod bounded_wait;
+mod harness;
+mod known_faults;
+mod properties;
+mod virtual_time;
