@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::{Stream, StreamExt as _};
-use inflight_net::{Accept, ClientTls, Http2, ReceiveLayer, ServerTls, TlsError};
+use inflight_net::{Accept, ClientTls, Framing, HttpServer, Protocols, ReceiveLayer, ServerTls, TlsError};
 use inflight_proto::FILE_DESCRIPTOR_SET;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
 use inflight_proto::v1::inference_server::InferenceServer;
@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tonic::Status;
 use tonic::service::Routes;
 use tonic::transport::server::Connected;
 use tonic_health::ServingStatus;
@@ -28,8 +29,10 @@ use tower::ServiceBuilder;
 use crate::api::admission::{Admission, AdmissionLayer};
 use crate::api::arrival::{ArrivalLayer, receive_budget, receive_limits};
 use crate::api::auth::AuthLayer;
+use crate::api::grpc::Grpc;
 use crate::api::ingress::Ingress;
 use crate::api::kserve::Kserve;
+use crate::api::refusal;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
@@ -226,7 +229,7 @@ impl Core {
             GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone(), drain.clone()))
                 .max_decoding_message_size(options.message_bytes_max);
         let inference =
-            InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
+            InferenceServer::new(Grpc::new(ingress)).max_decoding_message_size(options.message_bytes_max);
         let mut routes = Routes::new(health).add_service(inference).add_service(kserve);
         if options.reflection {
             let builder = || {
@@ -237,17 +240,21 @@ impl Core {
             routes = routes.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?);
         }
         let receiving = options.clone();
-        let limits = move |path: &str| receive_limits(path, &receiving);
+        let limits = move |path: &str| receive_limits(path, &receiving, Framing::Grpc);
         let service = ServiceBuilder::new()
             .layer(ReceiveLayer::new(receive_budget(&options), limits))
-            .layer(ArrivalLayer { open: open.clone() })
-            .layer(AuthLayer { tenants })
-            .layer(AdmissionLayer { admission })
+            .layer(ArrivalLayer { open: open.clone(), refuse: refusal::grpc })
+            .layer(AuthLayer { tenants, refuse: refusal::grpc })
+            .layer(AdmissionLayer { admission, refuse: refusal::grpc })
             .service(routes.prepare());
-        let server = Http2 {
+        let server = HttpServer {
+            protocols: Protocols::Http2,
             keepalive_interval: options.keepalive_interval,
             header_bytes_max: options.header_bytes_max,
+            header_time_max: options.message_time_max,
             streams_max: options.connection_streams_max,
+            write_timeout: options.stall_timeout,
+            fault: || Status::internal("the call failed on a fault of the server").into_http(),
         };
         let serving = server.serve(incoming, service, drain.clone());
         until_drained(serving, drain, open).await;
