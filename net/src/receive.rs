@@ -112,9 +112,9 @@ pub enum ReceiveError {
 }
 
 impl ReceiveError {
-    /// Returns the reason in the error of a request body, if a limit was its cause.
-    pub fn of(status: &Status) -> Option<&Self> {
-        std::error::Error::source(status)?.downcast_ref()
+    /// Returns the reason in the sources of a request body's error, if a limit was its cause.
+    pub fn of<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Self> {
+        std::iter::successors(Some(error), |error| error.source()).find_map(|error| error.downcast_ref())
     }
 
     fn into_status(self) -> Status {

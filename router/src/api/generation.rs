@@ -9,6 +9,8 @@ use crate::text::Message;
 pub(crate) enum Input {
     /// Plain text, tokenized with the model's special tokens.
     Text(String),
+    /// Plain text, tokenized without special tokens.
+    RawText(String),
     /// Token ids, used without change.
     TokenIds(Vec<u32>),
     /// Conversation, rendered by the model's chat template.

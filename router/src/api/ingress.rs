@@ -1,6 +1,7 @@
 //! Core of every API: validates, tokenizes and queues requests.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_net::ReceivedBytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -220,5 +221,22 @@ impl Ingress {
         let tokenized = served.clone();
         let tokens = self.run_blocking(large, move || request::encode(&tokenized, input)).await?;
         Ok((served, tokens))
+    }
+
+    /// Returns the text of tokens, special ones included.
+    pub(crate) async fn decode(&self, served: &ServedModel, tokens: Vec<u32>) -> Result<String, Outcome> {
+        let (_permit, _open) = (self.stream_permit()?, self.open.token());
+        let model = served.model.clone();
+        let decode = move || model.tokenizer.decode_all(&tokens).map_err(Outcome::invalid);
+        self.run_blocking(true, decode).await
+    }
+
+    /// Returns the outcome of a readiness probe while no worker accepts requests.
+    pub(crate) fn unready(&self) -> Outcome {
+        match self.resolve("") {
+            Ok(served) => Outcome::Unserved { model: served.name, waited: Duration::ZERO },
+            Err(outcome @ (Outcome::NeverConnected { .. } | Outcome::Unserved { .. })) => outcome,
+            Err(_) => Outcome::Unserved { model: String::new(), waited: Duration::ZERO },
+        }
     }
 }

@@ -24,7 +24,7 @@ const PRIORITY_MAX: i32 = 100;
 /// Whether tokenizing the input needs a blocking thread.
 pub(crate) fn is_large(input: &Input) -> bool {
     match input {
-        Input::Text(text) => text.len() > LARGE_TEXT_BYTES,
+        Input::Text(text) | Input::RawText(text) => text.len() > LARGE_TEXT_BYTES,
         Input::Chat(messages) => {
             let bytes =
                 messages.iter().map(|message| message.role.len() + message.content.len()).sum::<usize>();
@@ -136,18 +136,24 @@ fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
 pub(crate) fn encode(served: &ServedModel, input: Input) -> Result<Vec<u32>, Outcome> {
     match input {
         Input::TokenIds(ids) => Ok(ids),
-        Input::Text(text) => encode_text(served, &text),
+        Input::Text(text) => {
+            check_text(served, &text)?;
+            served.model.tokenizer.encode(&text).map_err(encoding)
+        }
+        Input::RawText(text) => {
+            check_text(served, &text)?;
+            served.model.tokenizer.encode_rendered(&text).map_err(encoding)
+        }
         Input::Chat(messages) => encode_chat(served, &messages),
     }
 }
 
-/// Tokenizes plain text.
-fn encode_text(served: &ServedModel, text: &str) -> Result<Vec<u32>, Outcome> {
+/// Checks plain text before it is tokenized.
+fn check_text(served: &ServedModel, text: &str) -> Result<(), Outcome> {
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
-    check_size(served, text)?;
-    served.model.tokenizer.encode(text).map_err(encoding)
+    check_size(served, text)
 }
 
 /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.

@@ -106,6 +106,16 @@ impl ResponseStream {
         }
     }
 
+    /// Returns the request.
+    pub(crate) fn call(&self) -> &AdmittedCall {
+        &self.ticket.active.call
+    }
+
+    /// Returns the bundle of the request's model.
+    pub(crate) fn bundle(&self) -> Arc<Model> {
+        self.model.clone()
+    }
+
     /// Resolves on timeouts: the deadline, or no worker for too long.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
         let call = &self.ticket.active.call;
