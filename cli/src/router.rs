@@ -27,8 +27,8 @@ pub struct Args {
     /// Address on which to listen for clients; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]
     pub listen: SocketAddr,
-    /// Address on which to listen for HTTP clients of OpenAI's and Anthropic's APIs, or `off`; port 0 picks a free
-    /// one
+    /// Address on which to listen for HTTP clients (OpenAI's and Anthropic's APIs), or `off`; port 0 picks a
+    /// free one
     #[arg(long, value_name = "ADDRESS", default_value = "off", env = "INFLIGHT_ROUTER_HTTP_LISTEN")]
     pub http_listen: ListenAt,
     /// Origins of browsers that may call the HTTP APIs, separated by commas; `*` is any

@@ -491,7 +491,8 @@ fn from_here(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(ip, address.port())
 }
 
-/// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat template.
+/// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat
+/// template.
 fn curl(http: &str, model: Option<&Model>) -> String {
     let (path, body) = match model {
         Some(model) if !model.has_chat_template => {

@@ -1,4 +1,4 @@
-//! The `inflight.v1.Inference` service: protobuf messages to requests of the core, and its events to messages.
+//! The `inflight.v1.Inference` service: protobuf messages to requests of the core, its events to messages.
 
 use std::collections::BTreeSet;
 use std::pin::Pin;

@@ -123,7 +123,8 @@ impl TextLogprobs {
     }
 }
 
-/// Returns the text of a token; of a part of a character its bytes, as `bytes:\xf0\x9f`, so that tokens differ.
+/// Returns the text of a token; of a part of a character its bytes, as `bytes:\xf0\x9f`, so that names are
+/// unique.
 fn name(bytes: &[u8]) -> String {
     match std::str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),

@@ -1,5 +1,5 @@
-//! HTTP APIs over the router's core: OpenAI's chat completions, completions and responses, Anthropic's messages,
-//! models, tokenization and probes.
+//! HTTP APIs over the router's core: OpenAI's chat completions, completions and responses, Anthropic's
+//! messages, models, tokenization and probes.
 
 mod body;
 mod call;

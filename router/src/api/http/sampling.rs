@@ -1,4 +1,4 @@
-//! Sampling fields that chat and text completions share, with extensions for parameters that OpenAI's API lacks.
+//! Sampling fields that chat and text completions share, with extensions for what OpenAI's API lacks.
 
 use std::collections::BTreeMap;
 

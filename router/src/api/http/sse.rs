@@ -64,8 +64,8 @@ impl EventWriter {
     }
 
     fn json(&mut self, data: &impl Serialize) {
-        // JSON has no line breaks outside of strings, where they are escaped. A `Vec` takes every write, and the
-        // types of this API have no keys that are not strings.
+        // JSON has no line breaks outside of strings, where they are escaped. A `Vec` takes every write, and
+        // all keys are strings, so this cannot fail.
         let _ = serde_json::to_writer(&mut self.0, data);
         self.0.extend_from_slice(b"\n\n");
     }
