@@ -9,7 +9,8 @@ thread_local! {
 }
 
 /// Runs work that wakes many streams, and defers the wake-ups of [`HttpServer`](crate::HttpServer)
-/// connections until it returns. Otherwise a connection could start on another thread at the first stream and write a few frames.
+/// connections until it returns. Otherwise a connection could start on another thread at the first stream and
+/// write a few frames.
 pub fn batch_wakeups<T>(work: impl FnOnce() -> T) -> T {
     let outer = DEFERRED.replace(Some(Vec::new()));
     let batch = WakeupBatch { outer };

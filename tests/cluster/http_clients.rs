@@ -1,4 +1,4 @@
-//! Third-party HTTP clients: openai and anthropic for Python, and the `curl` line that `up` prints.
+//! Third-party HTTP clients: openai, anthropic, LangChain and LlamaIndex for Python, and the `curl` line of `up`.
 
 use std::path::Path;
 
@@ -11,14 +11,16 @@ use crate::requests::{generate, sampled};
 
 const PROMPT: &str = "Once upon a time";
 
-/// Runs a Python client against a cluster and returns what it printed; `None` if there is no Python.
+/// Runs a Python client against a cluster and returns what it printed; `None` if there is no Python for it.
 async fn client(script: &str, cluster: &LocalCluster, more: &[&str]) -> Result<Option<Value>> {
-    let Ok(python) = std::env::var("INFLIGHT_TEST_PYTHON") else {
-        let needed = "tests/clients/python/requirements.txt";
-        inflight_fixtures::skipped(
-            "Python clients",
-            &format!("INFLIGHT_TEST_PYTHON names no Python with {needed}"),
-        );
+    // LangChain and LlamaIndex need an older openai than the client that is tested on its own.
+    let (variable, packages) = match script {
+        "frameworks.py" => ("INFLIGHT_TEST_FRAMEWORKS_PYTHON", "requirements-frameworks.txt"),
+        _ => ("INFLIGHT_TEST_PYTHON", "requirements.txt"),
+    };
+    let Ok(python) = std::env::var(variable) else {
+        let reason = format!("{variable} names no Python with tests/clients/python/{packages}");
+        inflight_fixtures::skipped("Python clients", &reason);
         return Ok(None);
     };
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/python").join(script);
@@ -95,6 +97,18 @@ async fn anthropic_for_python_gets_messages_whole_and_streamed() -> Result<()> {
         "tools": ["BadRequestError", 400, "invalid_request_error"],
     });
     ensure!(answer["refused"] == refused, "{answer}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn langchain_and_llamaindex_hold_a_conversation() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--model-name=demo"]).await?;
+    let Some(answer) = client("frameworks.py", &cluster, &[]).await? else { return Ok(()) };
+    let text = answer["langchain"].as_str().context("text")?;
+    ensure!(!text.is_empty() && answer["langchain_streamed"] == text, "{answer}");
+    ensure!(answer["llama_index"] == text && answer["llama_index_streamed"] == text, "{answer}");
+    let tokens = &answer["langchain_tokens"];
+    ensure!(tokens[0].is_u64() && tokens[0] == tokens[1], "{answer}");
     Ok(())
 }
 
