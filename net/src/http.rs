@@ -60,8 +60,6 @@ pub struct HttpServer {
     pub keepalive_interval: Duration,
     /// Maximum size of a call's headers, in bytes; at least 8 KiB under HTTP/1.1.
     pub header_bytes_max: u32,
-    /// Maximum time from the first byte of a call's headers to their last, under HTTP/1.1.
-    pub header_time_max: Duration,
     /// Maximum concurrent streams of an HTTP/2 connection.
     pub streams_max: u32,
     /// Time after which a connection whose peer reads nothing of what is written is closed. HTTP/1.1 has no
@@ -124,11 +122,8 @@ impl HttpServer {
             builder = builder.http2_only();
         }
         let buffer_bytes = usize::try_from(self.header_bytes_max).unwrap_or(usize::MAX);
-        builder
-            .http1()
-            .timer(TokioTimer::new())
-            .header_read_timeout(self.header_time_max)
-            .max_buf_size(buffer_bytes.max(HTTP1_BUFFER_BYTES_MIN));
+        // No timeout of headers: the limits of a connection count the time until and between its calls.
+        builder.http1().header_read_timeout(None).max_buf_size(buffer_bytes.max(HTTP1_BUFFER_BYTES_MIN));
         builder
             .http2()
             .timer(TokioTimer::new())

@@ -127,7 +127,6 @@ impl Shared {
             protocols,
             keepalive_interval: options.keepalive_interval,
             header_bytes_max: options.header_bytes_max,
-            header_time_max: options.message_time_max,
             streams_max: options.connection_streams_max,
             write_timeout: options.stall_timeout,
             fault,
