@@ -18,7 +18,7 @@ def main() -> None:
         "system": [{"type": "text", "text": "Answer briefly. 🙂"}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": arguments.prompt}]}],
     }
-    ask = {**conversation, "max_tokens": 24, "temperature": 0}
+    ask = {**conversation, "max_tokens": 24, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**ask)
     text = whole.content[0].text
     with client.messages.stream(**ask) as stream:
@@ -30,7 +30,7 @@ def main() -> None:
     refused = {}
     for name, change in {
         "model": {"model": "no-such-model"},
-        "temperature": {"temperature": -1},
+        "temperature": {"extra_body": {"temperature": -1}},
         "tools": {"tools": [{"name": "f", "input_schema": {"type": "object"}}]},
     }.items():
         try:

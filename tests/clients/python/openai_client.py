@@ -87,13 +87,11 @@ def responses(client, arguments) -> dict:
             text += event.delta
         last = event
     with client.responses.stream(**ask) as stream:
-        for _ in stream:
-            pass
-        final = stream.get_final_response().output_text
+        done = [event.text for event in stream if event.type == "response.output_text.done"]
     return {
         "text": whole.output_text,
         "streamed": text,
-        "final": final,
+        "final": "".join(done),
         "output_tokens": whole.usage.output_tokens,
         "first": kinds[0],
         "last": kinds[-1],

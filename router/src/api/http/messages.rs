@@ -35,6 +35,9 @@ const PROMPT: &[Field] = &[
     ),
     ignored("cache_control", "The prefix cache needs no marks."),
     ignored("context_management", "The conversation is used as it is."),
+    ignored("speed", "The served models have no such setting."),
+    ignored("user_profile_id", "The API key names the tenant."),
+    ignored("workspace_id", "The API key names the tenant."),
     honoured(
         "output_config",
         "Its `effort` has no effect; a `format` is refused: structured output is not supported.",
@@ -56,6 +59,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             refused("container", TOOLS),
             ignored("metadata", "The API key names the tenant."),
             ignored("service_tier", "The tenant's priority counts."),
+            ignored("diagnostics", "`--http-timings` adds timings."),
             ignored("inference_geo", "The cluster is where it is."),
         ],
     ],

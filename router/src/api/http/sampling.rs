@@ -45,7 +45,7 @@ pub(super) const EXTENSIONS: &[Field] = &[
     ignored("skip_special_tokens", "Special tokens are never part of the output."),
     ignored("spaces_between_special_tokens", "Special tokens are never part of the output."),
     ignored("return_token_ids", "Use `/tokenize` or gRPC for token ids."),
-    refused("best_of", "only one output for each choice is generated; use n"),
+    honoured("best_of", "Only 1; use `n` for more choices."),
     refused("use_beam_search", "beam search is not supported; use sampling"),
     refused("prompt_logprobs", "log probabilities of the prompt are not supported"),
     refused("allowed_token_ids", "restricting the vocabulary is not supported; use logit_bias"),
@@ -64,6 +64,9 @@ pub(super) const STRUCTURED: &str = "structured output is not supported; ask for
 /// Reads the fields of [`SAMPLING`] and [`EXTENSIONS`] into a request.
 pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
     let token_ids = |name: &str| fields.get::<Vec<u32>>(name, "an array of token ids");
+    if fields.count("best_of")?.is_some_and(|best_of| best_of != 1) {
+        return Err(Outcome::field("best_of", "best_of must be 1; use n for more choices"));
+    }
     request.sampling = SamplingOverrides {
         temperature: fields.number("temperature")?,
         top_p: fields.number("top_p")?,
