@@ -1,4 +1,5 @@
-//! Third-party HTTP clients: openai, anthropic, LangChain and LlamaIndex for Python, and the `curl` line of `up`.
+//! Third-party HTTP clients: openai for Python and Node, anthropic, LangChain, LlamaIndex, and the `curl` line
+//! of `up`.
 
 use std::path::Path;
 
@@ -74,6 +75,29 @@ async fn openai_for_python_gets_the_same_text_from_every_endpoint() -> Result<()
         "state": ["BadRequestError", 400, "previous_response_id", null],
     });
     ensure!(answer["refusals"] == refusals, "{}", answer["refusals"]);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn openai_for_node_gets_the_same_text_whole_and_streamed() -> Result<()> {
+    let Ok(modules) = std::env::var("INFLIGHT_TEST_NODE_MODULES") else {
+        let reason = "INFLIGHT_TEST_NODE_MODULES names no folder with the package openai";
+        inflight_fixtures::skipped("the Node client", reason);
+        return Ok(());
+    };
+    let cluster = LocalCluster::start(program(), &["--model-name=demo"]).await?;
+    let expected = generate(&mut cluster.client().await?, sampled(PROMPT, 24, 42)).await?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/clients/node/openai_client.cjs");
+    let (modules, script) = (format!("NODE_PATH={modules}"), script.to_string_lossy().into_owned());
+    let arguments = [&modules, "node", &script, &cluster.http, "demo", PROMPT, "42"];
+    let finished = run(Path::new("env"), &arguments, "").await?;
+    ensure!(finished.code == Some(0), "{finished:?}");
+    let answer: Value = serde_json::from_str(&finished.stdout).with_context(|| format!("{finished:?}"))?;
+    ensure!(answer["text"] == expected.text.as_str(), "{answer}, expected {expected:?}");
+    ensure!(answer["streamed"] == expected.text.as_str(), "{answer}, expected {expected:?}");
+    ensure!(answer["chat"] == answer["chat_streamed"] && answer["response"].is_string(), "{answer}");
+    ensure!(answer["chat_tokens"][0] == answer["chat_tokens"][1], "{answer}");
+    ensure!(answer["refused"] == json!(["NotFoundError", 404, "model", "model_not_found"]), "{answer}");
     Ok(())
 }
 
