@@ -213,7 +213,7 @@ impl Core {
         I: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        self.serve_all(incoming, None::<Empty<io::Result<S>>>, drain).await
+        Box::pin(self.serve_all(incoming, None::<Empty<io::Result<S>>>, drain)).await
     }
 
     /// Serves accepted connections of gRPC and of the HTTP APIs.
