@@ -29,6 +29,9 @@ pub enum RoleEvent {
         address: SocketAddr,
         /// Listen address of the Prometheus endpoint, if enabled.
         metrics: Option<SocketAddr>,
+        /// Listen address of the HTTP APIs, if served.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        http: Option<SocketAddr>,
     },
 }
 
@@ -43,6 +46,9 @@ pub struct ClusterMember {
     pub address: SocketAddr,
     /// Listen address of the Prometheus endpoint, if enabled.
     pub metrics: Option<SocketAddr>,
+    /// Listen address of the HTTP APIs, if served.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub http: Option<SocketAddr>,
 }
 
 /// Event of `inflight up --json`.
@@ -53,6 +59,8 @@ pub enum ClusterEvent<'a> {
     Ready {
         /// URL of the router, for clients.
         endpoint: &'a str,
+        /// URL of the HTTP APIs, if served.
+        http: Option<&'a str>,
         /// Router process.
         router: &'a ClusterMember,
         /// Worker processes.

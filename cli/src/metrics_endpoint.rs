@@ -47,6 +47,16 @@ const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 /// Readiness check of the process; until it is set, the process is not ready.
 static READY: OnceLock<Box<dyn Fn() -> bool + Send + Sync>> = OnceLock::new();
 
+/// Recorder of the process.
+static RECORDER: OnceLock<PrometheusHandle> = OnceLock::new();
+
+/// Renders the metrics of the process for Prometheus; empty if no endpoint was started.
+pub fn render() -> String {
+    let Some(handle) = RECORDER.get() else { return String::new() };
+    sample_process();
+    handle.render() + &renamed_metrics()
+}
+
 /// Sets the readiness check of the process. Only the first call has an effect.
 pub fn ready_when(ready: impl Fn() -> bool + Send + Sync + 'static) {
     // Fails only if it was set before; a process has one role.
@@ -74,6 +84,8 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
     metrics::set_global_recorder(recorder)
         .map_err(|error| CommandError::chain("metrics recorder", &error))?;
     describe_process();
+    // Fails only if it was set before; a process has one recorder.
+    let _ = RECORDER.set(handle.clone());
     let upkeep = handle.clone();
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);

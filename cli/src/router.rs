@@ -2,11 +2,12 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_net::Limits as ConnectionLimits;
 use inflight_router::metrics::{Kind, METRICS};
-use inflight_router::{Options, PlacementKind, Router};
+use inflight_router::{HttpOptions, Options, PlacementKind, Router};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
@@ -26,6 +27,22 @@ pub struct Args {
     /// Address on which to listen for clients; port 0 picks a free one
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8650", env = "INFLIGHT_ROUTER_LISTEN")]
     pub listen: SocketAddr,
+    /// Address on which to listen for HTTP clients (OpenAI's and Anthropic's APIs), or `off`; port 0 picks a
+    /// free one
+    #[arg(long, value_name = "ADDRESS", default_value = "off", env = "INFLIGHT_ROUTER_HTTP_LISTEN")]
+    pub http_listen: ListenAt,
+    /// Origins of browsers that may call the HTTP APIs, separated by commas; `*` is any
+    #[arg(long, value_name = "ORIGIN", value_delimiter = ',', env = "INFLIGHT_ROUTER_HTTP_CORS")]
+    pub http_cors: Vec<String>,
+    /// Serve /metrics on the address of the HTTP APIs too, to every client
+    #[arg(long, value_name = "BOOL", default_value_t = HttpOptions::default().metrics, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_HTTP_METRICS")]
+    pub http_metrics: bool,
+    /// Add the timings of each request to its HTTP response
+    #[arg(long, value_name = "BOOL", default_value_t = HttpOptions::default().timings, action = clap::ArgAction::Set, env = "INFLIGHT_ROUTER_HTTP_TIMINGS")]
+    pub http_timings: bool,
+    /// Time without output after which an HTTP stream gets a comment that keeps its connection alive
+    #[arg(long, value_name = "DURATION", default_value_t = Span(HttpOptions::default().keepalive), env = "INFLIGHT_ROUTER_HTTP_KEEPALIVE")]
+    pub http_keepalive: Span,
     /// Workers, separated by commas: HOST:PORT, dns://NAME:PORT or kubernetes://NAMESPACE/SERVICE:PORT
     #[arg(long, value_name = "SOURCE", value_delimiter = ',', env = "INFLIGHT_ROUTER_WORKERS")]
     pub workers: Vec<String>,
@@ -168,9 +185,21 @@ pub struct Args {
 }
 
 impl Args {
+    fn http(&self) -> Option<HttpOptions> {
+        let ListenAt::Address(listen) = self.http_listen else { return None };
+        Some(HttpOptions {
+            listen,
+            cors_origins: self.http_cors.clone(),
+            metrics: self.http_metrics,
+            timings: self.http_timings,
+            keepalive: self.http_keepalive.0,
+        })
+    }
+
     fn options(&self) -> Result<Options, CommandError> {
         let options = Options {
             listen: self.listen,
+            http: self.http(),
             workers: self.workers.clone(),
             router_id: self.router_id.clone().unwrap_or_else(|| format!("router@{}", self.listen)),
             incarnation: incarnation(),
@@ -245,7 +274,11 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
             .await?;
     let metrics = telemetry.metrics;
     let outcome = Box::pin(async {
-        let router = Router::bind(options).await.map_err(|error| CommandError::chain("", &error))?;
+        let mut router = Router::bind(options).await.map_err(|error| CommandError::chain("", &error))?;
+        if metrics.is_some() {
+            router = router.with_metrics(Arc::new(metrics_endpoint::render));
+        }
+        let http = router.http_address();
         let address = router.address();
         let handle = router.handle();
         let (probed, drain) = (router.handle(), stop.drain.clone());
@@ -255,7 +288,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         let announced = tokio::spawn(async move {
             handle.ready().await;
             tracing::info!(%address, "ready");
-            event::emit(&RoleEvent::Ready { address, metrics });
+            event::emit(&RoleEvent::Ready { address, metrics, http });
         });
         let serving = Box::pin(router.serve(stop.drain.clone()));
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;

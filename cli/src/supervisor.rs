@@ -50,6 +50,8 @@ pub struct ChildSpec {
     pub listen: SocketAddr,
     /// Listen address of the Prometheus endpoint; port 0 is replaced by the bound port.
     pub metrics: SocketAddr,
+    /// Listen address of the HTTP APIs, if served; port 0 is replaced by the bound port.
+    pub http: Option<SocketAddr>,
     /// Drain timeout of the child.
     pub drain_timeout: Duration,
 }
@@ -212,6 +214,7 @@ impl RunningChild {
             .args(&spec.arguments)
             .arg(format!("--listen={}", spec.listen))
             .arg(format!("--metrics-listen={}", spec.metrics))
+            .args(spec.http.map(|http| format!("--http-listen={http}")))
             .arg("--supervised")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -252,13 +255,14 @@ impl RunningChild {
                 }
                 line = self.output.next(), if stdout_open => match line {
                     Some(Ok(line)) => match serde_json::from_str(&line) {
-                        Ok(RoleEvent::Ready { address, metrics }) => {
+                        Ok(RoleEvent::Ready { address, metrics, http }) => {
                             was_ready = true;
                             spec.listen = address;
                             if let Some(metrics) = metrics {
                                 spec.metrics = metrics;
                             }
-                            sender.send(ChildEvent::Ready(ClusterMember { name: spec.name.clone(), pid: self.pid, address, metrics })).await;
+                            spec.http = http.or(spec.http);
+                            sender.send(ChildEvent::Ready(ClusterMember { name: spec.name.clone(), pid: self.pid, address, metrics, http })).await;
                         }
                         Ok(RoleEvent::Loading { done, total }) => sender.send(ChildEvent::Loading { done, total }).await,
                         Ok(RoleEvent::Listening { .. }) | Err(_) => {}

@@ -120,6 +120,26 @@ impl fmt::Display for ListenAt {
     }
 }
 
+/// Port of an optional endpoint, or `off`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OptionalPort {
+    /// Disabled.
+    Off,
+    /// Port; 0 picks a free one.
+    Port(u16),
+}
+
+impl FromStr for OptionalPort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            _ => text.parse().map(Self::Port).map_err(|_| "neither a port nor `off`".to_owned()),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -179,5 +199,8 @@ mod tests {
             assert!(text.parse::<Span>().is_err(), "{text}");
         }
         assert!("localhost".parse::<ListenAt>().is_err());
+        assert_eq!("off".parse(), Ok(OptionalPort::Off));
+        assert_eq!("8640".parse(), Ok(OptionalPort::Port(8640)));
+        assert!("70000".parse::<OptionalPort>().is_err());
     }
 }

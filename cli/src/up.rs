@@ -22,13 +22,15 @@ use crate::gpus;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
-use crate::units::Span;
+use crate::units::{OptionalPort, Span};
 use crate::worker::EngineArgs;
 
 /// Index of the router among the members; worker N has index N + 1.
 const ROUTER: usize = 0;
 /// Timeout of the router's start, and of its connecting to all workers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Difference of the router's port and that of its HTTP APIs.
+const HTTP_PORT_OFFSET: u16 = 10;
 /// Capacity of the channel of child events.
 const EVENTS_MAX: usize = 64;
 
@@ -44,6 +46,9 @@ pub struct Args {
     /// Port of the router; 0 picks a free one
     #[arg(long, value_name = "PORT", default_value_t = 8650, env = "INFLIGHT_UP_PORT")]
     pub port: u16,
+    /// Port of the router's HTTP APIs, or `off`; 0 picks a free one [default: --port - 10]
+    #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_HTTP_PORT")]
+    pub http_port: Option<OptionalPort>,
     /// Port of the router's Prometheus endpoint; the workers use the ports after it; 0 picks free ones
     /// [default: --port + 1]
     #[arg(long, value_name = "PORT", env = "INFLIGHT_UP_METRICS_PORT")]
@@ -106,6 +111,7 @@ struct ClusterPlan {
     workers: usize,
     router_address: SocketAddr,
     router_metrics: SocketAddr,
+    router_http: Option<SocketAddr>,
     worker_metrics: Vec<SocketAddr>,
     /// Flags of every worker.
     worker_flags: Vec<OsString>,
@@ -146,9 +152,16 @@ impl ClusterPlan {
         };
         let router_address = SocketAddr::new(args.host, args.port);
         let router_metrics = metrics(0)?;
+        let http_port = match args.http_port {
+            Some(OptionalPort::Off) => None,
+            Some(OptionalPort::Port(port)) => Some(port),
+            None => Some(args.port.saturating_sub(HTTP_PORT_OFFSET)),
+        };
+        let router_http = http_port.map(|port| SocketAddr::new(args.host, port));
         let worker_metrics = (1..=workers as u32).map(metrics).collect::<Result<Vec<_>, _>>()?;
         // Report taken ports now rather than after the model was loaded.
         let mut probes = vec![probe_port(router_address, "--port")?];
+        probes.extend(router_http.map(|address| probe_port(address, "--http-port")).transpose()?);
         for address in std::iter::once(&router_metrics).chain(&worker_metrics) {
             probes.push(probe_port(*address, "--metrics-port")?);
         }
@@ -184,6 +197,7 @@ impl ClusterPlan {
             workers,
             router_address,
             router_metrics,
+            router_http,
             worker_metrics,
             worker_flags,
             gpu_flags,
@@ -204,6 +218,7 @@ impl ClusterPlan {
             arguments,
             listen,
             metrics: self.worker_metrics[number],
+            http: None,
             drain_timeout: self.drain_timeout,
         }
     }
@@ -218,6 +233,7 @@ impl ClusterPlan {
             arguments,
             listen: self.router_address,
             metrics: self.router_metrics,
+            http: self.router_http,
             drain_timeout: self.drain_timeout,
         }
     }
@@ -360,12 +376,7 @@ impl LocalCluster {
     /// Returns `HOST:PORT` of the router for clients on this machine.
     fn endpoint(&self) -> String {
         let address = self.members.get(&ROUTER).map_or(self.plan.router_address, |router| router.address);
-        let ip = match address.ip() {
-            IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
-            IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
-            ip => ip,
-        };
-        SocketAddr::new(ip, address.port()).to_string()
+        from_here(address).to_string()
     }
 
     /// Waits until the router has a session with every worker; returns `None` when the cluster is to stop.
@@ -393,9 +404,11 @@ impl LocalCluster {
         let Some(router) = self.members.get(&ROUTER) else { return };
         let members: Vec<&ClusterMember> =
             self.members.range(ROUTER + 1..).map(|(_, member)| member).collect();
+        let http = router.http.map(|address| format!("http://{}", from_here(address)));
         if self.json {
             event::emit(&ClusterEvent::Ready {
                 endpoint: &format!("http://{endpoint}"),
+                http: http.as_deref(),
                 router,
                 workers: &members,
             });
@@ -415,6 +428,9 @@ impl LocalCluster {
             ));
         }
         text.push_str(&format!("  gRPC     {endpoint}\n"));
+        if let Some(http) = &http {
+            text.push_str(&format!("  HTTP     {http}/v1 (OpenAI), {http} (Anthropic)\n"));
+        }
         for worker in &members {
             text.push_str(&format!("  worker   {} ({})\n", worker.address, worker.name));
         }
@@ -423,8 +439,9 @@ impl LocalCluster {
                 text.push_str(&format!("  metrics  http://{metrics}/metrics ({})\n", member.name));
             }
         }
+        let curl = http.map_or_else(String::new, |http| curl(&http, models.first()));
         text.push_str(&format!(
-            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n  \
+            "\nTry, from another terminal:\n\n  {command} generate {endpoint_flag}\"What is continuous batching?\"\n{curl}  \
              grpcurl -plaintext -d '{{\"text\": \"Once upon a time\"}}' {endpoint} inflight.v1.Inference/Generate\n\n\
              Stop it with Ctrl-C here, or with:\n\n  kill {}\n",
             std::process::id()
@@ -462,6 +479,33 @@ impl LocalCluster {
         watch.abort();
         stop.abort.is_cancelled()
     }
+}
+
+/// Returns an address as clients on this machine reach it.
+fn from_here(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
+}
+
+/// Returns a command line that calls the HTTP APIs: a conversation, or a text if the model has no chat
+/// template.
+fn curl(http: &str, model: Option<&Model>) -> String {
+    let (path, body) = match model {
+        Some(model) if !model.has_chat_template => {
+            ("completions", r#"{"prompt": "Once upon a time", "max_tokens": 64}"#)
+        }
+        _ => (
+            "chat/completions",
+            r#"{"messages": [{"role": "user", "content": "What is continuous batching?"}]}"#,
+        ),
+    };
+    // Without a key no model is known here: the router requires one.
+    let key = if model.is_none() { " -H \"authorization: Bearer $KEY\"" } else { "" };
+    format!("  curl {http}/v1/{path} -H 'content-type: application/json'{key} -d '{body}'\n")
 }
 
 fn workers(count: usize) -> String {

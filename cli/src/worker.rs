@@ -217,7 +217,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
         let drain = stop.drain.clone();
         metrics_endpoint::ready_when(move || !drain.is_cancelled());
         tracing::info!(%address, worker = worker_id, "ready");
-        event::emit(&RoleEvent::Ready { address, metrics });
+        event::emit(&RoleEvent::Ready { address, metrics, http: None });
         let drain_timeout = args.role.drain_timeout.0 + CLOSE_MARGIN;
         role::within_drain(worker.serve(stop.drain.clone()), &stop.drain, drain_timeout).await
     })

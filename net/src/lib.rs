@@ -1,11 +1,11 @@
 //! Connections of routers and workers: accepting within limits, TLS with certificates reloaded from disk,
-//! receive budgets, and HTTP/2 serving that writes the messages of many streams with one system call.
+//! receive budgets, and HTTP serving that writes the messages of many streams with one system call.
 
 mod accept;
 mod code_name;
 mod connection;
 mod drained_body;
-mod http2;
+mod http;
 mod identity;
 mod limits;
 pub mod metrics;
@@ -16,15 +16,18 @@ mod response_streams;
 mod tls;
 mod wakeups;
 mod watch;
+mod write_timeout;
 
 pub use accept::Accept;
 pub use code_name::code_name;
 pub use connection::{Connection, OpenCall, Peer};
-pub use http2::Http2;
+pub use http::{HttpServer, Protocols};
 pub use identity::Identity;
 pub use limits::Limits;
 pub use open_calls::{OpenCalls, OpenCallsLayer, hold};
-pub use receive::{Receive, ReceiveBudget, ReceiveLayer, ReceiveLimits, ReceivedBytes};
+pub use receive::{
+    Framing, Receive, ReceiveBudget, ReceiveError, ReceiveLayer, ReceiveLimits, ReceivedBytes,
+};
 pub use tls::{ClientTls, ServerTls, ServerTlsFiles, TlsError};
 pub use wakeups::batch_wakeups;
 pub use watch::{FileState, Watched};

@@ -9,9 +9,9 @@ use std::time::Duration;
 use hyper::body::{Body as HttpBody, Bytes, Frame, SizeHint};
 use metrics::Gauge;
 use tokio::time::{Instant, Sleep};
-use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
+use tonic::{Code, Status};
 use tower::{Layer, Service};
 
 /// Byte budget of all messages in reception or received and not yet processed. Cheap to clone.
@@ -66,7 +66,9 @@ pub struct ReceivedBytes {
 impl ReceivedBytes {
     fn reserve(&self, bytes: u64) -> Result<(), Status> {
         if !self.budget.reserve(bytes) {
-            return Err((self.budget.0.exhausted)());
+            let mut status = (self.budget.0.exhausted)();
+            status.set_source(Arc::new(ReceiveError::Exhausted));
+            return Err(status);
         }
         self.held.fetch_add(bytes, Ordering::AcqRel);
         Ok(())
@@ -83,9 +85,63 @@ impl Drop for ReceivedBytes {
     }
 }
 
+/// Reason for which a message was not received; the source of the body's [`Status`].
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ReceiveError {
+    /// The message is too large.
+    #[error("the message has {}{bytes} bytes, more than the limit of {max}{option}", if *at_least { "at least " } else { "" })]
+    TooLarge {
+        /// Size of the message.
+        bytes: u64,
+        /// Whether the message may be larger than `bytes`.
+        at_least: bool,
+        /// Maximum size.
+        max: usize,
+        /// Flag that sets it, in parentheses.
+        option: String,
+    },
+    /// The message did not arrive in time.
+    #[error("the call's message did not arrive within {seconds} s (--message-timeout)")]
+    TooSlow {
+        /// Maximum time in seconds.
+        seconds: f64,
+    },
+    /// The budget of all calls is spent.
+    #[error("the budget of messages in reception is spent")]
+    Exhausted,
+}
+
+impl ReceiveError {
+    /// Returns the reason in the sources of a request body's error, if a limit was its cause.
+    pub fn of<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Self> {
+        std::iter::successors(Some(error), |error| error.source()).find_map(|error| error.downcast_ref())
+    }
+
+    fn into_status(self) -> Status {
+        let code = match self {
+            Self::TooLarge { .. } | Self::Exhausted => Code::ResourceExhausted,
+            Self::TooSlow { .. } => Code::DeadlineExceeded,
+        };
+        let mut status = Status::new(code, self.to_string());
+        status.set_source(Arc::new(self));
+        status
+    }
+}
+
+/// Division of a request body into messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Framing {
+    /// gRPC's length-prefixed messages.
+    Grpc,
+    /// The body is one message.
+    Whole,
+}
+
 /// Limits of the request messages of a call.
 #[derive(Debug, Clone, Copy)]
 pub struct ReceiveLimits {
+    /// Division of the body into messages.
+    pub framing: Framing,
     /// Maximum message size, in bytes.
     pub message_bytes_max: usize,
     /// Flag that sets `message_bytes_max`, if there is one, for the error message.
@@ -148,12 +204,12 @@ where
 
 /// Parser state of gRPC's framing: each message follows a flag byte and a 4-byte big-endian length.
 #[derive(Debug, Clone, Copy)]
-enum Framing {
+enum Parser {
     Prefix { bytes: [u8; 5], len: usize },
     Message { left: u64 },
 }
 
-impl Framing {
+impl Parser {
     const START: Self = Self::Prefix { bytes: [0; 5], len: 0 };
 }
 
@@ -162,7 +218,9 @@ struct LimitedBody {
     body: Body,
     limits: ReceiveLimits,
     received: Arc<ReceivedBytes>,
-    framing: Framing,
+    parser: Parser,
+    /// Bytes of the body so far; counted if it is one message.
+    bytes: u64,
     /// Deadline of the message in reception; `None` between the messages of a stream.
     deadline: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
@@ -172,14 +230,19 @@ impl LimitedBody {
     fn new(body: Body, limits: ReceiveLimits, received: Arc<ReceivedBytes>) -> Self {
         let deadline =
             if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
-        Self { body, limits, received, framing: Framing::START, deadline, timer: None }
+        Self { body, limits, received, parser: Parser::START, bytes: 0, deadline, timer: None }
     }
 
     /// Advances the framing over the bytes of a data frame and reserves them.
     fn receive(&mut self, mut data: &[u8]) -> Result<(), Status> {
+        if self.limits.framing == Framing::Whole {
+            self.bytes += data.len() as u64;
+            self.check_size(self.bytes, true)?;
+            return self.received.reserve(data.len() as u64);
+        }
         while !data.is_empty() {
-            match &mut self.framing {
-                Framing::Prefix { bytes, len } => {
+            match &mut self.parser {
+                Parser::Prefix { bytes, len } => {
                     if *len == 0 {
                         // A reader that polls for the next message has processed the previous one.
                         self.received.release();
@@ -194,11 +257,11 @@ impl LimitedBody {
                     if *len == bytes.len() {
                         let [_, length @ ..] = *bytes;
                         let left = u64::from(u32::from_be_bytes(length));
-                        self.check_size(left)?;
+                        self.check_size(left, false)?;
                         self.enter(left);
                     }
                 }
-                Framing::Message { left } => {
+                Parser::Message { left } => {
                     let count = (data.len() as u64).min(*left);
                     let left = *left - count;
                     data = &data[count as usize..];
@@ -211,20 +274,27 @@ impl LimitedBody {
     }
 
     fn enter(&mut self, left: u64) {
-        self.framing = if left > 0 { Framing::Message { left } } else { Framing::START };
+        self.parser = if left > 0 { Parser::Message { left } } else { Parser::START };
         if left == 0 && self.limits.streaming {
             (self.deadline, self.timer) = (None, None);
         }
     }
 
-    fn check_size(&self, bytes: u64) -> Result<(), Status> {
+    fn check_size(&self, bytes: u64, at_least: bool) -> Result<(), Status> {
         let ReceiveLimits { message_bytes_max: max, option, .. } = self.limits;
         if bytes <= max as u64 {
             return Ok(());
         }
         let option = option.map_or(String::new(), |option| format!(" ({option})"));
-        let what = format!("the message has {bytes} bytes, more than the limit of {max}{option}");
-        Err(Status::resource_exhausted(what))
+        Err(ReceiveError::TooLarge { bytes, at_least, max, option }.into_status())
+    }
+
+    /// Checks the announced length of a body that is one message.
+    fn check_announced(&self) -> Result<(), Status> {
+        if self.limits.framing == Framing::Grpc || self.bytes > 0 {
+            return Ok(());
+        }
+        self.check_size(self.body.size_hint().lower(), false)
     }
 }
 
@@ -237,6 +307,9 @@ impl HttpBody for LimitedBody {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
+        if let Err(status) = this.check_announced() {
+            return Poll::Ready(Some(Err(status)));
+        }
         if let Poll::Ready(frame) = Pin::new(&mut this.body).poll_frame(context) {
             let Some(Ok(frame)) = frame else { return Poll::Ready(frame) };
             if let Some(data) = frame.data_ref()
@@ -250,8 +323,7 @@ impl HttpBody for LimitedBody {
         let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
         timer.as_mut().poll(context).map(|()| {
             let seconds = this.limits.message_time_max.as_secs_f64();
-            let what = format!("the call's message did not arrive within {seconds} s (--message-timeout)");
-            Some(Err(Status::deadline_exceeded(what)))
+            Some(Err(ReceiveError::TooSlow { seconds }.into_status()))
         })
     }
 
@@ -303,7 +375,8 @@ mod tests {
 
     fn limits(message_bytes_max: usize, streaming: bool) -> ReceiveLimits {
         let message_time_max = Duration::from_millis(50);
-        ReceiveLimits { message_bytes_max, option: Some("--some-option"), message_time_max, streaming }
+        let (framing, option) = (Framing::Grpc, Some("--some-option"));
+        ReceiveLimits { framing, message_bytes_max, option, message_time_max, streaming }
     }
 
     fn body(frames: Vec<Vec<u8>>, limits: ReceiveLimits, budget: &ReceiveBudget) -> LimitedBody {
@@ -359,6 +432,21 @@ mod tests {
         let status = read(&mut body(vec![header], limits(100, false), &budget)).await.unwrap_err();
         assert_eq!(status.code(), Code::ResourceExhausted);
         assert_eq!(status.message(), "the message has 101 bytes, more than the limit of 100 (--some-option)");
+    }
+
+    #[tokio::test]
+    async fn a_body_without_framing_is_one_message() {
+        let budget = budget(150);
+        let whole = ReceiveLimits { framing: Framing::Whole, ..limits(100, false) };
+        let frames = |sizes: &[usize]| sizes.iter().map(|size| vec![b'x'; *size]).collect::<Vec<_>>();
+        let mut first = body(frames(&[40, 60]), whole, &budget);
+        assert_eq!(read(&mut first).await.unwrap().len(), 100);
+        let status = read(&mut body(frames(&[30, 30]), whole, &budget)).await.unwrap_err();
+        assert_eq!(ReceiveError::of(&status), Some(&ReceiveError::Exhausted));
+        drop(first);
+        let status = read(&mut body(frames(&[60, 41]), whole, &budget)).await.unwrap_err();
+        assert!(matches!(ReceiveError::of(&status), Some(ReceiveError::TooLarge { bytes: 101, .. })));
+        assert_eq!(budget.0.used.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test]

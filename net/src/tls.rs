@@ -12,6 +12,7 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
+use crate::http::Protocols;
 use crate::metrics;
 use crate::watch::Watched;
 
@@ -85,7 +86,7 @@ pub struct ServerTlsFiles {
 }
 
 impl ServerTlsFiles {
-    fn load(&self) -> Result<ServerConfig, TlsError> {
+    fn load(&self, protocols: Protocols) -> Result<ServerConfig, TlsError> {
         let chain = certificates(&self.certificate)?;
         let key = PrivateKeyDer::from_pem_slice(&read(&self.key)?)
             .map_err(|_| TlsError::Empty { path: self.key.clone(), what: "private key" })?;
@@ -113,7 +114,10 @@ impl ServerTlsFiles {
             }
         };
         let mut config = builder.with_single_cert(chain, key).map_err(pair)?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
+        config.alpn_protocols = match protocols {
+            Protocols::Http2 => vec![b"h2".to_vec()],
+            Protocols::Any => vec![b"h2".to_vec(), b"http/1.1".to_vec()],
+        };
         Ok(config)
     }
 
@@ -127,6 +131,8 @@ impl ServerTlsFiles {
 #[derive(Clone)]
 pub struct ServerTls {
     files: ServerTlsFiles,
+    /// Offered in the handshake.
+    protocols: Protocols,
     /// States of the files before they were first read.
     watched: Watched,
     config: Arc<RwLock<Arc<ServerConfig>>>,
@@ -139,14 +145,22 @@ impl std::fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// Loads the files.
+    /// Loads the files for a gRPC server.
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn load(files: ServerTlsFiles) -> Result<Self, TlsError> {
+        Self::load_for(files, Protocols::Http2)
+    }
+
+    /// Loads the files for a server of these protocols, which the handshake offers.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn load_for(files: ServerTlsFiles, protocols: Protocols) -> Result<Self, TlsError> {
         let watched = Watched::new(files.paths());
-        let config = Arc::new(RwLock::new(Arc::new(files.load()?)));
-        Ok(Self { files, watched, config })
+        let config = Arc::new(RwLock::new(Arc::new(files.load(protocols)?)));
+        Ok(Self { files, protocols, watched, config })
     }
 
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
@@ -158,7 +172,7 @@ impl ServerTls {
     /// # Errors
     /// [`TlsError`]; the previous configuration then stays in force.
     pub fn reload(&self) -> Result<(), TlsError> {
-        let config = Arc::new(self.files.load()?);
+        let config = Arc::new(self.files.load(self.protocols)?);
         *self.config.write().unwrap_or_else(PoisonError::into_inner) = config;
         Ok(())
     }

@@ -8,8 +8,9 @@ thread_local! {
     static DEFERRED: RefCell<Option<Vec<Waker>>> = const { RefCell::new(None) };
 }
 
-/// Runs work that wakes many streams, and defers the wake-ups of [`Http2`](crate::Http2) connections until it
-/// returns. Otherwise a connection could start on another thread at the first stream and write a few frames.
+/// Runs work that wakes many streams, and defers the wake-ups of [`HttpServer`](crate::HttpServer)
+/// connections until it returns. Otherwise a connection could start on another thread at the first stream and
+/// write a few frames.
 pub fn batch_wakeups<T>(work: impl FnOnce() -> T) -> T {
     let outer = DEFERRED.replace(Some(Vec::new()));
     let batch = WakeupBatch { outer };

@@ -20,12 +20,13 @@ mod tenants;
 pub mod text;
 mod trace;
 
+pub use api::http::RenderMetrics;
 pub use cluster::bundle::BundleError;
 pub use cluster::connector::{Connector, Io};
 pub use cluster::discovery::{Source, SourceError};
 pub use inflight_router_core::{
     Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
 };
-pub use options::{Options, OptionsError};
+pub use options::{HttpOptions, Options, OptionsError};
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

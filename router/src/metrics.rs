@@ -52,6 +52,8 @@ macro_rules! metrics_table {
 metrics_table! {
     REQUESTS = "inflight_router_requests_total", Kind::Counter, Unit::Count, ["outcome"],
         "Generate calls that ended, by outcome";
+    HTTP_IGNORED_FIELDS = "inflight_router_http_ignored_fields_total", Kind::Counter, Unit::Count, ["api", "field"],
+        "Fields of HTTP requests that had no effect, by API and name; `unknown` for those of no API";
     RECEIVE_BYTES = "inflight_router_receive_bytes", Kind::Gauge, Unit::Bytes, [],
         "Bytes of request messages that are being received or tokenized";
     TASK_PANICS = "inflight_router_task_panics_total", Kind::Counter, Unit::Count, ["task"],

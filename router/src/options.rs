@@ -10,11 +10,40 @@ use tonic::transport::Endpoint;
 
 use crate::cluster::discovery::{Source, SourceError};
 
+/// Options of the HTTP APIs.
+#[derive(Debug, Clone)]
+pub struct HttpOptions {
+    /// Address that clients connect to; port 0 chooses a free one.
+    pub listen: SocketAddr,
+    /// Origins of browsers that may call; `*` is any.
+    pub cors_origins: Vec<String>,
+    /// Whether the metrics of the process are served, to every client.
+    pub metrics: bool,
+    /// Whether responses have the timings of their requests.
+    pub timings: bool,
+    /// Time without output after which a stream gets a comment, and after which its headers are sent.
+    pub keepalive: Duration,
+}
+
+impl Default for HttpOptions {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            cors_origins: Vec::new(),
+            metrics: false,
+            timings: false,
+            keepalive: Duration::from_secs(10),
+        }
+    }
+}
+
 /// Options of a router. The defaults suit a small cluster.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Address that clients connect to; port 0 chooses a free one.
     pub listen: SocketAddr,
+    /// HTTP APIs; without it gRPC only.
+    pub http: Option<HttpOptions>,
     /// Discovery sources of workers; see [`Source`](crate::Source).
     pub workers: Vec<String>,
     /// Name of this router, shown to workers, in logs and metrics.
@@ -97,6 +126,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
+            http: None,
             workers: Vec::new(),
             router_id: "router".to_owned(),
             incarnation: String::new(),
@@ -218,6 +248,7 @@ impl Options {
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
             ("session_timeout", self.session_timeout.is_zero()),
             ("keepalive_interval", self.keepalive_interval.is_zero()),
+            ("http_keepalive", self.http.as_ref().is_some_and(|http| http.keepalive.is_zero())),
         ];
         if let Some((name, _)) = bounds.into_iter().find(|(_, zero)| *zero) {
             return Err(OptionsError::Zero { name });

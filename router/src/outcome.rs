@@ -1,4 +1,4 @@
-//! Outcome of a request, and its gRPC status.
+//! Outcome of a request, its gRPC status and its HTTP status.
 
 use std::collections::HashMap;
 use std::fmt::Display;
@@ -45,6 +45,15 @@ impl Overload {
     }
 }
 
+/// HTTP status of an outcome, and its names in the error envelopes of OpenAI's and Anthropic's APIs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HttpError {
+    pub(crate) status: u16,
+    pub(crate) openai_type: &'static str,
+    pub(crate) openai_code: Option<&'static str>,
+    pub(crate) anthropic_type: &'static str,
+}
+
 /// Outcome of a request. Every call ends in exactly one of these, and only they decide what a client sees.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Outcome {
@@ -52,6 +61,18 @@ pub(crate) enum Outcome {
     Completed,
     /// Invalid request; the message names the field.
     Invalid(String),
+    /// Invalid field of a request.
+    InvalidField { field: String, reason: String },
+    /// Prompt and output together exceed the model's context.
+    ContextExceeded(String),
+    /// The request's message exceeds the size limit.
+    TooLarge(String),
+    /// The request's message did not arrive in time.
+    ReceiveTimeout(String),
+    /// The API has no such path.
+    UnknownPath { path: String },
+    /// The path does not take this method.
+    WrongMethod { method: String, path: String },
     /// No worker serves the model.
     UnknownModel { asked: String, served: Vec<String> },
     /// Chat input for a model without a chat template.
@@ -118,11 +139,18 @@ impl Outcome {
         }
     }
 
+    /// Returns the outcome of an invalid field.
+    pub(crate) fn field(field: impl Into<String>, reason: impl Display) -> Self {
+        Self::InvalidField { field: field.into(), reason: reason.to_string() }
+    }
+
     /// Returns the gRPC status code.
     pub(crate) fn code(&self) -> Code {
         match self {
             Self::Completed => Code::Ok,
-            Self::Invalid(_) => Code::InvalidArgument,
+            Self::Invalid(_) | Self::InvalidField { .. } | Self::ContextExceeded(_) => Code::InvalidArgument,
+            Self::TooLarge(_) => Code::ResourceExhausted,
+            Self::UnknownPath { .. } | Self::WrongMethod { .. } => Code::Unimplemented,
             Self::UnknownModel { .. } => Code::NotFound,
             Self::NoChatTemplate { .. } | Self::UnknownFingerprint { .. } => Code::FailedPrecondition,
             Self::Unauthenticated(_) => Code::Unauthenticated,
@@ -132,7 +160,7 @@ impl Outcome {
             }
             Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => Code::Unavailable,
             Self::ClientStalled { .. } => Code::Aborted,
-            Self::DeadlineExceeded => Code::DeadlineExceeded,
+            Self::DeadlineExceeded | Self::ReceiveTimeout(_) => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
             Self::WorkerError { code, .. } => match code {
                 // Parameters were validated before, so this rejection by a worker is new information.
@@ -145,11 +173,74 @@ impl Outcome {
         }
     }
 
+    /// Returns the HTTP status with the error types of the APIs.
+    pub(crate) fn http(&self) -> HttpError {
+        const INVALID: &str = "invalid_request_error";
+        let of = |status, openai_type, openai_code, anthropic_type| HttpError {
+            status,
+            openai_type,
+            openai_code,
+            anthropic_type,
+        };
+        match self {
+            Self::Completed => of(200, "", None, ""),
+            Self::Invalid(_) | Self::InvalidField { .. } | Self::NoChatTemplate { .. } => {
+                of(400, INVALID, None, INVALID)
+            }
+            Self::ContextExceeded(_) => of(400, INVALID, Some("context_length_exceeded"), INVALID),
+            Self::UnknownFingerprint { .. } => of(409, INVALID, Some("unknown_fingerprint"), INVALID),
+            Self::TooLarge(_) => of(413, INVALID, Some("request_too_large"), "request_too_large"),
+            Self::ReceiveTimeout(_) => of(408, INVALID, Some("request_timeout"), INVALID),
+            Self::UnknownPath { .. } => of(404, INVALID, Some("unknown_url"), "not_found_error"),
+            Self::WrongMethod { .. } => of(405, INVALID, Some("method_not_allowed"), INVALID),
+            Self::UnknownModel { .. } => of(404, INVALID, Some("model_not_found"), "not_found_error"),
+            Self::Unauthenticated(_) => of(401, INVALID, Some("invalid_api_key"), "authentication_error"),
+            Self::Denied(_) => of(403, "permission_error", None, "permission_error"),
+            Self::Limited(_) => of(429, "rate_limit_error", Some("rate_limit_exceeded"), "rate_limit_error"),
+            Self::Full(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
+                of(503, "server_error", Some("overloaded"), "overloaded_error")
+            }
+            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => {
+                of(503, "server_error", Some("unavailable"), "overloaded_error")
+            }
+            Self::ClientStalled { .. } => of(408, "server_error", Some("client_stalled"), "api_error"),
+            Self::DeadlineExceeded => of(504, "server_error", Some("timeout"), "timeout_error"),
+            // The client is gone; proxies log 499 for it.
+            Self::Cancelled => of(499, "server_error", Some("cancelled"), "api_error"),
+            Self::WorkerError { .. } => match self.code() {
+                Code::InvalidArgument | Code::FailedPrecondition => of(400, INVALID, None, INVALID),
+                Code::ResourceExhausted => of(503, "server_error", Some("overloaded"), "overloaded_error"),
+                Code::DeadlineExceeded => of(504, "server_error", Some("timeout"), "timeout_error"),
+                _ => of(500, "server_error", None, "api_error"),
+            },
+            Self::AttemptsExhausted { .. } | Self::Internal(_) => of(500, "server_error", None, "api_error"),
+        }
+    }
+
+    /// Returns when an HTTP client may retry; `None` if a retry would not help.
+    pub(crate) fn retry_after(&self) -> Option<Duration> {
+        let unavailable = matches!(self.http().status, 429 | 503);
+        self.overload().map(|(.., retry)| retry).or_else(|| unavailable.then_some(Overload::RETRY))
+    }
+
+    /// Returns the name of the invalid field, if one is at fault.
+    pub(crate) fn invalid_field(&self) -> Option<&str> {
+        match self {
+            Self::InvalidField { field, .. } => Some(field),
+            Self::UnknownModel { .. } => Some("model"),
+            _ => None,
+        }
+    }
+
     /// Returns a stable, lower-case label for metrics and logs.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::Completed => "completed",
-            Self::Invalid(_) => "invalid",
+            Self::Invalid(_) | Self::InvalidField { .. } | Self::ContextExceeded(_) => "invalid",
+            Self::TooLarge(_) => "too_large",
+            Self::ReceiveTimeout(_) => "receive_timeout",
+            Self::UnknownPath { .. } => "unknown_path",
+            Self::WrongMethod { .. } => "wrong_method",
             Self::UnknownModel { .. } => "unknown_model",
             Self::NoChatTemplate { .. } => "no_chat_template",
             Self::UnknownFingerprint { .. } => "unknown_fingerprint",
@@ -171,10 +262,18 @@ impl Outcome {
         }
     }
 
-    fn message(&self) -> String {
+    /// Returns the message for people.
+    pub(crate) fn message(&self) -> String {
         match self {
             Self::Completed => String::new(),
-            Self::Invalid(reason) | Self::Internal(reason) => reason.clone(),
+            Self::Invalid(reason)
+            | Self::InvalidField { reason, .. }
+            | Self::ContextExceeded(reason)
+            | Self::TooLarge(reason)
+            | Self::ReceiveTimeout(reason)
+            | Self::Internal(reason) => reason.clone(),
+            Self::UnknownPath { path } => format!("there is no {path:?} in this API"),
+            Self::WrongMethod { method, path } => format!("{path:?} does not take {method}"),
             Self::UnknownModel { asked, served } => {
                 format!("no worker serves the model {asked:?}; served are: {}", served.join(", "))
             }
@@ -235,6 +334,9 @@ impl Outcome {
         let (code, message) = (self.code(), self.message());
         let mut details = ErrorDetails::new();
         details.set_error_info(self.label().to_ascii_uppercase(), "inflight", HashMap::new());
+        if let Self::InvalidField { field, reason } = &self {
+            details.add_bad_request_violation(field, reason);
+        }
         let mut metadata = MetadataMap::new();
         if let Some((quota, subject, retry)) = self.overload() {
             details.add_quota_failure_violation(subject, quota);
@@ -284,6 +386,11 @@ mod tests {
             (worker(Code::Unknown), Code::Internal, "worker_error"),
             (worker(Code::Ok), Code::Internal, "worker_error"),
             (Outcome::Internal(text()), Code::Internal, "internal"),
+            (Outcome::field("top_p", "why"), Code::InvalidArgument, "invalid"),
+            (Outcome::ContextExceeded(text()), Code::InvalidArgument, "invalid"),
+            (Outcome::ReceiveTimeout(text()), Code::DeadlineExceeded, "receive_timeout"),
+            (Outcome::UnknownPath { path: text() }, Code::Unimplemented, "unknown_path"),
+            (Outcome::WrongMethod { method: text(), path: text() }, Code::Unimplemented, "wrong_method"),
         ];
         for (outcome, code, label) in table {
             assert_eq!((outcome.code(), outcome.label()), (code, label));
@@ -303,6 +410,72 @@ mod tests {
                 let info = status.get_details_error_info().unwrap();
                 assert_eq!(info.reason, label.to_ascii_uppercase());
             }
+        }
+    }
+
+    #[test]
+    fn the_table_of_outcomes_and_http_statuses() {
+        let text = || "why".to_owned();
+        let second = Duration::from_secs(1);
+        let overload = || Box::new(Overload::of_router(text(), "streams", 2 * second));
+        let worker = |code| Outcome::WorkerError { code, message: text() };
+        let invalid = "invalid_request_error";
+        let table = [
+            (Outcome::Invalid(text()), 400, invalid, None, invalid),
+            (Outcome::field("top_p", "why"), 400, invalid, None, invalid),
+            (Outcome::NoChatTemplate { model: text() }, 400, invalid, None, invalid),
+            (Outcome::ContextExceeded(text()), 400, invalid, Some("context_length_exceeded"), invalid),
+            (
+                Outcome::UnknownFingerprint { required: text(), served: vec![] },
+                409,
+                invalid,
+                Some("unknown_fingerprint"),
+                invalid,
+            ),
+            (Outcome::TooLarge(text()), 413, invalid, Some("request_too_large"), "request_too_large"),
+            (Outcome::ReceiveTimeout(text()), 408, invalid, Some("request_timeout"), invalid),
+            (Outcome::UnknownPath { path: text() }, 404, invalid, Some("unknown_url"), "not_found_error"),
+            (
+                Outcome::WrongMethod { method: text(), path: text() },
+                405,
+                invalid,
+                Some("method_not_allowed"),
+                invalid,
+            ),
+            (
+                Outcome::UnknownModel { asked: text(), served: vec![] },
+                404,
+                invalid,
+                Some("model_not_found"),
+                "not_found_error",
+            ),
+            (Outcome::Unauthenticated(text()), 401, invalid, Some("invalid_api_key"), "authentication_error"),
+            (Outcome::Denied(text()), 403, "permission_error", None, "permission_error"),
+            (
+                Outcome::Limited(overload()),
+                429,
+                "rate_limit_error",
+                Some("rate_limit_exceeded"),
+                "rate_limit_error",
+            ),
+            (Outcome::Full(overload()), 503, "server_error", Some("overloaded"), "overloaded_error"),
+            (Outcome::Draining, 503, "server_error", Some("unavailable"), "overloaded_error"),
+            (Outcome::DeadlineExceeded, 504, "server_error", Some("timeout"), "timeout_error"),
+            (worker(Code::InvalidArgument), 400, invalid, None, invalid),
+            (worker(Code::ResourceExhausted), 503, "server_error", Some("overloaded"), "overloaded_error"),
+            (worker(Code::Unknown), 500, "server_error", None, "api_error"),
+            (Outcome::AttemptsExhausted { attempts: 4 }, 500, "server_error", None, "api_error"),
+            (Outcome::Internal(text()), 500, "server_error", None, "api_error"),
+        ];
+        for (outcome, status, openai_type, openai_code, anthropic_type) in table {
+            let wanted = HttpError { status, openai_type, openai_code, anthropic_type };
+            assert_eq!(outcome.http(), wanted, "{outcome:?}");
+            let retry = match outcome {
+                Outcome::Full(_) | Outcome::Limited(_) => Some(2 * second),
+                _ if status == 503 => Some(second),
+                _ => None,
+            };
+            assert_eq!(outcome.retry_after(), retry, "{outcome:?}");
         }
     }
 }

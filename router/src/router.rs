@@ -1,4 +1,4 @@
-//! Router process: binding, background tasks, the gRPC server, health and drain.
+//! Router process: binding, background tasks, the gRPC and HTTP servers, health and drain.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -8,11 +8,9 @@ use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use futures::stream::Empty;
 use futures::{Stream, StreamExt as _};
-use inflight_net::{Accept, ClientTls, Http2, ReceiveLayer, ServerTls, TlsError};
-use inflight_proto::FILE_DESCRIPTOR_SET;
-use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceServiceServer;
-use inflight_proto::v1::inference_server::InferenceServer;
+use inflight_net::{Accept, ClientTls, Protocols, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -20,17 +18,15 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tonic::service::Routes;
 use tonic::transport::server::Connected;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
-use tower::ServiceBuilder;
 
-use crate::api::admission::{Admission, AdmissionLayer};
-use crate::api::arrival::{ArrivalLayer, receive_budget, receive_limits};
-use crate::api::auth::AuthLayer;
+use crate::api::admission::Admission;
+use crate::api::arrival::receive_budget;
+use crate::api::http::RenderMetrics;
 use crate::api::ingress::Ingress;
-use crate::api::kserve::Kserve;
+use crate::api::serve::Shared;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
@@ -78,6 +74,8 @@ pub enum Error {
 pub struct Router {
     listener: TcpListener,
     address: SocketAddr,
+    /// Listener of the HTTP APIs, and its address.
+    http: Option<(TcpListener, SocketAddr)>,
     core: Core,
 }
 
@@ -88,7 +86,10 @@ pub struct Core {
     sources: Vec<Source>,
     connector: Option<Connector>,
     tls: Option<ServerTls>,
+    /// TLS of the HTTP APIs, which offers HTTP/1.1 too.
+    http_tls: Option<ServerTls>,
     tenants: Option<Arc<Tenants>>,
+    metrics: Option<RenderMetrics>,
 }
 
 /// Handle of a running router.
@@ -126,11 +127,24 @@ impl Router {
     /// [`Error::Options`] and [`Error::Bind`].
     pub async fn bind(options: Options) -> Result<Self, Error> {
         let core = Core::new(options)?;
-        let address = core.options.listen;
-        let refused = |source| Error::Bind { address, source };
-        let listener = TcpListener::bind(address).await.map_err(refused)?;
-        let address = listener.local_addr().map_err(refused)?;
-        Ok(Self { listener, address, core })
+        let (listener, address) = bind(core.options.listen).await?;
+        let http = match &core.options.http {
+            Some(http) => Some(bind(http.listen).await?),
+            None => None,
+        };
+        Ok(Self { listener, address, http, core })
+    }
+
+    /// Serves these metrics over HTTP, if the options say so.
+    #[must_use]
+    pub fn with_metrics(mut self, render: RenderMetrics) -> Self {
+        self.core.metrics = Some(render);
+        self
+    }
+
+    /// Returns the address of the HTTP APIs, if they are served.
+    pub fn http_address(&self) -> Option<SocketAddr> {
+        self.http.as_ref().map(|(_, address)| *address)
     }
 
     /// Returns the address that clients connect to.
@@ -149,12 +163,15 @@ impl Router {
     /// # Errors
     /// [`Error::Reflection`] if the API descriptors cannot be served.
     pub async fn serve(self, drain: CancellationToken) -> Result<(), Error> {
-        let Self { listener, address, core } = self;
+        let Self { listener, address, http, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
-        let tls = core.tls.clone();
-        let incoming = Accept::new("grpc", listener, tls, core.options.connections).incoming();
-        let result =
-            core.serve(incoming.map(|connection| connection.map_err(|never| match never {})), drain).await;
+        let limits = core.options.connections;
+        let incoming = Accept::new("grpc", listener, core.tls.clone(), limits).incoming();
+        let http = http.map(|(listener, address)| {
+            tracing::info!(%address, "HTTP APIs are listening");
+            Accept::new("http", listener, core.http_tls.clone(), limits).incoming().map(infallible)
+        });
+        let result = Box::pin(core.serve_all(incoming.map(infallible), http, drain)).await;
         tracing::info!(%address, "router has stopped");
         result
     }
@@ -175,13 +192,15 @@ impl Core {
         let sources = options.workers.iter().map(|worker| worker.parse::<Source>());
         let sources = sources.collect::<Result<_, _>>().map_err(OptionsError::from)?;
         let tls = options.tls.clone().map(ServerTls::load).transpose()?;
+        let http_files = options.tls.clone().filter(|_| options.http.is_some());
+        let http_tls = http_files.map(|files| ServerTls::load_for(files, Protocols::Any)).transpose()?;
         // Read once at start-up, so that a mistake is reported there.
         options.worker_tls.as_ref().map(ClientTls::load).transpose()?;
         let tenants = options.tenants_file.as_deref().map(Tenants::load).transpose()?.map(Arc::new);
         let dispatch = SharedDispatcher::new(&options)
             .map_err(|source| Error::Record { path: options.record.clone().unwrap_or_default(), source })?;
         let dispatch = Arc::new(dispatch);
-        Ok(Self { options, dispatch, sources, connector: None, tls, tenants })
+        Ok(Self { options, dispatch, sources, connector: None, tls, http_tls, tenants, metrics: None })
     }
 
     /// Connects to workers by another transport than TCP.
@@ -196,7 +215,7 @@ impl Core {
         Handle { ready: self.dispatch.ready(), dispatch: Arc::downgrade(&self.dispatch) }
     }
 
-    /// Serves accepted connections, with the drain of [`Router::serve`].
+    /// Serves accepted gRPC connections, with the drain of [`Router::serve`].
     ///
     /// # Errors
     /// [`Error::Reflection`] if the API descriptors cannot be served.
@@ -205,7 +224,22 @@ impl Core {
         I: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { options, dispatch, sources, connector, tls: _, tenants } = self;
+        Box::pin(self.serve_all(incoming, None::<Empty<io::Result<S>>>, drain)).await
+    }
+
+    /// Serves accepted connections of gRPC and of the HTTP APIs.
+    async fn serve_all<I, H, S>(
+        self,
+        incoming: I,
+        http: Option<H>,
+        drain: CancellationToken,
+    ) -> Result<(), Error>
+    where
+        I: Stream<Item = io::Result<S>> + Send + 'static,
+        H: Stream<Item = io::Result<S>> + Send + 'static,
+        S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
+    {
+        let Self { options, dispatch, sources, connector, tls: _, http_tls: _, tenants, metrics } = self;
         names::describe();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
@@ -233,35 +267,18 @@ impl Core {
 
         let admission = Admission::new(dispatch.clone());
         let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone()));
-        let kserve =
-            GrpcInferenceServiceServer::new(Kserve::new(ingress.clone(), admission.clone(), drain.clone()))
-                .max_decoding_message_size(options.message_bytes_max);
-        let inference =
-            InferenceServer::from_arc(ingress).max_decoding_message_size(options.message_bytes_max);
-        let mut routes = Routes::new(health).add_service(inference).add_service(kserve);
-        if options.reflection {
-            let builder = || {
-                tonic_reflection::server::Builder::configure()
-                    .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
-                    .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-            };
-            routes = routes.add_service(builder().build_v1()?).add_service(builder().build_v1alpha()?);
-        }
-        let receiving = options.clone();
-        let limits = move |path: &str| receive_limits(path, &receiving);
-        let service = ServiceBuilder::new()
-            .layer(ReceiveLayer::new(receive_budget(&options), limits))
-            .layer(ArrivalLayer { open: open.clone() })
-            .layer(AuthLayer { tenants })
-            .layer(AdmissionLayer { admission })
-            .service(routes.prepare());
-        let server = Http2 {
-            keepalive_interval: options.keepalive_interval,
-            header_bytes_max: options.header_bytes_max,
-            streams_max: options.connection_streams_max,
+        let shared = Shared { options, tenants, admission, ingress, open, drain: drain.clone() };
+        let budget = receive_budget(&shared.options);
+        let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
+        let http = http.zip(shared.options.http.as_ref());
+        let http = http.map(|(incoming, http)| shared.serve_http(incoming, http, budget, metrics));
+        let serving = async {
+            match http {
+                Some(http) => drop(futures::join!(grpc, http)),
+                None => grpc.await,
+            }
         };
-        let serving = server.serve(incoming, service, drain.clone());
-        until_drained(serving, drain, open).await;
+        until_drained(serving, drain, shared.open.clone()).await;
         Ok(())
     }
 }
@@ -293,6 +310,18 @@ where
         () = serving => {}
         () = drained => {}
     }
+}
+
+/// Binds an address.
+async fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr), Error> {
+    let refused = |source| Error::Bind { address, source };
+    let listener = TcpListener::bind(address).await.map_err(refused)?;
+    let address = listener.local_addr().map_err(refused)?;
+    Ok((listener, address))
+}
+
+fn infallible<T>(connection: Result<T, std::convert::Infallible>) -> io::Result<T> {
+    connection.map_err(|never| match never {})
 }
 
 async fn set_health(reporter: &HealthReporter, serving: bool) {

@@ -5,31 +5,25 @@ use std::collections::HashMap;
 use opentelemetry::propagation::Extractor;
 use opentelemetry::trace::TraceContextExt;
 use opentelemetry::{Context, global};
-use tonic::metadata::{KeyRef, MetadataMap};
+use tonic::codegen::http::{HeaderMap, HeaderName};
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-struct Metadata<'a>(&'a MetadataMap);
+struct Headers<'a>(&'a HeaderMap);
 
-impl Extractor for Metadata<'_> {
+impl Extractor for Headers<'_> {
     fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key)?.to_str().ok()
     }
 
     fn keys(&self) -> Vec<&str> {
-        self.0
-            .keys()
-            .filter_map(|key| match key {
-                KeyRef::Ascii(key) => Some(key.as_str()),
-                KeyRef::Binary(_) => None,
-            })
-            .collect()
+        self.0.keys().map(HeaderName::as_str).collect()
     }
 }
 
 /// Extracts the client's trace context with the process-wide propagator.
-pub(crate) fn extract(metadata: &MetadataMap) -> Context {
-    global::get_text_map_propagator(|propagator| propagator.extract(&Metadata(metadata)))
+pub(crate) fn extract(headers: &HeaderMap) -> Context {
+    global::get_text_map_propagator(|propagator| propagator.extract(&Headers(headers)))
 }
 
 /// W3C trace context of a span; empty strings if it is not traced.

@@ -6,6 +6,7 @@ mod chaos;
 mod fairness;
 mod foreign_clients;
 mod gpu;
+mod http_clients;
 mod invalid_requests;
 mod lifecycle;
 mod models;

@@ -10,7 +10,7 @@ use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_models::{self as models, ModelDir};
 use inflight_net::{
-    Accept, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
+    Accept, Framing, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
@@ -364,6 +364,7 @@ fn receive_budget(sessions_max: usize, submit_bytes_max: usize) -> ReceiveBudget
 fn receive_limits(path: &str, submit_bytes_max: usize) -> ReceiveLimits {
     let session = path == "/inflight.v1.Worker/Session";
     ReceiveLimits {
+        framing: Framing::Grpc,
         message_bytes_max: if session { submit_bytes_max } else { SMALL_MESSAGE_BYTES_MAX },
         option: None,
         message_time_max: MESSAGE_TIME_MAX,

@@ -12,6 +12,7 @@ use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
 
 use crate::api::paths::MODEL_STREAM_INFER;
+use crate::api::refusal::Refuse;
 use crate::clock;
 use crate::dispatcher::SharedDispatcher;
 use crate::metrics as names;
@@ -158,13 +159,14 @@ impl AdmissionSlot {
 #[derive(Clone)]
 pub(crate) struct AdmissionLayer {
     pub(crate) admission: Admission,
+    pub(crate) refuse: Refuse,
 }
 
 impl<S> Layer<S> for AdmissionLayer {
     type Service = AdmissionService<S>;
 
     fn layer(&self, inner: S) -> AdmissionService<S> {
-        AdmissionService { admission: self.admission.clone(), inner }
+        AdmissionService { admission: self.admission.clone(), refuse: self.refuse, inner }
     }
 }
 
@@ -172,6 +174,7 @@ impl<S> Layer<S> for AdmissionLayer {
 #[derive(Clone)]
 pub(crate) struct AdmissionService<S> {
     admission: Admission,
+    refuse: Refuse,
     inner: S,
 }
 
@@ -201,7 +204,8 @@ where
             }
             Err(outcome) => {
                 metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
-                Box::pin(async move { Ok(outcome.into_status().into_http()) })
+                let response = (self.refuse)(request.uri().path(), outcome);
+                Box::pin(async move { Ok(response) })
             }
         }
     }

@@ -5,13 +5,14 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use inflight_net::{Peer, ReceiveBudget, ReceiveLimits, hold};
+use inflight_net::{Framing, Peer, ReceiveBudget, ReceiveLimits, hold};
 use tokio_util::task::TaskTracker;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
 use tower::{Layer, Service};
 
 use crate::api::paths::{MODEL_STREAM_INFER, is_open};
+use crate::api::refusal::Refuse;
 use crate::clock;
 use crate::metrics as names;
 use crate::options::Options;
@@ -43,6 +44,7 @@ impl CallArrival {
 pub(crate) struct ArrivalLayer {
     /// Open API calls.
     pub(crate) open: TaskTracker,
+    pub(crate) refuse: Refuse,
 }
 
 /// Maximum message size on paths without authentication, which carry only service names, in bytes.
@@ -51,9 +53,10 @@ const OPEN_MESSAGE_BYTES_MAX: usize = 4 << 10;
 const UNAUTHENTICATED_CALLS_MAX: u32 = 32;
 
 /// Returns the limits on receiving messages of a path.
-pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
+pub(crate) fn receive_limits(path: &str, options: &Options, framing: Framing) -> ReceiveLimits {
     let open = is_open(path);
     ReceiveLimits {
+        framing,
         message_bytes_max: if open { OPEN_MESSAGE_BYTES_MAX } else { options.message_bytes_max },
         option: (!open).then_some("--message-bytes-max"),
         message_time_max: options.message_time_max,
@@ -64,13 +67,16 @@ pub(crate) fn receive_limits(path: &str, options: &Options) -> ReceiveLimits {
 /// Returns the shared budget of all messages being received.
 pub(crate) fn receive_budget(options: &Options) -> ReceiveBudget {
     let (max, retry) = (options.receive_bytes_max, options.retry_delay);
-    let exhausted = move || {
-        let what = format!(
-            "the router is receiving {max} bytes of requests, the limit (--receive-bytes-max); try again later"
-        );
-        Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry))).into_status()
-    };
+    let exhausted = move || receive_budget_exhausted(max, retry).into_status();
     ReceiveBudget::new(max, metrics::gauge!(names::RECEIVE_BYTES), exhausted)
+}
+
+/// Returns the outcome of a call beyond the budget of messages being received.
+pub(crate) fn receive_budget_exhausted(bytes_max: u64, retry: Duration) -> Outcome {
+    let what = format!(
+        "the router is receiving {bytes_max} bytes of requests, the limit (--receive-bytes-max); try again later"
+    );
+    Outcome::Full(Box::new(Overload::of_router(what, "receive_bytes", retry)))
 }
 
 impl ArrivalLayer {
@@ -124,11 +130,14 @@ where
         let arrival = CallArrival::of(request.headers());
         request.extensions_mut().insert(arrival);
         if let Err(outcome) = self.layer.check_calls(&request) {
-            return Box::pin(async move { Ok(outcome.into_status().into_http()) });
+            let response = (self.layer.refuse)(request.uri().path(), outcome);
+            return Box::pin(async move { Ok(response) });
         }
         let counted = (!is_open(request.uri().path())).then(|| self.layer.open.token());
         // Keeps the connection from being idle, and delays a drain for API calls.
         let open = (request.extensions().get::<Peer>().map(Peer::call), counted);
+        let refuse = self.layer.refuse;
+        let path = request.uri().path().to_owned();
         let expiry = arrival.deadline.map(|deadline| tokio::time::sleep_until(deadline.into()));
         let response = self.inner.call(request);
         Box::pin(async move {
@@ -137,7 +146,7 @@ where
                 Some(expiry) => tokio::select! {
                     biased;
                     response = response => response?,
-                    () = expiry => return Ok(Outcome::DeadlineExceeded.into_status().into_http()),
+                    () = expiry => return Ok(refuse(&path, Outcome::DeadlineExceeded)),
                 },
             };
             Ok(hold(response, open))
@@ -170,6 +179,7 @@ mod tests {
     use tonic::{Code, Status};
 
     use super::*;
+    use crate::api::refusal;
 
     #[test]
     fn grpc_timeouts_are_parsed() {
@@ -193,7 +203,11 @@ mod tests {
         });
         let mut request = Request::new(Body::empty());
         request.headers_mut().insert("grpc-timeout", HeaderValue::from_static("5m"));
-        let response = ArrivalLayer { open: TaskTracker::new() }.layer(never).call(request).await.unwrap();
+        let response = ArrivalLayer { open: TaskTracker::new(), refuse: refusal::grpc }
+            .layer(never)
+            .call(request)
+            .await
+            .unwrap();
         let status = Status::from_header_map(response.headers()).unwrap();
         assert_eq!(status.code(), Code::DeadlineExceeded);
     }
@@ -207,7 +221,7 @@ mod tests {
         let open = TaskTracker::new();
         let mut request = Request::new(Body::empty());
         *request.uri_mut() = "/inflight.v1.Inference/Generate".parse().unwrap();
-        let mut edge = ArrivalLayer { open: open.clone() }.layer(answering);
+        let mut edge = ArrivalLayer { open: open.clone(), refuse: refusal::grpc }.layer(answering);
         let call = edge.call(request);
         assert_eq!(open.len(), 1);
         let response = call.await.unwrap();

@@ -13,6 +13,7 @@ use tower::{Layer, Service};
 
 use crate::api::admission::reject;
 use crate::api::paths::is_open;
+use crate::api::refusal::Refuse;
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
@@ -22,13 +23,14 @@ use crate::tenants::{AuthenticationError, Caller, Tenant, Tenants};
 #[derive(Debug, Clone)]
 pub(crate) struct AuthLayer {
     pub(crate) tenants: Option<Arc<Tenants>>,
+    pub(crate) refuse: Refuse,
 }
 
 impl<S> Layer<S> for AuthLayer {
     type Service = AuthService<S>;
 
     fn layer(&self, inner: S) -> AuthService<S> {
-        AuthService { tenants: self.tenants.clone(), inner }
+        AuthService { tenants: self.tenants.clone(), refuse: self.refuse, inner }
     }
 }
 
@@ -36,6 +38,7 @@ impl<S> Layer<S> for AuthLayer {
 #[derive(Debug, Clone)]
 pub(crate) struct AuthService<S> {
     tenants: Option<Arc<Tenants>>,
+    refuse: Refuse,
     inner: S,
 }
 
@@ -83,7 +86,8 @@ where
             Err(outcome) => {
                 metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
                 tracing::debug!(outcome = outcome.label(), "call refused");
-                Box::pin(async move { Ok(outcome.into_status().into_http()) })
+                let response = (self.refuse)(request.uri().path(), outcome);
+                Box::pin(async move { Ok(response) })
             }
         }
     }

@@ -1,20 +1,18 @@
-//! The `inflight.v1.Inference` service, and the request path shared with KServe.
+//! Core of every API: validates, tokenizes and queues requests.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use inflight_net::ReceivedBytes;
-use inflight_proto::v1;
-use inflight_proto::v1::inference_server::Inference;
-use inflight_proto::v1::tokenize_request::Input;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
-use tonic::{Request, Response, Status};
+use tonic::codegen::http::{Extensions, HeaderMap};
 use tracing::{Instrument, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::api::admission::{Admission, AdmissionGuard, AdmissionSlot};
 use crate::api::arrival::CallArrival;
+use crate::api::generation::{GenerationRequest, Input};
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
 use crate::call_guard::CallGuard;
@@ -26,7 +24,7 @@ use crate::outcome::{Outcome, Overload};
 use crate::tenants::Caller;
 use crate::trace::{self, TraceContext};
 
-/// Inference service of the router.
+/// Request path shared by gRPC, KServe and HTTP.
 pub(crate) struct Ingress {
     options: Options,
     dispatch: Arc<SharedDispatcher>,
@@ -48,11 +46,10 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    pub(crate) fn of<T>(request: &Request<T>) -> Self {
-        let extensions = request.extensions();
+    pub(crate) fn new(extensions: &Extensions, headers: &HeaderMap) -> Self {
         Self {
             arrival: extensions.get::<CallArrival>().copied().unwrap_or_else(CallArrival::now),
-            context: trace::extract(request.metadata()),
+            context: trace::extract(headers),
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
             admission_guard: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
             received: extensions.get::<Arc<ReceivedBytes>>().cloned(),
@@ -96,11 +93,11 @@ impl Drop for OpenStream {
     }
 }
 
-/// Counts a rejected request and returns its status.
-pub(crate) fn rejected(outcome: Outcome) -> Status {
+/// Counts a rejected request and returns its outcome.
+pub(crate) fn rejected(outcome: Outcome) -> Outcome {
     metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
     tracing::debug!(outcome = outcome.label(), "request refused");
-    outcome.into_status()
+    outcome
 }
 
 impl Ingress {
@@ -158,14 +155,14 @@ impl Ingress {
     /// Validates and queues a request.
     pub(crate) async fn start(
         &self,
-        message: v1::GenerateRequest,
+        request: GenerationRequest,
         incoming: RequestContext,
     ) -> Result<ResponseStream, Outcome> {
         let permit = self.stream_permit()?;
         let open = self.open.token();
         let RequestContext { arrival, context, caller, admission_guard, received } = incoming;
-        let required = Some(message.require_fingerprint.as_str()).filter(|required| !required.is_empty());
-        let served = self.dispatch.resolve(&message.model, required, arrival.at)?;
+        let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
+        let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(
             "generate",
             otel.kind = "server",
@@ -178,11 +175,11 @@ impl Ingress {
         );
         // Fails without an OpenTelemetry layer; then there is no parent to set.
         let _ = span.set_parent(context.clone());
-        let large = request::is_large(&message);
+        let large = request::is_large(&request.input);
         let (prepared, options) = (served.clone(), self.options.clone());
         let prepare = move || {
             let (seed, name) = (rand::random(), format!("{:032x}", rand::random::<u128>()));
-            request::prepare(message, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
+            request::prepare(request, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
         };
         let mut call = self.run_blocking(large, prepare).instrument(span.clone()).await?;
         drop(received);
@@ -210,68 +207,35 @@ impl Ingress {
         })
     }
 
-    /// Tokenizes text or a conversation. Holds `_context` until it returns.
-    async fn tokens(
+    /// Tokenizes a prompt exactly as [`Ingress::start`] does. Holds `_context` until it returns.
+    pub(crate) async fn tokens(
         &self,
-        request: v1::TokenizeRequest,
+        model: &str,
+        input: Input,
         _context: RequestContext,
-    ) -> Result<v1::TokenizeResponse, Outcome> {
+    ) -> Result<(ServedModel, Vec<u32>), Outcome> {
         let (_permit, _open) = (self.stream_permit()?, self.open.token());
-        let served = self.dispatch.resolve(&request.model, None, clock::now())?;
-        let large = match &request.input {
-            Some(Input::Text(text)) => request::is_large_text(text),
-            Some(Input::Chat(chat)) => request::is_large_chat(chat),
-            None => return Err(Outcome::invalid("input is missing; give text or chat")),
-        };
-        let work = move || {
-            let token_ids = match request.input {
-                Some(Input::Text(text)) => request::encode_text(&served, &text)?,
-                Some(Input::Chat(chat)) => request::encode_chat(&served, chat)?,
-                None => Vec::new(),
-            };
-            let pieces = token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
-            Ok(v1::TokenizeResponse { token_ids, pieces })
-        };
-        self.run_blocking(large, work).await
-    }
-}
-
-#[tonic::async_trait]
-impl Inference for Ingress {
-    type GenerateStream = ResponseStream;
-
-    async fn generate(
-        &self,
-        request: Request<v1::GenerateRequest>,
-    ) -> Result<Response<ResponseStream>, Status> {
-        let incoming = RequestContext::of(&request);
-        let generation = self.start(request.into_inner(), incoming).await.map_err(rejected)?;
-        Ok(Response::new(generation))
+        let served = self.dispatch.resolve(model, None, clock::now())?;
+        let large = request::is_large(&input);
+        let tokenized = served.clone();
+        let tokens = self.run_blocking(large, move || request::encode(&tokenized, input)).await?;
+        Ok((served, tokens))
     }
 
-    async fn list_models(
-        &self,
-        _: Request<v1::ListModelsRequest>,
-    ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        let model = |(served, fingerprints): (ServedModel, Vec<String>)| v1::Model {
-            workers: fingerprints.len() as u32,
-            fingerprints: fingerprints.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
-            name: served.name,
-            architecture: served.architecture,
-            context_tokens: served.limits.sequence_tokens(),
-            vocab_size: served.limits.vocab_size,
-            has_chat_template: served.model.template.is_some(),
-        };
-        let models = self.dispatch.models().into_iter().map(model).collect();
-        Ok(Response::new(v1::ListModelsResponse { models }))
+    /// Returns the text of tokens, special ones included.
+    pub(crate) async fn decode(&self, served: &ServedModel, tokens: Vec<u32>) -> Result<String, Outcome> {
+        let (_permit, _open) = (self.stream_permit()?, self.open.token());
+        let model = served.model.clone();
+        let decode = move || model.tokenizer.decode_all(&tokens).map_err(Outcome::invalid);
+        self.run_blocking(true, decode).await
     }
 
-    async fn tokenize(
-        &self,
-        request: Request<v1::TokenizeRequest>,
-    ) -> Result<Response<v1::TokenizeResponse>, Status> {
-        let incoming = RequestContext::of(&request);
-        let answer = self.tokens(request.into_inner(), incoming).await;
-        answer.map(Response::new).map_err(Outcome::into_status)
+    /// Returns the outcome of a readiness probe while no worker accepts requests.
+    pub(crate) fn unready(&self) -> Outcome {
+        match self.resolve("") {
+            Ok(served) => Outcome::Unserved { model: served.name, waited: Duration::ZERO },
+            Err(outcome @ (Outcome::NeverConnected { .. } | Outcome::Unserved { .. })) => outcome,
+            Err(_) => Outcome::Unserved { model: String::new(), waited: Duration::ZERO },
+        }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
+use inflight_contract::FinishReason;
 use inflight_proto::kserve::grpc_inference_service_server::GrpcInferenceService;
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_response::InferOutputTensor;
@@ -16,8 +17,6 @@ use inflight_proto::kserve::{
     ModelReadyRequest, ModelReadyResponse, ModelStreamInferResponse, ServerLiveRequest, ServerLiveResponse,
     ServerMetadataRequest, ServerMetadataResponse, ServerReadyRequest, ServerReadyResponse,
 };
-use inflight_proto::v1;
-use inflight_proto::v1::generate_response::Event;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_stream::StreamExt as _;
@@ -27,6 +26,7 @@ use tokio_util::task::AbortOnDropHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::admission::Admission;
+use crate::api::generation::{GenerationEvent, Usage};
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
 use crate::clock;
@@ -64,31 +64,31 @@ struct InferResult {
     /// Whether its tokens come from workers with different fingerprints.
     mixed: bool,
     texts: Vec<String>,
-    finish: Vec<v1::FinishReason>,
-    usage: v1::Usage,
+    finish: Vec<Option<FinishReason>>,
+    usage: Usage,
 }
 
 impl InferResult {
-    /// Adds a message. Returns the choice and text of a delta.
-    fn take(&mut self, message: v1::GenerateResponse) -> Option<(u32, String)> {
-        match message.event? {
-            Event::Started(started) => {
+    /// Adds an event. Returns the choice and text of a delta.
+    fn take(&mut self, event: GenerationEvent) -> Option<(u32, String)> {
+        match event {
+            GenerationEvent::Started(started) => {
                 (self.model, self.seed) = (started.model, started.seed);
                 None
             }
-            Event::Delta(delta) => Some((delta.choice, delta.text)),
-            Event::Finished(finished) => {
+            GenerationEvent::Delta(delta) => Some((delta.choice, delta.text)),
+            GenerationEvent::Finished(finished) => {
                 let choice = finished.choice as usize;
                 self.choice(choice);
-                self.finish[choice] = finished.reason();
+                self.finish[choice] = Some(finished.reason);
                 None
             }
-            Event::FingerprintChanged(_) => {
+            GenerationEvent::FingerprintChanged { .. } => {
                 self.mixed = true;
                 None
             }
-            Event::Completed(completed) => {
-                self.usage = completed.usage.unwrap_or_default();
+            GenerationEvent::Completed(completed) => {
+                self.usage = completed.usage;
                 None
             }
         }
@@ -97,7 +97,7 @@ impl InferResult {
     fn choice(&mut self, choice: usize) -> &mut String {
         if self.texts.len() <= choice {
             self.texts.resize(choice + 1, String::new());
-            self.finish.resize(choice + 1, v1::FinishReason::Unspecified);
+            self.finish.resize(choice + 1, None);
         }
         &mut self.texts[choice]
     }
@@ -121,15 +121,20 @@ impl InferResult {
     }
 }
 
-fn reason_name(reason: v1::FinishReason) -> &'static str {
+fn reason_name(reason: Option<FinishReason>) -> &'static str {
     match reason {
-        v1::FinishReason::Stop => "stop",
-        v1::FinishReason::Length => "length",
-        v1::FinishReason::Cancelled => "cancelled",
-        v1::FinishReason::Deadline => "deadline",
-        v1::FinishReason::Error => "error",
-        v1::FinishReason::Unspecified => "",
+        Some(FinishReason::Stop) => "stop",
+        Some(FinishReason::Length) => "length",
+        Some(FinishReason::Cancelled) => "cancelled",
+        Some(FinishReason::Deadline) => "deadline",
+        Some(FinishReason::Error) => "error",
+        None => "",
     }
+}
+
+/// Counts a rejected request and returns its status.
+fn rejected_status(outcome: Outcome) -> Status {
+    rejected(outcome).into_status()
 }
 
 fn parameter((name, value): (&str, ParameterChoice)) -> (String, InferParameter) {
@@ -177,17 +182,17 @@ async fn respond(
     let result: Result<Result<(), Status>, ()> = async {
         let infer = match InferRequest::read(request) {
             Ok(infer) => infer,
-            Err(outcome) => return Ok(Err(rejected(outcome))),
+            Err(outcome) => return Ok(Err(rejected_status(outcome))),
         };
         let stream = infer.stream;
         let mut generation = match begin(&ingress, infer, incoming).await {
             Ok(generation) => generation,
-            Err(outcome) => return Ok(Err(rejected(outcome))),
+            Err(outcome) => return Ok(Err(rejected_status(outcome))),
         };
         while let Some(message) = generation.next().await {
             let message = match message {
                 Ok(message) => message,
-                Err(status) => return Ok(Err(status)),
+                Err(outcome) => return Ok(Err(outcome.into_status())),
             };
             let Some((choice, text)) = sum.take(message) else { continue };
             if !stream {
@@ -297,14 +302,14 @@ impl GrpcInferenceService for Kserve {
         &self,
         request: Request<ModelInferRequest>,
     ) -> Result<Response<ModelInferResponse>, Status> {
-        let incoming = RequestContext::of(&request);
+        let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
         let request = request.into_inner();
         let id = request.id.clone();
-        let infer = InferRequest::read(request).map_err(rejected)?;
-        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(rejected)?;
+        let infer = InferRequest::read(request).map_err(rejected_status)?;
+        let mut generation = begin(&self.ingress, infer, incoming).await.map_err(rejected_status)?;
         let mut answer = InferResult::default();
         while let Some(message) = generation.next().await {
-            if let Some((choice, text)) = answer.take(message?) {
+            if let Some((choice, text)) = answer.take(message.map_err(Outcome::into_status)?) {
                 answer.choice(choice as usize).push_str(&text);
             }
         }
@@ -315,7 +320,7 @@ impl GrpcInferenceService for Kserve {
         &self,
         request: Request<Streaming<ModelInferRequest>>,
     ) -> Result<Response<InferStream>, Status> {
-        let shared = RequestContext::of(&request);
+        let shared = RequestContext::new(request.extensions(), request.metadata().as_ref());
         let mut requests = request.into_inner();
         let (ingress, admission, drain) = (self.ingress.clone(), self.admission.clone(), self.drain.clone());
         let (responses, ready) = mpsc::channel(STREAM_RESPONSES_MAX);
@@ -348,7 +353,7 @@ impl GrpcInferenceService for Kserve {
                 let incoming = match again {
                     Ok(incoming) => incoming,
                     Err(outcome) => {
-                        let status = rejected(outcome);
+                        let status = rejected_status(outcome);
                         let message = ModelStreamInferResponse {
                             error_message: format!("[{:?}] {}", status.code(), status.message()),
                             infer_response: Some(ModelInferResponse {

@@ -1,10 +1,16 @@
-//! Client-facing APIs: the layers that run before a message is read, the services, and the response stream.
+//! Client-facing APIs: the layers that run before a message is read, the core that they share, the protocols
+//! over it, and the response stream.
 
 pub(crate) mod admission;
 pub(crate) mod arrival;
 pub(crate) mod auth;
+mod generation;
+pub(crate) mod grpc;
+pub(crate) mod http;
 pub(crate) mod ingress;
 pub(crate) mod kserve;
 mod paths;
+pub(crate) mod refusal;
 mod request;
 mod response_stream;
+pub(crate) mod serve;

@@ -1,14 +1,21 @@
-//! gRPC paths that are exempt from limits or authentication.
+//! Paths that are exempt from limits or authentication.
 
 /// KServe's bidirectional inference stream: one call carries many requests.
 pub(crate) const MODEL_STREAM_INFER: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 
-/// Whether a path needs no authentication: health probes and reflection.
+/// Whether a path needs no authentication: health probes, metrics and reflection.
 pub(crate) fn is_open(path: &str) -> bool {
     path.starts_with("/grpc.")
         || matches!(
             path,
-            "/inference.GRPCInferenceService/ServerLive" | "/inference.GRPCInferenceService/ServerReady"
+            "/inference.GRPCInferenceService/ServerLive"
+                | "/inference.GRPCInferenceService/ServerReady"
+                | "/health"
+                | "/livez"
+                | "/metrics"
+                | "/ready"
+                | "/readyz"
+                | "/version"
         )
 }
 
@@ -18,6 +25,7 @@ mod tests {
 
     #[test]
     fn health_needs_no_key_and_generation_does() {
+        assert!(is_open("/health") && !is_open("/v1/models") && !is_open("/health/"));
         assert!(is_open("/grpc.health.v1.Health/Check") && !is_open("/inflight.v1.Inference/Generate"));
     }
 }

@@ -1,12 +1,11 @@
-//! Validation of requests: from a protobuf message to an [`AdmittedCall`].
+//! Validation of requests: from a [`GenerationRequest`] to an [`AdmittedCall`].
 
 use std::time::Instant;
 
-use inflight_contract::{RequestShape, SamplingSpec};
-use inflight_proto::v1;
-use inflight_proto::v1::generate_request::Input;
+use inflight_contract::{RequestError, RequestShape, SamplingError, SamplingSpec};
 
 use crate::api::admission;
+use crate::api::generation::{GenerationRequest, Input, StopConditions};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
@@ -23,29 +22,26 @@ const WEIGHT_MAX: f32 = 1000.0;
 const PRIORITY_MAX: i32 = 100;
 
 /// Whether tokenizing the input needs a blocking thread.
-pub(crate) fn is_large(request: &v1::GenerateRequest) -> bool {
-    match &request.input {
-        Some(Input::Text(text)) => is_large_text(text),
-        Some(Input::Chat(chat)) => is_large_chat(chat),
-        Some(Input::TokenIds(_)) | None => false,
+pub(crate) fn is_large(input: &Input) -> bool {
+    match input {
+        Input::Text(text) | Input::RawText(text) => text.len() > LARGE_TEXT_BYTES,
+        Input::Chat(messages) => {
+            let bytes =
+                messages.iter().map(|message| message.role.len() + message.content.len()).sum::<usize>();
+            bytes > LARGE_TEXT_BYTES || messages.len() > LARGE_CHAT_MESSAGES
+        }
+        Input::TokenIds(_) => false,
     }
 }
 
 /// Text size above which tokenizing would delay other streams of the thread, in bytes.
 const LARGE_TEXT_BYTES: usize = 16 << 10;
-
-pub(crate) fn is_large_text(text: &str) -> bool {
-    text.len() > LARGE_TEXT_BYTES
-}
-
-pub(crate) fn is_large_chat(chat: &v1::Chat) -> bool {
-    let bytes = chat.messages.iter().map(|message| message.role.len() + message.content.len()).sum::<usize>();
-    bytes > LARGE_TEXT_BYTES || chat.messages.len() > 64
-}
+/// Number of messages above which rendering would delay them.
+const LARGE_CHAT_MESSAGES: usize = 64;
 
 /// Validates and tokenizes a request. `seed` and `request_id` are defaults.
 pub(crate) fn prepare(
-    request: v1::GenerateRequest,
+    request: GenerationRequest,
     served: &ServedModel,
     options: &Options,
     arrived: Instant,
@@ -56,32 +52,24 @@ pub(crate) fn prepare(
 ) -> Result<AdmittedCall, Outcome> {
     check_fields(&request)?;
     let terms = admission::terms(caller, request.tenant, request.weight, request.priority)?;
-    let stop = request.stop.unwrap_or_default();
+    let stop = request.stop;
     check_stops(&stop)?;
-    let sampling = request.sampling.unwrap_or_default();
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
-    let sampling = sampling.to_spec(&stop, &defaults).validate().map_err(Outcome::invalid)?;
+    let sampling = request.sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
     if stop.max_tokens == Some(0) {
-        return Err(Outcome::invalid("max_tokens is 0; ask for at least one token"));
+        return Err(Outcome::field("max_tokens", "max_tokens is 0; ask for at least one token"));
     }
-    let chat = matches!(request.input, Some(Input::Chat(_)));
-    let prompt = match request.input {
-        None => return Err(Outcome::invalid("input is missing; give text, token_ids or chat")),
-        Some(Input::TokenIds(tokens)) => tokens.ids,
-        Some(Input::Text(text)) => encode_text(served, &text)?,
-        Some(Input::Chat(chat)) => encode_chat(served, chat)?,
-    };
-    served.limits.check_tokens(&prompt, &sampling).map_err(Outcome::invalid)?;
+    let chat = matches!(request.input, Input::Chat(_));
+    let prompt = encode(served, request.input)?;
+    served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
     let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
     // A prompt that leaves no room is rejected below.
     let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room).max(1));
-    served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(Outcome::invalid)?;
+    served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(invalid_request)?;
     if stop.min_tokens > max_tokens {
-        return Err(Outcome::Invalid(format!(
-            "min_tokens is {}, more than max_tokens = {max_tokens}",
-            stop.min_tokens
-        )));
+        let reason = format!("min_tokens is {}, more than max_tokens = {max_tokens}", stop.min_tokens);
+        return Err(Outcome::field("min_tokens", reason));
     }
     Ok(AdmittedCall {
         request_id: if request.request_id.is_empty() { request_id } else { request.request_id },
@@ -104,7 +92,7 @@ pub(crate) fn prepare(
     })
 }
 
-fn check_fields(request: &v1::GenerateRequest) -> Result<(), Outcome> {
+fn check_fields(request: &GenerationRequest) -> Result<(), Outcome> {
     let names = [
         ("tenant", &request.tenant),
         ("request_id", &request.request_id),
@@ -112,51 +100,60 @@ fn check_fields(request: &v1::GenerateRequest) -> Result<(), Outcome> {
     ];
     for (name, value) in names {
         if value.len() > NAME_BYTES_MAX {
-            return Err(Outcome::Invalid(format!(
-                "{name} has {} bytes; at most {NAME_BYTES_MAX} are allowed",
-                value.len()
-            )));
+            let reason = format!("{name} has {} bytes; at most {NAME_BYTES_MAX} are allowed", value.len());
+            return Err(Outcome::field(name, reason));
         }
     }
     let weight = request.weight.unwrap_or(1.0);
     // Rejects NaN, too.
     if !(weight > 0.0 && weight <= WEIGHT_MAX) {
-        return Err(Outcome::Invalid(format!("weight is {weight}; it must be in (0, {WEIGHT_MAX}]")));
+        return Err(Outcome::field("weight", format!("weight is {weight}; it must be in (0, {WEIGHT_MAX}]")));
     }
     if !(-PRIORITY_MAX..=PRIORITY_MAX).contains(&request.priority) {
-        return Err(Outcome::Invalid(format!(
-            "priority is {}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]",
-            request.priority
-        )));
+        let priority = request.priority;
+        let reason = format!("priority is {priority}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]");
+        return Err(Outcome::field("priority", reason));
     }
     Ok(())
 }
 
-fn check_stops(stop: &v1::StopConditions) -> Result<(), Outcome> {
+fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
     if stop.stop.len() > STOPS_MAX {
-        return Err(Outcome::Invalid(format!(
-            "stop has {} strings; at most {STOPS_MAX} are allowed",
-            stop.stop.len()
-        )));
+        let reason = format!("stop has {} strings; at most {STOPS_MAX} are allowed", stop.stop.len());
+        return Err(Outcome::field("stop", reason));
     }
     for (index, text) in stop.stop.iter().enumerate() {
         if text.is_empty() || text.len() > STOP_BYTES_MAX {
-            return Err(Outcome::Invalid(format!(
-                "stop[{index}] has {} bytes; each must have 1 to {STOP_BYTES_MAX}",
-                text.len()
-            )));
+            let bytes = text.len();
+            let reason = format!("stop[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
+            return Err(Outcome::field("stop", reason));
         }
     }
     Ok(())
 }
 
-/// Tokenizes plain text.
-pub(crate) fn encode_text(served: &ServedModel, text: &str) -> Result<Vec<u32>, Outcome> {
+/// Returns the tokens of a prompt.
+pub(crate) fn encode(served: &ServedModel, input: Input) -> Result<Vec<u32>, Outcome> {
+    match input {
+        Input::TokenIds(ids) => Ok(ids),
+        Input::Text(text) => {
+            check_text(served, &text)?;
+            served.model.tokenizer.encode(&text).map_err(encoding)
+        }
+        Input::RawText(text) => {
+            check_text(served, &text)?;
+            served.model.tokenizer.encode_rendered(&text).map_err(encoding)
+        }
+        Input::Chat(messages) => encode_chat(served, &messages),
+    }
+}
+
+/// Checks plain text before it is tokenized.
+fn check_text(served: &ServedModel, text: &str) -> Result<(), Outcome> {
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
-    check_size(served, text)?;
-    served.model.tokenizer.encode(text).map_err(encoding)
+    check_size(served, text)
 }
 
 /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.
@@ -166,24 +163,34 @@ fn check_size(served: &ServedModel, text: &str) -> Result<(), Outcome> {
         return Ok(());
     }
     let bytes = text.len();
-    Err(Outcome::Invalid(format!(
+    Err(Outcome::ContextExceeded(format!(
         "the prompt's {bytes} bytes of text are at least {tokens} tokens; the model takes {most} for prompt and output together"
     )))
 }
 
 /// Renders and tokenizes a conversation.
-pub(crate) fn encode_chat(served: &ServedModel, chat: v1::Chat) -> Result<Vec<u32>, Outcome> {
+fn encode_chat(served: &ServedModel, messages: &[Message]) -> Result<Vec<u32>, Outcome> {
     let Some(template) = &served.model.template else {
         return Err(Outcome::NoChatTemplate { model: served.name.clone() });
     };
-    if chat.messages.is_empty() {
+    if messages.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
     }
-    let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
-    let messages: Vec<Message> = chat.messages.into_iter().map(message).collect();
-    let text = template.render(&messages).map_err(Outcome::invalid)?;
+    let text = template.render(messages).map_err(Outcome::invalid)?;
     check_size(served, &text)?;
     served.model.tokenizer.encode_rendered(&text).map_err(encoding)
+}
+
+fn invalid_sampling(error: SamplingError) -> Outcome {
+    let (SamplingError::OutOfRange { name, .. } | SamplingError::TooMany { name, .. }) = &error;
+    Outcome::field(*name, &error)
+}
+
+fn invalid_request(error: RequestError) -> Outcome {
+    match error {
+        RequestError::ContextExceeded { .. } => Outcome::ContextExceeded(error.to_string()),
+        error => Outcome::invalid(error),
+    }
 }
 
 fn encoding(error: TokenizerError) -> Outcome {

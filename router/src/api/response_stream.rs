@@ -9,13 +9,11 @@ use std::time::Instant;
 
 use futures::Stream;
 use inflight_contract::FinishReason;
-use inflight_proto::v1;
-use inflight_proto::v1::generate_response::Event;
 use tokio::time::Sleep;
-use tonic::Status;
 use tracing::Span;
 
 use crate::api::admission::TokenCharge;
+use crate::api::generation::{Completed, Delta, Finished, GenerationEvent, Started, Timings, Usage};
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
@@ -54,7 +52,7 @@ pub(crate) struct ResponseStream {
     failure: Option<Outcome>,
     /// Deadline timer, created at the first poll.
     expiry: Option<Pin<Box<Sleep>>>,
-    ready: VecDeque<v1::GenerateResponse>,
+    ready: VecDeque<GenerationEvent>,
     span: Span,
     /// Final outcome; `None` while the request runs.
     outcome: Option<Outcome>,
@@ -88,6 +86,16 @@ impl ResponseStream {
         }
     }
 
+    /// Returns the request.
+    pub(crate) fn call(&self) -> &AdmittedCall {
+        &self.ticket.active.call
+    }
+
+    /// Returns the bundle of the request's model.
+    pub(crate) fn bundle(&self) -> Arc<Model> {
+        self.model.clone()
+    }
+
     /// Resolves at the deadline.
     fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<Outcome> {
         let call = &self.ticket.active.call;
@@ -101,22 +109,22 @@ impl ResponseStream {
         Poll::Pending
     }
 
-    /// Converts new output to messages.
+    /// Converts new output to events.
     fn take(&mut self, read: StreamRead) -> Result<(), Outcome> {
         if read.placed && !self.started {
             self.started = true;
             let call = &self.ticket.active.call;
-            self.ready.push_back(event(Event::Started(v1::GenerationStarted {
+            self.ready.push_back(GenerationEvent::Started(Started {
                 request_id: call.request_id.clone(),
                 model: call.model.clone(),
                 prompt_tokens: call.prompt.len() as u32,
                 seed: call.sampling.seed,
                 fingerprint: read.fingerprint.as_deref().unwrap_or_default().to_owned(),
-            })));
+            }));
         }
         for FingerprintChange { fingerprint, tokens } in read.changes {
-            let changed = v1::FingerprintChanged { fingerprint: fingerprint.to_string(), tokens };
-            self.ready.push_back(event(Event::FingerprintChanged(changed)));
+            let fingerprint = fingerprint.to_string();
+            self.ready.push_back(GenerationEvent::FingerprintChanged { fingerprint, tokens });
         }
         let mut withdrawn = Vec::new();
         for (index, fresh) in read.fresh {
@@ -132,18 +140,18 @@ impl ResponseStream {
             let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
             self.ticket.active.count_unbilled(received - (choice.tokens - before) as usize);
             if let Some(delta) = delta {
-                self.ready.push_back(event(Event::Delta(delta)));
+                self.ready.push_back(GenerationEvent::Delta(delta));
             }
             if let Some(ending) = ending {
                 if !worker_ended {
                     withdrawn.push(index);
                 }
-                self.ready.push_back(event(Event::Finished(v1::ChoiceFinished {
+                self.ready.push_back(GenerationEvent::Finished(Finished {
                     choice: index,
-                    reason: v1::FinishReason::from(ending.reason).into(),
+                    reason: ending.reason,
                     stop_string: ending.stop,
                     stop_token_id: ending.stop_token_id,
-                })));
+                }));
             }
         }
         for choice in withdrawn {
@@ -178,20 +186,17 @@ impl ResponseStream {
             }
             _ => 0.0,
         };
-        let timings = v1::Timings {
+        let timings = Timings {
             queue_seconds: since(times.placed),
-            time_to_first_token_seconds: since(times.first_token),
-            time_per_output_token_seconds: between,
+            first_token_seconds: since(times.first_token),
+            per_token_seconds: between,
             total_seconds: since(times.last_token),
         };
         let (cached_prompt_tokens, fingerprint) = active.served();
         let (prompt_tokens, fingerprint) =
             (call.prompt.len() as u32, fingerprint.as_deref().unwrap_or_default().to_owned());
-        let usage = v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint };
-        self.ready.push_back(event(Event::Completed(v1::GenerationCompleted {
-            usage: Some(usage),
-            timings: Some(timings),
-        })));
+        let usage = Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint };
+        self.ready.push_back(GenerationEvent::Completed(Completed { usage, timings }));
         self.over = true;
         self.outcome = Some(Outcome::Completed);
         if longest > 1 {
@@ -202,22 +207,22 @@ impl ResponseStream {
         }
     }
 
-    fn end_with(&mut self, outcome: Outcome) -> Status {
+    fn end_with(&mut self, outcome: Outcome) -> Outcome {
         self.over = true;
         self.outcome = Some(outcome.clone());
-        outcome.into_status()
+        outcome
     }
 }
 
-/// Response messages, up to the last one.
+/// Events, up to the last one or the failure.
 impl Stream for ResponseStream {
-    type Item = Result<v1::GenerateResponse, Status>;
+    type Item = Result<GenerationEvent, Outcome>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
         loop {
-            if let Some(message) = this.ready.pop_front() {
-                return Poll::Ready(Some(Ok(message)));
+            if let Some(event) = this.ready.pop_front() {
+                return Poll::Ready(Some(Ok(event)));
             }
             if this.over {
                 return Poll::Ready(None);
@@ -290,7 +295,7 @@ impl ChoiceOutput {
         fresh: UnreadOutput,
         call: &AdmittedCall,
         vocabulary: &Vocabulary,
-    ) -> (Option<v1::GenerationDelta>, Option<ChoiceEnding>) {
+    ) -> (Option<Delta>, Option<ChoiceEnding>) {
         let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
         // With STOP, the last token is the stop token. The update has no token only if an earlier attempt, on
         // a worker with another fingerprint, has delivered it.
@@ -330,8 +335,7 @@ impl ChoiceOutput {
         }
         let token_ids = if call.return_token_ids { tokens } else { Vec::new() };
         let empty = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
-        let logprobs = logprobs.into_iter().map(Into::into).collect();
-        let delta = v1::GenerationDelta { choice: index, text, token_ids, logprobs };
+        let delta = Delta { choice: index, text, token_ids, logprobs };
         (if empty { None } else { Some(delta) }, ending)
     }
 
@@ -356,10 +360,6 @@ impl ChoiceOutput {
         self.stops.finish(text);
         ending
     }
-}
-
-fn event(event: Event) -> v1::GenerateResponse {
-    v1::GenerateResponse { event: Some(event) }
 }
 
 fn operation(call: &AdmittedCall) -> &'static str {

@@ -37,6 +37,7 @@ impl Message {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
     bos_token: String,
     eos_token: String,
 }
@@ -61,7 +62,23 @@ impl ChatTemplate {
         environment
             .add_template_owned(Self::NAME, source.to_owned())
             .map_err(|error| TemplateError::Syntax(error.to_string()))?;
-        Ok(Self { environment, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
+        let source = source.to_owned();
+        Ok(Self { environment, source, bos_token: bos_token.to_owned(), eos_token: eos_token.to_owned() })
+    }
+
+    /// Returns the text of the template.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Returns the token that starts a text; empty if there is none.
+    pub fn bos_token(&self) -> &str {
+        &self.bos_token
+    }
+
+    /// Returns the token that ends a text; empty if there is none.
+    pub fn eos_token(&self) -> &str {
+        &self.eos_token
     }
 
     /// Renders the prompt of a conversation, up to the start of the assistant's message.

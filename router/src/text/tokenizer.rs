@@ -99,6 +99,14 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(|error| TokenizerError::Encode(error.to_string()))
     }
 
+    /// Decodes a whole sequence with the tokenizer's own decoder, special tokens included.
+    ///
+    /// # Errors
+    /// [`TokenizerError::Encode`] if the decoder fails.
+    pub fn decode_all(&self, ids: &[u32]) -> Result<String, TokenizerError> {
+        self.inner.decode(ids, false).map_err(|error| TokenizerError::Encode(error.to_string()))
+    }
+
     /// Compares streamed decoding with the tokenizer's own decoder, so that an unsupported decoder fails at
     /// load.
     fn check_decoder(&self) -> Result<(), TokenizerError> {

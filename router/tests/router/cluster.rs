@@ -26,6 +26,8 @@ pub struct Cluster {
     pub client: InferenceClient<Channel>,
     pub channel: Channel,
     pub address: std::net::SocketAddr,
+    /// Address of the HTTP APIs, if the options have them.
+    pub http: Option<std::net::SocketAddr>,
     pub handle: Handle,
     pub drain: CancellationToken,
     pub serving: tokio::task::JoinHandle<Result<(), inflight_router::Error>>,
@@ -40,6 +42,8 @@ impl Cluster {
         let fast = Duration::from_millis(20);
         let options = Options { listen, workers, reconnect_backoff_max: fast, ..options };
         let router = Router::bind(options).await.unwrap();
+        let router = router.with_metrics(Arc::new(|| metrics().render()));
+        let http = router.http_address();
         let (handle, drain) = (router.handle(), CancellationToken::new());
         let endpoint =
             tonic::transport::Endpoint::from_shared(format!("http://{}", router.address())).unwrap();
@@ -50,7 +54,7 @@ impl Cluster {
         // With TLS, the test opens its own channel.
         let channel = endpoint.connect_lazy();
         let client = InferenceClient::new(channel.clone());
-        Self { client, channel, address, handle, drain, serving }
+        Self { client, channel, address, http, handle, drain, serving }
     }
 
     /// Starts a generation.

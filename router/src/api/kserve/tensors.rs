@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 use inflight_proto::kserve::infer_parameter::ParameterChoice;
 use inflight_proto::kserve::model_infer_request::InferInputTensor;
 use inflight_proto::kserve::{InferParameter, InferTensorContents, ModelInferRequest};
-use inflight_proto::v1;
-use inflight_proto::v1::generate_request::Input;
 
+use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
 use crate::outcome::Outcome;
 
 /// Input tensors of a model: name and datatype.
@@ -44,7 +43,7 @@ enum Value {
 /// Decoded request.
 #[derive(Debug, PartialEq)]
 pub(super) struct InferRequest {
-    pub(super) request: v1::GenerateRequest,
+    pub(super) request: GenerationRequest,
     /// Whether text is streamed.
     pub(super) stream: bool,
     /// Timeout of the request in microseconds.
@@ -100,7 +99,7 @@ impl InferRequest {
             (None, Some(ids)) => {
                 let ids: Option<Vec<u32>> = ids.into_iter().map(|id| u32::try_from(id).ok()).collect();
                 let ids = ids.ok_or_else(|| Outcome::invalid("input_ids has an id that is no token's"))?;
-                Input::TokenIds(v1::TokenIds { ids })
+                Input::TokenIds(ids)
             }
             (None, None) => return Err(Outcome::invalid("the input text_input is missing")),
             (Some(_), Some(_)) => {
@@ -111,10 +110,8 @@ impl InferRequest {
         Ok(Self {
             stream: said.flag("stream")?.unwrap_or(false),
             timeout_us: timeout.filter(|timeout| *timeout > 0),
-            request: v1::GenerateRequest {
-                model: request.model_name,
-                input: Some(input),
-                sampling: Some(v1::SamplingParams {
+            request: GenerationRequest {
+                sampling: SamplingOverrides {
                     temperature: said.float("temperature")?,
                     top_p: said.float("top_p")?,
                     top_k: said.number("top_k")?,
@@ -124,18 +121,18 @@ impl InferRequest {
                     repetition_penalty: said.float("repetition_penalty")?,
                     seed: said.number("seed")?,
                     n: said.number("n")?,
-                    ..v1::SamplingParams::default()
-                }),
-                stop: Some(v1::StopConditions {
+                    ..SamplingOverrides::default()
+                },
+                stop: StopConditions {
                     max_tokens: said.number("max_tokens")?,
                     min_tokens: said.number("min_tokens")?.unwrap_or(0),
                     stop: said.texts("stop")?.unwrap_or_default(),
                     ignore_eos: said.flag("ignore_eos")?.unwrap_or(false),
-                    ..v1::StopConditions::default()
-                }),
+                    ..StopConditions::default()
+                },
                 request_id: request.id,
                 require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
-                ..v1::GenerateRequest::default()
+                ..GenerationRequest::new(request.model_name, input)
             },
         })
     }
@@ -430,9 +427,9 @@ mod tests {
         let request = InferRequest::read(as_raw).unwrap();
         assert_eq!(request, InferRequest::read(typed).unwrap());
         assert!(request.stream && request.timeout_us.is_none());
-        let sampling = request.request.sampling.unwrap();
+        let sampling = request.request.sampling;
         assert_eq!((sampling.temperature, sampling.seed), (Some(0.5), Some(u64::MAX)));
-        assert_eq!(request.request.stop.unwrap().max_tokens, Some(7));
+        assert_eq!(request.request.stop.max_tokens, Some(7));
     }
 
     #[test]
@@ -445,7 +442,7 @@ mod tests {
             InferRequest::read(raw(&[("text_input", "BYTES", &good), ("sampling_parameters", "BYTES", json)]))
         };
         let request = read(&json).unwrap().request;
-        let (stop, sampling) = (request.stop.unwrap(), request.sampling.unwrap());
+        let (stop, sampling) = (request.stop, request.sampling);
         assert_eq!((stop.stop, stop.max_tokens, stop.ignore_eos), (vec!["42".to_owned()], Some(7), true));
         assert_eq!((sampling.temperature, sampling.top_p), (Some(0.5), Some(1.0)));
         let wrong = br#"{"max_tokens": "many"}"#;

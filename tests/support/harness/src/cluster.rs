@@ -47,6 +47,8 @@ pub struct LocalCluster {
     pub pid: u32,
     /// Endpoint of the router, as `http://HOST:PORT`.
     pub endpoint: String,
+    /// URL of the router's HTTP APIs.
+    pub http: String,
     /// Router process.
     pub router: ClusterMember,
     /// Worker processes.
@@ -115,10 +117,11 @@ impl LocalCluster {
             }
         };
         let endpoint = ready["endpoint"].as_str().context("no endpoint")?.to_owned();
+        let http = ready["http"].as_str().context("no http")?.to_owned();
         let router = member(&ready["router"])?;
         let workers =
             ready["workers"].as_array().context("no workers")?.iter().map(member).collect::<Result<_>>()?;
-        Ok(Self { child, pid, endpoint, router, workers, tag, events, log, _shared: shared })
+        Ok(Self { child, pid, endpoint, http, router, workers, tag, events, log, _shared: shared })
     }
 
     /// Waits for the next event of this name on the JSON output; other events are skipped.

@@ -1,4 +1,4 @@
-//! HTTP/2 server for many streams of small messages: one task per connection writes all its responses.
+//! HTTP server for many streams of small messages: one task per connection writes all its responses.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -11,14 +11,13 @@ use futures::future::BoxFuture;
 use futures::stream::{Stream, StreamExt as _};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
-use hyper::server::conn::http2::Builder;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::JoinSet;
 use tokio::task::coop::unconstrained;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tonic::transport::server::Connected;
@@ -26,6 +25,7 @@ use tower::{Service, ServiceExt as _};
 
 use crate::drained_body::DrainedBody;
 use crate::response_streams::{ResponseStream, ResponseStreams};
+use crate::write_timeout::WriteTimeout;
 
 /// Streams that a client may make this side reset before its connection is closed; h2's own default.
 const LOCAL_RESETS_MAX: usize = 1024;
@@ -34,23 +34,42 @@ const CONNECTION_WINDOW_BYTES: u32 = 512 << 10;
 /// Initial flow-control window of a stream, in bytes.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 
-/// Server of gRPC over HTTP/2, for many streams of small messages.
+/// Smallest read buffer of an HTTP/1.1 connection, which bounds its headers, in bytes; hyper's minimum.
+const HTTP1_BUFFER_BYTES_MIN: usize = 8 << 10;
+
+/// Versions of HTTP that a server accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocols {
+    /// HTTP/2, for gRPC.
+    Http2,
+    /// HTTP/1.1 and HTTP/2, by the connection's first bytes.
+    Any,
+}
+
+/// HTTP server for many streams of small messages.
 ///
 /// One task drives a connection and all its response streams, so one write carries the frames of every stream
 /// that is ready. With one task per stream, as under hyper's usual executors, a worker's update would wake as
 /// many tasks as it has tokens, on several threads, each of which locks the connection and writes a few
 /// frames. Layers and handlers run in a separate task per call, so a slow call does not block its connection.
 #[derive(Debug, Clone, Copy)]
-pub struct Http2 {
+pub struct HttpServer {
+    /// Accepted versions of HTTP.
+    pub protocols: Protocols,
     /// Interval of HTTP/2 keep-alive pings, and timeout of their acknowledgements.
     pub keepalive_interval: Duration,
-    /// Maximum size of a call's headers, in bytes.
+    /// Maximum size of a call's headers, in bytes; at least 8 KiB under HTTP/1.1.
     pub header_bytes_max: u32,
-    /// Maximum concurrent streams of a connection.
+    /// Maximum concurrent streams of an HTTP/2 connection.
     pub streams_max: u32,
+    /// Time after which a connection whose peer reads nothing of what is written is closed. HTTP/1.1 has no
+    /// pings that would find such a peer.
+    pub write_timeout: Duration,
+    /// Response to a call whose handler panicked.
+    pub fault: fn() -> Response<Body>,
 }
 
-impl Http2 {
+impl HttpServer {
     /// Serves connections until `drain` is cancelled. It then stops accepting, sends GOAWAY on the open
     /// connections and returns when the last one has ended. Dropping the future closes all connections.
     pub async fn serve<I, C, E, S>(self, incoming: I, service: S, drain: CancellationToken)
@@ -99,7 +118,14 @@ impl Http2 {
     {
         let pending = PendingExecutor::default();
         let mut builder = Builder::new(pending.clone());
+        if self.protocols == Protocols::Http2 {
+            builder = builder.http2_only();
+        }
+        let buffer_bytes = usize::try_from(self.header_bytes_max).unwrap_or(usize::MAX);
+        // No timeout of headers: the limits of a connection count the time until and between its calls.
+        builder.http1().header_read_timeout(None).max_buf_size(buffer_bytes.max(HTTP1_BUFFER_BYTES_MIN));
         builder
+            .http2()
             .timer(TokioTimer::new())
             .keep_alive_interval(self.keepalive_interval)
             .keep_alive_timeout(self.keepalive_interval)
@@ -111,8 +137,9 @@ impl Http2 {
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .max_header_list_size(self.header_bytes_max)
             .max_concurrent_streams(self.streams_max);
-        let calls = CallSpawner { service, connect_info: connection.connect_info() };
-        let connection = Box::pin(builder.serve_connection(TokioIo::new(connection), calls));
+        let calls = CallSpawner { service, connect_info: connection.connect_info(), fault: self.fault };
+        let connection = TokioIo::new(WriteTimeout::new(connection, self.write_timeout));
+        let connection = Box::pin(builder.serve_connection(connection, calls));
         let mut task = ConnectionTask { connection, responses: ResponseStreams::default(), pending };
         let ended = tokio::select! {
             ended = &mut task => ended,
@@ -161,11 +188,11 @@ impl<C> Drop for ConnectionTask<C> {
     }
 }
 
-impl<C> Future for ConnectionTask<C>
+impl<C, E> Future for ConnectionTask<C>
 where
-    C: Future<Output = hyper::Result<()>>,
+    C: Future<Output = Result<(), E>>,
 {
-    type Output = hyper::Result<()>;
+    type Output = Result<(), E>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
@@ -187,6 +214,8 @@ struct CallSpawner<S, I> {
     service: S,
     /// Connection information, inserted into the extensions of every request.
     connect_info: I,
+    /// Response to a call whose handler panicked.
+    fault: fn() -> Response<Body>,
 }
 
 impl<S, I> hyper::service::Service<Request<Incoming>> for CallSpawner<S, I>
@@ -204,12 +233,8 @@ where
         request.extensions_mut().insert(self.connect_info.clone());
         // Aborted when its stream is reset or its connection ends.
         let call = AbortOnDropHandle::new(tokio::spawn(self.service.clone().oneshot(request)));
-        Box::pin(async move {
-            match call.await {
-                Ok(response) => response,
-                // The handler panicked; the panic hook has logged the message.
-                Err(_) => Ok(Status::internal("the call failed on a fault of the server").into_http()),
-            }
-        })
+        let fault = self.fault;
+        // An error means that the handler panicked; the panic hook has logged the message.
+        Box::pin(async move { call.await.unwrap_or_else(|_| Ok(fault())) })
     }
 }

@@ -1,0 +1,187 @@
+//! The `inflight.v1.Inference` service: protobuf messages to requests of the core, its events to messages.
+
+use std::collections::BTreeSet;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use inflight_proto::v1;
+use inflight_proto::v1::generate_response::Event;
+use inflight_proto::v1::inference_server::Inference;
+use tonic::{Request, Response, Status};
+
+use crate::api::generation::{
+    Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, SamplingOverrides, Started,
+    StopConditions,
+};
+use crate::api::ingress::{Ingress, RequestContext, rejected};
+use crate::api::response_stream::ResponseStream;
+use crate::dispatcher::ServedModel;
+use crate::outcome::Outcome;
+use crate::text::Message;
+
+/// Inference service of the router.
+pub(crate) struct Grpc {
+    ingress: Arc<Ingress>,
+}
+
+impl Grpc {
+    pub(crate) fn new(ingress: Arc<Ingress>) -> Self {
+        Self { ingress }
+    }
+}
+
+/// Response stream as protobuf messages.
+pub(crate) struct GenerateStream(ResponseStream);
+
+impl Stream for GenerateStream {
+    type Item = Result<v1::GenerateResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let next = Pin::new(&mut self.0).poll_next(context);
+        next.map(|event| event.map(|event| event.map(message).map_err(Outcome::into_status)))
+    }
+}
+
+fn message(event: GenerationEvent) -> v1::GenerateResponse {
+    let event = match event {
+        GenerationEvent::Started(started) => {
+            let Started { request_id, model, prompt_tokens, seed, fingerprint } = started;
+            Event::Started(v1::GenerationStarted { request_id, model, prompt_tokens, seed, fingerprint })
+        }
+        GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs }) => {
+            let logprobs = logprobs.into_iter().map(Into::into).collect();
+            Event::Delta(v1::GenerationDelta { choice, text, token_ids, logprobs })
+        }
+        GenerationEvent::Finished(Finished { choice, reason, stop_string, stop_token_id }) => {
+            let reason = v1::FinishReason::from(reason).into();
+            Event::Finished(v1::ChoiceFinished { choice, reason, stop_string, stop_token_id })
+        }
+        GenerationEvent::FingerprintChanged { fingerprint, tokens } => {
+            Event::FingerprintChanged(v1::FingerprintChanged { fingerprint, tokens })
+        }
+        GenerationEvent::Completed(Completed { usage, timings }) => {
+            let usage = v1::Usage {
+                prompt_tokens: usage.prompt_tokens,
+                completion_tokens: usage.completion_tokens,
+                cached_prompt_tokens: usage.cached_prompt_tokens,
+                fingerprint: usage.fingerprint,
+            };
+            let timings = v1::Timings {
+                queue_seconds: timings.queue_seconds,
+                time_to_first_token_seconds: timings.first_token_seconds,
+                time_per_output_token_seconds: timings.per_token_seconds,
+                total_seconds: timings.total_seconds,
+            };
+            Event::Completed(v1::GenerationCompleted { usage: Some(usage), timings: Some(timings) })
+        }
+    };
+    v1::GenerateResponse { event: Some(event) }
+}
+
+fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest, Outcome> {
+    use v1::generate_request::Input as Prompt;
+    let input = match message.input {
+        None => return Err(Outcome::invalid("input is missing; give text, token_ids or chat")),
+        Some(Prompt::TokenIds(tokens)) => Input::TokenIds(tokens.ids),
+        Some(Prompt::Text(text)) => Input::Text(text),
+        Some(Prompt::Chat(chat)) => conversation(chat),
+    };
+    Ok(GenerationRequest {
+        model: message.model,
+        input,
+        sampling: sampling(message.sampling.unwrap_or_default()),
+        stop: stop_conditions(message.stop.unwrap_or_default()),
+        return_token_ids: message.return_token_ids,
+        tenant: message.tenant,
+        weight: message.weight,
+        priority: message.priority,
+        request_id: message.request_id,
+        require_fingerprint: message.require_fingerprint,
+    })
+}
+
+fn conversation(chat: v1::Chat) -> Input {
+    let message = |message: v1::ChatMessage| Message { role: message.role, content: message.content };
+    Input::Chat(chat.messages.into_iter().map(message).collect())
+}
+
+fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
+    SamplingOverrides {
+        temperature: message.temperature,
+        top_p: message.top_p,
+        top_k: message.top_k,
+        min_p: message.min_p,
+        presence_penalty: message.presence_penalty,
+        frequency_penalty: message.frequency_penalty,
+        repetition_penalty: message.repetition_penalty,
+        logit_bias: message.logit_bias.into_iter().collect(),
+        logprobs: message.logprobs,
+        seed: message.seed,
+        n: message.n,
+    }
+}
+
+fn stop_conditions(message: v1::StopConditions) -> StopConditions {
+    StopConditions {
+        max_tokens: message.max_tokens,
+        min_tokens: message.min_tokens,
+        stop: message.stop,
+        stop_token_ids: message.stop_token_ids,
+        ignore_eos: message.ignore_eos,
+    }
+}
+
+#[tonic::async_trait]
+impl Inference for Grpc {
+    type GenerateStream = GenerateStream;
+
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<GenerateStream>, Status> {
+        let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let start = async {
+            let request = generation_request(request.into_inner())?;
+            self.ingress.start(request, incoming).await
+        };
+        let started = start.await.map_err(|outcome| rejected(outcome).into_status())?;
+        Ok(Response::new(GenerateStream(started)))
+    }
+
+    async fn list_models(
+        &self,
+        _: Request<v1::ListModelsRequest>,
+    ) -> Result<Response<v1::ListModelsResponse>, Status> {
+        let model = |(served, fingerprints): (ServedModel, Vec<String>)| v1::Model {
+            workers: fingerprints.len() as u32,
+            fingerprints: fingerprints.into_iter().collect::<BTreeSet<_>>().into_iter().collect(),
+            name: served.name,
+            architecture: served.architecture,
+            context_tokens: served.limits.sequence_tokens(),
+            vocab_size: served.limits.vocab_size,
+            has_chat_template: served.model.template.is_some(),
+        };
+        let models = self.ingress.models().into_iter().map(model).collect();
+        Ok(Response::new(v1::ListModelsResponse { models }))
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<v1::TokenizeRequest>,
+    ) -> Result<Response<v1::TokenizeResponse>, Status> {
+        use v1::tokenize_request::Input as Prompt;
+        let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let v1::TokenizeRequest { model, input } = request.into_inner();
+        let input = match input {
+            Some(Prompt::Text(text)) => Input::Text(text),
+            Some(Prompt::Chat(chat)) => conversation(chat),
+            None => return Err(Outcome::invalid("input is missing; give text or chat").into_status()),
+        };
+        let tokens = self.ingress.tokens(&model, input, incoming).await;
+        let (served, token_ids) = tokens.map_err(Outcome::into_status)?;
+        let pieces = token_ids.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
+        Ok(Response::new(v1::TokenizeResponse { token_ids, pieces }))
+    }
+}

@@ -1,0 +1,308 @@
+//! `/v1/chat/completions`: requests, and responses in one piece.
+
+use std::sync::Arc;
+
+use inflight_contract::FinishReason;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Response;
+
+use super::chat_stream::ChatStream;
+use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse, refused};
+use super::logprobs::ChatLogprobs;
+use super::sampling::{self, STRUCTURED, StreamOptions};
+use super::usage::{TimingsBody, UsageBody};
+use super::{Call, HttpApi, Started, content, json, sse};
+use crate::api::generation::{GenerationRequest, Input};
+use crate::api::ingress::rejected;
+use crate::outcome::Outcome;
+use crate::text::Message;
+
+/// Reason for which tools are refused.
+pub(super) const TOOLS: &str = "tool calls are not supported";
+
+/// Fields of `/v1/chat/completions`.
+pub(super) static FIELDS: FieldTable = FieldTable {
+    api: "chat completions",
+    fields: &[
+        &[
+            honoured(
+                "messages",
+                "Roles and text; `developer` is `system`. Images, audio, files and tool calls are refused.",
+            ),
+            honoured(
+                "max_completion_tokens",
+                "At least 1; absent: what the context leaves, at most the router's default.",
+            ),
+            honoured("max_tokens", "The older name of `max_completion_tokens`, which counts first."),
+            honoured("logprobs", "Log probabilities of the output."),
+            honoured("top_logprobs", "In [0, 20]; needs `logprobs`."),
+            honoured(
+                "response_format",
+                "Only the type `text`; others are refused: structured output is not supported.",
+            ),
+            honoured("modalities", "Only `text`; others are refused."),
+            honoured("tool_choice", "Only `none` and `auto`, as there are no tools."),
+            refused("tools", TOOLS),
+            refused("functions", TOOLS),
+            refused("function_call", TOOLS),
+            refused("audio", "audio is not supported"),
+            refused("web_search_options", "web search is not supported"),
+            refused("continue_final_message", "the output starts a new message"),
+            refused("chat_template", "the model's own template renders conversations"),
+            refused("chat_template_kwargs", "templates take no arguments"),
+            refused("documents", "templates take no documents"),
+            refused("echo", "only text completions echo their prompt"),
+            ignored("add_generation_prompt", "The output always starts a message of the assistant."),
+            ignored("moderation", "The output is that of the model."),
+            ignored("parallel_tool_calls", "There are no tool calls."),
+            ignored("prediction", "It changes the speed only."),
+            ignored("prompt_cache_key", "The prefix cache needs no key."),
+            ignored("prompt_cache_options", "The prefix cache needs no hint."),
+            ignored("prompt_cache_retention", "The prefix cache needs no hint."),
+            ignored("reasoning_effort", "The served models have no such setting."),
+            ignored("safety_identifier", "The API key names the tenant."),
+            ignored("service_tier", "The tenant's priority counts."),
+            ignored("store", "Nothing is stored."),
+            ignored("verbosity", "The served models have no such setting."),
+        ],
+        sampling::SAMPLING,
+        sampling::EXTENSIONS,
+    ],
+};
+
+/// Message of a conversation.
+#[derive(Deserialize)]
+struct MessageBody<'a> {
+    role: String,
+    #[serde(borrow, default)]
+    content: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    tool_calls: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    function_call: Option<&'a RawValue>,
+}
+
+/// Reads `messages`.
+pub(super) fn messages(fields: &Fields<'_>) -> Result<Vec<Message>, Outcome> {
+    let messages: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
+    let messages = messages.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
+    messages.into_iter().enumerate().map(|(at, message)| read_message(at, message)).collect()
+}
+
+fn read_message(at: usize, message: &RawValue) -> Result<Message, Outcome> {
+    let name = format!("messages[{at}]");
+    let message: MessageBody<'_> = parse(&name, message, "a message with role and content")?;
+    let calls = [message.tool_calls, message.function_call].into_iter().flatten();
+    if calls.into_iter().any(|call| !is_empty(call)) {
+        return Err(Outcome::field("messages", format!("{name} has tool calls: {TOOLS}")));
+    }
+    let role = match message.role.as_str() {
+        "system" | "developer" => "system",
+        "user" => "user",
+        "assistant" => "assistant",
+        "tool" | "function" => {
+            return Err(Outcome::field("messages", format!("{name} is the result of a tool: {TOOLS}")));
+        }
+        other => {
+            let reason =
+                format!("{name} has the role {other:?}; roles are system, developer, user and assistant");
+            return Err(Outcome::field("messages", reason));
+        }
+    };
+    let content = content::text(&format!("{name}.content"), message.content)?;
+    Ok(Message { role: role.to_owned(), content })
+}
+
+/// Output options of a call.
+#[derive(Debug, Clone, Copy)]
+struct Output {
+    stream: bool,
+    stream_options: StreamOptions,
+    logprobs: bool,
+}
+
+fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+    let fields = FIELDS.read(body)?;
+    let mut request = GenerationRequest::new(fields.model()?, Input::Chat(messages(&fields)?));
+    sampling::read(&fields, &mut request)?;
+    let max_tokens = fields.count("max_tokens")?;
+    request.stop.max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
+    let stream_options = StreamOptions::read(&fields)?;
+    let logprobs = fields.flag("logprobs")?;
+    let top_logprobs = fields.count("top_logprobs")?;
+    if top_logprobs.is_some_and(|top| top > 0) && !logprobs {
+        return Err(Outcome::field("top_logprobs", "top_logprobs needs logprobs = true"));
+    }
+    request.sampling.logprobs = logprobs.then_some(top_logprobs.unwrap_or(0));
+    request.return_token_ids = stream_options.continuous();
+    check_text_only(&fields)?;
+    Ok((request, Output { stream: fields.flag("stream")?, stream_options, logprobs }))
+}
+
+/// Checks the fields that ask for something other than text.
+fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
+    #[derive(Deserialize)]
+    struct Format {
+        #[serde(rename = "type")]
+        kind: String,
+    }
+    let format: Option<Format> = fields.get("response_format", "an object with a type")?;
+    if let Some(Format { kind }) = format.filter(|format| format.kind != "text") {
+        return Err(Outcome::field(
+            "response_format",
+            format!("response_format is of type {kind:?}: {STRUCTURED}"),
+        ));
+    }
+    let modalities: Option<Vec<String>> = fields.get("modalities", "an array of strings")?;
+    if let Some(other) = modalities.iter().flatten().find(|modality| *modality != "text") {
+        return Err(Outcome::field("modalities", format!("modalities has {other:?}; the output is text")));
+    }
+    let choice = fields.raw("tool_choice").map(RawValue::get);
+    if choice.is_some_and(|choice| !matches!(choice, "\"none\"" | "\"auto\"")) {
+        return Err(Outcome::field("tool_choice", format!("tool_choice asks for a tool: {TOOLS}")));
+    }
+    Ok(())
+}
+
+/// Returns the finish reason in OpenAI's terms.
+pub(super) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled | FinishReason::Deadline | FinishReason::Error => "error",
+    }
+}
+
+#[derive(Serialize)]
+struct Completion<'a> {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: Vec<Choice<'a>>,
+    usage: UsageBody,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timings: Option<TimingsBody>,
+}
+
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: usize,
+    message: AssistantMessage<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: &'static str,
+}
+
+#[derive(Serialize)]
+struct AssistantMessage<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<()>,
+}
+
+/// Answers a chat completion.
+pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let (request, output) = read(&body).map_err(rejected)?;
+    drop(body);
+    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    if output.stream {
+        let encoder = ChatStream::new(&started, output.stream_options, output.logprobs, api.http.timings);
+        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+    }
+    complete(&api, started, output.logprobs).await
+}
+
+async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Response<Body>, Outcome> {
+    let (id, model, created) = (started.id("chatcmpl-"), started.model.clone(), started.created);
+    let bundle = started.bundle();
+    let prompts = started.generations().collect().await?;
+    let mut usage = UsageBody::default();
+    prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
+    let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
+    let choice = |(index, choice): (usize, &'_ super::generations::CollectedChoice)| {
+        let logprobs = bundle.as_ref().filter(|_| logprobs);
+        (index, logprobs.map(|model| ChatLogprobs::new(&choice.logprobs, model.tokenizer.vocabulary())))
+    };
+    let logprobs: Vec<_> = choices.clone().map(choice).collect();
+    let choices = choices.zip(logprobs).map(|((index, choice), (_, logprobs))| Choice {
+        index,
+        message: AssistantMessage { role: "assistant", content: &choice.text, refusal: None },
+        logprobs,
+        finish_reason: finish_reason(choice.reason()),
+    });
+    let first = prompts.first();
+    json(&Completion {
+        id,
+        object: "chat.completion",
+        created,
+        model: &model,
+        system_fingerprint: first.map_or("", |prompt| &prompt.fingerprint),
+        choices: choices.collect(),
+        usage,
+        timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_with(more: &str) -> Result<(GenerationRequest, Output), Outcome> {
+        read(format!(r#"{{"messages": [{{"role": "developer", "content": "hi"}}]{more}}}"#).as_bytes())
+    }
+
+    #[test]
+    fn fields_become_parameters() {
+        let (request, output) = read_with(
+            r#", "max_tokens": 5, "max_completion_tokens": 7, "top_k": -1, "seed": -1, "stop": "x", "n": null,
+            "logit_bias": {"3": 1.5}, "logprobs": true, "top_logprobs": 2, "stream": true,
+            "stream_options": {"include_usage": true, "include_obfuscation": false},
+            "response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "functions": null"#,
+        )
+        .unwrap();
+        assert_eq!((request.stop.max_tokens, request.stop.stop), (Some(7), vec!["x".to_owned()]));
+        let sampling = request.sampling;
+        assert_eq!((sampling.top_k, sampling.seed, sampling.n), (Some(0), Some(u64::MAX), None));
+        assert_eq!((sampling.logit_bias, sampling.logprobs), (vec![(3, 1.5)], Some(2)));
+        assert!(output.stream && output.stream_options.include_usage() && output.logprobs);
+        let Input::Chat(messages) = request.input else { panic!() };
+        assert_eq!(messages, [Message { role: "system".to_owned(), content: "hi".to_owned() }]);
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused_by_its_field() {
+        for (more, field) in [
+            (r#", "tools": [{"type": "function"}]"#, "tools"),
+            (r#", "tool_choice": "required""#, "tool_choice"),
+            (r#", "response_format": {"type": "json_object"}"#, "response_format"),
+            (r#", "modalities": ["text", "audio"]"#, "modalities"),
+            (r#", "top_logprobs": 2"#, "top_logprobs"),
+            (r#", "temperature": "warm""#, "temperature"),
+            (r#", "max_tokens": -1"#, "max_tokens"),
+            (r#", "max_tokens": 1e30"#, "max_tokens"),
+            (r#", "seed": 99999999999999999999"#, "seed"),
+            (r#", "logit_bias": {"a": 1}"#, "logit_bias"),
+            (r#", "n": 1.5"#, "n"),
+            (r#", "stop": [[]]"#, "stop"),
+            (r#", "stream": "yes""#, "stream"),
+            (r#", "guided_json": {"type": "object"}"#, "guided_json"),
+            (r#", "messages": "hi""#, "messages"),
+            (r#", "messages": [{"content": "hi"}]"#, "messages"),
+            (r#", "messages": [{"role": "wizard", "content": "hi"}]"#, "messages"),
+            (r#", "messages": [{"role": "tool", "content": "hi"}]"#, "messages"),
+            (r#", "messages": [{"role": "assistant", "tool_calls": [{}]}]"#, "messages"),
+            (r#", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]"#, "messages"),
+        ] {
+            match read_with(more) {
+                Err(Outcome::InvalidField { field: found, reason }) => {
+                    assert_eq!(found, field, "{more}: {reason}");
+                }
+                other => panic!("{more}: {:?}", other.map(|(request, _)| request)),
+            }
+        }
+    }
+}

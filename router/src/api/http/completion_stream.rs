@@ -1,0 +1,171 @@
+//! Streamed text completions.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::Started;
+use super::chat::finish_reason;
+use super::completions::Output;
+use super::errors::{Dialect, envelope};
+use super::logprobs::{TextLogprobs, TextOffset};
+use super::sse::{Encoder, EventWriter};
+use super::usage::{TimingsBody, UsageBody};
+use crate::api::generation::GenerationEvent;
+use crate::cluster::bundle::Model;
+use crate::outcome::Outcome;
+
+/// Encoder of a streamed text completion.
+pub(super) struct CompletionStream {
+    id: String,
+    created: u64,
+    model: String,
+    fingerprint: String,
+    bundle: Option<Arc<Model>>,
+    output: Output,
+    with_timings: bool,
+    /// Choices of each prompt.
+    choices_per_prompt: u32,
+    choices: Vec<ChoiceState>,
+    prompt_tokens: u32,
+    completion_tokens: u32,
+    usage: UsageBody,
+    timings: Option<TimingsBody>,
+}
+
+/// State of a choice.
+#[derive(Default)]
+struct ChoiceState {
+    /// Text of the prompt that is still to be sent.
+    echo: String,
+    offset: TextOffset,
+}
+
+#[derive(Serialize)]
+struct Chunk<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: &'a [Choice<'a>],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<UsageBody>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timings: Option<TimingsBody>,
+}
+
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: u32,
+    text: &'a str,
+    logprobs: Option<TextLogprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+impl CompletionStream {
+    /// Creates the encoder; `echoed` are the texts of the prompts that precede their outputs.
+    pub(super) fn new(started: &Started, output: Output, echoed: &[String], timings: bool) -> Self {
+        let choices_per_prompt = started.choices();
+        let count = started.streams.len() * choices_per_prompt as usize;
+        let choice = |index: usize| {
+            let echo = echoed.get(index / choices_per_prompt as usize).cloned().unwrap_or_default();
+            ChoiceState { offset: TextOffset::after(&echo), echo }
+        };
+        Self {
+            id: started.id("cmpl-"),
+            created: started.created,
+            model: started.model.clone(),
+            fingerprint: String::new(),
+            bundle: started.bundle().filter(|_| output.logprobs),
+            output,
+            with_timings: timings,
+            choices_per_prompt,
+            choices: (0..count).map(choice).collect(),
+            prompt_tokens: 0,
+            completion_tokens: 0,
+            usage: UsageBody::default(),
+            timings: None,
+        }
+    }
+
+    /// Writes a chunk of one choice.
+    fn choice(&self, choice: Choice<'_>, out: &mut EventWriter) {
+        let options = self.output.stream_options;
+        let so_far = || UsageBody::so_far(self.prompt_tokens, self.completion_tokens);
+        let usage = options.include_usage().then(|| options.continuous().then(so_far));
+        self.chunk(&[choice], usage, None, out);
+    }
+
+    fn chunk(
+        &self,
+        choices: &[Choice<'_>],
+        usage: Option<Option<UsageBody>>,
+        timings: Option<TimingsBody>,
+        out: &mut EventWriter,
+    ) {
+        let (id, model, system_fingerprint) = (&*self.id, &*self.model, &*self.fingerprint);
+        let (object, created) = ("text_completion", self.created);
+        out.data(&Chunk { id, object, created, model, system_fingerprint, choices, usage, timings });
+    }
+
+    /// Returns the index of a prompt's choice among those of the call.
+    fn index(&self, prompt: usize, choice: u32) -> u32 {
+        prompt as u32 * self.choices_per_prompt + choice
+    }
+
+    /// Takes the text of the prompt that precedes the first output of a choice.
+    fn take_echo(&mut self, index: u32) -> String {
+        self.choices
+            .get_mut(index as usize)
+            .map(|choice| std::mem::take(&mut choice.echo))
+            .unwrap_or_default()
+    }
+}
+
+impl Encoder for CompletionStream {
+    fn event(&mut self, prompt: usize, event: GenerationEvent, out: &mut EventWriter) {
+        match event {
+            GenerationEvent::Started(started) => {
+                self.fingerprint = started.fingerprint;
+                self.prompt_tokens += started.prompt_tokens;
+            }
+            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            GenerationEvent::Delta(delta) => {
+                let index = self.index(prompt, delta.choice);
+                self.completion_tokens += delta.token_ids.len() as u32;
+                let mut text = self.take_echo(index);
+                text.push_str(&delta.text);
+                let state = self.choices.get_mut(index as usize);
+                let logprobs = self.bundle.as_ref().zip(state).map(|(model, state)| {
+                    TextLogprobs::new(&delta.logprobs, model.tokenizer.vocabulary(), &mut state.offset)
+                });
+                if !text.is_empty() || logprobs.is_some() {
+                    self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, out);
+                }
+            }
+            GenerationEvent::Finished(finished) => {
+                let index = self.index(prompt, finished.choice);
+                let text = self.take_echo(index);
+                let finish_reason = Some(finish_reason(finished.reason));
+                self.choice(Choice { index, text: &text, logprobs: None, finish_reason }, out);
+            }
+            GenerationEvent::Completed(completed) => {
+                self.usage.add(&completed.usage);
+                self.timings = self.with_timings.then(|| completed.timings.into());
+            }
+        }
+    }
+
+    fn end(&mut self, out: &mut EventWriter) {
+        let usage = self.output.stream_options.include_usage().then_some(Some(self.usage));
+        if usage.is_some() || self.timings.is_some() {
+            self.chunk(&[], usage, self.timings, out);
+        }
+        out.text(None, b"[DONE]");
+    }
+
+    fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {
+        out.text(None, &envelope(Dialect::OpenAi, outcome));
+    }
+}

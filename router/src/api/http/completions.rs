@@ -1,0 +1,249 @@
+//! `/v1/completions`: requests, and responses in one piece.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Response;
+
+use super::chat::finish_reason;
+use super::completion_stream::CompletionStream;
+use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
+use super::logprobs::{TextLogprobs, TextOffset};
+use super::sampling::{self, STRUCTURED, StreamOptions};
+use super::usage::{TimingsBody, UsageBody};
+use super::{Call, HttpApi, Started, json, sse};
+use crate::api::generation::{GenerationRequest, Input};
+use crate::api::ingress::rejected;
+use crate::outcome::Outcome;
+
+/// Fields of `/v1/completions`.
+pub(super) static FIELDS: FieldTable = FieldTable {
+    api: "completions",
+    fields: &[
+        &[
+            honoured(
+                "prompt",
+                "A string, an array of strings, an array of token ids, or an array of such arrays; at most 128 prompts.",
+            ),
+            honoured("max_tokens", "At least 1; absent: 16."),
+            honoured("echo", "The prompt before its output; not with `logprobs`."),
+            honoured("logprobs", "In [0, 20]: number of alternatives beside each token of the output."),
+            honoured(
+                "add_special_tokens",
+                "Extension: the model's special tokens around a text; true by default.",
+            ),
+            refused("suffix", "insertion before a suffix is not supported"),
+            refused("response_format", STRUCTURED),
+            ignored("service_tier", "The tenant's priority counts."),
+            ignored("store", "Nothing is stored."),
+        ],
+        sampling::SAMPLING,
+        sampling::EXTENSIONS,
+    ],
+};
+
+/// Maximum prompts of a call.
+const PROMPTS_MAX: usize = 128;
+/// Default of `max_tokens`, OpenAI's.
+const MAX_TOKENS: u32 = 16;
+
+/// Reads the four forms of `prompt`.
+fn prompts(fields: &Fields<'_>) -> Result<Vec<Input>, Outcome> {
+    let expected = "a string, an array of strings, an array of token ids or an array of such arrays";
+    let value = fields
+        .raw("prompt")
+        .ok_or_else(|| Outcome::field("prompt", format!("prompt is missing; give {expected}")))?;
+    let special: Option<bool> = fields.get("add_special_tokens", "true or false")?;
+    let text = |text: String| if special == Some(false) { Input::RawText(text) } else { Input::Text(text) };
+    if value.get().starts_with('"') {
+        return Ok(vec![text(parse("prompt", value, expected)?)]);
+    }
+    // The first element decides. An array of token ids is the common large one, so it is read at once.
+    let inner = value.get().get(1..).unwrap_or_default().trim_start();
+    let many = match inner.as_bytes().first() {
+        Some(b'0'..=b'9' | b'-') => return Ok(vec![Input::TokenIds(parse("prompt", value, expected)?)]),
+        Some(b'[') => {
+            let prompts: Vec<&RawValue> = parse("prompt", value, expected)?;
+            check_count(prompts.len())?;
+            let ids = |(at, ids): (usize, &RawValue)| {
+                parse(&format!("prompt[{at}]"), ids, "an array of token ids").map(Input::TokenIds)
+            };
+            prompts.into_iter().enumerate().map(ids).collect::<Result<Vec<_>, _>>()?
+        }
+        _ => {
+            let prompts: Vec<String> = parse("prompt", value, expected)?;
+            prompts.into_iter().map(text).collect()
+        }
+    };
+    check_count(many.len())?;
+    Ok(many)
+}
+
+fn check_count(prompts: usize) -> Result<(), Outcome> {
+    match prompts {
+        0 => Err(Outcome::field("prompt", "prompt is an empty array; give at least one prompt")),
+        1..=PROMPTS_MAX => Ok(()),
+        more => Err(Outcome::field(
+            "prompt",
+            format!("prompt has {more} prompts; at most {PROMPTS_MAX} are allowed"),
+        )),
+    }
+}
+
+/// Output options of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Output {
+    stream: bool,
+    pub(super) stream_options: StreamOptions,
+    pub(super) logprobs: bool,
+    pub(super) echo: bool,
+}
+
+fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
+    let fields = FIELDS.read(body)?;
+    let logprobs = fields.count("logprobs")?;
+    let echo = fields.flag("echo")?;
+    if echo && logprobs.is_some() {
+        let reason = "echo with logprobs is refused: log probabilities of the prompt are not supported";
+        return Err(Outcome::field("echo", reason));
+    }
+    let stream_options = StreamOptions::read(&fields)?;
+    let output =
+        Output { stream: fields.flag("stream")?, stream_options, logprobs: logprobs.is_some(), echo };
+    let mut template = GenerationRequest::new(fields.model()?, Input::TokenIds(Vec::new()));
+    sampling::read(&fields, &mut template)?;
+    template.stop.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(MAX_TOKENS));
+    template.sampling.logprobs = logprobs;
+    template.return_token_ids = stream_options.continuous();
+    let request = |input| GenerationRequest { input, ..template.clone() };
+    Ok((prompts(&fields)?.into_iter().map(request).collect(), output))
+}
+
+#[derive(Serialize)]
+struct Completion<'a> {
+    id: String,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    system_fingerprint: &'a str,
+    choices: Vec<Choice>,
+    usage: UsageBody,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timings: Option<TimingsBody>,
+}
+
+#[derive(Serialize)]
+struct Choice {
+    index: usize,
+    text: String,
+    logprobs: Option<TextLogprobs>,
+    finish_reason: &'static str,
+}
+
+/// Answers a text completion.
+pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let (requests, output) = read(&body).map_err(rejected)?;
+    drop(body);
+    let echoed = if output.echo {
+        requests.iter().map(|request| text_of(&request.input)).collect()
+    } else {
+        Vec::new()
+    };
+    let started = Box::pin(api.start(requests, call)).await.map_err(rejected)?;
+    let echoed = started.prompt_texts(echoed);
+    if output.stream {
+        let encoder = CompletionStream::new(&started, output, &echoed, api.http.timings);
+        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+    }
+    complete(&api, started, output, &echoed).await
+}
+
+/// Returns the text of a prompt that is given as text.
+fn text_of(input: &Input) -> Option<String> {
+    match input {
+        Input::Text(text) | Input::RawText(text) => Some(text.clone()),
+        Input::TokenIds(_) | Input::Chat(_) => None,
+    }
+}
+
+async fn complete(
+    api: &HttpApi,
+    started: Started,
+    output: Output,
+    echoed: &[String],
+) -> Result<Response<Body>, Outcome> {
+    let (id, model, created) = (started.id("cmpl-"), started.model.clone(), started.created);
+    let bundle = started.bundle().filter(|_| output.logprobs);
+    let prompts = started.generations().collect().await?;
+    let mut usage = UsageBody::default();
+    prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
+    let fingerprint = prompts.first().map_or_else(String::new, |prompt| prompt.fingerprint.clone());
+    let timings = prompts.first().filter(|_| api.http.timings).map(|prompt| prompt.timings.into());
+    let mut choices = Vec::new();
+    for (at, prompt) in prompts.into_iter().enumerate() {
+        for choice in prompt.choices {
+            let logprobs = bundle.as_ref().map(|model| {
+                let vocabulary = model.tokenizer.vocabulary();
+                TextLogprobs::new(&choice.logprobs, vocabulary, &mut TextOffset::default())
+            });
+            let finish_reason = finish_reason(choice.reason());
+            let text = match echoed.get(at) {
+                Some(prompt) => format!("{prompt}{}", choice.text),
+                None => choice.text,
+            };
+            choices.push(Choice { index: choices.len(), text, logprobs, finish_reason });
+        }
+    }
+    json(&Completion {
+        id,
+        object: "text_completion",
+        created,
+        model: &model,
+        system_fingerprint: &fingerprint,
+        choices,
+        usage,
+        timings,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn inputs(prompt: &str) -> Result<Vec<Input>, String> {
+        let body = format!("{{\"prompt\": {prompt}}}");
+        let read = read(body.as_bytes()).map_err(|outcome| outcome.message())?;
+        Ok(read.0.into_iter().map(|request| request.input).collect())
+    }
+
+    #[test]
+    fn a_prompt_has_four_forms() {
+        let text = |text: &str| Input::Text(text.to_owned());
+        assert_eq!(inputs("\"a\""), Ok(vec![text("a")]));
+        assert_eq!(inputs("[\"a\", \"b\"]"), Ok(vec![text("a"), text("b")]));
+        assert_eq!(inputs("[ 1, 2]"), Ok(vec![Input::TokenIds(vec![1, 2])]));
+        assert_eq!(inputs("[[1], [2, 3]]"), Ok(vec![Input::TokenIds(vec![1]), Input::TokenIds(vec![2, 3])]));
+        for (prompt, words) in [
+            ("null", "prompt is missing"),
+            ("[]", "prompt is an empty array"),
+            ("{}", "prompt must be a string, an array"),
+            ("7", "prompt must be a string, an array"),
+            ("[1, \"a\"]", "prompt must be"),
+            ("[\"a\", 1]", "prompt must be"),
+            ("[[1], [-1]]", "prompt[1] must be an array of token ids"),
+            ("[-1]", "prompt must be"),
+        ] {
+            let refused = inputs(prompt).unwrap_err();
+            assert!(refused.contains(words), "{prompt}: {refused}");
+        }
+        let many = format!("[{}]", vec!["\"a\""; PROMPTS_MAX + 1].join(","));
+        assert!(inputs(&many).unwrap_err().contains("has 129 prompts"));
+        let refused =
+            |more: &str| read(format!("{{\"prompt\": \"a\"{more}}}").as_bytes()).unwrap_err().message();
+        assert!(refused(", \"suffix\": \"b\"").starts_with("suffix is refused"));
+        assert!(refused(", \"echo\": true, \"logprobs\": 1").starts_with("echo with logprobs is refused"));
+    }
+}

@@ -1,0 +1,106 @@
+//! Cross-origin resource sharing, for clients in browsers.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use inflight_net::Peer;
+use tonic::body::Body;
+use tonic::codegen::http::header::{
+    ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS,
+    ACCESS_CONTROL_REQUEST_METHOD, ORIGIN, VARY,
+};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use tower::{Layer, Service};
+
+/// Origin that stands for all.
+const ANY: &str = "*";
+
+/// Layer that answers preflight requests and marks responses for the allowed origins; without origins it
+/// does nothing.
+#[derive(Debug, Clone)]
+pub(crate) struct CorsLayer {
+    pub(crate) origins: Arc<[String]>,
+}
+
+impl CorsLayer {
+    /// Returns the value of `access-control-allow-origin`, if the request's origin is allowed.
+    fn allowed(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        let origin = headers.get(ORIGIN)?;
+        if self.origins.iter().any(|allowed| allowed == ANY) {
+            return Some(HeaderValue::from_static(ANY));
+        }
+        self.origins.iter().any(|allowed| allowed.as_bytes() == origin.as_bytes()).then(|| origin.clone())
+    }
+}
+
+impl<S> Layer<S> for CorsLayer {
+    type Service = Cors<S>;
+
+    fn layer(&self, inner: S) -> Cors<S> {
+        Cors { layer: self.clone(), inner }
+    }
+}
+
+/// Service of [`CorsLayer`].
+#[derive(Debug, Clone)]
+pub(crate) struct Cors<S> {
+    layer: CorsLayer,
+    inner: S,
+}
+
+impl<S, B> Service<Request<B>> for Cors<S>
+where
+    S: Service<Request<B>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let Some(origin) = self.layer.allowed(request.headers()) else {
+            return Box::pin(self.inner.call(request));
+        };
+        if request.method() == Method::OPTIONS
+            && request.headers().contains_key(ACCESS_CONTROL_REQUEST_METHOD)
+        {
+            // Counts as a call, so that the connection is not closed for want of one.
+            drop(request.extensions().get::<Peer>().map(Peer::call));
+            let response = preflight(origin, request.headers());
+            return Box::pin(async move { Ok(response) });
+        }
+        let response = self.inner.call(request);
+        Box::pin(async move {
+            let mut response = response.await?;
+            let headers = response.headers_mut();
+            headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+            let exposed = HeaderValue::from_static("request-id, retry-after, x-request-id");
+            headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+            headers.append(VARY, HeaderValue::from_static("origin"));
+            Ok(response)
+        })
+    }
+}
+
+/// Answers a preflight request: any header that the client asks for is allowed, as keys decide, not headers.
+fn preflight(origin: HeaderValue, asked: &HeaderMap) -> Response<Body> {
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    let headers = response.headers_mut();
+    headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+    headers.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+    if let Some(asked) = asked.get(ACCESS_CONTROL_REQUEST_HEADERS) {
+        headers.insert(ACCESS_CONTROL_ALLOW_HEADERS, asked.clone());
+    }
+    headers.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("86400"));
+    headers.append(VARY, HeaderValue::from_static("origin"));
+    response
+}

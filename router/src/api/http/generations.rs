@@ -1,0 +1,120 @@
+//! Response streams of the prompts of one call, and their outputs collected for a response in one piece.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::{Stream, StreamExt as _};
+use inflight_contract::{FinishReason, PositionLogprobs};
+
+use crate::api::generation::{Completed, Finished, GenerationEvent, Timings, Usage};
+use crate::api::response_stream::ResponseStream;
+use crate::outcome::Outcome;
+
+/// Response streams of a call, one for each prompt. Yields the index of the prompt with each event; ends with
+/// the last stream or at the first failure, which cancels the others.
+pub(super) struct Generations {
+    streams: Vec<Option<ResponseStream>>,
+    /// Prompt whose stream is polled first.
+    next: usize,
+}
+
+impl Generations {
+    pub(super) fn new(streams: Vec<ResponseStream>) -> Self {
+        Self { streams: streams.into_iter().map(Some).collect(), next: 0 }
+    }
+
+    /// Reads all streams to their ends.
+    ///
+    /// # Errors
+    /// The first failure of a stream.
+    pub(super) async fn collect(mut self) -> Result<Vec<Collected>, Outcome> {
+        let mut prompts: Vec<Collected> = self.streams.iter().map(|_| Collected::default()).collect();
+        while let Some(event) = self.next().await {
+            let (prompt, event) = event?;
+            prompts[prompt].add(event);
+        }
+        Ok(prompts)
+    }
+}
+
+impl Stream for Generations {
+    type Item = Result<(usize, GenerationEvent), Outcome>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        let mut open = false;
+        for offset in 0..this.streams.len() {
+            let prompt = (this.next + offset) % this.streams.len();
+            let Some(stream) = &mut this.streams[prompt] else { continue };
+            match Pin::new(stream).poll_next(context) {
+                Poll::Pending => open = true,
+                Poll::Ready(Some(Ok(event))) => {
+                    // Fair among streams that are always ready, and in order within each.
+                    this.next = (prompt + 1) % this.streams.len();
+                    return Poll::Ready(Some(Ok((prompt, event))));
+                }
+                Poll::Ready(Some(Err(outcome))) => {
+                    this.streams.clear();
+                    return Poll::Ready(Some(Err(outcome)));
+                }
+                Poll::Ready(None) => this.streams[prompt] = None,
+            }
+        }
+        if open { Poll::Pending } else { Poll::Ready(None) }
+    }
+}
+
+/// Output of one prompt.
+#[derive(Debug, Default)]
+pub(super) struct Collected {
+    pub(super) choices: Vec<CollectedChoice>,
+    /// Fingerprint of the worker that generated the last tokens.
+    pub(super) fingerprint: String,
+    pub(super) usage: Usage,
+    pub(super) timings: Timings,
+}
+
+/// Output of one choice.
+#[derive(Debug, Default)]
+pub(super) struct CollectedChoice {
+    pub(super) text: String,
+    pub(super) token_ids: Vec<u32>,
+    pub(super) logprobs: Vec<PositionLogprobs>,
+    pub(super) finished: Option<Finished>,
+}
+
+impl CollectedChoice {
+    pub(super) fn reason(&self) -> FinishReason {
+        self.finished.as_ref().map_or(FinishReason::Error, |finished| finished.reason)
+    }
+}
+
+impl Collected {
+    fn choice(&mut self, choice: u32) -> &mut CollectedChoice {
+        let choice = choice as usize;
+        if self.choices.len() <= choice {
+            self.choices.resize_with(choice + 1, CollectedChoice::default);
+        }
+        &mut self.choices[choice]
+    }
+
+    fn add(&mut self, event: GenerationEvent) {
+        match event {
+            GenerationEvent::Started(started) => self.fingerprint = started.fingerprint,
+            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            GenerationEvent::Delta(delta) => {
+                let choice = self.choice(delta.choice);
+                choice.text.push_str(&delta.text);
+                choice.token_ids.extend(delta.token_ids);
+                choice.logprobs.extend(delta.logprobs);
+            }
+            GenerationEvent::Finished(finished) => {
+                let choice = self.choice(finished.choice);
+                choice.finished = Some(finished);
+            }
+            GenerationEvent::Completed(Completed { usage, timings }) => {
+                (self.usage, self.timings) = (usage, timings);
+            }
+        }
+    }
+}

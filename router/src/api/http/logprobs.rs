@@ -1,0 +1,149 @@
+//! Log probabilities in the formats of OpenAI's APIs.
+
+use std::collections::BTreeMap;
+
+use inflight_contract::{PositionLogprobs, TokenLogprob};
+use serde::{Serialize, Serializer};
+
+use crate::text::Vocabulary;
+
+/// Log probability that stands for minus infinity, which JSON cannot express.
+const MINUS_INFINITY: f32 = -9999.0;
+
+fn finite<S: Serializer>(logprob: &f32, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f32(in_json(*logprob))
+}
+
+fn in_json(logprob: f32) -> f32 {
+    if logprob.is_finite() { logprob } else { MINUS_INFINITY }
+}
+
+/// Log probability of a token in a chat completion.
+#[derive(Debug, Serialize)]
+struct TokenBody {
+    token: String,
+    #[serde(serialize_with = "finite")]
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+impl TokenBody {
+    fn new(TokenLogprob { token, logprob }: TokenLogprob, vocabulary: &Vocabulary) -> Self {
+        let bytes = vocabulary.bytes(token).to_vec();
+        Self { token: String::from_utf8_lossy(&bytes).into_owned(), logprob, bytes }
+    }
+}
+
+/// Position of a chat completion.
+#[derive(Debug, Serialize)]
+pub(super) struct PositionBody {
+    #[serde(flatten)]
+    chosen: TokenBody,
+    top_logprobs: Vec<TokenBody>,
+}
+
+impl PositionBody {
+    pub(super) fn new(position: &PositionLogprobs, vocabulary: &Vocabulary) -> Self {
+        let top = position.top.iter().map(|top| TokenBody::new(*top, vocabulary)).collect();
+        Self { chosen: TokenBody::new(position.chosen, vocabulary), top_logprobs: top }
+    }
+}
+
+/// Log probabilities of a chat completion's choice.
+#[derive(Debug, Serialize)]
+pub(super) struct ChatLogprobs {
+    content: Vec<PositionBody>,
+    refusal: Option<()>,
+}
+
+impl ChatLogprobs {
+    pub(super) fn new(positions: &[PositionLogprobs], vocabulary: &Vocabulary) -> Self {
+        let content = positions.iter().map(|position| PositionBody::new(position, vocabulary)).collect();
+        Self { content, refusal: None }
+    }
+}
+
+/// Log probabilities of a text completion's choice.
+#[derive(Debug, Serialize)]
+pub(super) struct TextLogprobs {
+    tokens: Vec<String>,
+    token_logprobs: Vec<f32>,
+    top_logprobs: Vec<BTreeMap<String, f32>>,
+    text_offset: Vec<usize>,
+}
+
+/// Offsets of tokens in the text of a choice, in characters; accumulates over deltas.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct TextOffset {
+    /// Characters that have begun so far.
+    characters: usize,
+}
+
+impl TextOffset {
+    /// Starts after an echoed prompt.
+    pub(super) fn after(text: &str) -> Self {
+        Self { characters: text.chars().count() }
+    }
+
+    /// Returns the offset of a token's first character; a token that continues a character has the offset of
+    /// that one.
+    fn next(&mut self, bytes: &[u8]) -> usize {
+        let continues = |byte: &u8| *byte & 0xc0 == 0x80;
+        let inside = bytes.first().is_some_and(continues);
+        let offset = if inside { self.characters.saturating_sub(1) } else { self.characters };
+        self.characters += bytes.iter().filter(|byte| !continues(byte)).count();
+        offset
+    }
+}
+
+impl TextLogprobs {
+    /// Converts positions. The chosen token is among the top ones, with the same number.
+    pub(super) fn new(
+        positions: &[PositionLogprobs],
+        vocabulary: &Vocabulary,
+        offset: &mut TextOffset,
+    ) -> Self {
+        let mut body = Self {
+            tokens: Vec::new(),
+            token_logprobs: Vec::new(),
+            top_logprobs: Vec::new(),
+            text_offset: Vec::new(),
+        };
+        for PositionLogprobs { chosen, top } in positions {
+            let named = |one: &TokenLogprob| (name(vocabulary.bytes(one.token)), in_json(one.logprob));
+            let (token, logprob) = named(chosen);
+            let mut alternatives: BTreeMap<String, f32> = top.iter().map(named).collect();
+            alternatives.insert(token.clone(), logprob);
+            body.text_offset.push(offset.next(vocabulary.bytes(chosen.token)));
+            body.tokens.push(token);
+            body.token_logprobs.push(logprob);
+            body.top_logprobs.push(alternatives);
+        }
+        body
+    }
+}
+
+/// Returns the text of a token; of a part of a character its bytes, as `bytes:\xf0\x9f`, so that names are
+/// unique.
+fn name(bytes: &[u8]) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => text.to_owned(),
+        Err(_) => bytes.iter().fold("bytes:".to_owned(), |name, byte| format!("{name}\\x{byte:02x}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_count_characters_across_tokens_that_split_one() {
+        let emoji = "🙂".as_bytes();
+        let mut offset = TextOffset::after("né");
+        let offsets = [b"a".as_slice(), &emoji[..1], &emoji[1..], "é!".as_bytes(), b"b"]
+            .map(|bytes| offset.next(bytes));
+        assert_eq!(offsets, [2, 3, 3, 4, 6]);
+        assert_eq!((name(b"ok"), name(&emoji[..2])), ("ok".to_owned(), "bytes:\\xf0\\x9f".to_owned()));
+        assert_eq!((in_json(-0.5), in_json(f32::NEG_INFINITY)), (-0.5, MINUS_INFINITY));
+    }
+}

@@ -1,0 +1,282 @@
+//! `/v1/messages`: Anthropic's API, and its counting of tokens.
+
+use std::sync::Arc;
+
+use inflight_contract::FinishReason;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Response;
+
+use super::chat::TOOLS;
+use super::fields::{Field, FieldTable, Fields, honoured, ignored, is_empty, parse, refused};
+use super::message_stream::MessageStream;
+use super::sampling::STRUCTURED;
+use super::usage::TimingsBody;
+use super::{Call, HttpApi, Started, content, json, sse};
+use crate::api::generation::{Finished, GenerationRequest, Input, StopConditions, Usage};
+use crate::api::ingress::rejected;
+use crate::outcome::Outcome;
+use crate::text::Message;
+
+/// Fields that make the prompt.
+const PROMPT: &[Field] = &[
+    honoured("model", "Name of a served model; absent: the only one."),
+    honoured("messages", "Roles `user` and `assistant`, and text; the last one is of the user."),
+    honoured("system", "A string or text blocks."),
+    refused("tools", TOOLS),
+    refused("mcp_servers", TOOLS),
+    refused("output_format", STRUCTURED),
+    ignored("tool_choice", "There are no tools."),
+    ignored(
+        "thinking",
+        "The served models have no such setting; thinking blocks of earlier turns are skipped.",
+    ),
+    ignored("cache_control", "The prefix cache needs no marks."),
+    ignored("context_management", "The conversation is used as it is."),
+    ignored("speed", "The served models have no such setting."),
+    ignored("user_profile_id", "The API key names the tenant."),
+    ignored("workspace_id", "The API key names the tenant."),
+    honoured(
+        "output_config",
+        "Its `effort` has no effect; a `format` is refused: structured output is not supported.",
+    ),
+];
+
+/// Fields of `/v1/messages`.
+pub(super) static FIELDS: FieldTable = FieldTable {
+    api: "messages",
+    fields: &[
+        PROMPT,
+        &[
+            honoured("max_tokens", "Required; at least 1."),
+            honoured("temperature", "In [0, 100]; 0 is greedy."),
+            honoured("top_p", "In (0, 1]."),
+            honoured("top_k", "At least 0; 0 keeps all tokens."),
+            honoured("stop_sequences", "At most 16 strings of 1 to 256 bytes."),
+            honoured("stream", "Server-sent events."),
+            refused("container", TOOLS),
+            ignored("metadata", "The API key names the tenant."),
+            ignored("service_tier", "The tenant's priority counts."),
+            ignored("diagnostics", "`--http-timings` adds timings."),
+            ignored("inference_geo", "The cluster is where it is."),
+        ],
+    ],
+};
+
+/// Fields of `/v1/messages/count_tokens`.
+pub(super) static COUNT_FIELDS: FieldTable = FieldTable { api: "count_tokens", fields: &[PROMPT] };
+
+/// Message of a conversation.
+#[derive(Deserialize)]
+struct MessageBody<'a> {
+    role: String,
+    #[serde(borrow)]
+    content: &'a RawValue,
+}
+
+/// Reads the conversation.
+fn conversation(fields: &Fields<'_>) -> Result<Input, Outcome> {
+    #[derive(Deserialize)]
+    struct OutputConfig<'a> {
+        #[serde(borrow, default)]
+        format: Option<&'a RawValue>,
+    }
+    let config: Option<OutputConfig<'_>> = fields.get("output_config", "an object")?;
+    if config.and_then(|config| config.format).is_some_and(|format| !is_empty(format)) {
+        return Err(Outcome::field("output_config", format!("output_config has a format: {STRUCTURED}")));
+    }
+    let bodies: Option<Vec<&RawValue>> = fields.get("messages", "an array of messages")?;
+    let bodies = bodies.ok_or_else(|| Outcome::field("messages", "messages is missing"))?;
+    let mut messages = Vec::with_capacity(bodies.len() + 1);
+    let system = content::text("system", fields.raw("system"))?;
+    if !system.is_empty() {
+        messages.push(Message { role: "system".to_owned(), content: system });
+    }
+    let last = bodies.len().checked_sub(1);
+    for (at, body) in bodies.into_iter().enumerate() {
+        let name = format!("messages[{at}]");
+        let body: MessageBody<'_> = parse(&name, body, "a message with role and content")?;
+        match body.role.as_str() {
+            "user" | "system" => {}
+            "assistant" if Some(at) == last => {
+                let reason = "the last message is of the assistant; continuing a message is not supported";
+                return Err(Outcome::field("messages", reason));
+            }
+            "assistant" => {}
+            other => {
+                let reason = format!("{name} has the role {other:?}; roles are user and assistant");
+                return Err(Outcome::field("messages", reason));
+            }
+        }
+        let content = content::text(&format!("{name}.content"), Some(body.content))?;
+        messages.push(Message { role: body.role, content });
+    }
+    Ok(Input::Chat(messages))
+}
+
+fn read(body: &[u8]) -> Result<(GenerationRequest, bool), Outcome> {
+    let fields = FIELDS.read(body)?;
+    let max_tokens = fields.count("max_tokens")?;
+    let max_tokens = max_tokens.ok_or_else(|| Outcome::field("max_tokens", "max_tokens is missing"))?;
+    let mut request = GenerationRequest::new(fields.model()?, conversation(&fields)?);
+    request.sampling.temperature = fields.number("temperature")?;
+    request.sampling.top_p = fields.number("top_p")?;
+    request.sampling.top_k = fields.get("top_k", "an integer")?;
+    let stop = fields.texts("stop_sequences")?;
+    request.stop = StopConditions { max_tokens: Some(max_tokens), stop, ..StopConditions::default() };
+    Ok((request, fields.flag("stream")?))
+}
+
+/// Token counts of a message. Cached tokens are not among the input tokens, unlike in OpenAI's API.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub(super) struct UsageBody {
+    pub(super) input_tokens: u32,
+    pub(super) cache_creation_input_tokens: u32,
+    pub(super) cache_read_input_tokens: u32,
+    pub(super) output_tokens: u32,
+}
+
+impl From<&Usage> for UsageBody {
+    fn from(usage: &Usage) -> Self {
+        Self {
+            input_tokens: usage.prompt_tokens.saturating_sub(usage.cached_prompt_tokens),
+            cache_creation_input_tokens: 0,
+            cache_read_input_tokens: usage.cached_prompt_tokens,
+            output_tokens: usage.completion_tokens,
+        }
+    }
+}
+
+/// Message of the assistant, complete or as its stream starts.
+#[derive(Serialize)]
+pub(super) struct AssistantMessage<'a> {
+    pub(super) id: &'a str,
+    #[serde(rename = "type")]
+    pub(super) kind: &'static str,
+    pub(super) role: &'static str,
+    pub(super) model: &'a str,
+    pub(super) content: &'a [TextBlock<'a>],
+    pub(super) stop_reason: Option<&'static str>,
+    pub(super) stop_sequence: Option<&'a str>,
+    pub(super) usage: UsageBody,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) timings: Option<TimingsBody>,
+}
+
+/// Text block.
+#[derive(Serialize)]
+pub(super) struct TextBlock<'a> {
+    #[serde(rename = "type")]
+    pub(super) kind: &'static str,
+    pub(super) text: &'a str,
+}
+
+impl<'a> TextBlock<'a> {
+    pub(super) fn new(text: &'a str) -> Self {
+        Self { kind: "text", text }
+    }
+}
+
+/// Returns the stop reason in Anthropic's terms, with the stop sequence that matched.
+pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
+    match finished.reason {
+        FinishReason::Stop if finished.stop_string.is_empty() => ("end_turn", None),
+        FinishReason::Stop => ("stop_sequence", Some(&finished.stop_string)),
+        FinishReason::Length => ("max_tokens", None),
+        FinishReason::Cancelled | FinishReason::Deadline | FinishReason::Error => ("pause_turn", None),
+    }
+}
+
+/// Answers a message.
+pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let (request, stream) = read(&body).map_err(rejected)?;
+    drop(body);
+    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    if stream {
+        let encoder = MessageStream::new(&started, api.http.timings);
+        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+    }
+    complete(&api, started).await
+}
+
+async fn complete(api: &HttpApi, started: Started) -> Result<Response<Body>, Outcome> {
+    let (id, model) = (started.id("msg_"), started.model.clone());
+    let mut prompts = started.generations().collect().await?;
+    let prompt = prompts.pop().unwrap_or_default();
+    let choice = prompt.choices.first();
+    let finished = choice.and_then(|choice| choice.finished.as_ref());
+    let (stop_reason, stop_sequence) = finished.map_or(("end_turn", None), stop_reason);
+    json(&AssistantMessage {
+        id: &id,
+        kind: "message",
+        role: "assistant",
+        model: &model,
+        content: &[TextBlock::new(choice.map_or("", |choice| &choice.text))],
+        stop_reason: Some(stop_reason),
+        stop_sequence,
+        usage: UsageBody::from(&prompt.usage),
+        timings: api.http.timings.then(|| prompt.timings.into()),
+    })
+}
+
+#[derive(Serialize)]
+struct Count {
+    input_tokens: usize,
+}
+
+/// Counts the tokens of a conversation.
+pub(super) async fn count_tokens(
+    api: Arc<HttpApi>,
+    call: Call,
+    body: Bytes,
+) -> Result<Response<Body>, Outcome> {
+    let fields = COUNT_FIELDS.read(&body)?;
+    let (model, input) = (fields.model()?, conversation(&fields)?);
+    let (_, tokens) = api.ingress.tokens(&model, input, call.context).await?;
+    json(&Count { input_tokens: tokens.len() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn system_and_blocks_become_a_conversation() {
+        let body = br#"{"max_tokens": 5, "system": [{"type": "text", "text": "be kind", "cache_control": {}}],
+            "messages": [{"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": [{"type": "text", "text": "c"}]}], "stop_sequences": ["x"], "metadata": {}}"#;
+        let (request, stream) = read(body).unwrap();
+        let Input::Chat(messages) = request.input else { panic!() };
+        let messages: Vec<_> = messages.iter().map(|m| (m.role.as_str(), m.content.as_str())).collect();
+        assert_eq!(messages, [("system", "be kind"), ("user", "a"), ("assistant", "b"), ("user", "c")]);
+        assert_eq!(
+            (request.stop.max_tokens, request.stop.stop, stream),
+            (Some(5), vec!["x".to_owned()], false)
+        );
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused_by_its_field() {
+        for (more, field) in [
+            ("", "max_tokens"),
+            (r#", "max_tokens": 5, "tools": [{"name": "a"}]"#, "tools"),
+            (r#", "max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}]"#, "messages"),
+            (r#", "max_tokens": 5, "messages": [{"role": "user"}]"#, "messages"),
+            (
+                r#", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]"#,
+                "messages",
+            ),
+            (r#", "max_tokens": 5, "system": 7"#, "system"),
+            (r#", "max_tokens": 5, "output_config": {"format": {"type": "json_schema"}}"#, "output_config"),
+        ] {
+            let body = format!(r#"{{"messages": [{{"role": "user", "content": "a"}}]{more}}}"#);
+            match read(body.as_bytes()) {
+                Err(Outcome::InvalidField { field: found, .. }) => assert_eq!(found, field, "{more}"),
+                other => panic!("{more}: {:?}", other.map(|(request, _)| request)),
+            }
+        }
+    }
+}

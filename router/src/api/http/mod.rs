@@ -1,0 +1,279 @@
+//! HTTP APIs over the router's core: OpenAI's chat completions, completions and responses, Anthropic's
+//! messages, models, tokenization and probes.
+
+mod body;
+mod call;
+mod chat;
+mod chat_stream;
+mod completion_stream;
+mod completions;
+mod content;
+mod cors;
+mod errors;
+mod fields;
+mod generations;
+mod logprobs;
+mod message_stream;
+mod messages;
+mod models;
+mod probes;
+mod request_id;
+mod response_events;
+mod response_object;
+mod responses;
+mod sampling;
+mod sse;
+mod tokenize;
+mod usage;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::extract::State;
+use axum::routing::{MethodRouter, get, on};
+use futures::future::BoxFuture;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::{Request, Response};
+
+use crate::api::admission::Admission;
+use crate::api::generation::GenerationRequest;
+use crate::api::ingress::Ingress;
+use crate::api::response_stream::ResponseStream;
+use crate::cluster::bundle::Model;
+use crate::options::{HttpOptions, Options};
+use crate::outcome::Outcome;
+pub(crate) use call::Call;
+pub(crate) use cors::CorsLayer;
+pub(crate) use errors::refuse;
+use generations::Generations;
+pub(crate) use request_id::RequestIdLayer;
+
+/// Renders the metrics of the process for Prometheus.
+pub type RenderMetrics = Arc<dyn Fn() -> String + Send + Sync>;
+
+/// State of the HTTP APIs.
+pub(crate) struct HttpApi {
+    ingress: Arc<Ingress>,
+    admission: Admission,
+    options: Options,
+    http: HttpOptions,
+    /// Metrics of the process, if they are served here.
+    metrics: Option<RenderMetrics>,
+    /// Whether the router drains.
+    draining: Box<dyn Fn() -> bool + Send + Sync>,
+    /// Start of the process, in seconds since the epoch: the creation time of models.
+    started_at: u64,
+}
+
+type AxumResponse = Response<axum::body::Body>;
+type Answer = BoxFuture<'static, Result<Response<Body>, Outcome>>;
+/// Handler of a call whose body was received.
+type Handler = fn(Arc<HttpApi>, Call, Bytes) -> Answer;
+
+impl HttpApi {
+    pub(crate) fn new(
+        ingress: Arc<Ingress>,
+        admission: Admission,
+        options: &Options,
+        http: &HttpOptions,
+        metrics: Option<RenderMetrics>,
+        draining: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            ingress,
+            admission,
+            options: options.clone(),
+            http: http.clone(),
+            metrics: metrics.filter(|_| http.metrics),
+            draining: Box::new(draining),
+            started_at: unix_seconds(),
+        }
+    }
+
+    /// Returns the routes of the APIs.
+    pub(crate) fn routes(self) -> Router {
+        let api = Arc::new(self);
+        Router::new()
+            .route("/v1/chat/completions", post(|api, call, body| Box::pin(chat::create(api, call, body))))
+            .route("/v1/completions", post(|api, call, body| Box::pin(completions::create(api, call, body))))
+            .route("/v1/responses", post(|api, call, body| Box::pin(responses::create(api, call, body))))
+            .route("/v1/messages", post(|api, call, body| Box::pin(messages::create(api, call, body))))
+            .route(
+                "/v1/messages/count_tokens",
+                post(|api, call, body| Box::pin(messages::count_tokens(api, call, body))),
+            )
+            .route("/tokenize", post(|api, call, body| Box::pin(tokenize::tokenize(api, call, body))))
+            .route("/detokenize", post(|api, call, body| Box::pin(tokenize::detokenize(api, call, body))))
+            .route("/tokenizer_info", get(tokenize::info))
+            .route("/v1/models", get(models::list))
+            .route("/v1/models/{*id}", get(models::retrieve))
+            .route("/health", get(probes::ready))
+            .route("/ready", get(probes::ready))
+            .route("/readyz", get(probes::ready))
+            .route("/livez", get(probes::live))
+            .route("/version", get(probes::version))
+            .route("/metrics", get(probes::metrics))
+            .method_not_allowed_fallback(wrong_method)
+            .fallback(unknown_path)
+            .with_state(api)
+    }
+
+    /// Starts the generation of every prompt of a call. Each is admitted as a request of its own.
+    async fn start(&self, requests: Vec<GenerationRequest>, call: Call) -> Result<Started, Outcome> {
+        let Call { context, request_id } = call;
+        let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
+        let further: Vec<_> = further.collect::<Result<_, _>>()?;
+        let contexts = std::iter::once(context).chain(further);
+        let mut streams = Vec::with_capacity(requests.len());
+        for (at, (mut request, context)) in requests.into_iter().zip(contexts).enumerate() {
+            request.request_id = if at == 0 { request_id.clone() } else { format!("{request_id}-{at}") };
+            streams.push(self.ingress.start(request, context).await?);
+        }
+        let model = streams.first().map_or_else(String::new, |stream| stream.call().model.clone());
+        Ok(Started { request_id, model, created: unix_seconds(), streams })
+    }
+}
+
+/// Generations of a call that were accepted.
+struct Started {
+    request_id: String,
+    /// Name of the model.
+    model: String,
+    /// Seconds since the epoch.
+    created: u64,
+    /// One stream for each prompt.
+    streams: Vec<ResponseStream>,
+}
+
+impl Started {
+    /// Returns the id of the response object.
+    fn id(&self, prefix: &str) -> String {
+        format!("{prefix}{}", self.request_id)
+    }
+
+    /// Returns the bundle of the model.
+    fn bundle(&self) -> Option<Arc<Model>> {
+        self.streams.first().map(ResponseStream::bundle)
+    }
+
+    /// Returns the number of choices of each prompt.
+    fn choices(&self) -> u32 {
+        self.streams.first().map_or(1, |stream| stream.call().sampling.n)
+    }
+
+    /// Completes the texts of the prompts: one that was given as token ids is decoded.
+    fn prompt_texts(&self, given: Vec<Option<String>>) -> Vec<String> {
+        let text = |(given, stream): (Option<String>, &ResponseStream)| {
+            given.unwrap_or_else(|| {
+                stream.bundle().tokenizer.decode(&stream.call().prompt).unwrap_or_default()
+            })
+        };
+        given.into_iter().zip(&self.streams).map(text).collect()
+    }
+
+    fn generations(self) -> Generations {
+        Generations::new(self.streams)
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
+/// Returns the route of a handler of POST requests.
+fn post(handler: Handler) -> MethodRouter<Arc<HttpApi>> {
+    let run = move |State(api): State<Arc<HttpApi>>, request: Request<axum::body::Body>| async move {
+        let (parts, body) = request.into_parts();
+        let path = parts.uri.path().to_owned();
+        let call = Call::new(&parts.extensions, &parts.headers);
+        let answer = async {
+            let body = body::receive(body, &api.options).await?;
+            handler(api, call, body).await
+        };
+        answer.await.unwrap_or_else(|outcome| refuse(&path, outcome)).map(axum::body::Body::new)
+    };
+    on(axum::routing::MethodFilter::POST, run)
+}
+
+async fn unknown_path(request: Request<axum::body::Body>) -> AxumResponse {
+    let path = request.uri().path();
+    refuse(path, Outcome::UnknownPath { path: path.to_owned() }).map(axum::body::Body::new)
+}
+
+async fn wrong_method(request: Request<axum::body::Body>) -> AxumResponse {
+    let path = request.uri().path();
+    let outcome = Outcome::WrongMethod { method: request.method().to_string(), path: path.to_owned() };
+    refuse(path, outcome).map(axum::body::Body::new)
+}
+
+/// Returns a response with a JSON body.
+fn json(value: &impl serde::Serialize) -> Result<Response<Body>, Outcome> {
+    let body = serde_json::to_vec(value).map_err(|error| Outcome::Internal(error.to_string()))?;
+    let mut response = Response::new(Body::new(http_body_util::Full::new(Bytes::from(body))));
+    let headers = response.headers_mut();
+    headers.insert(
+        tonic::codegen::http::header::CONTENT_TYPE,
+        tonic::codegen::http::HeaderValue::from_static("application/json"),
+    );
+    Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fields::{Fate, FieldTable};
+    use super::*;
+
+    /// Every table of fields, in the order of the documentation.
+    const TABLES: [&FieldTable; 7] = [
+        &chat::FIELDS,
+        &completions::FIELDS,
+        &responses::FIELDS,
+        &messages::FIELDS,
+        &messages::COUNT_FIELDS,
+        &tokenize::FIELDS,
+        &tokenize::DETOKENIZE_FIELDS,
+    ];
+
+    #[test]
+    fn the_documentation_has_the_fate_of_every_field() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/http-api.md");
+        let documentation = std::fs::read_to_string(path).unwrap();
+        let mut missing = String::new();
+        for table in TABLES {
+            let heading = format!("### Fields of {}\n", table.api);
+            let section = documentation.split(&heading).nth(1).unwrap_or_default();
+            let section = section.split("\n#").next().unwrap_or_default();
+            let rows: Vec<String> = table
+                .iter()
+                .map(|field| {
+                    let fate = match field.fate {
+                        Fate::Honoured => "honoured",
+                        Fate::Ignored => "ignored",
+                        Fate::Refused => "refused",
+                    };
+                    format!("| `{}` | {fate} | {} |", field.name, field.note)
+                })
+                .collect();
+            if rows.iter().any(|row| !section.contains(row)) {
+                missing.push_str(&format!(
+                    "{heading}\n| field | fate | |\n|---|---|---|\n{}\n\n",
+                    rows.join("\n")
+                ));
+            }
+        }
+        assert!(missing.is_empty(), "docs/http-api.md lacks:\n{missing}");
+    }
+
+    #[test]
+    fn no_field_has_two_fates() {
+        for table in TABLES {
+            let mut names: Vec<&str> = table.iter().map(|field| field.name).collect();
+            names.sort_unstable();
+            let count = names.len();
+            names.dedup();
+            assert_eq!(names.len(), count, "{}", table.api);
+        }
+    }
+}

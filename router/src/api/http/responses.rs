@@ -1,0 +1,259 @@
+//! `/v1/responses`, without state: requests, and responses in one piece.
+
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Response;
+
+use super::chat::TOOLS;
+use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
+use super::logprobs::PositionBody;
+use super::response_events::ResponseEvents;
+use super::response_object::{Ended, RequestEcho, TextPart};
+use super::sampling::STRUCTURED;
+use super::{Call, HttpApi, content, json, sse};
+use crate::api::generation::{GenerationRequest, Input, StopConditions};
+use crate::api::ingress::rejected;
+use crate::outcome::Outcome;
+use crate::text::Message;
+
+/// Reason for which earlier responses cannot be named.
+const STATELESS: &str = "responses are not stored; send the whole conversation as input";
+
+/// Fields of `/v1/responses`.
+pub(super) static FIELDS: FieldTable = FieldTable {
+    api: "responses",
+    fields: &[&[
+        honoured("model", "Name of a served model; absent: the only one."),
+        honoured(
+            "input",
+            "A string, or messages with text; reasoning items are skipped, other items refused.",
+        ),
+        honoured("instructions", "A first message of the system."),
+        honoured(
+            "max_output_tokens",
+            "At least 1; absent: what the context leaves, at most the router's default.",
+        ),
+        honoured("temperature", "In [0, 100]; 0 is greedy."),
+        honoured("top_p", "In (0, 1]."),
+        honoured("top_logprobs", "In [0, 20]: log probabilities of the output with so many alternatives."),
+        honoured("include", "`message.output_text.logprobs`; others have no effect."),
+        honoured("stream", "Server-sent events."),
+        honoured("text", "Only the format `text`; others are refused: structured output is not supported."),
+        honoured("tools", "Functions are refused; other kinds are skipped."),
+        honoured("tool_choice", "Only `none` and `auto`, as there are no tools."),
+        refused("previous_response_id", STATELESS),
+        refused("conversation", STATELESS),
+        refused("background", "responses are not stored; stream the response instead"),
+        refused("prompt", "prompt templates are not stored"),
+        refused("image", "images are not supported"),
+        ignored("access_programs", "The API key names the tenant."),
+        ignored("background_options", "There are no background responses."),
+        ignored("context_management", "The conversation is used as it is."),
+        ignored("max_tool_calls", "There are no tool calls."),
+        ignored("metadata", "Nothing is stored."),
+        ignored("moderation", "The output is that of the model."),
+        ignored("parallel_tool_calls", "There are no tool calls."),
+        ignored("prompt_cache_key", "The prefix cache needs no key."),
+        ignored("prompt_cache_options", "The prefix cache needs no hint."),
+        ignored("prompt_cache_retention", "The prefix cache needs no hint."),
+        ignored("reasoning", "The served models have no such setting."),
+        ignored("safety_identifier", "The API key names the tenant."),
+        ignored("service_tier", "The tenant's priority counts."),
+        ignored("store", "Nothing is stored."),
+        ignored("stream_options", "The last event always has the usage."),
+        ignored("truncation", "Prompts are not truncated."),
+        ignored("user", "The API key names the tenant."),
+    ]],
+};
+
+/// Item of `input` or of `tools`.
+#[derive(Deserialize)]
+struct ItemBody<'a> {
+    #[serde(rename = "type", default)]
+    kind: Option<String>,
+    #[serde(default)]
+    role: Option<String>,
+    #[serde(borrow, default)]
+    content: Option<&'a RawValue>,
+}
+
+/// Reads the conversation. An empty one, as clients send to probe a server, is an empty message of the user.
+fn conversation(fields: &Fields<'_>, instructions: Option<&str>) -> Result<Input, Outcome> {
+    let message = |role: &str, content: String| Message { role: role.to_owned(), content };
+    let mut messages = Vec::new();
+    messages.extend(instructions.map(|text| message("system", text.to_owned())));
+    let expected = "a string or an array of items";
+    match fields.raw("input") {
+        Some(input) if input.get().starts_with('[') => {
+            let items: Vec<&RawValue> = parse("input", input, expected)?;
+            for (at, item) in items.into_iter().enumerate() {
+                messages.extend(read_item(&format!("input[{at}]"), item)?);
+            }
+        }
+        Some(input) => messages.push(message("user", parse("input", input, expected)?)),
+        None => {}
+    }
+    if !messages.iter().any(|message| message.role != "system") {
+        messages.push(message("user", String::new()));
+    }
+    Ok(Input::Chat(messages))
+}
+
+/// Returns the message of an item; `None` if it has no effect on the prompt.
+fn read_item(name: &str, item: &RawValue) -> Result<Option<Message>, Outcome> {
+    let item: ItemBody<'_> = parse(name, item, "an item")?;
+    let refused = |what: &str| Err(Outcome::field("input", format!("{name} {what}")));
+    match item.kind.as_deref() {
+        None | Some("message") => {}
+        Some("reasoning" | "compaction") => return Ok(None),
+        Some("item_reference") => return refused(&format!("refers to a stored item: {STATELESS}")),
+        Some(other) => return refused(&format!("is of type {other:?}: {TOOLS}")),
+    }
+    let role = match item.role.as_deref() {
+        Some("system" | "developer") => "system",
+        Some("user") => "user",
+        Some("assistant") => "assistant",
+        Some(other) => {
+            return refused(&format!(
+                "has the role {other:?}; roles are system, developer, user and assistant"
+            ));
+        }
+        None => return refused("has no role"),
+    };
+    let content = content::text(&format!("{name}.content"), item.content)?;
+    Ok(Some(Message { role: role.to_owned(), content }))
+}
+
+/// Output options of a call.
+#[derive(Debug)]
+struct Output {
+    stream: bool,
+    instructions: Option<String>,
+    max_output_tokens: Option<u32>,
+}
+
+fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
+    let fields = FIELDS.read(body)?;
+    let instructions = fields.text("instructions")?;
+    let input = conversation(&fields, instructions.as_deref())?;
+    let max_output_tokens = fields.count("max_output_tokens")?;
+    let mut request = GenerationRequest::new(fields.model()?, input);
+    request.sampling.temperature = fields.number("temperature")?;
+    request.sampling.top_p = fields.number("top_p")?;
+    request.stop = StopConditions { max_tokens: max_output_tokens, ..StopConditions::default() };
+    let included: Vec<String> = fields.get("include", "an array of strings")?.unwrap_or_default();
+    let with_logprobs = included.iter().any(|name| name == "message.output_text.logprobs");
+    let top_logprobs = fields.count("top_logprobs")?.filter(|top| *top > 0);
+    request.sampling.logprobs = top_logprobs.or(with_logprobs.then_some(0));
+    check_text_only(&fields)?;
+    Ok((request, Output { stream: fields.flag("stream")?, instructions, max_output_tokens }))
+}
+
+/// Checks the fields that ask for something other than text.
+fn check_text_only(fields: &Fields<'_>) -> Result<(), Outcome> {
+    #[derive(Deserialize)]
+    struct Text {
+        #[serde(default)]
+        format: Option<Format>,
+    }
+    #[derive(Deserialize)]
+    struct Format {
+        #[serde(rename = "type")]
+        kind: String,
+    }
+    let text: Option<Text> = fields.get("text", "an object with a format")?;
+    let format = text.and_then(|text| text.format).filter(|format| format.kind != "text");
+    if let Some(Format { kind }) = format {
+        return Err(Outcome::field("text", format!("text.format is of type {kind:?}: {STRUCTURED}")));
+    }
+    let tools: Vec<&RawValue> = fields.get("tools", "an array of tools")?.unwrap_or_default();
+    for (at, tool) in tools.into_iter().enumerate() {
+        let tool: ItemBody<'_> = parse(&format!("tools[{at}]"), tool, "a tool")?;
+        if tool.kind.as_deref() == Some("function") {
+            return Err(Outcome::field("tools", format!("tools[{at}] is a function: {TOOLS}")));
+        }
+        FIELDS.count("tools");
+    }
+    let choice = fields.raw("tool_choice").map(RawValue::get);
+    if choice.is_some_and(|choice| !matches!(choice, "\"none\"" | "\"auto\"")) {
+        return Err(Outcome::field("tool_choice", format!("tool_choice asks for a tool: {TOOLS}")));
+    }
+    Ok(())
+}
+
+/// Answers a response.
+pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let (request, output) = read(&body).map_err(rejected)?;
+    drop(body);
+    let with_logprobs = request.sampling.logprobs.is_some();
+    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    let echo = RequestEcho::new(&started, output.instructions, output.max_output_tokens);
+    let bundle = started.bundle().filter(|_| with_logprobs);
+    if output.stream {
+        let encoder = ResponseEvents::new(echo, bundle, api.http.timings);
+        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+    }
+    let mut prompts = started.generations().collect().await?;
+    let prompt = prompts.pop().unwrap_or_default();
+    let choice = prompt.choices.first();
+    let logprobs: Vec<_> = match (choice, bundle) {
+        (Some(choice), Some(model)) => {
+            let vocabulary = model.tokenizer.vocabulary();
+            choice.logprobs.iter().map(|position| PositionBody::new(position, vocabulary)).collect()
+        }
+        _ => Vec::new(),
+    };
+    let text = choice.map_or("", |choice| &choice.text);
+    json(&echo.ended(&Ended::of(&prompt, api.http.timings), TextPart::new(text, &logprobs)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn messages(body: &str) -> Result<Vec<(String, String)>, Outcome> {
+        let Input::Chat(messages) = read(body.as_bytes())?.0.input else { panic!() };
+        Ok(messages.into_iter().map(|message| (message.role, message.content)).collect())
+    }
+
+    #[test]
+    fn input_is_a_text_or_items_and_may_be_empty() {
+        let one = |role: &str, text: &str| (role.to_owned(), text.to_owned());
+        assert_eq!(messages(r#"{"input": "a"}"#).unwrap(), [one("user", "a")]);
+        let items = r#"{"instructions": "i", "tools": [{"type": "web_search"}], "input": [{"role": "user",
+            "content": [{"type": "input_text", "text": "a"}]}, {"type": "reasoning", "summary": []},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+            {"role": "developer", "content": "c"}]}"#;
+        let expected = [one("system", "i"), one("user", "a"), one("assistant", "b"), one("system", "c")];
+        assert_eq!(messages(items).unwrap(), expected);
+        for empty in [r#"{"max_output_tokens": 1}"#, r#"{"input": []}"#, r#"{"input": ""}"#] {
+            assert_eq!(messages(empty).unwrap(), [one("user", "")], "{empty}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused_by_its_field() {
+        for (body, field) in [
+            (r#"{"previous_response_id": "resp_1"}"#, "previous_response_id"),
+            (r#"{"conversation": {"id": "x"}}"#, "conversation"),
+            (r#"{"background": true}"#, "background"),
+            (r#"{"tools": [{"type": "function", "name": "f"}]}"#, "tools"),
+            (r#"{"text": {"format": {"type": "json_schema"}}}"#, "text"),
+            (r#"{"tool_choice": {"type": "function"}}"#, "tool_choice"),
+            (r#"{"input": [{"type": "function_call_output"}]}"#, "input"),
+            (r#"{"input": [{"type": "item_reference", "id": "x"}]}"#, "input"),
+            (r#"{"input": [{"role": "user", "content": [{"type": "input_image"}]}]}"#, "input"),
+            (r#"{"input": {"a": 1}}"#, "input"),
+            (r#"{"max_output_tokens": "many"}"#, "max_output_tokens"),
+        ] {
+            match read(body.as_bytes()) {
+                Err(Outcome::InvalidField { field: found, .. }) => assert_eq!(found, field, "{body}"),
+                other => panic!("{body}: {:?}", other.map(|(request, _)| request)),
+            }
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Sampling fields that chat and text completions share, with extensions for what OpenAI's API lacks.
+
+use std::collections::BTreeMap;
+
+use super::fields::{Field, Fields, honoured, ignored, refused};
+use crate::api::generation::{GenerationRequest, SamplingOverrides, StopConditions};
+use crate::outcome::Outcome;
+
+/// Fields of OpenAI's chat and text completions.
+pub(super) const SAMPLING: &[Field] = &[
+    honoured("model", "Name of a served model; absent: the only one."),
+    honoured("temperature", "In [0, 100]; 0 is greedy."),
+    honoured("top_p", "In (0, 1]."),
+    honoured("frequency_penalty", "In [-2, 2]."),
+    honoured("presence_penalty", "In [-2, 2]."),
+    honoured("logit_bias", "Object of token id to bias in [-100, 100]; at most 1024 entries."),
+    honoured(
+        "seed",
+        "64-bit integer. Equal requests with equal seeds give equal tokens on one `system_fingerprint`.",
+    ),
+    honoured("n", "In [1, 16]."),
+    honoured("stop", "String or at most 16 strings of 1 to 256 bytes."),
+    honoured("stream", "Server-sent events."),
+    honoured(
+        "stream_options",
+        "`include_usage` and `continuous_usage_stats`; without `stream` it has no effect.",
+    ),
+    ignored("user", "The API key names the tenant."),
+    ignored("metadata", "Nothing is stored."),
+];
+
+/// Extensions that other servers and their clients know, too.
+pub(super) const EXTENSIONS: &[Field] = &[
+    honoured("top_k", "Extension: at least 0, or -1; 0 and -1 keep all tokens."),
+    honoured("min_p", "Extension: in [0, 1]."),
+    honoured("repetition_penalty", "Extension: in (0, 100]."),
+    honoured("min_tokens", "Extension: minimum number of tokens before the end."),
+    honoured("stop_token_ids", "Extension: at most 128 token ids that end the output."),
+    honoured("ignore_eos", "Extension: the model's EOS tokens do not end the output."),
+    honoured("require_fingerprint", "Extension: runs only on workers with this `system_fingerprint`."),
+    honoured("request_id", "Extension: id of the request; the header `x-request-id` counts first."),
+    ignored("priority", "The tenant's priority counts; other servers order it the other way round."),
+    ignored("cache_salt", "The prefix cache is keyed by tenant."),
+    ignored("include_stop_str_in_output", "Stop strings are never part of the output."),
+    ignored("skip_special_tokens", "Special tokens are never part of the output."),
+    ignored("spaces_between_special_tokens", "Special tokens are never part of the output."),
+    ignored("return_token_ids", "Use `/tokenize` or gRPC for token ids."),
+    honoured("best_of", "Only 1; use `n` for more choices."),
+    refused("use_beam_search", "beam search is not supported; use sampling"),
+    refused("prompt_logprobs", "log probabilities of the prompt are not supported"),
+    refused("allowed_token_ids", "restricting the vocabulary is not supported; use logit_bias"),
+    refused("bad_words", "restricting the vocabulary is not supported; use logit_bias"),
+    refused("truncate_prompt_tokens", "prompts are not truncated; shorten the prompt"),
+    refused("guided_json", STRUCTURED),
+    refused("guided_regex", STRUCTURED),
+    refused("guided_choice", STRUCTURED),
+    refused("guided_grammar", STRUCTURED),
+    refused("structured_outputs", STRUCTURED),
+];
+
+/// Reason for which structured output is refused.
+pub(super) const STRUCTURED: &str = "structured output is not supported; ask for the format in the prompt";
+
+/// Reads the fields of [`SAMPLING`] and [`EXTENSIONS`] into a request.
+pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Result<(), Outcome> {
+    let token_ids = |name: &str| fields.get::<Vec<u32>>(name, "an array of token ids");
+    if fields.count("best_of")?.is_some_and(|best_of| best_of != 1) {
+        return Err(Outcome::field("best_of", "best_of must be 1; use n for more choices"));
+    }
+    request.sampling = SamplingOverrides {
+        temperature: fields.number("temperature")?,
+        top_p: fields.number("top_p")?,
+        top_k: fields.get::<i32>("top_k", "an integer")?.map(|top_k| if top_k == -1 { 0 } else { top_k }),
+        min_p: fields.number("min_p")?,
+        presence_penalty: fields.number("presence_penalty")?,
+        frequency_penalty: fields.number("frequency_penalty")?,
+        repetition_penalty: fields.number("repetition_penalty")?,
+        logit_bias: logit_bias(fields)?,
+        logprobs: None,
+        seed: seed(fields)?,
+        n: fields.count("n")?,
+    };
+    request.stop = StopConditions {
+        max_tokens: None,
+        min_tokens: fields.count("min_tokens")?.unwrap_or(0),
+        stop: fields.texts("stop")?,
+        stop_token_ids: token_ids("stop_token_ids")?.unwrap_or_default(),
+        ignore_eos: fields.flag("ignore_eos")?,
+    };
+    request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
+    Ok(())
+}
+
+fn logit_bias(fields: &Fields<'_>) -> Result<Vec<(u32, f32)>, Outcome> {
+    let biases = fields.get::<BTreeMap<String, f32>>("logit_bias", "an object of token id to bias")?;
+    let entry = |(id, bias): (String, f32)| match id.parse() {
+        Ok(id) => Ok((id, bias)),
+        Err(_) => {
+            Err(Outcome::field("logit_bias", format!("logit_bias has the key {id:?}; keys are token ids")))
+        }
+    };
+    biases.unwrap_or_default().into_iter().map(entry).collect()
+}
+
+/// Returns the seed. Negative ones are valid in OpenAI's API.
+fn seed(fields: &Fields<'_>) -> Result<Option<u64>, Outcome> {
+    let seed = fields.get::<i128>("seed", "an integer")?;
+    let bits = |seed: i128| {
+        i64::try_from(seed)
+            .map(i64::cast_unsigned)
+            .or_else(|_| u64::try_from(seed))
+            .map_err(|_| Outcome::field("seed", format!("seed is {seed}; it must be a 64-bit integer")))
+    };
+    seed.map(bits).transpose()
+}
+
+/// Usage of streamed responses that a client asks for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize)]
+pub(super) struct StreamOptions {
+    /// A last chunk has the usage.
+    #[serde(default)]
+    pub(super) include_usage: Option<bool>,
+    /// Every chunk has the usage so far.
+    #[serde(default)]
+    pub(super) continuous_usage_stats: Option<bool>,
+}
+
+impl StreamOptions {
+    pub(super) fn read(fields: &Fields<'_>) -> Result<Self, Outcome> {
+        Ok(fields.get("stream_options", "an object of flags")?.unwrap_or_default())
+    }
+
+    pub(super) fn include_usage(self) -> bool {
+        self.include_usage == Some(true) || self.continuous()
+    }
+
+    pub(super) fn continuous(self) -> bool {
+        self.continuous_usage_stats == Some(true)
+    }
+}

@@ -1,0 +1,132 @@
+//! Tokenization, by the requests and responses of vLLM, which remote tokenizers read.
+
+use std::sync::Arc;
+
+use axum::extract::{RawQuery, State};
+use serde::Serialize;
+use tonic::body::Body;
+use tonic::codegen::Bytes;
+use tonic::codegen::http::Response;
+
+use super::errors::refuse;
+use super::fields::{FieldTable, honoured, refused};
+use super::{AxumResponse, Call, HttpApi, chat, json};
+use crate::api::generation::Input;
+use crate::dispatcher::ServedModel;
+use crate::outcome::Outcome;
+use crate::text::ChatTemplate;
+
+/// Fields of `/tokenize`.
+pub(super) static FIELDS: FieldTable = FieldTable {
+    api: "tokenize",
+    fields: &[&[
+        honoured("model", "Name of a served model; absent: the only one."),
+        honoured("prompt", "Text; this or `messages`."),
+        honoured("messages", "Conversation, as in chat completions."),
+        honoured("add_special_tokens", "Of a prompt: the model's special tokens around it; true by default."),
+        honoured("return_token_strs", "Adds the text of each token."),
+        honoured("add_generation_prompt", "Of a conversation; only true, the default."),
+        refused("continue_final_message", "a conversation is rendered up to the start of the next message"),
+        refused("tools", "tool calls are not supported"),
+        refused("chat_template", "the model's own template renders conversations"),
+        refused("chat_template_kwargs", "templates take no arguments"),
+    ]],
+};
+
+/// Fields of `/detokenize`.
+pub(super) static DETOKENIZE_FIELDS: FieldTable = FieldTable {
+    api: "detokenize",
+    fields: &[&[
+        honoured("model", "Name of a served model; absent: the only one."),
+        honoured("tokens", "Array of token ids."),
+    ]],
+};
+
+#[derive(Serialize)]
+struct Tokens {
+    count: usize,
+    max_model_len: u32,
+    tokens: Vec<u32>,
+    token_strs: Option<Vec<String>>,
+}
+
+#[derive(Serialize)]
+struct Prompt {
+    prompt: String,
+}
+
+/// Special tokens and chat template of a model.
+#[derive(Serialize)]
+struct Info<'a> {
+    tokenizer_class: &'static str,
+    bos_token: Option<&'a str>,
+    eos_token: Option<&'a str>,
+    pad_token: Option<&'a str>,
+    chat_template: Option<&'a str>,
+    model_max_length: u32,
+}
+
+/// Tokenizes a prompt or a conversation.
+pub(super) async fn tokenize(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let fields = FIELDS.read(&body)?;
+    let model = fields.model()?;
+    let input = match (fields.text("prompt")?, fields.raw("messages")) {
+        (Some(_), Some(_)) => return Err(Outcome::invalid("both prompt and messages were given; give one")),
+        (None, None) => return Err(Outcome::field("prompt", "prompt is missing; give prompt or messages")),
+        (Some(text), None) => match fields.get("add_special_tokens", "true or false")? {
+            Some(false) => Input::RawText(text),
+            Some(true) | None => Input::Text(text),
+        },
+        (None, Some(_)) => Input::Chat(chat::messages(&fields)?),
+    };
+    if fields.get("add_generation_prompt", "true or false")? == Some(false) {
+        let reason = "add_generation_prompt is false; a conversation is rendered up to the next message";
+        return Err(Outcome::field("add_generation_prompt", reason));
+    }
+    let with_texts = fields.flag("return_token_strs")?;
+    let (served, tokens) = api.ingress.tokens(&model, input, call.context).await?;
+    let texts = || tokens.iter().map(|id| served.model.tokenizer.piece(*id)).collect();
+    json(&Tokens {
+        count: tokens.len(),
+        max_model_len: served.limits.sequence_tokens(),
+        token_strs: with_texts.then(texts),
+        tokens,
+    })
+}
+
+/// Returns the text of tokens, special ones included.
+pub(super) async fn detokenize(api: Arc<HttpApi>, _: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
+    let fields = DETOKENIZE_FIELDS.read(&body)?;
+    let served = api.ingress.resolve(&fields.model()?)?;
+    let tokens: Option<Vec<u32>> = fields.get("tokens", "an array of token ids")?;
+    let tokens = tokens.ok_or_else(|| Outcome::field("tokens", "tokens is missing"))?;
+    let vocab_size = served.limits.vocab_size;
+    if let Some(id) = tokens.iter().find(|id| **id >= vocab_size) {
+        let reason = format!("token id {id} is outside the vocabulary of {vocab_size}");
+        return Err(Outcome::field("tokens", reason));
+    }
+    let prompt = api.ingress.decode(&served, tokens).await?;
+    json(&Prompt { prompt })
+}
+
+/// Returns what a remote tokenizer needs to know of a model, the only one or that of the query `model`.
+pub(super) async fn info(State(api): State<Arc<HttpApi>>, RawQuery(query): RawQuery) -> AxumResponse {
+    let query = query.unwrap_or_default();
+    let model = query.split('&').find_map(|pair| pair.strip_prefix("model=")).unwrap_or_default();
+    let answer = api.ingress.resolve(model).and_then(|served| describe(&served));
+    answer.unwrap_or_else(|outcome| refuse("/tokenizer_info", outcome)).map(axum::body::Body::new)
+}
+
+fn describe(served: &ServedModel) -> Result<Response<Body>, Outcome> {
+    let template = served.model.template.as_ref();
+    let bos_token = template.map(ChatTemplate::bos_token).filter(|token| !token.is_empty());
+    let eos_token = template.map(ChatTemplate::eos_token).filter(|token| !token.is_empty());
+    json(&Info {
+        tokenizer_class: "PreTrainedTokenizerFast",
+        bos_token,
+        eos_token,
+        pad_token: eos_token,
+        chat_template: template.map(ChatTemplate::source),
+        model_max_length: served.limits.sequence_tokens(),
+    })
+}

@@ -1,0 +1,202 @@
+//! HTTP/1.1 client on the bytes of the wire.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use inflight_router::{HttpOptions, Options};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+
+use crate::cluster::Cluster;
+use crate::worker::{ScriptedSession, ScriptedWorker, WorkerProfile};
+
+/// Options with the HTTP APIs on a free port.
+pub fn with_http(http: HttpOptions) -> Options {
+    let listen = "127.0.0.1:0".parse().unwrap();
+    Options { http: Some(HttpOptions { listen, ..http }), ..Options::default() }
+}
+
+/// A router that serves HTTP, its only worker and the session of the worker.
+pub struct HttpCluster {
+    pub cluster: Cluster,
+    pub session: ScriptedSession,
+    _worker: ScriptedWorker,
+    pub address: SocketAddr,
+}
+
+impl HttpCluster {
+    pub async fn start(options: Options) -> Self {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let cluster = Cluster::start(&[&worker], options).await;
+        let session = worker.granted().await;
+        cluster.handle.ready().await;
+        let address = cluster.http.unwrap();
+        Self { cluster, session, _worker: worker, address }
+    }
+
+    pub async fn post(&self, path: &str, body: &str) -> Call {
+        Call::send(self.address, "POST", path, &[], body.as_bytes()).await
+    }
+
+    pub async fn get(&self, path: &str) -> Response {
+        Call::send(self.address, "GET", path, &[], b"").await.response().await
+    }
+
+    /// Posts a body that is refused; returns the status and the error.
+    pub async fn refused(&self, path: &str, body: &str) -> (u16, Value) {
+        let response = self.post(path, body).await.response().await;
+        (response.status, response.json()["error"].clone())
+    }
+}
+
+/// Call whose response is read.
+pub struct Call {
+    connection: BufReader<TcpStream>,
+}
+
+/// Response in one piece.
+#[derive(Debug)]
+pub struct Response {
+    pub status: u16,
+    pub headers: BTreeMap<String, String>,
+    pub body: String,
+}
+
+impl Response {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+impl Call {
+    /// Sends a request on a new connection.
+    pub async fn send(
+        address: SocketAddr,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Self {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let mut head =
+            format!("{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n", body.len());
+        for (name, value) in headers {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+        head.push_str("\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        // A server that refuses a large body may close before it has read it.
+        let _ = stream.write_all(body).await;
+        Self { connection: BufReader::new(stream) }
+    }
+
+    /// Returns a call over a connection on which the test has written the request.
+    pub fn over(stream: TcpStream) -> Self {
+        Self { connection: BufReader::new(stream) }
+    }
+
+    /// Reads the status and the headers.
+    pub async fn head(&mut self) -> (u16, BTreeMap<String, String>) {
+        let mut line = String::new();
+        self.connection.read_line(&mut line).await.unwrap();
+        let status = line.split(' ').nth(1).unwrap_or_else(|| panic!("no status in {line:?}"));
+        let status = status.parse().unwrap();
+        let mut headers = BTreeMap::new();
+        loop {
+            let mut line = String::new();
+            self.connection.read_line(&mut line).await.unwrap();
+            let Some((name, value)) = line.trim_end().split_once(": ") else { break };
+            headers.insert(name.to_ascii_lowercase(), value.to_owned());
+        }
+        (status, headers)
+    }
+
+    /// Reads the next chunk; `None` after the last.
+    pub async fn chunk(&mut self) -> Option<String> {
+        let mut line = String::new();
+        self.connection.read_line(&mut line).await.unwrap();
+        let size = usize::from_str_radix(line.trim_end(), 16).unwrap_or_else(|_| panic!("{line:?}"));
+        let mut data = vec![0; size + 2];
+        self.connection.read_exact(&mut data).await.unwrap();
+        data.truncate(size);
+        (size > 0).then(|| String::from_utf8(data).unwrap())
+    }
+
+    /// Reads a whole response.
+    pub async fn response(mut self) -> Response {
+        let (status, headers) = self.head().await;
+        let mut body = String::new();
+        match headers.get("content-length") {
+            Some(length) => {
+                let mut data = vec![0; length.parse().unwrap()];
+                self.connection.read_exact(&mut data).await.unwrap();
+                body = String::from_utf8(data).unwrap();
+            }
+            None if headers.contains_key("transfer-encoding") => {
+                while let Some(chunk) = self.chunk().await {
+                    body.push_str(&chunk);
+                }
+            }
+            None => {}
+        }
+        Response { status, headers, body }
+    }
+
+    /// Reads a stream to its end, and checks that it is one.
+    pub async fn events(self) -> Vec<Event> {
+        let response = self.response().await;
+        assert_eq!(response.status, 200, "{response:?}");
+        assert_eq!(response.headers["content-type"], "text/event-stream; charset=utf-8");
+        parse_events(&response.body)
+    }
+}
+
+/// Server-sent event.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    pub name: Option<String>,
+    pub data: String,
+}
+
+impl Event {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.data).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+}
+
+/// Parses events strictly: an optional name and one line of data each; comments are skipped.
+pub fn parse_events(body: &str) -> Vec<Event> {
+    let mut events = Vec::new();
+    for block in body.strip_suffix("\n\n").unwrap_or_else(|| panic!("cut: {body:?}")).split("\n\n") {
+        if block.starts_with(':') {
+            continue;
+        }
+        let (name, data) = match block.strip_prefix("event: ") {
+            Some(rest) => {
+                let (name, data) = rest.split_once('\n').unwrap();
+                (Some(name.to_owned()), data)
+            }
+            None => (None, block),
+        };
+        let data = data.strip_prefix("data: ").unwrap_or_else(|| panic!("{block:?}"));
+        assert!(!data.contains('\n'), "{block:?}");
+        events.push(Event { name, data: data.to_owned() });
+    }
+    events
+}
+
+/// Replaces the creation time in a response, which differs from run to run, by 0.
+pub fn timeless(text: &str) -> String {
+    ["\"created\":", "\"created_at\":"].iter().fold(text.to_owned(), |text, key| {
+        let mut parts = text.split(key);
+        let first = parts.next().unwrap_or_default().to_owned();
+        parts.fold(first, |out, part| {
+            format!("{out}{key}0{}", part.trim_start_matches(|c: char| c.is_ascii_digit()))
+        })
+    })
+}
+
+/// A keep-alive interval that tests can wait for.
+pub const SHORT: Duration = Duration::from_millis(30);

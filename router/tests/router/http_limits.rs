@@ -1,0 +1,147 @@
+//! Bad input to the HTTP APIs: each field, malformed and huge bodies, floods of headers, slow senders.
+
+use std::time::Duration;
+
+use inflight_proto::v1;
+use inflight_router::{HttpOptions, Options};
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+
+use crate::cluster::{bounded, metrics, tokens};
+use crate::http_client::{Call, HttpCluster, with_http};
+
+const CHAT: &str = "/v1/chat/completions";
+
+#[tokio::test]
+async fn every_bad_field_is_refused_by_name_and_unknown_ones_pass() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let table = [
+            ("temperature", "-1", "[0, 100]"),
+            ("temperature", "1e300", "[0, 100]"),
+            ("temperature", "\"warm\"", "must be a number"),
+            ("temperature", "[]", "must be a number"),
+            ("top_p", "0", "(0, 1]"),
+            ("top_k", "-2", "top_k"),
+            ("top_k", "99999999999", "must be an integer"),
+            ("min_p", "2", "[0, 1]"),
+            ("frequency_penalty", "3", "[-2, 2]"),
+            ("presence_penalty", "true", "must be a number"),
+            ("repetition_penalty", "0", "(0, 100]"),
+            ("n", "0", "[1, 16]"),
+            ("n", "17", "[1, 16]"),
+            ("n", "4294967296", "non-negative integer"),
+            ("stop", "[\"\"]", "stop[0] has 0 bytes"),
+            ("stop", "7", "a string or an array of strings"),
+            ("stop_token_ids", "[-1]", "array of token ids"),
+            ("logit_bias", "{\"1\": 101}", "[-100, 100]"),
+            ("logit_bias", "[1]", "an object of token id to bias"),
+            ("max_tokens", "0", "max_tokens is 0"),
+            ("max_completion_tokens", "-5", "non-negative integer"),
+            ("top_logprobs", "2", "needs logprobs"),
+            ("seed", "1.5", "must be an integer"),
+            ("stream", "1", "true or false"),
+            ("stream_options", "7", "an object of flags"),
+            ("messages", "{}", "an array of messages"),
+            ("model", "7", "must be a string"),
+            ("tools", "[{\"type\": \"function\"}]", "tool calls are not supported"),
+            ("response_format", "{\"type\": \"json_object\"}", "structured output is not supported"),
+            ("audio", "{\"voice\": \"x\"}", "audio is not supported"),
+        ];
+        for (field, value, words) in table {
+            let messages = if field == "messages" { "" } else { r#""messages":[{"role":"user","content":"a"}],"# };
+            let (status, error) = http.refused(CHAT, &format!("{{{messages}\"{field}\":{value}}}")).await;
+            assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{field}: {error}");
+            let param = if field == "max_completion_tokens" { "max_completion_tokens" } else { field };
+            assert_eq!(error["param"], param, "{value}: {error}");
+            assert!(error["message"].as_str().unwrap().contains(words), "{field} {value}: {error}");
+        }
+        let (status, error) =
+            http.refused(CHAT, r#"{"messages":[{"role":"user","content":"a"}],"max_tokens":9999}"#).await;
+        assert_eq!((status, &error["code"]), (400, &json!("context_length_exceeded")));
+        let (status, error) =
+            http.refused(CHAT, r#"{"model":"gpt","messages":[{"role":"user","content":"a"}]}"#).await;
+        assert_eq!((status, &error["code"], &error["param"]), (404, &json!("model_not_found"), &json!("model")));
+        let fingerprint = r#"{"require_fingerprint":"x","messages":[{"role":"user","content":"a"}]}"#;
+        let call = http.post(CHAT, fingerprint).await.response().await;
+        assert_eq!((call.status, call.headers["x-should-retry"].as_str()), (409, "false"));
+
+        let body = r#"{"messages":[{"role":"user","content":"a","x":1}],"x_new":[[]],"user":"me","temperature":null}"#;
+        let call = http.post(CHAT, body).await;
+        let submit = http.session.submit().await;
+        http.session.finish(&submit, 0, &tokens("a"), v1::FinishReason::Length);
+        assert_eq!(call.response().await.status, 200);
+        let rendered = metrics().render();
+        for field in ["unknown", "user"] {
+            let line = format!(
+                "inflight_router_http_ignored_fields_total{{api=\"chat completions\",field=\"{field}\"}}"
+            );
+            assert!(rendered.contains(&line), "{line}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn malformed_nested_and_huge_bodies_are_refused() {
+    bounded(async {
+        let http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let deep = format!("{{\"messages\":{}", "[".repeat(1 << 20));
+        let nested = format!("{{\"messages\":{}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
+        for body in
+            ["", "{", "[]", "null", "\u{0}", "{\"messages\":}", "{\"a\":1}{", deep.as_str(), nested.as_str()]
+        {
+            let (status, error) = http.refused(CHAT, body).await;
+            assert_eq!((status, &error["type"]), (400, &json!("invalid_request_error")), "{body:.20}");
+        }
+        let call = Call::send(http.address, "POST", CHAT, &[], b"{\"messages\":\"\xff\"}").await;
+        assert_eq!(call.response().await.status, 400);
+
+        // Announced and in chunks.
+        let huge = vec![b' '; 100 << 20];
+        let refused = Call::send(http.address, "POST", CHAT, &[], &huge).await.response().await;
+        assert_eq!((refused.status, &refused.json()["error"]["code"]), (413, &json!("request_too_large")));
+        assert!(refused.body.contains("--message-bytes-max"), "{}", refused.body);
+        let refused = Call::send(http.address, "POST", "/v1/messages", &[], &huge).await.response().await;
+        assert_eq!(refused.json()["error"]["type"], "request_too_large");
+        let mut stream = TcpStream::connect(http.address).await.unwrap();
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: test\r\ntransfer-encoding: chunked\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let chunk = [b"100000\r\n".as_slice(), &vec![b' '; 1 << 20], b"\r\n"].concat();
+        for _ in 0..5 {
+            stream.write_all(&chunk).await.unwrap();
+        }
+        assert_eq!(Call::over(stream).response().await.status, 413);
+        // Still there.
+        assert_eq!(http.get("/health").await.status, 200);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn floods_of_headers_and_slow_senders_are_ended() {
+    bounded(async {
+        let message_time_max = Duration::from_millis(200);
+        let options = Options { message_time_max, ..with_http(HttpOptions::default()) };
+        let http = HttpCluster::start(options).await;
+        let value = "x".repeat(4000);
+        let names: Vec<String> = (0..200).map(|at| format!("x-{at}")).collect();
+        let many: Vec<(&str, &str)> = names.iter().map(|name| (name.as_str(), "1")).collect();
+        let large: Vec<(&str, &str)> =
+            names.iter().take(20).map(|name| (name.as_str(), value.as_str())).collect();
+        for headers in [many, large] {
+            let response =
+                Call::send(http.address, "GET", "/v1/models", &headers, b"").await.response().await;
+            assert_eq!(response.status, 431);
+        }
+        // A body that never ends.
+        let mut stream = TcpStream::connect(http.address).await.unwrap();
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-length: 10\r\n\r\n{{");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let refused = Call::over(stream).response().await;
+        assert_eq!((refused.status, &refused.json()["error"]["code"]), (408, &json!("request_timeout")));
+        assert_eq!(http.get("/health").await.status, 200);
+    })
+    .await;
+}

@@ -1,0 +1,261 @@
+//! Streams of the HTTP APIs: keep-alive comments, failures, disconnects, slow clients, drain.
+
+use inflight_proto::v1;
+use inflight_router::{HttpOptions, Options};
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpSocket;
+
+use crate::cluster::{bounded, tokens};
+use crate::http_client::{Call, HttpCluster, SHORT, parse_events, with_http};
+use crate::worker::Command;
+
+const LENGTH: v1::FinishReason = v1::FinishReason::Length;
+const ASK: &str = r#"{"messages":[{"role":"user","content":"hello"}]"#;
+const KEEP_ALIVE: &str = ": keep-alive\n\n";
+
+/// Body of a streamed request to each generating endpoint, and whether failures are named events.
+const ENDPOINTS: [(&str, &str, Option<&str>); 4] = [
+    ("/v1/chat/completions", r#"{"messages":[{"role":"user","content":"a"}]"#, None),
+    ("/v1/completions", r#"{"prompt":"a""#, None),
+    ("/v1/responses", r#"{"input":"a""#, Some("error")),
+    ("/v1/messages", r#"{"max_tokens":9,"messages":[{"role":"user","content":"a"}]"#, Some("error")),
+];
+
+fn short() -> Options {
+    with_http(HttpOptions { keepalive: SHORT, ..HttpOptions::default() })
+}
+
+#[tokio::test]
+async fn comments_keep_a_stream_alive_while_queued_in_prefill_and_between_tokens() {
+    bounded(async {
+        let mut http = HttpCluster::start(short()).await;
+        // No grant: requests queue.
+        http.session.grant(0, 0);
+        let mut call = http.post("/v1/chat/completions", &format!("{ASK},\"stream\":true}}")).await;
+        assert_eq!(call.head().await.0, 200);
+        for _ in 0..3 {
+            assert_eq!(call.chunk().await.unwrap(), KEEP_ALIVE, "queued");
+        }
+        http.session.grant(64, 1 << 16);
+        let submit = http.session.submit().await;
+        for _ in 0..3 {
+            assert_eq!(call.chunk().await.unwrap(), KEEP_ALIVE, "in prefill");
+        }
+        http.session.tokens(&submit, 0, &tokens("a"));
+        let mut comments = 0;
+        let mut body = String::new();
+        while comments < 3 {
+            match call.chunk().await.unwrap() {
+                chunk if chunk == KEEP_ALIVE => comments += usize::from(!body.is_empty()),
+                chunk => body.push_str(&chunk),
+            }
+        }
+        http.session.finish(&submit, 0, &tokens("b"), LENGTH);
+        while let Some(chunk) = call.chunk().await {
+            body.push_str(&chunk);
+        }
+        let events = parse_events(&body);
+        let text: String = events[..events.len() - 1]
+            .iter()
+            .filter_map(|event| event.json()["choices"][0]["delta"]["content"].as_str().map(str::to_owned))
+            .collect();
+        assert_eq!((text.as_str(), events.last().unwrap().data.as_str()), ("ab", "[DONE]"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_failure_before_the_headers_has_a_status_and_one_after_them_is_an_event() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        for (path, ask, name) in ENDPOINTS {
+            for stream in [false, true] {
+                let call = http.post(path, &format!("{ask},\"stream\":{stream}}}")).await;
+                let submit = http.session.submit().await;
+                http.session.fail(&submit, 0, tonic::Code::ResourceExhausted);
+                let refused = call.response().await;
+                assert_eq!((refused.status, refused.headers["retry-after"].as_str()), (503, "1"), "{path}");
+                assert!(refused.json()["error"]["message"].as_str().unwrap().contains("scripted"), "{path}");
+            }
+            let call = http.post(path, &format!("{ask},\"stream\":true}}")).await;
+            let submit = http.session.submit().await;
+            http.session.tokens(&submit, 0, &tokens("a"));
+            http.session.fail(&submit, 0, tonic::Code::Internal);
+            let events = call.events().await;
+            let last = events.last().unwrap();
+            match name {
+                None => {
+                    assert_eq!(last.name, None);
+                    let error = &last.json()["error"];
+                    assert_eq!((&error["type"], &error["param"]), (&json!("server_error"), &json!(null)));
+                }
+                Some(name) => {
+                    let error = events.iter().find(|event| event.name.as_deref() == Some(name)).unwrap();
+                    assert_eq!(error.json()["type"], "error");
+                    assert!(error.data.contains("scripted"), "{path}");
+                    if path == "/v1/responses" {
+                        assert_eq!(last.json()["response"]["status"], "failed");
+                    }
+                }
+            }
+            assert!(events.iter().all(|event| event.data != "[DONE]"), "{path}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_disconnect_cancels_in_every_phase_streamed_or_not() {
+    bounded(async {
+        let mut http = HttpCluster::start(short()).await;
+        for (path, ask, _) in ENDPOINTS {
+            for stream in [false, true] {
+                let body = format!("{ask},\"stream\":{stream}}}");
+                // In prefill.
+                let call = http.post(path, &body).await;
+                let submit = http.session.submit().await;
+                drop(call);
+                assert_eq!(
+                    http.session.cancel().await.submission_id,
+                    submit.submission_id,
+                    "{path} {stream}"
+                );
+                // While it generates.
+                let mut call = http.post(path, &body).await;
+                let submit = http.session.submit().await;
+                http.session.tokens(&submit, 0, &tokens("a"));
+                if stream {
+                    assert_eq!(call.head().await.0, 200);
+                    call.chunk().await.unwrap();
+                }
+                drop(call);
+                assert_eq!(
+                    http.session.cancel().await.submission_id,
+                    submit.submission_id,
+                    "{path} {stream}"
+                );
+            }
+        }
+        // While queued: the request never reaches the worker, and the queue is empty again.
+        http.session.grant(0, 0);
+        for (path, ask, _) in ENDPOINTS {
+            let call = http.post(path, &format!("{ask}}}")).await;
+            while http.cluster.handle.stats().waiting == 0 {
+                tokio::task::yield_now().await;
+            }
+            drop(call);
+            while http.cluster.handle.stats().waiting > 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+        assert!(http.session.try_command().is_none());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_that_reads_slowly_is_paused_and_loses_nothing() {
+    bounded(async {
+        let options = Options { client_buffer_tokens: 512, ..with_http(HttpOptions::default()) };
+        let mut http = HttpCluster::start(options).await;
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        let mut stream = socket.connect(http.address).await.unwrap();
+        let body = r#"{"prompt":"a","max_tokens":200,"n":16,"stream":true}"#;
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let mut submit = http.session.submit().await;
+        // The client reads nothing: output piles up until the request is cancelled at its worker.
+        let mut sent = vec![0u32; 16];
+        let piece = tokens("ab");
+        let paused = 'piled: loop {
+            for choice in 0..16 {
+                if sent[choice as usize] + 2 < 200 {
+                    http.session.tokens(&submit, choice, &piece);
+                    sent[choice as usize] += 2;
+                }
+                if let Some(command) = http.session.try_command() {
+                    break 'piled Some(command);
+                }
+            }
+            if sent.iter().all(|sent| sent + 2 >= 200) {
+                break None;
+            }
+            tokio::task::yield_now().await;
+        };
+        let mut call = Call::over(stream);
+        if let Some(command) = paused {
+            assert!(matches!(command, Command::Cancel(_)), "{command:?}");
+            let reader = tokio::spawn(async move {
+                assert_eq!(call.head().await.0, 200);
+                let mut body = String::new();
+                while let Some(chunk) = call.chunk().await {
+                    body.push_str(&chunk);
+                }
+                body
+            });
+            submit = http.session.submit().await;
+            sent.fill(0);
+            for resumed in &submit.resumed {
+                sent[resumed.choice as usize] = resumed.token_ids.len() as u32;
+            }
+            finish(&http, &submit, &sent);
+            check(&reader.await.unwrap());
+        } else {
+            // The sockets held all of it.
+            finish(&http, &submit, &sent);
+            check(&call.response().await.body);
+        }
+    })
+    .await;
+}
+
+/// Sends the rest of 200 tokens of each choice.
+fn finish(http: &HttpCluster, submit: &v1::Submit, sent: &[u32]) {
+    for (choice, sent) in sent.iter().enumerate() {
+        let text: String = "ab".chars().cycle().skip(*sent as usize).take(200 - *sent as usize).collect();
+        http.session.finish(submit, choice as u32, &tokens_one_by_one(&text), LENGTH);
+    }
+}
+
+/// Tokens of a text, one for each character.
+fn tokens_one_by_one(text: &str) -> Vec<u32> {
+    text.chars().flat_map(|c| tokens(&c.to_string())).collect()
+}
+
+/// Checks that every choice has its 200 characters.
+fn check(body: &str) {
+    let events = parse_events(body);
+    assert_eq!(events.last().unwrap().data, "[DONE]");
+    let mut text = vec![String::new(); 16];
+    for event in &events[..events.len() - 1] {
+        let choice = event.json()["choices"][0].clone();
+        text[choice["index"].as_u64().unwrap() as usize] += choice["text"].as_str().unwrap();
+    }
+    assert!(text.iter().all(|text| *text == "ab".repeat(100)), "{text:?}");
+}
+
+#[tokio::test]
+async fn a_drain_finishes_streams_and_accepts_no_call() {
+    bounded(async {
+        let mut http = HttpCluster::start(with_http(HttpOptions::default())).await;
+        let mut call = http.post("/v1/chat/completions", &format!("{ASK},\"stream\":true}}")).await;
+        let submit = http.session.submit().await;
+        http.session.tokens(&submit, 0, &tokens("a"));
+        assert_eq!(call.head().await.0, 200);
+        http.cluster.drain.cancel();
+        http.session.finish(&submit, 0, &tokens("b"), LENGTH);
+        let mut body = String::new();
+        while let Some(chunk) = call.chunk().await {
+            body.push_str(&chunk);
+        }
+        assert!(body.ends_with("data: [DONE]\n\n"), "{body}");
+        http.cluster.serving.await.unwrap().unwrap();
+        assert!(tokio::net::TcpStream::connect(http.address).await.is_err());
+    })
+    .await;
+}
