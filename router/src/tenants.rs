@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
-use inflight_contract::Weight;
+use inflight_contract::{Priority, Weight};
 use inflight_net::{Identity, Watched};
 use inflight_router_core::{QueueLimits, TenantGate, TenantLimits};
 use serde::Deserialize;
@@ -340,7 +340,7 @@ impl LimitsEntry {
         let weight = self.weight.map_or(Ok(Weight::default()), Weight::try_from);
         Ok(TenantLimits {
             weight: weight.map_err(|error| error.to_string())?,
-            priority_max: self.priority_max.unwrap_or(i32::MAX),
+            priority_max: self.priority_max.map_or(Priority::MAX, Priority::clamped),
             requests_per_minute: self.requests_per_minute,
             tokens_per_minute: self.tokens_per_minute,
             concurrent_requests: self.concurrent_requests,
@@ -423,7 +423,7 @@ mod tests {
             Err(AuthenticationError::Expired { name: "ci".to_owned() })
         );
         let limits = table.tenants["acme"].limits();
-        assert_eq!((limits.weight.get(), limits.priority_max), (3.0, 5));
+        assert_eq!((limits.weight.get(), limits.priority_max.get()), (3.0, 5));
         assert_eq!(limits.requests_per_minute, Some(60), "from the defaults");
 
         let watched = Watched::new([]);

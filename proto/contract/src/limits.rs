@@ -70,6 +70,18 @@ pub enum RequestError {
 pub struct Priority(i32);
 
 impl Priority {
+    /// Highest priority.
+    pub const MAX: Self = Self(PRIORITY_MAX);
+
+    /// Returns the priority nearest to a number.
+    pub const fn clamped(priority: i32) -> Self {
+        match priority {
+            _ if priority < -PRIORITY_MAX => Self(-PRIORITY_MAX),
+            _ if priority <= PRIORITY_MAX => Self(priority),
+            _ => Self(PRIORITY_MAX),
+        }
+    }
+
     /// Returns the priority as a number.
     pub fn get(self) -> i32 {
         self.0

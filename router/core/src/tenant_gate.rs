@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::{Gcra, QueueLimits, RateCharge, RateLimit};
-use inflight_contract::Weight;
+use inflight_contract::{Priority, Weight};
 
 /// Limits of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -11,7 +11,7 @@ pub struct TenantLimits {
     /// Fair-share weight.
     pub weight: Weight,
     /// Maximum priority of its requests.
-    pub priority_max: i32,
+    pub priority_max: Priority,
     /// Maximum requests per minute; `None` for no limit.
     pub requests_per_minute: Option<u64>,
     /// Maximum tokens per minute, prompts and output together; `None` for no limit.
@@ -28,7 +28,7 @@ impl Default for TenantLimits {
     fn default() -> Self {
         Self {
             weight: Weight::default(),
-            priority_max: i32::MAX,
+            priority_max: Priority::MAX,
             requests_per_minute: None,
             tokens_per_minute: None,
             concurrent_requests: None,
@@ -185,7 +185,7 @@ mod tests {
 
     const LIMITS: TenantLimits = TenantLimits {
         weight: Weight::ONE,
-        priority_max: 5,
+        priority_max: Priority::clamped(5),
         requests_per_minute: Some(60),
         tokens_per_minute: Some(6_000),
         concurrent_requests: Some(4),

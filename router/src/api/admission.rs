@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use inflight_contract::{Priority, Weight};
 use inflight_router_core::{OverLimit, QueueLimits, RateCharge};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
@@ -23,8 +24,8 @@ use crate::tenants::{Caller, Tenant};
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RequestTerms {
     pub(crate) tenant: String,
-    pub(crate) weight: f32,
-    pub(crate) priority: i32,
+    pub(crate) weight: Weight,
+    pub(crate) priority: Priority,
     /// Bounds on the waiting requests of the tenant.
     pub(crate) bounds: QueueLimits,
 }
@@ -122,18 +123,16 @@ impl Drop for TokenCharge {
 pub(crate) fn terms(
     caller: &Caller,
     tenant: String,
-    weight: Option<f32>,
-    priority: i32,
+    weight: Weight,
+    priority: Priority,
 ) -> Result<RequestTerms, Outcome> {
     match caller {
-        Caller::Anyone => {
-            Ok(RequestTerms { tenant, weight: weight.unwrap_or(1.0), priority, bounds: QueueLimits::NONE })
-        }
+        Caller::Anyone => Ok(RequestTerms { tenant, weight, priority, bounds: QueueLimits::NONE }),
         Caller::Tenant(known) if tenant.is_empty() || *tenant == *known.name => {
             let limits = known.limits();
             Ok(RequestTerms {
                 tenant: known.name.to_string(),
-                weight: limits.weight.get() as f32,
+                weight: limits.weight,
                 priority: priority.min(limits.priority_max),
                 bounds: limits.queue,
             })

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use inflight_contract::{RequestError, RequestShape, SamplingError, SamplingSpec};
+use inflight_contract::{Priority, RequestError, RequestShape, SamplingError, SamplingSpec, Weight};
 
 use crate::api::admission;
 use crate::api::generation::{GenerationRequest, Input, StopConditions};
@@ -18,8 +18,6 @@ use crate::trace::TraceContext;
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
-const WEIGHT_MAX: f32 = 1000.0;
-const PRIORITY_MAX: i32 = 100;
 
 /// Whether tokenizing the input needs a blocking thread.
 pub(crate) fn is_large(input: &Input) -> bool {
@@ -51,7 +49,10 @@ pub(crate) fn prepare(
     caller: &Caller,
 ) -> Result<AdmittedCall, Outcome> {
     check_fields(&request)?;
-    let terms = admission::terms(caller, request.tenant, request.weight, request.priority)?;
+    let weight = request.weight.map_or(Ok(Weight::default()), Weight::try_from);
+    let weight = weight.map_err(|error| Outcome::field("weight", error))?;
+    let priority = Priority::try_from(request.priority).map_err(|error| Outcome::field("priority", error))?;
+    let terms = admission::terms(caller, request.tenant, weight, priority)?;
     let stop = request.stop;
     check_stops(&stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
@@ -103,16 +104,6 @@ fn check_fields(request: &GenerationRequest) -> Result<(), Outcome> {
             let reason = format!("{name} has {} bytes; at most {NAME_BYTES_MAX} are allowed", value.len());
             return Err(Outcome::field(name, reason));
         }
-    }
-    let weight = request.weight.unwrap_or(1.0);
-    // Rejects NaN, too.
-    if !(weight > 0.0 && weight <= WEIGHT_MAX) {
-        return Err(Outcome::field("weight", format!("weight is {weight}; it must be in (0, {WEIGHT_MAX}]")));
-    }
-    if !(-PRIORITY_MAX..=PRIORITY_MAX).contains(&request.priority) {
-        let priority = request.priority;
-        let reason = format!("priority is {priority}; it must be in [-{PRIORITY_MAX}, {PRIORITY_MAX}]");
-        return Err(Outcome::field("priority", reason));
     }
     Ok(())
 }

@@ -201,7 +201,7 @@ impl SharedDispatcher {
         // Hashing is slow, so it happens outside the lock. Each block size has its own chain.
         let sizes = self.lock().core.block_sizes(call.lane);
         let chains = prompt_chains(&call.tenant, &call.prompt, &sizes);
-        let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline))?);
+        let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline)));
         let mut state = self.lock();
         let request =
             state.requests.insert_with_key(|id| Arc::new(ActiveRequest::new(id, call, queue_span, guard)));

@@ -24,8 +24,8 @@ pub(crate) struct AdmittedCall {
     pub(crate) max_tokens: u32,
     pub(crate) stop: Vec<String>,
     pub(crate) tenant: String,
-    pub(crate) weight: f32,
-    pub(crate) priority: i32,
+    pub(crate) weight: Weight,
+    pub(crate) priority: Priority,
     /// Bounds on the waiting requests of its tenant.
     pub(crate) bounds: QueueLimits,
     pub(crate) arrived: Instant,
@@ -44,16 +44,12 @@ impl AdmittedCall {
     }
 
     /// Returns what the dispatcher needs to know of the request.
-    pub(crate) fn spec(
-        &self,
-        chains: Vec<Chain>,
-        since_epoch: impl Fn(Instant) -> Duration,
-    ) -> Result<RequestSpec, Outcome> {
-        Ok(RequestSpec {
+    pub(crate) fn spec(&self, chains: Vec<Chain>, since_epoch: impl Fn(Instant) -> Duration) -> RequestSpec {
+        RequestSpec {
             lane: self.lane,
             tenant: self.tenant.clone(),
-            weight: Weight::try_from(self.weight).map_err(Outcome::invalid)?,
-            priority: Priority::try_from(self.priority).map_err(Outcome::invalid)?,
+            weight: self.weight,
+            priority: self.priority,
             bounds: self.bounds,
             prompt_tokens: u32::try_from(self.prompt.len()).unwrap_or(u32::MAX),
             max_tokens: self.max_tokens,
@@ -62,7 +58,7 @@ impl AdmittedCall {
             deadline: self.deadline.map(since_epoch),
             require_fingerprint: self.require_fingerprint.clone(),
             chains,
-        })
+        }
     }
 }
 
@@ -367,8 +363,8 @@ mod tests {
             max_tokens: 100,
             stop: Vec::new(),
             tenant: String::new(),
-            weight: 1.0,
-            priority: 0,
+            weight: Weight::default(),
+            priority: Priority::default(),
             bounds: QueueLimits::NONE,
             arrived: now,
             deadline: None,
