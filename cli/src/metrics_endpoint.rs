@@ -15,7 +15,7 @@ use futures::StreamExt as _;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use inflight_net::{Accept, Limits};
+use inflight_net::{Acceptor, ConnectionLimits};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
@@ -27,7 +27,7 @@ use crate::renamed;
 
 /// Limits of connections of scrapers and probes. None counts as authenticated, so beyond the limit a new
 /// connection replaces the oldest: a probe can always connect.
-const LIMITS: Limits = Limits {
+const LIMITS: ConnectionLimits = ConnectionLimits {
     connections_max: 256,
     per_address_max: 256,
     handshake_max: Duration::from_secs(5),
@@ -100,7 +100,7 @@ pub async fn start(address: SocketAddr, histograms: &[(&str, &[f64])]) -> Result
 
 async fn serve(listener: TcpListener, handle: PrometheusHandle) {
     let routes = routes(handle);
-    let mut connections = Accept::new("metrics", listener, None, LIMITS).incoming();
+    let mut connections = Acceptor::new("metrics", listener, None, LIMITS).incoming();
     while let Some(Ok(connection)) = connections.next().await {
         let (routes, peer) = (routes.clone(), connection.connect_info());
         // One task per connection, so bounded by `connections_max`.

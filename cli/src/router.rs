@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_net::Limits as ConnectionLimits;
-use inflight_router::metrics::{Kind, METRICS};
+use inflight_net::ConnectionLimits;
+use inflight_router::metrics::{METRICS, MetricKind};
 use inflight_router::{HttpOptions, Options, PlacementKind, Router};
 
 use crate::event::{self, RoleEvent};
@@ -253,8 +253,8 @@ impl Args {
 /// Returns the names and buckets of the router's histograms.
 fn buckets() -> Vec<(&'static str, &'static [f64])> {
     let histogram = |metric: &inflight_router::metrics::Metric| match metric.kind {
-        Kind::Histogram(buckets) => Some((metric.name, buckets)),
-        Kind::Counter | Kind::Gauge => None,
+        MetricKind::Histogram(buckets) => Some((metric.name, buckets)),
+        MetricKind::Counter | MetricKind::Gauge => None,
     };
     METRICS.iter().filter_map(histogram).collect()
 }

@@ -15,8 +15,8 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
+use crate::connection_limits::ConnectionLimits;
 use crate::identity::Identity;
-use crate::limits::Limits;
 use crate::metrics;
 use crate::registry::{Authentication, Registration};
 
@@ -157,7 +157,7 @@ pub struct Connection {
     listener: &'static str,
     socket: Socket,
     peer: Peer,
-    limits: Limits,
+    limits: ConnectionLimits,
     opened: Instant,
     /// Timer of the next check of the idle limits.
     idle_check: Pin<Box<Sleep>>,
@@ -170,7 +170,7 @@ impl Connection {
         listener: &'static str,
         stream: TcpStream,
         registration: Registration,
-        limits: &Limits,
+        limits: &ConnectionLimits,
     ) -> Self {
         let peer = Peer::new(stream.peer_addr().ok(), None, Some(registration.authentication()));
         Self::new(listener, Socket::Plain(stream), peer, registration, limits)
@@ -180,7 +180,7 @@ impl Connection {
         listener: &'static str,
         stream: TlsStream<TcpStream>,
         registration: Registration,
-        limits: &Limits,
+        limits: &ConnectionLimits,
     ) -> Self {
         let (tcp, session) = stream.get_ref();
         let certificate = session.peer_certificates().and_then(|chain| chain.first());
@@ -194,7 +194,7 @@ impl Connection {
         socket: Socket,
         peer: Peer,
         registration: Registration,
-        limits: &Limits,
+        limits: &ConnectionLimits,
     ) -> Self {
         let opened = Instant::now();
         let state = Arc::downgrade(&peer.0);

@@ -34,8 +34,8 @@ impl ReceiveBudget {
     }
 
     /// Starts the accounting of one call.
-    fn start_call(&self) -> Arc<ReceivedBytes> {
-        Arc::new(ReceivedBytes { budget: self.clone(), held: AtomicU64::new(0) })
+    fn start_call(&self) -> Arc<ReservedBytes> {
+        Arc::new(ReservedBytes { budget: self.clone(), held: AtomicU64::new(0) })
     }
 
     /// Reserves `bytes`; returns false, without effect, if they exceed the budget.
@@ -58,12 +58,12 @@ impl ReceiveBudget {
 
 /// Bytes of the budget reserved by one call; the drop releases them. Every request has it as an [`Arc`] in
 /// its extensions, for handlers that hold a message after it is decoded.
-pub struct ReceivedBytes {
+pub struct ReservedBytes {
     budget: ReceiveBudget,
     held: AtomicU64,
 }
 
-impl ReceivedBytes {
+impl ReservedBytes {
     fn reserve(&self, bytes: u64) -> Result<(), Status> {
         if !self.budget.reserve(bytes) {
             let mut status = (self.budget.0.exhausted)();
@@ -79,7 +79,7 @@ impl ReceivedBytes {
     }
 }
 
-impl Drop for ReceivedBytes {
+impl Drop for ReservedBytes {
     fn drop(&mut self) {
         self.release();
     }
@@ -217,7 +217,7 @@ impl Parser {
 struct LimitedBody {
     body: Body,
     limits: ReceiveLimits,
-    received: Arc<ReceivedBytes>,
+    received: Arc<ReservedBytes>,
     parser: Parser,
     /// Bytes of the body so far; counted if it is one message.
     bytes: u64,
@@ -227,7 +227,7 @@ struct LimitedBody {
 }
 
 impl LimitedBody {
-    fn new(body: Body, limits: ReceiveLimits, received: Arc<ReceivedBytes>) -> Self {
+    fn new(body: Body, limits: ReceiveLimits, received: Arc<ReservedBytes>) -> Self {
         let deadline =
             if limits.streaming { None } else { Instant::now().checked_add(limits.message_time_max) };
         Self { body, limits, received, parser: Parser::START, bytes: 0, deadline, timer: None }

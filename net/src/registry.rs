@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::limits::Limits;
+use crate::connection_limits::ConnectionLimits;
 
 /// Minimum time between searches for an idle connection that found none, so that a flood of connections does
 /// not cost a full scan each.
@@ -76,11 +76,11 @@ impl Rejection {
 #[derive(Clone)]
 pub(crate) struct Registry {
     table: Arc<Mutex<ConnectionTable>>,
-    limits: Limits,
+    limits: ConnectionLimits,
 }
 
 impl Registry {
-    pub fn new(limits: Limits) -> Self {
+    pub fn new(limits: ConnectionLimits) -> Self {
         Self { table: Arc::default(), limits }
     }
 
@@ -236,7 +236,7 @@ mod tests {
     }
 
     fn registry(connections_max: usize, per_address_max: usize) -> Registry {
-        Registry::new(Limits { connections_max, per_address_max, ..Limits::default() })
+        Registry::new(ConnectionLimits { connections_max, per_address_max, ..ConnectionLimits::default() })
     }
 
     /// Registers an authenticated connection with an open call.

@@ -12,9 +12,9 @@ use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::{self, ClientConfig, RootCertStore, ServerConfig};
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
+use crate::file_watcher::FileWatcher;
 use crate::http::Protocols;
 use crate::metrics;
-use crate::watch::Watched;
 
 /// Interval at which servers check their files for changes.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -134,7 +134,7 @@ pub struct ServerTls {
     /// Offered in the handshake.
     protocols: Protocols,
     /// States of the files before they were first read.
-    watched: Watched,
+    watched: FileWatcher,
     config: Arc<RwLock<Arc<ServerConfig>>>,
 }
 
@@ -158,7 +158,7 @@ impl ServerTls {
     /// # Errors
     /// [`TlsError`].
     pub fn load_for(files: ServerTlsFiles, protocols: Protocols) -> Result<Self, TlsError> {
-        let watched = Watched::new(files.paths());
+        let watched = FileWatcher::new(files.paths());
         let config = Arc::new(RwLock::new(Arc::new(files.load(protocols)?)));
         Ok(Self { files, protocols, watched, config })
     }

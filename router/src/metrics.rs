@@ -4,7 +4,7 @@ use metrics::Unit;
 
 /// Kind of a metric.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Monotonic counter.
     Counter,
     /// Value that goes up and down.
@@ -19,7 +19,7 @@ pub struct Metric {
     /// Exported name.
     pub name: &'static str,
     /// Kind.
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// Unit.
     pub unit: Unit,
     /// Help text.
@@ -50,95 +50,95 @@ macro_rules! metrics_table {
 }
 
 metrics_table! {
-    REQUESTS = "inflight_router_requests_total", Kind::Counter, Unit::Count, ["outcome"],
+    REQUESTS = "inflight_router_requests_total", MetricKind::Counter, Unit::Count, ["outcome"],
         "Generate calls that ended, by outcome";
-    HTTP_IGNORED_FIELDS = "inflight_router_http_ignored_fields_total", Kind::Counter, Unit::Count, ["api", "field"],
+    HTTP_IGNORED_FIELDS = "inflight_router_http_ignored_fields_total", MetricKind::Counter, Unit::Count, ["api", "field"],
         "Fields of HTTP requests that had no effect, by API and name; `unknown` for those of no API";
-    RECEIVE_BYTES = "inflight_router_receive_bytes", Kind::Gauge, Unit::Bytes, [],
+    RECEIVE_BYTES = "inflight_router_receive_bytes", MetricKind::Gauge, Unit::Bytes, [],
         "Bytes of request messages that are being received or tokenized";
-    TASK_PANICS = "inflight_router_task_panics_total", Kind::Counter, Unit::Count, ["task"],
+    TASK_PANICS = "inflight_router_task_panics_total", MetricKind::Counter, Unit::Count, ["task"],
         "Panics of background tasks, each followed by a restart, by task";
-    QUEUE_BYPASSES = "inflight_router_queue_bypasses_total", Kind::Counter, Unit::Count, [],
+    QUEUE_BYPASSES = "inflight_router_queue_bypasses_total", MetricKind::Counter, Unit::Count, [],
         "Requests dispatched ahead of a head-of-line request that fits on no worker";
-    ROUTERS = "inflight_router_cluster_routers", Kind::Gauge, Unit::Count, [],
+    ROUTERS = "inflight_router_cluster_routers", MetricKind::Gauge, Unit::Count, [],
         "Routers that share the workers; cluster-wide limits are divided by it";
-    TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", Kind::Counter, Unit::Count, ["tenant", "quota"],
+    TENANT_REJECTIONS = "inflight_router_tenant_rejections_total", MetricKind::Counter, Unit::Count, ["tenant", "quota"],
         "Requests rejected by a limit of their tenant, by tenant and limit";
-    TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", Kind::Gauge, Unit::Count, [],
+    TOKENIZE_WAITING = "inflight_router_tokenize_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Requests with large prompts that wait for a tokenizer thread";
-    STREAMS = "inflight_router_open_calls", Kind::Gauge, Unit::Count, [],
+    STREAMS = "inflight_router_open_calls", MetricKind::Gauge, Unit::Count, [],
         "Open Generate and Tokenize calls";
-    QUEUE_REQUESTS = "inflight_router_queue_requests", Kind::Gauge, Unit::Count, [],
+    QUEUE_REQUESTS = "inflight_router_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Requests in the queue";
-    QUEUE_TOKENS = "inflight_router_queue_tokens", Kind::Gauge, Unit::Count, [],
+    QUEUE_TOKENS = "inflight_router_queue_tokens", MetricKind::Gauge, Unit::Count, [],
         "Tokens in the queue: prompts plus max_tokens of all choices";
-    QUEUE_SECONDS = "inflight_router_queue_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],
+    QUEUE_SECONDS = "inflight_router_queue_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS), Unit::Seconds, ["model"],
         "Queueing time of a request, from arrival to its first dispatch";
-    WORKERS_CONFIGURED = "inflight_router_workers_configured", Kind::Gauge, Unit::Count, [],
+    WORKERS_CONFIGURED = "inflight_router_workers_configured", MetricKind::Gauge, Unit::Count, [],
         "Workers named by discovery";
-    WORKERS_CONNECTED = "inflight_router_workers_connected", Kind::Gauge, Unit::Count, [],
+    WORKERS_CONNECTED = "inflight_router_workers_connected", MetricKind::Gauge, Unit::Count, [],
         "Workers with an open session";
-    SESSIONS_LOST = "inflight_router_sessions_lost_total", Kind::Counter, Unit::Count, ["worker"],
+    SESSIONS_LOST = "inflight_router_sessions_lost_total", MetricKind::Counter, Unit::Count, ["worker"],
         "Sessions that ended other than by a drain";
-    WORKER_REQUESTS = "inflight_router_worker_requests", Kind::Gauge, Unit::Count, ["worker"],
+    WORKER_REQUESTS = "inflight_router_worker_requests", MetricKind::Gauge, Unit::Count, ["worker"],
         "Requests in flight at a worker from this router";
-    WORKER_SEQUENCES = "inflight_router_worker_sequences", Kind::Gauge, Unit::Count, ["worker"],
+    WORKER_SEQUENCES = "inflight_router_worker_sequences", MetricKind::Gauge, Unit::Count, ["worker"],
         "Sequences in flight at a worker from this router";
-    WORKER_SEQUENCES_GRANTED = "inflight_router_worker_sequences_granted", Kind::Gauge, Unit::Count, ["worker"],
+    WORKER_SEQUENCES_GRANTED = "inflight_router_worker_sequences_granted", MetricKind::Gauge, Unit::Count, ["worker"],
         "Sequences that a worker grants this router";
-    WORKER_BLOCKS = "inflight_router_worker_blocks", Kind::Gauge, Unit::Count, ["worker"],
+    WORKER_BLOCKS = "inflight_router_worker_blocks", MetricKind::Gauge, Unit::Count, ["worker"],
         "KV blocks reserved at a worker by requests of this router";
-    WORKER_BLOCKS_GRANTED = "inflight_router_worker_blocks_granted", Kind::Gauge, Unit::Count, ["worker"],
+    WORKER_BLOCKS_GRANTED = "inflight_router_worker_blocks_granted", MetricKind::Gauge, Unit::Count, ["worker"],
         "KV blocks that a worker grants this router";
-    RESUBMISSIONS = "inflight_router_resubmissions_total", Kind::Counter, Unit::Count, ["reason"],
+    RESUBMISSIONS = "inflight_router_resubmissions_total", MetricKind::Counter, Unit::Count, ["reason"],
         "Requests resubmitted after their session was lost or their worker returned them, by reason";
-    FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", Kind::Counter, Unit::Count, [],
+    FINGERPRINT_CHANGES = "inflight_router_fingerprint_changes_total", MetricKind::Counter, Unit::Count, [],
         "Streams that continued on a worker with another numerics fingerprint; their tokens may differ";
-    MIXED_FINGERPRINTS = "inflight_router_mixed_fingerprint_models", Kind::Gauge, Unit::Count, [],
+    MIXED_FINGERPRINTS = "inflight_router_mixed_fingerprint_models", MetricKind::Gauge, Unit::Count, [],
         "Models whose workers have different numerics fingerprints: their streams may fail over to other tokens";
-    QUARANTINED_REQUESTS = "inflight_router_quarantined_requests_total", Kind::Counter, Unit::Count, [],
+    QUARANTINED_REQUESTS = "inflight_router_quarantined_requests_total", MetricKind::Counter, Unit::Count, [],
         "Requests quarantined after two workers in a row were lost before their first token";
-    RETRY_QUEUE = "inflight_router_retry_queue_requests", Kind::Gauge, Unit::Count, [],
+    RETRY_QUEUE = "inflight_router_retry_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Resubmissions that wait for the retry budget";
-    QUARANTINE = "inflight_router_quarantine_queue_requests", Kind::Gauge, Unit::Count, [],
+    QUARANTINE = "inflight_router_quarantine_queue_requests", MetricKind::Gauge, Unit::Count, [],
         "Quarantined requests that wait for a worker of their own";
-    PAUSED_STREAMS = "inflight_router_paused_streams_total", Kind::Counter, Unit::Count, [],
+    PAUSED_STREAMS = "inflight_router_paused_streams_total", MetricKind::Counter, Unit::Count, [],
         "Requests paused because their client fell too far behind its stream";
-    EJECTIONS = "inflight_router_ejections_total", Kind::Counter, Unit::Count, [],
+    EJECTIONS = "inflight_router_ejections_total", MetricKind::Counter, Unit::Count, [],
         "Outlier ejections: workers excluded from placement after consecutive failures";
-    WORKERS_EJECTED = "inflight_router_workers_ejected", Kind::Gauge, Unit::Count, [],
+    WORKERS_EJECTED = "inflight_router_workers_ejected", MetricKind::Gauge, Unit::Count, [],
         "Workers that are ejected now";
-    VIOLATIONS = "inflight_router_protocol_violations_total", Kind::Counter, Unit::Count, ["worker", "kind"],
+    VIOLATIONS = "inflight_router_protocol_violations_total", MetricKind::Counter, Unit::Count, ["worker", "kind"],
         "Sessions closed after a protocol violation by the worker, by kind";
-    DISCOVERY_FAILURES = "inflight_router_discovery_failures_total", Kind::Counter, Unit::Count, ["source"],
+    DISCOVERY_FAILURES = "inflight_router_discovery_failures_total", MetricKind::Counter, Unit::Count, ["source"],
         "Failed lookups of workers, by discovery source";
-    PREFIX_INDEX_BLOCKS = "inflight_router_prefix_index_blocks", Kind::Gauge, Unit::Count, [],
+    PREFIX_INDEX_BLOCKS = "inflight_router_prefix_index_blocks", MetricKind::Gauge, Unit::Count, [],
         "KV blocks in the prefix index, over all workers";
-    PREFIX_INDEX_RESYNCS = "inflight_router_prefix_index_resyncs_total", Kind::Counter, Unit::Count, ["worker"],
+    PREFIX_INDEX_RESYNCS = "inflight_router_prefix_index_resyncs_total", MetricKind::Counter, Unit::Count, ["worker"],
         "Snapshots of a worker's prefix cache requested after missed events";
-    PREFIX_INDEX_OVERFULL = "inflight_router_prefix_index_dropped_events_total", Kind::Counter, Unit::Count, ["worker"],
+    PREFIX_INDEX_OVERFULL = "inflight_router_prefix_index_dropped_events_total", MetricKind::Counter, Unit::Count, ["worker"],
         "Prefix-cache events dropped: the worker reported more blocks than it has";
-    PLACED_TOKENS = "inflight_router_dispatched_prompt_tokens_total", Kind::Counter, Unit::Count, [],
+    PLACED_TOKENS = "inflight_router_dispatched_prompt_tokens_total", MetricKind::Counter, Unit::Count, [],
         "Prompt tokens of dispatched requests, resubmissions included";
-    PLACED_CACHED_TOKENS = "inflight_router_dispatched_cached_tokens_total", Kind::Counter, Unit::Count, [],
+    PLACED_CACHED_TOKENS = "inflight_router_dispatched_cached_tokens_total", MetricKind::Counter, Unit::Count, [],
         "Dispatched prompt tokens that the router expected in the worker's prefix cache";
-    STALE_UPDATES = "inflight_router_stale_updates_total", Kind::Counter, Unit::Count, [],
+    STALE_UPDATES = "inflight_router_stale_updates_total", MetricKind::Counter, Unit::Count, [],
         "Sequence updates dropped: they belong to an older attempt or to no request in flight";
-    STALLED_STREAMS = "inflight_router_stalled_streams_total", Kind::Counter, Unit::Count, [],
+    STALLED_STREAMS = "inflight_router_stalled_streams_total", MetricKind::Counter, Unit::Count, [],
         "Streams whose client fell more than 256 tokens behind";
-    PROMPT_TOKENS = "inflight_router_prompt_tokens_total", Kind::Counter, Unit::Count, ["model"],
+    PROMPT_TOKENS = "inflight_router_prompt_tokens_total", MetricKind::Counter, Unit::Count, ["model"],
         "Prompt tokens of dispatched requests, once per request";
-    COMPLETION_TOKENS = "inflight_router_completion_tokens_total", Kind::Counter, Unit::Count, ["model"],
+    COMPLETION_TOKENS = "inflight_router_completion_tokens_total", MetricKind::Counter, Unit::Count, ["model"],
         "Tokens delivered to clients";
-    UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", Kind::Counter, Unit::Count, ["model"],
+    UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", MetricKind::Counter, Unit::Count, ["model"],
         "Tokens generated past a stop string or a cancellation, delivered to no client";
-    REQUEST_SECONDS = "gen_ai_server_request_duration_seconds", Kind::Histogram(DURATION_BUCKETS), Unit::Seconds,
+    REQUEST_SECONDS = "gen_ai_server_request_duration_seconds", MetricKind::Histogram(DURATION_BUCKETS), Unit::Seconds,
         ["gen_ai_request_model", "gen_ai_operation_name", "error_type"],
         "Request duration, from arrival to the last token";
-    FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", Kind::Histogram(FIRST_TOKEN_BUCKETS),
+    FIRST_TOKEN_SECONDS = "gen_ai_server_time_to_first_token_seconds", MetricKind::Histogram(FIRST_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Time to first token, from arrival";
-    PER_TOKEN_SECONDS = "gen_ai_server_time_per_output_token_seconds", Kind::Histogram(PER_TOKEN_BUCKETS),
+    PER_TOKEN_SECONDS = "gen_ai_server_time_per_output_token_seconds", MetricKind::Histogram(PER_TOKEN_BUCKETS),
         Unit::Seconds, ["gen_ai_request_model", "gen_ai_operation_name"],
         "Mean time between the tokens of a request after its first";
 }
@@ -148,15 +148,15 @@ pub fn describe() {
     inflight_net::metrics::describe();
     for metric in METRICS {
         match metric.kind {
-            Kind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),
-            Kind::Gauge => {
+            MetricKind::Counter => metrics::describe_counter!(metric.name, metric.unit, metric.help),
+            MetricKind::Gauge => {
                 metrics::describe_gauge!(metric.name, metric.unit, metric.help);
                 // Exported from the start, so that zero differs from unknown.
                 if metric.labels.is_empty() {
                     metrics::gauge!(metric.name).increment(0.0);
                 }
             }
-            Kind::Histogram(_) => metrics::describe_histogram!(metric.name, metric.unit, metric.help),
+            MetricKind::Histogram(_) => metrics::describe_histogram!(metric.name, metric.unit, metric.help),
         }
     }
 }
@@ -170,12 +170,12 @@ mod tests {
         for (at, metric) in METRICS.iter().enumerate() {
             assert!(METRICS[..at].iter().all(|other| other.name != metric.name), "{} twice", metric.name);
             assert_eq!(
-                matches!(metric.kind, Kind::Counter),
+                matches!(metric.kind, MetricKind::Counter),
                 metric.name.ends_with("_total"),
                 "{}",
                 metric.name
             );
-            if let Kind::Histogram(buckets) = metric.kind {
+            if let MetricKind::Histogram(buckets) = metric.kind {
                 assert!(buckets.is_sorted() && metric.name.ends_with("_seconds"), "{}", metric.name);
             }
         }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use inflight_net::{ClientTls, Limits as ConnectionLimits, ServerTlsFiles};
+use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
 use inflight_router_core::PlacementKind;
 use tonic::transport::Endpoint;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures::stream::Empty;
 use futures::{Stream, StreamExt as _};
-use inflight_net::{Accept, ClientTls, Protocols, ServerTls, TlsError};
+use inflight_net::{Acceptor, ClientTls, Protocols, ServerTls, TlsError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -166,10 +166,10 @@ impl Router {
         let Self { listener, address, http, core } = self;
         tracing::info!(%address, workers = core.options.workers.len(), "router is listening");
         let limits = core.options.connections;
-        let incoming = Accept::new("grpc", listener, core.tls.clone(), limits).incoming();
+        let incoming = Acceptor::new("grpc", listener, core.tls.clone(), limits).incoming();
         let http = http.map(|(listener, address)| {
             tracing::info!(%address, "HTTP APIs are listening");
-            Accept::new("http", listener, core.http_tls.clone(), limits).incoming().map(infallible)
+            Acceptor::new("http", listener, core.http_tls.clone(), limits).incoming().map(infallible)
         });
         let result = Box::pin(core.serve_all(incoming.map(infallible), http, drain)).await;
         tracing::info!(%address, "router has stopped");

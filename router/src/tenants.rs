@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use inflight_contract::{Priority, Weight};
-use inflight_net::{Identity, Watched};
+use inflight_net::{FileWatcher, Identity};
 use inflight_router_core::{QueueLimits, TenantGate, TenantLimits};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
@@ -168,14 +168,14 @@ pub(crate) enum AuthenticationError {
 pub(crate) struct Tenants {
     path: PathBuf,
     /// State of the file before it was first read.
-    watched: Watched,
+    watched: FileWatcher,
     table: RwLock<Arc<TenantTable>>,
 }
 
 impl Tenants {
     /// Reads the file.
     pub(crate) fn load(path: &Path) -> Result<Self, TenantsError> {
-        let watched = Watched::new([path.to_owned()]);
+        let watched = FileWatcher::new([path.to_owned()]);
         let table = TenantTable::read(path, &TenantTable::default())?;
         Ok(Self { path: path.to_owned(), watched, table: RwLock::new(Arc::new(table)) })
     }
@@ -426,7 +426,7 @@ mod tests {
         assert_eq!((limits.weight.get(), limits.priority_max.get()), (3.0, 5));
         assert_eq!(limits.requests_per_minute, Some(60), "from the defaults");
 
-        let watched = Watched::new([]);
+        let watched = FileWatcher::new([]);
         let tenants = Tenants { path: PathBuf::new(), watched, table: RwLock::new(Arc::new(table)) };
         let shown = |name: &str| Identity { names: vec![name.to_owned()], digest: String::new() };
         let by = |shown: Option<Identity>| name(tenants.authenticate(None, shown.as_ref(), now()));

@@ -32,7 +32,7 @@ const REFUSED_SESSIONS: &str = "inflight_worker_sessions_rejected_total";
 
 /// Type of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Monotonic counter.
     Counter,
     /// Value that rises and falls.
@@ -42,58 +42,73 @@ pub enum Kind {
 }
 
 /// Name, kind, unit and help text of every metric that a worker exports.
-pub const INVENTORY: &[(&str, Kind, Unit, &str)] = &[
-    (RUNNING, Kind::Gauge, Unit::Count, "Sequences in the running batch"),
-    (WAITING, Kind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
-    (BLOCKS_USED, Kind::Gauge, Unit::Count, "KV blocks in use"),
-    (BLOCKS, Kind::Gauge, Unit::Count, "KV blocks in the pool"),
-    (SESSIONS, Kind::Gauge, Unit::Count, "Open sessions with routers"),
-    (COMMANDS, Kind::Gauge, Unit::Count, "Commands queued for the engine"),
+pub const INVENTORY: &[(&str, MetricKind, Unit, &str)] = &[
+    (RUNNING, MetricKind::Gauge, Unit::Count, "Sequences in the running batch"),
+    (WAITING, MetricKind::Gauge, Unit::Count, "Sequences that wait for admission to the batch"),
+    (BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use"),
+    (BLOCKS, MetricKind::Gauge, Unit::Count, "KV blocks in the pool"),
+    (SESSIONS, MetricKind::Gauge, Unit::Count, "Open sessions with routers"),
+    (COMMANDS, MetricKind::Gauge, Unit::Count, "Commands queued for the engine"),
     (
         DEVICE_COMMANDS,
-        Kind::Gauge,
+        MetricKind::Gauge,
         Unit::Count,
         "Commands queued for the GPU's device thread; 0 on other devices",
     ),
-    (ITERATIONS, Kind::Counter, Unit::Count, "Iterations run"),
-    (STEP_SECONDS, Kind::Histogram, Unit::Seconds, "Duration of an iteration: forward pass and sampling"),
-    (STEP_TOKENS, Kind::Histogram, Unit::Count, "Tokens computed in an iteration"),
-    (TOKENS, Kind::Counter, Unit::Count, "Tokens computed: prompt, recomputed and generated"),
-    (SAMPLED, Kind::Counter, Unit::Count, "Tokens generated"),
-    (SWAPPED, Kind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
-    (HOST_BLOCKS_USED, Kind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
-    (PREEMPTIONS, Kind::Counter, Unit::Count, "Sequences preempted, by kind: swap or recompute"),
-    (ADMITTED_TOKENS, Kind::Counter, Unit::Count, "Prompt and resumed tokens of admitted sequences"),
+    (ITERATIONS, MetricKind::Counter, Unit::Count, "Iterations run"),
+    (
+        STEP_SECONDS,
+        MetricKind::Histogram,
+        Unit::Seconds,
+        "Duration of an iteration: forward pass and sampling",
+    ),
+    (STEP_TOKENS, MetricKind::Histogram, Unit::Count, "Tokens computed in an iteration"),
+    (TOKENS, MetricKind::Counter, Unit::Count, "Tokens computed: prompt, recomputed and generated"),
+    (SAMPLED, MetricKind::Counter, Unit::Count, "Tokens generated"),
+    (SWAPPED, MetricKind::Gauge, Unit::Count, "Preempted sequences whose KV blocks are swapped to the host"),
+    (HOST_BLOCKS_USED, MetricKind::Gauge, Unit::Count, "KV blocks in use in the host pool"),
+    (PREEMPTIONS, MetricKind::Counter, Unit::Count, "Sequences preempted, by kind: swap or recompute"),
+    (ADMITTED_TOKENS, MetricKind::Counter, Unit::Count, "Prompt and resumed tokens of admitted sequences"),
     (
         CACHED_TOKENS,
-        Kind::Counter,
+        MetricKind::Counter,
         Unit::Count,
         "Admitted tokens found in the prefix cache or shared with another choice of the request",
     ),
     (
         HOST_CACHED_TOKENS,
-        Kind::Counter,
+        MetricKind::Counter,
         Unit::Count,
         "Cached tokens that were copied back from the host pool",
     ),
-    (OFFLOADED_BLOCKS, Kind::Counter, Unit::Count, "Cold blocks of the prefix cache copied to the host pool"),
-    (SWAPPED_BLOCKS, Kind::Counter, Unit::Count, "KV blocks swapped between device and host, by direction"),
-    (RECOMPUTED, Kind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
+    (
+        OFFLOADED_BLOCKS,
+        MetricKind::Counter,
+        Unit::Count,
+        "Cold blocks of the prefix cache copied to the host pool",
+    ),
+    (
+        SWAPPED_BLOCKS,
+        MetricKind::Counter,
+        Unit::Count,
+        "KV blocks swapped between device and host, by direction",
+    ),
+    (RECOMPUTED, MetricKind::Counter, Unit::Count, "Computed tokens discarded by recompute preemptions"),
     (
         BLOCKED,
-        Kind::Counter,
+        MetricKind::Counter,
         Unit::Count,
         "Iterations in which the first waiting sequence was not admitted, by reason",
     ),
-    (ENDED, Kind::Counter, Unit::Count, "Sequences finished, by reason"),
-    (RECEIVE_BYTES, Kind::Gauge, Unit::Bytes, "Bytes of router messages that are being received"),
+    (ENDED, MetricKind::Counter, Unit::Count, "Sequences finished, by reason"),
+    (RECEIVE_BYTES, MetricKind::Gauge, Unit::Bytes, "Bytes of router messages that are being received"),
     (
         VIOLATIONS,
-        Kind::Counter,
+        MetricKind::Counter,
         Unit::Count,
         "Sessions closed after a protocol violation by the router, by kind",
     ),
-    (REFUSED_SESSIONS, Kind::Counter, Unit::Count, "Sessions rejected because the limit is reached"),
+    (REFUSED_SESSIONS, MetricKind::Counter, Unit::Count, "Sessions rejected because the limit is reached"),
 ];
 
 /// Histogram buckets of the tokens per iteration.
@@ -112,9 +127,9 @@ pub fn describe() {
     inflight_net::metrics::describe();
     for &(name, kind, unit, help) in INVENTORY {
         match kind {
-            Kind::Counter => metrics::describe_counter!(name, unit, help),
-            Kind::Gauge => metrics::describe_gauge!(name, unit, help),
-            Kind::Histogram => metrics::describe_histogram!(name, unit, help),
+            MetricKind::Counter => metrics::describe_counter!(name, unit, help),
+            MetricKind::Gauge => metrics::describe_gauge!(name, unit, help),
+            MetricKind::Histogram => metrics::describe_histogram!(name, unit, help),
         }
     }
 }

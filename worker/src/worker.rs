@@ -10,7 +10,7 @@ use futures::{Stream, StreamExt as _};
 use inflight_contract::SamplingSpec;
 use inflight_models::{self as models, ModelDir};
 use inflight_net::{
-    Accept, Framing, Limits as ConnectionLimits, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
+    Acceptor, ConnectionLimits, Framing, OpenCallsLayer, ReceiveBudget, ReceiveLayer, ReceiveLimits,
     ServerTls, TlsError,
 };
 use inflight_proto::v1::worker_server::WorkerServer;
@@ -185,7 +185,7 @@ impl Worker {
         let Self { listener, address, tls, core } = self;
         let incoming = tokio::net::TcpListener::from_std(listener);
         let incoming = incoming.map_err(|source| Error::Listen { address, source })?;
-        let incoming = Accept::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();
+        let incoming = Acceptor::new("grpc", incoming, tls, CONNECTION_LIMITS).incoming();
         let incoming = incoming.map(|connection| connection.map_err(|never| match never {}));
         core.serve(incoming, EngineExecution::Thread, drain).await
     }

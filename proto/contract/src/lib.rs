@@ -12,7 +12,7 @@ mod limits;
 mod logprobs;
 mod sampling;
 mod service_table;
-mod tenant_service;
+mod virtual_token_counters;
 
 pub use admission_cost::AdmissionCost;
 pub use block_hash::BlockHash;
@@ -21,5 +21,7 @@ pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
 pub use logprobs::{PositionLogprobs, TokenLogprob};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
-pub use service_table::{Expired, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
-pub use tenant_service::{Charged, Service, Tenant, TenantService, TokenCost, Weight, WeightError};
+pub use service_table::{ExpiredService, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
+pub use virtual_token_counters::{
+    Service, ServiceCounter, Tenant, TokenCost, VirtualTokenCounters, Weight, WeightError,
+};

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use crate::tenant_service::Charged;
+use crate::virtual_token_counters::ServiceCounter;
 
 /// Maximum plausible service counter, in tokens weighted by [`TokenCost`](crate::TokenCost).
 pub const SERVICE_COUNTER_MAX: u64 = 1 << 50;
@@ -51,14 +51,14 @@ pub struct ServiceTable {
 /// Merged counter of a tenant at an incarnation.
 #[derive(Debug, Clone, Copy)]
 struct MergedCounter {
-    charged: Charged,
+    charged: ServiceCounter,
     /// Sum of the growth that [`ServiceTable::merge`] returned for it.
     grown: u64,
 }
 
 /// Service of a tenant at an expired incarnation, to be refunded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Expired {
+pub struct ExpiredService {
     /// Name of the tenant.
     pub tenant: String,
     /// Growth counted here, in tokens weighted by [`TokenCost`](crate::TokenCost).
@@ -109,7 +109,7 @@ impl ServiceTable {
     }
 
     /// Merges a reported counter and returns its growth: the service not counted here before.
-    pub fn merge(&mut self, incarnation: &str, tenant: &str, charged: impl Into<Charged>) -> u64 {
+    pub fn merge(&mut self, incarnation: &str, tenant: &str, charged: impl Into<ServiceCounter>) -> u64 {
         let charged = charged.into();
         self.merges += 1;
         let tenants_max = self.tenants_max;
@@ -151,7 +151,7 @@ impl ServiceTable {
 
     /// Removes the incarnations that never had a session here and were first reported `indirect_age_max` ago or
     /// longer. Returns the growth counted for their tenants. `now` must not decrease between calls.
-    pub fn expire(&mut self, now: Duration, indirect_age_max: Duration) -> Vec<Expired> {
+    pub fn expire(&mut self, now: Duration, indirect_age_max: Duration) -> Vec<ExpiredService> {
         self.now = now;
         let old = self.incarnations.iter().filter(|(_, entry)| {
             !entry.ever_connected && now.saturating_sub(entry.first_seen) >= indirect_age_max
@@ -161,23 +161,26 @@ impl ServiceTable {
         for name in old {
             let counters = self.remove(name).into_iter();
             let grown = counters.filter(|(_, counter)| counter.grown > 0);
-            expired.extend(grown.map(|(tenant, counter)| Expired { tenant, cost: counter.grown }));
+            expired.extend(grown.map(|(tenant, counter)| ExpiredService { tenant, cost: counter.grown }));
         }
         expired
     }
 
     /// Iterates over all counters as (incarnation, tenant, counter), grouped by incarnation.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str, ServiceCounter)> {
         self.counters(|_| true)
     }
 
     /// Iterates over the counters of incarnations that have had a session here, as (incarnation, tenant,
     /// counter).
-    pub fn first_hand(&self) -> impl Iterator<Item = (&str, &str, Charged)> {
+    pub fn first_hand(&self) -> impl Iterator<Item = (&str, &str, ServiceCounter)> {
         self.counters(|entry| entry.ever_connected)
     }
 
-    fn counters(&self, filter: impl Fn(&Incarnation) -> bool) -> impl Iterator<Item = (&str, &str, Charged)> {
+    fn counters(
+        &self,
+        filter: impl Fn(&Incarnation) -> bool,
+    ) -> impl Iterator<Item = (&str, &str, ServiceCounter)> {
         let incarnations = self.incarnations.iter().filter(move |(_, entry)| filter(entry));
         incarnations.flat_map(|(incarnation, entry)| {
             let counters = entry.counters.iter();
@@ -335,7 +338,7 @@ mod tests {
         assert_eq!(table.expire(second(1), second(10)), []);
         assert_eq!(table.merge("late", "t", 7u64), 7);
         assert_eq!(table.merge("ghost", "t", 120u64), 20);
-        let expired = Expired { tenant: "t".to_owned(), cost: 120 };
+        let expired = ExpiredService { tenant: "t".to_owned(), cost: 120 };
         assert_eq!(table.expire(second(10), second(10)), [expired]);
         assert_eq!(table.total("t"), 12);
         assert_eq!(table.merge("ghost", "t", 130u64), 0, "its first value after expiry was counted before");

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
+use inflight_contract::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
 
 use crate::queue_bounds::{QueueFull, QueueLimits, QueueUsage};
 
@@ -124,7 +124,7 @@ struct TenantQueue<T> {
 
 #[derive(Debug)]
 struct LaneQueue<T> {
-    service: TenantService,
+    service: VirtualTokenCounters,
     waiting: BTreeMap<Tenant, TenantQueue<T>>,
     /// Provisional charge per tenant: dispatched and not yet reported by a worker.
     pending: BTreeMap<Tenant, u64>,
@@ -229,7 +229,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
         self.arrivals += 1;
         let options = &self.options;
         let entry = self.lanes.entry(lane).or_insert_with(|| LaneQueue {
-            service: TenantService::new(options.cost, options.idle_tenants_max),
+            service: VirtualTokenCounters::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
         });
@@ -473,7 +473,7 @@ impl<L: Ord + Copy, T> FairQueue<L, T> {
     pub fn open_lane(&mut self, lane: L) {
         let options = &self.options;
         self.lanes.entry(lane).or_insert_with(|| LaneQueue {
-            service: TenantService::new(options.cost, options.idle_tenants_max),
+            service: VirtualTokenCounters::new(options.cost, options.idle_tenants_max),
             waiting: BTreeMap::new(),
             pending: BTreeMap::new(),
         });

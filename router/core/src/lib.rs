@@ -36,10 +36,11 @@ pub use ledger::{Ledger, Settled};
 pub use loss_streak::{LossAction, LossStreak};
 pub use outliers::{OutlierDetector, OutlierLimits};
 pub use placement::{
-    Cached, Candidate, Chain, Cost, Credits, Estimate, Fleet, LeastLoaded, PlacementKind, PlacementRequest,
+    BlockHashChain, Cached, Candidate, Cost, Credits, Estimate, LeastLoaded, PlacementKind, PlacementRequest,
     Placer, Policy, PowerOfTwo, Prefix, Random, RoundRobin, Standing, UnknownPlacement, WorkerLoad,
+    WorkerStates,
 };
-pub use prefix_index::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
+pub use prefix_index::{CacheChange, IndexStatus, PrefixIndex, SnapshotPiece, Tier};
 pub use queue_bounds::{QueueBound, QueueFull, QueueLimits, QueueUsage};
 pub use rate::{Gcra, RateCharge, RateLimit};
 pub use record::{Recording, ReplayError, is_recording, replay};

@@ -48,7 +48,7 @@ pub struct SnapshotPiece<'a> {
 
 /// Result of applying events or a part of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IndexStep {
+pub enum IndexStatus {
     /// The index matches the worker, or will once the snapshot is complete.
     Followed,
     /// Dropped: a snapshot was requested and has not started.
@@ -115,12 +115,12 @@ impl PrefixIndex {
     }
 
     /// Applies consecutive events, numbered from `first`.
-    pub fn apply(&mut self, first: u64, changes: impl IntoIterator<Item = CacheChange>) -> IndexStep {
+    pub fn apply(&mut self, first: u64, changes: impl IntoIterator<Item = CacheChange>) -> IndexStatus {
         let mut number = match self.state {
             IndexState::Exact(next) if next == first => next,
             // Event 0: the worker's cache was empty before.
             IndexState::Empty { requested: false } if first == 0 => 0,
-            IndexState::Disabled => return IndexStep::Overfull,
+            IndexState::Disabled => return IndexStatus::Overfull,
             IndexState::Empty { .. } | IndexState::Exact(_) | IndexState::Loading => return self.desync(),
         };
         for change in changes {
@@ -128,7 +128,7 @@ impl PrefixIndex {
             match change {
                 CacheChange::Stored(tier, block) => {
                     if !self.add(tier, block) {
-                        return IndexStep::Overfull;
+                        return IndexStatus::Overfull;
                     }
                 }
                 CacheChange::Removed(tier, block) => self.remove(tier, block),
@@ -137,33 +137,33 @@ impl PrefixIndex {
             }
         }
         self.state = IndexState::Exact(number);
-        IndexStep::Followed
+        IndexStatus::Followed
     }
 
     /// Loads a part of a snapshot.
-    pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStep {
+    pub fn load(&mut self, piece: SnapshotPiece<'_>) -> IndexStatus {
         match self.state {
-            IndexState::Disabled => return IndexStep::Overfull,
+            IndexState::Disabled => return IndexStatus::Overfull,
             _ if piece.first => self.reset(IndexState::Loading),
             IndexState::Loading => {}
             IndexState::Empty { .. } | IndexState::Exact(_) => return self.desync(),
         }
         for (tier, blocks) in [(Tier::Device, piece.device), (Tier::Host, piece.host)] {
             if !blocks.iter().all(|block| self.add(tier, *block)) {
-                return IndexStep::Overfull;
+                return IndexStatus::Overfull;
             }
         }
         if let Some(next) = piece.next {
             self.state = IndexState::Exact(next);
         }
-        IndexStep::Followed
+        IndexStatus::Followed
     }
 
     /// Empties the index after missing events, until a snapshot that is requested once.
-    fn desync(&mut self) -> IndexStep {
+    fn desync(&mut self) -> IndexStatus {
         let requested = matches!(self.state, IndexState::Empty { requested: true });
         self.reset(IndexState::Empty { requested: true });
-        if requested { IndexStep::Ignored } else { IndexStep::Lost }
+        if requested { IndexStatus::Ignored } else { IndexStatus::Lost }
     }
 
     /// Adds a block. Returns whether there was room for it.
@@ -300,10 +300,10 @@ mod tests {
                         let step = index.load(SnapshotPiece {
                             first: piece == 0, device: &device, host: &host, next,
                         });
-                        prop_assert_eq!(step, IndexStep::Followed);
+                        prop_assert_eq!(step, IndexStatus::Followed);
                     }
                 } else if !changes.is_empty() && !dropped {
-                    requested |= index.apply(first, changes) == IndexStep::Lost;
+                    requested |= index.apply(first, changes) == IndexStatus::Lost;
                 }
                 if index.state == IndexState::Exact(sent) {
                     for block in 0..40 {
@@ -325,30 +325,30 @@ mod tests {
         let mut index = PrefixIndex::new(3);
         let stored =
             |blocks: std::ops::Range<u64>| blocks.map(|block| CacheChange::Stored(Tier::Device, block));
-        assert_eq!(index.apply(0, stored(0..3)), IndexStep::Followed);
-        assert_eq!(index.apply(3, [CacheChange::Stored(Tier::Host, 1)]), IndexStep::Followed);
-        assert_eq!(index.apply(4, stored(3..4)), IndexStep::Overfull);
+        assert_eq!(index.apply(0, stored(0..3)), IndexStatus::Followed);
+        assert_eq!(index.apply(3, [CacheChange::Stored(Tier::Host, 1)]), IndexStatus::Followed);
+        assert_eq!(index.apply(4, stored(3..4)), IndexStatus::Overfull);
         assert!(index.is_empty());
         let piece = SnapshotPiece { first: true, device: &[1], host: &[], next: Some(9) };
-        assert_eq!(index.load(piece), IndexStep::Overfull);
-        assert_eq!(index.apply(9, stored(0..1)), IndexStep::Overfull);
+        assert_eq!(index.load(piece), IndexStatus::Overfull);
+        assert_eq!(index.apply(9, stored(0..1)), IndexStatus::Overfull);
     }
 
     #[test]
     fn events_out_of_order_empty_the_index_until_a_snapshot_starts() {
         let stored = |block| [CacheChange::Stored(Tier::Device, block)];
         let mut index = PrefixIndex::new(10);
-        assert_eq!(index.apply(5, stored(1)), IndexStep::Lost, "what came before is not known");
-        assert_eq!(index.apply(6, stored(1)), IndexStep::Ignored, "a snapshot was asked for");
+        assert_eq!(index.apply(5, stored(1)), IndexStatus::Lost, "what came before is not known");
+        assert_eq!(index.apply(6, stored(1)), IndexStatus::Ignored, "a snapshot was asked for");
         let piece = |first, next| SnapshotPiece { first, device: &[7], host: &[8], next };
-        assert_eq!(index.load(piece(false, Some(6))), IndexStep::Ignored);
-        assert_eq!(index.load(piece(true, None)), IndexStep::Followed);
-        assert_eq!(index.apply(6, stored(1)), IndexStep::Lost, "the snapshot is not complete");
-        assert_eq!(index.load(piece(true, Some(6))), IndexStep::Followed);
+        assert_eq!(index.load(piece(false, Some(6))), IndexStatus::Ignored);
+        assert_eq!(index.load(piece(true, None)), IndexStatus::Followed);
+        assert_eq!(index.apply(6, stored(1)), IndexStatus::Lost, "the snapshot is not complete");
+        assert_eq!(index.load(piece(true, Some(6))), IndexStatus::Followed);
         assert!(index.holds(Tier::Device, 7) && index.holds(Tier::Host, 8) && !index.holds(Tier::Host, 7));
         for wrong in [5, 7] {
-            assert_eq!(index.load(piece(true, Some(6))), IndexStep::Followed);
-            assert_eq!(index.apply(wrong, stored(1)), IndexStep::Lost);
+            assert_eq!(index.load(piece(true, Some(6))), IndexStatus::Followed);
+            assert_eq!(index.apply(wrong, stored(1)), IndexStatus::Lost);
             assert!(index.is_empty() && !index.is_exact());
         }
     }

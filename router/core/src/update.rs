@@ -1,6 +1,6 @@
 //! What a worker reports in a session, free of the wire format.
 
-use inflight_contract::{Charged, CostCoefficients, FinishReason, PositionLogprobs, Service};
+use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, Service, ServiceCounter};
 use serde::{Deserialize, Serialize};
 
 use crate::{CacheChange, Credits, SubmissionId, WorkerLoad};
@@ -117,7 +117,7 @@ pub struct TenantCounter {
     /// Name of the tenant.
     pub tenant: String,
     /// Counter and its baseline, as reported and unchecked.
-    pub charged: Charged,
+    pub charged: ServiceCounter,
 }
 
 /// Service counters of one incarnation of a worker.

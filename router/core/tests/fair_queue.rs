@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use inflight_contract::{Tenant, TenantService, Weight};
+use inflight_contract::{Tenant, VirtualTokenCounters, Weight};
 use inflight_router_core::{Arrival, FairQueue, FairQueueOptions, QueueLimits, QueuePosition};
 use proptest::prelude::*;
 
@@ -94,7 +94,7 @@ fn next(waiting: &[Naive], lane: u8, now: u64, service: impl Fn(usize) -> f64) -
 
 /// Reference service counters: one domain per lane.
 struct Counters {
-    services: Vec<TenantService>,
+    services: Vec<VirtualTokenCounters>,
     handles: BTreeMap<(u8, usize), Tenant>,
     pending: BTreeMap<(u8, usize), u64>,
 }
@@ -106,7 +106,7 @@ impl Counters {
         service + self.pending.get(&(lane, tenant)).copied().unwrap_or(0) as f64
     }
 
-    fn of(&mut self, r: &Naive) -> (&mut TenantService, Tenant) {
+    fn of(&mut self, r: &Naive) -> (&mut VirtualTokenCounters, Tenant) {
         (&mut self.services[r.lane as usize], self.handles[&(r.lane, r.tenant)])
     }
 
@@ -130,7 +130,7 @@ proptest! {
         let (mut now, mut number) = (0, 0);
         let mut waiting: Vec<Naive> = Vec::new();
         let mut taken: Vec<Naive> = Vec::new();
-        let services = vec![TenantService::new(options.cost, 100); 2];
+        let services = vec![VirtualTokenCounters::new(options.cost, 100); 2];
         let mut counters = Counters { services, handles: BTreeMap::new(), pending: BTreeMap::new() };
         for op in ops {
             let at = Duration::from_secs(now);

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use inflight_contract::CostCoefficients;
 use inflight_router_core::{
-    Cached, Candidate, Chain, Credits, Estimate, Fleet, Ledger, PlacementKind, PlacementRequest, Placer,
-    Standing, SubmissionId, WorkerId, WorkerLoad,
+    BlockHashChain, Cached, Candidate, Credits, Estimate, Ledger, PlacementKind, PlacementRequest, Placer,
+    Standing, SubmissionId, WorkerId, WorkerLoad, WorkerStates,
 };
 use proptest::prelude::*;
 
@@ -177,7 +177,7 @@ proptest! {
 /// Workers of one size as one router sees them, through its own ledgers and fleet, without reports.
 struct Cluster {
     placer: Placer,
-    fleet: Fleet,
+    fleet: WorkerStates,
     ledgers: Vec<Ledger>,
     placed: Vec<u32>,
     running: VecDeque<(WorkerId, SubmissionId)>,
@@ -186,7 +186,7 @@ struct Cluster {
 
 impl Cluster {
     fn new(kind: PlacementKind, seed: u64, workers: usize, slots: u32) -> Self {
-        let mut fleet = Fleet::default();
+        let mut fleet = WorkerStates::default();
         let mut ledgers: Vec<Ledger> = (0..workers).map(|_| Ledger::default()).collect();
         for (worker, ledger) in (0..).map(WorkerId).zip(&mut ledgers) {
             fleet.open(worker, 16, 1000);
@@ -198,7 +198,7 @@ impl Cluster {
 
     fn place(&mut self, ask: &PlacementRequest) -> Option<WorkerId> {
         // Every prompt is unique.
-        let chains = [Chain::of_names([self.next << 20], 16)];
+        let chains = [BlockHashChain::of_names([self.next << 20], 16)];
         let need = Credits { sequences: 1, blocks: 10 };
         let candidates: Vec<Candidate> = (0..)
             .map(WorkerId)

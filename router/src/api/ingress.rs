@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_net::ReceivedBytes;
+use inflight_net::ReservedBytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::task::TaskTracker;
 use tonic::codegen::http::{Extensions, HeaderMap};
@@ -42,7 +42,7 @@ pub(crate) struct RequestContext {
     /// Admission guard, if the layer has admitted the request.
     pub(crate) admission_guard: Option<AdmissionGuard>,
     /// Receive budget of the message, until the request is tokenized.
-    pub(crate) received: Option<Arc<ReceivedBytes>>,
+    pub(crate) received: Option<Arc<ReservedBytes>>,
 }
 
 impl RequestContext {
@@ -52,7 +52,7 @@ impl RequestContext {
             context: trace::extract(headers),
             caller: extensions.get::<Caller>().cloned().unwrap_or(Caller::Anyone),
             admission_guard: extensions.get::<AdmissionSlot>().and_then(AdmissionSlot::take),
-            received: extensions.get::<Arc<ReceivedBytes>>().cloned(),
+            received: extensions.get::<Arc<ReservedBytes>>().cloned(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{Charged, FinishReason, Service};
+use inflight_contract::{FinishReason, Service, ServiceCounter};
 use inflight_proto::v1;
 use inflight_proto::v1::kv_event::Event;
 use inflight_proto::v1::session_request::Message;
@@ -108,7 +108,7 @@ fn cache_change(event: Event) -> CacheChange {
 }
 
 fn counter(counter: v1::TenantServiceCounter) -> TenantCounter {
-    let charged = Charged { cost: counter.service, base: counter.baseline };
+    let charged = ServiceCounter { cost: counter.service, base: counter.baseline };
     TenantCounter { tenant: counter.tenant, charged }
 }
 

@@ -6,7 +6,9 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use inflight_contract::{FinishReason, PositionLogprobs, Priority, SamplingParams, Weight};
-use inflight_router_core::{Chain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec};
+use inflight_router_core::{
+    BlockHashChain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec,
+};
 
 use crate::call_guard::CallGuard;
 use crate::metrics as names;
@@ -44,7 +46,11 @@ impl AdmittedCall {
     }
 
     /// Returns what the dispatcher needs to know of the request.
-    pub(crate) fn spec(&self, chains: Vec<Chain>, since_epoch: impl Fn(Instant) -> Duration) -> RequestSpec {
+    pub(crate) fn spec(
+        &self,
+        chains: Vec<BlockHashChain>,
+        since_epoch: impl Fn(Instant) -> Duration,
+    ) -> RequestSpec {
         RequestSpec {
             lane: self.lane,
             tenant: self.tenant.clone(),

@@ -197,7 +197,7 @@ impl DispatcherState {
         let (retries, quarantined) = self.core.waiting_retries();
         self.gauges.retry_queue.set(retries as f64);
         self.gauges.quarantine.set(quarantined as f64);
-        self.gauges.indexed.set(self.core.fleet().indexed_blocks() as f64);
+        self.gauges.indexed.set(self.core.worker_states().indexed_blocks() as f64);
     }
 
     /// Sets the gauges that cost more to compute, at ticks.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use inflight_net::{ClientTls, Limits, ServerTlsFiles};
+use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
 use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::Options;
@@ -206,12 +206,12 @@ async fn excess_slow_and_idle_connections_are_closed() {
     bounded(async {
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
         let short = Duration::from_millis(100);
-        let connections = Limits {
+        let connections = ConnectionLimits {
             connections_max: 2,
             first_call_max: short,
             idle_max: short,
             handshake_max: short,
-            ..Limits::default()
+            ..ConnectionLimits::default()
         };
         let cluster = Cluster::start(&[&worker], Options { connections, ..Options::default() }).await;
         // The preface without headers: too slow, despite other traffic.
@@ -314,7 +314,7 @@ async fn unauthenticated_connections_do_not_crowd_out_a_tenant() {
     bounded(async {
         let folder = Folder::new();
         let worker = ScriptedWorker::start(WorkerProfile::default()).await;
-        let connections = Limits { connections_max: 6, ..Limits::default() };
+        let connections = ConnectionLimits { connections_max: 6, ..ConnectionLimits::default() };
         let tenants_file = one_tenant(&folder);
         let options = Options { connections, tenants_file, ..Options::default() };
         let cluster = Cluster::start(&[&worker], options).await;

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use inflight_contract::{ModelLimits, Priority, Weight};
 use inflight_router_core::{
-    Chain, ClientCommand, Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions, LaneId,
-    Notice, QueueLimits, RequestId, RequestSpec, SessionId, SubmissionId, Tier, WorkerCommand, WorkerId,
-    WorkerInfo, WorkerUpdate,
+    BlockHashChain, ClientCommand, Command, Credits, Dispatcher, DispatcherOptions, Event, FairQueueOptions,
+    LaneId, Notice, QueueLimits, RequestId, RequestSpec, SessionId, SubmissionId, Tier, WorkerCommand,
+    WorkerId, WorkerInfo, WorkerUpdate,
 };
 use inflight_worker_core::Time;
 use slotmap::SlotMap;
@@ -70,7 +70,8 @@ impl SimulatedRouter {
     /// Queues a request, and dispatches it if a worker has room.
     pub fn arrive(&mut self, index: usize, request: &ClusterRequest, now: Time) -> Result<(), ClusterError> {
         let sizes = self.dispatcher.block_sizes(LANE);
-        let chain = |size: &u32| Chain::of_names(request.hashes(*size).map(|hash| hash.short()), *size);
+        let chain =
+            |size: &u32| BlockHashChain::of_names(request.hashes(*size).map(|hash| hash.short()), *size);
         let call = RequestSpec {
             lane: LANE,
             tenant: "tenant".to_owned(),
@@ -174,7 +175,7 @@ impl SimulatedRouter {
     /// Returns the number of blocks that only one of prefix index and worker cache contains.
     pub fn index_difference(&self, worker: usize, node: &SimulatedWorker) -> usize {
         let reads_prefixes = !self.dispatcher.block_sizes(LANE).is_empty();
-        let index = self.dispatcher.fleet().index(worker_id(worker)).filter(|_| reads_prefixes);
+        let index = self.dispatcher.worker_states().index(worker_id(worker)).filter(|_| reads_prefixes);
         let Some(index) = index else { return 0 };
         let has: BTreeSet<(Tier, u64)> =
             node.contents().map(|(tier, hash)| (tier_of(tier), hash.short())).collect();

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use inflight_contract::{AdmissionCost, FinishReason, TenantService, TokenCost, Weight};
+use inflight_contract::{AdmissionCost, FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_router_core::{
     CacheChange, CacheEvents, CacheSnapshot, Credits, SequenceEnd, SequenceUpdate, SubmissionId, Tier,
     WorkerLoad, WorkerUpdate,
@@ -80,7 +80,7 @@ impl SimulatedWorker {
     pub fn new(options: &ClusterOptions) -> Self {
         let limits = options.limits;
         let cost = CostModel::new(options.profile.prior(limits.block_tokens));
-        let tenants = TenantService::new(TokenCost::default(), 1000);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), 1000);
         let scheduler = Scheduler::new(limits, PolicyKind::default().build(), cost, tenants);
         let capacity = Capacity {
             sequences: limits.running_max + options.queue_ahead,

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
-use inflight_router_core::{CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
+use inflight_contract::{BlockHash, TokenCost, VirtualTokenCounters, Weight};
+use inflight_router_core::{CacheChange, IndexStatus, PrefixIndex, SnapshotPiece, Tier};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time,
@@ -56,7 +56,7 @@ impl CacheSource {
     fn new() -> Self {
         // A tiny pool, to cause constant evictions, with a host pool.
         let limits = Limits { host_blocks: 16, ..Limits::new(BLOCK, 24, 6, 16) };
-        let tenants = TenantService::new(TokenCost::default(), 10);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
         let cost = CostModel::new(CostPrior::default());
         let scheduler = Scheduler::new(limits, PolicyKind::default().build(), cost, tenants).unwrap();
         Self { scheduler, now: Time::ZERO, next: 0, outputs: 0 }
@@ -140,7 +140,7 @@ fn load_snapshot(index: &mut PrefixIndex, has: &BTreeSet<(Tier, u64)>, next: u64
         let (device, host) = (of(Tier::Device), of(Tier::Host));
         let next = (nth + 1 == parts.len()).then_some(next);
         let step = index.load(SnapshotPiece { first: nth == 0, device: &device, host: &host, next });
-        assert_eq!(step, IndexStep::Followed);
+        assert_eq!(step, IndexStatus::Followed);
     }
 }
 
@@ -181,7 +181,7 @@ proptest! {
                 continue;
             }
             let step = index.apply(first, changes);
-            prop_assert_eq!(step, if lost { IndexStep::Lost } else { IndexStep::Followed });
+            prop_assert_eq!(step, if lost { IndexStatus::Lost } else { IndexStatus::Followed });
             if std::mem::take(&mut lost) {
                 prop_assert!(index.is_empty());
                 load_snapshot(&mut index, &source.has(), source.next, 2);

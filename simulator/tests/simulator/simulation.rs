@@ -99,7 +99,7 @@ proptest! {
         // Copies are cheap, so that preemption is by swap.
         let prior = CostPrior::default().with_copies(1e-6, 1e-6);
         let run = || {
-            let tenants = inflight_contract::TenantService::new(Default::default(), 100);
+            let tenants = inflight_contract::VirtualTokenCounters::new(Default::default(), 100);
             let cost = CostModel::new(prior);
             let scheduler =
                 inflight_worker_core::Scheduler::new(limits, policy.build(), cost.clone(), tenants).unwrap();

@@ -4,7 +4,7 @@
 use std::hash::{Hash as _, Hasher};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, CostCoefficients, Service, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, CostCoefficients, Service, TokenCost, VirtualTokenCounters, Weight};
 
 use crate::policy::PolicyKind;
 use crate::{
@@ -299,7 +299,7 @@ impl RecordReader<'_> {
             copy_block_s: real()?,
         };
         let prior = CostPrior { cost, trust: real()? };
-        let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants)
             .map_err(|_| self.malformed("limits that agree with each other"))
     }

@@ -7,7 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use inflight_contract::{BlockHash, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time, TokenVerdict, TransferId,
@@ -43,7 +43,7 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
         sequence_tokens: 100_000,
         ..Limits::new(16, running * 400, running, 8192)
     };
-    let tenants = TenantService::new(TokenCost::default(), 100);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());
     let mut scheduler = Scheduler::new(limits, PolicyKind::Fair.build(), cost, tenants).unwrap();
     for sequence in 0..running + waiting {
@@ -112,7 +112,7 @@ fn timed_step(running: u32, waiting: u32) -> (Duration, Duration) {
 fn crowded() -> Scheduler {
     let limits = Limits { host_blocks: 2000, watermark_blocks: 0, ..Limits::new(16, 4000, 64, 4096) };
     let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
-    let tenants = TenantService::new(TokenCost::default(), 100);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let mut scheduler =
         Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(prior), tenants).unwrap();
     let shared: Vec<_> = (1..1000u128).map(|block| BlockHash::from_raw((block << 64) | block)).collect();

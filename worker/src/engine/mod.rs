@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::{
-    AdmissionCost, BlockHash, Charged, CostCoefficients, ModelLimits, Service, TenantService, TokenCost,
+    AdmissionCost, BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TokenCost,
+    VirtualTokenCounters,
 };
 use inflight_runtime::{self as runtime, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
 use inflight_worker_core::policy::PolicyKind;
@@ -143,7 +144,7 @@ impl Engine {
                 capabilities.batch_tokens,
             )
         };
-        let tenants = TenantService::new(TokenCost::default(), Scheduler::TENANTS_MAX);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), Scheduler::TENANTS_MAX);
         let model = ModelLimits {
             vocab_size: capabilities.vocab_size,
             context_tokens: capabilities.context_tokens,
@@ -276,12 +277,12 @@ impl Engine {
     }
 
     /// Takes the tenants charged since the last call, with their total charges.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
         self.scheduler.drain_charged()
     }
 
     /// Total charges of all known tenants.
-    pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
+    pub fn charged(&self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
         self.scheduler.tenants().charged()
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use inflight_contract::Charged;
+use inflight_contract::ServiceCounter;
 use inflight_proto::v1;
 use inflight_worker_core::{BlockHash, CacheEvent, CacheTier, Grant};
 use tokio::sync::Notify;
@@ -40,7 +40,7 @@ struct OutboxState {
     arrived: u64,
     reported_arrived: u64,
     /// Total charges of the tenants charged since the last update.
-    charges: BTreeMap<String, Charged>,
+    charges: BTreeMap<String, ServiceCounter>,
     /// Service tables of other incarnations not sent yet.
     service_tables: VecDeque<v1::ServiceTable>,
     virtual_time: u64,
@@ -144,7 +144,7 @@ impl Outbox {
     }
 
     /// Sets a tenant's total charges for the next update, without waking the session.
-    pub fn set_charged(&self, tenant: &str, charged: Charged) {
+    pub fn set_charged(&self, tenant: &str, charged: ServiceCounter) {
         let mut state = self.state();
         match state.charges.get_mut(tenant) {
             Some(known) => *known = charged,
@@ -228,7 +228,7 @@ impl Outbox {
             draining: state.draining,
             services: std::mem::take(&mut state.charges)
                 .into_iter()
-                .map(|(tenant, Charged { cost, base })| v1::TenantServiceCounter {
+                .map(|(tenant, ServiceCounter { cost, base })| v1::TenantServiceCounter {
                     tenant,
                     service: cost,
                     baseline: base,

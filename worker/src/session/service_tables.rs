@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use inflight_contract::{Charged, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
+use inflight_contract::{SERVICE_COUNTER_MAX, ServiceCounter, ServiceTable, plausible_growth};
 use inflight_proto::v1;
 use inflight_worker_core::Time;
 
@@ -98,7 +98,7 @@ impl ServiceTables {
             }
         }
         for charge in charges() {
-            let charged = Charged { cost: charge.service, base: charge.baseline.min(charge.service) };
+            let charged = ServiceCounter { cost: charge.service, base: charge.baseline.min(charge.service) };
             state.table.merge(incarnation, &charge.tenant, charged);
         }
         let new = || Reporters { sessions: BTreeSet::new(), last: now };
@@ -122,7 +122,7 @@ impl ServiceTables {
         let mut state = self.lock();
         state.forget_orphaned(now);
         let mut tables: Vec<v1::ServiceTable> = Vec::new();
-        for (incarnation, tenant, Charged { cost, base }) in state.table.iter() {
+        for (incarnation, tenant, ServiceCounter { cost, base }) in state.table.iter() {
             let charge =
                 v1::TenantServiceCounter { tenant: tenant.to_owned(), service: cost, baseline: base };
             match tables.last_mut().filter(|last| last.incarnation == incarnation) {

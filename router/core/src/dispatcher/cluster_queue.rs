@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use inflight_contract::{
-    Charged, Expired, SERVICE_COUNTER_MAX, Service, ServiceTable, TokenCost, plausible_growth,
+    ExpiredService, SERVICE_COUNTER_MAX, Service, ServiceCounter, ServiceTable, TokenCost, plausible_growth,
 };
 
 use crate::{
@@ -262,8 +262,8 @@ impl ClusterQueue {
         }
         reporter.last_report = Some(now);
         for (incarnation, charge) in own.chain(indirect).filter(named) {
-            let Charged { cost, base } = charge.charged;
-            let charged = Charged { cost, base: base.min(cost) };
+            let ServiceCounter { cost, base } = charge.charged;
+            let charged = ServiceCounter { cost, base: base.min(cost) };
             let grown = lane_services.services.merge(incarnation, &charge.tenant, charged);
             if grown > 0 {
                 self.queue.charge(lane, &charge.tenant, grown);
@@ -282,7 +282,7 @@ impl ClusterQueue {
     /// Expires counters that were only reported indirectly and too long ago.
     pub(super) fn expire_indirect_counters(&mut self, now: Duration) {
         for (lane, lane_services) in &mut self.lanes {
-            for Expired { tenant, cost } in lane_services.services.expire(now, INDIRECT_COUNTERS_TTL) {
+            for ExpiredService { tenant, cost } in lane_services.services.expire(now, INDIRECT_COUNTERS_TTL) {
                 self.queue.discharge(*lane, &tenant, cost);
             }
         }
@@ -332,6 +332,6 @@ impl ClusterQueue {
     }
 }
 
-fn tenant_counter(tenant: &str, charged: Charged) -> TenantCounter {
+fn tenant_counter(tenant: &str, charged: ServiceCounter) -> TenantCounter {
     TenantCounter { tenant: tenant.to_owned(), charged }
 }

@@ -6,7 +6,8 @@ use inflight_contract::{ModelLimits, Priority, Weight};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Chain, Credits, LaneId, QueueLimits, RequestId, ResubmissionReason, SessionId, WorkerId, WorkerUpdate,
+    BlockHashChain, Credits, LaneId, QueueLimits, RequestId, ResubmissionReason, SessionId, WorkerId,
+    WorkerUpdate,
 };
 
 /// Something that happened to the router; the argument of [`Dispatcher::apply`](crate::Dispatcher::apply).
@@ -146,7 +147,7 @@ pub struct RequestSpec {
     /// The only numerics fingerprint it may run on, if requested.
     pub require_fingerprint: Option<String>,
     /// Hash chains of the prompt, one per block size; empty if the placement policy ignores prefixes.
-    pub chains: Vec<Chain>,
+    pub chains: Vec<BlockHashChain>,
 }
 
 impl RequestSpec {

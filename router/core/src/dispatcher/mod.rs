@@ -277,8 +277,8 @@ impl Dispatcher {
     }
 
     /// Returns the state of the workers that placement uses.
-    pub fn fleet(&self) -> &crate::Fleet {
-        self.placement.fleet()
+    pub fn worker_states(&self) -> &crate::WorkerStates {
+        self.placement.worker_states()
     }
 
     /// Whether at least one worker accepts requests.

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use crate::{
-    Candidate, Chain, Command, Estimate, Fleet, IndexStep, Notice, PlacementRequest, Placer, Policy,
-    RequestSpec, SnapshotPiece, SubmissionId, WorkerId, WorkerUpdate,
+    BlockHashChain, Candidate, Command, Estimate, IndexStatus, Notice, PlacementRequest, Placer, Policy,
+    RequestSpec, SnapshotPiece, SubmissionId, WorkerId, WorkerStates, WorkerUpdate,
 };
 
 /// Maximum indexed blocks of one worker: 64 million tokens in blocks of 16.
@@ -17,24 +17,24 @@ const EXPECTED_OUTPUT_TOKENS: u32 = 256;
 #[derive(Debug)]
 pub(super) struct PlacementState {
     placer: Placer,
-    fleet: Fleet,
+    workers: WorkerStates,
 }
 
 impl PlacementState {
     pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self { placer: Placer::new(policy), fleet: Fleet::default() }
+        Self { placer: Placer::new(policy), workers: WorkerStates::default() }
     }
 
     pub(super) fn open(&mut self, worker: WorkerId, block_tokens: u32, blocks: usize) {
-        self.fleet.open(worker, block_tokens, blocks.min(INDEX_BLOCKS_MAX));
+        self.workers.open(worker, block_tokens, blocks.min(INDEX_BLOCKS_MAX));
     }
 
     pub(super) fn close(&mut self, worker: WorkerId) {
-        self.fleet.close(worker);
+        self.workers.close(worker);
     }
 
-    pub(super) fn fleet(&self) -> &Fleet {
-        &self.fleet
+    pub(super) fn worker_states(&self) -> &WorkerStates {
+        &self.workers
     }
 
     /// Whether requests need the hash chains of their prompts.
@@ -50,10 +50,10 @@ impl PlacementState {
         commands: &mut Vec<Command>,
     ) -> bool {
         if let Some(cost) = update.cost {
-            self.fleet.set_cost(worker, cost);
+            self.workers.set_cost(worker, cost);
         }
         if let Some(load) = update.load {
-            self.fleet.set_load(worker, load, update.submissions_received);
+            self.workers.set_load(worker, load, update.submissions_received);
         }
         if !self.reads_prefixes() {
             return false;
@@ -61,20 +61,20 @@ impl PlacementState {
         let snapshot = update.cache_snapshot.as_ref().map(|piece| {
             let next = piece.next_event;
             let (device, host) = (&piece.device[..], &piece.host[..]);
-            self.fleet.load(worker, SnapshotPiece { first: piece.first, device, host, next })
+            self.workers.load(worker, SnapshotPiece { first: piece.first, device, host, next })
         });
         let events = update.cache_events.as_ref();
         let events =
-            events.map(|events| self.fleet.apply(worker, events.first, events.changes.iter().copied()));
+            events.map(|events| self.workers.apply(worker, events.first, events.changes.iter().copied()));
         let mut lost = false;
         for step in [snapshot, events].into_iter().flatten() {
             match step {
-                IndexStep::Followed | IndexStep::Ignored => {}
-                IndexStep::Lost => {
+                IndexStatus::Followed | IndexStatus::Ignored => {}
+                IndexStatus::Lost => {
                     commands.push(Command::Notice(Notice::PrefixIndexLost { worker }));
                     lost = true;
                 }
-                IndexStep::Overfull => {
+                IndexStatus::Overfull => {
                     commands.push(Command::Notice(Notice::PrefixIndexOverfull { worker }));
                 }
             }
@@ -84,7 +84,7 @@ impl PlacementState {
 
     /// Returns the predicted cost at a worker of a request that has `generated` tokens already.
     pub(super) fn estimate(&self, worker: WorkerId, spec: &RequestSpec, generated: usize) -> Estimate {
-        self.fleet.estimate(worker, size(spec, generated).prompt_tokens, &spec.chains)
+        self.workers.estimate(worker, size(spec, generated).prompt_tokens, &spec.chains)
     }
 
     pub(super) fn choose(
@@ -106,17 +106,17 @@ impl PlacementState {
         commands: &mut Vec<Command>,
     ) {
         let tokens = size(spec, generated).prompt_tokens;
-        let estimate = self.fleet.estimate(worker, tokens, &spec.chains);
+        let estimate = self.workers.estimate(worker, tokens, &spec.chains);
         let cached_tokens = estimate.cached.tokens();
         commands.push(Command::Notice(Notice::PromptPlaced { tokens, cached_tokens }));
-        self.fleet.route(worker, submission, tokens, &spec.chains, &estimate);
+        self.workers.route(worker, submission, tokens, &spec.chains, &estimate);
     }
 
     /// Returns the predicted time to first token of a request dispatched to a worker now; `None` if the
     /// worker has not reported its cost model.
     pub(super) fn first_token(&self, worker: WorkerId, spec: &RequestSpec) -> Option<Duration> {
-        let estimate = self.fleet.estimate(worker, spec.prompt_tokens, &spec.chains);
-        self.fleet
+        let estimate = self.workers.estimate(worker, spec.prompt_tokens, &spec.chains);
+        self.workers
             .knows_cost(worker)
             .then(|| Duration::try_from_secs_f64(estimate.first_token(spec.prompt_tokens)).ok())
             .flatten()
@@ -124,13 +124,13 @@ impl PlacementState {
 
     /// Records the end of a submission.
     pub(super) fn settle(&mut self, worker: WorkerId, submission: SubmissionId) {
-        self.fleet.settle(worker, submission);
+        self.workers.settle(worker, submission);
     }
 }
 
 /// Returns the hash chains of a prompt, one per block size.
-pub fn prompt_chains(tenant: &str, prompt: &[u32], block_sizes: &[u32]) -> Vec<Chain> {
-    block_sizes.iter().map(|size| Chain::of_prompt(tenant, prompt, *size)).collect()
+pub fn prompt_chains(tenant: &str, prompt: &[u32], block_sizes: &[u32]) -> Vec<BlockHashChain> {
+    block_sizes.iter().map(|size| BlockHashChain::of_prompt(tenant, prompt, *size)).collect()
 }
 
 fn size(spec: &RequestSpec, generated: usize) -> PlacementRequest {

@@ -5,12 +5,12 @@
 mod candidate;
 mod cost;
 mod estimate;
-mod fleet;
 mod least_loaded;
 mod power_of_two;
 mod prefix;
 mod random;
 mod round_robin;
+mod worker_states;
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,12 +19,12 @@ use crate::WorkerId;
 pub use candidate::{Candidate, Credits, Standing};
 pub use cost::Cost;
 pub use estimate::{Cached, Estimate, WorkerLoad};
-pub use fleet::{Chain, Fleet};
 pub use least_loaded::LeastLoaded;
 pub use power_of_two::PowerOfTwo;
 pub use prefix::Prefix;
 pub use random::Random;
 pub use round_robin::RoundRobin;
+pub use worker_states::{BlockHashChain, WorkerStates};
 
 /// Size of a request, for placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,7 @@ pub mod shortest_first;
 
 use std::path::PathBuf;
 
-use inflight_contract::{TenantService, TokenCost};
+use inflight_contract::{TokenCost, VirtualTokenCounters};
 use inflight_fixtures::skipped;
 use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServiceDifference, ServiceGap, Simulation, percentile,
@@ -59,7 +59,7 @@ pub fn scheduler(limits: Limits, policy: PolicyKind) -> Scheduler {
 }
 
 pub fn scheduler_with(limits: Limits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {
-    let tenants = TenantService::new(TokenCost::default(), 1000);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 1000);
     Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap()
 }
 

@@ -111,7 +111,7 @@ impl std::fmt::Display for PolicyKind {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use inflight_contract::{Service, TenantService, TokenCost, Weight};
+    use inflight_contract::{Service, TokenCost, VirtualTokenCounters, Weight};
     use proptest::prelude::*;
 
     const ALL: [PolicyKind; 4] =
@@ -119,7 +119,7 @@ mod tests {
 
     fn views() -> impl Strategy<Value = Vec<SequenceView>> {
         prop::collection::vec((-2i32..=2, 0usize..3, 0u64..100_000), 1..12).prop_map(|specs| {
-            let mut service = TenantService::new(TokenCost::default(), 10);
+            let mut service = VirtualTokenCounters::new(TokenCost::default(), 10);
             let tenants: Vec<_> = (0..3).map(|t| service.arrive(&t.to_string(), Weight::default())).collect();
             service.charge(tenants[1], 700, 10);
             service.charge(tenants[2], 30, 5);
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn fair_aging_forgives_service_per_second_up_to_its_maximum() {
         let fair = Fair { tokens_per_second: 10.0, tokens_max: 50.0, ..Fair::default() };
-        let tenant = TenantService::new(TokenCost::default(), 10).arrive("t", Weight::default());
+        let tenant = VirtualTokenCounters::new(TokenCost::default(), 10).arrive("t", Weight::default());
         let view = |arrival, tokens: u64, seconds| SequenceView {
             priority: 0,
             arrival,

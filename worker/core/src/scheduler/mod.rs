@@ -15,7 +15,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, Charged, FinishReason, Service, Tenant, TenantService};
+use inflight_contract::{BlockHash, FinishReason, Service, ServiceCounter, Tenant, VirtualTokenCounters};
 
 use crate::cost::{CostModel, CostPrior, StepWork};
 use crate::history::History;
@@ -99,7 +99,7 @@ pub struct Scheduler {
     limits: Limits,
     policy: Box<dyn SchedulingPolicy>,
     cost: CostModel,
-    tenants: TenantService,
+    tenants: VirtualTokenCounters,
     device: BlockPool,
     host: BlockPool,
     sequences: Vec<Option<Sequence>>,
@@ -154,7 +154,7 @@ impl Scheduler {
         limits: Limits,
         policy: Box<dyn SchedulingPolicy>,
         cost: CostModel,
-        tenants: TenantService,
+        tenants: VirtualTokenCounters,
     ) -> Result<Self, LimitsError> {
         limits.validate()?;
         Ok(Self {
@@ -231,12 +231,12 @@ impl Scheduler {
     }
 
     /// Returns the service accounting of the tenants.
-    pub fn tenants(&self) -> &TenantService {
+    pub fn tenants(&self) -> &VirtualTokenCounters {
         &self.tenants
     }
 
     /// Drains the tenants charged since the last call, each with its total charge.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
         self.tenants.drain_charged()
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, TenantService, TokenCost, Weight};
+use inflight_contract::{FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CommitError, CostModel, CostPrior, IterationOutcome, Limits, LimitsError, NewSequence, Scheduler,
@@ -10,7 +10,7 @@ use inflight_worker_core::{
 };
 
 fn scheduler(limits: Limits) -> Result<Scheduler, LimitsError> {
-    let tenants = TenantService::new(TokenCost::default(), 10);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
     Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(CostPrior::default()), tenants)
 }
 

@@ -19,7 +19,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use inflight_contract::{TenantService, TokenCost, Weight};
+use inflight_contract::{TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, Time, TokenVerdict,
@@ -172,7 +172,7 @@ fn wait(flood: &Flood) -> (u64, u64) {
     // Copies are cheap in half of the runs.
     let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1.0 };
     let cost = CostModel::new(CostPrior::default().with_copies(0.0, copy_block));
-    let tenants = TenantService::new(TokenCost::default(), 100);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let mut driver = FloodDriver {
         scheduler: Scheduler::new(limits, flood.policy.build(), cost, tenants).unwrap(),
         launched: Vec::new(),
@@ -266,7 +266,7 @@ fn a_large_sequence_ends_under_endless_small_arrivals() {
         bypass_max: 2,
         ..Limits::new(4, 20, 4, 32)
     };
-    let tenants = TenantService::new(TokenCost::default(), 100);
+    let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());
     let scheduler = Scheduler::new(limits, PolicyKind::Fcfs.build(), cost, tenants).unwrap();
     let mut driver = FloodDriver {

@@ -27,7 +27,7 @@
 
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, Limits, NewSequence,
@@ -51,7 +51,7 @@ impl Bench {
     }
 
     fn on(limits: Limits, policy: PolicyKind, prior: CostPrior, took: fn(&Iteration) -> Duration) -> Self {
-        let tenants = TenantService::new(TokenCost::default(), 10);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
         let scheduler = Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants).unwrap();
         Self { scheduler, clock: 0, ended: Vec::new(), took }
     }

@@ -8,7 +8,7 @@ pub mod seeds;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use inflight_contract::{BlockHash, FinishReason, TenantService, TokenCost, Weight};
+use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome, Limits,
@@ -199,7 +199,7 @@ impl Harness {
         let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };
         let prior = CostPrior::default().with_copies(0.0, copy_block);
         let cost = CostModel::new(prior);
-        let tenants = TenantService::new(TokenCost::default(), 10);
+        let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
         let page = vec![0; limits.block_tokens as usize];
         let mut scheduler = Scheduler::new(limits, policy.build(), cost, tenants).unwrap();
         scheduler.record(policy, &prior);

@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-use inflight_contract::{Service, Tenant, TenantService, TokenCost, Weight};
+use inflight_contract::{Service, Tenant, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::{PolicyKind, SequenceView};
 use inflight_worker_core::{Iteration, SequenceId, Time};
 
@@ -38,7 +38,7 @@ impl Harness {
             in_flight: chunks.map(|(chunk, _)| chunk.id).collect(),
             services: tenants.map(|(name, service, _)| (name.to_owned(), service)).collect(),
             // Policies do not use the name of a tenant.
-            tenant: TenantService::new(TokenCost::default(), 1).arrive("", Weight::default()),
+            tenant: VirtualTokenCounters::new(TokenCost::default(), 1).arrive("", Weight::default()),
             free: load.blocks - load.blocks_used,
             free_slots: self.scheduler.limits().running_max - self.slots.len() as u32,
             transfers: !self.transfers.is_empty(),

@@ -7,17 +7,17 @@ use inflight_contract::{BlockHash, CostCoefficients};
 use serde::{Deserialize, Serialize};
 
 use super::{Cached, Estimate, WorkerLoad};
-use crate::prefix_index::{BlockMap, CacheChange, IndexStep, PrefixIndex, SnapshotPiece, Tier};
+use crate::prefix_index::{BlockMap, CacheChange, IndexStatus, PrefixIndex, SnapshotPiece, Tier};
 use crate::{SubmissionId, WorkerId};
 
 /// Short hashes of a prompt's full blocks, as prefix-cache events name them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Chain {
+pub struct BlockHashChain {
     block_tokens: u32,
     blocks: Arc<[u64]>,
 }
 
-impl Chain {
+impl BlockHashChain {
     /// Maximum blocks hashed; later ones count as not cached. Bounds the time of hashing a prompt.
     pub const BLOCKS_MAX: usize = 1 << 14;
 
@@ -45,7 +45,7 @@ impl Chain {
 
 #[derive(Debug)]
 struct Routed {
-    chain: Option<Chain>,
+    chain: Option<BlockHashChain>,
     /// Sequence number of the submission in its session.
     number: u64,
 }
@@ -76,13 +76,13 @@ struct Member {
 /// and `unreported_prefill_s` holds only submissions in `routed`; so both are bounded by the requests in
 /// flight, and the index by the worker's pools.
 #[derive(Debug, Default)]
-pub struct Fleet {
+pub struct WorkerStates {
     members: BTreeMap<WorkerId, Member>,
     /// Number of blocks in the indices of all workers.
     indexed_blocks: usize,
 }
 
-impl Fleet {
+impl WorkerStates {
     /// Starts a session: nothing is known. The worker's pools have `blocks_max` blocks of `block_tokens`.
     pub fn open(&mut self, worker: WorkerId, block_tokens: u32, blocks_max: usize) {
         let member = Member {
@@ -144,8 +144,8 @@ impl Fleet {
         worker: WorkerId,
         first: u64,
         changes: impl IntoIterator<Item = CacheChange>,
-    ) -> IndexStep {
-        let Some(member) = self.members.get_mut(&worker) else { return IndexStep::Ignored };
+    ) -> IndexStatus {
+        let Some(member) = self.members.get_mut(&worker) else { return IndexStatus::Ignored };
         let before = member.index.len();
         let step = member.index.apply(first, changes);
         self.indexed_blocks = self.indexed_blocks - before + member.index.len();
@@ -153,8 +153,8 @@ impl Fleet {
     }
 
     /// Loads a part of a snapshot of a worker's prefix cache.
-    pub fn load(&mut self, worker: WorkerId, piece: SnapshotPiece<'_>) -> IndexStep {
-        let Some(member) = self.members.get_mut(&worker) else { return IndexStep::Ignored };
+    pub fn load(&mut self, worker: WorkerId, piece: SnapshotPiece<'_>) -> IndexStatus {
+        let Some(member) = self.members.get_mut(&worker) else { return IndexStatus::Ignored };
         let before = member.index.len();
         let step = member.index.load(piece);
         self.indexed_blocks = self.indexed_blocks - before + member.index.len();
@@ -162,7 +162,7 @@ impl Fleet {
     }
 
     /// Returns the prediction for a prompt of this length at a worker.
-    pub fn estimate(&self, worker: WorkerId, prompt_tokens: u32, chains: &[Chain]) -> Estimate {
+    pub fn estimate(&self, worker: WorkerId, prompt_tokens: u32, chains: &[BlockHashChain]) -> Estimate {
         let Some(member) = self.members.get(&worker) else { return Estimate::default() };
         let chain = chains.iter().find(|chain| chain.block_tokens == member.block_tokens);
         Estimate {
@@ -179,7 +179,7 @@ impl Fleet {
         worker: WorkerId,
         submission: SubmissionId,
         prompt_tokens: u32,
-        chains: &[Chain],
+        chains: &[BlockHashChain],
         estimate: &Estimate,
     ) {
         let Some(member) = self.members.get_mut(&worker) else { return };
@@ -221,7 +221,7 @@ impl Member {
     }
 
     /// Returns the cached prefix of a chain; the last token is always computed.
-    fn cached(&self, chain: &Chain, prompt_tokens: u32) -> Cached {
+    fn cached(&self, chain: &BlockHashChain, prompt_tokens: u32) -> Cached {
         let on_device = |block: &&u64| {
             self.index.holds(Tier::Device, **block) || self.in_flight_blocks.contains_key(*block)
         };
@@ -243,19 +243,19 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn chain(names: &[u64]) -> Vec<Chain> {
-        vec![Chain::of_names(names.iter().copied(), 4)]
+    fn chain(names: &[u64]) -> Vec<BlockHashChain> {
+        vec![BlockHashChain::of_names(names.iter().copied(), 4)]
     }
 
     #[test]
     fn a_cached_prefix_is_a_device_run_with_blocks_in_flight_then_a_host_run() {
-        let mut fleet = Fleet::default();
+        let mut fleet = WorkerStates::default();
         fleet.open(WorkerId(0), 4, 100);
         let stored = |tier, block| CacheChange::Stored(tier, block);
         fleet.apply(WorkerId(0), 0, [1, 2, 9].map(|block| stored(Tier::Device, block)));
         fleet.apply(WorkerId(0), 3, [4, 5, 7].map(|block| stored(Tier::Host, block)));
         let whole = chain(&[1, 2, 3, 4, 5, 6, 7]);
-        let cached = |fleet: &Fleet| fleet.estimate(WorkerId(0), 29, &whole).cached;
+        let cached = |fleet: &WorkerStates| fleet.estimate(WorkerId(0), 29, &whole).cached;
         assert_eq!(cached(&fleet), Cached { device_tokens: 8, ..Cached::default() });
         fleet.route(WorkerId(0), SubmissionId(70), 12, &chain(&[1, 2, 3]), &Estimate::default());
         assert_eq!(cached(&fleet), Cached { device_tokens: 12, host_tokens: 8, host_blocks: 2 });
@@ -279,8 +279,8 @@ mod tests {
         let mut hashes = Vec::new();
         BlockHash::extend_chain(&mut hashes, BlockHash::root("a"), &prompt, 4);
         let expected: Vec<u64> = hashes.iter().map(|hash| hash.short()).collect();
-        assert_eq!(Chain::of_prompt("a", &prompt, 4).blocks[..], expected[..]);
-        assert_ne!(Chain::of_prompt("b", &prompt, 4).blocks[..], expected[..]);
+        assert_eq!(BlockHashChain::of_prompt("a", &prompt, 4).blocks[..], expected[..]);
+        assert_ne!(BlockHashChain::of_prompt("b", &prompt, 4).blocks[..], expected[..]);
     }
 
     proptest! {
@@ -288,7 +288,7 @@ mod tests {
         fn dispatched_prefill_counts_until_the_worker_has_reported_it(
             ops in prop::collection::vec((0u8..3, any::<prop::sample::Index>(), 1u32..500), 1..100)
         ) {
-            let mut fleet = Fleet::default();
+            let mut fleet = WorkerStates::default();
             fleet.open(WorkerId(3), 4, 100);
             // Handle and prefill of each submission sent, and whether it has ended.
             let mut sent: Vec<(f64, bool)> = Vec::new();

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// ([`Peer::set_authenticated`](crate::Peer::set_authenticated)); where authentication is off, after any
 /// call. Before that it may be evicted for another connection, so unauthenticated ones cannot exhaust a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct ConnectionLimits {
     /// Maximum open connections. Beyond it, one connection is evicted: the oldest unauthenticated one of the
     /// address with most of those, else the longest idle one. If all are in use, the new one is rejected.
     pub connections_max: usize,
@@ -24,7 +24,7 @@ pub struct Limits {
     pub idle_max: Duration,
 }
 
-impl Default for Limits {
+impl Default for ConnectionLimits {
     fn default() -> Self {
         Self {
             connections_max: 4096,

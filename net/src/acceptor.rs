@@ -12,7 +12,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::connection::Connection;
-use crate::limits::Limits;
+use crate::connection_limits::ConnectionLimits;
 use crate::metrics;
 use crate::registry::Registry;
 use crate::tls::ServerTls;
@@ -20,18 +20,23 @@ use crate::tls::ServerTls;
 /// Capacity of the channel from the accept loop to the server, in connections.
 const READY_MAX: usize = 64;
 
-/// Listener that accepts connections within [`Limits`] and yields them after their handshakes.
+/// Listener that accepts connections within [`ConnectionLimits`] and yields them after their handshakes.
 #[derive(Debug)]
-pub struct Accept {
+pub struct Acceptor {
     name: &'static str,
     listener: TcpListener,
     tls: Option<ServerTls>,
-    limits: Limits,
+    limits: ConnectionLimits,
 }
 
-impl Accept {
+impl Acceptor {
     /// Wraps a listener, with TLS or in plain text; `name` is the value of the metrics' `listener` label.
-    pub fn new(name: &'static str, listener: TcpListener, tls: Option<ServerTls>, limits: Limits) -> Self {
+    pub fn new(
+        name: &'static str,
+        listener: TcpListener,
+        tls: Option<ServerTls>,
+        limits: ConnectionLimits,
+    ) -> Self {
         Self { name, listener, tls, limits }
     }
 

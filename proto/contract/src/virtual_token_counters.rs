@@ -94,7 +94,7 @@ impl Service {
     }
 }
 
-/// Id of a tenant within a [`TenantService`]; reused after the tenant was evicted.
+/// Id of a tenant within a [`VirtualTokenCounters`]; reused after the tenant was evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tenant(u32);
 
@@ -110,14 +110,14 @@ impl Tenant {
 /// A tenant that is evicted and returns continues at a `base` no lower than any evicted counter, so that a
 /// reader that kept the old value counts as growth only what exceeds both.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Charged {
+pub struct ServiceCounter {
     /// Value of the counter, in tokens weighted by [`TokenCost`].
     pub cost: u64,
     /// Value at which the counter started.
     pub base: u64,
 }
 
-impl From<u64> for Charged {
+impl From<u64> for ServiceCounter {
     /// Creates a counter that started at 0.
     fn from(cost: u64) -> Self {
         Self { cost, base: 0 }
@@ -138,7 +138,7 @@ struct TenantCounter {
     charged: u64,
     /// Value at which `charged` started: the largest evicted counter.
     base: u64,
-    /// Whether it was charged since [`TenantService::drain_charged`].
+    /// Whether it was charged since [`VirtualTokenCounters::drain_charged`].
     dirty: bool,
 }
 
@@ -151,7 +151,7 @@ struct TenantCounter {
 /// request of it waits: one whose requests all run uses less than its share, and its low counter would credit
 /// every newcomer.
 #[derive(Debug, Clone)]
-pub struct TenantService {
+pub struct VirtualTokenCounters {
     cost: TokenCost,
     tenants: Vec<Option<TenantCounter>>,
     by_name: BTreeMap<String, Tenant>,
@@ -176,7 +176,7 @@ impl TokenCost {
     }
 }
 
-impl TenantService {
+impl VirtualTokenCounters {
     /// Creates counters without tenants. Beyond `tenants_max` and an eighth more, idle tenants are evicted.
     pub fn new(cost: TokenCost, tenants_max: usize) -> Self {
         Self {
@@ -265,7 +265,7 @@ impl TenantService {
     }
 
     /// Charges a tenant for service received elsewhere in the cluster. An unknown tenant is added, without a
-    /// weight until a request of it arrives. [`TenantService::drain_charged`] does not report such charges.
+    /// weight until a request of it arrives. [`VirtualTokenCounters::drain_charged`] does not report such charges.
     pub fn charge_elsewhere(&mut self, name: &str, cost: u64) {
         let tenant = match self.by_name.get(name) {
             Some(tenant) => *tenant,
@@ -275,7 +275,7 @@ impl TenantService {
         self.evict_idle(Some(tenant));
     }
 
-    /// Refunds a charge by [`TenantService::charge_elsewhere`] whose report has expired. The tenant's service
+    /// Refunds a charge by [`VirtualTokenCounters::charge_elsewhere`] whose report has expired. The tenant's service
     /// stays at least at the minimum of the backlogged tenants, so that the refund earns no credit.
     pub fn discharge_elsewhere(&mut self, name: &str, cost: u64) {
         let floor = self.min_backlogged_service().unwrap_or(self.idle_floor);
@@ -288,7 +288,7 @@ impl TenantService {
     }
 
     /// Yields the counters, by name, of the tenants charged since the last call.
-    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, Charged)> + '_ {
+    pub fn drain_charged(&mut self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
         let Self { dirty, tenants, .. } = self;
         dirty.retain(|tenant| match &mut tenants[tenant.index()] {
             Some(counter) => std::mem::replace(&mut counter.dirty, false),
@@ -299,7 +299,7 @@ impl TenantService {
     }
 
     /// Iterates over the counters of all tenants, by name.
-    pub fn charged(&self) -> impl Iterator<Item = (&str, Charged)> + '_ {
+    pub fn charged(&self) -> impl Iterator<Item = (&str, ServiceCounter)> + '_ {
         let known = self.by_name.values().filter_map(|tenant| self.tenants[tenant.index()].as_ref());
         known.map(|counter| (counter.name.as_str(), counter.charged()))
     }
@@ -391,8 +391,8 @@ impl TenantService {
 }
 
 impl TenantCounter {
-    fn charged(&self) -> Charged {
-        Charged { cost: self.charged, base: self.base }
+    fn charged(&self) -> ServiceCounter {
+        ServiceCounter { cost: self.charged, base: self.base }
     }
 }
 
@@ -415,7 +415,7 @@ mod tests {
 
     #[test]
     fn idle_time_earns_no_credit() {
-        let mut service = TenantService::new(TokenCost::default(), 100);
+        let mut service = VirtualTokenCounters::new(TokenCost::default(), 100);
         let busy = service.arrive("busy", weight(1.0));
         service.charge(busy, 1000, 500);
         let late = service.arrive("late", weight(1.0));
@@ -431,7 +431,7 @@ mod tests {
 
     #[test]
     fn a_refund_leaves_a_tenant_at_the_floor_of_the_backlogged_ones() {
-        let mut service = TenantService::new(TokenCost::default(), 100);
+        let mut service = VirtualTokenCounters::new(TokenCost::default(), 100);
         let busy = service.arrive("busy", weight(1.0));
         service.charge(busy, 1000, 0);
         service.charge_elsewhere("victim", 1 << 40);
@@ -447,7 +447,7 @@ mod tests {
 
     #[test]
     fn a_tenant_without_waiting_requests_gives_no_credit_to_newcomers() {
-        let mut service = TenantService::new(TokenCost::default(), 100);
+        let mut service = VirtualTokenCounters::new(TokenCost::default(), 100);
         let light = service.arrive("light", weight(1.0));
         service.start(light);
         let busy = service.arrive("busy", weight(1.0));
@@ -468,7 +468,7 @@ mod tests {
         fn services_of_two_backlogged_tenants_differ_by_a_bounded_amount(
             weights in (0.1f32..10.0, 0.1f32..10.0), sizes in prop::collection::vec((1u32..200, 1u32..200), 1..300)
         ) {
-            let mut service = TenantService::new(TokenCost::default(), 100);
+            let mut service = VirtualTokenCounters::new(TokenCost::default(), 100);
             let tenants = [service.arrive("f", weight(weights.0)), service.arrive("g", weight(weights.1))];
             let least_weight = f64::from(weights.0.min(weights.1));
             for (input, output) in sizes {
@@ -483,7 +483,7 @@ mod tests {
         fn beyond_the_bound_idle_tenants_are_evicted_and_active_ones_never(
             names in prop::collection::vec(0u32..50, 1..200)
         ) {
-            let mut service = TenantService::new(TokenCost::default(), 5);
+            let mut service = VirtualTokenCounters::new(TokenCost::default(), 5);
             let kept = service.arrive("kept", Weight::default());
             for name in names {
                 let tenant = service.arrive(&name.to_string(), Weight::default());
@@ -502,7 +502,7 @@ mod tests {
         fn service_charged_before_the_weight_is_known_counts_by_that_weight(
             tenants in prop::collection::vec((0.1f32..10.0, prop::collection::vec(1u64..1_000_000, 1..5)), 1..10)
         ) {
-            let mut remote = TenantService::new(TokenCost::default(), 100);
+            let mut remote = VirtualTokenCounters::new(TokenCost::default(), 100);
             for (index, (_, costs)) in tenants.iter().enumerate() {
                 costs.iter().for_each(|cost| remote.charge_elsewhere(&index.to_string(), *cost));
             }
@@ -518,7 +518,7 @@ mod tests {
         fn charges_of_tenants_evicted_in_between_are_reported_once(
             served in prop::collection::vec((0u32..40, 1u32..100), 1..300)
         ) {
-            let mut service = TenantService::new(TokenCost::default(), 5);
+            let mut service = VirtualTokenCounters::new(TokenCost::default(), 5);
             let mut known: BTreeMap<String, u64> = BTreeMap::new();
             let mut sums: BTreeMap<String, (u64, u64)> = BTreeMap::new();
             for (name, tokens) in served {
@@ -543,7 +543,7 @@ mod tests {
         fn beyond_the_bound_the_tenants_with_the_most_service_are_kept(
             costs in prop::collection::vec(1u64..1000, 1..200)
         ) {
-            let mut service = TenantService::new(TokenCost::default(), 16);
+            let mut service = VirtualTokenCounters::new(TokenCost::default(), 16);
             for (index, cost) in costs.iter().enumerate() {
                 service.charge_elsewhere(&index.to_string(), *cost);
                 let last = service.charged().any(|(name, charged)| {
@@ -560,14 +560,14 @@ mod tests {
 
     #[test]
     fn the_floor_is_capped_at_the_largest_service_of_any_tenant() {
-        let mut service = TenantService::new(TokenCost::default(), 5);
+        let mut service = VirtualTokenCounters::new(TokenCost::default(), 5);
         service.charge_elsewhere("a", 500);
         service.raise_floor(Service::from_thousandths(u64::MAX));
         let late = service.arrive("late", Weight::default());
         assert_eq!(service.service(late).tokens(), 500.0);
     }
 
-    impl TenantService {
+    impl VirtualTokenCounters {
         /// Returns the minimum service of the other backlogged tenants.
         fn min_waiting_except(&self, except: Tenant) -> Service {
             let others = self.tenants.iter().enumerate().filter(|(index, _)| *index != except.index());

@@ -19,11 +19,11 @@ impl FileState {
 
 /// Set of watched files with their last observed states.
 #[derive(Debug, Clone)]
-pub struct Watched {
+pub struct FileWatcher {
     files: Vec<(PathBuf, FileState)>,
 }
 
-impl Watched {
+impl FileWatcher {
     /// Records the current states of `files`. Call it before reading them, or a change in between is missed.
     pub fn new(files: impl IntoIterator<Item = PathBuf>) -> Self {
         let files = files.into_iter().map(|path| {
