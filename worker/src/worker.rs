@@ -93,7 +93,7 @@ pub enum Error {
     NoCuda,
     /// Scheduler limits that contradict each other.
     #[error(transparent)]
-    Limits(#[from] inflight_worker_core::LimitsError),
+    SchedulerLimits(#[from] inflight_worker_core::LimitsError),
     /// A TLS certificate or key can't be used.
     #[error(transparent)]
     Tls(#[from] TlsError),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use inflight_router_core::Policy;
-use inflight_worker_core::{DeviceProfile, Limits};
+use inflight_worker_core::{DeviceProfile, SchedulerLimits};
 
 /// Configuration of a simulated cluster.
 #[derive(Debug, Clone, Copy)]
@@ -15,7 +15,7 @@ pub struct ClusterOptions {
     /// Device profile of each worker.
     pub profile: DeviceProfile,
     /// Scheduler limits of each worker.
-    pub limits: Limits,
+    pub limits: SchedulerLimits,
     /// Sequences that may be in flight at a worker beyond the running ones.
     pub queue_ahead: u32,
     /// One-way network delay between a router and a worker.
@@ -28,11 +28,11 @@ impl ClusterOptions {
     /// Returns options for one router and `workers` workers with the pools of the profile.
     pub fn new(workers: usize, profile: DeviceProfile, policy: fn(u64) -> Box<dyn Policy>) -> Self {
         let block_tokens = 64;
-        let limits = Limits {
+        let limits = SchedulerLimits {
             host_blocks: profile.host_tokens / block_tokens,
             waiting_max: 4096,
             step_target: Some(Duration::from_millis(50)),
-            ..Limits::new(block_tokens, profile.pool_tokens / block_tokens, 256, 2048)
+            ..SchedulerLimits::new(block_tokens, profile.pool_tokens / block_tokens, 256, 2048)
         };
         Self {
             routers: 1,

@@ -6,14 +6,14 @@ use inflight_contract::CostCoefficients;
 use inflight_simulator::workload::{LengthDistribution, Workload};
 use inflight_simulator::{BatchWork, Device, Records, Request, Simulation, percentile};
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
-use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+use inflight_worker_core::{CostModel, CostPrior, SchedulerLimits, Time};
 
 use crate::common::shortest_first::ShortestFirst;
 use crate::common::{a10g, scheduler, scheduler_with};
 
 const SEED: u64 = 64;
 
-fn serve(limits: Limits, policy: PolicyKind, requests: &[Request]) -> Records {
+fn serve(limits: SchedulerLimits, policy: PolicyKind, requests: &[Request]) -> Records {
     let mut simulation = Simulation::new(scheduler(limits, policy), a10g());
     let mut records = Records::new(requests);
     simulation.run(requests, &mut records).unwrap();
@@ -50,8 +50,11 @@ fn continuous_batching_beats_static_batching_at_the_same_cap() {
     let workload = Workload { requests: 1000, outputs, ..Workload::chat() };
     let mut requests = workload.generate(SEED);
     requests.iter_mut().for_each(|request| request.arrival = Time::ZERO);
-    let limits =
-        Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 32 * 2600 / 16, 32, 4096) };
+    let limits = SchedulerLimits {
+        waiting_max: 10_000,
+        prefix_cache: false,
+        ..SchedulerLimits::new(16, 32 * 2600 / 16, 32, 4096)
+    };
     let continuous = ("continuous", PolicyKind::Fair, false);
     let [continuous, grouped, padded] = [
         continuous,
@@ -102,7 +105,7 @@ fn a_static_batch_of_three_wastes_1400_of_3000_slot_steps() {
         }
     }
     let requests = [1000, 200, 400].map(|output| Request::new(Time::ZERO, 0, 1, output));
-    let limits = Limits { prefix_cache: false, ..Limits::new(16, 1000, 3, 64) };
+    let limits = SchedulerLimits { prefix_cache: false, ..SchedulerLimits::new(16, 1000, 3, 64) };
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Static), Clock);
     let mut records = Records::new(&requests);
     simulation.run(&requests, &mut records).unwrap();
@@ -124,7 +127,11 @@ fn under_fcfs_short_requests_queue_behind_long_ones() {
         outputs: fixed(1000.0),
         ..short.clone()
     };
-    let limits = Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 1000, 4, 2048) };
+    let limits = SchedulerLimits {
+        waiting_max: 10_000,
+        prefix_cache: false,
+        ..SchedulerLimits::new(16, 1000, 4, 2048)
+    };
     let alone = short.generate(SEED);
     let mut mixed = long.generate(SEED + 1);
     mixed.extend(&alone);
@@ -166,7 +173,11 @@ fn under_shortest_first_long_requests_starve() {
     requests.extend((0..10).map(long));
     requests.sort_by_key(|request| request.arrival);
     let last_arrival = requests.last().unwrap().arrival;
-    let limits = Limits { waiting_max: 10_000, prefix_cache: false, ..Limits::new(16, 1000, 4, 2048) };
+    let limits = SchedulerLimits {
+        waiting_max: 10_000,
+        prefix_cache: false,
+        ..SchedulerLimits::new(16, 1000, 4, 2048)
+    };
     let wait_of_the_long = |policy: Box<dyn SchedulingPolicy>| {
         let name = policy.name();
         let mut records = Records::new(&requests);

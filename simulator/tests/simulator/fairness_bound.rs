@@ -5,7 +5,7 @@ use std::time::Duration;
 use inflight_contract::{TokenCost, Weight};
 use inflight_simulator::{Request, ServiceGap, Simulation};
 use inflight_worker_core::policy::Fair;
-use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+use inflight_worker_core::{CostModel, CostPrior, SchedulerLimits, Time};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
@@ -30,16 +30,16 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
     })
 }
 
-fn limits() -> impl Strategy<Value = Limits> {
+fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (0u32..=4, 128u32..400, 2u32..12, 0u32..64, 0u32..64, prop_oneof![Just(0u32), 1u32..20], prop::bool::ANY)
         .prop_map(|(block_log, tokens, running_max, extra, min_decode_tokens, bypass_max, swaps)| {
             let blocks = tokens >> block_log;
-            Limits {
+            SchedulerLimits {
                 min_decode_tokens,
                 bypass_max,
                 host_blocks: if swaps { blocks } else { 0 },
                 prefix_cache: false,
-                ..Limits::new(1 << block_log, blocks, running_max, running_max + extra)
+                ..SchedulerLimits::new(1 << block_log, blocks, running_max, running_max + extra)
             }
         })
 }

@@ -4,7 +4,7 @@ use inflight_simulator::workload::Workload;
 use inflight_simulator::{KvUsage, Records, Request, Simulation};
 use inflight_traces::{read_lengths, read_vtc};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostModel, CostPrior, Limits, Time};
+use inflight_worker_core::{CostModel, CostPrior, SchedulerLimits, Time};
 
 use crate::common::{scheduler, trace};
 
@@ -42,16 +42,16 @@ fn vtc() -> Vec<(u32, u32)> {
     served.iter().map(|request| (request.prompt_tokens, request.output_tokens)).collect()
 }
 
-fn paged(pool_tokens: u32) -> Limits {
-    Limits {
+fn paged(pool_tokens: u32) -> SchedulerLimits {
+    SchedulerLimits {
         waiting_max: 10_000,
         prefix_cache: false,
         sequence_tokens: SEQUENCE_TOKENS,
-        ..Limits::new(BLOCK_TOKENS, pool_tokens / BLOCK_TOKENS, 256, 8192)
+        ..SchedulerLimits::new(BLOCK_TOKENS, pool_tokens / BLOCK_TOKENS, 256, 8192)
     }
 }
 
-fn kv_usage(name: &str, limits: Limits, lengths: &[(u32, u32)]) -> KvUsage {
+fn kv_usage(name: &str, limits: SchedulerLimits, lengths: &[(u32, u32)]) -> KvUsage {
     let requests = backlog(lengths);
     let cost = CostModel::new(CostPrior::default());
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fair), cost);
@@ -81,7 +81,7 @@ fn paging_wastes_half_a_block_per_sequence_and_no_more() {
         // By default, admission also reserves the first output block.
         let kv = kv_usage(name, paged(pool_tokens), &lengths);
         assert!(kv.waste() < most, "{name}: {} of the allocated slots are wasted", kv.waste());
-        let on_demand = Limits { min_decode_tokens: 0, ..paged(pool_tokens) };
+        let on_demand = SchedulerLimits { min_decode_tokens: 0, ..paged(pool_tokens) };
         let kv = kv_usage(&format!("{name}, on demand"), on_demand, &lengths);
         let error = kv.waste() / kv.waste_expected(BLOCK_TOKENS) - 1.0;
         assert!(error.abs() < 0.1, "{name}: the waste differs from the formula by {error}");
@@ -93,7 +93,8 @@ fn paging_runs_at_least_twice_the_sequences_of_maximum_reservation() {
     for (name, lengths) in [("ShareGPT", share_gpt()), ("VTC", vtc())] {
         let limits = paged(131_072);
         let paged = kv_usage(&format!("{name}, paged"), limits, &lengths);
-        let max_reservation = Limits { min_decode_tokens: SEQUENCE_TOKENS, watermark_blocks: 0, ..limits };
+        let max_reservation =
+            SchedulerLimits { min_decode_tokens: SEQUENCE_TOKENS, watermark_blocks: 0, ..limits };
         let reserved = kv_usage(&format!("{name}, reserved"), max_reservation, &lengths);
         assert_eq!(reserved.running_max, 131_072 / SEQUENCE_TOKENS, "each sequence reserves the maximum");
         let ratio = paged.concurrency() / reserved.concurrency();

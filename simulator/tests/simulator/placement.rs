@@ -9,7 +9,7 @@ use inflight_simulator::cluster::{
 };
 use inflight_simulator::workload::LengthDistribution;
 use inflight_traces::SplitMix64;
-use inflight_worker_core::{DeviceProfile, Limits, Time};
+use inflight_worker_core::{DeviceProfile, SchedulerLimits, Time};
 
 const WORKERS: usize = 4;
 
@@ -128,7 +128,7 @@ fn prefix_indexes_stay_exact_with_two_routers_and_a_host_tier() {
             _ => |seed| PlacementKind::Cost.build(seed),
         };
         let base = options(policy);
-        let limits = Limits { blocks: 1000, host_blocks: 500, watermark_blocks: 10, ..base.limits };
+        let limits = SchedulerLimits { blocks: 1000, host_blocks: 500, watermark_blocks: 10, ..base.limits };
         let report = simulate(&ClusterOptions { routers: 2, limits, ..base }, &requests).unwrap();
         assert_eq!(report.placed.len(), requests.len());
         assert!(report.hit_rate(&requests) > 0.1);

@@ -7,8 +7,8 @@ use inflight_contract::{BlockHash, TokenCost, VirtualTokenCounters, Weight};
 use inflight_router_core::{CacheChange, IndexStatus, PrefixIndex, SnapshotPiece, Tier};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CacheEvent, CacheTier, CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time,
-    TokenVerdict,
+    CacheEvent, CacheTier, CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits,
+    Time, TokenVerdict,
 };
 use proptest::prelude::*;
 
@@ -55,7 +55,7 @@ struct CacheSource {
 impl CacheSource {
     fn new() -> Self {
         // A tiny pool, to cause constant evictions, with a host pool.
-        let limits = Limits { host_blocks: 16, ..Limits::new(BLOCK, 24, 6, 16) };
+        let limits = SchedulerLimits { host_blocks: 16, ..SchedulerLimits::new(BLOCK, 24, 6, 16) };
         let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
         let cost = CostModel::new(CostPrior::default());
         let scheduler = Scheduler::new(limits, PolicyKind::default().build(), cost, tenants).unwrap();

@@ -10,7 +10,7 @@ use inflight_simulator::{
 };
 use inflight_traces::{TraceError, read_lengths, read_vtc};
 use inflight_worker_core::policy::PolicyKind;
-use inflight_worker_core::{CostModel, CostPrior, Limits, Preemption, Time};
+use inflight_worker_core::{CostModel, CostPrior, Preemption, SchedulerLimits, Time};
 use proptest::prelude::*;
 
 use crate::common::{a10g, scheduler};
@@ -74,13 +74,13 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
     )
 }
 
-fn limits() -> impl Strategy<Value = Limits> {
+fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (0u32..=4, 140u32..400, 1u32..12, 0u32..64, 1u32..=2, prop::bool::ANY).prop_map(
         |(block_log, tokens, running_max, extra, depth, swaps)| {
             let blocks = tokens.div_ceil(1 << block_log);
             let host_blocks = if swaps { blocks } else { 0 };
-            let limits = Limits::new(1 << block_log, blocks, running_max, running_max + extra);
-            Limits { depth, host_blocks, prefix_cache: false, ..limits }
+            let limits = SchedulerLimits::new(1 << block_log, blocks, running_max, running_max + extra);
+            SchedulerLimits { depth, host_blocks, prefix_cache: false, ..limits }
         },
     )
 }
@@ -124,7 +124,7 @@ proptest! {
 fn rejected_requests_are_recorded_and_the_others_are_served() {
     let long = Request::new(Time::ZERO, 0, 5000, 10);
     let requests = [Request::new(Time::ZERO, 0, 10, 10), long];
-    let limits = Limits::new(16, 100, 4, 64);
+    let limits = SchedulerLimits::new(16, 100, 4, 64);
     let mut records = Records::new(&requests);
     let mut simulation = Simulation::new(scheduler(limits, PolicyKind::Fcfs), a10g());
     simulation.run(&requests, &mut records).unwrap();
@@ -136,7 +136,7 @@ fn rejected_requests_are_recorded_and_the_others_are_served() {
 #[test]
 fn invalid_requests_are_rejected_with_their_position() {
     let run = |requests: &[Request]| {
-        let scheduler = scheduler(Limits::new(16, 100, 4, 64), PolicyKind::Fcfs);
+        let scheduler = scheduler(SchedulerLimits::new(16, 100, 4, 64), PolicyKind::Fcfs);
         Simulation::new(scheduler, a10g()).run(requests, &mut Records::new(requests))
     };
     let late = Request::new(Time::from_nanos(5), 0, 1, 1);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::history::IterationSummary;
-use crate::{BlockedBy, Limits, Load};
+use crate::{BlockedBy, Load, SchedulerLimits};
 
 /// Bottleneck of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -107,7 +107,7 @@ impl Default for Objectives {
 /// iterations.
 pub fn diagnose<'a>(
     steps: impl DoubleEndedIterator<Item = &'a IterationSummary> + Clone,
-    limits: &Limits,
+    limits: &SchedulerLimits,
     objectives: &Objectives,
 ) -> Vec<Finding> {
     let (Some(first), Some(last)) = (steps.clone().next(), steps.clone().next_back()) else {
@@ -264,8 +264,10 @@ mod tests {
     use super::*;
     use crate::Time;
 
-    const LIMITS: fn() -> Limits =
-        || Limits { step_target: Some(Duration::from_millis(20)), ..Limits::new(16, 100, 64, 512) };
+    const LIMITS: fn() -> SchedulerLimits = || SchedulerLimits {
+        step_target: Some(Duration::from_millis(20)),
+        ..SchedulerLimits::new(16, 100, 64, 512)
+    };
 
     fn step(number: u64) -> IterationSummary {
         IterationSummary {

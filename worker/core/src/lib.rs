@@ -13,11 +13,11 @@ mod hash_index;
 mod history;
 mod iteration;
 mod least_squares;
-mod limits;
 pub mod policy;
 mod profile;
 mod record;
 mod scheduler;
+mod scheduler_limits;
 mod sequence;
 mod time;
 
@@ -32,9 +32,9 @@ pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, Preempted, Preemption,
     TokenVerdict, Transfer, TransferId,
 };
-pub use limits::{Limits, LimitsError};
 pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
+pub use scheduler_limits::{LimitsError, SchedulerLimits};
 pub use sequence::{NewSequence, SequenceId, Slot};
 pub use time::Time;

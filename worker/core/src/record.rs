@@ -8,8 +8,8 @@ use inflight_contract::{BlockHash, CostCoefficients, Service, TokenCost, Virtual
 
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Iteration, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, StepWork,
-    Time, TokenVerdict, TransferId,
+    CostModel, CostPrior, Iteration, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId,
+    StepWork, Time, TokenVerdict, TransferId,
 };
 
 /// First bytes of a log, including the format version.
@@ -38,11 +38,20 @@ pub(crate) struct RecordLog {
 
 impl RecordLog {
     /// Creates a log that starts with the scheduler's configuration.
-    pub fn new(limits: &Limits, policy: PolicyKind, prior: &CostPrior) -> Self {
+    pub fn new(limits: &SchedulerLimits, policy: PolicyKind, prior: &CostPrior) -> Self {
         let mut log = Self { bytes: MAGIC.to_vec() };
-        let Limits { block_tokens, blocks, host_blocks, running_max, waiting_max, iteration_tokens, .. } =
-            *limits;
-        let Limits { sequence_tokens, watermark_blocks, min_decode_tokens, depth, bypass_max, .. } = *limits;
+        let SchedulerLimits {
+            block_tokens,
+            blocks,
+            host_blocks,
+            running_max,
+            waiting_max,
+            iteration_tokens,
+            ..
+        } = *limits;
+        let SchedulerLimits {
+            sequence_tokens, watermark_blocks, min_decode_tokens, depth, bypass_max, ..
+        } = *limits;
         for value in [
             block_tokens,
             blocks,
@@ -269,7 +278,7 @@ impl RecordReader<'_> {
         if self.take(MAGIC.len())? != MAGIC {
             return Err(ReplayError::Malformed { at: 0, what: "the log of a scheduler of this version" });
         }
-        let limits = Limits {
+        let limits = SchedulerLimits {
             block_tokens: self.small()?,
             blocks: self.small()?,
             host_blocks: self.small()?,

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use inflight_contract::{BlockHash, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, Time, TokenVerdict, TransferId,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, Time, TokenVerdict,
+    TransferId,
 };
 
 thread_local! {
@@ -38,10 +39,10 @@ static ALLOCATOR: Counting = Counting;
 
 /// Returns a scheduler with the given numbers of decoding and waiting sequences, of 27 tenants.
 fn busy(running: u32, waiting: u32) -> Scheduler {
-    let limits = Limits {
+    let limits = SchedulerLimits {
         waiting_max: running + waiting,
         sequence_tokens: 100_000,
-        ..Limits::new(16, running * 400, running, 8192)
+        ..SchedulerLimits::new(16, running * 400, running, 8192)
     };
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());
@@ -110,7 +111,11 @@ fn timed_step(running: u32, waiting: u32) -> (Duration, Duration) {
 /// Returns a scheduler short of all resources: cached blocks in the host pool, sequences swapped out for
 /// higher priorities, and waiting sequences with a cached prefix but too few free blocks for the rest.
 fn crowded() -> Scheduler {
-    let limits = Limits { host_blocks: 2000, watermark_blocks: 0, ..Limits::new(16, 4000, 64, 4096) };
+    let limits = SchedulerLimits {
+        host_blocks: 2000,
+        watermark_blocks: 0,
+        ..SchedulerLimits::new(16, 4000, 64, 4096)
+    };
     let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let mut scheduler =

@@ -20,8 +20,8 @@ use inflight_runtime::{self as runtime, Batch, BlockCopy, Runtime, Sampled, Slot
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
-    History, Iteration, IterationOutcome, Limits, LimitsError, Load, PrefillEstimate, Scheduler, SequenceId,
-    Time, TokenVerdict,
+    History, Iteration, IterationOutcome, LimitsError, Load, PrefillEstimate, Scheduler, SchedulerLimits,
+    SequenceId, Time, TokenVerdict,
 };
 
 use live_choice::LiveChoice;
@@ -130,14 +130,14 @@ impl Engine {
         options: EngineOptions,
     ) -> Result<Self, LimitsError> {
         let capabilities = runtime.capabilities();
-        let limits = Limits {
+        let limits = SchedulerLimits {
             host_blocks: capabilities.host_blocks,
             depth: capabilities.depth,
             waiting_max: options.waiting_max,
             sequence_tokens: capabilities.context_tokens,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
-            ..Limits::new(
+            ..SchedulerLimits::new(
                 capabilities.block_tokens,
                 capabilities.blocks,
                 capabilities.slots,
@@ -192,7 +192,7 @@ impl Engine {
     }
 
     /// Limits of the scheduler.
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &SchedulerLimits {
         self.scheduler.limits()
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use inflight_proto::v1;
-use inflight_worker_core::{History, IterationSummary, Limits, Load, Objectives, diagnose};
+use inflight_worker_core::{History, IterationSummary, Load, Objectives, SchedulerLimits, diagnose};
 
 /// Prompt length of the predicted TTFT in a reported load.
 pub(super) const TTFT_PROMPT_TOKENS: u32 = 256;
@@ -26,7 +26,7 @@ pub(super) fn load(load: &Load, step_us: u64) -> v1::Load {
 pub(super) fn diagnosis(
     history: &History,
     now: &Load,
-    limits: &Limits,
+    limits: &SchedulerLimits,
     step_us: u64,
     iterations: u32,
 ) -> v1::DiagnoseResponse {

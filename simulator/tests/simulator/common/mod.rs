@@ -10,7 +10,7 @@ use inflight_simulator::{
     Device, ProfiledDevice, Records, Request, ServiceDifference, ServiceGap, Simulation, percentile,
 };
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
-use inflight_worker_core::{CostModel, CostPrior, Limits, Scheduler, Time};
+use inflight_worker_core::{CostModel, CostPrior, Scheduler, SchedulerLimits, Time};
 
 /// Capacity in tokens of the KV pool of the published runs.
 pub const POOL_TOKENS: u32 = 10_000;
@@ -45,20 +45,20 @@ pub fn a10g() -> ProfiledDevice {
 
 /// Returns the limits of the server of the VTC runs, with blocks of one token. That server knew each output
 /// length and reserved all of it at admission; the scheduler does not know it, and reserves the mean.
-pub fn vtc_limits() -> Limits {
-    Limits {
+pub fn vtc_limits() -> SchedulerLimits {
+    SchedulerLimits {
         min_decode_tokens: 256,
         waiting_max: 10_000,
         prefix_cache: false,
-        ..Limits::new(1, POOL_TOKENS, 256, 4096)
+        ..SchedulerLimits::new(1, POOL_TOKENS, 256, 4096)
     }
 }
 
-pub fn scheduler(limits: Limits, policy: PolicyKind) -> Scheduler {
+pub fn scheduler(limits: SchedulerLimits, policy: PolicyKind) -> Scheduler {
     scheduler_with(limits, policy.build())
 }
 
-pub fn scheduler_with(limits: Limits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {
+pub fn scheduler_with(limits: SchedulerLimits, policy: Box<dyn SchedulingPolicy>) -> Scheduler {
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 1000);
     Scheduler::new(limits, policy, CostModel::new(CostPrior::default()), tenants).unwrap()
 }
@@ -97,7 +97,7 @@ impl Run {
 }
 
 pub fn simulate(
-    limits: Limits,
+    limits: SchedulerLimits,
     policy: PolicyKind,
     device: impl Device,
     requests: &[Request],

@@ -23,8 +23,8 @@ use crate::policy::{PolicyKind, SchedulingPolicy, SequenceView};
 use crate::record::RecordLog;
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
-    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, Limits, LimitsError, NewSequence,
-    SequenceId, Slot, Time, TransferId,
+    Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence,
+    SchedulerLimits, SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillEstimate};
@@ -96,7 +96,7 @@ struct FlowKey {
 /// alone, so that the first sequence in policy order always makes progress.
 #[derive(Debug)]
 pub struct Scheduler {
-    limits: Limits,
+    limits: SchedulerLimits,
     policy: Box<dyn SchedulingPolicy>,
     cost: CostModel,
     tenants: VirtualTokenCounters,
@@ -151,7 +151,7 @@ impl Scheduler {
     /// # Errors
     /// [`LimitsError`] if the limits contradict each other.
     pub fn new(
-        limits: Limits,
+        limits: SchedulerLimits,
         policy: Box<dyn SchedulingPolicy>,
         cost: CostModel,
         tenants: VirtualTokenCounters,
@@ -197,7 +197,7 @@ impl Scheduler {
     }
 
     /// Returns the scheduler's limits.
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &SchedulerLimits {
         &self.limits
     }
 

@@ -51,7 +51,7 @@ impl Scheduler {
     /// are started.
     ///
     /// # Panics
-    /// If `Limits::depth` iterations are in flight already: a fault of the driver, not of any input.
+    /// If `SchedulerLimits::depth` iterations are in flight already: a fault of the driver, not of any input.
     pub fn plan(&mut self, now: Time) -> &Iteration {
         assert!(self.launched.len() < self.limits.depth as usize, "plan was called while a commit was due");
         self.iteration.clear();

@@ -5,11 +5,11 @@ use std::time::Duration;
 use inflight_contract::{FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CommitError, CostModel, CostPrior, IterationOutcome, Limits, LimitsError, NewSequence, Scheduler,
-    SubmitError, Time, TokenVerdict, TransferId,
+    CommitError, CostModel, CostPrior, IterationOutcome, LimitsError, NewSequence, Scheduler,
+    SchedulerLimits, SubmitError, Time, TokenVerdict, TransferId,
 };
 
-fn scheduler(limits: Limits) -> Result<Scheduler, LimitsError> {
+fn scheduler(limits: SchedulerLimits) -> Result<Scheduler, LimitsError> {
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
     Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(CostPrior::default()), tenants)
 }
@@ -29,27 +29,27 @@ fn sequence(known_tokens: u32, max_tokens: u32) -> NewSequence<'static> {
     }
 }
 
-const LIMITS: fn() -> Limits =
-    || Limits { sequence_tokens: 100, waiting_max: 2, ..Limits::new(4, 20, 4, 16) };
+const LIMITS: fn() -> SchedulerLimits =
+    || SchedulerLimits { sequence_tokens: 100, waiting_max: 2, ..SchedulerLimits::new(4, 20, 4, 16) };
 
 #[test]
 fn contradictory_limits_are_rejected_by_name() {
     assert_eq!(
-        scheduler(Limits { block_tokens: 0, ..LIMITS() }).err(),
+        scheduler(SchedulerLimits { block_tokens: 0, ..LIMITS() }).err(),
         Some(LimitsError::Zero("block_tokens"))
     );
-    assert_eq!(scheduler(Limits { blocks: 0, ..LIMITS() }).err(), Some(LimitsError::Zero("blocks")));
-    let threshold = Limits { preemption_threshold: 0, ..LIMITS() };
+    assert_eq!(scheduler(SchedulerLimits { blocks: 0, ..LIMITS() }).err(), Some(LimitsError::Zero("blocks")));
+    let threshold = SchedulerLimits { preemption_threshold: 0, ..LIMITS() };
     assert_eq!(scheduler(threshold).err(), Some(LimitsError::Zero("preemption_threshold")));
-    assert_eq!(scheduler(Limits { depth: 3, ..LIMITS() }).err(), Some(LimitsError::Depth(3)));
-    let starved = scheduler(Limits { iteration_tokens: 3, ..LIMITS() }).err();
+    assert_eq!(scheduler(SchedulerLimits { depth: 3, ..LIMITS() }).err(), Some(LimitsError::Depth(3)));
+    let starved = scheduler(SchedulerLimits { iteration_tokens: 3, ..LIMITS() }).err();
     assert_eq!(starved, Some(LimitsError::BudgetBelowRunning { iteration_tokens: 3, running_max: 4 }));
 }
 
 #[test]
 fn without_a_host_pool_preemption_is_by_recompute() {
-    let limits = Limits { host_blocks: 0, watermark_blocks: 0, min_decode_tokens: 0, ..LIMITS() };
-    let mut scheduler = scheduler(Limits { blocks: 6, ..limits }).unwrap();
+    let limits = SchedulerLimits { host_blocks: 0, watermark_blocks: 0, min_decode_tokens: 0, ..LIMITS() };
+    let mut scheduler = scheduler(SchedulerLimits { blocks: 6, ..limits }).unwrap();
     for _ in 0..2 {
         scheduler.submit(sequence(8, 14), Time::ZERO).unwrap();
     }

@@ -22,8 +22,8 @@ use std::time::Duration;
 use inflight_contract::{TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, Time, TokenVerdict,
-    TransferId,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId, Time,
+    TokenVerdict, TransferId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -36,7 +36,7 @@ const TENANTS: u32 = 3;
 
 #[derive(Debug, Clone)]
 struct Flood {
-    limits: Limits,
+    limits: SchedulerLimits,
     policy: PolicyKind,
     /// Prompt and output lengths of the arrivals, used cyclically.
     sizes: Vec<(u32, u32)>,
@@ -73,7 +73,7 @@ fn flood() -> impl Strategy<Value = Flood> {
             ahead,
             (prompt, output),
         )| {
-            let limits = Limits {
+            let limits = SchedulerLimits {
                 host_blocks,
                 depth,
                 bypass_max,
@@ -81,7 +81,7 @@ fn flood() -> impl Strategy<Value = Flood> {
                 watermark_blocks: watermark,
                 waiting_max: 8,
                 prefix_cache: false,
-                ..Limits::new(1 << block_log, tokens >> block_log, running_max, running_max + extra)
+                ..SchedulerLimits::new(1 << block_log, tokens >> block_log, running_max, running_max + extra)
             };
             // With an even prompt length, the observed sequence takes the whole pool.
             let most = limits.sequence_tokens_max();
@@ -259,12 +259,12 @@ fn no_sequence_waits_longer_than_the_bound_under_endless_arrivals() {
 
 #[test]
 fn a_large_sequence_ends_under_endless_small_arrivals() {
-    let limits = Limits {
+    let limits = SchedulerLimits {
         waiting_max: 8,
         prefix_cache: false,
         watermark_blocks: 0,
         bypass_max: 2,
-        ..Limits::new(4, 20, 4, 32)
+        ..SchedulerLimits::new(4, 20, 4, 32)
     };
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 100);
     let cost = CostModel::new(CostPrior::default());

@@ -30,8 +30,8 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, Limits, NewSequence,
-    Preemption, Scheduler, SequenceId, Time, TokenVerdict, Transfer,
+    BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, NewSequence, Preemption,
+    Scheduler, SchedulerLimits, SequenceId, Time, TokenVerdict, Transfer,
 };
 
 /// Scheduler whose iterations and transfers are completed by the test.
@@ -45,12 +45,17 @@ struct Bench {
 
 impl Bench {
     /// Creates a bench with almost free copies, so that preemption is by swap if there is a host pool.
-    fn new(limits: Limits, policy: PolicyKind) -> Self {
+    fn new(limits: SchedulerLimits, policy: PolicyKind) -> Self {
         let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, 1e-9) };
         Self::on(limits, policy, prior, |_| Duration::from_micros(100))
     }
 
-    fn on(limits: Limits, policy: PolicyKind, prior: CostPrior, took: fn(&Iteration) -> Duration) -> Self {
+    fn on(
+        limits: SchedulerLimits,
+        policy: PolicyKind,
+        prior: CostPrior,
+        took: fn(&Iteration) -> Duration,
+    ) -> Self {
         let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
         let scheduler = Scheduler::new(limits, policy.build(), CostModel::new(prior), tenants).unwrap();
         Self { scheduler, clock: 0, ended: Vec::new(), took }
@@ -135,12 +140,12 @@ impl Bench {
     }
 }
 
-fn limits(blocks: u32, running_max: u32, iteration_tokens: u32) -> Limits {
-    Limits {
+fn limits(blocks: u32, running_max: u32, iteration_tokens: u32) -> SchedulerLimits {
+    SchedulerLimits {
         watermark_blocks: 0,
         min_decode_tokens: 0,
         prefix_cache: false,
-        ..Limits::new(4, blocks, running_max, iteration_tokens)
+        ..SchedulerLimits::new(4, blocks, running_max, iteration_tokens)
     }
 }
 
@@ -150,7 +155,7 @@ fn decodes(plan: &Iteration, id: SequenceId) -> bool {
 
 #[test]
 fn a_sequence_in_flight_is_preempted_only_after_its_step() {
-    let mut bench = Bench::new(Limits { depth: 2, ..limits(6, 2, 16) }, PolicyKind::Fcfs);
+    let mut bench = Bench::new(SchedulerLimits { depth: 2, ..limits(6, 2, 16) }, PolicyKind::Fcfs);
     let (old, young) = (bench.submit(8, 16), bench.submit(8, 8));
     let mut before = bench.plan();
     let mut marked = false;
@@ -170,7 +175,7 @@ fn a_sequence_in_flight_is_preempted_only_after_its_step() {
 
 #[test]
 fn swap_ins_in_flight_never_stop_running_sequences() {
-    let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+    let mut bench = Bench::new(SchedulerLimits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
     let old = bench.submit(12, 20);
     let young = bench.submit(12, 8);
     let plan = bench.until_preempted();
@@ -193,7 +198,8 @@ fn swap_ins_in_flight_never_stop_running_sequences() {
 fn a_sequence_that_ends_during_a_transfer_frees_all_blocks() {
     for direction in [Direction::Out, Direction::In] {
         for succeeded in [true, false] {
-            let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+            let mut bench =
+                Bench::new(SchedulerLimits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
             let (old, young) = (bench.submit(12, 20), bench.submit(12, 8));
             let mut plan = bench.until_preempted();
             if direction == Direction::In {
@@ -244,7 +250,7 @@ fn sequences_of_any_length_decode_together_while_blocks_suffice() {
 
 #[test]
 fn a_swapped_sequence_resumes_when_all_others_have_ended() {
-    let mut bench = Bench::new(Limits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
+    let mut bench = Bench::new(SchedulerLimits { host_blocks: 8, ..limits(8, 3, 16) }, PolicyKind::Fcfs);
     let (old, young) = (bench.submit(12, 20), bench.submit(12, 8));
     let plan = bench.until_preempted();
     plan.transfers.iter().for_each(|transfer| bench.finish(transfer, true));
@@ -259,7 +265,8 @@ fn a_swapped_sequence_resumes_when_all_others_have_ended() {
 fn the_cool_down_counts_steps_independent_of_the_clock() {
     // The same workload with a stopped clock and with one that advances an hour per step.
     let plans = |leap: u64| {
-        let mut bench = Bench::new(Limits { cooldown_steps: 3, ..limits(10, 4, 16) }, PolicyKind::Fcfs);
+        let mut bench =
+            Bench::new(SchedulerLimits { cooldown_steps: 3, ..limits(10, 4, 16) }, PolicyKind::Fcfs);
         for i in 0..5 {
             bench.submit_as(["a", "b"][i % 2], 0, 8, 16);
         }
@@ -278,7 +285,7 @@ fn the_cool_down_counts_steps_independent_of_the_clock() {
 
 #[test]
 fn the_last_sequence_has_the_whole_pool_and_is_never_preempted() {
-    let limits = Limits { watermark_blocks: 3, ..limits(5, 2, 16) };
+    let limits = SchedulerLimits { watermark_blocks: 3, ..limits(5, 2, 16) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let id = bench.submit(3, 17);
     bench.drain();
@@ -315,7 +322,7 @@ fn a_request_of_higher_priority_gets_a_slot_when_all_are_taken() {
 
 #[test]
 fn a_cold_request_is_bypassed_a_bounded_number_of_times() {
-    let limits = Limits { prefix_cache: true, bypass_max: 4, waiting_max: 64, ..limits(20, 8, 64) };
+    let limits = SchedulerLimits { prefix_cache: true, bypass_max: 4, waiting_max: 64, ..limits(20, 8, 64) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let hashes: Vec<_> = (1..4).map(|block| BlockHash::from_raw(block << 64 | block)).collect();
     let hit = |bench: &mut Bench| {
@@ -367,7 +374,7 @@ fn the_cheapest_sequence_of_another_tenant_is_preempted() {
 
 #[test]
 fn a_preempted_sequence_is_admitted_before_later_arrivals() {
-    let mut bench = Bench::new(Limits { bypass_max: 0, ..limits(8, 4, 16) }, PolicyKind::Fcfs);
+    let mut bench = Bench::new(SchedulerLimits { bypass_max: 0, ..limits(8, 4, 16) }, PolicyKind::Fcfs);
     bench.submit(12, 12);
     let young = bench.submit(12, 12);
     let plan = bench.until_preempted();
@@ -384,7 +391,7 @@ fn a_preempted_sequence_is_admitted_before_later_arrivals() {
 fn admission_leaves_room_for_the_growth_of_running_sequences() {
     // Each sequence grows by two blocks. With the first one reserved and a tenth of the pool as the
     // watermark, few are recomputed; with a pool full of prompts, many more.
-    let preemptions = |limits: Limits| {
+    let preemptions = |limits: SchedulerLimits| {
         let mut bench = Bench::new(limits, PolicyKind::Fair);
         for _ in 0..200 {
             bench.submit(24, 8);
@@ -392,17 +399,17 @@ fn admission_leaves_room_for_the_growth_of_running_sequences() {
         bench.drain();
         bench.scheduler.load().recompute_preemptions
     };
-    let reserved = Limits {
+    let reserved = SchedulerLimits {
         waiting_max: 1000,
         prefix_cache: false,
         watermark_blocks: 20,
-        ..Limits::new(4, 200, 100, 256)
+        ..SchedulerLimits::new(4, 200, 100, 256)
     };
-    let unreserved = Limits { watermark_blocks: 0, min_decode_tokens: 0, ..reserved };
+    let unreserved = SchedulerLimits { watermark_blocks: 0, min_decode_tokens: 0, ..reserved };
     let (reserved, unreserved) = (preemptions(reserved), preemptions(unreserved));
     println!("{reserved} preemptions against {unreserved} for 200 sequences");
     assert!(reserved * 2 < unreserved && reserved <= 20, "{reserved} against {unreserved}");
-    let mut bench = Bench::new(Limits { watermark_blocks: 2, ..limits(8, 4, 64) }, PolicyKind::Fair);
+    let mut bench = Bench::new(SchedulerLimits { watermark_blocks: 2, ..limits(8, 4, 64) }, PolicyKind::Fair);
     bench.submit(20, 4);
     bench.submit(8, 4);
     let plan = bench.step();
@@ -428,7 +435,7 @@ fn after_a_preemption_the_others_decode_in_every_step() {
 
 #[test]
 fn a_sequence_that_reaches_its_length_ends_alone() {
-    let limits = Limits { sequence_tokens: 24, ..limits(40, 4, 32) };
+    let limits = SchedulerLimits { sequence_tokens: 24, ..limits(40, 4, 32) };
     let mut bench = Bench::new(limits, PolicyKind::Fair);
     let full = bench.submit(20, 4);
     let others: Vec<_> = (0..3).map(|_| bench.submit(4, 16)).collect();
@@ -452,7 +459,7 @@ fn prompts_make_progress_beside_decodes_that_exceed_the_target() {
         Duration::from_micros((5_000 + 250 * u64::from(plan.tokens())) * late)
     };
     for (target, most) in [(50, 4.0), (1_000, f64::INFINITY)] {
-        let limits = Limits {
+        let limits = SchedulerLimits {
             sequence_tokens: 256,
             step_target: Some(Duration::from_millis(target)),
             ..limits(4096, 16, 512)
@@ -492,7 +499,8 @@ fn step_time(tokens: u32) -> Duration {
 fn eight_decodes(target: u64) -> Bench {
     let cost = CostCoefficients { step_s: 0.05, token_s: 0.0025, ..CostPrior::default().cost };
     let prior = CostPrior { cost, trust: 0.01 };
-    let limits = Limits { step_target: Some(Duration::from_millis(target)), ..limits(4096, 16, 512) };
+    let limits =
+        SchedulerLimits { step_target: Some(Duration::from_millis(target)), ..limits(4096, 16, 512) };
     let mut bench = Bench::on(limits, PolicyKind::Fair, prior, |plan| step_time(plan.tokens()));
     for _ in 0..8 {
         bench.submit(4, 60);

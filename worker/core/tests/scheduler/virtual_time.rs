@@ -5,12 +5,14 @@ use std::time::Duration;
 use inflight_contract::{Service, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, Limits, NewSequence, Scheduler, SequenceId, Time, TokenVerdict,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId, Time,
+    TokenVerdict,
 };
 
 /// Returns a scheduler with one slot.
 fn scheduler() -> Scheduler {
-    let limits = Limits { waiting_max: 100, sequence_tokens: 1000, ..Limits::new(16, 100, 1, 256) };
+    let limits =
+        SchedulerLimits { waiting_max: 100, sequence_tokens: 1000, ..SchedulerLimits::new(16, 100, 1, 256) };
     let tenants = VirtualTokenCounters::new(TokenCost::default(), 10);
     Scheduler::new(limits, PolicyKind::Fair.build(), CostModel::new(CostPrior::default()), tenants).unwrap()
 }

@@ -11,9 +11,9 @@ use std::time::Duration;
 use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
-    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome, Limits,
-    NewSequence, Preempted, Preemption, Scheduler, SequenceId, SubmitError, Time, TokenVerdict, Transfer,
-    replay,
+    CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome,
+    NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, SequenceId, SubmitError, Time,
+    TokenVerdict, Transfer, replay,
 };
 use proptest::prelude::*;
 
@@ -83,7 +83,7 @@ pub fn op() -> impl Strategy<Value = Op> {
 }
 
 /// Generates scheduler limits.
-pub fn limits() -> impl Strategy<Value = Limits> {
+pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (
         (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
         (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), prop::option::of(1u64..40)),
@@ -100,7 +100,7 @@ pub fn limits() -> impl Strategy<Value = Limits> {
                     prefix_cache,
                     target,
                 ),
-            )| Limits {
+            )| SchedulerLimits {
                 host_blocks,
                 waiting_max,
                 sequence_tokens: 200,
@@ -111,7 +111,7 @@ pub fn limits() -> impl Strategy<Value = Limits> {
                 cooldown_steps,
                 prefix_cache,
                 step_target: target.map(Duration::from_millis),
-                ..Limits::new(1 << block_log, blocks, running_max, running_max + extra)
+                ..SchedulerLimits::new(1 << block_log, blocks, running_max, running_max + extra)
             },
         )
 }
@@ -193,7 +193,7 @@ pub struct Harness {
 
 impl Harness {
     /// Creates a harness with an idle scheduler.
-    pub fn new(limits: Limits, policy: PolicyKind) -> Self {
+    pub fn new(limits: SchedulerLimits, policy: PolicyKind) -> Self {
         // Copies are cheap in half of the runs and expensive in the others, so that both preemption modes
         // occur.
         let copy_block = if limits.blocks.is_multiple_of(2) { 1e-9 } else { 1e-4 };

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// Hard limits of a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct SchedulerLimits {
     /// Tokens per KV block.
     pub block_tokens: u32,
     /// KV blocks in the device pool.
@@ -60,7 +60,7 @@ pub enum LimitsError {
     Depth(u32),
 }
 
-impl Limits {
+impl SchedulerLimits {
     /// Returns limits with these values and defaults for all others.
     pub fn new(block_tokens: u32, blocks: u32, running_max: u32, iteration_tokens: u32) -> Self {
         Self {
