@@ -53,7 +53,7 @@ enum Subcommand {
     Replay(replay::Args),
     /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
     Router(Box<router::Args>),
-    /// Runs a worker: loads a model and generates tokens on one device
+    /// Runs a worker: loads a model and generates tokens on one device or tensor-parallel group
     Worker(Box<worker::Args>),
 }
 

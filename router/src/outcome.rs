@@ -79,7 +79,7 @@ pub(crate) enum Outcome {
     NoChatTemplate { model: String },
     /// No worker has the required fingerprint.
     UnknownFingerprint { required: String, served: Vec<String> },
-    /// Unknown key or certificate.
+    /// Authentication failure: API key missing, malformed, unknown or expired, or certificate of no tenant.
     Unauthenticated(String),
     /// The caller lacks permission.
     Denied(String),

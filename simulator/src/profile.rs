@@ -85,8 +85,8 @@ impl ProfiledDevice {
         )
     }
 
-    /// Fits a device to profile entries: prompt tokens, output tokens, batch size, seconds of prefill and
-    /// seconds of decode per request.
+    /// Fits a device to profile entries: (prompt tokens, output tokens, batch size, prefill s, decode s).
+    /// Prefill and decode times are in seconds per request: the time of the batch over the batch size.
     ///
     /// # Errors
     /// [`ProfileError::Lacks`].

@@ -11,7 +11,7 @@ use crate::units::Span;
 pub const STREAMS_DEFAULT: u32 = 4;
 /// Default number of measured requests of a round, or minimum in a closed loop.
 const REQUESTS_DEFAULT: u64 = 64;
-/// Default number of measured requests for each stream of a closed loop.
+/// Factor of the closed-loop default: max(REQUESTS_DEFAULT, REQUESTS_PER_STREAM * streams) per round.
 const REQUESTS_PER_STREAM: u64 = 4;
 /// Default number of rounds with several servers.
 const ROUNDS_COMPARED: u32 = 3;

@@ -25,11 +25,11 @@ pub fn plausible_growth(since: Duration) -> u64 {
 /// keeps the largest value reported. Merging is idempotent, commutative and associative, so order and
 /// repetition of reports do not matter. Counters of terminated incarnations stay: their service was received.
 ///
-/// Bounds: `incarnations_max` incarnations, `tenants_max` tenants for each, `16 * tenants_max` counters in
-/// all. Beyond them the least recently updated incarnation without a session ([`ServiceTable::open`]) is
-/// evicted, and within an incarnation the tenant with the least service. Evicted service that is reported
-/// again is not counted twice: of an incarnation only the growth after its return counts, of a tenant only
-/// what exceeds all evicted counters.
+/// Bounds: `incarnations_max` incarnations, `tenants_max` tenants of each, `16 * tenants_max` counters.
+/// Eviction beyond a bound: the least recently updated incarnation without a session here
+/// ([`ServiceTable::open`]), and within an incarnation the tenant with the least service. Evicted service
+/// that is reported again is not counted twice: of an incarnation only the growth after its return counts,
+/// of a tenant only what exceeds all evicted counters.
 ///
 /// An incarnation that never had a session here is known from other routers' reports alone; it expires
 /// ([`ServiceTable::expire`]), so that a false report does no lasting harm.

@@ -127,7 +127,7 @@ impl From<u64> for ServiceCounter {
 #[derive(Debug, Clone)]
 struct TenantCounter {
     name: String,
-    /// Weight of its latest request; `None` until one arrives here.
+    /// Weight of the tenant's latest request to this process; `None` before its first request.
     weight: Option<Weight>,
     service: Service,
     /// Requests waiting or running.

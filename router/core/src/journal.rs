@@ -66,7 +66,7 @@ pub struct Resumed<'a> {
     pub choice: u32,
     /// Its tokens so far.
     pub tokens: &'a [u32],
-    /// It has ended and is not run again.
+    /// Whether the choice has ended; an ended choice is not run again.
     pub finished: bool,
 }
 

@@ -190,7 +190,7 @@ impl AttentionTask<'_> {
         }
     }
 
-    /// Prepares the tiles of the span at `base` that hold positions in `low..high`.
+    /// Returns the span's tiles that overlap `low..high`, readable as bf16 pairs, in place or converted.
     #[inline(always)]
     unsafe fn prepare_span<N: KvSource>(
         &self,

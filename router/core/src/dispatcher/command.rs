@@ -100,7 +100,7 @@ pub struct ResumedChoice {
     pub choice: u32,
     /// Its tokens so far.
     pub tokens: Vec<u32>,
-    /// It has ended and is not run again.
+    /// Whether the choice has ended; an ended choice is not run again.
     pub finished: bool,
 }
 

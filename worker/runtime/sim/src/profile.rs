@@ -35,8 +35,8 @@ pub enum SpecError {
 /// Parses `PROFILE[,KEY=NUMBER]...`: a built-in name or the path of a JSON file, which contains a `/` or ends
 /// in `.json`, and coefficients that override the profile's.
 ///
-/// The file is an object of coefficients by name. Missing ones are those of the built-in profile in `"base"`,
-/// by default `flat`.
+/// The file is an object of coefficients by name.
+/// Default of missing coefficients: the built-in profile that the file's key `base` names, else `flat`.
 ///
 /// # Errors
 /// [`SpecError`].
