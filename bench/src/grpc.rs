@@ -14,11 +14,10 @@ use inflight_proto::v1::{
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-use crate::client::{
-    CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
-};
+use crate::client::{CompletionRequest, Connector, GenerationSettings, PromptForm, ServerInfo};
 use crate::error::{BenchError, ErrorKind};
 use crate::measure::InFlightRequest;
+use crate::outcome::{ReportedUsage, RequestOutcome};
 use crate::workload::as_text;
 
 /// Maximum streams on one connection. HTTP/2 servers allow about 100 or more; beyond their limit a request

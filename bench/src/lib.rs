@@ -14,6 +14,7 @@ mod lengths;
 mod load;
 mod measure;
 mod openai;
+mod outcome;
 mod report;
 mod tenants;
 #[cfg(test)]

@@ -8,9 +8,10 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::client::{BenchClient, CompletionRequest, GenerationSettings, RequestOutcome};
+use crate::client::{BenchClient, CompletionRequest, GenerationSettings};
 use crate::error::{BenchError, ErrorKind};
 use crate::measure::{Meter, Quota, RoundMeasurements};
+use crate::outcome::RequestOutcome;
 use crate::workload::{Arrivals, BenchWorkload, PromptKey};
 
 /// Consecutive failures after which a round is aborted.

@@ -13,7 +13,7 @@ use hdrhistogram::Histogram;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::client::{ReportedUsage, RequestOutcome};
+use crate::outcome::{ReportedUsage, RequestOutcome};
 
 /// Significant digits of histograms: relative error below 0.1 %.
 const DIGITS: u8 = 3;

@@ -12,12 +12,11 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::client::{
-    CompletionRequest, Connector, GenerationSettings, PromptForm, ReportedUsage, RequestOutcome, ServerInfo,
-};
+use crate::client::{CompletionRequest, Connector, GenerationSettings, PromptForm, ServerInfo};
 use crate::error::{BenchError, ErrorKind};
 use crate::event_lines::EventLines;
 use crate::measure::{InFlightRequest, Meter, Quota, Slo};
+use crate::outcome::{ReportedUsage, RequestOutcome};
 use crate::tenants::Tenant;
 use crate::workload::as_text;
 

@@ -50,7 +50,7 @@ fn modules(src: &Path) -> Result<BTreeMap<Vec<String>, String>> {
             }
             let text = fs::read_to_string(&path)?;
             // Tests may import what they like.
-            let code = text.split("#[cfg(test)]").next().unwrap_or_default().to_owned();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default().to_owned();
             found.insert(module, code);
         }
     }

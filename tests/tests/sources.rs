@@ -1,7 +1,7 @@
-//! Rules about the text of the sources: where protobuf may appear, how long files may be, what they open with, and which files
-//! may import each other.
+//! Rules about the text of the sources: where protobuf may appear, how long files and functions may be, what files open with, and
+//! which words comments avoid.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -248,76 +248,6 @@ fn the_scanner_of_functions_reads_past_literals_and_comments() {
     let found = functions(text);
     let expected = [("inner", 7, 1), ("one", 3, 7), ("two", 12, 2)];
     assert_eq!(found, expected.map(|(name, first, lines)| (name.to_owned(), first, lines)));
-}
-
-/// Module path of a file within its crate: `router/src/api/auth.rs` is `api::auth`.
-fn module(folder: &str, file: &str) -> String {
-    let path = file.trim_start_matches(folder).trim_start_matches('/').trim_end_matches(".rs");
-    path.trim_end_matches("/mod").trim_end_matches("mod").replace('/', "::")
-}
-
-/// Modules that a file imports by `crate::` paths; the longest prefix that is a file counts. Imports by `super::`, between a module
-/// and its parts, are not followed.
-fn imports(text: &str, modules: &BTreeSet<String>) -> BTreeSet<String> {
-    let mut found = BTreeSet::new();
-    let code = text.split("#[cfg(test)]").next().unwrap_or_default();
-    for path in code.split("crate::").skip(1) {
-        let mut longest = None;
-        let mut prefix = String::new();
-        for segment in path.split("::") {
-            let name: String = segment.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-            if name.is_empty() {
-                break;
-            }
-            prefix = if prefix.is_empty() { name.clone() } else { format!("{prefix}::{name}") };
-            if modules.contains(&prefix) {
-                longest = Some(prefix.clone());
-            }
-            if name.len() < segment.len() {
-                break;
-            }
-        }
-        found.extend(longest);
-    }
-    found
-}
-
-#[test]
-fn import_cycles_in_the_router_have_at_most_two_files() -> Result<()> {
-    let mut cycles = Vec::new();
-    for folder in ["router/src", "router/core/src"] {
-        let files = files(folder)?;
-        let modules: BTreeSet<String> = files.keys().map(|file| module(folder, file)).collect();
-        let edges: BTreeMap<String, BTreeSet<String>> =
-            files.iter().map(|(file, text)| (module(folder, file), imports(text, &modules))).collect();
-        // Files that reach each other: a cycle has as many as reach it and are reached by it.
-        let reach: BTreeMap<&String, BTreeSet<&String>> = edges
-            .keys()
-            .map(|start| {
-                let mut seen: BTreeSet<&String> = BTreeSet::new();
-                let mut next: Vec<&String> = edges[start].iter().collect();
-                while let Some(module) = next.pop() {
-                    if seen.insert(module) {
-                        next.extend(edges.get(module).into_iter().flatten());
-                    }
-                }
-                (start, seen)
-            })
-            .collect();
-        for (start, reached) in &reach {
-            let circle: Vec<&&String> = reached
-                .iter()
-                .filter(|other| reach.get(**other).is_some_and(|back| back.contains(start)))
-                .collect();
-            if circle.len() > 2 {
-                cycles.push(format!("{folder}: {circle:?}"));
-            }
-        }
-    }
-    cycles.sort();
-    cycles.dedup();
-    ensure!(cycles.is_empty(), "import cycles: {}", cycles.join("\n"));
-    Ok(())
 }
 
 /// Private words for things that have a name in the field.

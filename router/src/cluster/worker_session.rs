@@ -1,6 +1,5 @@
 //! Session task of a worker: connect, open a session, forward updates, reconnect with backoff.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::future::Future;
@@ -19,8 +18,8 @@ use tokio::time::timeout;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
-use tonic::Status;
 use tonic::transport::Channel;
+use tonic::{Status, Streaming};
 
 use crate::clock;
 use crate::cluster::bundle::{BundleError, BundleFiles, Model};
@@ -115,12 +114,12 @@ pub(crate) struct SessionTask {
 struct OpenSession<'a> {
     task: &'a SessionTask,
     session: SessionId,
-    reason: Cell<ResubmissionReason>,
+    reason: ResubmissionReason,
 }
 
 impl Drop for OpenSession<'_> {
     fn drop(&mut self) {
-        self.task.dispatch.close(self.task.worker, self.session, self.reason.get());
+        self.task.dispatch.close(self.task.worker, self.session, self.reason);
     }
 }
 
@@ -267,8 +266,20 @@ impl SessionTask {
         };
         let connection = WorkerConnection { address: self.address.clone(), model, commands };
         let session = self.dispatch.open(info, connection);
-        let guard = OpenSession { task: self, session, reason: Cell::new(ResubmissionReason::SessionLost) };
+        let mut guard = OpenSession { task: self, session, reason: ResubmissionReason::SessionLost };
         *opened = Some(clock::now());
+        self.process_updates(&mut updates, &mut guard, silence).await
+    }
+
+    /// Processes the updates of a session until it ends, which `guard` closes. A worker that is silent for
+    /// `silence` counts as lost.
+    async fn process_updates(
+        &self,
+        updates: &mut Streaming<v1::SessionResponse>,
+        guard: &mut OpenSession<'_>,
+        silence: Duration,
+    ) -> Result<std::convert::Infallible, SessionError> {
+        let session = guard.session;
         let (mut retired, mut draining) = (false, false);
         loop {
             let next = tokio::select! {
@@ -290,9 +301,7 @@ impl SessionTask {
                 Some(Some(Response::Update(update))) => {
                     draining |= update.draining;
                     if let Err(violation) = self.dispatch.update(self.worker, session, wire::update(update)) {
-                        guard
-                            .reason
-                            .set(ResubmissionReason::ProtocolViolation { about: violation.request() });
+                        guard.reason = ResubmissionReason::ProtocolViolation { about: violation.request() };
                         return Err(violation.into());
                     }
                 }

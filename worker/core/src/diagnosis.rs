@@ -113,130 +113,177 @@ pub fn diagnose<'a>(
     let (Some(first), Some(last)) = (steps.clone().next(), steps.clone().next_back()) else {
         return Vec::new();
     };
-    let (before, now) = (&first.load, &last.load);
     let total = steps.clone().count() as f64;
-    let share = |predicate: &dyn Fn(&IterationSummary) -> bool| {
-        steps.clone().filter(|step| predicate(step)).count() as f64 / total
-    };
-    let mut findings = Vec::new();
-    let mut find = |limit, weight: f64, figure: String| {
-        if weight > 0.0 {
-            findings.push(Finding { limit, weight: weight.min(1.0), figure });
-        }
-    };
-
-    let pool = f64::from(limits.blocks);
-    let full = |step: &IterationSummary| {
-        f64::from(step.load.blocks_used) > 0.9 * pool && step.load.running * 2 < limits.running_max
-    };
-    let pressed = share(&|step| full(step) && step.load.waiting > 0);
-    let used = steps.clone().map(|step| f64::from(step.load.blocks_used)).sum::<f64>() / total / pool;
-    let running = steps.clone().map(|step| f64::from(step.load.running)).sum::<f64>() / total;
-    find(
-        Bottleneck::MemoryPressure,
-        pressed,
-        format!(
-            "{:.0} % of the KV pool in use with {running:.1} of {} sequences running",
-            used * 100.0,
-            limits.running_max
-        ),
-    );
-
-    let blocked_by = |step: &IterationSummary, label: &str| {
-        step.blocked.is_some_and(|blocked| blocked.by.label() == label)
-    };
-    for (label, by) in [("slots", BlockedBy::Slots), ("budget", BlockedBy::Budget)] {
-        let held = share(&|step| blocked_by(step, label) && f64::from(step.load.blocks_used) < 0.9 * pool);
-        if held > 0.1 {
-            let figure = format!(
-                "{:.0} % of iterations: first waiting sequence blocked by {}",
-                held * 100.0,
-                by.label()
-            );
-            find(Bottleneck::AdmissionBlocked, held, figure);
-        }
-    }
-
-    let preempted: u32 = steps.clone().map(|step| step.preempted).sum();
-    let rate = f64::from(preempted) / total * 100.0;
-    if rate > objectives.preemptions {
-        let swaps = now.swap_preemptions - before.swap_preemptions;
-        let mean_swap = match swaps {
-            0 => 0.0,
-            swaps => (now.blocks_swapped_out - before.blocks_swapped_out) as f64 / swaps as f64,
-        };
-        let redone = ratio(now.recomputed_tokens - before.recomputed_tokens, admitted(before, now));
-        find(
-            Bottleneck::Preemption,
-            rate / 100.0,
-            format!(
-                "{rate:.1} preemptions per 100 iterations, {mean_swap:.1} blocks per swap, {:.1} % of computed tokens recomputed",
-                redone * 100.0
-            ),
-        );
-    }
-
-    let late = share(&|step| step.longest_wait > objectives.queue);
-    let longest = steps.clone().map(|step| step.longest_wait).max().unwrap_or_default();
-    find(Bottleneck::QueueTime, late, format!("longest queueing time {:.1} s", longest.as_secs_f64()));
-
-    if let Some(target) = limits.step_target {
-        // Where decodes alone come near the target, mixed steps may exceed it: see
-        // `Scheduler::min_step_time`.
-        let decode_only = steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
-        let (count, sum) =
-            decode_only.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
-        let decode_time = sum / count.max(1);
-        let target = if target < decode_time * 2 { target.max(decode_time * 4) } else { target };
-        let over = share(&|step| {
-            step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
-        });
-        if over > 0.05 {
-            let figure = format!(
-                "{:.0} % of mixed iterations took more than 1.25x the step target of {target:?}",
-                over * 100.0
-            );
-            find(Bottleneck::PrefillStarvesDecode, over, figure);
-        }
-        let small = |step: &IterationSummary| {
-            step.prefills > 0
-                && step.decodes > 0
-                && step.load.waiting > 0
-                && step.prefill_tokens < 2 * limits.block_tokens
-        };
-        let crawling = share(&|step| small(step));
-        if crawling > 0.1 {
-            let figure =
-                format!("{:.0} % of mixed iterations prefilled less than two KV blocks", crawling * 100.0);
-            find(Bottleneck::ChunkBudget, crawling, figure);
-        }
-    }
-
-    let hits = ratio(now.cached_tokens - before.cached_tokens, admitted(before, now));
-    if limits.prefix_cache
-        && admitted(before, now) > 0
-        && hits < objectives.prefix_hits
-        && now.blocks_used * 10 > now.blocks * 9
-    {
-        let figure = format!("{:.1} % prefix-cache hit rate with a full cache", hits * 100.0);
-        find(Bottleneck::LowPrefixHits, 0.1, figure);
-    }
-
-    let idle = idle_share(steps.clone());
-    if idle > objectives.idle {
-        find(
-            Bottleneck::DeviceIdle,
-            idle,
-            format!("device idle {:.0} % of the time while work was waiting", idle * 100.0),
-        );
-    }
-
+    let (before, now) = (&first.load, &last.load);
+    let window = DiagnosisWindow { steps, total, before, now, limits, objectives };
+    let findings = [
+        window.memory_pressure(),
+        window.admission_blocked(BlockedBy::Slots),
+        window.admission_blocked(BlockedBy::Budget),
+        window.preemption(),
+        window.queue_time(),
+        window.prefill_starves_decode(),
+        window.chunk_budget(),
+        window.low_prefix_hits(),
+        window.device_idle(),
+    ];
+    let mut findings: Vec<Finding> = findings.into_iter().flatten().collect();
     findings.sort_by(|a, b| b.weight.total_cmp(&a.weight).then(a.limit.cmp(&b.limit)));
     findings
 }
 
-fn admitted(before: &Load, now: &Load) -> u64 {
-    now.admitted_tokens - before.admitted_tokens
+impl Finding {
+    /// Creates a finding whose weight is capped at 1; `None` if the weight is not above 0.
+    fn new(limit: Bottleneck, weight: f64, figure: String) -> Option<Self> {
+        (weight > 0.0).then_some(Self { limit, weight: weight.min(1.0), figure })
+    }
+}
+
+/// Recent iterations under diagnosis, at least one.
+struct DiagnosisWindow<'w, I> {
+    steps: I,
+    /// Number of iterations.
+    total: f64,
+    /// Load after the first iteration, and after the last one.
+    before: &'w Load,
+    now: &'w Load,
+    limits: &'w Limits,
+    objectives: &'w Objectives,
+}
+
+impl<'a, I: Iterator<Item = &'a IterationSummary> + Clone> DiagnosisWindow<'_, I> {
+    /// Returns the share of iterations that satisfy `predicate`.
+    fn share(&self, predicate: impl Fn(&IterationSummary) -> bool) -> f64 {
+        self.steps.clone().filter(|step| predicate(step)).count() as f64 / self.total
+    }
+
+    /// Returns the mean of `value` over the iterations.
+    fn mean(&self, value: impl Fn(&IterationSummary) -> u32) -> f64 {
+        self.steps.clone().map(|step| f64::from(value(step))).sum::<f64>() / self.total
+    }
+
+    /// Returns the tokens admitted in the window.
+    fn admitted(&self) -> u64 {
+        self.now.admitted_tokens - self.before.admitted_tokens
+    }
+
+    fn memory_pressure(&self) -> Option<Finding> {
+        let (pool, running_max) = (f64::from(self.limits.blocks), self.limits.running_max);
+        let pressed = self.share(|step| {
+            f64::from(step.load.blocks_used) > 0.9 * pool
+                && step.load.running * 2 < running_max
+                && step.load.waiting > 0
+        });
+        let used = self.mean(|step| step.load.blocks_used) / pool;
+        let running = self.mean(|step| step.load.running);
+        let figure = format!(
+            "{:.0} % of the KV pool in use with {running:.1} of {running_max} sequences running",
+            used * 100.0
+        );
+        Finding::new(Bottleneck::MemoryPressure, pressed, figure)
+    }
+
+    fn admission_blocked(&self, by: BlockedBy) -> Option<Finding> {
+        let pool = f64::from(self.limits.blocks);
+        let held = self.share(|step| {
+            step.blocked.is_some_and(|blocked| blocked.by.label() == by.label())
+                && f64::from(step.load.blocks_used) < 0.9 * pool
+        });
+        if held <= 0.1 {
+            return None;
+        }
+        let figure =
+            format!("{:.0} % of iterations: first waiting sequence blocked by {}", held * 100.0, by.label());
+        Finding::new(Bottleneck::AdmissionBlocked, held, figure)
+    }
+
+    fn preemption(&self) -> Option<Finding> {
+        let (before, now) = (self.before, self.now);
+        let preempted: u32 = self.steps.clone().map(|step| step.preempted).sum();
+        let rate = f64::from(preempted) / self.total * 100.0;
+        if rate <= self.objectives.preemptions {
+            return None;
+        }
+        let mean_swap = match now.swap_preemptions - before.swap_preemptions {
+            0 => 0.0,
+            swaps => (now.blocks_swapped_out - before.blocks_swapped_out) as f64 / swaps as f64,
+        };
+        let redone = ratio(now.recomputed_tokens - before.recomputed_tokens, self.admitted());
+        let figure = format!(
+            "{rate:.1} preemptions per 100 iterations, {mean_swap:.1} blocks per swap, {:.1} % of computed tokens recomputed",
+            redone * 100.0
+        );
+        Finding::new(Bottleneck::Preemption, rate / 100.0, figure)
+    }
+
+    fn queue_time(&self) -> Option<Finding> {
+        let late = self.share(|step| step.longest_wait > self.objectives.queue);
+        let longest = self.steps.clone().map(|step| step.longest_wait).max().unwrap_or_default();
+        let figure = format!("longest queueing time {:.1} s", longest.as_secs_f64());
+        Finding::new(Bottleneck::QueueTime, late, figure)
+    }
+
+    fn prefill_starves_decode(&self) -> Option<Finding> {
+        let target = self.limits.step_target?;
+        // Where decodes alone come near the target, mixed steps may exceed it: see
+        // `Scheduler::min_step_time`.
+        let decode_only = self.steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
+        let (count, sum) =
+            decode_only.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
+        let decode_time = sum / count.max(1);
+        let target = if target < decode_time * 2 { target.max(decode_time * 4) } else { target };
+        let over = self.share(|step| {
+            step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
+        });
+        if over <= 0.05 {
+            return None;
+        }
+        let figure = format!(
+            "{:.0} % of mixed iterations took more than 1.25x the step target of {target:?}",
+            over * 100.0
+        );
+        Finding::new(Bottleneck::PrefillStarvesDecode, over, figure)
+    }
+
+    fn chunk_budget(&self) -> Option<Finding> {
+        // Without a step target, chunks are limited by the token budget alone.
+        self.limits.step_target?;
+        let crawling = self.share(|step| {
+            step.prefills > 0
+                && step.decodes > 0
+                && step.load.waiting > 0
+                && step.prefill_tokens < 2 * self.limits.block_tokens
+        });
+        if crawling <= 0.1 {
+            return None;
+        }
+        let figure =
+            format!("{:.0} % of mixed iterations prefilled less than two KV blocks", crawling * 100.0);
+        Finding::new(Bottleneck::ChunkBudget, crawling, figure)
+    }
+
+    fn low_prefix_hits(&self) -> Option<Finding> {
+        let (before, now) = (self.before, self.now);
+        let hits = ratio(now.cached_tokens - before.cached_tokens, self.admitted());
+        let low = self.limits.prefix_cache
+            && self.admitted() > 0
+            && hits < self.objectives.prefix_hits
+            && now.blocks_used * 10 > now.blocks * 9;
+        if !low {
+            return None;
+        }
+        let figure = format!("{:.1} % prefix-cache hit rate with a full cache", hits * 100.0);
+        Finding::new(Bottleneck::LowPrefixHits, 0.1, figure)
+    }
+
+    fn device_idle(&self) -> Option<Finding> {
+        let idle = idle_share(self.steps.clone());
+        if idle <= self.objectives.idle {
+            return None;
+        }
+        let figure = format!("device idle {:.0} % of the time while work was waiting", idle * 100.0);
+        Finding::new(Bottleneck::DeviceIdle, idle, figure)
+    }
 }
 
 fn ratio(part: u64, whole: u64) -> f64 {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::Error;
+use super::error::Error;
 use super::files::Files;
 
 /// Fields of a JSON object, with the label of their file for errors.

@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, UncheckedAdvice};
 
-use super::{Error, ModelSource, embedded};
+use super::embedded;
+use super::error::Error;
+use super::source::ModelSource;
 
 /// Location of a model's files.
 pub(super) enum Files {

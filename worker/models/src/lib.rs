@@ -15,9 +15,10 @@ mod files;
 mod fingerprint;
 mod generation;
 mod gguf;
+mod source;
 mod tensors;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 pub use architecture::Architecture;
 pub use config::ModelConfig;
@@ -26,21 +27,12 @@ pub use error::Error;
 pub use fingerprint::{fingerprint, fingerprint_of};
 pub use generation::GenerationDefaults;
 pub use inflight_kernels::cpu::RopeScaling;
+pub use source::ModelSource;
 pub use tensors::{Tensor, Tensors};
 
 use fields::Fields;
 use files::Files;
 use gguf::Gguf;
-
-/// Source of a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ModelSource {
-    /// Directory in the Hugging Face layout (config.json, safetensors, tokenizer.json and companions), or a
-    /// `.gguf` file.
-    Directory(PathBuf),
-    /// Small demo model embedded in the binary.
-    Embedded,
-}
 
 /// Opened model: configuration, memory-mapped tensors and bundle files.
 #[derive(Debug)]

@@ -13,23 +13,17 @@ use super::super::kv::TILE;
 use super::super::simd::{Avx512, Kernel, Simd, bf16_pairs, transpose};
 use super::{AttentionTask, GatheredTile, HEAD_DIM_MAX, window_start};
 use prefetch::TilePrefetch;
+use shape::{BLOCK_QUERIES, QUERIES, SPAN, SPAN_TILES};
 pub(super) use source::{InPlace, PairedOnce};
 use source::{KvSource, PairedTile};
 use span::{SpanUpdate, accumulate_span, compute_scores, update_softmax};
 
 mod mask;
 mod prefetch;
+mod shape;
 mod source;
 mod span;
 
-/// Positions of a span.
-const SPAN: usize = 64;
-const SPAN_TILES: usize = SPAN / TILE;
-/// Queries that pass over the keys together.
-const BLOCK_QUERIES: usize = 64;
-const _: () = assert!(BLOCK_QUERIES.is_multiple_of(QUERIES));
-/// Queries whose accumulators are in registers at once.
-const QUERIES: usize = 8;
 /// Maximum queries of a task that read [`InPlace`]: converting a tile once pays off from about three times
 /// [`QUERIES`].
 pub(super) const FEW_QUERIES: usize = 2 * QUERIES;

@@ -34,7 +34,8 @@ impl SimulatedEvent {
     pub(crate) fn record(self: &Arc<Self>, stream: &Arc<SimulatedStream>) -> DriverResult {
         let mut state = lock(&self.state);
         let record = state.recorded + 1;
-        let number = stream.enqueue(StreamWork::Event(Arc::clone(self), record))?;
+        let event = Arc::clone(self);
+        let number = stream.enqueue(StreamWork::Event(Arc::new(move || event.pass(record))))?;
         state.recorded = record;
         state.stream = Arc::downgrade(stream);
         state.number = number;
@@ -42,7 +43,7 @@ impl SimulatedEvent {
     }
 
     /// Marks a record as passed by its stream.
-    pub(crate) fn pass(&self, record: u64) {
+    fn pass(&self, record: u64) {
         let mut state = lock(&self.state);
         // The last record counts, on any stream.
         if record > state.passed {

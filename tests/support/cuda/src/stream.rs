@@ -9,7 +9,6 @@ use std::time::Duration;
 use cudarc::driver::sys::CUresult;
 
 use crate::device::SimulatedDevice;
-use crate::event::SimulatedEvent;
 use crate::settings::Settings;
 use crate::{DriverResult, lock};
 
@@ -18,8 +17,8 @@ use crate::{DriverResult, lock};
 pub(crate) enum StreamWork {
     /// Operation whose error fails the device.
     Operation(Arc<dyn Fn(&SimulatedDevice) -> DriverResult + Send + Sync>),
-    /// N-th record of an event; passed even if the device has failed.
-    Event(Arc<SimulatedEvent>, u64),
+    /// Record of an event, which is marked as passed even if the device has failed.
+    Event(Arc<dyn Fn() + Send + Sync>),
 }
 
 impl StreamWork {
@@ -81,7 +80,7 @@ impl SimulatedStream {
                 Some(work) => {
                     drop(state);
                     match work {
-                        StreamWork::Event(event, record) => event.pass(record),
+                        StreamWork::Event(pass) => pass(),
                         StreamWork::Operation(work) => {
                             // Work after a failure does not run.
                             if self.device.check().is_ok()

@@ -11,7 +11,7 @@ use inflight_runtime::{Error, TransferDone};
 use inflight_worker_core::{Direction, Transfer, TransferId};
 
 use super::device_memory::PinnedMemory;
-use super::driver::failed;
+use super::driver_error::failed;
 use super::group_swap::CopyEngine;
 use super::slots::device_error;
 use super::stream::{CudaEvent, CudaStream};

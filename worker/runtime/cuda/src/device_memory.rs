@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::DeviceError;
 
-use super::driver::{error_message, failed};
+use super::driver_error::{error_message, failed};
 use super::gpu::GpuMemory;
 
 /// Allocation in GPU memory.

@@ -8,15 +8,17 @@ use inflight_runtime::{self as runtime, Batch};
 
 use super::autotune::{GemmBench, GemmTuning};
 use super::device_memory::{DeviceMemory, PinnedMemory};
-use super::device_thread::{DEPTH, LoadEvent, LoadEventSender, LoadJob, LoadedRank, ResultSlot};
+use super::device_thread::{LoadEvent, LoadEventSender, LoadedRank};
 use super::driver::{CudaDevice, CudaGraph};
 use super::gpu::{Gpu, GpuMemory};
+use super::load_job::LoadJob;
 use super::load_plan::LoadPlan;
 use super::memory_plan::buckets;
 use super::metadata::{StepShape, bucket_layout};
 use super::model_gemms::{ModelGemm, model_gemms};
 use super::model_runner::{ModelRunner, RunnerModes};
 use super::nccl::NcclRank;
+use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
 use super::{CudaOptions, Error as LoadError, algorithm_search};
 

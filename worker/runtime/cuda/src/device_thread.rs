@@ -6,25 +6,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, SyncSender};
 
-use inflight_kernels::cuda::{DeviceError, SamplingResult};
-use inflight_models::ModelConfig;
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, CommandQueue, CommandThread, CommandThreadOptions, DEVICE_COMMANDS,
     OwnedSlotSetup, Slot,
 };
 
+use super::Error as LoadError;
 use super::autotune::GemmTuning;
-use super::device_memory::PinnedMemory;
 use super::device_state::DeviceState;
-use super::driver::CudaDevice;
-use super::gpu_info::GpuInfo;
-use super::nccl::NcclGroup;
-use super::shard_plan::ShardPlan;
-use super::stream::CudaEvent;
-use super::{CudaOptions, Error as LoadError, weights};
+use super::load_job::LoadJob;
+use super::result_slot::{DEPTH, ResultSlot};
 
-/// Maximum number of steps launched and not completed.
-pub(super) const DEPTH: u32 = 2;
 /// Bound of the command queue: two steps, each attaching and detaching every slot at most.
 const COMMANDS_MAX: usize = 1 << 14;
 
@@ -47,24 +39,6 @@ pub(super) struct LaunchedStep {
     pub(super) logprobs: Vec<bool>,
     /// The step's batch, returned so that its buffers can be reused once no rank holds it.
     pub(super) batch: Arc<Batch>,
-}
-
-/// Pinned results and events of a step in flight, shared with the thread that waits for it.
-pub(super) struct ResultSlot {
-    pub(super) results: PinnedMemory,
-    pub(super) begin: CudaEvent,
-    pub(super) done: CudaEvent,
-}
-
-impl ResultSlot {
-    /// Allocates a slot for the results of up to `samples` samples.
-    pub(super) fn new(device: &CudaDevice, samples: u32) -> Result<Self, DeviceError> {
-        Ok(Self {
-            results: PinnedMemory::new(&device.context, samples as usize * size_of::<SamplingResult>())?,
-            begin: CudaEvent::new(&device.context)?,
-            done: CudaEvent::new(&device.context)?,
-        })
-    }
 }
 
 /// Result of loading a rank's shard.
@@ -92,45 +66,6 @@ pub(super) type LoadEventSender = Sender<(usize, LoadEvent)>;
 
 /// Handle to the device thread; its results are the launched steps, in order.
 pub(super) type DeviceThread = CommandThread<DeviceCommand, LaunchedStep>;
-
-/// Input of a device thread: the GPU, and what to load on it.
-pub(super) struct LoadJob {
-    pub(super) gpu_info: GpuInfo,
-    /// Configuration of the unsharded model.
-    pub(super) config: ModelConfig,
-    pub(super) shard_plan: ShardPlan,
-    pub(super) tensors: Arc<weights::SourceTensors>,
-    pub(super) options: CudaOptions,
-    pub(super) context_tokens: u32,
-    pub(super) fingerprint: String,
-    /// Communicators of the group; `None` without collectives.
-    pub(super) group: Option<Arc<NcclGroup>>,
-}
-
-impl LoadJob {
-    pub(super) fn rank(&self) -> usize {
-        self.shard_plan.shard().rank
-    }
-
-    /// Fails the group, so that ranks waiting for this one stop.
-    fn fail(&self, reason: &str) {
-        if let Some(group) = &self.group {
-            group.fail(self.rank(), reason);
-        }
-    }
-
-    /// Waits until all ranks have arrived, and returns the minimum of their values.
-    pub(super) fn barrier_min(&self, value: u32) -> Result<u32, LoadError> {
-        let min = self.group.as_ref().map_or(Ok(value), |group| group.barrier_min(value));
-        min.map_err(|failure| LoadError::Device(failure.to_string()))
-    }
-
-    /// Returns the group's failure, if any.
-    fn failure(&self) -> Option<runtime::Error> {
-        let failure = self.group.as_ref().and_then(|group| group.failure());
-        failure.map(|failure| runtime::Error::Device(failure.to_string()))
-    }
-}
 
 /// Starts the thread, which loads the model and sends its progress to `events`.
 pub(super) fn start(job: LoadJob, events: LoadEventSender) -> Result<DeviceThread, LoadError> {

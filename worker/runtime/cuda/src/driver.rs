@@ -1,6 +1,6 @@
 //! A GPU through the CUDA driver API: context, kernels, uploads, GEMMs and graphs. Together with
-//! `device_memory.rs`, `stream.rs`, `kernel_function.rs`, `cublaslt.rs`, `copy_engine.rs` and `nccl.rs` it
-//! makes all FFI calls.
+//! `device_memory.rs`, `driver_error.rs`, `stream.rs`, `kernel_function.rs`, `cublaslt.rs`, `copy_engine.rs`
+//! and `nccl.rs` it makes all FFI calls.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -16,6 +16,7 @@ use inflight_kernels::cuda::{
 
 use super::cublaslt::CublasLt;
 use super::device_memory::{DeviceMemory, PinnedMemory};
+use super::driver_error::{error_message, failed};
 use super::gemm::{GemmAlgorithm, GemmKernel};
 use super::gpu::{ColumnCopy, DeviceCollective, Gpu, GpuMemory, Matmul};
 use super::gpu_info::GpuInfo;
@@ -26,19 +27,6 @@ use super::stream::{CudaEvent, CudaStream};
 
 /// Bytes of the pinned staging buffer for uploads.
 const STAGING_BYTES: usize = 32 << 20;
-
-/// Returns the driver's text and name of an error. Panics without a driver library.
-pub(super) fn error_message(error: DriverError) -> String {
-    let text = |text: Result<&std::ffi::CStr, DriverError>| {
-        text.map_or_else(|_| String::new(), |text| text.to_string_lossy().into_owned())
-    };
-    format!("{} ({})", text(error.error_string()), text(error.error_name()))
-}
-
-/// Returns a conversion of driver errors to [`DeviceError::Failed`]; `what` names the failed operation.
-pub(super) fn failed(what: &str) -> impl Fn(DriverError) -> DeviceError {
-    move |error| DeviceError::Failed { what: what.to_owned(), reason: error_message(error) }
-}
 
 /// Instantiated CUDA graph of one step.
 pub(super) struct CudaGraph {

@@ -3,7 +3,7 @@
 use cudarc::driver::{DriverError, result, sys};
 use inflight_kernels::cuda::Profile;
 
-use super::driver::error_message;
+use super::driver_error::error_message;
 
 /// Minimum driver version, that of this build's kernels: CUDA 13.0, release 580.
 const DRIVER_MIN: i32 = 13_000;

@@ -24,19 +24,24 @@ mod device_memory;
 mod device_state;
 mod device_thread;
 mod driver;
+mod driver_error;
+mod error;
 mod forward;
 mod gemm;
 mod gpu;
 mod gpu_info;
 mod group_swap;
 mod kernel_function;
+mod load_job;
 mod load_plan;
 mod memory_plan;
 mod metadata;
 mod model_gemms;
 mod model_runner;
 mod nccl;
+mod options;
 mod ranks;
+mod result_slot;
 mod shard_plan;
 mod slots;
 mod staging;
@@ -49,9 +54,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use inflight_kernels::cuda::KvStore;
-use inflight_kernels::cuda::{DeviceError, SamplingResult};
+use inflight_kernels::cuda::SamplingResult;
 use inflight_models::{self as models, ModelDir};
-use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX};
+use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
     self as runtime, Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone,
 };
@@ -59,112 +64,16 @@ use inflight_worker_core::Transfer;
 
 pub use autotune::GemmTuning;
 use copy_engine::GpuCopyEngine;
-use device_thread::{DEPTH, DeviceCommand, LoadJob, LoadedRank, thread_ended};
+use device_thread::{DeviceCommand, LoadedRank, thread_ended};
+pub use error::Error;
 pub use gpu_info::Unavailable;
 use group_swap::GroupSwap;
+use load_job::LoadJob;
 use model_runner::check_model;
+pub use options::CudaOptions;
 use ranks::{CompletedStep, Ranks};
+use result_slot::DEPTH;
 use shard_plan::ShardPlan;
-
-/// Configuration of a [`CudaRuntime`].
-#[derive(Debug, Clone)]
-pub struct CudaOptions {
-    /// GPU ordinals by rank, all different and of one model; more than one form a tensor-parallel group.
-    pub gpus: Vec<usize>,
-    /// A single GPU runs NCCL collectives too, as a group of one; changes no bit. For tests.
-    pub lone_communicator: bool,
-    /// Fraction of each GPU's memory to use, in (0, 1]: weights, buffers, and the KV pool in the rest.
-    pub utilization: f32,
-    /// Upper limit of each GPU's KV pool in bytes.
-    pub kv_bytes: Option<u64>,
-    /// Bytes of the host KV pool for swapped sequences, over all ranks; 0 disables swapping.
-    pub host_bytes: u64,
-    /// Tokens per KV block; a power of two.
-    pub block_tokens: u32,
-    /// Maximum number of attached sequences.
-    pub slots: u32,
-    /// Maximum number of tokens in one batch.
-    pub batch_tokens: u32,
-    /// Maximum number of tokens of one sequence; `None`: the model's limit.
-    pub context_tokens: Option<u32>,
-    /// Storage format of keys and values.
-    pub kv_store: KvStore,
-    /// Batch-invariant kernels: output bits do not depend on the batch, at some cost in speed.
-    pub deterministic: bool,
-    /// Decode batches run as captured CUDA graphs.
-    pub graphs: bool,
-    /// GEMM algorithms are timed at load and the fastest is used.
-    pub autotune: bool,
-    /// Programmatic dependent launch where GPU and driver support it (compute capability 9.0); changes no
-    /// bit.
-    pub overlap: bool,
-}
-
-/// Reasons why the runtime cannot be built.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The model is unusable.
-    #[error(transparent)]
-    Model(#[from] models::Error),
-    /// No usable GPU.
-    #[error("cannot compute on CUDA: {0}; --device cpu computes on the host")]
-    Unavailable(#[from] Unavailable),
-    /// The model cannot be sharded over this number of GPUs.
-    #[error(transparent)]
-    Indivisible(#[from] Indivisible),
-    /// An option is out of range.
-    #[error("{name} is {value}; it must be {range}")]
-    Option {
-        /// Name of the option.
-        name: &'static str,
-        /// Given value.
-        value: String,
-        /// Allowed values.
-        range: String,
-    },
-    /// Weights, buffers and one KV block exceed the memory limit.
-    #[error(
-        "the model does not fit {name}: {missing} MiB are missing of the {allowed} MiB that it may use of {total} (in MiB: \
-         {components}); lower {options}, raise --gpu-memory-utilization, end what else uses the GPU, or take a smaller model"
-    )]
-    Memory {
-        /// Name of the GPU.
-        name: String,
-        /// MiB missing for a single KV block.
-        missing: u64,
-        /// MiB that this process may use.
-        allowed: u64,
-        /// Total MiB of the GPU.
-        total: u64,
-        /// MiB per component, largest first.
-        components: String,
-        /// Options to lower, the one with the largest effect first.
-        options: String,
-    },
-    /// A driver or library call failed.
-    #[error("the GPU failed while loading: {0}")]
-    Device(String),
-    /// The device thread could not be started.
-    #[error("cannot start the GPU's thread: {0}")]
-    Threads(#[from] std::io::Error),
-}
-
-impl Error {
-    fn from_device(error: DeviceError, gpu: &gpu_info::GpuInfo) -> Self {
-        match error {
-            DeviceError::Memory { bytes } => Self::Device(format!(
-                "{} has no {} MiB left; another process may have taken them: lower --gpu-memory-utilization",
-                gpu.name,
-                mebibytes(bytes)
-            )),
-            failed @ DeviceError::Failed { .. } => Self::Device(failed.to_string()),
-        }
-    }
-}
-
-fn mebibytes(bytes: u64) -> u64 {
-    bytes.div_ceil(1 << 20)
-}
 
 /// Returns the number of GPUs that the driver reports; 0 without a driver.
 pub fn count() -> u32 {
@@ -277,7 +186,9 @@ impl CudaRuntime {
             host_blocks => {
                 let engine = |rank: &LoadedRank| {
                     let (context, pool) = (&rank.context, rank.pool);
-                    context.bind_to_thread().map_err(|error| Error::Device(driver::error_message(error)))?;
+                    context
+                        .bind_to_thread()
+                        .map_err(|error| Error::Device(driver_error::error_message(error)))?;
                     let engine =
                         GpuCopyEngine::new(context, pool.0, pool.1, capabilities.blocks, host_blocks);
                     engine.map_err(|error| Error::Device(error.to_string()))

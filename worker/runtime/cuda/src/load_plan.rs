@@ -3,15 +3,16 @@
 
 use inflight_runtime::Capabilities;
 
-use super::device_thread::{DEPTH, LoadJob};
+use super::error::Error as LoadError;
 use super::forward::windows;
+use super::load_job::LoadJob;
 use super::memory_plan::{
     BufferLimits, MemoryBudget, MemoryComponent, ModelShapes, PARTIALS, PoolSize, RESERVE_BYTES,
-    WORKSPACE_BYTES, allocated_bytes, component_table, largest_bucket, options_to_lower, pool_blocks,
-    total_bytes,
+    WORKSPACE_BYTES, allocated_bytes, component_table, largest_bucket, mebibytes, options_to_lower,
+    pool_blocks, total_bytes,
 };
 use super::metadata::{MetadataCapacity, MetadataLayout};
-use super::{Error as LoadError, mebibytes};
+use super::result_slot::DEPTH;
 
 /// Sizes of what a rank allocates.
 pub(super) struct LoadPlan {

@@ -212,7 +212,8 @@ fn by_size(components: &[MemoryComponent]) -> Vec<&MemoryComponent> {
     components
 }
 
-fn mebibytes(bytes: u64) -> u64 {
+/// Returns the MiB of `bytes`, rounded up.
+pub(super) fn mebibytes(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
 }
 

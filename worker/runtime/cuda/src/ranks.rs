@@ -9,10 +9,11 @@ use inflight_runtime::{self as runtime, Batch, ThreadEnded};
 
 use super::Error;
 use super::device_thread::{
-    self, DEPTH, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadJob, LoadedRank, ResultSlot,
-    thread_ended,
+    self, DeviceCommand, DeviceThread, LaunchedStep, LoadEvent, LoadedRank, thread_ended,
 };
+use super::load_job::LoadJob;
 use super::nccl::NcclGroup;
+use super::result_slot::{DEPTH, ResultSlot};
 use super::slots::device_error;
 
 /// Interval of polling communicators for asynchronous errors.

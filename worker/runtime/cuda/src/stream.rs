@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use inflight_kernels::cuda::DeviceError;
 
-use super::driver::failed;
+use super::driver_error::failed;
 use super::staging::Fence;
 
 /// CUDA event: a point in a stream's order, with a timestamp.

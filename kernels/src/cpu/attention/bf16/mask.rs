@@ -1,7 +1,7 @@
 //! Causal and sliding-window masks of a span, as ranges of visible positions.
 
 use super::super::super::kv::TILE;
-use super::{SPAN, SPAN_TILES};
+use super::shape::{SPAN, SPAN_TILES};
 
 /// Visible positions of a span or of a tile: start and exclusive end.
 pub(super) type VisibleRange = (usize, usize);

@@ -3,8 +3,8 @@
 use super::super::super::kv::{KvElement, TILE};
 use super::super::super::simd::{Avx512, Simd};
 use super::super::{AttentionTask, NextRange, window_start};
+use super::shape::{BLOCK_QUERIES, SPAN, SPAN_TILES};
 use super::source::COMPONENTS;
-use super::{BLOCK_QUERIES, SPAN, SPAN_TILES};
 
 /// Prefetch addresses of a tile. Each step of the scores prefetches one cache line of its keys, and each pair
 /// of positions two lines of its values, or one line twice for 8-bit elements.

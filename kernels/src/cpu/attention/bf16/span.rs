@@ -6,8 +6,8 @@ use super::super::super::kv::{KvElement, TILE};
 use super::super::super::simd::{Avx512, Simd, dot_bf16, dot_bf16_where, largest_of, opaque};
 use super::mask::{PairRanges, VisibleRange, pair_ranges, visible_mask};
 use super::prefetch::TilePrefetch;
+use super::shape::{QUERIES, SPAN, SPAN_TILES};
 use super::source::{COMPONENTS, KvSource, PairedTile};
-use super::{QUERIES, SPAN, SPAN_TILES};
 
 /// Operands of one span update for up to [`QUERIES`] queries.
 pub(super) struct SpanUpdate<'a> {
