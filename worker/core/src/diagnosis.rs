@@ -147,7 +147,7 @@ struct DiagnosisWindow<'w, I> {
     /// Load after the first iteration, and after the last one.
     before: &'w Load,
     now: &'w Load,
-    limits: &'w Limits,
+    limits: &'w SchedulerLimits,
     objectives: &'w Objectives,
 }
 
