@@ -102,6 +102,21 @@ fn uses(code: &str) -> Vec<(bool, Vec<String>)> {
     found
 }
 
+/// Paths from `crate::` or `super::` that a file names outside of `use` statements and comments.
+fn inline_paths(code: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for line in code.lines().map(str::trim_start) {
+        let is_use = line.starts_with("use ") || (line.starts_with("pub") && line.contains(" use "));
+        if is_use || line.starts_with("//") {
+            continue;
+        }
+        let words = line.split(|character: char| !(character.is_alphanumeric() || "_:".contains(character)));
+        let paths = words.filter(|word| word.starts_with("crate::") || word.starts_with("super::"));
+        found.extend(paths.map(|path| path.split("::").map(str::to_owned).collect()));
+    }
+    found
+}
+
 /// Module in which `path`, as written in `module`, is defined: re-exports are followed.
 fn resolve(
     module: &[String],
@@ -187,8 +202,9 @@ fn files_import_each_other_in_pairs_at_most() -> Result<()> {
             .iter()
             .map(|(module, code)| {
                 // A crate's root and a module's `mod.rs` re-export their parts; that is not a use of them.
-                let own = uses(code).into_iter().filter(|(public, _)| !public);
-                let imported = own.filter_map(|(_, path)| resolve(module, &path, &modules, 0));
+                let own = uses(code).into_iter().filter(|(public, _)| !public).map(|(_, path)| path);
+                let paths = own.chain(inline_paths(code));
+                let imported = paths.filter_map(|path| resolve(module, &path, &modules, 0));
                 (module.clone(), imported.filter(|other| other != module).collect())
             })
             .collect();
