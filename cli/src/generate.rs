@@ -1,13 +1,12 @@
 //! `inflight generate`: a Generate call to a router, streamed to the terminal.
 
-use std::collections::HashMap;
 use std::io::{self, Read as _};
 use std::time::Duration;
 
 use inflight_net::code_name;
 use inflight_proto::v1::{
-    Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, StopConditions,
-    generate_request::Input, inference_client::InferenceClient,
+    Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, generate_request::Input,
+    inference_client::InferenceClient,
 };
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
@@ -16,6 +15,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
 use crate::exit::{CommandError, Exit};
+use crate::sampling::SamplingArgs;
 use crate::tls::ClientArgs;
 use crate::transcript::{JsonTranscript, TextTranscript, Transcript};
 use crate::units::Span;
@@ -29,7 +29,8 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time beyond the deadline in which the router can report the exceeded deadline itself.
 const DEADLINE_SLACK: Duration = Duration::from_millis(500);
 
-const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 the endpoint is unreachable or \
+/// Exit codes in the help of commands that call a router.
+pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 failure; 2 bad flags; 3 the endpoint is unreachable or \
 unavailable; 4 the request was refused (INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE); \
 5 a queue or limit is full (RESOURCE_EXHAUSTED); 6 the deadline passed; 7 not allowed; 130 interrupted.";
 
@@ -54,59 +55,17 @@ pub struct Args {
     /// System message of the conversation
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     pub system: Option<String>,
-    /// Maximum tokens to generate for each choice [default: set by the router]
-    #[arg(long, value_name = "N")]
-    pub max_tokens: Option<u32>,
-    /// Minimum tokens before a stop condition takes effect [default: 0]
-    #[arg(long, value_name = "N")]
-    pub min_tokens: Option<u32>,
-    /// Sampling temperature; 0 is greedy [default: the model's]
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
-    pub temperature: Option<f32>,
-    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the
-    /// model's]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    pub top_p: Option<f32>,
-    /// Keep this many most probable tokens; 0 keeps all [default: the model's]
-    #[arg(long, value_name = "K", allow_negative_numbers = true)]
-    pub top_k: Option<i32>,
-    /// Drop tokens less probable than this fraction of the most probable one [default: 0]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    pub min_p: Option<f32>,
-    /// Subtract this from the logit of each token generated so far [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub presence_penalty: Option<f32>,
-    /// Subtract this from a token's logit for each time it was generated [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub frequency_penalty: Option<f32>,
-    /// Divide positive and multiply negative logits of tokens in prompt and output by this [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    pub repetition_penalty: Option<f32>,
-    /// Add BIAS to the logit of token ID, as ID=BIAS; repeatable
-    #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
-    pub logit_bias: Vec<(u32, f32)>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
     /// Report the log probability of each token and of this many top alternatives
     #[arg(long, value_name = "N")]
     pub logprobs: Option<u32>,
     /// Number of choices to generate [default: 1]
     #[arg(long, value_name = "N")]
     pub n: Option<u32>,
-    /// Random seed: the same request and seed yield the same tokens on workers with the same fingerprint
-    /// [default: drawn by the router]
-    #[arg(long, value_name = "N")]
-    pub seed: Option<u64>,
     /// Run only on workers with this numerics fingerprint (shown by --json)
     #[arg(long, value_name = "FINGERPRINT")]
     pub require_fingerprint: Option<String>,
-    /// Stop string; repeatable
-    #[arg(long, value_name = "TEXT")]
-    pub stop: Vec<String>,
-    /// Stop token ids, separated by commas
-    #[arg(long, value_name = "ID", value_delimiter = ',')]
-    pub stop_token_ids: Vec<u32>,
-    /// Ignore the EOS token
-    #[arg(long)]
-    pub ignore_eos: bool,
     /// Return token ids too (shown by --json)
     #[arg(long)]
     pub return_token_ids: bool,
@@ -130,11 +89,6 @@ pub struct Args {
     /// W3C trace context to continue
     #[arg(long, value_name = "TRACEPARENT", env = "TRACEPARENT", hide = true)]
     pub traceparent: Option<String>,
-}
-
-fn parse_bias(text: &str) -> Result<(u32, f32), String> {
-    let parsed = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
-    parsed.ok_or_else(|| "write it as a token id and a number, such as 42=-1.5".to_owned())
 }
 
 /// Sends a Generate call and prints its stream.
@@ -177,8 +131,7 @@ pub async fn run(args: Args) -> Result<(), CommandError> {
                 });
                 crate::event::emit(&event);
             }
-            let message = format!("{}: {}", code_name(status.code()), status.message());
-            Err(CommandError::new(exit_code(status.code()), message))
+            Err(status_error(&status))
         }
     }
 }
@@ -280,14 +233,17 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
     })
 }
 
-type AuthenticatedClient = InferenceClient<InterceptedService<Channel, ApiKey>>;
+/// Client of a router that sends the API key, if any.
+pub type AuthenticatedClient = InferenceClient<InterceptedService<Channel, ApiKey>>;
 
 /// Interceptor that adds the API key, if any, to each call as a bearer token.
 #[derive(Debug, Clone)]
-struct ApiKey(Option<MetadataValue<Ascii>>);
+pub struct ApiKey(Option<MetadataValue<Ascii>>);
 
 impl ApiKey {
-    fn new(key: Option<&str>) -> Result<Self, CommandError> {
+    /// # Errors
+    /// The key has characters that a header cannot have.
+    pub fn new(key: Option<&str>) -> Result<Self, CommandError> {
         let value = key.map(|key| format!("Bearer {key}").parse()).transpose();
         let mut value: Option<MetadataValue<Ascii>> =
             value.map_err(|_| CommandError::new(Exit::Usage, "--api-key has characters that no key has"))?;
@@ -331,7 +287,9 @@ async fn request_input(
     }
 }
 
-fn select_model<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
+/// Returns the model of this name, or without a name the only one; `None` if there is none or the choice is
+/// ambiguous.
+pub fn select_model<'a>(models: &'a [Model], name: Option<&str>) -> Option<&'a Model> {
     match (name, models) {
         (Some(name), _) => models.iter().find(|model| model.name == name),
         (None, [only]) => Some(only),
@@ -344,26 +302,8 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
     GenerateRequest {
         model: args.model.clone().unwrap_or_default(),
         input: Some(input),
-        sampling: Some(SamplingParams {
-            temperature: args.temperature,
-            top_p: args.top_p,
-            top_k: args.top_k,
-            min_p: args.min_p,
-            presence_penalty: args.presence_penalty,
-            frequency_penalty: args.frequency_penalty,
-            repetition_penalty: args.repetition_penalty,
-            logit_bias: args.logit_bias.iter().copied().collect::<HashMap<_, _>>().into_iter().collect(),
-            logprobs: args.logprobs,
-            seed: args.seed,
-            n: args.n,
-        }),
-        stop: Some(StopConditions {
-            max_tokens: args.max_tokens,
-            min_tokens: args.min_tokens.unwrap_or(0),
-            stop: args.stop.clone(),
-            stop_token_ids: args.stop_token_ids.clone(),
-            ignore_eos: args.ignore_eos,
-        }),
+        sampling: Some(SamplingParams { logprobs: args.logprobs, n: args.n, ..args.sampling.params() }),
+        stop: Some(args.sampling.stop_conditions()),
         return_token_ids: args.return_token_ids,
         tenant: args.tenant.clone().unwrap_or_default(),
         weight: args.weight,
@@ -375,7 +315,7 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
 
 /// Corrects status codes of tonic's client, which reports its timeout as CANCELLED and a broken connection as
 /// UNKNOWN.
-fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
+pub fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
     match status.code() {
         Code::Cancelled if timeout.is_some() && status.message().contains("Timeout") => {
             Status::deadline_exceeded("the deadline passed before the router answered")
@@ -385,6 +325,12 @@ fn normalize_status(status: Status, timeout: Option<Span>) -> Status {
         }
         _ => status,
     }
+}
+
+/// Returns the error of a failed call.
+pub fn status_error(status: &Status) -> CommandError {
+    let message = format!("{}: {}", code_name(status.code()), status.message());
+    CommandError::new(exit_code(status.code()), message)
 }
 
 /// Returns the exit code for a gRPC status code.

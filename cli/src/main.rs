@@ -1,8 +1,10 @@
 //! The `inflight` command: every role of the cluster in one binary.
 
 mod bench;
+mod chat;
 mod child_log;
 mod config;
+mod conversation;
 mod diagnose;
 mod event;
 mod exit;
@@ -14,6 +16,7 @@ mod renamed;
 mod replay;
 mod role;
 mod router;
+mod sampling;
 mod signals;
 mod supervisor;
 mod telemetry;
@@ -43,6 +46,8 @@ enum Subcommand {
     Up(Box<up::Args>),
     /// Generates text, streaming it to the terminal
     Generate(Box<generate::Args>),
+    /// Converses with a model in the terminal
+    Chat(Box<chat::Args>),
     /// Generates load against routers or OpenAI-compatible servers and reports throughput and latency
     Bench(Box<bench::Args>),
     /// Reports the bottlenecks of workers and how to relieve them
@@ -62,6 +67,7 @@ fn main() -> ExitCode {
         config::parse(std::env::args_os()).and_then(|Invocation { cli, matches }| match cli.subcommand {
             Subcommand::Up(args) => role::block_on(None, up::run(*args, &matches)),
             Subcommand::Generate(args) => role::block_on(Some(1), generate::run(*args)),
+            Subcommand::Chat(args) => role::block_on(Some(1), chat::run(*args)),
             // One thread, to leave the cores to a server on the same machine.
             Subcommand::Bench(args) => role::block_on(Some(1), bench::run(*args)),
             Subcommand::Diagnose(args) => role::block_on(Some(1), diagnose::run(args)),

@@ -262,6 +262,15 @@ impl Outcome {
         }
     }
 
+    /// Returns the reason in `google.rpc.ErrorInfo`.
+    fn reason(&self) -> String {
+        match self {
+            // A client can go on with a shorter prompt.
+            Self::ContextExceeded(_) => "CONTEXT_EXCEEDED".to_owned(),
+            _ => self.label().to_ascii_uppercase(),
+        }
+    }
+
     /// Returns the message for people.
     pub(crate) fn message(&self) -> String {
         match self {
@@ -331,9 +340,14 @@ impl Outcome {
     /// Returns the status with its details. Overload names the exceeded limit (google.rpc.QuotaFailure) and
     /// the retry delay, both as google.rpc.RetryInfo and as gRPC's own pushback.
     pub(crate) fn into_status(self) -> Status {
+        self.into_status_with(HashMap::new())
+    }
+
+    /// Returns the status with its details, and `info` as the metadata of google.rpc.ErrorInfo.
+    pub(crate) fn into_status_with(self, info: HashMap<String, String>) -> Status {
         let (code, message) = (self.code(), self.message());
         let mut details = ErrorDetails::new();
-        details.set_error_info(self.label().to_ascii_uppercase(), "inflight", HashMap::new());
+        details.set_error_info(self.reason(), "inflight", info);
         if let Self::InvalidField { field, reason } = &self {
             details.add_bad_request_violation(field, reason);
         }
@@ -408,7 +422,9 @@ mod tests {
             }
             if code != Code::Ok {
                 let info = status.get_details_error_info().unwrap();
-                assert_eq!(info.reason, label.to_ascii_uppercase());
+                let context = matches!(outcome, Outcome::ContextExceeded(_));
+                let reason = if context { "CONTEXT_EXCEEDED".to_owned() } else { label.to_ascii_uppercase() };
+                assert_eq!(info.reason, reason);
             }
         }
     }

@@ -3,6 +3,7 @@
 mod attacks;
 mod bench;
 mod chaos;
+mod chat;
 mod fairness;
 mod foreign_clients;
 mod gpu;

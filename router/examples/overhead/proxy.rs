@@ -26,6 +26,13 @@ impl Inference for Proxy {
         Ok(Response::new(stream.boxed()))
     }
 
+    async fn generate_unary(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<v1::GenerateUnaryResponse>, Status> {
+        self.0.clone().generate_unary(request.into_inner()).await
+    }
+
     async fn list_models(
         &self,
         request: Request<v1::ListModelsRequest>,

@@ -250,6 +250,13 @@ impl Inference for Source {
         Ok(Response::new(Box::pin(stream)))
     }
 
+    async fn generate_unary(
+        &self,
+        _: Request<v1::GenerateRequest>,
+    ) -> Result<Response<v1::GenerateUnaryResponse>, Status> {
+        Err(Status::unimplemented("only streams are measured"))
+    }
+
     async fn list_models(
         &self,
         _: Request<v1::ListModelsRequest>,

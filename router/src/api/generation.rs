@@ -128,7 +128,7 @@ pub(crate) enum GenerationEvent {
 }
 
 /// First event of a stream.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Started {
     pub(crate) request_id: String,
     pub(crate) model: String,

@@ -1,19 +1,20 @@
 //! The `inflight.v1.Inference` service: protobuf messages to requests of the core, its events to messages.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use futures::Stream;
+use futures::{Stream, StreamExt as _};
 use inflight_proto::v1;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::Inference;
 use tonic::{Request, Response, Status};
 
+use crate::api::collected::{Collected, CollectedChoice};
 use crate::api::generation::{
     Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, SamplingOverrides, Started,
-    StopConditions,
+    StopConditions, Timings, Usage,
 };
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
@@ -30,6 +31,16 @@ impl Grpc {
     pub(crate) fn new(ingress: Arc<Ingress>) -> Self {
         Self { ingress }
     }
+
+    /// Validates and queues the request of either form of Generate.
+    async fn start(&self, request: Request<v1::GenerateRequest>) -> Result<ResponseStream, Status> {
+        let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
+        let start = async {
+            let request = generation_request(request.into_inner())?;
+            self.ingress.start(request, incoming).await
+        };
+        start.await.map_err(|outcome| rejected(at_path(outcome)).into_status())
+    }
 }
 
 /// Response stream as protobuf messages.
@@ -40,8 +51,74 @@ impl Stream for GenerateStream {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let next = Pin::new(&mut self.0).poll_next(context);
-        next.map(|event| event.map(|event| event.map(message).map_err(Outcome::into_status)))
+        next.map(|event| event.map(|event| event.map(message).map_err(|outcome| failed(outcome, &self.0))))
     }
+}
+
+/// Returns the status of a request that failed after it was queued: if it was dispatched, with its token
+/// counts in the metadata of google.rpc.ErrorInfo, under the field names of `Usage`.
+fn failed(outcome: Outcome, stream: &ResponseStream) -> Status {
+    let info = stream.usage().map_or_else(HashMap::new, |usage| {
+        let counts = [
+            ("prompt_tokens", usage.prompt_tokens),
+            ("cached_prompt_tokens", usage.cached_prompt_tokens),
+            ("completion_tokens", usage.completion_tokens),
+        ];
+        let counts = counts.map(|(name, tokens)| (name.to_owned(), tokens.to_string()));
+        counts.into_iter().chain([("fingerprint".to_owned(), usage.fingerprint)]).collect()
+    });
+    outcome.into_status_with(info)
+}
+
+/// Names an invalid field by its path in `GenerateRequest`.
+fn at_path(outcome: Outcome) -> Outcome {
+    let Outcome::InvalidField { field, reason } = outcome else { return outcome };
+    let parent = match field.as_str() {
+        "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
+        | "repetition_penalty" | "logit_bias" | "logprobs" | "n" => "sampling.",
+        "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
+        _ => "",
+    };
+    Outcome::InvalidField { field: format!("{parent}{field}"), reason }
+}
+
+fn usage_message(usage: Usage) -> v1::Usage {
+    let Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint } = usage;
+    v1::Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint }
+}
+
+fn timings_message(timings: Timings) -> v1::Timings {
+    v1::Timings {
+        queue_seconds: timings.queue_seconds,
+        time_to_first_token_seconds: timings.first_token_seconds,
+        time_per_output_token_seconds: timings.per_token_seconds,
+        total_seconds: timings.total_seconds,
+    }
+}
+
+/// Returns the response in one piece.
+fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
+    let Collected { choices, started, changes, usage, timings } = collected;
+    let change = |(fingerprint, tokens)| v1::FingerprintChanged { fingerprint, tokens };
+    v1::GenerateUnaryResponse {
+        request_id: started.request_id,
+        model: started.model,
+        seed: started.seed,
+        fingerprint: started.fingerprint,
+        choices: choices.into_iter().zip(0..).map(choice).collect(),
+        usage: Some(usage_message(usage)),
+        timings: Some(timings_message(timings)),
+        fingerprint_changes: changes.into_iter().map(change).collect(),
+    }
+}
+
+fn choice((choice, index): (CollectedChoice, u32)) -> v1::Choice {
+    let reason = v1::FinishReason::from(choice.reason()).into();
+    let CollectedChoice { text, token_ids, logprobs, finished } = choice;
+    let (stop_string, stop_token_id) =
+        finished.map(|finished| (finished.stop_string, finished.stop_token_id)).unwrap_or_default();
+    let logprobs = logprobs.into_iter().map(Into::into).collect();
+    v1::Choice { index, text, token_ids, logprobs, reason, stop_string, stop_token_id }
 }
 
 fn message(event: GenerationEvent) -> v1::GenerateResponse {
@@ -62,19 +139,8 @@ fn message(event: GenerationEvent) -> v1::GenerateResponse {
             Event::FingerprintChanged(v1::FingerprintChanged { fingerprint, tokens })
         }
         GenerationEvent::Completed(Completed { usage, timings }) => {
-            let usage = v1::Usage {
-                prompt_tokens: usage.prompt_tokens,
-                completion_tokens: usage.completion_tokens,
-                cached_prompt_tokens: usage.cached_prompt_tokens,
-                fingerprint: usage.fingerprint,
-            };
-            let timings = v1::Timings {
-                queue_seconds: timings.queue_seconds,
-                time_to_first_token_seconds: timings.first_token_seconds,
-                time_per_output_token_seconds: timings.per_token_seconds,
-                total_seconds: timings.total_seconds,
-            };
-            Event::Completed(v1::GenerationCompleted { usage: Some(usage), timings: Some(timings) })
+            let (usage, timings) = (Some(usage_message(usage)), Some(timings_message(timings)));
+            Event::Completed(v1::GenerationCompleted { usage, timings })
         }
     };
     v1::GenerateResponse { event: Some(event) }
@@ -83,7 +149,7 @@ fn message(event: GenerationEvent) -> v1::GenerateResponse {
 fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest, Outcome> {
     use v1::generate_request::Input as Prompt;
     let input = match message.input {
-        None => return Err(Outcome::invalid("input is missing; give text, token_ids or chat")),
+        None => return Err(Outcome::field("input", "input is missing; give text, token_ids or chat")),
         Some(Prompt::TokenIds(tokens)) => Input::TokenIds(tokens.ids),
         Some(Prompt::Text(text)) => Input::Text(text),
         Some(Prompt::Chat(chat)) => conversation(chat),
@@ -141,13 +207,20 @@ impl Inference for Grpc {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<GenerateStream>, Status> {
-        let incoming = RequestContext::new(request.extensions(), request.metadata().as_ref());
-        let start = async {
-            let request = generation_request(request.into_inner())?;
-            self.ingress.start(request, incoming).await
-        };
-        let started = start.await.map_err(|outcome| rejected(outcome).into_status())?;
-        Ok(Response::new(GenerateStream(started)))
+        Ok(Response::new(GenerateStream(self.start(request).await?)))
+    }
+
+    /// Dropping the call drops its stream, which cancels the request.
+    async fn generate_unary(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<v1::GenerateUnaryResponse>, Status> {
+        let mut stream = self.start(request).await?;
+        let mut collected = Collected::default();
+        while let Some(event) = stream.next().await {
+            collected.add(event.map_err(|outcome| failed(outcome, &stream))?);
+        }
+        Ok(Response::new(unary(collected)))
     }
 
     async fn list_models(
@@ -177,7 +250,7 @@ impl Inference for Grpc {
         let input = match input {
             Some(Prompt::Text(text)) => Input::Text(text),
             Some(Prompt::Chat(chat)) => conversation(chat),
-            None => return Err(Outcome::invalid("input is missing; give text or chat").into_status()),
+            None => return Err(Outcome::field("input", "input is missing; give text or chat").into_status()),
         };
         let tokens = self.ingress.tokens(&model, input, incoming).await;
         let (served, token_ids) = tokens.map_err(Outcome::into_status)?;

@@ -4,6 +4,7 @@
 pub(crate) mod admission;
 pub(crate) mod arrival;
 pub(crate) mod auth;
+mod collected;
 mod generation;
 pub(crate) mod grpc;
 pub(crate) mod http;

@@ -171,6 +171,22 @@ impl ResponseStream {
         }
     }
 
+    /// Returns the token counts so far; `None` before the request was dispatched.
+    pub(crate) fn usage(&self) -> Option<Usage> {
+        self.started.then(|| self.count())
+    }
+
+    fn count(&self) -> Usage {
+        let active = &self.ticket.active;
+        let (cached_prompt_tokens, fingerprint) = active.served();
+        Usage {
+            prompt_tokens: active.call.prompt.len() as u32,
+            completion_tokens: self.choices.iter().map(|choice| choice.tokens).sum(),
+            cached_prompt_tokens,
+            fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
+        }
+    }
+
     fn complete(&mut self) {
         let active = &self.ticket.active;
         let call = &active.call;
@@ -178,7 +194,6 @@ impl ResponseStream {
         let since = |at: Option<Instant>| {
             at.map_or(0.0, |at| at.saturating_duration_since(call.arrived).as_secs_f64())
         };
-        let completion_tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
         let longest = self.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
         let between = match (times.first_token, times.last_token) {
             (Some(first), Some(last)) if longest > 1 => {
@@ -192,10 +207,7 @@ impl ResponseStream {
             per_token_seconds: between,
             total_seconds: since(times.last_token),
         };
-        let (cached_prompt_tokens, fingerprint) = active.served();
-        let (prompt_tokens, fingerprint) =
-            (call.prompt.len() as u32, fingerprint.as_deref().unwrap_or_default().to_owned());
-        let usage = Usage { prompt_tokens, completion_tokens, cached_prompt_tokens, fingerprint };
+        let usage = self.count();
         self.ready.push_back(GenerationEvent::Completed(Completed { usage, timings }));
         self.over = true;
         self.outcome = Some(Outcome::Completed);

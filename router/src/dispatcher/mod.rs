@@ -170,10 +170,11 @@ impl SharedDispatcher {
             Err(ResolveError::NeverConnected { workers }) => Err(Outcome::NeverConnected { workers }),
             Err(ResolveError::Unserved { model }) => Err(Outcome::Unserved { model, waited }),
             Err(ResolveError::Unknown { asked, served }) => Err(Outcome::UnknownModel { asked, served }),
-            Err(ResolveError::Ambiguous { served }) => Err(Outcome::Invalid(format!(
-                "model is empty, but several are served; name one of: {}",
-                served.join(", ")
-            ))),
+            Err(ResolveError::Ambiguous { served }) => {
+                let served = served.join(", ");
+                let reason = format!("model is empty, but several are served; name one of: {served}");
+                Err(Outcome::field("model", reason))
+            }
         }
     }
 

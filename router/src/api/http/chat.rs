@@ -15,6 +15,7 @@ use super::logprobs::ChatLogprobs;
 use super::sampling::{self, STRUCTURED, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, content, json, sse};
+use crate::api::collected::CollectedChoice;
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::ingress::rejected;
 use crate::outcome::Outcome;
@@ -223,7 +224,7 @@ async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Res
     let mut usage = UsageBody::default();
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
     let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
-    let choice = |(index, choice): (usize, &'_ super::generations::CollectedChoice)| {
+    let choice = |(index, choice): (usize, &CollectedChoice)| {
         let logprobs = bundle.as_ref().filter(|_| logprobs);
         (index, logprobs.map(|model| ChatLogprobs::new(&choice.logprobs, model.tokenizer.vocabulary())))
     };
@@ -240,7 +241,7 @@ async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Res
         object: "chat.completion",
         created,
         model: &model,
-        system_fingerprint: first.map_or("", |prompt| &prompt.fingerprint),
+        system_fingerprint: first.map_or("", |prompt| prompt.fingerprint()),
         choices: choices.collect(),
         usage,
         timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),

@@ -180,7 +180,7 @@ async fn complete(
     let prompts = started.generations().collect().await?;
     let mut usage = UsageBody::default();
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
-    let fingerprint = prompts.first().map_or_else(String::new, |prompt| prompt.fingerprint.clone());
+    let fingerprint = prompts.first().map_or_else(String::new, |prompt| prompt.fingerprint().to_owned());
     let timings = prompts.first().filter(|_| api.http.timings).map(|prompt| prompt.timings.into());
     let mut choices = Vec::new();
     for (at, prompt) in prompts.into_iter().enumerate() {

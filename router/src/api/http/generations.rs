@@ -1,12 +1,12 @@
-//! Response streams of the prompts of one call, and their outputs collected for a response in one piece.
+//! Response streams of the prompts of one call.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use futures::{Stream, StreamExt as _};
-use inflight_contract::{FinishReason, PositionLogprobs};
 
-use crate::api::generation::{Completed, Finished, GenerationEvent, Timings, Usage};
+use crate::api::collected::Collected;
+use crate::api::generation::GenerationEvent;
 use crate::api::response_stream::ResponseStream;
 use crate::outcome::Outcome;
 
@@ -61,60 +61,5 @@ impl Stream for Generations {
             }
         }
         if open { Poll::Pending } else { Poll::Ready(None) }
-    }
-}
-
-/// Output of one prompt.
-#[derive(Debug, Default)]
-pub(super) struct Collected {
-    pub(super) choices: Vec<CollectedChoice>,
-    /// Fingerprint of the worker that generated the last tokens.
-    pub(super) fingerprint: String,
-    pub(super) usage: Usage,
-    pub(super) timings: Timings,
-}
-
-/// Output of one choice.
-#[derive(Debug, Default)]
-pub(super) struct CollectedChoice {
-    pub(super) text: String,
-    pub(super) token_ids: Vec<u32>,
-    pub(super) logprobs: Vec<PositionLogprobs>,
-    pub(super) finished: Option<Finished>,
-}
-
-impl CollectedChoice {
-    pub(super) fn reason(&self) -> FinishReason {
-        self.finished.as_ref().map_or(FinishReason::Error, |finished| finished.reason)
-    }
-}
-
-impl Collected {
-    fn choice(&mut self, choice: u32) -> &mut CollectedChoice {
-        let choice = choice as usize;
-        if self.choices.len() <= choice {
-            self.choices.resize_with(choice + 1, CollectedChoice::default);
-        }
-        &mut self.choices[choice]
-    }
-
-    fn add(&mut self, event: GenerationEvent) {
-        match event {
-            GenerationEvent::Started(started) => self.fingerprint = started.fingerprint,
-            GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
-            GenerationEvent::Delta(delta) => {
-                let choice = self.choice(delta.choice);
-                choice.text.push_str(&delta.text);
-                choice.token_ids.extend(delta.token_ids);
-                choice.logprobs.extend(delta.logprobs);
-            }
-            GenerationEvent::Finished(finished) => {
-                let choice = self.choice(finished.choice);
-                choice.finished = Some(finished);
-            }
-            GenerationEvent::Completed(Completed { usage, timings }) => {
-                (self.usage, self.timings) = (usage, timings);
-            }
-        }
     }
 }

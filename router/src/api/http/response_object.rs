@@ -4,9 +4,9 @@ use serde::Serialize;
 
 use super::Started;
 use super::errors::OpenAiError;
-use super::generations::Collected;
 use super::logprobs::PositionBody;
 use super::usage::TimingsBody;
+use crate::api::collected::Collected;
 use crate::api::generation::Usage;
 use crate::outcome::Outcome;
 

@@ -18,9 +18,9 @@ use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_server::{Inference, InferenceServer};
 use inflight_proto::v1::{
-    ChoiceFinished, FinishReason, GenerateRequest, GenerateResponse, GenerationCompleted, GenerationDelta,
-    GenerationStarted, ListModelsRequest, ListModelsResponse, Model, TokenizeRequest, TokenizeResponse,
-    Usage,
+    ChoiceFinished, FinishReason, GenerateRequest, GenerateResponse, GenerateUnaryResponse,
+    GenerationCompleted, GenerationDelta, GenerationStarted, ListModelsRequest, ListModelsResponse, Model,
+    TokenizeRequest, TokenizeResponse, Usage,
 };
 use serde_json::{Value, json};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -368,6 +368,13 @@ impl Inference for TokenServer {
         let _ = sender.try_send(event(Event::Started(started)));
         tokio::spawn(self.clone().send_scripted(index, asked, fault, sender, encode));
         Ok(Response::new(ReceiverStream::new(messages)))
+    }
+
+    async fn generate_unary(
+        &self,
+        _: Request<GenerateRequest>,
+    ) -> Result<Response<GenerateUnaryResponse>, Status> {
+        Err(Status::unimplemented("the token server only streams"))
     }
 
     async fn list_models(

@@ -1,0 +1,300 @@
+//! `inflight chat`: a conversation with a model in the terminal.
+
+use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
+
+use inflight_proto::v1::{
+    Chat, FinishReason, GenerateRequest, ListModelsRequest, Model, generate_request::Input,
+    generate_response::Event, inference_client::InferenceClient,
+};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tonic::Status;
+use tonic_types::StatusExt as _;
+
+use crate::conversation::{Conversation, Entry};
+use crate::exit::{CommandError, Exit, print_stderr};
+use crate::generate::{
+    ApiKey, AuthenticatedClient, EXIT_CODES, connect_with, exit_code, normalize_status, select_model,
+    status_error,
+};
+use crate::sampling::SamplingArgs;
+use crate::tls::ClientArgs;
+
+const HELP: &str = "\
+/reset  forgets the conversation; the system message stays
+/help   prints this list
+/exit   ends, as does Ctrl-D
+Ctrl-C  stops the current answer; what it said so far is kept
+A message that starts with / needs a space before it.";
+
+/// Options of `inflight chat`.
+#[derive(Debug, Clone, clap::Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct Args {
+    /// Address of a router
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
+    pub endpoint: String,
+    /// Name of the model [default: the only one served]
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
+    pub model: Option<String>,
+    /// System message of the conversation
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Tenant of the requests
+    #[arg(long, value_name = "NAME", env = "INFLIGHT_TENANT")]
+    pub tenant: Option<String>,
+    #[command(flatten)]
+    pub connection: ClientArgs,
+}
+
+/// Way in which an answer ended without a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Complete,
+    /// At the maximum tokens or the end of the context.
+    Length,
+    /// By Ctrl-C.
+    Interrupted,
+}
+
+/// Failure of an answer.
+enum AnswerError {
+    Status(Status),
+    Output(io::Error),
+}
+
+impl From<Status> for AnswerError {
+    fn from(status: Status) -> Self {
+        Self::Status(normalize_status(status, None))
+    }
+}
+
+/// Reads messages from the standard input, one a line, and prints the answers. On a terminal a failed answer
+/// is reported and the conversation goes on; otherwise the first failure also decides the exit code.
+///
+/// # Errors
+/// The router is unreachable, serves no model to converse with, or input or output fail.
+pub async fn run(args: Args) -> Result<(), CommandError> {
+    let channel = connect_with(&args.endpoint, &args.connection).await?;
+    let key = ApiKey::new(args.connection.api_key.as_deref())?;
+    let mut client = InferenceClient::with_interceptor(channel, key);
+    let model = chat_model(&mut client, args.model.as_deref()).await?;
+    let terminal = io::stdin().is_terminal();
+    if terminal {
+        let Model { name, context_tokens, .. } = &model;
+        print_stderr(format_args!("{name}, context of {context_tokens} tokens; /help lists the commands"));
+    }
+    let mut chat = ChatLoop {
+        conversation: Conversation::new(args.system.clone()),
+        interrupts: signal(SignalKind::interrupt())
+            .map_err(|error| CommandError::chain("cannot watch for Ctrl-C", &error))?,
+        args,
+        client,
+        model: model.name,
+        terminal,
+        failed: None,
+    };
+    match chat.run().await {
+        // The pipe is closed, as by `head`.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(error) => Err(CommandError::chain("cannot read or write", &error)),
+        Ok(()) => chat.failed.filter(|_| !terminal).map_or(Ok(()), |exit| Err(CommandError::Silent(exit))),
+    }
+}
+
+/// Returns the model to converse with.
+async fn chat_model(client: &mut AuthenticatedClient, name: Option<&str>) -> Result<Model, CommandError> {
+    let listed = client.list_models(ListModelsRequest {}).await;
+    let models = listed.map_err(|status| status_error(&normalize_status(status, None)))?.into_inner().models;
+    let names = || models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>().join(", ");
+    match (select_model(&models, name), name) {
+        (Some(model), _) if model.has_chat_template => Ok(model.clone()),
+        (Some(model), _) => {
+            let message =
+                format!("the model {:?} has no chat template; use `inflight generate --raw`", model.name);
+            Err(CommandError::new(Exit::Refused, message))
+        }
+        (None, _) if models.is_empty() => {
+            Err(CommandError::new(Exit::Unavailable, "no worker is connected to the router; try again later"))
+        }
+        (None, Some(name)) => {
+            let message = format!("no worker serves the model {name:?}; served are: {}", names());
+            Err(CommandError::new(Exit::Refused, message))
+        }
+        (None, None) => {
+            let message = format!("several models are served; name one with --model: {}", names());
+            Err(CommandError::new(Exit::Usage, message))
+        }
+    }
+}
+
+/// Loop of lines and answers.
+struct ChatLoop {
+    args: Args,
+    client: AuthenticatedClient,
+    model: String,
+    conversation: Conversation,
+    interrupts: Signal,
+    /// Whether the standard input is a terminal.
+    terminal: bool,
+    /// Exit code of the first failure.
+    failed: Option<Exit>,
+}
+
+impl ChatLoop {
+    /// # Errors
+    /// The input cannot be read, or the output cannot be written.
+    async fn run(&mut self) -> io::Result<()> {
+        let mut lines = read_lines()?;
+        loop {
+            if self.terminal {
+                // Fails only if the terminal is gone; then so is its input.
+                let _ = write!(io::stderr(), "> ");
+            }
+            let line = tokio::select! {
+                line = lines.recv() => line,
+                _ = self.interrupts.recv() => {
+                    if self.terminal {
+                        print_stderr(format_args!("\nCtrl-D or /exit ends"));
+                        continue;
+                    }
+                    self.failed = Some(Exit::Interrupted);
+                    return Ok(());
+                }
+            };
+            let Some(line) = line else {
+                if self.terminal {
+                    print_stderr(format_args!(""));
+                }
+                return Ok(());
+            };
+            let line = line?;
+            match Entry::parse(&line) {
+                Entry::Blank => {}
+                Entry::Exit => return Ok(()),
+                Entry::Reset => self.conversation.reset(),
+                Entry::Help => print_stderr(format_args!("{HELP}")),
+                Entry::Unknown(command) => {
+                    self.fail(Exit::Usage, &format!("{command} is no command; /help lists them"));
+                }
+                Entry::Message(text) => self.answer(text).await?,
+            }
+            if self.failed == Some(Exit::Interrupted) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Reports a failure after which the conversation goes on.
+    fn fail(&mut self, exit: Exit, message: &str) {
+        print_stderr(format_args!("error: {message}"));
+        self.failed.get_or_insert(exit);
+    }
+
+    /// Sends a message and prints the answer.
+    ///
+    /// # Errors
+    /// The output cannot be written.
+    async fn answer(&mut self, text: &str) -> io::Result<()> {
+        let request = self.request(self.conversation.with(text));
+        let mut answer = String::new();
+        let ended = {
+            let streaming = stream_answer(&mut self.client, request, &mut answer);
+            tokio::select! {
+                ended = streaming => ended,
+                // Dropping the call cancels it.
+                _ = self.interrupts.recv() => Ok(Ending::Interrupted),
+            }
+        };
+        if !answer.is_empty() || ended.is_ok() {
+            writeln!(io::stdout())?;
+        }
+        match ended {
+            Ok(ending) => {
+                if ending == Ending::Length {
+                    print_stderr(format_args!(
+                        "note: cut at the maximum tokens; raise --max-tokens, or /reset if the context is full"
+                    ));
+                }
+                if ending == Ending::Interrupted && !self.terminal {
+                    self.failed = Some(Exit::Interrupted);
+                }
+                if ending != Ending::Interrupted || !answer.is_empty() {
+                    self.conversation.keep(text, answer);
+                }
+                Ok(())
+            }
+            Err(AnswerError::Status(status)) => {
+                self.fail(exit_code(status.code()), &self.explain(&status));
+                Ok(())
+            }
+            Err(AnswerError::Output(error)) => Err(error),
+        }
+    }
+
+    fn request(&self, chat: Chat) -> GenerateRequest {
+        GenerateRequest {
+            model: self.model.clone(),
+            input: Some(Input::Chat(chat)),
+            sampling: Some(self.args.sampling.params()),
+            stop: Some(self.args.sampling.stop_conditions()),
+            tenant: self.args.tenant.clone().unwrap_or_default(),
+            ..GenerateRequest::default()
+        }
+    }
+
+    /// Returns what to print for a failed answer; its message is not part of the conversation.
+    fn explain(&self, status: &Status) -> String {
+        let reason = status.get_details_error_info().map(|info| info.reason).unwrap_or_default();
+        let outgrown = matches!(reason.as_str(), "CONTEXT_EXCEEDED" | "TOO_LARGE");
+        match (outgrown, self.conversation.is_empty()) {
+            (true, false) => format!(
+                "the conversation has outgrown the model's context; /reset starts a new one ({})",
+                status.message()
+            ),
+            (true, true) => format!("the message is too long for the model ({})", status.message()),
+            (false, _) => status_error(status).to_string(),
+        }
+    }
+}
+
+/// Prints an answer while it arrives, and appends it to `answer`.
+async fn stream_answer(
+    client: &mut AuthenticatedClient,
+    request: GenerateRequest,
+    answer: &mut String,
+) -> Result<Ending, AnswerError> {
+    let mut stream = client.generate(request).await?.into_inner();
+    let mut ending = Ending::Complete;
+    while let Some(response) = stream.message().await? {
+        match response.event {
+            Some(Event::Delta(delta)) => {
+                let mut output = io::stdout().lock();
+                output.write_all(delta.text.as_bytes()).map_err(AnswerError::Output)?;
+                output.flush().map_err(AnswerError::Output)?;
+                answer.push_str(&delta.text);
+            }
+            Some(Event::Finished(finished)) if finished.reason() == FinishReason::Length => {
+                ending = Ending::Length;
+            }
+            _ => {}
+        }
+    }
+    Ok(ending)
+}
+
+/// Reads lines from the standard input on a thread of its own, which ends with the input or the process.
+fn read_lines() -> io::Result<mpsc::Receiver<io::Result<String>>> {
+    let (sender, lines) = mpsc::channel(1);
+    std::thread::Builder::new().name("chat-input".to_owned()).spawn(move || {
+        for line in io::stdin().lock().lines() {
+            let last = line.is_err();
+            if sender.blocking_send(line).is_err() || last {
+                break;
+            }
+        }
+    })?;
+    Ok(lines)
+}

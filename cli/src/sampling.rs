@@ -1,0 +1,88 @@
+//! Sampling flags of `inflight generate` and `inflight chat`.
+
+use std::collections::HashMap;
+
+use inflight_proto::v1::{SamplingParams, StopConditions};
+
+/// Sampling parameters and stop conditions of a request.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct SamplingArgs {
+    /// Maximum tokens to generate for each choice [default: set by the router]
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<u32>,
+    /// Minimum tokens before a stop condition takes effect [default: 0]
+    #[arg(long, value_name = "N")]
+    pub min_tokens: Option<u32>,
+    /// Sampling temperature; 0 is greedy [default: the model's]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
+    /// Nucleus sampling: keep the most probable tokens up to this cumulative probability [default: the
+    /// model's]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Keep this many most probable tokens; 0 keeps all [default: the model's]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    pub top_k: Option<i32>,
+    /// Drop tokens less probable than this fraction of the most probable one [default: 0]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Subtract this from the logit of each token generated so far [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub presence_penalty: Option<f32>,
+    /// Subtract this from a token's logit for each time it was generated [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub frequency_penalty: Option<f32>,
+    /// Divide positive and multiply negative logits of tokens in prompt and output by this [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub repetition_penalty: Option<f32>,
+    /// Add BIAS to the logit of token ID, as ID=BIAS; repeatable
+    #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Random seed: the same request and seed yield the same tokens on workers with the same fingerprint
+    /// [default: drawn by the router]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Stop string; repeatable
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Stop token ids, separated by commas
+    #[arg(long, value_name = "ID", value_delimiter = ',')]
+    pub stop_token_ids: Vec<u32>,
+    /// Ignore the EOS token
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+impl SamplingArgs {
+    /// Returns the sampling parameters, without `n` and `logprobs`.
+    pub fn params(&self) -> SamplingParams {
+        SamplingParams {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            repetition_penalty: self.repetition_penalty,
+            logit_bias: self.logit_bias.iter().copied().collect::<HashMap<_, _>>().into_iter().collect(),
+            seed: self.seed,
+            ..SamplingParams::default()
+        }
+    }
+
+    /// Returns the stop conditions.
+    pub fn stop_conditions(&self) -> StopConditions {
+        StopConditions {
+            max_tokens: self.max_tokens,
+            min_tokens: self.min_tokens.unwrap_or(0),
+            stop: self.stop.clone(),
+            stop_token_ids: self.stop_token_ids.clone(),
+            ignore_eos: self.ignore_eos,
+        }
+    }
+}
+
+fn parse_bias(text: &str) -> Result<(u32, f32), String> {
+    let parsed = text.split_once('=').and_then(|(id, bias)| Some((id.parse().ok()?, bias.parse().ok()?)));
+    parsed.ok_or_else(|| "write it as a token id and a number, such as 42=-1.5".to_owned())
+}
