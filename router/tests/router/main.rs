@@ -20,4 +20,5 @@ mod recovery;
 mod requests;
 mod streams;
 mod tenants;
+mod usage;
 mod worker;
