@@ -24,6 +24,7 @@ mod tls;
 mod transcript;
 mod units;
 mod up;
+mod usage;
 mod worker;
 
 use std::process::ExitCode;
@@ -58,6 +59,8 @@ enum Subcommand {
     Replay(replay::Args),
     /// Runs a router: admits, queues and dispatches requests, streams tokens to clients
     Router(Box<router::Args>),
+    /// Sums the usage logs of routers by tenant, model or day
+    Usage(usage::Args),
     /// Runs a worker: loads a model and generates tokens on one device or tensor-parallel group
     Worker(Box<worker::Args>),
 }
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
             Subcommand::Key(args) => key::run(&args),
             Subcommand::Replay(args) => replay::run(&args),
             Subcommand::Router(args) => role::block_on(None, router::run(*args)),
+            Subcommand::Usage(args) => usage::run(&args),
             // The engine has its own threads; the session service needs few.
             Subcommand::Worker(args) => role::block_on(Some(2), worker::run(*args)),
         });

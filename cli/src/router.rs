@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use inflight_net::ConnectionLimits;
 use inflight_router::metrics::{METRICS, MetricKind};
-use inflight_router::{HttpOptions, Options, PlacementKind, Router};
+use inflight_router::{HttpOptions, Options, PlacementKind, Router, UsageLogOptions, UsageLogPolicy};
 
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
@@ -125,6 +125,18 @@ pub struct Args {
     /// generated token ids, but no prompts
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RECORD")]
     pub record: Option<PathBuf>,
+    /// Directory of the usage log, one line per request, for billing; each router needs its own
+    #[arg(long, value_name = "DIR", env = "INFLIGHT_ROUTER_USAGE_LOG")]
+    pub usage_log: Option<PathBuf>,
+    /// Size of a usage file after which a new one is started
+    #[arg(long, value_name = "BYTES", default_value = "64MiB", env = "INFLIGHT_ROUTER_USAGE_LOG_BYTES")]
+    pub usage_log_bytes: ByteSize,
+    /// Maximum usage files; the oldest are removed
+    #[arg(long, value_name = "N", default_value_t = 64, env = "INFLIGHT_ROUTER_USAGE_LOG_FILES")]
+    pub usage_log_files: usize,
+    /// Requests while the usage log cannot be written: refuse, or serve (lost lines are logged and counted)
+    #[arg(long, value_name = "POLICY", default_value_t = UsageLogPolicy::Refuse, env = "INFLIGHT_ROUTER_USAGE_LOG_ON_ERROR")]
+    pub usage_log_on_error: UsageLogPolicy,
     /// Queueing time after which a request goes first within its tenant, at the highest priority
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().aging_threshold), env = "INFLIGHT_ROUTER_AGING_THRESHOLD")]
     pub aging_threshold: Span,
@@ -228,6 +240,12 @@ impl Args {
             bypass_max: self.bypass_max,
             tenants_file: self.tenants_file.clone(),
             record: self.record.clone(),
+            usage_log: self.usage_log.clone().map(|directory| UsageLogOptions {
+                directory,
+                file_bytes_max: self.usage_log_bytes.0,
+                files_max: self.usage_log_files,
+                on_error: self.usage_log_on_error,
+            }),
             tls: self.tls.files()?,
             worker_tls: self.worker_tls.tls()?,
             connections: ConnectionLimits {

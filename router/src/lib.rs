@@ -19,6 +19,7 @@ mod stats;
 mod tenants;
 pub mod text;
 mod trace;
+pub mod usage;
 
 pub use api::http::RenderMetrics;
 pub use cluster::bundle::BundleError;
@@ -27,6 +28,6 @@ pub use cluster::discovery::{Source, SourceError};
 pub use inflight_router_core::{
     Command, Event, PlacementKind, UnknownPlacement, WorkerCommand, is_recording, replay,
 };
-pub use options::{HttpOptions, Options, OptionsError};
+pub use options::{HttpOptions, Options, OptionsError, UsageLogOptions, UsageLogPolicy};
 pub use router::{Core, Error, Handle, Router};
 pub use stats::RouterStats;

@@ -132,6 +132,16 @@ metrics_table! {
         "Tokens delivered to clients";
     UNBILLED_TOKENS = "inflight_router_unbilled_tokens_total", MetricKind::Counter, Unit::Count, ["model"],
         "Tokens generated past a stop string or a cancellation, delivered to no client";
+    USAGE_LINES = "inflight_router_usage_lines_total", MetricKind::Counter, Unit::Count, [],
+        "Lines written to the usage log and synced";
+    USAGE_LINES_LOST = "inflight_router_usage_lines_lost_total", MetricKind::Counter, Unit::Count, [],
+        "Requests without a line in the usage log, which could not be written; each line is in the router's log";
+    USAGE_QUEUE = "inflight_router_usage_queue_lines", MetricKind::Gauge, Unit::Count, [],
+        "Lines that wait to be written to the usage log and synced";
+    USAGE_ERRORS = "inflight_router_usage_log_errors_total", MetricKind::Counter, Unit::Count, [],
+        "Failed attempts to write or sync the usage log; it is retried";
+    USAGE_FILES_REMOVED = "inflight_router_usage_files_removed_total", MetricKind::Counter, Unit::Count, [],
+        "Oldest files of the usage log, removed by the limit on their number";
     REQUEST_SECONDS = "gen_ai_server_request_duration_seconds", MetricKind::Histogram(DURATION_BUCKETS), Unit::Seconds,
         ["gen_ai_request_model", "gen_ai_operation_name", "error_type"],
         "Request duration, from arrival to the last token";

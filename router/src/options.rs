@@ -1,7 +1,9 @@
 //! Options of a router and their validation.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
@@ -34,6 +36,53 @@ impl Default for HttpOptions {
             timings: false,
             keepalive: Duration::from_secs(10),
         }
+    }
+}
+
+/// Requests while the usage log cannot be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UsageLogPolicy {
+    /// They are refused.
+    Refuse,
+    /// They are served; a line that cannot be kept is logged and counted.
+    Serve,
+}
+
+impl fmt::Display for UsageLogPolicy {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Refuse => "refuse",
+            Self::Serve => "serve",
+        })
+    }
+}
+
+impl FromStr for UsageLogPolicy {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = [Self::Refuse, Self::Serve].into_iter().find(|policy| policy.to_string() == name);
+        found.ok_or_else(|| "not refuse or serve".to_owned())
+    }
+}
+
+/// Options of the usage log.
+#[derive(Debug, Clone)]
+pub struct UsageLogOptions {
+    /// Directory of its files, used by this router only.
+    pub directory: PathBuf,
+    /// Size in bytes after which a new file is started.
+    pub file_bytes_max: u64,
+    /// Maximum number of files; the oldest are removed.
+    pub files_max: usize,
+    /// Requests while the log cannot be written.
+    pub on_error: UsageLogPolicy,
+}
+
+impl UsageLogOptions {
+    /// Returns the default options of a log in `directory`: 64 files of 64 MiB, about 10 million requests.
+    pub fn new(directory: PathBuf) -> Self {
+        Self { directory, file_bytes_max: 64 << 20, files_max: 64, on_error: UsageLogPolicy::Refuse }
     }
 }
 
@@ -120,6 +169,8 @@ pub struct Options {
     /// File that records all events of the dispatcher, for `inflight replay`. It holds names of tenants and
     /// generated token ids, but no prompts.
     pub record: Option<PathBuf>,
+    /// Usage log; without it none is written.
+    pub usage_log: Option<UsageLogOptions>,
 }
 
 impl Default for Options {
@@ -164,6 +215,7 @@ impl Default for Options {
             keepalive_interval: Duration::from_secs(10),
             reflection: true,
             record: None,
+            usage_log: None,
         }
     }
 }
@@ -248,6 +300,8 @@ impl Options {
             ("reconnect_backoff_max", self.reconnect_backoff_max.is_zero()),
             ("session_timeout", self.session_timeout.is_zero()),
             ("keepalive_interval", self.keepalive_interval.is_zero()),
+            ("usage_log_bytes", self.usage_log.as_ref().is_some_and(|log| log.file_bytes_max == 0)),
+            ("usage_log_files", self.usage_log.as_ref().is_some_and(|log| log.files_max == 0)),
             ("http_keepalive", self.http.as_ref().is_some_and(|http| http.keepalive.is_zero())),
         ];
         if let Some((name, _)) = bounds.into_iter().find(|(_, zero)| *zero) {

@@ -97,6 +97,8 @@ pub(crate) enum Outcome {
     Unserved { model: String, waited: Duration },
     /// The router drains.
     Draining,
+    /// The usage log cannot be written, and requests that could not be billed are refused.
+    UsageLogUnavailable,
     /// Several workers in a row were lost before the first token, the last while it ran alone.
     AttemptsExhausted { attempts: u32 },
     /// The client left output unread for too long.
@@ -158,7 +160,10 @@ impl Outcome {
             Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
                 Code::ResourceExhausted
             }
-            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => Code::Unavailable,
+            Self::NeverConnected { .. }
+            | Self::Unserved { .. }
+            | Self::Draining
+            | Self::UsageLogUnavailable => Code::Unavailable,
             Self::ClientStalled { .. } => Code::Aborted,
             Self::DeadlineExceeded | Self::ReceiveTimeout(_) => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
@@ -200,9 +205,10 @@ impl Outcome {
             Self::Full(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
                 of(503, "server_error", Some("overloaded"), "overloaded_error")
             }
-            Self::NeverConnected { .. } | Self::Unserved { .. } | Self::Draining => {
-                of(503, "server_error", Some("unavailable"), "overloaded_error")
-            }
+            Self::NeverConnected { .. }
+            | Self::Unserved { .. }
+            | Self::Draining
+            | Self::UsageLogUnavailable => of(503, "server_error", Some("unavailable"), "overloaded_error"),
             Self::ClientStalled { .. } => of(408, "server_error", Some("client_stalled"), "api_error"),
             Self::DeadlineExceeded => of(504, "server_error", Some("timeout"), "timeout_error"),
             // The client is gone; proxies log 499 for it.
@@ -253,6 +259,7 @@ impl Outcome {
             Self::NeverConnected { .. } => "never_connected",
             Self::Unserved { .. } => "unserved",
             Self::Draining => "draining",
+            Self::UsageLogUnavailable => "usage_log_unavailable",
             Self::AttemptsExhausted { .. } => "attempts_exhausted",
             Self::ClientStalled { .. } => "client_stalled",
             Self::DeadlineExceeded => "deadline_exceeded",
@@ -311,6 +318,10 @@ impl Outcome {
                 waited.as_secs_f64()
             ),
             Self::Draining => "the router is draining; retry on another one".to_owned(),
+            Self::UsageLogUnavailable => {
+                "the router cannot write its usage log and refuses requests that it could not bill; retry later or on another router"
+                    .to_owned()
+            }
             Self::AttemptsExhausted { attempts } => {
                 format!(
                     "{attempts} workers in a row were lost while running the request, the last one running nothing else: it may be the cause, so do not retry it"
@@ -391,6 +402,7 @@ mod tests {
             (Outcome::NeverConnected { workers: 2 }, Code::Unavailable, "never_connected"),
             (Outcome::Unserved { model: text(), waited: second }, Code::Unavailable, "unserved"),
             (Outcome::Draining, Code::Unavailable, "draining"),
+            (Outcome::UsageLogUnavailable, Code::Unavailable, "usage_log_unavailable"),
             (Outcome::AttemptsExhausted { attempts: 4 }, Code::Internal, "attempts_exhausted"),
             (Outcome::ClientStalled { waited: second }, Code::Aborted, "client_stalled"),
             (Outcome::DeadlineExceeded, Code::DeadlineExceeded, "deadline_exceeded"),
@@ -475,6 +487,7 @@ mod tests {
                 "rate_limit_error",
             ),
             (Outcome::Full(overload()), 503, "server_error", Some("overloaded"), "overloaded_error"),
+            (Outcome::UsageLogUnavailable, 503, "server_error", Some("unavailable"), "overloaded_error"),
             (Outcome::Draining, 503, "server_error", Some("unavailable"), "overloaded_error"),
             (Outcome::DeadlineExceeded, 504, "server_error", Some("timeout"), "timeout_error"),
             (worker(Code::InvalidArgument), 400, invalid, None, invalid),

@@ -27,6 +27,7 @@ use crate::api::arrival::receive_budget;
 use crate::api::http::RenderMetrics;
 use crate::api::ingress::Ingress;
 use crate::api::serve::Shared;
+use crate::clock;
 use crate::cluster::connector::Connector;
 use crate::cluster::discovery::Source;
 use crate::cluster::membership::Membership;
@@ -36,6 +37,8 @@ use crate::options::{Options, OptionsError};
 use crate::restart::restart_on_panic;
 use crate::stats::RouterStats;
 use crate::tenants::{Tenants, TenantsError};
+use crate::usage::log::UsageLog;
+use crate::usage::{UsageLogError, tokens_used_today};
 
 /// Failure to start or run a router.
 #[derive(Debug, thiserror::Error)]
@@ -65,6 +68,9 @@ pub enum Error {
     /// Invalid tenants' file.
     #[error(transparent)]
     Tenants(#[from] TenantsError),
+    /// Unusable usage log.
+    #[error(transparent)]
+    UsageLog(#[from] UsageLogError),
     /// Invalid descriptors for reflection.
     #[error("reflection cannot be served: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
@@ -90,6 +96,7 @@ pub struct Core {
     http_tls: Option<ServerTls>,
     tenants: Option<Arc<Tenants>>,
     metrics: Option<RenderMetrics>,
+    usage: Option<Arc<UsageLog>>,
 }
 
 /// Handle of a running router.
@@ -200,7 +207,8 @@ impl Core {
         let dispatch = SharedDispatcher::new(&options)
             .map_err(|source| Error::Record { path: options.record.clone().unwrap_or_default(), source })?;
         let dispatch = Arc::new(dispatch);
-        Ok(Self { options, dispatch, sources, connector: None, tls, http_tls, tenants, metrics: None })
+        let usage = open_usage_log(&options, tenants.as_deref())?;
+        Ok(Self { options, dispatch, sources, connector: None, tls, http_tls, tenants, metrics: None, usage })
     }
 
     /// Connects to workers by another transport than TCP.
@@ -239,7 +247,8 @@ impl Core {
         H: Stream<Item = io::Result<S>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Connected + Unpin + Send + 'static,
     {
-        let Self { options, dispatch, sources, connector, tls: _, http_tls: _, tenants, metrics } = self;
+        let Self { options, dispatch, sources, connector, tls: _, http_tls: _, tenants, metrics, usage } =
+            self;
         names::describe();
         metrics::gauge!(names::WORKERS_CONNECTED).set(0.0);
         let open = TaskTracker::new();
@@ -266,7 +275,7 @@ impl Core {
         }
 
         let admission = Admission::new(dispatch.clone());
-        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone()));
+        let ingress = Arc::new(Ingress::new(&options, dispatch, open.clone(), usage.clone()));
         let shared = Shared { options, tenants, admission, ingress, open, drain: drain.clone() };
         let budget = receive_budget(&shared.options);
         let grpc = shared.serve_grpc(incoming, health, budget.clone())?;
@@ -279,8 +288,25 @@ impl Core {
             }
         };
         until_drained(serving, drain, shared.open.clone()).await;
+        if let Some(usage) = usage {
+            usage.flush().await;
+        }
         Ok(())
     }
+}
+
+/// Opens the usage log, if there is one, and counts today's usage in it against the tenants' daily budgets.
+fn open_usage_log(
+    options: &Options,
+    tenants: Option<&Tenants>,
+) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
+    let Some(log_options) = &options.usage_log else { return Ok(None) };
+    let log = UsageLog::open(log_options, options.streams_max)?;
+    if let Some(tenants) = tenants {
+        let now = clock::since_unix_epoch();
+        tenants.count_used(&tokens_used_today(&log_options.directory, now)?, now);
+    }
+    Ok(Some(log))
 }
 
 /// Calls the dispatcher's tick periodically.

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use inflight_contract::{Priority, Weight};
 use inflight_net::{FileWatcher, Identity};
-use inflight_router_core::{QueueLimits, TenantGate, TenantLimits};
+use inflight_router_core::{DailyBudget, QueueLimits, TenantGate, TenantLimits};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
@@ -18,6 +18,8 @@ use time::format_description::well_known::Rfc3339;
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum length of a tenant name, as in the API, in bytes.
 const NAME_BYTES_MAX: usize = 128;
+/// Digits of a digest that identify a key without a name in the usage log.
+const KEY_ID_DIGITS: usize = 12;
 
 /// Invalid tenants' file.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +62,7 @@ struct LimitsEntry {
     priority_max: Option<i32>,
     requests_per_minute: Option<u64>,
     tokens_per_minute: Option<u64>,
+    tokens_per_day: Option<u64>,
     concurrent_requests: Option<u32>,
     connections: Option<u32>,
     queue_requests: Option<usize>,
@@ -97,7 +100,22 @@ pub(crate) enum Caller {
     /// No tenants are configured: requests name their tenant, weight and priority themselves.
     Anyone,
     /// Tenant of the file.
-    Tenant(Arc<Tenant>),
+    Tenant {
+        /// The tenant.
+        tenant: Arc<Tenant>,
+        /// Key or certificate that the caller has shown, for the usage log.
+        key_id: Arc<str>,
+    },
+}
+
+impl Caller {
+    /// Returns the id of the caller's key or certificate; empty without one.
+    pub(crate) fn key_id(&self) -> &str {
+        match self {
+            Self::Anyone => "",
+            Self::Tenant { key_id, .. } => key_id,
+        }
+    }
 }
 
 /// Tenant with its usage of limits at this router.
@@ -111,11 +129,13 @@ pub(crate) struct Tenant {
 pub(crate) struct TenantState {
     pub(crate) limits: TenantLimits,
     pub(crate) gate: TenantGate,
+    pub(crate) budget: DailyBudget,
 }
 
 impl Tenant {
     fn new(name: &str, limits: TenantLimits) -> Self {
-        let state = Mutex::new(TenantState { limits, gate: TenantGate::default() });
+        let state =
+            Mutex::new(TenantState { limits, gate: TenantGate::default(), budget: DailyBudget::default() });
         Self { name: Arc::from(name), state }
     }
 
@@ -132,6 +152,8 @@ impl Tenant {
 #[derive(Debug)]
 struct ApiKey {
     name: String,
+    /// Name of the key or, without one, the head of its digest.
+    id: Arc<str>,
     digest: [u8; 32],
     expires: Option<SystemTime>,
     tenant: Arc<Tenant>,
@@ -143,7 +165,7 @@ struct TenantTable {
     /// Keys by a prefix of their digest, which reveals nothing about the key; the full digest is compared in
     /// constant time.
     keys: BTreeMap<[u8; 8], Vec<ApiKey>>,
-    certificates: BTreeMap<String, Arc<Tenant>>,
+    certificates: BTreeMap<Arc<str>, Arc<Tenant>>,
     anonymous: Option<Arc<Tenant>>,
     tenants: BTreeMap<Arc<str>, Arc<Tenant>>,
 }
@@ -213,28 +235,44 @@ impl Tenants {
         }
     }
 
-    /// Returns the tenant of a key or, without one, of a certificate.
+    /// Counts tokens that tenants have used today, before this router was started.
+    pub(crate) fn count_used(&self, used: &BTreeMap<String, u64>, now: Duration) {
+        let table = self.table();
+        for (name, tokens) in used {
+            if let Some(tenant) = table.tenants.get(name.as_str()) {
+                tenant.lock().budget.count(*tokens, now);
+            }
+        }
+    }
+
+    /// Returns the tenant of a key or, without one, of a certificate, with the id of either.
     pub(crate) fn authenticate(
         &self,
         key: Option<&str>,
         certificate: Option<&Identity>,
         now: SystemTime,
-    ) -> Result<Arc<Tenant>, AuthenticationError> {
+    ) -> Result<(Arc<Tenant>, Arc<str>), AuthenticationError> {
         let table = self.table();
         if let Some(key) = key {
             return table.of_key(key, now);
         }
         if let Some(identity) = certificate {
             let names = identity.names.iter().chain([&identity.digest]);
-            let tenant = names.filter_map(|name| table.certificates.get(name)).next();
-            return tenant.or(table.anonymous.as_ref()).cloned().ok_or(AuthenticationError::Certificate);
+            let found = names.filter_map(|name| table.certificates.get_key_value(name.as_str())).next();
+            let found = found.map(|(name, tenant)| (tenant.clone(), name.clone()));
+            return found.or_else(|| table.anonymous()).ok_or(AuthenticationError::Certificate);
         }
-        table.anonymous.clone().ok_or(AuthenticationError::NoKey)
+        table.anonymous().ok_or(AuthenticationError::NoKey)
     }
 }
 
 impl TenantTable {
-    fn of_key(&self, key: &str, now: SystemTime) -> Result<Arc<Tenant>, AuthenticationError> {
+    /// Returns the tenant of callers without key and certificate.
+    fn anonymous(&self) -> Option<(Arc<Tenant>, Arc<str>)> {
+        self.anonymous.clone().map(|tenant| (tenant, Arc::from("")))
+    }
+
+    fn of_key(&self, key: &str, now: SystemTime) -> Result<(Arc<Tenant>, Arc<str>), AuthenticationError> {
         let digest: [u8; 32] = Sha256::digest(key.as_bytes()).into();
         let same = self.keys.get(&head(&digest)).map_or(&[][..], Vec::as_slice);
         // Every candidate is compared completely, for constant time.
@@ -244,7 +282,7 @@ impl TenantTable {
         let key = found.ok_or(AuthenticationError::UnknownKey)?;
         match key.expires {
             Some(expires) if expires <= now => Err(AuthenticationError::Expired { name: key.name.clone() }),
-            _ => Ok(key.tenant.clone()),
+            _ => Ok((key.tenant.clone(), key.id.clone())),
         }
     }
 
@@ -288,10 +326,12 @@ impl TenantTable {
                 if known.iter().any(|other| other.digest == digest) {
                     return Err(format!("tenant {name:?}: the key {:?} is given twice", key.name));
                 }
-                known.push(ApiKey { name: key.name, digest, expires, tenant: tenant.clone() });
+                let id = if key.name.is_empty() { &key.sha256[..KEY_ID_DIGITS] } else { &key.name };
+                let id = Arc::from(id);
+                known.push(ApiKey { name: key.name, id, digest, expires, tenant: tenant.clone() });
             }
             for certificate in entry.certificates {
-                if table.certificates.insert(certificate.clone(), tenant.clone()).is_some() {
+                if table.certificates.insert(Arc::from(certificate.as_str()), tenant.clone()).is_some() {
                     return Err(format!("tenant {name:?}: the certificate {certificate:?} is given twice"));
                 }
             }
@@ -318,6 +358,7 @@ impl LimitsEntry {
             priority_max: self.priority_max.or(defaults.priority_max),
             requests_per_minute: self.requests_per_minute.or(defaults.requests_per_minute),
             tokens_per_minute: self.tokens_per_minute.or(defaults.tokens_per_minute),
+            tokens_per_day: self.tokens_per_day.or(defaults.tokens_per_day),
             concurrent_requests: self.concurrent_requests.or(defaults.concurrent_requests),
             connections: self.connections.or(defaults.connections),
             queue_requests: self.queue_requests.or(defaults.queue_requests),
@@ -329,6 +370,7 @@ impl LimitsEntry {
         let zero = [
             ("requests_per_minute", self.requests_per_minute == Some(0)),
             ("tokens_per_minute", self.tokens_per_minute == Some(0)),
+            ("tokens_per_day", self.tokens_per_day == Some(0)),
             ("concurrent_requests", self.concurrent_requests == Some(0)),
             ("connections", self.connections == Some(0)),
             ("queue_requests", self.queue_requests == Some(0)),
@@ -343,6 +385,7 @@ impl LimitsEntry {
             priority_max: self.priority_max.map_or(Priority::MAX, Priority::clamped),
             requests_per_minute: self.requests_per_minute,
             tokens_per_minute: self.tokens_per_minute,
+            tokens_per_day: self.tokens_per_day,
             concurrent_requests: self.concurrent_requests,
             connections: self.connections,
             queue: QueueLimits {
@@ -412,11 +455,14 @@ mod tests {
             digest_of("second").to_uppercase()
         );
         let table = parse(&text, &TenantTable::default()).unwrap();
-        let name =
-            |found: Result<Arc<Tenant>, AuthenticationError>| found.map(|tenant| tenant.name.to_string());
+        let name = |found: Result<(Arc<Tenant>, Arc<str>), AuthenticationError>| {
+            found.map(|(tenant, _)| tenant.name.to_string())
+        };
         assert_eq!(name(table.of_key("first", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("second", now())), Ok("acme".to_owned()));
         assert_eq!(name(table.of_key("third", now())), Err(AuthenticationError::UnknownKey));
+        let id = |key: &str| table.of_key(key, now()).unwrap().1.to_string();
+        assert_eq!((id("first"), id("second")), ("ci".to_owned(), digest_of("second")[..12].to_uppercase()));
         let later = now() + Duration::from_secs(1);
         assert_eq!(
             name(table.of_key("first", later)),
@@ -473,7 +519,7 @@ mod tests {
         };
         write("1", "old");
         let tenants = Tenants::load(&path).unwrap();
-        let tenant = tenants.authenticate(Some("old"), None, now()).unwrap();
+        let (tenant, _) = tenants.authenticate(Some("old"), None, now()).unwrap();
         let enter = |tenant: &Tenant| {
             let mut state = tenant.lock();
             let limits = state.limits;
@@ -489,7 +535,7 @@ mod tests {
             tenants.authenticate(Some("old"), None, now()),
             Err(AuthenticationError::UnknownKey)
         ));
-        let again = tenants.authenticate(Some("new"), None, now()).unwrap();
+        let (again, _) = tenants.authenticate(Some("new"), None, now()).unwrap();
         assert!(Arc::ptr_eq(&tenant, &again));
         assert!(enter(&again) && !enter(&again), "one of two was used before");
         std::fs::remove_file(&path).unwrap();

@@ -3,6 +3,7 @@
 //! No clock, no I/O, no randomness, no unordered iteration: equal calls give equal results, so a simulator
 //! drives these types exactly as the router does.
 
+mod budget;
 mod dispatch_rate;
 mod dispatcher;
 mod fair_queue;
@@ -20,6 +21,7 @@ mod retry_budget;
 mod tenant_gate;
 mod update;
 
+pub use budget::{BudgetExceeded, DailyBudget, DailyLimit};
 pub use dispatch_rate::DispatchRate;
 pub use dispatcher::{
     ChoiceOutput, ClientCommand, Command, Dispatcher, DispatcherLoad, DispatcherOptions, Event, Failure,

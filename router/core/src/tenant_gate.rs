@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::{Gcra, QueueLimits, RateCharge, RateLimit};
+use crate::{BudgetExceeded, DailyLimit, Gcra, QueueLimits, RateCharge, RateLimit};
 use inflight_contract::{Priority, Weight};
 
 /// Limits of a tenant.
@@ -16,6 +16,8 @@ pub struct TenantLimits {
     pub requests_per_minute: Option<u64>,
     /// Maximum tokens per minute, prompts and output together; `None` for no limit.
     pub tokens_per_minute: Option<u64>,
+    /// Maximum tokens per UTC day, prompts and output together; `None` for no limit.
+    pub tokens_per_day: Option<u64>,
     /// Maximum open requests, waiting and streaming; `None` for no limit.
     pub concurrent_requests: Option<u32>,
     /// Maximum connections; `None` for no limit.
@@ -31,6 +33,7 @@ impl Default for TenantLimits {
             priority_max: Priority::MAX,
             requests_per_minute: None,
             tokens_per_minute: None,
+            tokens_per_day: None,
             concurrent_requests: None,
             connections: None,
             queue: QueueLimits::NONE,
@@ -57,6 +60,18 @@ pub enum OverLimit {
         /// Time until the request would be admitted.
         wait: Duration,
     },
+    /// Too many tokens per UTC day.
+    #[error(
+        "more than {} tokens a UTC day, of which {} are this router's share: {} are used, {} reserved by open requests, and this request may take {asked}", limit.per_day, limit.share(), exceeded.used, exceeded.reserved
+    )]
+    DailyTokens {
+        /// The limit.
+        limit: DailyLimit,
+        /// Maximum tokens of the request.
+        asked: u64,
+        /// Use of the budget.
+        exceeded: BudgetExceeded,
+    },
     /// Too many open requests.
     #[error("more than {limit} requests at once")]
     Concurrent {
@@ -76,6 +91,7 @@ impl OverLimit {
     pub fn wait(&self) -> Option<Duration> {
         match self {
             Self::Requests { wait, .. } | Self::Tokens { wait, .. } => Some(*wait),
+            Self::DailyTokens { exceeded, .. } => exceeded.wait,
             Self::Concurrent { .. } | Self::Connections { .. } => None,
         }
     }
@@ -85,6 +101,7 @@ impl OverLimit {
         match self {
             Self::Requests { .. } => "requests_per_minute",
             Self::Tokens { .. } => "tokens_per_minute",
+            Self::DailyTokens { .. } => "tokens_per_day",
             Self::Concurrent { .. } => "concurrent_requests",
             Self::Connections { .. } => "connections",
         }
@@ -188,6 +205,7 @@ mod tests {
         priority_max: Priority::clamped(5),
         requests_per_minute: Some(60),
         tokens_per_minute: Some(6_000),
+        tokens_per_day: None,
         concurrent_requests: Some(4),
         connections: Some(1),
         queue: QueueLimits::NONE,

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use inflight_contract::{Priority, Weight};
-use inflight_router_core::{OverLimit, QueueLimits, RateCharge};
+use inflight_router_core::{DailyLimit, OverLimit, QueueLimits, RateCharge};
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
 use tower::{Layer, Service};
@@ -44,7 +44,7 @@ impl Admission {
 
     /// Admits a request, until the guard is dropped.
     pub(crate) fn enter(&self, caller: &Caller) -> Result<Option<AdmissionGuard>, Outcome> {
-        let Caller::Tenant(tenant) = caller else { return Ok(None) };
+        let Caller::Tenant { tenant, .. } = caller else { return Ok(None) };
         let now = clock::now().saturating_duration_since(self.epoch);
         let routers = self.dispatch.routers();
         let mut state = tenant.lock();
@@ -76,16 +76,29 @@ impl std::fmt::Debug for AdmissionGuard {
 }
 
 impl AdmissionGuard {
-    /// Charges the maximum tokens of the request to the tenant's rate.
+    /// Charges the maximum tokens of the request to the tenant's rate and reserves them of its daily budget.
     pub(crate) fn take_tokens(&self, tokens: u64) -> Result<TokenCharge, Outcome> {
         let now = clock::now().saturating_duration_since(self.admission.epoch);
         let routers = self.admission.dispatch.routers();
         let mut state = self.tenant.lock();
         let limits = state.limits;
-        let taken = state.gate.take_tokens(&limits, routers, tokens, now);
+        let today = clock::since_unix_epoch();
+        let daily = limits.tokens_per_day.map(|per_day| DailyLimit { per_day, routers });
+        let reserved = daily.map_or(Ok(()), |limit| {
+            let reserved = state.budget.reserve(limit, tokens, today);
+            reserved.map_err(|exceeded| OverLimit::DailyTokens { limit, asked: tokens, exceeded })
+        });
+        let reserved_tokens = if daily.is_some() { tokens } else { 0 };
+        let taken = reserved.and_then(|()| {
+            let taken = state.gate.take_tokens(&limits, routers, tokens, now);
+            if taken.is_err() {
+                state.budget.settle(reserved_tokens, 0, today);
+            }
+            taken
+        });
         drop(state);
         let taken = taken.map_err(|over| reject(&over, &self.tenant))?;
-        Ok(TokenCharge { tenant: self.tenant.clone(), taken, unused: tokens })
+        Ok(TokenCharge { tenant: self.tenant.clone(), taken, reserved: reserved_tokens, tokens, used: 0 })
     }
 }
 
@@ -95,26 +108,33 @@ impl Drop for AdmissionGuard {
     }
 }
 
-/// Tokens charged to a tenant's rate; unused ones are refunded on drop.
+/// Tokens charged to a tenant's rate and daily budget; unused ones are returned on drop.
 pub(crate) struct TokenCharge {
     tenant: Arc<Tenant>,
     /// Charge at the rate in force then; `None` without a limit.
     taken: Option<RateCharge>,
-    unused: u64,
+    /// Tokens reserved of the daily budget; 0 without one.
+    reserved: u64,
+    /// Maximum tokens of the request.
+    tokens: u64,
+    used: u64,
 }
 
 impl TokenCharge {
     /// Marks tokens as used.
     pub(crate) fn used(&mut self, tokens: u64) {
-        self.unused = self.unused.saturating_sub(tokens);
+        self.used = self.used.saturating_add(tokens).min(self.tokens);
     }
 }
 
 impl Drop for TokenCharge {
     fn drop(&mut self) {
+        let mut state = self.tenant.lock();
         if let Some(taken) = self.taken {
-            self.tenant.lock().gate.return_tokens(taken, self.unused);
+            state.gate.return_tokens(taken, self.tokens - self.used);
         }
+        // Counted without a limit too, which a reload may set.
+        state.budget.settle(self.reserved, self.used, clock::since_unix_epoch());
     }
 }
 
@@ -128,7 +148,7 @@ pub(crate) fn terms(
 ) -> Result<RequestTerms, Outcome> {
     match caller {
         Caller::Anyone => Ok(RequestTerms { tenant, weight, priority, bounds: QueueLimits::NONE }),
-        Caller::Tenant(known) if tenant.is_empty() || *tenant == *known.name => {
+        Caller::Tenant { tenant: known, .. } if tenant.is_empty() || *tenant == *known.name => {
             let limits = known.limits();
             Ok(RequestTerms {
                 tenant: known.name.to_string(),
@@ -137,7 +157,7 @@ pub(crate) fn terms(
                 bounds: limits.queue,
             })
         }
-        Caller::Tenant(known) => Err(Outcome::Denied(format!(
+        Caller::Tenant { tenant: known, .. } => Err(Outcome::Denied(format!(
             "the request is for the tenant {tenant:?}, but the caller is {:?}; leave the tenant out",
             known.name
         ))),

@@ -49,11 +49,11 @@ impl<S> AuthService<S> {
         let rejected = |unknown: AuthenticationError| Outcome::Unauthenticated(unknown.to_string());
         let key = api_key(request.headers()).map_err(rejected)?;
         let identity = peer.and_then(Peer::identity);
-        let tenant = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
+        let (tenant, key_id) = tenants.authenticate(key, identity, SystemTime::now()).map_err(rejected)?;
         if let Some(peer) = peer {
             hold_connection(peer, &tenant)?;
         }
-        Ok(Caller::Tenant(tenant))
+        Ok(Caller::Tenant { tenant, key_id })
     }
 }
 

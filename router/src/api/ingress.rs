@@ -23,6 +23,7 @@ use crate::options::Options;
 use crate::outcome::{Outcome, Overload};
 use crate::tenants::Caller;
 use crate::trace::{self, TraceContext};
+use crate::usage::log::UsageLog;
 
 /// Request path shared by gRPC, KServe and HTTP.
 pub(crate) struct Ingress {
@@ -32,6 +33,7 @@ pub(crate) struct Ingress {
     /// Bounds the large prompts tokenized at once.
     tokenizing: Arc<Semaphore>,
     open: TaskTracker,
+    usage: Option<Arc<UsageLog>>,
 }
 
 /// Metadata of a request beside its message.
@@ -101,7 +103,12 @@ pub(crate) fn rejected(outcome: Outcome) -> Outcome {
 }
 
 impl Ingress {
-    pub(crate) fn new(options: &Options, dispatch: Arc<SharedDispatcher>, open: TaskTracker) -> Self {
+    pub(crate) fn new(
+        options: &Options,
+        dispatch: Arc<SharedDispatcher>,
+        open: TaskTracker,
+        usage: Option<Arc<UsageLog>>,
+    ) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             options: options.clone(),
@@ -109,6 +116,7 @@ impl Ingress {
             streams: Arc::new(Semaphore::new(options.streams_max.min(Semaphore::MAX_PERMITS))),
             tokenizing: Arc::new(Semaphore::new(threads)),
             open,
+            usage,
         }
     }
 
@@ -160,6 +168,7 @@ impl Ingress {
     ) -> Result<ResponseStream, Outcome> {
         let permit = self.stream_permit()?;
         let open = self.open.token();
+        let usage = self.usage.as_ref().map(UsageLog::admit).transpose()?;
         let RequestContext { arrival, context, caller, admission_guard, received } = incoming;
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
@@ -196,7 +205,7 @@ impl Ingress {
         let guard =
             CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
         let ticket = self.dispatch.submit(call, queue_span, guard)?;
-        Ok(ResponseStream::new(ticket, model, span, charge))
+        Ok(ResponseStream::new(ticket, model, span, charge, usage))
     }
 
     /// Takes the permit of an open call.

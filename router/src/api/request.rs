@@ -81,6 +81,7 @@ pub(crate) fn prepare(
         max_tokens,
         stop: stop.stop,
         tenant: terms.tenant,
+        key_id: caller.key_id().to_owned(),
         weight: terms.weight,
         priority: terms.priority,
         bounds: terms.bounds,

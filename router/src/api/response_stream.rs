@@ -21,6 +21,8 @@ use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead, Un
 use crate::metrics as names;
 use crate::outcome::Outcome;
 use crate::text::{Detokenizer, StopMatcher, Vocabulary};
+use crate::usage::log::UsageSlot;
+use crate::usage::{UsageRecord, timestamp};
 
 /// Output state of one choice.
 struct ChoiceOutput {
@@ -58,10 +60,18 @@ pub(crate) struct ResponseStream {
     outcome: Option<Outcome>,
     /// Tokens charged to its tenant's rate.
     charge: Option<TokenCharge>,
+    /// Place of its line in the usage log.
+    usage: Option<UsageSlot>,
 }
 
 impl ResponseStream {
-    pub(crate) fn new(ticket: Ticket, model: Arc<Model>, span: Span, charge: Option<TokenCharge>) -> Self {
+    pub(crate) fn new(
+        ticket: Ticket,
+        model: Arc<Model>,
+        span: Span,
+        charge: Option<TokenCharge>,
+        usage: Option<UsageSlot>,
+    ) -> Self {
         let call = &ticket.active.call;
         let choice = |_| ChoiceOutput {
             detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
@@ -83,6 +93,7 @@ impl ResponseStream {
             span,
             outcome: None,
             charge,
+            usage,
         }
     }
 
@@ -219,6 +230,32 @@ impl ResponseStream {
         }
     }
 
+    /// Returns the line of the usage log. Prompt tokens count if a worker has received them.
+    fn usage_record(&self, outcome: &Outcome, prompt_tokens: u64, tokens: u32) -> UsageRecord {
+        let active = &self.ticket.active;
+        let call = &active.call;
+        let times = active.times();
+        let (cached, fingerprint) = active.served();
+        let (now, ended) = (clock::now(), clock::since_unix_epoch());
+        let at = |at: Instant| timestamp(ended.saturating_sub(now.saturating_duration_since(at)));
+        UsageRecord {
+            id: String::new(),
+            tenant: call.tenant.clone(),
+            key: call.key_id.clone(),
+            request: call.request_id.clone(),
+            model: call.model.clone(),
+            fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
+            prompt_tokens,
+            cached_prompt_tokens: u64::from(cached),
+            completion_tokens: u64::from(tokens),
+            arrived: at(call.arrived),
+            dispatched: times.placed.map(at),
+            first_token: times.first_token.map(at),
+            ended: timestamp(ended),
+            outcome: outcome.label().to_owned(),
+        }
+    }
+
     fn end_with(&mut self, outcome: Outcome) -> Outcome {
         self.over = true;
         self.outcome = Some(outcome.clone());
@@ -264,10 +301,13 @@ impl Drop for ResponseStream {
         let times = active.times();
         let elapsed = clock::now().saturating_duration_since(call.arrived);
         let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
+        // The prompt is charged only if a worker has received it.
+        let prompt = if times.placed.is_some() { call.prompt.len() as u64 } else { 0 };
         if let Some(charge) = &mut self.charge {
-            // The prompt is charged only if a worker has received it.
-            let prompt = if times.placed.is_some() { call.prompt.len() as u64 } else { 0 };
             charge.used(prompt + u64::from(tokens));
+        }
+        if let Some(usage) = self.usage.take() {
+            usage.record(self.usage_record(&outcome, prompt, tokens));
         }
         let (model, operation) = (call.model.clone(), operation(call));
         let error = match outcome {

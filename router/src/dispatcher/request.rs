@@ -26,6 +26,8 @@ pub(crate) struct AdmittedCall {
     pub(crate) max_tokens: u32,
     pub(crate) stop: Vec<String>,
     pub(crate) tenant: String,
+    /// Id of the caller's key or certificate, for the usage log.
+    pub(crate) key_id: String,
     pub(crate) weight: Weight,
     pub(crate) priority: Priority,
     /// Bounds on the waiting requests of its tenant.
@@ -369,6 +371,7 @@ mod tests {
             max_tokens: 100,
             stop: Vec::new(),
             tenant: String::new(),
+            key_id: String::new(),
             weight: Weight::default(),
             priority: Priority::default(),
             bounds: QueueLimits::NONE,

@@ -21,4 +21,5 @@ mod requests;
 mod streams;
 mod tenants;
 mod unary;
+mod usage;
 mod worker;
