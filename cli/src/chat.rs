@@ -72,7 +72,7 @@ impl From<Status> for AnswerError {
 }
 
 /// Reads messages from the standard input, one a line, and prints the answers. On a terminal a failed answer
-/// is reported and the conversation goes on; otherwise the first failure also decides the exit code.
+/// is reported and the conversation continues; otherwise the first failure also decides the exit code.
 ///
 /// # Errors
 /// The router is unreachable, serves no model to converse with, or input or output fail.
@@ -187,7 +187,7 @@ impl ChatLoop {
         }
     }
 
-    /// Reports a failure after which the conversation goes on.
+    /// Reports a failure after which the conversation continues.
     fn fail(&mut self, exit: Exit, message: &str) {
         print_stderr(format_args!("error: {message}"));
         self.failed.get_or_insert(exit);

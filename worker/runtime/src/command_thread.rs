@@ -134,7 +134,12 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_ended_takes_no_command_and_disconnects_its_results() {
-        let thread = CommandThread::<(), ()>::start(options(), |_, _| {}).unwrap();
+        // The results disconnect last, so that the command queue is certainly closed by then.
+        let ended = |commands: CommandQueue<()>, results: SyncSender<()>| {
+            drop(commands);
+            drop(results);
+        };
+        let thread = CommandThread::start(options(), ended).unwrap();
         assert!(thread.results().recv().is_err());
         assert_eq!(thread.send(()), Err(ThreadEnded));
         let mut closed =
