@@ -28,7 +28,8 @@ pub struct BudgetExceeded {
     pub used: u64,
     /// Tokens reserved by open requests, which return what they don't use.
     pub reserved: u64,
-    /// Time until the next UTC day, in whole seconds; `None` if the request would be admitted once open requests have ended.
+    /// Time until the next UTC day, in whole seconds; `None` if the request would be admitted once open
+    /// requests have ended.
     pub wait: Option<Duration>,
 }
 

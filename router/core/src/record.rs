@@ -90,7 +90,7 @@ pub fn is_recording(bytes: &[u8]) -> bool {
     bytes.starts_with(MAGIC)
 }
 
-/// Replays a log and calls `each` with every event's description, its time and its commands. Returns the number
+/// Replays a log and calls `each` with every event, its time and its commands. Returns the number
 /// of events. A log truncated in the middle of a record, as by a killed process, is replayed up to that record.
 ///
 /// # Errors

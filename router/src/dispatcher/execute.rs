@@ -137,7 +137,7 @@ impl SharedDispatcher {
         Outcome::of_failure(failure, model, self.options.no_worker_timeout, self.options.retry_delay)
     }
 
-    /// Publishes readiness and the served models.
+    /// Publishes whether the router is ready, and the names of the served models.
     fn publish(&self, state: &DispatcherState) {
         let (configured, connected) = state.core.workers();
         metrics::gauge!(names::WORKERS_CONFIGURED).set(configured as f64);

@@ -256,7 +256,7 @@ impl SharedDispatcher {
         let mut state = self.lock();
         let worker = info.worker;
         let (session, model) = (state.next_session(), connection.model.clone());
-        state.connect(worker, connection);
+        state.connect(worker, session, connection);
         let aftermath = self.apply(&mut state, Event::SessionOpened { session, worker: Box::new(info) });
         state.set_model(worker, model);
         drop(state);
@@ -283,7 +283,7 @@ impl SharedDispatcher {
     pub(crate) fn close(&self, worker: WorkerId, session: SessionId, reason: ResubmissionReason) {
         let mut state = self.lock();
         let aftermath = self.apply(&mut state, Event::SessionClosed { worker, session, reason });
-        state.disconnect(worker);
+        state.disconnect(worker, session);
         drop(state);
         aftermath.finish();
     }

@@ -48,6 +48,8 @@ pub(crate) struct WorkerConnection {
 
 /// Connected worker.
 pub(super) struct ConnectedWorker {
+    /// Open session.
+    session: SessionId,
     pub(super) address: String,
     commands: mpsc::UnboundedSender<WorkerMessage>,
     gauges: WorkerGauges,
@@ -119,15 +121,18 @@ impl DispatcherState {
         session
     }
 
-    pub(super) fn connect(&mut self, worker: WorkerId, connection: WorkerConnection) {
+    pub(super) fn connect(&mut self, worker: WorkerId, session: SessionId, connection: WorkerConnection) {
         let WorkerConnection { address, commands, model: _ } = connection;
         let gauges = WorkerGauges::new(&address);
-        self.workers.insert(worker, ConnectedWorker { address, commands, gauges });
+        self.workers.insert(worker, ConnectedWorker { session, address, commands, gauges });
     }
 
-    pub(super) fn disconnect(&mut self, worker: WorkerId) {
-        if let Some(worker) = self.workers.remove(&worker) {
-            worker.gauges.set(WorkerUsage::default());
+    pub(super) fn disconnect(&mut self, worker: WorkerId, session: SessionId) {
+        // A later session of the worker stays connected.
+        if self.workers.get(&worker).is_some_and(|connected| connected.session == session)
+            && let Some(connected) = self.workers.remove(&worker)
+        {
+            connected.gauges.set(WorkerUsage::default());
         }
     }
 

@@ -16,7 +16,7 @@ pub enum UsageGroup {
     Tenant,
     /// Model name.
     Model,
-    /// UTC day of the end of the call.
+    /// UTC day on which the call ended.
     Day,
 }
 

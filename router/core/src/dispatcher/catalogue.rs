@@ -7,7 +7,7 @@ use inflight_contract::ModelLimits;
 
 use super::Dispatcher;
 use super::session::WorkerSession;
-use crate::{ClientCommand, Command, Failure, LaneId, Notice, RequestId, WorkerId, WorkerInfo};
+use crate::{Command, Failure, LaneId, Notice, RequestId, WorkerId, WorkerInfo};
 
 /// Model that workers serve, or served lately.
 #[derive(Debug)]
@@ -212,8 +212,7 @@ impl Dispatcher {
             .map(|request| request.id)
             .collect();
         for request in waiting {
-            self.cancel_everywhere(request);
-            self.commands.push(Command::Client { request, command: ClientCommand::Fail(Failure::Unserved) });
+            self.end(request, Failure::Unserved);
         }
     }
 

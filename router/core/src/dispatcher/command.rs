@@ -10,7 +10,7 @@ use crate::{
     Failure, IncarnationCounters, LaneId, RequestId, ResubmissionReason, SubmissionId, Violation, WorkerId,
 };
 
-/// What the router must do after an event, in order.
+/// Action of the router after an event; actions are carried out in order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub enum Command {
     /// Sends a message to a worker in its open session.
@@ -20,11 +20,11 @@ pub enum Command {
         /// The message.
         command: WorkerCommand,
     },
-    /// Passes something to a client's stream.
+    /// Passes output, a change of state or an error to a client's stream.
     Client {
         /// The request.
         request: RequestId,
-        /// What to pass.
+        /// Output, state or error for the stream.
         command: ClientCommand,
     },
     /// Closes a worker's session after a protocol violation.
@@ -43,10 +43,10 @@ pub enum Command {
     },
     /// The number of routers that share the workers has changed.
     RoutersChanged {
-        /// The new number.
+        /// New number of routers.
         routers: u32,
     },
-    /// Reports something to logs and metrics.
+    /// Logs an occurrence and counts it in metrics.
     Notice(Notice),
 }
 
@@ -64,7 +64,7 @@ pub enum WorkerCommand {
     },
     /// Reports whether requests wait at the router that the worker could run.
     Backlog {
-        /// At least one waits.
+        /// Whether at least one request waits.
         waiting: bool,
     },
     /// Forwards service counters of another incarnation, for routers that connect later.
@@ -98,24 +98,24 @@ pub struct Submission {
 pub struct ResumedChoice {
     /// Index of the choice.
     pub choice: u32,
-    /// Its tokens so far.
+    /// Tokens of the choice in earlier attempts.
     pub tokens: Vec<u32>,
     /// Whether the choice has ended; an ended choice is not run again.
     pub finished: bool,
 }
 
-/// Something for a client's stream.
+/// Command for a client's stream: output, a change of state or an error.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub enum ClientCommand {
-    /// Not admitted: nothing else follows.
+    /// Rejection of a request that was not admitted; nothing follows it.
     Reject(Failure),
-    /// Dispatched to a worker.
+    /// The request was dispatched to a worker.
     Placed(RequestPlaced),
     /// New output of a choice.
     Deliver(ChoiceOutput),
-    /// On no worker until the client reads again ([`Event::ClientResumed`](crate::Event::ClientResumed)).
+    /// The request is paused: it runs on no worker until the client reads again ([`Event::ClientResumed`](crate::Event::ClientResumed)).
     Pause,
-    /// Ended with an error.
+    /// The request has failed.
     Fail(Failure),
 }
 
@@ -127,7 +127,7 @@ pub struct RequestPlaced {
     /// The worker's numerics fingerprint.
     #[serde(serialize_with = "crate::serialize_str")]
     pub fingerprint: Arc<str>,
-    /// The output may differ from here: tokens of each choice before the change of fingerprint.
+    /// Tokens of each choice before a change of fingerprint, after which the output may differ.
     pub changed_after: Option<Vec<u32>>,
 }
 
@@ -138,22 +138,22 @@ pub struct ChoiceOutput {
     pub choice: u32,
     /// New token ids.
     pub tokens: Vec<u32>,
-    /// One entry per token, or empty.
+    /// Log probabilities, one entry per token; empty if not requested.
     pub logprobs: Vec<PositionLogprobs>,
-    /// Set with the last tokens of the choice.
+    /// Finish reason; set with the last tokens of the choice.
     pub finish: Option<FinishReason>,
     /// Prompt tokens that were not found in a prefix cache; set with the request's first tokens.
     pub computed_prompt: Option<u32>,
 }
 
-/// Something that operators see in logs and metrics.
+/// Occurrence to be logged and counted in metrics.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub enum Notice {
     /// A request was dispatched ahead of a head-of-line request that fit on no worker.
     Bypassed,
     /// Sequence updates of older attempts were dropped.
     StaleUpdates {
-        /// Their number.
+        /// Number of dropped updates.
         updates: u32,
     },
     /// Tokens were generated that no client is billed for.
@@ -167,11 +167,11 @@ pub enum Notice {
     Resubmitted {
         /// The request.
         request: RequestId,
-        /// Why its worker does not finish it.
+        /// Reason why its worker does not finish it.
         reason: ResubmissionReason,
         /// Number of the new attempt.
         attempt: u32,
-        /// It will run alone on a worker.
+        /// Whether it is quarantined: it will run alone on a worker.
         quarantined: bool,
     },
     /// A worker is reserved for a quarantined request.
@@ -210,7 +210,7 @@ pub enum Notice {
         /// The worker.
         worker: WorkerId,
     },
-    /// A prompt was placed.
+    /// A prompt was placed on a worker.
     PromptPlaced {
         /// Tokens of prompt and earlier output.
         tokens: u32,

@@ -10,7 +10,7 @@ use crate::{
     WorkerUpdate,
 };
 
-/// Something that happened to the router; the argument of [`Dispatcher::apply`](crate::Dispatcher::apply).
+/// Input of the dispatcher: an arrival, a change of a session, a read of a client; the argument of [`Dispatcher::apply`](crate::Dispatcher::apply).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Event {
     /// Discovery has found a worker, reachable or not.
@@ -50,14 +50,14 @@ pub enum Event {
         worker: WorkerId,
         /// Id of the session.
         session: SessionId,
-        /// Why its requests are resubmitted.
+        /// Reason for the resubmission of its requests.
         reason: ResubmissionReason,
     },
     /// A validated request has arrived.
     Arrived {
         /// Id that the router's shell has given it.
         request: RequestId,
-        /// What scheduling needs to know of it.
+        /// Size, tenant, priority and deadline of the request.
         call: Box<RequestSpec>,
     },
     /// The router has ended a choice, for example at a stop string.
@@ -93,7 +93,7 @@ pub enum Event {
     Tick,
 }
 
-/// What a worker says of itself when its session opens.
+/// Description of a worker, from the hello message of its session.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct WorkerInfo {
     /// The worker.
@@ -120,8 +120,8 @@ pub struct WorkerInfo {
     pub heartbeat: Duration,
 }
 
-/// What scheduling needs to know of a request. Prompt, sampling parameters and stop strings stay in the
-/// router's shell.
+/// Properties of a request that decide its scheduling: size, tenant, priority, deadline. Prompt, sampling
+/// parameters and stop strings stay in the router's shell.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RequestSpec {
     /// Lane of its model.

@@ -13,12 +13,12 @@ pub enum Failure {
     TooManyTokens {
         /// Tokens of the request.
         tokens: u64,
-        /// The limit.
+        /// Maximum tokens of a request.
         most: u64,
     },
     /// No connected worker is large enough.
     TooLongForWorkers {
-        /// Tokens of its longest sequence.
+        /// Prompt tokens plus max_tokens, the length of its longest sequence.
         tokens: u64,
     },
     /// No worker has served its model for the configured time.
@@ -48,7 +48,7 @@ pub enum Failure {
         /// Number of attempts.
         attempts: u32,
     },
-    /// The worker failed it.
+    /// Error of the worker.
     Worker {
         /// `google.rpc.Code` of the error.
         code: i32,

@@ -12,7 +12,7 @@ pub enum Violation {
     Journal {
         /// Submission of the update.
         request: SubmissionId,
-        /// What does not fit.
+        /// Contradiction to the tokens and ends received before.
         error: JournalError,
     },
     /// Submission that is not in flight in this session: never submitted, or already ended.
@@ -40,15 +40,15 @@ pub enum Violation {
         request: SubmissionId,
         /// Number of entries.
         entries: usize,
-        /// The limit.
+        /// Maximum allowed value.
         most: usize,
     },
     /// Grant far beyond the worker's capacity; a negative number decodes to one, too.
     #[error("grant of {granted} {what}, but the worker has {has}")]
     Grant {
-        /// Kind of the entries.
+        /// Kind of the entries or credits, for the message.
         what: &'static str,
-        /// The grant.
+        /// Granted credits.
         granted: u32,
         /// Capacity of the worker.
         has: u32,
@@ -56,33 +56,33 @@ pub enum Violation {
     /// More entries in one update than possible for the submissions in flight.
     #[error("update with {entries} {what}, limit {most}")]
     Oversized {
-        /// Kind of the entries.
+        /// Kind of the entries or credits, for the message.
         what: &'static str,
         /// Number of entries.
         entries: usize,
-        /// The limit.
+        /// Maximum allowed value.
         most: usize,
     },
     /// More service than possible, in total or since the previous update.
     #[error("service counter {cost} exceeds the limit of {most}")]
     Charge {
-        /// The service counter, or its growth.
+        /// Reported service, in total or since the previous update.
         cost: u64,
-        /// The limit.
+        /// Maximum allowed value.
         most: u64,
     },
     /// More routers than a worker can have sessions with.
     #[error("router count {routers} exceeds the limit of {most}")]
     Routers {
-        /// The reported number.
+        /// Reported number of routers.
         routers: u32,
-        /// The limit.
+        /// Maximum allowed value.
         most: u32,
     },
     /// More updates per second than allowed.
     #[error("more than {most} updates in a second")]
     Flood {
-        /// The limit.
+        /// Maximum allowed value.
         most: u32,
     },
 }

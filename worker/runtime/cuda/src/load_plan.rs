@@ -72,7 +72,7 @@ impl LoadPlan {
     /// Returns the blocks of the KV pool if weights and libraries have taken `taken` bytes.
     ///
     /// # Errors
-    /// [`LoadError::Memory`] if not even one block fits.
+    /// [`LoadError::Memory`] if the GPU memory left for the KV cache holds not even one block.
     pub(super) fn pool_blocks(&self, job: &LoadJob, taken: u64) -> Result<u32, LoadError> {
         let options = &job.options;
         let budget = MemoryBudget { total: self.total, free: self.free, taken };

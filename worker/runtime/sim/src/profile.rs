@@ -35,7 +35,7 @@ pub enum SpecError {
 /// Parses `PROFILE[,KEY=NUMBER]...`: a built-in name or the path of a JSON file, which contains a `/` or ends
 /// in `.json`, and coefficients that override the profile's.
 ///
-/// The file is an object of coefficients by name.
+/// The file is a JSON object of cost coefficients by name.
 /// Default of missing coefficients: the built-in profile that the file's key `base` names, else `flat`.
 ///
 /// # Errors
