@@ -35,8 +35,8 @@ gpu:
 
 # The CPU runtime against the limits of the machine, measured beside it; the router's own cost per token.
 bench:
-    cargo run --release --package inflight-worker --example shares
-    cargo run --release --package inflight-router --example overhead
+    cargo bench --package inflight-worker --bench shares
+    cargo bench --package inflight-router --bench overhead
 
 # Dependencies: licences, bans, sources, unused ones (needs cargo-deny and cargo-machete).
 dependencies:

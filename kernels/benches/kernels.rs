@@ -1,6 +1,6 @@
 //! Benchmarks of every kernel on the shapes of a 1.1B-parameter model, with its share of the machine's
-//! limits: `cargo bench -p inflight-kernels`. An argument selects kernels: `cargo bench -p inflight-kernels
-//! -- gemm`.
+//! limits: `cargo bench -p inflight-kernels --bench kernels`. An argument selects kernels:
+//! `cargo bench -p inflight-kernels --bench kernels -- gemm`.
 //!
 //! Criterion's statistics of a kernel are followed by its best rate and the limit measured right after.
 

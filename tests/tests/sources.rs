@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 20] = [
+const SOURCES: [&str; 21] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
@@ -20,6 +20,7 @@ const SOURCES: [&str; 20] = [
     "simulator/src",
     "tests/support/cuda/src",
     "tests/support/fixtures/src",
+    "tests/support/gpu/src",
     "tests/support/harness/src",
     "net/src",
     "worker/core/src",

@@ -6,7 +6,8 @@ mod priority;
 mod static_batch;
 
 use std::cmp::Ordering;
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
+use std::str::FromStr;
 use std::time::Duration;
 
 use inflight_contract::{Service, Tenant};
@@ -68,24 +69,23 @@ pub enum PolicyKind {
 
 /// Unknown name of a scheduling policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown scheduling policy `{0}`; supported are `fcfs`, `priority`, `fair` and `static`")]
+#[error("unknown scheduling policy `{0}`; supported are {known}", known = PolicyKind::ALL.map(PolicyKind::name).join(", "))]
 pub struct UnknownPolicy(String);
 
-impl std::str::FromStr for PolicyKind {
-    type Err = UnknownPolicy;
+impl PolicyKind {
+    /// All policies.
+    pub const ALL: [Self; 4] = [Self::Fcfs, Self::Priority, Self::Fair, Self::Static];
 
-    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
-        match name {
-            "fcfs" => Ok(Self::Fcfs),
-            "priority" => Ok(Self::Priority),
-            "fair" => Ok(Self::Fair),
-            "static" => Ok(Self::Static),
-            other => Err(UnknownPolicy(other.to_owned())),
+    /// Returns the name used in configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fcfs => "fcfs",
+            Self::Priority => "priority",
+            Self::Fair => "fair",
+            Self::Static => "static",
         }
     }
-}
 
-impl PolicyKind {
     /// Creates the policy with default parameters.
     pub fn build(self) -> Box<dyn SchedulingPolicy> {
         match self {
@@ -97,14 +97,17 @@ impl PolicyKind {
     }
 }
 
-impl std::fmt::Display for PolicyKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Fcfs => "fcfs",
-            Self::Priority => "priority",
-            Self::Fair => "fair",
-            Self::Static => "static",
-        })
+impl FromStr for PolicyKind {
+    type Err = UnknownPolicy;
+
+    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| UnknownPolicy(name.to_owned()))
+    }
+}
+
+impl fmt::Display for PolicyKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -113,9 +116,6 @@ mod tests {
     use super::*;
     use inflight_contract::{Service, TokenCost, VirtualTokenCounters, Weight};
     use proptest::prelude::*;
-
-    const ALL: [PolicyKind; 4] =
-        [PolicyKind::Fcfs, PolicyKind::Priority, PolicyKind::Fair, PolicyKind::Static];
 
     fn views() -> impl Strategy<Value = Vec<SequenceView>> {
         prop::collection::vec((-2i32..=2, 0usize..3, 0u64..100_000), 1..12).prop_map(|specs| {
@@ -144,7 +144,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_policy_is_a_total_order_and_fcfs_within_a_flow(views in views()) {
-            for policy in ALL.map(PolicyKind::build) {
+            for policy in PolicyKind::ALL.map(PolicyKind::build) {
                 for a in &views {
                     for b in &views {
                         let order = policy.compare(a, b);
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn names_and_kinds_agree() {
-        for kind in ALL {
+        for kind in PolicyKind::ALL {
             assert_eq!(kind.to_string().parse::<PolicyKind>(), Ok(kind));
             assert_eq!(kind.build().name(), kind.to_string());
         }

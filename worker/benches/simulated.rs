@@ -1,4 +1,4 @@
-//! CPU cost of a worker on a simulated device: `cargo run --release -p inflight-worker --example simulated --
+//! CPU cost of a worker on a simulated device: `cargo bench -p inflight-worker --bench simulated --
 //! [SEQUENCES [SECONDS]]`. One session keeps all sequences busy; CPU time is that of the engine thread and
 //! the serving threads, without the client.
 
@@ -106,7 +106,12 @@ async fn drive(address: String, sequences: u64, seconds: f64) -> BenchResult<()>
 }
 
 fn main() -> BenchResult<()> {
-    let arguments: Vec<f64> = std::env::args().skip(1).map(|text| text.parse()).collect::<Result<_, _>>()?;
+    // `cargo bench` appends `--bench`.
+    let arguments: Vec<f64> = std::env::args()
+        .skip(1)
+        .filter(|argument| argument != "--bench")
+        .map(|text| text.parse())
+        .collect::<Result<_, _>>()?;
     let argument = |index: usize, default: f64| arguments.get(index).copied().unwrap_or(default);
     let (sequences, seconds) = (argument(0, 256.0) as u32, argument(1, 4.0));
     let options = Options {

@@ -1,4 +1,4 @@
-//! Roofline of this machine: `cargo run --release -p inflight-kernels --example limits`.
+//! Roofline of this machine: `cargo bench -p inflight-kernels --bench roofline`.
 //!
 //! Kernels are compared with these figures. Run it on an idle machine.
 

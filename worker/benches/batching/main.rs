@@ -1,8 +1,8 @@
 //! Benchmark of batching policies on the engine with the CPU runtime, in real time.
 //!
 //! ```text
-//! cargo run --release -p inflight-worker --example batching -- continuous
-//! cargo run --release -p inflight-worker --example batching -- storm
+//! cargo bench -p inflight-worker --bench batching -- continuous
+//! cargo bench -p inflight-worker --bench batching -- storm
 //! ```
 //!
 //! `continuous` serves one list of requests three times with the same number of slots: with continuous
@@ -43,7 +43,8 @@ use options::Options;
 
 fn main() -> ExitCode {
     let outcome =
-        Options::parse(std::env::args().skip(1)).and_then(|options| match options.scenario.as_str() {
+        // `cargo bench` appends `--bench`.
+        Options::parse(std::env::args().skip(1).filter(|argument| argument != "--bench")).and_then(|options| match options.scenario.as_str() {
             "continuous" => continuous::run(&options),
             "storm" => storm::run(&options),
             other => Err(format!("unknown scenario `{other}`; there are `continuous` and `storm`").into()),

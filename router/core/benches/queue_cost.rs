@@ -1,4 +1,4 @@
-//! Cost of the fair queue per request: `cargo run --release -p inflight-router-core --example queue_cost`.
+//! Cost of the fair queue per request: `cargo bench -p inflight-router-core --bench queue_cost`.
 //!
 //! Prints nanoseconds per push, per take of the next request, and per cancel of a waiting one, by the numbers
 //! of tenants and waiting requests.

@@ -1,4 +1,4 @@
-//! Comparison of placement policies: `cargo run --release -p inflight-simulator --example placement --
+//! Comparison of placement policies: `cargo bench -p inflight-simulator --bench placement --
 //! [REQUESTS [WORKERS [SPEED]]]`. Uses the Mooncake trace with `INFLIGHT_TRACES`, else similar generated
 //! conversations.
 
@@ -12,7 +12,12 @@ use inflight_worker_core::{DeviceProfile, Time};
 type MakePolicy = fn(u64) -> Box<dyn Policy>;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let arguments: Vec<f64> = std::env::args().skip(1).map(|text| text.parse()).collect::<Result<_, _>>()?;
+    // `cargo bench` appends `--bench`.
+    let arguments: Vec<f64> = std::env::args()
+        .skip(1)
+        .filter(|argument| argument != "--bench")
+        .map(|text| text.parse())
+        .collect::<Result<_, _>>()?;
     let argument = |position: usize, default: f64| arguments.get(position).copied().unwrap_or(default);
     let (count, workers, speed) = (argument(0, 3000.0) as usize, argument(1, 4.0) as usize, argument(2, 1.0));
     let mut requests: Vec<ClusterRequest> = match std::env::var_os("INFLIGHT_TRACES") {

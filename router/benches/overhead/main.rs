@@ -1,7 +1,7 @@
 //! Overhead of the router in one run: CPU time per streamed token, time added to the first token, memory of
 //! an idle stream; compared with a plain tonic proxy that opens one stream per request.
 //!
-//! `cargo run --release -p inflight-router --example overhead [MODE]`, where MODE is `relay`,
+//! `cargo bench -p inflight-router --bench overhead [MODE]`, where MODE is `relay`,
 //! `relay STREAMS MICROSECONDS`, `latency` or `memory`; all without it.
 //!
 //! Router, proxy and token source are separate processes, so that each is measured alone. The source speaks
@@ -27,7 +27,8 @@ const SETTINGS: [(usize, u64); 5] =
 
 #[tokio::main]
 async fn main() {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    // `cargo bench` appends `--bench`.
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
         ["source"] => source::serve().await,

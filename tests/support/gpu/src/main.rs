@@ -1,6 +1,6 @@
 //! Measures and checks the CUDA runtime without router or network: one job in, one line of JSON out.
 //!
-//! `cargo run --release -p inflight-worker --features cuda --example gpu -- JOB`, where JOB is a JSON object
+//! `cargo run --release -p inflight-gpu-suite -- JOB`, where JOB is a JSON object
 //! or the path of a file with one; `tests/gpu/run` creates the jobs. A job has a model directory and a task:
 //! `logits` (teacher-forced, to a file), `steps` (times of decode and prefill), `determinism` (bits over
 //! batch and chunk sizes), `swap` (transfers beside decoding), `serve` (an engine with a list of requests).

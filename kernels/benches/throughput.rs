@@ -1,4 +1,4 @@
-//! GEMM throughput: `cargo run --release -p inflight-kernels --example throughput -- [THREADS]`.
+//! GEMM throughput: `cargo bench -p inflight-kernels --bench throughput -- [THREADS]`.
 //!
 //! Prints GFLOP/s and, as a single row is bound by memory, GB/s of weights, for each instruction set and
 //! format. Weights exceed all caches unless a size is given: `-- THREADS N K`. With a format's name as last
@@ -19,7 +19,8 @@ const ROWS: [usize; 10] = [1, 2, 4, 8, 16, 32, 48, 64, 128, 512];
 const MIN_TIME: Duration = Duration::from_millis(300);
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let mut arguments = std::env::args().skip(1);
+    // `cargo bench` appends `--bench`.
+    let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
     let mut next = |default: usize| arguments.next().map_or(Ok(default), |argument| argument.parse());
     let threads = next(std::thread::available_parallelism()?.get())?;
     let (n, k) = (next(2048)?, next(2048)?);

@@ -1,4 +1,4 @@
-//! Cost of the dispatcher: `cargo run --release -p inflight-router-core --example dispatch_cost`.
+//! Cost of the dispatcher: `cargo bench -p inflight-router-core --bench dispatch_cost`.
 //!
 //! Prints nanoseconds per worker update, per sequence in it, and per placement of a request, by the number of
 //! workers. Every worker runs 16 requests; updates give each of them one token.

@@ -1,5 +1,5 @@
-//! Roofline benchmark of whole models on the CPU runtime: `cargo run --release -p inflight-worker --example
-//! shares -- [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4] [--kv int8] [--threads N] [--ranks N]
+//! Roofline benchmark of whole models on the CPU runtime: `cargo bench -p inflight-worker --bench shares --
+//! [--shapes 135m,0.5b,1.1b] [--weights bf16,int8,int4] [--kv int8] [--threads N] [--ranks N]
 //! [--rounds N] [--models DIR]`.
 //!
 //! Models have real shapes and random weights. Each round measures memory bandwidth and peak arithmetic
@@ -87,7 +87,8 @@ impl Options {
             rounds: 3,
             models: None,
         };
-        let mut arguments = std::env::args().skip(1);
+        // `cargo bench` appends `--bench`.
+        let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench");
         while let Some(name) = arguments.next() {
             let value = arguments.next().ok_or_else(|| format!("{name} needs a value"))?;
             match name.as_str() {
