@@ -61,6 +61,7 @@ impl Cluster {
             logprobs: None,
             deadline: None,
             require_fingerprint: None,
+            resumed: Vec::new(),
             chains: Vec::new(),
         };
         self.apply(Event::Arrived { request, call: Box::new(call) });

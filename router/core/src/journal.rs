@@ -99,6 +99,16 @@ impl Journal {
         }
     }
 
+    /// Creates a journal at attempt 1 with the output that a client has received in an earlier call: tokens
+    /// of each choice by index, at most `max_tokens` each. Further ones are dropped.
+    pub fn resume(choices: u32, max_tokens: u32, with_logprobs: bool, resumed: &[Vec<u32>]) -> Self {
+        let mut journal = Self::new(choices, max_tokens, with_logprobs);
+        for (choice, tokens) in journal.choices.iter_mut().zip(resumed) {
+            choice.tokens.extend(tokens.iter().take(max_tokens as usize));
+        }
+        journal
+    }
+
     /// Returns the number of the current attempt.
     pub fn attempt(&self) -> u32 {
         self.attempt

@@ -237,9 +237,11 @@ impl Cluster {
         let request = self.ids.insert(());
         let max_tokens = 1 + size % 50;
         let of_choices = choices as usize;
+        // Some requests resume streams of other routers.
+        let had = if size.is_multiple_of(5) { (size / 5) % max_tokens } else { 0 };
         let client = Client {
             max_tokens,
-            received: vec![0; of_choices],
+            received: vec![had; of_choices],
             ended: vec![false; of_choices],
             withdrawn: vec![false; of_choices],
             paused: false,
@@ -258,6 +260,7 @@ impl Cluster {
             logprobs: None,
             deadline: deadline.map(|left| self.now + left),
             require_fingerprint: size.is_multiple_of(7).then(|| "one".to_owned()),
+            resumed: if had > 0 { vec![vec![7; had as usize]; of_choices] } else { Vec::new() },
             chains: Vec::new(),
         };
         self.apply(Event::Arrived { request, call: Box::new(call) });

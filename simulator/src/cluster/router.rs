@@ -84,6 +84,7 @@ impl SimulatedRouter {
             logprobs: None,
             deadline: None,
             require_fingerprint: None,
+            resumed: Vec::new(),
             chains: sizes.iter().map(chain).collect(),
         };
         let request = self.requests.insert(index);

@@ -7,7 +7,7 @@ use inflight_contract::ModelLimits;
 
 use super::Dispatcher;
 use super::session::WorkerSession;
-use crate::{Command, Failure, LaneId, Notice, RequestId, WorkerId, WorkerInfo};
+use crate::{Command, Failure, LaneId, Notice, RequestId, RequestSpec, WorkerId, WorkerInfo};
 
 /// Model that workers serve, or served lately.
 #[derive(Debug)]
@@ -83,8 +83,9 @@ impl Dispatcher {
         // workers.
         let best = self.lanes.iter().filter(|(_, lane)| lane.name == name && in_reach(lane)).max_by_key(
             |(id, _)| {
-                let required =
-                    fingerprint.is_some_and(|required| self.fingerprints(**id).any(|f| f == required));
+                let required = fingerprint.is_some_and(|required| {
+                    self.fingerprints(**id).any(|served| RequestSpec::matches(required, served))
+                });
                 (required, self.serving(**id).count(), **id)
             },
         );

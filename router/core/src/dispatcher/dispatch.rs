@@ -48,8 +48,10 @@ impl Dispatcher {
         if !self.lanes.contains_key(&spec.lane) {
             return Err(Failure::Unserved);
         }
+        // Without any worker it waits like other requests: the worker that it needs may return.
         if let Some(required) = &spec.require_fingerprint
-            && self.fingerprints(spec.lane).all(|served| served != required)
+            && self.fingerprints(spec.lane).next().is_some()
+            && !self.fingerprints(spec.lane).any(|served| RequestSpec::matches(required, served))
         {
             return Err(self.unknown_fingerprint(spec.lane, required));
         }
@@ -262,7 +264,7 @@ impl Dispatcher {
         let Some(request) = self.requests.get(id) else { return Failure::Unserved };
         // The workers with its fingerprint have left while it waited.
         if let Some(required) = &request.spec.require_fingerprint
-            && self.fingerprints(request.spec.lane).all(|served| served != required)
+            && self.fingerprints(request.spec.lane).all(|served| !RequestSpec::matches(required, served))
         {
             return self.unknown_fingerprint(request.spec.lane, required);
         }

@@ -144,13 +144,19 @@ pub struct RequestSpec {
     pub logprobs: Option<u32>,
     /// Deadline, as time since the epoch.
     pub deadline: Option<Duration>,
-    /// The only numerics fingerprint it may run on, if requested.
+    /// The only numerics fingerprint it may run on, if requested: all of it, or its first
+    /// [`FINGERPRINT_PREFIX`](Self::FINGERPRINT_PREFIX) bytes or more.
     pub require_fingerprint: Option<String>,
+    /// Output of earlier calls that this one resumes: tokens of each choice by index; empty for a new request.
+    pub resumed: Vec<Vec<u32>>,
     /// Hash chains of the prompt, one per block size; empty if the placement policy ignores prefixes.
     pub chains: Vec<BlockHashChain>,
 }
 
 impl RequestSpec {
+    /// Minimum length of a prefix that stands for a fingerprint, in bytes.
+    pub const FINGERPRINT_PREFIX: usize = 16;
+
     /// Returns the maximum tokens of the request: prompt and output of all choices.
     pub fn tokens(&self) -> u64 {
         u64::from(self.prompt_tokens) + u64::from(self.max_tokens) * u64::from(self.choices)
@@ -163,6 +169,12 @@ impl RequestSpec {
 
     /// Whether it may run on a worker with this fingerprint.
     pub fn accepts(&self, fingerprint: &str) -> bool {
-        self.require_fingerprint.as_ref().is_none_or(|required| required == fingerprint)
+        self.require_fingerprint.as_ref().is_none_or(|required| Self::matches(required, fingerprint))
+    }
+
+    /// Whether a required fingerprint, or a prefix of one, means this fingerprint.
+    pub fn matches(required: &str, fingerprint: &str) -> bool {
+        required == fingerprint
+            || (required.len() >= Self::FINGERPRINT_PREFIX && fingerprint.starts_with(required))
     }
 }

@@ -60,11 +60,13 @@ pub(super) struct Request {
     pub(super) fingerprint: Option<Arc<str>>,
     /// Queue position that it was last dispatched from; `None` before the first dispatch.
     pub(super) position: Option<QueuePosition<LaneId>>,
+    /// Whether the client's stream knows how much of the prompt was found in a prefix cache.
+    reported_cached: bool,
 }
 
 impl Request {
     pub(super) fn new(id: RequestId, spec: RequestSpec, position: QueuePosition<LaneId>) -> Self {
-        let journal = Journal::new(spec.choices, spec.max_tokens, spec.logprobs.is_some());
+        let journal = Journal::resume(spec.choices, spec.max_tokens, spec.logprobs.is_some(), &spec.resumed);
         Self {
             id,
             spec,
@@ -76,6 +78,7 @@ impl Request {
             unfit_since: None,
             fingerprint: None,
             position: None,
+            reported_cached: false,
         }
     }
 
@@ -165,14 +168,14 @@ impl Request {
             None => None,
         };
         let SequenceUpdate { attempt, choice, tokens, logprobs, computed_tokens, .. } = update;
-        let first = self.journal.tokens() == 0;
         let appended = self.journal.append(attempt, choice, &tokens, logprobs.len(), finish);
         match appended.map_err(|error| Violation::Journal { request, error })? {
             AppendOutcome::Appended => {}
             AppendOutcome::AfterEnd | AppendOutcome::Stale => return Ok(UpdateEffect::Stale),
         }
         // One of several choices computes the prompt and the others share it.
-        let computed_prompt = (first && !tokens.is_empty()).then_some(computed_tokens);
+        let first = !tokens.is_empty() && !std::mem::replace(&mut self.reported_cached, true);
+        let computed_prompt = first.then_some(computed_tokens);
         if !tokens.is_empty() {
             self.losses.record_token();
         }
