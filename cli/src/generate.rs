@@ -310,6 +310,8 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
         priority: args.priority,
         request_id: args.request_id.clone().unwrap_or_default(),
         require_fingerprint: args.require_fingerprint.clone().unwrap_or_default(),
+        resumable: false,
+        resume: None,
     }
 }
 

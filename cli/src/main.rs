@@ -14,6 +14,7 @@ mod key;
 mod metrics_endpoint;
 mod renamed;
 mod replay;
+mod resume_key;
 mod role;
 mod router;
 mod sampling;

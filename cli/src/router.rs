@@ -12,6 +12,7 @@ use inflight_router::{HttpOptions, Options, PlacementKind, Router, UsageLogOptio
 use crate::event::{self, RoleEvent};
 use crate::exit::{CommandError, Exit};
 use crate::metrics_endpoint;
+use crate::resume_key;
 use crate::role;
 use crate::signals;
 use crate::telemetry;
@@ -137,6 +138,14 @@ pub struct Args {
     /// Requests while the usage log cannot be written: refuse, or serve (lost lines are logged and counted)
     #[arg(long, value_name = "POLICY", default_value_t = UsageLogPolicy::Refuse, env = "INFLIGHT_ROUTER_USAGE_LOG_ON_ERROR")]
     pub usage_log_on_error: UsageLogPolicy,
+    /// File with the secrets that sign the cursors of streams, from which clients resume them at any router; the
+    /// same for all routers. One key of 32 characters or more on each line: the first signs, all verify. Without
+    /// it, streams can be resumed at this process only
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RESUME_KEY_FILE")]
+    pub resume_key_file: Option<PathBuf>,
+    /// Time after its last message in which a stream can be resumed
+    #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().resume_age_max), env = "INFLIGHT_ROUTER_RESUME_MAX_AGE")]
+    pub resume_max_age: Span,
     /// Queueing time after which a request goes first within its tenant, at the highest priority
     #[arg(long, value_name = "DURATION", default_value_t = Span(Options::default().aging_threshold), env = "INFLIGHT_ROUTER_AGING_THRESHOLD")]
     pub aging_threshold: Span,
@@ -246,6 +255,8 @@ impl Args {
                 files_max: self.usage_log_files,
                 on_error: self.usage_log_on_error,
             }),
+            resume_keys: self.resume_key_file.as_deref().map_or(Ok(Vec::new()), resume_key::read)?,
+            resume_age_max: self.resume_max_age.0,
             tls: self.tls.files()?,
             worker_tls: self.worker_tls.tls()?,
             connections: ConnectionLimits {

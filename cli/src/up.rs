@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use crate::config::given_flags;
 use crate::event::{self, ClusterEvent, ClusterMember};
 use crate::exit::{self, CommandError, Exit};
 use crate::gpus;
+use crate::resume_key::TemporaryKey;
 use crate::signals::{self, Stop};
 use crate::supervisor::{ChildEvent, ChildSpec, ChildSupervisor, LogSink};
 use crate::telemetry;
@@ -56,6 +57,12 @@ pub struct Args {
     /// File of tenants with their API keys and limits; without it no authentication is required
     #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_TENANTS_FILE")]
     pub tenants_file: Option<PathBuf>,
+    /// Directory of the router's usage log, one line per request
+    #[arg(long, value_name = "DIR", env = "INFLIGHT_ROUTER_USAGE_LOG")]
+    pub usage_log: Option<PathBuf>,
+    /// File with the secrets that sign the cursors of streams [default: a random one until `up` ends]
+    #[arg(long, value_name = "FILE", env = "INFLIGHT_ROUTER_RESUME_KEY_FILE")]
+    pub resume_key_file: Option<PathBuf>,
     /// Time for open streams to finish after Ctrl-C; a second Ctrl-C ends at once
     #[arg(long, value_name = "DURATION", default_value = "30s", env = "INFLIGHT_DRAIN_TIMEOUT")]
     pub drain_timeout: Span,
@@ -120,6 +127,8 @@ struct ClusterPlan {
     router_flags: Vec<OsString>,
     telemetry_flags: Vec<OsString>,
     drain_timeout: Duration,
+    /// Key of the router that outlives its restarts.
+    _resume_key: Option<TemporaryKey>,
 }
 
 impl ClusterPlan {
@@ -173,12 +182,11 @@ impl ClusterPlan {
             let threads = (cores / workers).max(args.engine.tensor_parallel).max(1);
             worker_flags.push(format!("--threads={threads}").into());
         }
-        let router_flags = args.tenants_file.iter().map(|file| {
-            let mut flag = OsString::from("--tenants-file=");
-            flag.push(file);
-            flag
-        });
-        let router_flags = router_flags.collect();
+        let resume_key = args.resume_key_file.is_none().then(TemporaryKey::create).transpose();
+        let resume_key =
+            resume_key.map_err(|error| CommandError::chain("cannot write a resume key", &error))?;
+        let resume_key_file = args.resume_key_file.as_deref().or(resume_key.as_ref().map(TemporaryKey::path));
+        let router_flags = router_flags(args, resume_key_file);
         let given = |flag: &OsString| flag.to_string_lossy().starts_with("--gpu-memory-utilization");
         let divide_memory = !worker_flags.iter().any(given);
         let gpu_flags = (0..workers).map(|worker| -> Vec<OsString> {
@@ -204,6 +212,7 @@ impl ClusterPlan {
             router_flags,
             telemetry_flags,
             drain_timeout: args.drain_timeout.0,
+            _resume_key: resume_key,
         })
     }
 
@@ -237,6 +246,21 @@ impl ClusterPlan {
             drain_timeout: self.drain_timeout,
         }
     }
+}
+
+/// Returns the router's flags that name files.
+fn router_flags(args: &Args, resume_key_file: Option<&Path>) -> Vec<OsString> {
+    let files = [
+        ("--tenants-file=", args.tenants_file.as_deref()),
+        ("--usage-log=", args.usage_log.as_deref()),
+        ("--resume-key-file=", resume_key_file),
+    ];
+    let flag = |(name, path): (&str, Option<&Path>)| {
+        let mut flag = OsString::from(name);
+        flag.push(path?);
+        Some(flag)
+    };
+    files.into_iter().filter_map(flag).collect()
 }
 
 fn probe_port(address: SocketAddr, flag: &str) -> Result<TcpListener, CommandError> {

@@ -10,7 +10,8 @@ use crate::exit::{CommandError, print_stderr};
 /// Options of `inflight usage`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Directories of usage logs, written by `inflight router --usage-log DIR`
+    /// Directories of usage logs, written by `inflight router --usage-log DIR`. Name those of all routers in one
+    /// call, so that a stream that moved between routers counts once
     #[arg(value_name = "DIR", required = true)]
     pub directories: Vec<PathBuf>,
     /// Requests that ended on this UTC day or later, or since a time: 2026-01-31 or 2026-01-31T12:00:00Z
@@ -30,20 +31,12 @@ pub struct Args {
 /// A log cannot be read, or standard output cannot be written.
 pub fn run(args: &Args) -> Result<(), CommandError> {
     let mut summary = UsageSummary::new(args.by);
-    let mut reading = UsageReading::default();
-    for directory in &args.directories {
-        let read = read_usage(directory, args.since.map(UsageSince::time), |record| {
-            if args.since.is_none_or(|since| since.includes(&record)) {
-                summary.add(&record);
-            }
-        });
-        let read = read.map_err(|error| CommandError::chain("", &error))?;
-        reading.files += read.files;
-        reading.lines += read.lines;
-        reading.duplicates += read.duplicates;
-        reading.torn += read.torn;
-        reading.damaged += read.damaged;
-    }
+    let reading = read_usage(&args.directories, args.since.map(UsageSince::time), |record| {
+        if args.since.is_none_or(|since| since.includes(&record)) {
+            summary.add(&record);
+        }
+    });
+    let reading = reading.map_err(|error| CommandError::chain("", &error))?;
     if reading.torn + reading.damaged > 0 {
         print_stderr(format_args!(
             "warning: not counted: {} incomplete lines at the end of files, {} damaged lines",
@@ -62,6 +55,7 @@ fn json(by: UsageGroup, summary: &UsageSummary, reading: &UsageReading) -> Strin
         "total": summary.total,
         "lines": reading.lines,
         "duplicates": reading.duplicates,
+        "resumed": reading.resumed,
         "torn": reading.torn,
         "damaged": reading.damaged,
     });

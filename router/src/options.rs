@@ -171,6 +171,11 @@ pub struct Options {
     pub record: Option<PathBuf>,
     /// Usage log; without it none is written.
     pub usage_log: Option<UsageLogOptions>,
+    /// Secrets that sign the cursors of streams, shared by all routers: the first signs, all verify. Without one,
+    /// a random one is used, and only this process resumes its streams.
+    pub resume_keys: Vec<Vec<u8>>,
+    /// Time after its last message in which a stream can be resumed.
+    pub resume_age_max: Duration,
 }
 
 impl Default for Options {
@@ -216,6 +221,8 @@ impl Default for Options {
             reflection: true,
             record: None,
             usage_log: None,
+            resume_keys: Vec::new(),
+            resume_age_max: Duration::from_secs(600),
         }
     }
 }

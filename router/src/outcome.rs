@@ -79,6 +79,10 @@ pub(crate) enum Outcome {
     NoChatTemplate { model: String },
     /// No worker has the required fingerprint.
     UnknownFingerprint { required: String, served: Vec<String> },
+    /// Cursor that is too old, or of another request.
+    CursorRejected(String),
+    /// A resumed stream whose worker generates other tokens than the client has received.
+    ResumeDiverged { choice: u32 },
     /// Authentication failure: API key missing, malformed, unknown or expired, or certificate of no tenant.
     Unauthenticated(String),
     /// The caller lacks permission.
@@ -154,7 +158,10 @@ impl Outcome {
             Self::TooLarge(_) => Code::ResourceExhausted,
             Self::UnknownPath { .. } | Self::WrongMethod { .. } => Code::Unimplemented,
             Self::UnknownModel { .. } => Code::NotFound,
-            Self::NoChatTemplate { .. } | Self::UnknownFingerprint { .. } => Code::FailedPrecondition,
+            Self::NoChatTemplate { .. }
+            | Self::UnknownFingerprint { .. }
+            | Self::CursorRejected(_)
+            | Self::ResumeDiverged { .. } => Code::FailedPrecondition,
             Self::Unauthenticated(_) => Code::Unauthenticated,
             Self::Denied(_) => Code::PermissionDenied,
             Self::Full(_) | Self::Limited(_) | Self::Displaced { .. } | Self::Infeasible { .. } => {
@@ -194,6 +201,8 @@ impl Outcome {
             }
             Self::ContextExceeded(_) => of(400, INVALID, Some("context_length_exceeded"), INVALID),
             Self::UnknownFingerprint { .. } => of(409, INVALID, Some("unknown_fingerprint"), INVALID),
+            Self::CursorRejected(_) => of(409, INVALID, Some("cursor_rejected"), INVALID),
+            Self::ResumeDiverged { .. } => of(409, INVALID, Some("resume_diverged"), INVALID),
             Self::TooLarge(_) => of(413, INVALID, Some("request_too_large"), "request_too_large"),
             Self::ReceiveTimeout(_) => of(408, INVALID, Some("request_timeout"), INVALID),
             Self::UnknownPath { .. } => of(404, INVALID, Some("unknown_url"), "not_found_error"),
@@ -250,6 +259,8 @@ impl Outcome {
             Self::UnknownModel { .. } => "unknown_model",
             Self::NoChatTemplate { .. } => "no_chat_template",
             Self::UnknownFingerprint { .. } => "unknown_fingerprint",
+            Self::CursorRejected(_) => "cursor_rejected",
+            Self::ResumeDiverged { .. } => "resume_diverged",
             Self::Unauthenticated(_) => "unauthenticated",
             Self::Denied(_) => "denied",
             Self::Full(_) => "full",
@@ -287,6 +298,7 @@ impl Outcome {
             | Self::ContextExceeded(reason)
             | Self::TooLarge(reason)
             | Self::ReceiveTimeout(reason)
+            | Self::CursorRejected(reason)
             | Self::Internal(reason) => reason.clone(),
             Self::UnknownPath { path } => format!("there is no {path:?} in this API"),
             Self::WrongMethod { method, path } => format!("{path:?} does not take {method}"),
@@ -300,6 +312,9 @@ impl Outcome {
                 let served = if served.is_empty() { "none".to_owned() } else { served.join(", ") };
                 format!("no worker has the fingerprint {required:?}; those connected have: {served}")
             }
+            Self::ResumeDiverged { choice } => format!(
+                "the worker generates other tokens for choice {choice} than before, so the stream cannot be resumed; start over"
+            ),
             Self::Unauthenticated(reason) | Self::Denied(reason) => reason.clone(),
             Self::Full(over) | Self::Limited(over) => over.what.clone(),
             Self::Displaced { .. } => {

@@ -2,6 +2,7 @@
 
 use inflight_contract::{FinishReason, PositionLogprobs, SamplingSpec};
 
+use crate::api::cursor::ChoicePosition;
 use crate::text::Message;
 
 /// Prompt of a request.
@@ -87,6 +88,19 @@ pub(crate) struct GenerationRequest {
     pub(crate) request_id: String,
     /// The only numerics fingerprint it may run on; empty: any.
     pub(crate) require_fingerprint: String,
+    /// Whether its stream can be resumed: events have positions.
+    pub(crate) resumable: bool,
+    /// Position of the stream that it resumes.
+    pub(crate) resume: Option<Resume>,
+}
+
+/// Position of a stream that a request resumes, as its client gives it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Resume {
+    /// Signed cursor.
+    pub(crate) cursor: Vec<u8>,
+    /// Received tokens of each choice, from which workers continue; `None`: the stream is generated again.
+    pub(crate) tokens: Option<Vec<Vec<u32>>>,
 }
 
 impl GenerationRequest {
@@ -103,6 +117,8 @@ impl GenerationRequest {
             priority: 0,
             request_id: String::new(),
             require_fingerprint: String::new(),
+            resumable: false,
+            resume: None,
         }
     }
 }
@@ -127,6 +143,17 @@ pub(crate) enum GenerationEvent {
     Completed(Completed),
 }
 
+impl GenerationEvent {
+    /// Whether it is output that the client has not received before.
+    pub(crate) fn is_new_output(&self) -> bool {
+        match self {
+            Self::Delta(delta) => !delta.replayed,
+            Self::Finished(finished) => !finished.replayed,
+            Self::Started(_) | Self::FingerprintChanged { .. } | Self::Completed(_) => false,
+        }
+    }
+}
+
 /// First event of a stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Started {
@@ -149,6 +176,10 @@ pub(crate) struct Delta {
     pub(crate) token_ids: Vec<u32>,
     /// Log probabilities of the new tokens, if requested.
     pub(crate) logprobs: Vec<PositionLogprobs>,
+    /// Position of the choice after it; without meaning unless the stream is resumable.
+    pub(crate) position: ChoicePosition,
+    /// Whether the client has received it before: the stream is being resumed.
+    pub(crate) replayed: bool,
 }
 
 /// End of a choice.
@@ -161,6 +192,10 @@ pub(crate) struct Finished {
     pub(crate) stop_string: String,
     /// Stop token that matched.
     pub(crate) stop_token_id: Option<u32>,
+    /// Position of the choice at its end, whose last tokens may have no text.
+    pub(crate) position: ChoicePosition,
+    /// Whether the client has received it before.
+    pub(crate) replayed: bool,
 }
 
 /// End of a stream.

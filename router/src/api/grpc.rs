@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use futures::{Stream, StreamExt as _};
 use inflight_proto::v1;
@@ -12,9 +12,10 @@ use inflight_proto::v1::inference_server::Inference;
 use tonic::{Request, Response, Status};
 
 use crate::api::collected::{Collected, CollectedChoice};
+use crate::api::cursor::CursorTracker;
 use crate::api::generation::{
-    Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, SamplingOverrides, Started,
-    StopConditions, Timings, Usage,
+    Completed, Delta, Finished, GenerationEvent, GenerationRequest, Input, Resume, SamplingOverrides,
+    Started, StopConditions, Timings, Usage,
 };
 use crate::api::ingress::{Ingress, RequestContext, rejected};
 use crate::api::response_stream::ResponseStream;
@@ -44,14 +45,36 @@ impl Grpc {
 }
 
 /// Response stream as protobuf messages.
-pub(crate) struct GenerateStream(ResponseStream);
+pub(crate) struct GenerateStream {
+    stream: ResponseStream,
+    /// Cursor of a resumable stream.
+    cursor: Option<CursorTracker>,
+}
 
 impl Stream for GenerateStream {
     type Item = Result<v1::GenerateResponse, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let next = Pin::new(&mut self.0).poll_next(context);
-        next.map(|event| event.map(|event| event.map(message).map_err(|outcome| failed(outcome, &self.0))))
+        let this = &mut *self;
+        loop {
+            let event = match ready!(Pin::new(&mut this.stream).poll_next(context)) {
+                None => return Poll::Ready(None),
+                Some(Err(outcome)) => return Poll::Ready(Some(Err(failed(outcome, &this.stream)))),
+                Some(Ok(event)) => event,
+            };
+            let cursor = this.cursor.as_mut().map(|cursor| {
+                cursor.observe(&event);
+                cursor
+            });
+            let output = matches!(event, GenerationEvent::Delta(_) | GenerationEvent::Finished(_));
+            if output && !event.is_new_output() {
+                continue;
+            }
+            return Poll::Ready(Some(Ok(message(
+                event,
+                cursor.map(CursorTracker::sign).unwrap_or_default(),
+            ))));
+        }
     }
 }
 
@@ -76,6 +99,7 @@ fn at_path(outcome: Outcome) -> Outcome {
     let parent = match field.as_str() {
         "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
         | "repetition_penalty" | "logit_bias" | "logprobs" | "n" => "sampling.",
+        "cursor" => "resume.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
     };
@@ -121,19 +145,27 @@ fn choice((choice, index): (CollectedChoice, u32)) -> v1::Choice {
     v1::Choice { index, text, token_ids, logprobs, reason, stop_string, stop_token_id }
 }
 
-fn message(event: GenerationEvent) -> v1::GenerateResponse {
+/// Returns the message of an event, with the cursor after it.
+fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
     let event = match event {
         GenerationEvent::Started(started) => {
             let Started { request_id, model, prompt_tokens, seed, fingerprint } = started;
-            Event::Started(v1::GenerationStarted { request_id, model, prompt_tokens, seed, fingerprint })
+            Event::Started(v1::GenerationStarted {
+                request_id,
+                model,
+                prompt_tokens,
+                seed,
+                fingerprint,
+                cursor,
+            })
         }
-        GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs }) => {
+        GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs, .. }) => {
             let logprobs = logprobs.into_iter().map(Into::into).collect();
-            Event::Delta(v1::GenerationDelta { choice, text, token_ids, logprobs })
+            Event::Delta(v1::GenerationDelta { choice, text, token_ids, logprobs, cursor })
         }
-        GenerationEvent::Finished(Finished { choice, reason, stop_string, stop_token_id }) => {
+        GenerationEvent::Finished(Finished { choice, reason, stop_string, stop_token_id, .. }) => {
             let reason = v1::FinishReason::from(reason).into();
-            Event::Finished(v1::ChoiceFinished { choice, reason, stop_string, stop_token_id })
+            Event::Finished(v1::ChoiceFinished { choice, reason, stop_string, stop_token_id, cursor })
         }
         GenerationEvent::FingerprintChanged { fingerprint, tokens } => {
             Event::FingerprintChanged(v1::FingerprintChanged { fingerprint, tokens })
@@ -154,18 +186,26 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
         Some(Prompt::Text(text)) => Input::Text(text),
         Some(Prompt::Chat(chat)) => conversation(chat),
     };
+    let resumable = message.resumable || message.resume.is_some();
     Ok(GenerationRequest {
         model: message.model,
         input,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
-        return_token_ids: message.return_token_ids,
+        return_token_ids: message.return_token_ids || resumable,
         tenant: message.tenant,
         weight: message.weight,
         priority: message.priority,
         request_id: message.request_id,
         require_fingerprint: message.require_fingerprint,
+        resumable,
+        resume: message.resume.map(resume),
     })
+}
+
+fn resume(message: v1::Resume) -> Resume {
+    let tokens = message.choices.into_iter().map(|choice| choice.ids).collect();
+    Resume { cursor: message.cursor, tokens: Some(tokens) }
 }
 
 fn conversation(chat: v1::Chat) -> Input {
@@ -207,7 +247,9 @@ impl Inference for Grpc {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<GenerateStream>, Status> {
-        Ok(Response::new(GenerateStream(self.start(request).await?)))
+        let stream = self.start(request).await?;
+        let cursor = self.ingress.track(&stream);
+        Ok(Response::new(GenerateStream { stream, cursor }))
     }
 
     /// Dropping the call drops its stream, which cancels the request.
@@ -215,6 +257,10 @@ impl Inference for Grpc {
         &self,
         request: Request<v1::GenerateRequest>,
     ) -> Result<Response<v1::GenerateUnaryResponse>, Status> {
+        if request.get_ref().resumable || request.get_ref().resume.is_some() {
+            let reason = "a response in one message cannot be resumed; call Generate";
+            return Err(rejected(Outcome::field("resume", reason)).into_status());
+        }
         let mut stream = self.start(request).await?;
         let mut collected = Collected::default();
         while let Some(event) = stream.next().await {

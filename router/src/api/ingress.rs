@@ -12,6 +12,7 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::api::admission::{Admission, AdmissionGuard, AdmissionSlot};
 use crate::api::arrival::CallArrival;
+use crate::api::cursor::{Cursor, CursorError, CursorKeys, CursorTracker};
 use crate::api::generation::{GenerationRequest, Input};
 use crate::api::request;
 use crate::api::response_stream::ResponseStream;
@@ -34,6 +35,7 @@ pub(crate) struct Ingress {
     tokenizing: Arc<Semaphore>,
     open: TaskTracker,
     usage: Option<Arc<UsageLog>>,
+    cursors: CursorKeys,
 }
 
 /// Metadata of a request beside its message.
@@ -117,6 +119,7 @@ impl Ingress {
             tokenizing: Arc::new(Semaphore::new(threads)),
             open,
             usage,
+            cursors: CursorKeys::new(&options.resume_keys, options.resume_age_max),
         }
     }
 
@@ -163,13 +166,17 @@ impl Ingress {
     /// Validates and queues a request.
     pub(crate) async fn start(
         &self,
-        request: GenerationRequest,
+        mut request: GenerationRequest,
         incoming: RequestContext,
     ) -> Result<ResponseStream, Outcome> {
         let permit = self.stream_permit()?;
         let open = self.open.token();
         let usage = self.usage.as_ref().map(UsageLog::admit).transpose()?;
         let RequestContext { arrival, context, caller, admission_guard, received } = incoming;
+        let resumed = request.resume.as_ref().map(|resume| self.verify(&resume.cursor)).transpose()?;
+        if let Some(cursor) = &resumed {
+            request::continue_from(&mut request, cursor)?;
+        }
         let required = Some(request.require_fingerprint.as_str()).filter(|required| !required.is_empty());
         let served = self.dispatch.resolve(&request.model, required, arrival.at)?;
         let span = info_span!(
@@ -187,8 +194,9 @@ impl Ingress {
         let large = request::is_large(&request.input);
         let (prepared, options) = (served.clone(), self.options.clone());
         let prepare = move || {
-            let (seed, name) = (rand::random(), format!("{:032x}", rand::random::<u128>()));
-            request::prepare(request, &prepared, &options, arrival.at, arrival.deadline, seed, name, &caller)
+            let (seed, stream) = (rand::random(), rand::random());
+            let arrived = (arrival.at, arrival.deadline);
+            request::prepare(request, resumed, &prepared, &options, arrived, seed, stream, &caller)
         };
         let mut call = self.run_blocking(large, prepare).instrument(span.clone()).await?;
         drop(received);
@@ -200,12 +208,27 @@ impl Ingress {
         let model = served.model;
         let charge = admission_guard
             .as_ref()
-            .map(|admission_guard| admission_guard.take_tokens(call.tokens()))
+            .map(|admission_guard| {
+                admission_guard.take_tokens(call.tokens().saturating_sub(call.charged_tokens()))
+            })
             .transpose()?;
         let guard =
             CallGuard::default().with(permit).with(open).with(OpenStream::new()).with(admission_guard);
         let ticket = self.dispatch.submit(call, queue_span, guard)?;
         Ok(ResponseStream::new(ticket, model, span, charge, usage))
+    }
+
+    /// Returns the cursor that a client gives.
+    fn verify(&self, bytes: &[u8]) -> Result<Cursor, Outcome> {
+        self.cursors.verify(bytes).map_err(|error| match error {
+            CursorError::Signature => Outcome::field("cursor", error),
+            CursorError::Stale { .. } => Outcome::CursorRejected(error.to_string()),
+        })
+    }
+
+    /// Returns the cursor of a stream, which follows its events; `None` if the stream cannot be resumed.
+    pub(crate) fn track(&self, stream: &ResponseStream) -> Option<CursorTracker> {
+        Some(CursorTracker::new(self.cursors.clone(), stream.cursor()?))
     }
 
     /// Takes the permit of an open call.

@@ -4,7 +4,9 @@
 pub(crate) mod admission;
 pub(crate) mod arrival;
 pub(crate) mod auth;
+mod choice_output;
 mod collected;
+pub(crate) mod cursor;
 mod generation;
 pub(crate) mod grpc;
 pub(crate) mod http;

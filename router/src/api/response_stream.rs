@@ -4,43 +4,26 @@ use std::collections::VecDeque;
 use std::future::Future as _;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use futures::Stream;
-use inflight_contract::FinishReason;
+use tokio::sync::oneshot;
 use tokio::time::Sleep;
 use tracing::Span;
 
 use crate::api::admission::TokenCharge;
-use crate::api::generation::{Completed, Delta, Finished, GenerationEvent, Started, Timings, Usage};
+use crate::api::choice_output::ChoiceOutput;
+use crate::api::cursor::Cursor;
+use crate::api::generation::{Completed, GenerationEvent, Started, Timings, Usage};
 use crate::clock;
 use crate::cluster::bundle::Model;
 use crate::dispatcher::Ticket;
 use crate::dispatcher::request::{AdmittedCall, FingerprintChange, StreamRead, UnreadOutput};
 use crate::metrics as names;
 use crate::outcome::Outcome;
-use crate::text::{Detokenizer, StopMatcher, Vocabulary};
 use crate::usage::log::UsageSlot;
 use crate::usage::{UsageRecord, timestamp};
-
-/// Output state of one choice.
-struct ChoiceOutput {
-    detokenizer: Detokenizer,
-    stops: StopMatcher,
-    /// Delivered tokens, up to its end.
-    tokens: u32,
-    /// Latest of these tokens.
-    last_token: Option<u32>,
-    ended: bool,
-}
-
-/// End of a choice as its client sees it.
-struct ChoiceEnding {
-    reason: FinishReason,
-    stop: String,
-    stop_token_id: Option<u32>,
-}
 
 /// Client side of a request: reads the journal when there is new output and the client has room, detokenizes
 /// it and ends the call. Runs in the task that writes the client's stream, so a slow client delays no other.
@@ -62,6 +45,9 @@ pub(crate) struct ResponseStream {
     charge: Option<TokenCharge>,
     /// Place of its line in the usage log.
     usage: Option<UsageSlot>,
+    /// Resolves once the line of a completed request is written, before which the last event is not sent: a
+    /// client that has all of its output is billed even if the router is killed.
+    written: Option<oneshot::Receiver<()>>,
 }
 
 impl ResponseStream {
@@ -73,14 +59,8 @@ impl ResponseStream {
         usage: Option<UsageSlot>,
     ) -> Self {
         let call = &ticket.active.call;
-        let choice = |_| ChoiceOutput {
-            detokenizer: Detokenizer::new(model.tokenizer.vocabulary(), &call.prompt),
-            stops: StopMatcher::new(&call.stop),
-            tokens: 0,
-            last_token: None,
-            ended: false,
-        };
-        let choices = (0..call.sampling.n).map(choice).collect();
+        let choices = (0..call.sampling.n).map(|index| ChoiceOutput::new(index, call, &model.tokenizer));
+        let choices = choices.collect();
         Self {
             ticket,
             model,
@@ -94,6 +74,7 @@ impl ResponseStream {
             outcome: None,
             charge,
             usage,
+            written: None,
         }
     }
 
@@ -105,6 +86,11 @@ impl ResponseStream {
     /// Returns the bundle of the request's model.
     pub(crate) fn bundle(&self) -> Arc<Model> {
         self.model.clone()
+    }
+
+    /// Returns the cursor at the start of the stream; `None` if it cannot be resumed.
+    pub(crate) fn cursor(&self) -> Option<Cursor> {
+        self.call().cursor.clone()
     }
 
     /// Resolves at the deadline.
@@ -132,6 +118,7 @@ impl ResponseStream {
                 seed: call.sampling.seed,
                 fingerprint: read.fingerprint.as_deref().unwrap_or_default().to_owned(),
             }));
+            self.take_resumed()?;
         }
         for FingerprintChange { fingerprint, tokens } in read.changes {
             let fingerprint = fingerprint.to_string();
@@ -141,34 +128,28 @@ impl ResponseStream {
         for (index, fresh) in read.fresh {
             let call = &self.ticket.active.call;
             let choice = &mut self.choices[index as usize];
-            if choice.ended {
+            if choice.ended() {
                 self.ticket.active.count_unbilled(fresh.tokens.len());
                 continue;
             }
             let worker_ended = fresh.end.is_some();
             let received = fresh.tokens.len();
-            let before = choice.tokens;
-            let (delta, ending) = choice.take(index, fresh, call, self.model.tokenizer.vocabulary());
-            self.ticket.active.count_unbilled(received - (choice.tokens - before) as usize);
-            if let Some(delta) = delta {
-                self.ready.push_back(GenerationEvent::Delta(delta));
-            }
-            if let Some(ending) = ending {
+            let before = choice.tokens();
+            let taken = choice.take(fresh, call, self.model.tokenizer.vocabulary())?;
+            self.ticket.active.count_unbilled(received - (choice.tokens() - before) as usize);
+            let deltas = [taken.replayed, taken.delta].into_iter().flatten();
+            self.ready.extend(deltas.map(GenerationEvent::Delta));
+            if let Some(finished) = taken.finished {
                 if !worker_ended {
                     withdrawn.push(index);
                 }
-                self.ready.push_back(GenerationEvent::Finished(Finished {
-                    choice: index,
-                    reason: ending.reason,
-                    stop_string: ending.stop,
-                    stop_token_id: ending.stop_token_id,
-                }));
+                self.ready.push_back(GenerationEvent::Finished(finished));
             }
         }
         for choice in withdrawn {
             self.ticket.withdraw(choice);
         }
-        if self.choices.iter().all(|choice| choice.ended) {
+        if self.choices.iter().all(ChoiceOutput::ended) {
             self.complete();
             return Ok(());
         }
@@ -182,6 +163,17 @@ impl ResponseStream {
         }
     }
 
+    /// Takes the output that a worker continues from.
+    fn take_resumed(&mut self) -> Result<(), Outcome> {
+        let call = &self.ticket.active.call;
+        for (choice, tokens) in self.choices.iter_mut().zip(&call.resumed) {
+            let resumed = UnreadOutput { tokens: tokens.clone(), ..UnreadOutput::default() };
+            let taken = choice.take(resumed, call, self.model.tokenizer.vocabulary())?;
+            self.ready.extend(taken.replayed.map(GenerationEvent::Delta));
+        }
+        Ok(())
+    }
+
     /// Returns the token counts so far; `None` before the request was dispatched.
     pub(crate) fn usage(&self) -> Option<Usage> {
         self.started.then(|| self.count())
@@ -192,10 +184,14 @@ impl ResponseStream {
         let (cached_prompt_tokens, fingerprint) = active.served();
         Usage {
             prompt_tokens: active.call.prompt.len() as u32,
-            completion_tokens: self.choices.iter().map(|choice| choice.tokens).sum(),
+            completion_tokens: self.delivered(),
             cached_prompt_tokens,
             fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
         }
+    }
+
+    fn delivered(&self) -> u32 {
+        self.choices.iter().map(ChoiceOutput::delivered).sum()
     }
 
     fn complete(&mut self) {
@@ -205,7 +201,7 @@ impl ResponseStream {
         let since = |at: Option<Instant>| {
             at.map_or(0.0, |at| at.saturating_duration_since(call.arrived).as_secs_f64())
         };
-        let longest = self.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
+        let longest = self.choices.iter().map(ChoiceOutput::tokens).max().unwrap_or(0);
         let between = match (times.first_token, times.last_token) {
             (Some(first), Some(last)) if longest > 1 => {
                 last.saturating_duration_since(first).as_secs_f64() / f64::from(longest - 1)
@@ -222,6 +218,7 @@ impl ResponseStream {
         self.ready.push_back(GenerationEvent::Completed(Completed { usage, timings }));
         self.over = true;
         self.outcome = Some(Outcome::Completed);
+        self.written = self.usage.take().map(|slot| slot.record(self.usage_record(&Outcome::Completed)));
         if longest > 1 {
             let (model, operation) = (call.model.clone(), operation(call));
             metrics::histogram!(names::PER_TOKEN_SECONDS,
@@ -230,8 +227,15 @@ impl ResponseStream {
         }
     }
 
-    /// Returns the line of the usage log. Prompt tokens count if a worker has received them.
-    fn usage_record(&self, outcome: &Outcome, prompt_tokens: u64, tokens: u32) -> UsageRecord {
+    /// Returns the prompt tokens that count: all, if a worker has received them.
+    fn counted_prompt(&self) -> u64 {
+        let active = &self.ticket.active;
+        let received = active.times().placed.is_some() || active.call.charged_tokens() > 0;
+        if received { active.call.prompt.len() as u64 } else { 0 }
+    }
+
+    /// Returns the line of the usage log.
+    fn usage_record(&self, outcome: &Outcome) -> UsageRecord {
         let active = &self.ticket.active;
         let call = &active.call;
         let times = active.times();
@@ -245,9 +249,11 @@ impl ResponseStream {
             request: call.request_id.clone(),
             model: call.model.clone(),
             fingerprint: fingerprint.as_deref().unwrap_or_default().to_owned(),
-            prompt_tokens,
+            stream: call.cursor.as_ref().map(Cursor::stream_id),
+            resumed_tokens: call.cursor.as_ref().map(Cursor::tokens).filter(|_| call.resumes),
+            prompt_tokens: self.counted_prompt(),
             cached_prompt_tokens: u64::from(cached),
-            completion_tokens: u64::from(tokens),
+            completion_tokens: u64::from(self.delivered()),
             arrived: at(call.arrived),
             dispatched: times.placed.map(at),
             first_token: times.first_token.map(at),
@@ -270,6 +276,13 @@ impl Stream for ResponseStream {
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
         loop {
+            if let (Some(GenerationEvent::Completed(_)), Some(written)) =
+                (this.ready.front(), &mut this.written)
+            {
+                // Fails if the writer has ended, which has reported it.
+                let _ = ready!(Pin::new(written).poll(context));
+                this.written = None;
+            }
             if let Some(event) = this.ready.pop_front() {
                 return Poll::Ready(Some(Ok(event)));
             }
@@ -300,14 +313,14 @@ impl Drop for ResponseStream {
         let outcome = self.outcome.take().unwrap_or(Outcome::Cancelled);
         let times = active.times();
         let elapsed = clock::now().saturating_duration_since(call.arrived);
-        let tokens: u32 = self.choices.iter().map(|choice| choice.tokens).sum();
-        // The prompt is charged only if a worker has received it.
-        let prompt = if times.placed.is_some() { call.prompt.len() as u64 } else { 0 };
+        let tokens = self.delivered();
+        let prompt = self.counted_prompt();
         if let Some(charge) = &mut self.charge {
-            charge.used(prompt + u64::from(tokens));
+            charge.used((prompt + u64::from(tokens)).saturating_sub(call.charged_tokens()));
         }
         if let Some(usage) = self.usage.take() {
-            usage.record(self.usage_record(&outcome, prompt, tokens));
+            // Resolves at the write, for which nothing waits here.
+            drop(usage.record(self.usage_record(&outcome)));
         }
         let (model, operation) = (call.model.clone(), operation(call));
         let error = match outcome {
@@ -315,7 +328,9 @@ impl Drop for ResponseStream {
             _ => outcome.label(),
         };
         metrics::counter!(names::REQUESTS, "outcome" => outcome.label()).increment(1);
-        metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone()).increment(tokens.into());
+        let received = call.cursor.as_ref().map_or(0, Cursor::tokens);
+        metrics::counter!(names::COMPLETION_TOKENS, "model" => model.clone())
+            .increment(u64::from(tokens).saturating_sub(received));
         metrics::histogram!(names::REQUEST_SECONDS, "gen_ai_request_model" => model.clone(),
             "gen_ai_operation_name" => operation, "error_type" => error)
         .record(elapsed);
@@ -336,81 +351,6 @@ impl Drop for ResponseStream {
             seconds = elapsed.as_secs_f64(),
             "request ended"
         );
-    }
-}
-
-impl ChoiceOutput {
-    /// Appends new tokens. Returns the delta to send, if any, and the end of the choice, if it has ended.
-    fn take(
-        &mut self,
-        index: u32,
-        fresh: UnreadOutput,
-        call: &AdmittedCall,
-        vocabulary: &Vocabulary,
-    ) -> (Option<Delta>, Option<ChoiceEnding>) {
-        let UnreadOutput { mut tokens, mut logprobs, end } = fresh;
-        // With STOP, the last token is the stop token. The update has no token only if an earlier attempt, on
-        // a worker with another fingerprint, has delivered it.
-        let stopped = end == Some(FinishReason::Stop);
-        let has_stop_token = stopped && !tokens.is_empty();
-        self.last_token = tokens.last().copied().or(self.last_token);
-        let stop_token_id = self.last_token.filter(|_| stopped);
-        let shown = tokens.len() - usize::from(has_stop_token);
-        let mut text = String::new();
-        let mut ending = end.map(|reason| ChoiceEnding { reason, stop: String::new(), stop_token_id });
-        let mut piece = String::new();
-        for (at, token) in tokens[..shown].iter().enumerate() {
-            self.tokens += 1;
-            if self.stops.is_empty() {
-                self.detokenizer.push(vocabulary, *token, &mut text);
-                continue;
-            }
-            piece.clear();
-            self.detokenizer.push(vocabulary, *token, &mut piece);
-            let armed = self.tokens > call.sampling.min_tokens;
-            if let Some(found) = self.stops.push(&piece, armed, &mut text) {
-                self.ended = true;
-                ending = Some(ChoiceEnding {
-                    reason: FinishReason::Stop,
-                    stop: call.stop[found.stop].clone(),
-                    stop_token_id: None,
-                });
-                tokens.truncate(at + 1);
-                logprobs.truncate(at + 1);
-                break;
-            }
-        }
-        if !self.ended && ending.is_some() {
-            self.ended = true;
-            self.tokens += u32::from(has_stop_token);
-            ending = self.flush(&mut text, call, ending);
-        }
-        let token_ids = if call.return_token_ids { tokens } else { Vec::new() };
-        let empty = text.is_empty() && token_ids.is_empty() && logprobs.is_empty();
-        let delta = Delta { choice: index, text, token_ids, logprobs };
-        (if empty { None } else { Some(delta) }, ending)
-    }
-
-    /// Releases held-back text. The replacement of an incomplete last character is ordinary text and may
-    /// complete a stop string.
-    fn flush(
-        &mut self,
-        text: &mut String,
-        call: &AdmittedCall,
-        ending: Option<ChoiceEnding>,
-    ) -> Option<ChoiceEnding> {
-        let mut rest = String::new();
-        self.detokenizer.finish(&mut rest);
-        let armed = self.tokens > call.sampling.min_tokens;
-        if let Some(found) = self.stops.push(&rest, armed, text) {
-            return Some(ChoiceEnding {
-                reason: FinishReason::Stop,
-                stop: call.stop[found.stop].clone(),
-                stop_token_id: None,
-            });
-        }
-        self.stops.finish(text);
-        ending
     }
 }
 

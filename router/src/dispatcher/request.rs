@@ -10,6 +10,7 @@ use inflight_router_core::{
     BlockHashChain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec,
 };
 
+use crate::api::cursor::Cursor;
 use crate::call_guard::CallGuard;
 use crate::metrics as names;
 use crate::outcome::Outcome;
@@ -38,6 +39,12 @@ pub(crate) struct AdmittedCall {
     /// The only numerics fingerprint it may run on, if requested.
     pub(crate) require_fingerprint: Option<String>,
     pub(crate) chat: bool,
+    /// Start of a resumable stream, or the position that it is resumed from.
+    pub(crate) cursor: Option<Cursor>,
+    /// Whether it resumes the stream of an earlier call.
+    pub(crate) resumes: bool,
+    /// Tokens of each choice that workers continue from; empty for all but resumed requests.
+    pub(crate) resumed: Vec<Vec<u32>>,
     pub(crate) trace: TraceContext,
 }
 
@@ -45,6 +52,12 @@ impl AdmittedCall {
     /// Returns the maximum tokens of the request: prompt and output of all choices.
     pub(crate) fn tokens(&self) -> u64 {
         self.prompt.len() as u64 + u64::from(self.max_tokens) * u64::from(self.sampling.n)
+    }
+
+    /// Returns the tokens of prompt and output that an earlier call of a resumed stream was charged for.
+    pub(crate) fn charged_tokens(&self) -> u64 {
+        let received = self.cursor.as_ref().map_or(0, Cursor::tokens);
+        if received > 0 { self.prompt.len() as u64 + received } else { 0 }
     }
 
     /// Returns what the dispatcher needs to know of the request.
@@ -65,6 +78,7 @@ impl AdmittedCall {
             logprobs: self.sampling.logprobs,
             deadline: self.deadline.map(since_epoch),
             require_fingerprint: self.require_fingerprint.clone(),
+            resumed: self.resumed.clone(),
             chains,
         }
     }
@@ -331,8 +345,10 @@ impl ActiveRequest {
     pub(crate) fn served(&self) -> (u32, Option<Arc<str>>) {
         let state = self.lock();
         let prompt = self.call.prompt.len() as u32;
-        let cached = state.computed_prompt.map_or(0, |computed| prompt.saturating_sub(computed));
-        (cached, state.fingerprint.clone())
+        // The first choice to report has computed its resumed tokens, too.
+        let resumed = self.call.resumed.iter().map(Vec::len).max().unwrap_or(0) as u32;
+        let cached = |computed: u32| (prompt + resumed).saturating_sub(computed).min(prompt);
+        (state.computed_prompt.map_or(0, cached), state.fingerprint.clone())
     }
 
     pub(crate) fn count_unbilled(&self, tokens: usize) {
@@ -380,6 +396,9 @@ mod tests {
             return_token_ids: false,
             require_fingerprint: None,
             chat: false,
+            cursor: None,
+            resumes: false,
+            resumed: Vec::new(),
             trace: TraceContext::default(),
         };
         let id = RequestId::default();

@@ -232,7 +232,8 @@ mod tests {
         let read = || {
             let mut numbers = Vec::new();
             let reading =
-                read_usage(&directory, None, |record| numbers.push(record.completion_tokens)).unwrap();
+                read_usage(&[directory.clone()], None, |record| numbers.push(record.completion_tokens))
+                    .unwrap();
             (reading, numbers)
         };
         assert_eq!(read(), (UsageReading { files: 3, lines: 3, ..UsageReading::default() }, vec![2, 3, 4]));
@@ -245,7 +246,7 @@ mod tests {
         let mut log = UsageFiles::open(&UsageLogOptions { files_max: 4, ..options }).unwrap();
         log.append(&[line(4), line(5)].concat()).unwrap();
         log.sync().unwrap();
-        let reading = UsageReading { files: 4, lines: 4, duplicates: 1, torn: 1, damaged: 1 };
+        let reading = UsageReading { files: 4, lines: 4, duplicates: 1, torn: 1, damaged: 1, resumed: 0 };
         assert_eq!(read(), (reading, vec![2, 3, 4, 5]));
         drop(log);
         std::fs::remove_dir_all(&directory).unwrap();

@@ -35,7 +35,7 @@ pub(crate) struct UsageLog {
 
 /// Message to the writer.
 enum Message {
-    Line(Box<UsageRecord>, OwnedSemaphorePermit),
+    Line(Box<UsageRecord>, OwnedSemaphorePermit, oneshot::Sender<()>),
     /// Write and sync now, and answer.
     Flush(oneshot::Sender<()>),
 }
@@ -121,14 +121,20 @@ impl Drop for UsageLog {
 }
 
 impl UsageSlot {
-    /// Writes the line of the ended request.
-    pub(crate) fn record(self, record: UsageRecord) {
-        let Some(slot) = self.slot else { return report_lost(&record) };
-        let Some(lines) = &self.log.lines else { return report_lost(&record) };
-        if let Err(mpsc::SendError(Message::Line(record, _))) = lines.send(Message::Line(record.into(), slot))
-        {
-            report_lost(&record);
+    /// Writes the line of the ended request. The receiver resolves once it is written to the file, or the first
+    /// attempt has failed.
+    pub(crate) fn record(self, record: UsageRecord) -> oneshot::Receiver<()> {
+        let (written, receiver) = oneshot::channel();
+        match (self.slot, &self.log.lines) {
+            (Some(slot), Some(lines)) => {
+                let line = Message::Line(record.into(), slot, written);
+                if let Err(mpsc::SendError(Message::Line(record, ..))) = lines.send(line) {
+                    report_lost(&record);
+                }
+            }
+            _ => report_lost(&record),
         }
+        receiver
     }
 }
 
@@ -143,6 +149,8 @@ fn report_lost(record: &UsageRecord) {
 struct QueuedLine {
     record: Box<UsageRecord>,
     bytes: Vec<u8>,
+    /// `None` once the writer has tried to write it.
+    written: Option<oneshot::Sender<()>>,
     _slot: OwnedSemaphorePermit,
 }
 
@@ -178,7 +186,7 @@ impl Writer {
             let mut waiting = Vec::new();
             for message in received.into_iter().chain(messages.try_iter()) {
                 match message {
-                    Message::Line(record, slot) => self.enqueue(record, slot),
+                    Message::Line(record, slot, written) => self.enqueue(record, slot, written),
                     Message::Flush(done) => waiting.push(done),
                 }
             }
@@ -192,13 +200,18 @@ impl Writer {
         self.queue.iter().for_each(|line| report_lost(&line.record));
     }
 
-    fn enqueue(&mut self, mut record: Box<UsageRecord>, slot: OwnedSemaphorePermit) {
+    fn enqueue(
+        &mut self,
+        mut record: Box<UsageRecord>,
+        slot: OwnedSemaphorePermit,
+        written: oneshot::Sender<()>,
+    ) {
         record.id = format!("{}-{}", self.log, self.number);
         self.number += 1;
         match serde_json::to_vec(&record) {
             Ok(mut bytes) => {
                 bytes.push(b'\n');
-                self.queue.push_back(QueuedLine { record, bytes, _slot: slot });
+                self.queue.push_back(QueuedLine { record, bytes, written: Some(written), _slot: slot });
             }
             Err(_) => report_lost(&record),
         }
@@ -208,6 +221,7 @@ impl Writer {
     fn advance(&mut self, now: Instant, now_all: bool) {
         metrics::gauge!(names::USAGE_QUEUE).set(self.queue.len() as f64);
         if self.queue.is_empty() || (!now_all && self.retry_at.is_some_and(|at| now < at)) {
+            self.report_written();
             return;
         }
         let was_failed = self.retry_at.is_some();
@@ -228,8 +242,16 @@ impl Writer {
                 }
             }
         }
+        self.report_written();
         *self.failed.lock().unwrap_or_else(PoisonError::into_inner) = self.retry_at.is_some();
         metrics::gauge!(names::USAGE_QUEUE).set(self.queue.len() as f64);
+    }
+
+    /// Reports the lines that were written or could not be.
+    fn report_written(&mut self) {
+        let unreported = self.queue.iter_mut().rev().map_while(|line| line.written.take());
+        // Fails for lines that nothing waits for.
+        unreported.for_each(|written| _ = written.send(()));
     }
 
     fn write(&mut self, now: Instant, sync: bool) -> std::io::Result<()> {
@@ -243,6 +265,7 @@ impl Writer {
         if sync || self.sync_at.is_some_and(|at| at <= now) {
             self.storage.sync()?;
             metrics::counter!(names::USAGE_LINES).increment(self.queue.len() as u64);
+            self.report_written();
             self.queue.clear();
             (self.appended, self.sync_at) = (0, None);
         }
@@ -326,7 +349,7 @@ mod tests {
             for (number, (tokens, flushes)) in (0..).zip(&requests) {
                 let record = record(number, *tokens);
                 *expected.entry(record.tenant.clone()).or_default() += tokens;
-                log.admit().unwrap().record(record);
+                drop(log.admit().unwrap().record(record));
                 if *flushes {
                     block_on(log.flush());
                 }
@@ -361,7 +384,7 @@ mod tests {
             assert_eq!(third.is_err(), policy == UsageLogPolicy::Refuse, "the queue is full");
             drop(third);
             disk.0.lock().unwrap().full = true;
-            first.record(record(1, 1));
+            drop(first.record(record(1, 1)));
             block_on(log.flush());
             drop(second);
             let during = log.admit();

@@ -36,22 +36,57 @@ pub struct UsageReading {
     pub torn: u64,
     /// Other lines that are no usage lines.
     pub damaged: u64,
+    /// Lines of calls whose streams were resumed by later calls, which count their tokens too.
+    pub resumed: u64,
 }
 
-/// Reads the files of a usage log in the order of their creation, without those last written before `since`,
-/// and passes each line to `visit` once.
+/// Reads the usage logs of routers, without files last written before `since`, and passes each request to
+/// `visit` once: the line of a stream that was resumed, at these routers, is that of the call that got
+/// furthest.
 ///
 /// # Errors
-/// The directory or a file cannot be read.
+/// A directory or a file cannot be read.
 pub fn read_usage(
-    directory: &Path,
+    directories: &[PathBuf],
+    since: Option<SystemTime>,
+    mut visit: impl FnMut(UsageRecord),
+) -> Result<UsageReading, UsageReadError> {
+    // Few streams are resumed, so only their lines are kept in memory.
+    let mut streams: BTreeMap<(String, String), Option<UsageRecord>> = BTreeMap::new();
+    read_lines(directories, since, |record| {
+        if let (Some(stream), Some(_)) = (record.stream, record.resumed_tokens) {
+            streams.insert((record.tenant, stream), None);
+        }
+    })?;
+    let mut resumed = 0;
+    let mut reading = read_lines(directories, since, |record| {
+        let key = record.stream.as_ref().map(|stream| (record.tenant.clone(), stream.clone()));
+        let Some(last) = key.and_then(|key| streams.get_mut(&key)) else { return visit(record) };
+        resumed += u64::from(last.is_some());
+        let progress = |record: &UsageRecord| (record.completion_tokens, record.outcome == "completed");
+        if last.as_ref().is_none_or(|last| progress(last) <= progress(&record)) {
+            *last = Some(record);
+        }
+    })?;
+    streams.into_values().flatten().for_each(visit);
+    reading.lines -= resumed;
+    reading.resumed = resumed;
+    Ok(reading)
+}
+
+/// Passes each line to `visit` once, by directory in the order of the files' creation.
+fn read_lines(
+    directories: &[PathBuf],
     since: Option<SystemTime>,
     mut visit: impl FnMut(UsageRecord),
 ) -> Result<UsageReading, UsageReadError> {
     let failed = |path: &Path, source| UsageReadError { path: path.to_owned(), source };
     let mut reading = UsageReading::default();
     let mut seen = SeenLines::default();
-    let paths = files::list(directory).map_err(|error| failed(directory, error))?;
+    let mut paths = Vec::new();
+    for directory in directories {
+        paths.extend(files::list(directory).map_err(|error| failed(directory, error))?);
+    }
     for path in paths {
         let file = match File::open(&path) {
             Ok(file) => file,
@@ -114,10 +149,70 @@ pub(crate) fn tokens_used_today(
     let today = timestamp(midnight);
     let today = today.split('T').next().unwrap_or_default();
     let mut used: BTreeMap<String, u64> = BTreeMap::new();
-    read_usage(directory, Some(UNIX_EPOCH + midnight), |record| {
+    read_usage(&[directory.to_owned()], Some(UNIX_EPOCH + midnight), |record| {
         if record.ended.starts_with(today) {
             *used.entry(record.tenant).or_default() += record.prompt_tokens + record.completion_tokens;
         }
     })?;
     Ok(used)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Writes lines to the log of a router.
+    fn write(directory: &Path, records: &[UsageRecord]) {
+        std::fs::create_dir_all(directory).unwrap();
+        let lines: Vec<String> =
+            records.iter().map(|record| serde_json::to_string(record).unwrap() + "\n").collect();
+        std::fs::write(directory.join("usage-1.jsonl"), lines.concat()).unwrap();
+    }
+
+    proptest! {
+        /// Calls of a stream end at any token, and with any router; each counts the tokens since the first.
+        #[test]
+        fn a_resumed_stream_counts_once_however_many_calls_it_had(
+            streams in proptest::collection::vec(proptest::collection::vec((0u64..50, 0usize..3), 1..5), 1..8),
+        ) {
+            let folder = std::env::temp_dir().join(format!("inflight-reader-{}", std::process::id()));
+            let mut logs = [const { Vec::new() }; 3];
+            let mut expected = 0;
+            for (stream, calls) in streams.iter().enumerate() {
+                let mut received = 0;
+                for (call, (tokens, router)) in calls.iter().enumerate() {
+                    // What the client received of the call before is at most what that one generated.
+                    let completion_tokens = received + tokens;
+                    let log: &mut Vec<UsageRecord> = &mut logs[*router];
+                    log.push(UsageRecord {
+                        id: format!("log{router}-{}", log.len()),
+                        tenant: format!("tenant-{}", stream % 2),
+                        stream: Some(stream.to_string()),
+                        resumed_tokens: (call > 0).then_some(received),
+                        completion_tokens,
+                        ..UsageRecord::default()
+                    });
+                    received += tokens / 2;
+                }
+                let longest = |records: &[UsageRecord]| {
+                    let of = records.iter().filter(|record| record.stream == Some(stream.to_string()));
+                    of.map(|record| record.completion_tokens).max().unwrap_or(0)
+                };
+                expected += logs.iter().map(|records| longest(records)).max().unwrap_or(0);
+            }
+            let directories: Vec<PathBuf> = (0..3).map(|router| folder.join(router.to_string())).collect();
+            directories.iter().zip(&logs).for_each(|(directory, records)| write(directory, records));
+            let (mut requests, mut tokens) = (0, 0);
+            let reading = read_usage(&directories, None, |record| {
+                requests += 1;
+                tokens += record.completion_tokens;
+            });
+            let reading = reading.unwrap();
+            std::fs::remove_dir_all(&folder).unwrap();
+            prop_assert_eq!((requests, tokens), (streams.len() as u64, expected));
+            prop_assert_eq!(reading.lines + reading.resumed, logs.iter().map(Vec::len).sum::<usize>() as u64);
+        }
+    }
 }

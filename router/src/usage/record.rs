@@ -20,6 +20,13 @@ pub struct UsageRecord {
     pub key: String,
     /// Request id.
     pub request: String,
+    /// Id of the stream, of requests whose streams can be resumed. A stream that was resumed has a line for each
+    /// call; each counts all tokens since the first call, so that only the longest one is billed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stream: Option<String>,
+    /// Output tokens that the client had received in earlier calls; `None` of the first call of a stream.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resumed_tokens: Option<u64>,
     /// Model name.
     pub model: String,
     /// Numerics fingerprint of the last worker; empty if the request was sent to none.

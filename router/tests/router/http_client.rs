@@ -156,6 +156,8 @@ impl Call {
 /// Server-sent event.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
+    /// Cursor.
+    pub id: Option<String>,
     pub name: Option<String>,
     pub data: String,
 }
@@ -166,13 +168,23 @@ impl Event {
     }
 }
 
-/// Parses events strictly: an optional name and one line of data each; comments are skipped.
+/// Parses events strictly: an optional id and name, and one line of data each; comments are skipped.
 pub fn parse_events(body: &str) -> Vec<Event> {
     let mut events = Vec::new();
+    if body.is_empty() {
+        return events;
+    }
     for block in body.strip_suffix("\n\n").unwrap_or_else(|| panic!("cut: {body:?}")).split("\n\n") {
         if block.starts_with(':') {
             continue;
         }
+        let (id, block) = match block.strip_prefix("id: ") {
+            Some(rest) => {
+                let (id, block) = rest.split_once('\n').unwrap();
+                (Some(id.to_owned()), block)
+            }
+            None => (None, block),
+        };
         let (name, data) = match block.strip_prefix("event: ") {
             Some(rest) => {
                 let (name, data) = rest.split_once('\n').unwrap();
@@ -182,7 +194,7 @@ pub fn parse_events(body: &str) -> Vec<Event> {
         };
         let data = data.strip_prefix("data: ").unwrap_or_else(|| panic!("{block:?}"));
         assert!(!data.contains('\n'), "{block:?}");
-        events.push(Event { name, data: data.to_owned() });
+        events.push(Event { id, name, data: data.to_owned() });
     }
     events
 }

@@ -39,15 +39,22 @@ async fn comments_keep_a_stream_alive_while_queued_in_prefill_and_between_tokens
         }
         http.session.grant(64, 1 << 16);
         let submit = http.session.submit().await;
+        // The dispatch starts the stream.
+        let mut body = loop {
+            match call.chunk().await.unwrap() {
+                chunk if chunk == KEEP_ALIVE => {}
+                chunk => break chunk,
+            }
+        };
+        assert!(body.contains("\"role\":\"assistant\""), "{body}");
         for _ in 0..3 {
             assert_eq!(call.chunk().await.unwrap(), KEEP_ALIVE, "in prefill");
         }
         http.session.tokens(&submit, 0, &tokens("a"));
         let mut comments = 0;
-        let mut body = String::new();
         while comments < 3 {
             match call.chunk().await.unwrap() {
-                chunk if chunk == KEEP_ALIVE => comments += usize::from(!body.is_empty()),
+                chunk if chunk == KEEP_ALIVE => comments += usize::from(body.contains("\"a\"")),
                 chunk => body.push_str(&chunk),
             }
         }

@@ -18,6 +18,7 @@ mod prefix;
 mod quarantine;
 mod recovery;
 mod requests;
+mod resume;
 mod streams;
 mod tenants;
 mod unary;

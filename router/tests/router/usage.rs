@@ -27,7 +27,7 @@ fn lines(directory: &Path) -> Vec<UsageRecord> {
 /// Returns the records of a log, each once, and the number of lines dropped because they were written again.
 fn lines_and_duplicates(directory: &Path) -> (Vec<UsageRecord>, u64) {
     let mut records = Vec::new();
-    let reading = read_usage(directory, None, |record| records.push(record)).unwrap();
+    let reading = read_usage(&[directory.to_owned()], None, |record| records.push(record)).unwrap();
     assert_eq!(reading.damaged, 0);
     (records, reading.duplicates)
 }

@@ -131,9 +131,14 @@ grpc: { port: {{ index . 1 }} }
 {{- end -}}
 {{- end -}}
 
+{{/* Name of the Secret with the resume keys. */}}
+{{- define "inflight.resumeKeySecret" -}}
+{{- .Values.router.resumeKey.secretName | default (printf "%s-resume-key" (include "inflight.fullname" .)) -}}
+{{- end -}}
+
 {{/* Secrets that a router mounts, as a list of name and secret. */}}
 {{- define "inflight.routerSecrets" -}}
-{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
+{{- range $name, $secret := dict "tenants" .Values.router.tenants.secretName "resume-key" (include "inflight.resumeKeySecret" .) "tls" .Values.router.tls.secretName "worker-tls" .Values.router.workerTls.secretName }}
 {{- if $secret }}
 - { name: {{ $name }}, secret: {{ $secret }} }
 {{- end }}

@@ -209,10 +209,10 @@ struct AssistantMessage<'a> {
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
     let (request, output) = read(&body).map_err(rejected)?;
     drop(body);
-    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
     if output.stream {
         let encoder = ChatStream::new(&started, output.stream_options, output.logprobs, api.http.timings);
-        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+        return sse::respond(started, encoder, api.http.keepalive).await;
     }
     complete(&api, started, output.logprobs).await
 }

@@ -7,9 +7,10 @@ use serde::Serialize;
 use super::Started;
 use super::chat::finish_reason;
 use super::errors::{Dialect, envelope};
+use super::event_writer::EventWriter;
 use super::logprobs::ChatLogprobs;
 use super::sampling::StreamOptions;
-use super::sse::{Encoder, EventWriter};
+use super::sse::Encoder;
 use super::usage::{TimingsBody, UsageBody};
 use crate::api::generation::{Delta, GenerationEvent};
 use crate::cluster::bundle::Model;
@@ -25,8 +26,8 @@ pub(super) struct ChatStream {
     options: StreamOptions,
     logprobs: bool,
     with_timings: bool,
-    /// Choices whose role was sent.
-    opened: Vec<bool>,
+    /// Number of choices.
+    choices: u32,
     prompt_tokens: u32,
     completion_tokens: u32,
     usage: UsageBody,
@@ -74,7 +75,7 @@ impl ChatStream {
             options,
             logprobs,
             with_timings: timings,
-            opened: Vec::new(),
+            choices: started.choices(),
             prompt_tokens: 0,
             completion_tokens: 0,
             usage: UsageBody::default(),
@@ -102,20 +103,15 @@ impl ChatStream {
         out.data(&Chunk { id, object, created, model, system_fingerprint, choices, usage, timings });
     }
 
-    /// Sends the role of a choice before its first output.
-    fn open(&mut self, index: u32, out: &mut EventWriter) {
-        let at = index as usize;
-        if self.opened.len() <= at {
-            self.opened.resize(at + 1, false);
-        }
-        if !std::mem::replace(&mut self.opened[at], true) {
+    /// Sends the role of each choice, before any output.
+    fn open(&self, out: &mut EventWriter) {
+        for index in 0..self.choices {
             let delta = DeltaBody { role: Some("assistant"), content: Some("") };
             self.choice(Choice { index, delta, logprobs: None, finish_reason: None }, out);
         }
     }
 
     fn delta(&mut self, delta: Delta, out: &mut EventWriter) {
-        self.open(delta.choice, out);
         self.completion_tokens += delta.token_ids.len() as u32;
         if delta.text.is_empty() && delta.logprobs.is_empty() {
             return;
@@ -132,11 +128,11 @@ impl Encoder for ChatStream {
         match event {
             GenerationEvent::Started(started) => {
                 (self.fingerprint, self.prompt_tokens) = (started.fingerprint, started.prompt_tokens);
+                self.open(out);
             }
             GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
-                self.open(finished.choice, out);
                 let (index, finish_reason) = (finished.choice, Some(finish_reason(finished.reason)));
                 self.choice(
                     Choice { index, delta: DeltaBody::default(), logprobs: None, finish_reason },

@@ -152,11 +152,11 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     } else {
         Vec::new()
     };
-    let started = Box::pin(api.start(requests, call)).await.map_err(rejected)?;
+    let started = Box::pin(api.start(requests, output.stream, call)).await.map_err(rejected)?;
     let echoed = started.prompt_texts(echoed);
     if output.stream {
         let encoder = CompletionStream::new(&started, output, &echoed, api.http.timings);
-        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+        return sse::respond(started, encoder, api.http.keepalive).await;
     }
     complete(&api, started, output, &echoed).await
 }

@@ -93,7 +93,14 @@ pub(crate) fn refuse(path: &str, outcome: Outcome) -> Response<Body> {
         let seconds = retry.as_millis().div_ceil(1000).max(1);
         headers.insert(RETRY_AFTER, HeaderValue::from(u64::try_from(seconds).unwrap_or(u64::MAX)));
     }
-    if matches!(outcome, Outcome::AttemptsExhausted { .. } | Outcome::UnknownFingerprint { .. }) {
+    let retry_helps_not = matches!(
+        outcome,
+        Outcome::AttemptsExhausted { .. }
+            | Outcome::UnknownFingerprint { .. }
+            | Outcome::CursorRejected(_)
+            | Outcome::ResumeDiverged { .. }
+    );
+    if retry_helps_not {
         headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
     }
     response

@@ -4,8 +4,9 @@ use serde::Serialize;
 
 use super::Started;
 use super::errors::{Dialect, envelope};
+use super::event_writer::EventWriter;
 use super::messages::{AssistantMessage, TextBlock, UsageBody, stop_reason};
-use super::sse::{Encoder, EventWriter};
+use super::sse::Encoder;
 use super::usage::TimingsBody;
 use crate::api::generation::{Finished, GenerationEvent};
 use crate::outcome::Outcome;

@@ -193,10 +193,10 @@ pub(super) fn stop_reason(finished: &Finished) -> (&'static str, Option<&str>) {
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
     let (request, stream) = read(&body).map_err(rejected)?;
     drop(body);
-    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    let started = Box::pin(api.start(vec![request], stream, call)).await.map_err(rejected)?;
     if stream {
         let encoder = MessageStream::new(&started, api.http.timings);
-        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+        return sse::respond(started, encoder, api.http.keepalive).await;
     }
     complete(&api, started).await
 }

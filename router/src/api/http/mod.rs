@@ -10,6 +10,7 @@ mod completions;
 mod content;
 mod cors;
 mod errors;
+mod event_writer;
 mod fields;
 mod generations;
 mod logprobs;
@@ -38,7 +39,8 @@ use tonic::codegen::Bytes;
 use tonic::codegen::http::{Request, Response};
 
 use crate::api::admission::Admission;
-use crate::api::generation::GenerationRequest;
+use crate::api::cursor::{CursorKeys, CursorTracker};
+use crate::api::generation::{GenerationRequest, Resume};
 use crate::api::ingress::Ingress;
 use crate::api::response_stream::ResponseStream;
 use crate::cluster::bundle::Model;
@@ -121,8 +123,14 @@ impl HttpApi {
     }
 
     /// Starts the generation of every prompt of a call. Each is admitted as a request of its own.
-    async fn start(&self, requests: Vec<GenerationRequest>, call: Call) -> Result<Started, Outcome> {
-        let Call { context, request_id } = call;
+    async fn start(
+        &self,
+        mut requests: Vec<GenerationRequest>,
+        streamed: bool,
+        call: Call,
+    ) -> Result<Started, Outcome> {
+        let Call { context, request_id, last_event_id } = call;
+        set_position(&mut requests, streamed, last_event_id)?;
         let further = requests.iter().skip(1).map(|_| context.for_next_request(&self.admission));
         let further: Vec<_> = further.collect::<Result<_, _>>()?;
         let contexts = std::iter::once(context).chain(further);
@@ -132,7 +140,10 @@ impl HttpApi {
             streams.push(self.ingress.start(request, context).await?);
         }
         let model = streams.first().map_or_else(String::new, |stream| stream.call().model.clone());
-        Ok(Started { request_id, model, created: unix_seconds(), streams })
+        let cursor = streams.first().and_then(|stream| self.ingress.track(stream));
+        // A resumed response has the times of its first part.
+        let created = cursor.as_ref().map_or_else(unix_seconds, |cursor| cursor.started_at().into());
+        Ok(Started { request_id, model, created, streams, cursor })
     }
 }
 
@@ -145,6 +156,8 @@ struct Started {
     created: u64,
     /// One stream for each prompt.
     streams: Vec<ResponseStream>,
+    /// Cursor of a resumable stream.
+    cursor: Option<CursorTracker>,
 }
 
 impl Started {
@@ -176,6 +189,35 @@ impl Started {
     fn generations(self) -> Generations {
         Generations::new(self.streams)
     }
+
+    /// Returns the generations with the cursor of their stream.
+    fn split(self) -> (Generations, Option<CursorTracker>) {
+        (Generations::new(self.streams), self.cursor)
+    }
+}
+
+/// Makes the stream of a single prompt resumable, and resumes it from the client's last event.
+fn set_position(
+    requests: &mut [GenerationRequest],
+    streamed: bool,
+    last_event_id: Option<String>,
+) -> Result<(), Outcome> {
+    let refused = |reason: &str| Err(Outcome::field("Last-Event-ID", reason));
+    match (requests, last_event_id) {
+        ([request], None) => request.resumable = streamed,
+        ([request], Some(id)) if streamed => {
+            let cursor = CursorKeys::decode(&id).map_err(|error| Outcome::field("Last-Event-ID", error))?;
+            request.resume = Some(Resume { cursor, tokens: None });
+        }
+        (_, None) => {}
+        (_, Some(_)) if streamed => {
+            return refused("a response to several prompts cannot be resumed; send them one by one");
+        }
+        (_, Some(_)) => {
+            return refused("only streamed responses can be resumed; set stream, or leave it out");
+        }
+    }
+    Ok(())
 }
 
 fn unix_seconds() -> u64 {

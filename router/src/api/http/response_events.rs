@@ -6,9 +6,10 @@ use inflight_contract::FinishReason;
 use serde::Serialize;
 
 use super::errors::OpenAiError;
+use super::event_writer::EventWriter;
 use super::logprobs::PositionBody;
 use super::response_object::{Ended, ErrorBody, Item, RequestEcho, ResponseObject, TextPart};
-use super::sse::{Encoder, EventWriter};
+use super::sse::Encoder;
 use crate::api::generation::{Delta, GenerationEvent};
 use crate::cluster::bundle::Model;
 use crate::outcome::Outcome;
@@ -19,8 +20,6 @@ pub(super) struct ResponseEvents {
     /// Set if log probabilities were asked for.
     bundle: Option<Arc<Model>>,
     with_timings: bool,
-    /// Number of the next event.
-    sequence_number: u64,
     text: String,
     logprobs: Vec<PositionBody>,
     end: Ended,
@@ -30,7 +29,7 @@ pub(super) struct ResponseEvents {
 struct ResponseEvent<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    sequence_number: u64,
+    sequence_number: u32,
     response: ResponseObject<'a>,
 }
 
@@ -38,7 +37,7 @@ struct ResponseEvent<'a> {
 struct ItemEvent<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    sequence_number: u64,
+    sequence_number: u32,
     output_index: u32,
     item: Item<'a>,
 }
@@ -47,7 +46,7 @@ struct ItemEvent<'a> {
 struct PartEvent<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    sequence_number: u64,
+    sequence_number: u32,
     item_id: &'a str,
     output_index: u32,
     content_index: u32,
@@ -58,7 +57,7 @@ struct PartEvent<'a> {
 struct TextEvent<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    sequence_number: u64,
+    sequence_number: u32,
     item_id: &'a str,
     output_index: u32,
     content_index: u32,
@@ -73,7 +72,7 @@ struct TextEvent<'a> {
 struct ErrorEvent {
     #[serde(rename = "type")]
     kind: &'static str,
-    sequence_number: u64,
+    sequence_number: u32,
     code: Option<&'static str>,
     message: String,
     param: Option<()>,
@@ -85,35 +84,27 @@ impl ResponseEvents {
             echo,
             bundle,
             with_timings: timings,
-            sequence_number: 0,
             text: String::new(),
             logprobs: Vec::new(),
             end: Ended::default(),
         }
     }
 
-    /// Returns the number of the next event and counts it.
-    fn number(&mut self) -> u64 {
-        let number = self.sequence_number;
-        self.sequence_number += 1;
-        number
-    }
-
     /// Writes the events before the first text.
     fn open(&mut self, out: &mut EventWriter) {
         for kind in ["response.created", "response.in_progress"] {
-            let sequence_number = self.number();
+            let sequence_number = out.written();
             let response = self.echo.response("in_progress", Vec::new());
             out.event(kind, &ResponseEvent { kind, sequence_number, response });
         }
-        let (kind, sequence_number) = ("response.output_item.added", self.number());
+        let (kind, sequence_number) = ("response.output_item.added", out.written());
         let item = self.echo.item("in_progress", Vec::new());
         out.event(kind, &ItemEvent { kind, sequence_number, output_index: 0, item });
         self.part("response.content_part.added", "", &[], out);
     }
 
     fn part(&mut self, kind: &'static str, text: &str, logprobs: &[PositionBody], out: &mut EventWriter) {
-        let sequence_number = self.number();
+        let sequence_number = out.written();
         let (item_id, part) = (self.echo.message_id.as_str(), TextPart::new(text, logprobs));
         out.event(
             kind,
@@ -129,7 +120,7 @@ impl ResponseEvents {
         logprobs: &[PositionBody],
         out: &mut EventWriter,
     ) {
-        let sequence_number = self.number();
+        let sequence_number = out.written();
         let item_id = self.echo.message_id.as_str();
         let (output_index, content_index) = (0, 0);
         out.event(
@@ -172,10 +163,10 @@ impl Encoder for ResponseEvents {
         let (text, logprobs) = (std::mem::take(&mut self.text), std::mem::take(&mut self.logprobs));
         self.text_event("response.output_text.done", None, Some(&text), &logprobs, out);
         self.part("response.content_part.done", &text, &logprobs, out);
-        let (kind, sequence_number) = ("response.output_item.done", self.number());
+        let (kind, sequence_number) = ("response.output_item.done", out.written());
         let item = self.echo.item(self.end.status(), vec![TextPart::new(&text, &logprobs)]);
         out.event(kind, &ItemEvent { kind, sequence_number, output_index: 0, item });
-        let sequence_number = self.number();
+        let sequence_number = out.written();
         let kind = if self.end.truncated { "response.incomplete" } else { "response.completed" };
         let response = self.echo.ended(&self.end, TextPart::new(&text, &logprobs));
         out.event(kind, &ResponseEvent { kind, sequence_number, response });
@@ -183,9 +174,9 @@ impl Encoder for ResponseEvents {
 
     fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter) {
         let OpenAiError { message, code, .. } = OpenAiError::new(outcome);
-        let (kind, sequence_number) = ("error", self.number());
+        let (kind, sequence_number) = ("error", out.written());
         out.event(kind, &ErrorEvent { kind, sequence_number, code, message, param: None });
-        let (kind, sequence_number) = ("response.failed", self.number());
+        let (kind, sequence_number) = ("response.failed", out.written());
         let mut response = self.echo.response("failed", Vec::new());
         response.error = Some(ErrorBody::new(outcome));
         out.event(kind, &ResponseEvent { kind, sequence_number, response });

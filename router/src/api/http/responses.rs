@@ -190,12 +190,12 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     let (request, output) = read(&body).map_err(rejected)?;
     drop(body);
     let with_logprobs = request.sampling.logprobs.is_some();
-    let started = Box::pin(api.start(vec![request], call)).await.map_err(rejected)?;
+    let started = Box::pin(api.start(vec![request], output.stream, call)).await.map_err(rejected)?;
     let echo = RequestEcho::new(&started, output.instructions, output.max_output_tokens);
     let bundle = started.bundle().filter(|_| with_logprobs);
     if output.stream {
         let encoder = ResponseEvents::new(echo, bundle, api.http.timings);
-        return sse::respond(started.generations(), encoder, api.http.keepalive).await;
+        return sse::respond(started, encoder, api.http.keepalive).await;
     }
     let mut prompts = started.generations().collect().await?;
     let prompt = prompts.pop().unwrap_or_default();

@@ -9,13 +9,14 @@ use std::time::Duration;
 
 use futures::{Stream as _, StreamExt as _};
 use http_body::{Body as HttpBody, Frame};
-use serde::Serialize;
 use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 use tonic::codegen::http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName};
 use tonic::codegen::http::{HeaderValue, Response};
 
+use super::Started;
+use super::event_writer::EventWriter;
 use super::generations::Generations;
 use crate::api::generation::GenerationEvent;
 use crate::outcome::Outcome;
@@ -32,45 +33,6 @@ pub(super) trait Encoder: Send + Unpin + 'static {
     fn failure(&mut self, outcome: &Outcome, out: &mut EventWriter);
 }
 
-/// Buffer of server-sent events.
-#[derive(Debug, Default)]
-pub(super) struct EventWriter(Vec<u8>);
-
-impl EventWriter {
-    /// Appends an event without a name.
-    pub(super) fn data(&mut self, data: &impl Serialize) {
-        self.0.extend_from_slice(b"data: ");
-        self.json(data);
-    }
-
-    /// Appends an event.
-    pub(super) fn event(&mut self, name: &str, data: &impl Serialize) {
-        self.0.extend_from_slice(b"event: ");
-        self.0.extend_from_slice(name.as_bytes());
-        self.0.extend_from_slice(b"\ndata: ");
-        self.json(data);
-    }
-
-    /// Appends an event with the text of `data`, which has no line break, and an optional name.
-    pub(super) fn text(&mut self, name: Option<&str>, data: &[u8]) {
-        if let Some(name) = name {
-            self.0.extend_from_slice(b"event: ");
-            self.0.extend_from_slice(name.as_bytes());
-            self.0.push(b'\n');
-        }
-        self.0.extend_from_slice(b"data: ");
-        self.0.extend_from_slice(data);
-        self.0.extend_from_slice(b"\n\n");
-    }
-
-    fn json(&mut self, data: &impl Serialize) {
-        // JSON has no line breaks outside of strings, where they are escaped. A `Vec` takes every write, and
-        // all keys are strings, so this cannot fail.
-        let _ = serde_json::to_writer(&mut self.0, data);
-        self.0.extend_from_slice(b"\n\n");
-    }
-}
-
 /// Bytes after which a frame is sent although more events are ready.
 const FRAME_BYTES: usize = 16 << 10;
 /// Comment that clients ignore and proxies count as traffic.
@@ -82,16 +44,17 @@ const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 /// # Errors
 /// The call failed before either.
 pub(super) async fn respond<E: Encoder>(
-    mut generations: Generations,
+    started: Started,
     encoder: E,
     interval: Duration,
 ) -> Result<Response<Body>, Outcome> {
+    let (mut generations, cursor) = started.split();
     let mut early = VecDeque::new();
     let mut ended = false;
     let first_output = async {
         while let Some(event) = generations.next().await {
             let (prompt, event) = event?;
-            let output = matches!(event, GenerationEvent::Delta(_) | GenerationEvent::Finished(_));
+            let output = event.is_new_output();
             early.push_back((prompt, event));
             if output {
                 return Ok(false);
@@ -108,6 +71,7 @@ pub(super) async fn respond<E: Encoder>(
         generations: (!ended).then_some(generations),
         early,
         encoder,
+        out: EventWriter::new(cursor),
         interval,
         keep_alive: Box::pin(tokio::time::sleep(first_comment)),
         over: false,
@@ -128,6 +92,7 @@ struct EventStream<E> {
     /// Events read before the response started.
     early: VecDeque<(usize, GenerationEvent)>,
     encoder: E,
+    out: EventWriter,
     interval: Duration,
     keep_alive: Pin<Box<Sleep>>,
     over: bool,
@@ -135,9 +100,11 @@ struct EventStream<E> {
 
 impl<E: Encoder> EventStream<E> {
     /// Appends the events that are ready.
-    fn fill(&mut self, context: &mut Context<'_>, out: &mut EventWriter) {
-        while out.0.len() < FRAME_BYTES && !self.over {
+    fn fill(&mut self, context: &mut Context<'_>) {
+        let out = &mut self.out;
+        while out.len() < FRAME_BYTES && !self.over {
             if let Some((prompt, event)) = self.early.pop_front() {
+                out.observe(&event);
                 self.encoder.event(prompt, event, out);
                 continue;
             }
@@ -147,12 +114,16 @@ impl<E: Encoder> EventStream<E> {
             };
             match next {
                 Poll::Pending => return,
-                Poll::Ready(Some(Ok((prompt, event)))) => self.encoder.event(prompt, event, out),
+                Poll::Ready(Some(Ok((prompt, event)))) => {
+                    out.observe(&event);
+                    self.encoder.event(prompt, event, out);
+                }
                 Poll::Ready(Some(Err(outcome))) => {
                     self.encoder.failure(&outcome, out);
                     (self.generations, self.over) = (None, true);
                 }
                 Poll::Ready(None) => {
+                    out.observe_end();
                     self.encoder.end(out);
                     (self.generations, self.over) = (None, true);
                 }
@@ -173,17 +144,19 @@ impl<E: Encoder> HttpBody for EventStream<E> {
         if this.over {
             return Poll::Ready(None);
         }
-        let mut out = EventWriter::default();
-        this.fill(context, &mut out);
-        if out.0.is_empty() {
+        this.fill(context);
+        if this.out.len() == 0 && this.over {
+            return Poll::Ready(None);
+        }
+        if this.out.len() == 0 {
             if this.keep_alive.as_mut().poll(context).is_pending() {
                 return Poll::Pending;
             }
-            out.0.extend_from_slice(KEEP_ALIVE);
+            this.out.comment(KEEP_ALIVE);
         }
         if let Some(next) = Instant::now().checked_add(this.interval) {
             this.keep_alive.as_mut().reset(next);
         }
-        Poll::Ready(Some(Ok(Frame::data(out.0.into()))))
+        Poll::Ready(Some(Ok(Frame::data(this.out.take()))))
     }
 }

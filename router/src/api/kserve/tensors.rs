@@ -132,6 +132,8 @@ impl InferRequest {
                 },
                 request_id: request.id,
                 require_fingerprint: said.text("require_fingerprint")?.unwrap_or_default(),
+                resumable: false,
+                resume: None,
                 ..GenerationRequest::new(request.model_name, input)
             },
         })
