@@ -22,11 +22,12 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Creates a client, without connecting.
-    pub fn client(&self) -> BenchClient {
+    /// Creates a client, without connecting. With `resume`, a client of a router continues streams that break
+    /// off.
+    pub fn client(&self, resume: bool) -> BenchClient {
         let connector = Connector::Tcp(self.authority.clone());
         match self.base.as_str() {
-            "" => BenchClient::Grpc(Grpc::new(connector, self.url.clone())),
+            "" => BenchClient::Grpc(Grpc::new(connector, self.url.clone(), resume)),
             base => BenchClient::OpenAi(OpenAi::new(connector, self.authority.clone(), base.to_owned())),
         }
     }
@@ -71,10 +72,10 @@ mod tests {
         let endpoint = |text: &str| text.parse::<Endpoint>().unwrap();
         let router = endpoint("http://127.0.0.1:8650/");
         assert_eq!((router.name.as_str(), router.url.as_str()), ("127.0.0.1:8650", "http://127.0.0.1:8650"));
-        assert_eq!(router.client().protocol(), "grpc");
+        assert_eq!(router.client(false).protocol(), "grpc");
         let peer = endpoint("peer=http://h/v1/completions");
         assert_eq!((peer.name.as_str(), peer.url.as_str()), ("peer", "http://h:80/v1"));
-        assert_eq!(peer.client().protocol(), "openai");
+        assert_eq!(peer.client(false).protocol(), "openai");
         for text in ["", "h:1", "a=", "https://h/v1", "ftp://h", "http://", "x=http://h:99999"] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }

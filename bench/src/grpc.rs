@@ -4,15 +4,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use inflight_client::GenerateStream;
 use inflight_net::code_name;
 use inflight_proto::v1::generate_request::Input;
 use inflight_proto::v1::generate_response::Event;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_proto::v1::{
-    FinishReason, GenerateRequest, ListModelsRequest, SamplingParams, StopConditions, TokenIds,
+    FinishReason, GenerateRequest, GenerateResponse, ListModelsRequest, SamplingParams, StopConditions,
+    TokenIds,
 };
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Status, Streaming};
 
 use crate::client::{CompletionRequest, Connector, GenerationSettings, PromptForm, ServerInfo};
 use crate::error::{BenchError, ErrorKind};
@@ -35,12 +37,29 @@ pub struct Grpc {
     connections: Mutex<Vec<(Arc<()>, InferenceClient<Channel>)>>,
     model: String,
     text: bool,
+    /// Whether streams that break off are resumed.
+    resume: bool,
+}
+
+/// Stream of a call.
+enum CallStream {
+    Plain(Streaming<GenerateResponse>),
+    Resuming(GenerateStream<Channel>),
+}
+
+impl CallStream {
+    async fn message(&mut self) -> Result<Option<GenerateResponse>, Status> {
+        match self {
+            Self::Plain(stream) => stream.message().await,
+            Self::Resuming(stream) => stream.message().await,
+        }
+    }
 }
 
 impl Grpc {
-    /// Creates a client of the router at `url`.
-    pub fn new(connector: Connector, url: String) -> Self {
-        Self { url, connector, connections: Mutex::default(), model: String::new(), text: false }
+    /// Creates a client of the router at `url`. With `resume`, it continues streams that break off.
+    pub fn new(connector: Connector, url: String, resume: bool) -> Self {
+        Self { url, connector, connections: Mutex::default(), model: String::new(), text: false, resume }
     }
 
     fn endpoint(&self) -> Result<Endpoint, BenchError> {
@@ -152,9 +171,12 @@ impl Grpc {
             priority: call.tenant.priority,
             ..GenerateRequest::default()
         };
-        let mut stream = match client.generate(request).await {
-            Ok(response) => response.into_inner(),
-            Err(status) => return outcome_from_status(&status),
+        let mut stream = match self.resume {
+            true => CallStream::Resuming(GenerateStream::new(vec![client], request)),
+            false => match client.generate(request).await {
+                Ok(response) => CallStream::Plain(response.into_inner()),
+                Err(status) => return outcome_from_status(&status),
+            },
         };
         let mut failure = None;
         loop {

@@ -37,7 +37,7 @@ fn connect(server: &TokenServer, protocol: Protocol) -> BenchClient {
                 connections.poll_recv(context).map(|next| next.map(Ok))
             });
             tokio::spawn(server.serve_grpc(incoming));
-            BenchClient::Grpc(Grpc::new(connector, "http://memory:1".to_owned()))
+            BenchClient::Grpc(Grpc::new(connector, "http://memory:1".to_owned(), false))
         }
         Protocol::OpenAi => {
             tokio::spawn(async move {

@@ -3,12 +3,13 @@
 use std::io::{self, Read as _};
 use std::time::Duration;
 
+use inflight_client::GenerateStream;
 use inflight_net::code_name;
 use inflight_proto::v1::{
     Chat, ChatMessage, GenerateRequest, ListModelsRequest, Model, SamplingParams, generate_request::Input,
     inference_client::InferenceClient,
 };
-use tonic::metadata::{Ascii, MetadataValue};
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
@@ -40,9 +41,16 @@ unavailable; 4 the request was refused (INVALID_ARGUMENT, NOT_FOUND, FAILED_PREC
 pub struct Args {
     /// Prompt; `-` or nothing reads standard input
     pub prompt: Option<String>,
-    /// Address of a router
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8650", env = "INFLIGHT_ENDPOINT")]
-    pub endpoint: String,
+    /// Addresses of routers, separated by commas; a stream that breaks off continues at the next, or at the same
+    /// one once it is back
+    #[arg(
+        long,
+        value_name = "URL",
+        value_delimiter = ',',
+        default_value = "http://127.0.0.1:8650",
+        env = "INFLIGHT_ENDPOINT"
+    )]
+    pub endpoint: Vec<String>,
     /// Name of the model [default: the only one served]
     #[arg(long, value_name = "NAME", env = "INFLIGHT_MODEL")]
     pub model: Option<String>,
@@ -174,21 +182,25 @@ fn read_prompt(given: Option<&str>) -> Result<String, CommandError> {
 }
 
 async fn generate(args: &Args, prompt: String, transcript: &mut dyn Transcript) -> Result<(), GenerateError> {
-    let channel = connect_with(&args.endpoint, &args.connection).await.map_err(GenerateError::Failure)?;
     let key = ApiKey::new(args.connection.api_key.as_deref()).map_err(GenerateError::Failure)?;
-    let mut client = InferenceClient::with_interceptor(channel, key);
-    let input = if args.raw { Input::Text(prompt) } else { request_input(args, prompt, &mut client).await? };
-    let mut request = Request::new(request_message(args, input));
-    if let Some(timeout) = args.timeout {
-        request.set_timeout(timeout.0);
-    }
+    let channels = connect_any(&args.endpoint, &args.connection).await.map_err(GenerateError::Failure)?;
+    let client = |channel| InferenceClient::with_interceptor(channel, key.clone());
+    let mut clients: Vec<_> = channels.into_iter().map(client).collect();
+    let input = match clients.first_mut() {
+        Some(first) if !args.raw => request_input(args, prompt, first).await?,
+        _ => Input::Text(prompt),
+    };
+    let mut metadata = MetadataMap::new();
     if let Some(traceparent) = &args.traceparent {
         let value = traceparent.parse().map_err(|_| {
             GenerateError::Failure(CommandError::new(Exit::Usage, "--traceparent is not valid metadata"))
         })?;
-        request.metadata_mut().insert("traceparent", value);
+        metadata.insert("traceparent", value);
     }
-    let mut stream = client.generate(request).await?.into_inner();
+    let mut stream = GenerateStream::new(clients, request_message(args, input)).with_metadata(metadata);
+    if let Some(timeout) = args.timeout {
+        stream = stream.with_timeout(timeout.0);
+    }
     while let Some(response) = stream.message().await? {
         transcript.show(&response).map_err(GenerateError::Output)?;
     }
@@ -203,25 +215,30 @@ pub async fn connect(url: &str) -> Result<Channel, CommandError> {
     connect_with(url, &ClientArgs::default()).await
 }
 
+/// Returns the channels of several routers, the first of which is connected.
+async fn connect_any(urls: &[String], connection: &ClientArgs) -> Result<Vec<Channel>, CommandError> {
+    let lazy = urls.iter().map(|url| Ok(endpoint(url, connection)?.connect_lazy()));
+    let mut channels: Vec<Channel> = lazy.collect::<Result<_, CommandError>>()?;
+    let mut failure = CommandError::new(Exit::Usage, "--endpoint names no router");
+    for (at, url) in urls.iter().enumerate() {
+        match connect_with(url, connection).await {
+            Ok(channel) => {
+                channels[at] = channel;
+                channels.rotate_left(at);
+                return Ok(channels);
+            }
+            Err(error) => failure = error,
+        }
+    }
+    Err(failure)
+}
+
 /// Connects to a router or worker, with TLS as configured by `connection`.
 ///
 /// # Errors
 /// The URL is malformed, a certificate cannot be used, or the server is unreachable.
 pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel, CommandError> {
-    let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
-        CommandError::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
-    })?;
-    if let Some(tls) = connection.tls()? {
-        let config = tls.load().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
-        endpoint =
-            endpoint.tls_config(config).map_err(|error| CommandError::chain("certificates", &error))?;
-    }
-    let endpoint = endpoint
-        .connect_timeout(CONNECT_TIMEOUT)
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-        .keep_alive_while_idle(true);
-    endpoint.connect().await.map_err(|error| {
+    endpoint(url, connection)?.connect().await.map_err(|error| {
         let mut cause: &dyn std::error::Error = &error;
         while let Some(deeper) = cause.source() {
             cause = deeper;
@@ -231,6 +248,23 @@ pub async fn connect_with(url: &str, connection: &ClientArgs) -> Result<Channel,
         );
         CommandError::new(Exit::Unavailable, message)
     })
+}
+
+/// Returns the endpoint of a server.
+fn endpoint(url: &str, connection: &ClientArgs) -> Result<Endpoint, CommandError> {
+    let mut endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| {
+        CommandError::new(Exit::Usage, format!("--endpoint {url:?}: {error}; write it like http://HOST:PORT"))
+    })?;
+    if let Some(tls) = connection.tls()? {
+        let config = tls.load().map_err(|error| CommandError::new(Exit::Usage, error.to_string()))?;
+        endpoint =
+            endpoint.tls_config(config).map_err(|error| CommandError::chain("certificates", &error))?;
+    }
+    Ok(endpoint
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true))
 }
 
 /// Client of a router that sends the API key, if any.
@@ -310,8 +344,7 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
         priority: args.priority,
         request_id: args.request_id.clone().unwrap_or_default(),
         require_fingerprint: args.require_fingerprint.clone().unwrap_or_default(),
-        resumable: false,
-        resume: None,
+        ..GenerateRequest::default()
     }
 }
 

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 /// Folders with production code, relative to the repository.
-const SOURCES: [&str; 21] = [
+const SOURCES: [&str; 22] = [
     "bench/src",
     "bench/traces/src",
     "cli/src",
+    "client/src",
     "kernels/src",
     "proto/contract/src",
     "proto/src",

@@ -101,6 +101,9 @@ pub struct Args {
     /// Let outputs end at the EOS token, before their full length
     #[arg(long)]
     pub allow_eos: bool,
+    /// Continue streams of a router that break off, as its clients can; otherwise they count as failed
+    #[arg(long)]
+    pub resume: bool,
     /// Timeout of a request
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub timeout: Span,

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use inflight_bench::{
-    Arrivals, BenchClient, BenchError, BenchReport, BenchWorkload, Comparison, Endpoint, ErrorKind,
-    GenerationSettings, LengthSource, Lengths, LoadPattern, Meter, PlannedLoad, PromptKeys, Quota,
-    ServerInfo, Slo, Tenant,
+    Arrivals, BenchClient, BenchError, BenchReport, BenchWorkload, Comparison, ErrorKind, GenerationSettings,
+    LengthSource, Lengths, LoadPattern, Meter, PlannedLoad, PromptKeys, Quota, ServerInfo, Slo, Tenant,
 };
 use inflight_traces::{TracedRequest, read_trace};
 use serde_json::{Value, json};
@@ -52,7 +51,8 @@ async fn bench(mut args: Args) -> Result<(), CommandError> {
         args.requests = Some(args.requests.map_or(traced_requests, |requests| requests.min(traced_requests)));
         args.warmup.get_or_insert(0);
     }
-    let mut clients: Vec<BenchClient> = args.endpoint.iter().map(Endpoint::client).collect();
+    let mut clients: Vec<BenchClient> =
+        args.endpoint.iter().map(|endpoint| endpoint.client(args.resume)).collect();
     let mut servers = Vec::new();
     for client in &mut clients {
         servers.push(client.probe(args.model.as_deref(), args.prompt).await?);
@@ -137,6 +137,7 @@ fn options(args: &Args) -> Vec<(&'static str, Value)> {
         vocab_size,
         temperature,
         allow_eos,
+        resume,
         timeout,
         in_flight_max,
         slo_ttft,
@@ -166,6 +167,7 @@ fn options(args: &Args) -> Vec<(&'static str, Value)> {
         ("vocab_size", json!(vocab_size)),
         ("temperature", json!(temperature)),
         ("allow_eos", json!(allow_eos)),
+        ("resume", json!(resume)),
         ("timeout", json!(timeout.to_string())),
         ("in_flight_max", json!(in_flight_max)),
         ("slo_ttft", span(slo_ttft)),
