@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use futures::future::try_join_all;
 use inflight_client::{GenerateStream, ResumePolicy};
 use inflight_fixtures::TempDir;
-use inflight_harness::{RoleProcess, exclusive, run};
+use inflight_harness::{RoleProcess, eventually, exclusive, run, scrape};
 use inflight_proto::v1::GenerateRequest;
 use inflight_proto::v1::inference_client::InferenceClient;
 use inflight_router::usage::{UsageRecord, read_usage};
@@ -76,9 +76,26 @@ impl Cluster {
         victim.restart().await
     }
 
-    /// Kills every router and every worker in turn, then both routers at once.
-    async fn kill_all(&mut self) -> Result<()> {
+    /// Waits until most of the clients' streams are open.
+    async fn busy(&self, streams: usize) -> Result<()> {
+        eventually("most streams are open", || async {
+            let mut open = 0.0;
+            for router in &self.routers {
+                // Absent before the first stream.
+                open += scrape(router.metrics).await?.total("inflight_router_open_calls").unwrap_or(0.0);
+            }
+            // The rest is between two streams: the clients share their cores with the cluster.
+            ensure!(open >= 0.6 * streams as f64, "{open} of {streams}");
+            Ok(())
+        })
+        .await
+    }
+
+    /// Kills every router and every worker in turn, then both routers at once, each under a full load of
+    /// streams.
+    async fn kill_all(&mut self, streams: usize) -> Result<()> {
         for victim in 0..4 {
+            self.busy(streams).await?;
             let process = match victim {
                 0 | 1 => &mut self.routers[victim],
                 _ => &mut self.workers[victim - 2],
@@ -88,11 +105,12 @@ impl Cluster {
                 all_connected(router).await?;
             }
         }
+        self.busy(streams).await?;
         try_join_all(self.routers.iter_mut().map(Self::kill)).await?;
         for router in &self.routers {
             all_connected(router).await?;
         }
-        Ok(())
+        self.busy(streams).await
     }
 
     fn channels(&self) -> Result<Vec<Channel>> {
@@ -122,14 +140,15 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
     let folder = TempDir::new("resumption")?;
     let mut cluster = Cluster::start(folder.path()).await?;
     let requests: Vec<GenerateRequest> = (0..REQUESTS as u32)
-        .map(|i| sampled(&"Once upon a time. ".repeat(1 + i as usize % 5), 60 + 17 * i, u64::from(i)))
+        .map(|i| sampled(&"Once upon a time. ".repeat(1 + i as usize % 5), 150 + 17 * i, u64::from(i)))
         .collect();
     let client = cluster.routers[0].client()?;
     let expected = try_join_all(requests.iter().map(|request| {
         let mut client = client.clone();
         async move { generate(&mut client, request.clone()).await }
-    }));
-    let (requests, expected) = (Arc::new(requests), Arc::new(expected.await?));
+    }))
+    .await?;
+    let (requests, expected) = (Arc::new(requests), Arc::new(expected));
 
     let quiet = CancellationToken::new();
     let stop = folder.path().join("stop");
@@ -178,9 +197,11 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
         );
     }
 
-    let killed = cluster.kill_all().await;
+    let streams_of_clients = 2 * STREAMS + if grpc.is_some() { PYTHON_STREAMS } else { 0 };
+    let killed = cluster.kill_all(streams_of_clients).await;
     quiet.cancel();
     std::fs::write(&stop, "")?;
+    killed?;
     let mut complete = vec![1u64; REQUESTS];
     let add = |complete: &mut Vec<u64>, more: &[u64]| {
         complete.iter_mut().zip(more).for_each(|(sum, count)| *sum += count);
@@ -196,7 +217,6 @@ async fn every_router_and_worker_is_killed_and_each_stream_is_whole_and_billed_o
     if let Some(grpc) = grpc {
         add(&mut complete, &grpc.await?.context("gRPC from Python")?);
     }
-    killed?;
     ensure!(resumed > 0, "no stream was resumed");
     for router in &mut cluster.routers {
         router.signal(libc::SIGTERM)?;

@@ -352,6 +352,7 @@ impl Inference for TokenServer {
                     text,
                     token_ids,
                     logprobs: Vec::new(),
+                    ..GenerationDelta::default()
                 }))]
             }
             StreamStep::End { so_far } => {
