@@ -44,7 +44,7 @@ pub struct Grpc {
 /// Stream of a call.
 enum CallStream {
     Plain(Streaming<GenerateResponse>),
-    Resuming(GenerateStream<Channel>),
+    Resuming(Box<GenerateStream<Channel>>),
 }
 
 impl CallStream {
@@ -172,7 +172,7 @@ impl Grpc {
             ..GenerateRequest::default()
         };
         let mut stream = match self.resume {
-            true => CallStream::Resuming(GenerateStream::new(vec![client], request)),
+            true => CallStream::Resuming(Box::new(GenerateStream::new(vec![client], request))),
             false => match client.generate(request).await {
                 Ok(response) => CallStream::Plain(response.into_inner()),
                 Err(status) => return outcome_from_status(&status),

@@ -38,6 +38,13 @@ pub struct Latency {
     pub p99: Duration,
 }
 
+impl Latency {
+    pub fn of(mut times: Vec<Duration>) -> Self {
+        times.sort();
+        Self { p50: times[times.len() / 2], p99: times[times.len() * 99 / 100] }
+    }
+}
+
 async fn connect(address: &str) -> InferenceClient<Channel> {
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true);
     // h2's limit on pending small frames scales with its window.
@@ -81,9 +88,11 @@ pub async fn run(address: &str, load: Load) -> Done {
     sum
 }
 
+/// Streams that run beside a measurement of the time to first token.
+pub const BESIDE: Load = Load { streams: 32, tokens: 340, pace_us: 10_000, connections: 1 };
+
 /// Measures times to first token of calls at this interval, beside running streams.
 pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Latency {
-    const BESIDE: Load = Load { streams: 32, tokens: 340, pace_us: 10_000, connections: 1 };
     let beside = run(address, BESIDE);
     let client = connect(address).await;
     let measured = async {
@@ -105,9 +114,7 @@ pub async fn first_tokens(address: &str, calls: u32, interval: Duration) -> Late
         join_all(calls).await
     };
     let (_, times) = tokio::join!(beside, measured);
-    let mut times: Vec<Duration> = times.into_iter().map(Result::unwrap).collect();
-    times.sort();
-    Latency { p50: times[times.len() / 2], p99: times[times.len() * 99 / 100] }
+    Latency::of(times.into_iter().map(Result::unwrap).collect())
 }
 
 /// Opens streams that receive no tokens.

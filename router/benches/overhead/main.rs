@@ -2,7 +2,8 @@
 //! an idle stream; compared with a plain tonic proxy that opens one stream per request.
 //!
 //! `cargo bench -p inflight-router --bench overhead [MODE]`, where MODE is `relay`,
-//! `relay STREAMS MICROSECONDS`, `latency` or `memory`; all without it.
+//! `relay STREAMS MICROSECONDS`, `latency`, `memory` or `http`, which compares the router's HTTP API with its
+//! gRPC API; all without it.
 //!
 //! Router, proxy and token source are separate processes, so that each is measured alone. The source speaks
 //! the session protocol with the router and `Generate` with the proxy; it computes nothing.
@@ -10,6 +11,7 @@
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot go on ends")]
 
 mod client;
+mod http;
 mod process;
 mod proxy;
 mod source;
@@ -39,7 +41,9 @@ async fn main() {
             relay(&servers, &SETTINGS).await;
             latency(&servers).await;
             memory(&servers).await;
+            http_beside_grpc(&servers).await;
         }
+        ["http"] => http_beside_grpc(&Servers::start().await).await,
         ["relay"] => relay(&Servers::start().await, &SETTINGS).await,
         ["relay", streams, pace] => match (streams.parse(), pace.parse()) {
             (Ok(streams), Ok(pace)) => relay(&Servers::start().await, &[(streams, pace)]).await,
@@ -48,7 +52,7 @@ async fn main() {
         ["latency"] => latency(&Servers::start().await).await,
         ["memory"] => memory(&Servers::start().await).await,
         _ => eprintln!(
-            "this example takes: relay, relay STREAMS MICROSECONDS, latency or memory; nothing for all"
+            "this benchmark takes: relay, relay STREAMS MICROSECONDS, latency, memory or http; nothing for all"
         ),
     }
 }
@@ -146,6 +150,54 @@ async fn latency(servers: &Servers) {
         .zip(&ways[0].2)
         .map(|(routed, direct)| (routed.p99.as_secs_f64() - direct.p99.as_secs_f64()) * 1e3);
     println!("added by the router at P99, median of the rounds: {:.3} ms", median(added));
+}
+
+/// Compares server-sent events with gRPC at the same router: CPU time per token and time to first token.
+async fn http_beside_grpc(servers: &Servers) {
+    let router = &servers.router;
+    println!("\nHTTP beside gRPC: tokens for each CPU-second of the router");
+    println!("| streams | between tokens | gRPC | HTTP | ratio (median, least, most) |");
+    println!("|---|---|---|---|---|");
+    for (streams, pace_us) in SETTINGS {
+        let tokens = (3_000_000 / pace_us).clamp(200, 2000) as u32;
+        let load = Load { streams, tokens, pace_us, connections: 1 + streams / 128 };
+        let mut rounds = Vec::new();
+        for _ in 0..ROUNDS {
+            let before = router.cpu();
+            let done = client::run(&router.address, load).await;
+            let between = router.cpu();
+            let http = http::run(&router.http, load).await;
+            let per_second = |tokens: u64, cpu: Duration| tokens as f64 / cpu.as_secs_f64();
+            let after = router.cpu();
+            rounds
+                .push((per_second(done.tokens, between - before), per_second(http.tokens, after - between)));
+        }
+        let ratios: Vec<f64> = rounds.iter().map(|(grpc, http)| http / grpc).collect();
+        println!(
+            "| {streams} | {:.1} ms | {:.0} | {:.0} | {:.2} ({:.2}, {:.2}) |",
+            pace_us as f64 / 1e3,
+            median(rounds.iter().map(|round| round.0)),
+            median(rounds.iter().map(|round| round.1)),
+            median(ratios.iter().copied()),
+            ratios.iter().copied().fold(f64::INFINITY, f64::min),
+            ratios.iter().copied().fold(0.0, f64::max),
+        );
+    }
+    let (mut grpc, mut http) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let interval = Duration::from_millis(5);
+        grpc.push(client::first_tokens(&router.address, 600, interval).await);
+        http.push(http::first_tokens(&router.http, &router.address, 600, interval).await);
+    }
+    let added = |pick: fn(&client::Latency) -> Duration| {
+        let pairs = http.iter().zip(&grpc);
+        median(pairs.map(|(http, grpc)| (pick(http).as_secs_f64() - pick(grpc).as_secs_f64()) * 1e3))
+    };
+    println!(
+        "time to the first token that HTTP adds to gRPC, median of the rounds: P50 {:.3} ms, P99 {:.3} ms",
+        added(|latency| latency.p50),
+        added(|latency| latency.p99)
+    );
 }
 
 /// Measures the memory of a stream before its first token.

@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Stdio;
 use std::time::Duration;
 
-use inflight_router::{Options, Router};
+use inflight_router::{HttpOptions, Options, Router};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
@@ -12,6 +12,8 @@ use tokio_util::sync::CancellationToken;
 /// Child process running this program; killed on drop.
 pub struct Child {
     pub address: String,
+    /// Address of the HTTP APIs, of a router.
+    pub http: String,
     pid: u32,
     _process: tokio::process::Child,
 }
@@ -26,7 +28,9 @@ impl Child {
             .unwrap();
         let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
         let address = lines.next_line().await.unwrap().expect("it says where it listens");
-        Self { address, pid: process.id().unwrap(), _process: process }
+        let (address, http) = address.split_once(' ').unwrap_or((&address, ""));
+        let (address, http) = (address.to_owned(), http.to_owned());
+        Self { address, http, pid: process.id().unwrap(), _process: process }
     }
 
     /// Returns the CPU time of all its threads so far, system time included.
@@ -59,6 +63,7 @@ pub async fn serve_router(source: &str) {
     metrics::set_global_recorder(recorder).unwrap();
     let options = Options {
         listen: ([127, 0, 0, 1], 0).into(),
+        http: Some(HttpOptions { listen: ([127, 0, 0, 1], 0).into(), ..HttpOptions::default() }),
         workers: vec![source.to_owned()],
         streams_max: 1 << 16,
         queue_requests_max: 1 << 16,
@@ -67,9 +72,10 @@ pub async fn serve_router(source: &str) {
     };
     let router = Router::bind(options).await.unwrap();
     let (address, handle) = (router.address(), router.handle());
+    let http = router.http_address().unwrap();
     tokio::spawn(async move {
         handle.ready().await;
-        println!("{address}");
+        println!("{address} {http}");
     });
     router.serve(CancellationToken::new()).await.unwrap();
 }

@@ -62,18 +62,15 @@ impl Stream for GenerateStream {
                 Some(Err(outcome)) => return Poll::Ready(Some(Err(failed(outcome, &this.stream)))),
                 Some(Ok(event)) => event,
             };
-            let cursor = this.cursor.as_mut().map(|cursor| {
+            if let Some(cursor) = &mut this.cursor {
                 cursor.observe(&event);
-                cursor
-            });
+            }
             let output = matches!(event, GenerationEvent::Delta(_) | GenerationEvent::Finished(_));
             if output && !event.is_new_output() {
                 continue;
             }
-            return Poll::Ready(Some(Ok(message(
-                event,
-                cursor.map(CursorTracker::sign).unwrap_or_default(),
-            ))));
+            let cursor = this.cursor.as_mut().map(CursorTracker::sign).unwrap_or_default();
+            return Poll::Ready(Some(Ok(message(event, cursor))));
         }
     }
 }

@@ -231,9 +231,10 @@ mod tests {
         drop(log);
         let read = || {
             let mut numbers = Vec::new();
-            let reading =
-                read_usage(&[directory.clone()], None, |record| numbers.push(record.completion_tokens))
-                    .unwrap();
+            let reading = read_usage(std::slice::from_ref(&directory), None, |record| {
+                numbers.push(record.completion_tokens)
+            })
+            .unwrap();
             (reading, numbers)
         };
         assert_eq!(read(), (UsageReading { files: 3, lines: 3, ..UsageReading::default() }, vec![2, 3, 4]));
