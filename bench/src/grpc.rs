@@ -43,7 +43,7 @@ pub struct Grpc {
 
 /// Stream of a call.
 enum CallStream {
-    Plain(Streaming<GenerateResponse>),
+    Plain(Box<Streaming<GenerateResponse>>),
     Resuming(Box<GenerateStream<Channel>>),
 }
 
@@ -174,7 +174,7 @@ impl Grpc {
         let mut stream = match self.resume {
             true => CallStream::Resuming(Box::new(GenerateStream::new(vec![client], request))),
             false => match client.generate(request).await {
-                Ok(response) => CallStream::Plain(response.into_inner()),
+                Ok(response) => CallStream::Plain(Box::new(response.into_inner())),
                 Err(status) => return outcome_from_status(&status),
             },
         };

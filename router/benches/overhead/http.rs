@@ -1,11 +1,17 @@
-//! HTTP client of the measurement: text completions as server-sent events, over HTTP/1.1 with keep-alive.
+//! HTTP clients of the measurement: text completions as server-sent events, over HTTP/1.1 with a connection for
+//! each stream, and over HTTP/2 with as many streams on a connection as gRPC has.
 
 use std::time::Duration;
 
 use futures::future::join_all;
+use http_body_util::BodyExt as _;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep_until};
+use tonic::body::Body;
+use tonic::codegen::http::Request;
+use tonic::transport::Endpoint;
+use tower::{Service as _, ServiceExt as _};
 
 use crate::client::{self, Done, Latency, Load};
 
@@ -27,8 +33,7 @@ impl Connection {
 
     /// Streams a completion and returns the number of its chunks; calls `on_output` at the first with text.
     pub async fn complete(&mut self, tokens: u32, seed: u64, on_output: impl FnOnce()) -> u64 {
-        let ids = vec!["65"; 32].join(",");
-        let body = format!(r#"{{"prompt":[{ids}],"max_tokens":{tokens},"seed":{seed},"stream":true}}"#);
+        let body = body(tokens, seed);
         let head = format!(
             "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
             body.len()
@@ -58,10 +63,46 @@ impl Connection {
     }
 }
 
+/// Returns the body of a request.
+fn body(tokens: u32, seed: u64) -> String {
+    let ids = vec!["65"; 32].join(",");
+    format!(r#"{{"prompt":[{ids}],"max_tokens":{tokens},"seed":{seed},"stream":true}}"#)
+}
+
+/// Runs a load over HTTP/2, with the connections that gRPC would have.
+pub async fn run_http2(address: &str, load: Load) -> Done {
+    let connect = || async {
+        let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap().tcp_nodelay(true);
+        endpoint.initial_connection_window_size(64 << 20).connect().await.unwrap()
+    };
+    let channels = join_all((0..load.connections).map(|_| connect())).await;
+    let calls = (0..load.streams).map(|call| {
+        let mut channel = channels[call % channels.len()].clone();
+        tokio::spawn(async move {
+            let body = Body::new(http_body_util::Full::from(body(load.tokens, load.pace_us)));
+            let request = Request::post("/v1/completions").header("content-type", "application/json");
+            let response = channel.ready().await.unwrap().call(request.body(body).unwrap()).await.unwrap();
+            assert_eq!(response.status(), 200);
+            let (mut body, mut chunks) = (response.into_body(), 0);
+            while let Some(frame) = body.frame().await {
+                let data = frame.unwrap().into_data().unwrap_or_default();
+                chunks += data.windows(MARK.len()).filter(|window| *window == MARK).count() as u64;
+            }
+            chunks
+        })
+    });
+    let mut sum = Done::default();
+    for chunks in join_all(calls).await {
+        sum.tokens += u64::from(load.tokens);
+        sum.messages += chunks.unwrap();
+    }
+    sum
+}
+
 /// Beginning of a chunk with output.
 const MARK: &[u8] = br#""choices":[{"#;
 
-/// Runs a load, with a connection for each stream.
+/// Runs a load over HTTP/1.1, with a connection for each stream.
 pub async fn run(address: &str, load: Load) -> Done {
     let calls = (0..load.streams).map(|_| {
         let address = address.to_owned();
