@@ -156,31 +156,39 @@ async fn latency(servers: &Servers) {
 async fn http_beside_grpc(servers: &Servers) {
     let router = &servers.router;
     println!("\nHTTP beside gRPC: tokens for each CPU-second of the router");
-    println!("| streams | between tokens | gRPC | HTTP | ratio (median, least, most) |");
-    println!("|---|---|---|---|---|");
+    println!("| streams | between tokens | gRPC | HTTP/2 | ratio | HTTP/1.1 | ratio (median, least, most) |");
+    println!("|---|---|---|---|---|---|---|");
     for (streams, pace_us) in SETTINGS {
         let tokens = (3_000_000 / pace_us).clamp(200, 2000) as u32;
         let load = Load { streams, tokens, pace_us, connections: 1 + streams / 128 };
         let mut rounds = Vec::new();
         for _ in 0..ROUNDS {
-            let before = router.cpu();
-            let done = client::run(&router.address, load).await;
-            let between = router.cpu();
-            let http = http::run(&router.http, load).await;
-            let per_second = |tokens: u64, cpu: Duration| tokens as f64 / cpu.as_secs_f64();
-            let after = router.cpu();
-            rounds
-                .push((per_second(done.tokens, between - before), per_second(http.tokens, after - between)));
+            let mut round = [0.0; 3];
+            for (way, rate) in round.iter_mut().enumerate() {
+                let before = router.cpu();
+                let done = match way {
+                    0 => client::run(&router.address, load).await,
+                    1 => http::run_http2(&router.http, load).await,
+                    _ => http::run(&router.http, load).await,
+                };
+                *rate = done.tokens as f64 / (router.cpu() - before).as_secs_f64();
+            }
+            rounds.push(round);
         }
-        let ratios: Vec<f64> = rounds.iter().map(|(grpc, http)| http / grpc).collect();
+        let rate = |way: usize| median(rounds.iter().map(|round| round[way]));
+        let ratio = |way: usize| {
+            let mut ratios: Vec<f64> = rounds.iter().map(|round| round[way] / round[0]).collect();
+            ratios.sort_by(f64::total_cmp);
+            format!("{:.2} ({:.2}, {:.2})", ratios[ratios.len() / 2], ratios[0], ratios[ratios.len() - 1])
+        };
         println!(
-            "| {streams} | {:.1} ms | {:.0} | {:.0} | {:.2} ({:.2}, {:.2}) |",
+            "| {streams} | {:.1} ms | {:.0} | {:.0} | {} | {:.0} | {} |",
             pace_us as f64 / 1e3,
-            median(rounds.iter().map(|round| round.0)),
-            median(rounds.iter().map(|round| round.1)),
-            median(ratios.iter().copied()),
-            ratios.iter().copied().fold(f64::INFINITY, f64::min),
-            ratios.iter().copied().fold(0.0, f64::max),
+            rate(0),
+            rate(1),
+            ratio(1),
+            rate(2),
+            ratio(2),
         );
     }
     let (mut grpc, mut http) = (Vec::new(), Vec::new());
