@@ -30,9 +30,12 @@ fn answer(seed: u64, choice: u32) -> Vec<u32> {
     [tokens(&format!("{seed} \u{1f642} caf\u{e9} {choice} {ending}")), vec![EOT]].concat()
 }
 
+/// Choices of a session by submission and index: the submission and the tokens left to send.
+type Running = BTreeMap<(u64, u32), (v1::Submit, Vec<u32>)>;
+
 /// Plays a worker of several routers: sends every choice's tokens in updates of random size.
 async fn play(mut worker: ScriptedWorker, mut random: StdRng, end: CancellationToken) {
-    let mut sessions: Vec<(ScriptedSession, BTreeMap<(u64, u32), (v1::Submit, Vec<u32>)>)> = Vec::new();
+    let mut sessions: Vec<(ScriptedSession, Running)> = Vec::new();
     while !end.is_cancelled() {
         tokio::select! {
             biased;
@@ -68,7 +71,7 @@ async fn play(mut worker: ScriptedWorker, mut random: StdRng, end: CancellationT
     }
 }
 
-fn begin(submit: &v1::Submit, running: &mut BTreeMap<(u64, u32), (v1::Submit, Vec<u32>)>) {
+fn begin(submit: &v1::Submit, running: &mut Running) {
     let sampling = submit.sampling.as_ref().unwrap();
     for choice in 0..sampling.n.unwrap() {
         let whole = answer(sampling.seed.unwrap(), choice);
