@@ -63,6 +63,10 @@ pub struct Args {
     /// Number of choices to generate [default: 1]
     #[arg(long, value_name = "N")]
     pub n: Option<u32>,
+    /// Keep at most this many tokens of the prompt, the last ones; -1: as many as the context takes
+    /// [default: reject a prompt that is too long]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub truncate_prompt_tokens: Option<i32>,
     /// Run only on workers with this numerics fingerprint (shown by --json)
     #[arg(long, value_name = "FINGERPRINT")]
     pub require_fingerprint: Option<String>,
@@ -309,6 +313,7 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
         weight: args.weight,
         priority: args.priority,
         request_id: args.request_id.clone().unwrap_or_default(),
+        truncate_prompt_tokens: args.truncate_prompt_tokens,
         require_fingerprint: args.require_fingerprint.clone().unwrap_or_default(),
     }
 }

@@ -75,6 +75,8 @@ pub(crate) struct GenerationRequest {
     /// Model name; empty: the only one served.
     pub(crate) model: String,
     pub(crate) input: Input,
+    /// Maximum tokens kept of the prompt, its last ones; -1: what the context leaves.
+    pub(crate) truncate_prompt_tokens: Option<i32>,
     pub(crate) sampling: SamplingOverrides,
     pub(crate) stop: StopConditions,
     /// Whether deltas carry token ids.
@@ -95,6 +97,7 @@ impl GenerationRequest {
         Self {
             model,
             input,
+            truncate_prompt_tokens: None,
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
             return_token_ids: false,

@@ -157,6 +157,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
     Ok(GenerationRequest {
         model: message.model,
         input,
+        truncate_prompt_tokens: message.truncate_prompt_tokens,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
         return_token_ids: message.return_token_ids,

@@ -61,8 +61,15 @@ pub(crate) fn prepare(
         return Err(Outcome::field("max_tokens", "max_tokens is 0; ask for at least one token"));
     }
     let chat = matches!(request.input, Input::Chat(_));
-    let prompt = encode(served, request.input)?;
+    let truncation = request
+        .truncate_prompt_tokens
+        .map(|tokens| Truncation::new(tokens, stop.max_tokens, served))
+        .transpose()?;
+    let mut prompt = encode_within(served, request.input, truncation)?;
     served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
+    if let Some(Truncation { tokens }) = truncation {
+        prompt.drain(..prompt.len().saturating_sub(tokens));
+    }
     let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
     // A prompt that leaves no room is rejected below.
@@ -124,44 +131,94 @@ fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
     Ok(())
 }
 
+/// Truncation of a prompt.
+#[derive(Debug, Clone, Copy)]
+struct Truncation {
+    /// Maximum tokens kept, the last ones.
+    tokens: usize,
+}
+
+impl Truncation {
+    /// Multiple of the context up to which a text is tokenized to keep its end.
+    const CONTEXTS_MAX: usize = 8;
+
+    /// Returns the truncation that `truncate_prompt_tokens` asks for.
+    fn new(requested: i32, max_tokens: Option<u32>, served: &ServedModel) -> Result<Self, Outcome> {
+        let most = served.limits.sequence_tokens();
+        match u32::try_from(requested) {
+            Err(_) if requested == -1 => {
+                let tokens = most.saturating_sub(max_tokens.unwrap_or(1)) as usize;
+                // Without any room, `max_tokens` is rejected with the whole prompt.
+                Ok(Self { tokens: if tokens == 0 { usize::MAX } else { tokens } })
+            }
+            Ok(tokens) if (1..=most).contains(&tokens) => Ok(Self { tokens: tokens as usize }),
+            _ => {
+                let reason =
+                    format!("truncate_prompt_tokens is {requested}; it must be in [1, {most}], or -1");
+                Err(Outcome::field("truncate_prompt_tokens", reason))
+            }
+        }
+    }
+}
+
 /// Returns the tokens of a prompt.
 pub(crate) fn encode(served: &ServedModel, input: Input) -> Result<Vec<u32>, Outcome> {
+    encode_within(served, input, None)
+}
+
+/// Returns the tokens of a prompt, of which `truncation` will keep the last ones.
+fn encode_within(
+    served: &ServedModel,
+    input: Input,
+    truncation: Option<Truncation>,
+) -> Result<Vec<u32>, Outcome> {
     match input {
         Input::TokenIds(ids) => Ok(ids),
         Input::Text(text) => {
-            check_text(served, &text)?;
+            check_text(served, &text, truncation)?;
             served.model.tokenizer.encode(&text).map_err(encoding)
         }
         Input::RawText(text) => {
-            check_text(served, &text)?;
+            check_text(served, &text, truncation)?;
             served.model.tokenizer.encode_rendered(&text).map_err(encoding)
         }
-        Input::Chat(messages) => encode_chat(served, &messages),
+        Input::Chat(messages) => encode_chat(served, &messages, truncation),
     }
 }
 
 /// Checks plain text before it is tokenized.
-fn check_text(served: &ServedModel, text: &str) -> Result<(), Outcome> {
+fn check_text(served: &ServedModel, text: &str, truncation: Option<Truncation>) -> Result<(), Outcome> {
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
-    check_size(served, text)
+    check_size(served, text, truncation)
 }
 
 /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.
-fn check_size(served: &ServedModel, text: &str) -> Result<(), Outcome> {
+fn check_size(served: &ServedModel, text: &str, truncation: Option<Truncation>) -> Result<(), Outcome> {
     let (tokens, most) = (served.model.tokenizer.min_tokens(text), served.limits.sequence_tokens());
-    if tokens <= most as usize {
+    let contexts = if truncation.is_some() { Truncation::CONTEXTS_MAX } else { 1 };
+    if tokens <= contexts * most as usize {
         return Ok(());
     }
     let bytes = text.len();
+    if truncation.is_some() {
+        return Err(Outcome::ContextExceeded(format!(
+            "the prompt's {bytes} bytes of text are at least {tokens} tokens; at most {contexts} times the \
+             model's {most} are truncated: send the end of the text only"
+        )));
+    }
     Err(Outcome::ContextExceeded(format!(
         "the prompt's {bytes} bytes of text are at least {tokens} tokens; the model takes {most} for prompt and output together"
     )))
 }
 
 /// Renders and tokenizes a conversation.
-fn encode_chat(served: &ServedModel, messages: &[Message]) -> Result<Vec<u32>, Outcome> {
+fn encode_chat(
+    served: &ServedModel,
+    messages: &[Message],
+    truncation: Option<Truncation>,
+) -> Result<Vec<u32>, Outcome> {
     let Some(template) = &served.model.template else {
         return Err(Outcome::NoChatTemplate { model: served.name.clone() });
     };
@@ -169,7 +226,7 @@ fn encode_chat(served: &ServedModel, messages: &[Message]) -> Result<Vec<u32>, O
         return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
     }
     let text = template.render(messages).map_err(Outcome::invalid)?;
-    check_size(served, &text)?;
+    check_size(served, &text, truncation)?;
     served.model.tokenizer.encode_rendered(&text).map_err(encoding)
 }
 

@@ -147,11 +147,7 @@ struct Choice {
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
     let (requests, output) = read(&body).map_err(rejected)?;
     drop(body);
-    let echoed = if output.echo {
-        requests.iter().map(|request| text_of(&request.input)).collect()
-    } else {
-        Vec::new()
-    };
+    let echoed = if output.echo { requests.iter().map(text_of).collect() } else { Vec::new() };
     let started = Box::pin(api.start(requests, call)).await.map_err(rejected)?;
     let echoed = started.prompt_texts(echoed);
     if output.stream {
@@ -161,11 +157,13 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     complete(&api, started, output, &echoed).await
 }
 
-/// Returns the text of a prompt that is given as text.
-fn text_of(input: &Input) -> Option<String> {
-    match input {
-        Input::Text(text) | Input::RawText(text) => Some(text.clone()),
-        Input::TokenIds(_) | Input::Chat(_) => None,
+/// Returns the text of a prompt that is given as text and used whole.
+fn text_of(request: &GenerationRequest) -> Option<String> {
+    match &request.input {
+        Input::Text(text) | Input::RawText(text) if request.truncate_prompt_tokens.is_none() => {
+            Some(text.clone())
+        }
+        _ => None,
     }
 }
 

@@ -50,7 +50,10 @@ pub(super) const EXTENSIONS: &[Field] = &[
     refused("prompt_logprobs", "log probabilities of the prompt are not supported"),
     refused("allowed_token_ids", "restricting the vocabulary is not supported; use logit_bias"),
     refused("bad_words", "restricting the vocabulary is not supported; use logit_bias"),
-    refused("truncate_prompt_tokens", "prompts are not truncated; shorten the prompt"),
+    honoured(
+        "truncate_prompt_tokens",
+        "Extension: number of last tokens kept of the prompt, or -1 for what the context leaves beside `max_tokens`.",
+    ),
     refused("guided_json", STRUCTURED),
     refused("guided_regex", STRUCTURED),
     refused("guided_choice", STRUCTURED),
@@ -87,6 +90,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         stop_token_ids: token_ids("stop_token_ids")?.unwrap_or_default(),
         ignore_eos: fields.flag("ignore_eos")?,
     };
+    request.truncate_prompt_tokens = fields.get("truncate_prompt_tokens", "an integer")?;
     request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
     Ok(())
 }

@@ -123,7 +123,7 @@ fn long_request() -> v1::GenerateRequest {
     }
 }
 
-/// Returns a request with every field set except `model` and `require_fingerprint`.
+/// Returns a request with every field of 0.1.0 set except `model`.
 fn every_field(input: Input) -> v1::GenerateRequest {
     v1::GenerateRequest {
         model: String::new(),
@@ -154,5 +154,6 @@ fn every_field(input: Input) -> v1::GenerateRequest {
         priority: 3,
         request_id: "recorded".to_owned(),
         require_fingerprint: String::new(),
+        truncate_prompt_tokens: None,
     }
 }
