@@ -87,7 +87,7 @@ impl v1::PositionLogprobs {
 }
 
 impl v1::SamplingParams {
-    /// Returns the contract's sampling parameters. Absent fields are taken from `defaults`; `min_tokens`,
+    /// Returns the contract's sampling parameters, without `bad_words`, which the router tokenizes. Absent fields are taken from `defaults`; `min_tokens`,
     /// `stop_token_ids` and `ignore_eos` from `stop`.
     pub fn to_spec(&self, stop: &v1::StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {
@@ -99,6 +99,8 @@ impl v1::SamplingParams {
             frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             logit_bias: self.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect(),
+            allowed_token_ids: self.allowed_token_ids.clone(),
+            bad_word_token_ids: self.bad_word_token_ids.iter().map(|word| word.token_ids.clone()).collect(),
             logprobs: self.logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,
@@ -122,8 +124,15 @@ impl v1::SamplingParams {
             logprobs: spec.logprobs,
             seed: Some(spec.seed),
             n: Some(spec.n),
+            allowed_token_ids: spec.allowed_token_ids.clone(),
+            bad_words: Vec::new(),
+            bad_word_token_ids: spec.bad_word_token_ids.iter().map(sequence).collect(),
         }
     }
+}
+
+fn sequence(token_ids: &Vec<u32>) -> v1::TokenSequence {
+    v1::TokenSequence { token_ids: token_ids.clone() }
 }
 
 impl v1::StopConditions {
@@ -155,6 +164,8 @@ mod tests {
             frequency_penalty: -0.5,
             repetition_penalty: 1.1,
             logit_bias: vec![(3, 1.0), (9, -2.0)],
+            allowed_token_ids: vec![5, 6],
+            bad_word_token_ids: vec![vec![5], vec![6, 7]],
             logprobs: Some(0),
             n: 3,
             min_tokens: 4,

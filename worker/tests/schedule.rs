@@ -260,7 +260,9 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
     let cut = (prop_oneof![Just(0), 1i32..200], prop_oneof![Just(1.0f32), 0.05f32..1.0], 0.0f32..0.3);
     let rest =
         (prop_oneof![3 => Just(None), 1 => (0u32..6).prop_map(Some)], 0u32..8, any::<u64>(), any::<bool>());
-    (temperature, cut, penalties, rest).prop_map(|(temperature, (top_k, top_p, min_p), penalties, rest)| {
+    (temperature, cut, penalties, rest, masks()).prop_map(|(temperature, cut, penalties, rest, masks)| {
+        let (top_k, top_p, min_p) = cut;
+        let (allowed_token_ids, bad_word_token_ids) = masks;
         let (presence_penalty, frequency_penalty, repetition_penalty) = penalties;
         let (logprobs, min_tokens, seed, bias) = rest;
         SamplingSpec {
@@ -275,10 +277,41 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
             min_tokens,
             seed,
             logit_bias: if bias { vec![(17, 1.5), (100, -3.0)] } else { Vec::new() },
+            allowed_token_ids,
+            bad_word_token_ids,
             stop_token_ids: vec![42],
             ..SamplingSpec::default()
         }
     })
+}
+
+/// Allowed tokens and bad words of few tokens, so that words of several tokens occur.
+fn masks() -> impl Strategy<Value = (Vec<u32>, Vec<Vec<u32>>)> {
+    let word = prop::collection::vec(39u32..45, 1..4);
+    let words = prop::collection::vec(word, 1..12);
+    prop_oneof![
+        3 => Just((Vec::new(), Vec::new())),
+        1 => prop::collection::vec(0u32..200, 1..100).prop_map(|allowed| (allowed, Vec::new())),
+        1 => prop::collection::vec(prop::collection::vec(0u32..200, 1..3), 1..400).prop_map(|words| (Vec::new(), words)),
+        2 => words.prop_map(|words| ((38..45).collect(), words)),
+    ]
+}
+
+/// Checks that a request's output has allowed tokens only, and no bad word but for want of another token.
+fn check_masks(request: &Request, vocab_size: u32, output: &[StepBits]) -> Result<(), TestCaseError> {
+    let sampling = request.sampling.clone().validate().unwrap();
+    let tokens: Vec<u32> = output.iter().map(|step| step.sampled.token).collect();
+    let allowed = &sampling.allowed_token_ids;
+    prop_assert!(allowed.is_empty() || tokens.iter().all(|token| allowed.binary_search(token).is_ok()));
+    for word in &sampling.bad_word_token_ids {
+        let found = tokens.windows(word.len()).any(|window| window == word.as_slice());
+        let last = word.last().copied();
+        prop_assert!(
+            !found || (word.len() > 1 && last == sampling.fallback_token(vocab_size)),
+            "{word:?} in {tokens:?}"
+        );
+    }
+    Ok(())
 }
 
 fn workload(ranks: &'static [usize]) -> impl Strategy<Value = Workload> {
@@ -326,6 +359,9 @@ fn one(
     let mut single = load(folder.path().to_path_buf(), isa, format, 1, ranks, 16);
     let expected: Vec<Vec<StepBits>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
+    for (request, output) in workload.requests.iter().zip(&expected) {
+        check_masks(request, single.capabilities().vocab_size, output)?;
+    }
     let mut runtime =
         load(folder.path().to_path_buf(), isa, format, workload.threads, ranks, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {

@@ -28,6 +28,10 @@ pub(crate) struct SamplingOverrides {
     pub(crate) frequency_penalty: Option<f32>,
     pub(crate) repetition_penalty: Option<f32>,
     pub(crate) logit_bias: Vec<(u32, f32)>,
+    pub(crate) allowed_token_ids: Vec<u32>,
+    /// Words that the output does not contain.
+    pub(crate) bad_words: Vec<String>,
+    pub(crate) bad_word_token_ids: Vec<Vec<u32>>,
     /// Number of top alternatives reported with each token; `None`: no log probabilities.
     pub(crate) logprobs: Option<u32>,
     pub(crate) seed: Option<u64>,
@@ -36,7 +40,7 @@ pub(crate) struct SamplingOverrides {
 }
 
 impl SamplingOverrides {
-    /// Returns the sampling parameters of a request.
+    /// Returns the sampling parameters of a request. Its bad words must be tokenized.
     pub(crate) fn apply(self, stop: &StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {
             temperature: self.temperature.unwrap_or(defaults.temperature),
@@ -47,6 +51,8 @@ impl SamplingOverrides {
             frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             logit_bias: self.logit_bias,
+            allowed_token_ids: self.allowed_token_ids,
+            bad_word_token_ids: self.bad_word_token_ids,
             logprobs: self.logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,

@@ -75,7 +75,8 @@ fn at_path(outcome: Outcome) -> Outcome {
     let Outcome::InvalidField { field, reason } = outcome else { return outcome };
     let parent = match field.as_str() {
         "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
-        | "repetition_penalty" | "logit_bias" | "logprobs" | "n" => "sampling.",
+        | "repetition_penalty" | "logit_bias" | "logprobs" | "n" | "allowed_token_ids" | "bad_words"
+        | "bad_word_token_ids" => "sampling.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
     };
@@ -184,6 +185,9 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         frequency_penalty: message.frequency_penalty,
         repetition_penalty: message.repetition_penalty,
         logit_bias: message.logit_bias.into_iter().collect(),
+        allowed_token_ids: message.allowed_token_ids,
+        bad_words: message.bad_words,
+        bad_word_token_ids: message.bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
         logprobs: message.logprobs,
         seed: message.seed,
         n: message.n,

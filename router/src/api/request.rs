@@ -5,7 +5,7 @@ use std::time::Instant;
 use inflight_contract::{Priority, RequestError, RequestShape, SamplingError, SamplingSpec, Weight};
 
 use crate::api::admission;
-use crate::api::generation::{GenerationRequest, Input, StopConditions};
+use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
@@ -18,6 +18,8 @@ use crate::trace::TraceContext;
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
+const BAD_WORDS_MAX: usize = 256;
+const BAD_WORD_BYTES_MAX: usize = 128;
 
 /// Whether tokenizing the input needs a blocking thread.
 pub(crate) fn is_large(input: &Input) -> bool {
@@ -56,7 +58,9 @@ pub(crate) fn prepare(
     let stop = request.stop;
     check_stops(&stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
-    let sampling = request.sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
+    let mut sampling = request.sampling;
+    add_bad_words(&mut sampling, served)?;
+    let sampling = sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
     if stop.max_tokens == Some(0) {
         return Err(Outcome::field("max_tokens", "max_tokens is 0; ask for at least one token"));
     }
@@ -126,6 +130,34 @@ fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
             let bytes = text.len();
             let reason = format!("stop[{index}] has {bytes} bytes; each must have 1 to {STOP_BYTES_MAX}");
             return Err(Outcome::field("stop", reason));
+        }
+    }
+    Ok(())
+}
+
+/// Tokenizes the bad words of a request: each with and without a leading space, as it may begin the output or
+/// follow other text.
+fn add_bad_words(sampling: &mut SamplingOverrides, served: &ServedModel) -> Result<(), Outcome> {
+    let words = std::mem::take(&mut sampling.bad_words);
+    let invalid = |reason: String| Err(Outcome::field("bad_words", reason));
+    if words.len() > BAD_WORDS_MAX {
+        return invalid(format!("bad_words has {} words; at most {BAD_WORDS_MAX} are allowed", words.len()));
+    }
+    for (index, word) in words.iter().enumerate() {
+        let bare = word.trim_start();
+        if bare.is_empty() || word.len() > BAD_WORD_BYTES_MAX {
+            let bytes = word.len();
+            return invalid(format!(
+                "bad_words[{index}] has {bytes} bytes; each must have 1 to {BAD_WORD_BYTES_MAX}, not only spaces"
+            ));
+        }
+        for text in [bare.to_owned(), format!(" {bare}")] {
+            let tokens = served.model.tokenizer.encode_rendered(&text).map_err(encoding)?;
+            let (len, most) = (tokens.len(), SamplingSpec::BAD_WORD_TOKENS_MAX);
+            if !(1..=most).contains(&len) {
+                return invalid(format!("bad_words[{index}] has {len} tokens; each must have 1 to {most}"));
+            }
+            sampling.bad_word_token_ids.push(tokens);
         }
     }
     Ok(())
@@ -231,8 +263,7 @@ fn encode_chat(
 }
 
 fn invalid_sampling(error: SamplingError) -> Outcome {
-    let (SamplingError::OutOfRange { name, .. } | SamplingError::TooMany { name, .. }) = &error;
-    Outcome::field(*name, &error)
+    Outcome::field(error.field(), &error)
 }
 
 fn invalid_request(error: RequestError) -> Outcome {

@@ -32,6 +32,10 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
     request.stop.as_mut().unwrap()
 }
 
+fn word(token_ids: &[u32]) -> v1::TokenSequence {
+    v1::TokenSequence { token_ids: token_ids.to_vec() }
+}
+
 /// Invalid field, and words that the message must have.
 const INVALID: &[(Change, &str)] = &[
     (|r| r.input = None, "input is missing"),
@@ -64,6 +68,21 @@ const INVALID: &[(Change, &str)] = &[
     (|r| sampling(r).logit_bias = (0..1025).map(|id| (id, 0.0)).collect(), "logit_bias"),
     (|r| sampling(r).logit_bias = [(285, 1.0)].into(), "token id 285"),
     (|r| sampling(r).logit_bias = [(1, 101.0)].into(), "logit_bias"),
+    (|r| sampling(r).allowed_token_ids = vec![285], "token id 285"),
+    (|r| sampling(r).allowed_token_ids = vec![1; 65_537], "allowed_token_ids has 65537 entries"),
+    (|r| sampling(r).bad_words = vec!["x".to_owned(); 257], "bad_words has 257 words"),
+    (|r| sampling(r).bad_words = vec!["x".to_owned(), "  ".to_owned()], "bad_words[1] has 2 bytes"),
+    (|r| sampling(r).bad_words = vec!["x".repeat(129)], "bad_words[0] has 129 bytes"),
+    (|r| sampling(r).bad_words = vec!["\u{1f642}".repeat(20)], "each must have 1 to 32"),
+    (|r| sampling(r).bad_words = vec!["\u{1f642}".repeat(7); 200], "tokens together; at most 4096"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[])], "bad_word_token_ids[0] has 0 tokens"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[1; 33])], "bad_word_token_ids[0] has 33 tokens"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[1, 285])], "token id 285 at position 1"),
+    (|r| sampling(r).bad_word_token_ids = (0..513).map(|_| word(&[1])).collect(), "has 513 entries"),
+    (
+        |r| (sampling(r).allowed_token_ids, sampling(r).bad_word_token_ids) = (vec![7], vec![word(&[7])]),
+        "every allowed token is a bad word",
+    ),
     (|r| r.truncate_prompt_tokens = Some(0), "truncate_prompt_tokens is 0"),
     (|r| r.truncate_prompt_tokens = Some(-2), "in [1, 256], or -1"),
     (|r| r.truncate_prompt_tokens = Some(257), "truncate_prompt_tokens is 257"),
@@ -93,6 +112,28 @@ async fn every_field_out_of_range_is_rejected_by_name_before_dispatch() {
         // The worker receives the first valid request only.
         let _stream = cluster.generate(text("right")).await.unwrap();
         assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("right"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn bad_words_reach_the_worker_with_and_without_a_leading_space() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let request = changed(|r| {
+            sampling(r).bad_words = vec![" word".to_owned()];
+            sampling(r).bad_word_token_ids = vec![word(&[9, 8])];
+            sampling(r).allowed_token_ids = vec![7, 3, 7];
+        });
+        let _stream = cluster.generate(request).await.unwrap();
+        let submitted = session.submit().await.sampling.unwrap();
+        let mut expected = vec![word(&tokens("word")), word(&tokens(" word")), word(&[9, 8])];
+        expected.sort_by(|a, b| a.token_ids.cmp(&b.token_ids));
+        assert_eq!(submitted.bad_word_token_ids, expected);
+        assert_eq!((submitted.allowed_token_ids, submitted.bad_words), (vec![3, 7], vec![]));
     })
     .await;
 }

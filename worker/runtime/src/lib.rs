@@ -14,10 +14,12 @@ use inflight_worker_core::{Transfer, TransferId};
 mod batch;
 pub mod collective;
 mod command_thread;
+mod recent_tokens;
 pub mod sharding;
 
 pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
+pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 
 /// Name of the gauge of commands queued for a GPU's device thread.
 pub const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";

@@ -140,6 +140,7 @@ fn every_field(input: Input) -> v1::GenerateRequest {
             logprobs: Some(2),
             seed: Some(7),
             n: Some(2),
+            ..v1::SamplingParams::default()
         }),
         stop: Some(v1::StopConditions {
             max_tokens: Some(24),
