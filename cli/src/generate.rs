@@ -60,6 +60,9 @@ pub struct Args {
     /// Report the log probability of each token and of this many top alternatives
     #[arg(long, value_name = "N")]
     pub logprobs: Option<u32>,
+    /// Report the log probability of each prompt token and of this many top alternatives
+    #[arg(long, value_name = "N")]
+    pub prompt_logprobs: Option<u32>,
     /// Number of choices to generate [default: 1]
     #[arg(long, value_name = "N")]
     pub n: Option<u32>,
@@ -306,7 +309,12 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
     GenerateRequest {
         model: args.model.clone().unwrap_or_default(),
         input: Some(input),
-        sampling: Some(SamplingParams { logprobs: args.logprobs, n: args.n, ..args.sampling.params() }),
+        sampling: Some(SamplingParams {
+            logprobs: args.logprobs,
+            prompt_logprobs: args.prompt_logprobs,
+            n: args.n,
+            ..args.sampling.params()
+        }),
         stop: Some(args.sampling.stop_conditions()),
         return_token_ids: args.return_token_ids,
         tenant: args.tenant.clone().unwrap_or_default(),

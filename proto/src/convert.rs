@@ -1,6 +1,8 @@
 //! Conversions between generated message types and the types of `inflight-contract`.
 
-use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, SamplingSpec, TokenLogprob};
+use inflight_contract::{
+    CostCoefficients, FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec, TokenLogprob,
+};
 
 use crate::v1;
 
@@ -86,6 +88,20 @@ impl v1::PositionLogprobs {
     }
 }
 
+impl From<PromptLogprobs> for v1::PromptTokenLogprobs {
+    fn from(PromptLogprobs { token, rank, top }: PromptLogprobs) -> Self {
+        Self { token: Some(token.into()), rank, top: top.into_iter().map(Into::into).collect() }
+    }
+}
+
+impl v1::PromptTokenLogprobs {
+    /// The contract's type; `None` without a token.
+    pub fn to_contract(self) -> Option<PromptLogprobs> {
+        let (token, rank) = (self.token?.into(), self.rank);
+        Some(PromptLogprobs { token, rank, top: self.top.into_iter().map(Into::into).collect() })
+    }
+}
+
 impl v1::SamplingParams {
     /// Returns the contract's sampling parameters, without `bad_words`, which the router tokenizes. Absent fields are taken from `defaults`; `min_tokens`,
     /// `stop_token_ids` and `ignore_eos` from `stop`.
@@ -102,6 +118,7 @@ impl v1::SamplingParams {
             allowed_token_ids: self.allowed_token_ids.clone(),
             bad_word_token_ids: self.bad_word_token_ids.iter().map(|word| word.token_ids.clone()).collect(),
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,
             stop_token_ids: stop.stop_token_ids.clone(),
@@ -110,7 +127,7 @@ impl v1::SamplingParams {
         }
     }
 
-    /// Returns the message of `spec`, with every optional field set except `logprobs` where it is `None`.
+    /// Returns the message of `spec`, with every optional field set except `logprobs` and `prompt_logprobs` where they are `None`.
     pub fn from_spec(spec: &SamplingSpec) -> Self {
         Self {
             temperature: Some(spec.temperature),
@@ -122,6 +139,7 @@ impl v1::SamplingParams {
             repetition_penalty: Some(spec.repetition_penalty),
             logit_bias: spec.logit_bias.iter().copied().collect(),
             logprobs: spec.logprobs,
+            prompt_logprobs: spec.prompt_logprobs,
             seed: Some(spec.seed),
             n: Some(spec.n),
             allowed_token_ids: spec.allowed_token_ids.clone(),
@@ -167,6 +185,7 @@ mod tests {
             allowed_token_ids: vec![5, 6],
             bad_word_token_ids: vec![vec![5], vec![6, 7]],
             logprobs: Some(0),
+            prompt_logprobs: Some(2),
             n: 3,
             min_tokens: 4,
             stop_token_ids: vec![7],

@@ -12,7 +12,7 @@ use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::{Batch, BlockCopy, Runtime, Sampled, SlotSetup};
+use inflight_runtime::{Batch, BlockCopy, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -431,6 +431,49 @@ fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
         for (weights, kv) in [("int8:8", None), ("int4:8", None), ("int8:8", Some(KvDtype::Int8))] {
             let format = StorageFormat { weights: Some(weights.parse().unwrap()), kv };
             check(isa, Dtype::Bf16, format, &[2], &archs, 2);
+        }
+    }
+}
+
+/// Scores every token of a sequence but the first, in chunks of `chunk` tokens, with five alternatives.
+fn scores(runtime: &mut CpuRuntime, tokens: &[u32], chunk: usize) -> Vec<PromptLogprobs> {
+    let block_tokens = runtime.capabilities().block_tokens as usize;
+    let blocks: Vec<u32> = (0..tokens.len().div_ceil(block_tokens) as u32).collect();
+    let (mut batch, mut sampled, mut scores) = (Batch::default(), Vec::new(), Vec::new());
+    for (nth, part) in tokens.chunks(chunk).enumerate() {
+        let first = nth * chunk;
+        batch.clear();
+        batch.push_sequence(part, first as u32, &blocks);
+        let row = |(row, token): (usize, &u32)| ScoreRow { row: row as u32, token: *token, top: 5 };
+        batch.scores.extend(tokens[first + 1..].iter().take(part.len()).enumerate().map(row));
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        runtime.take_scores(&mut scores);
+    }
+    scores
+}
+
+#[test]
+fn prompt_logprobs_equal_those_of_the_same_tokens_when_they_are_generated() {
+    let _serial = SERIAL.lock();
+    let sampling = SamplingSpec { temperature: 1.0, seed: 4, logprobs: Some(5), ..SamplingSpec::default() };
+    for (dtype, ranks) in [(Dtype::F32, 1), (Dtype::Bf16, 1), (Dtype::F16, 2)] {
+        let folder = checkpoint(Arch::Llama32, dtype);
+        let mut runtime =
+            load(folder.path().to_path_buf(), Isa::detect(), StorageFormat::default(), 2, ranks, 16);
+        let request = Request { prompt: 9, output: 400, content: 3, sampling: sampling.clone() };
+        let generated = alone(&mut runtime, &request);
+        let mut tokens = prompt(&request, runtime.capabilities().vocab_size);
+        tokens.extend(generated.iter().map(|step| step.sampled.token));
+        // The longest chunk has more rows than the logits that are held at once.
+        for chunk in [1, 7, 64, tokens.len()] {
+            let scores = scores(&mut runtime, &tokens, chunk);
+            assert_eq!(scores.len(), tokens.len() - 1);
+            for (score, step) in scores[request.prompt - 1..].iter().zip(&generated) {
+                let logprobs = step.sampled.logprobs.as_ref().unwrap();
+                assert_eq!((score.token, &score.top), (logprobs.chosen, &logprobs.top), "chunks of {chunk}");
+                let place = logprobs.top.iter().position(|one| one.token == score.token.token);
+                assert!(place.map_or(score.rank > 5, |place| place + 1 == score.rank as usize), "{score:?}");
+            }
         }
     }
 }

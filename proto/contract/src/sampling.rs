@@ -33,6 +33,9 @@ pub struct SamplingSpec {
     /// Number of top alternatives whose log probabilities are reported beside the chosen token's; `None`:
     /// none.
     pub logprobs: Option<u32>,
+    /// Number of top alternatives whose log probabilities are reported for each prompt token but the first;
+    /// `None`: no log probabilities of the prompt.
+    pub prompt_logprobs: Option<u32>,
     /// Number of independent choices to generate, in [1, 16].
     pub n: u32,
     /// Minimum number of generated tokens before an end token.
@@ -59,6 +62,7 @@ impl Default for SamplingSpec {
             allowed_token_ids: Vec::new(),
             bad_word_token_ids: Vec::new(),
             logprobs: None,
+            prompt_logprobs: None,
             n: 1,
             min_tokens: 0,
             stop_token_ids: Vec::new(),
@@ -137,7 +141,7 @@ impl SamplingSpec {
     pub const BAD_WORDS_TOKENS_MAX: usize = 4096;
     /// Maximum entries of `stop_token_ids`.
     pub const STOP_TOKEN_IDS_MAX: usize = 128;
-    /// Maximum `logprobs`: top alternatives reported with each token.
+    /// Maximum `logprobs` and `prompt_logprobs`: top alternatives reported with each token.
     pub const LOGPROBS_MAX: u32 = 20;
     /// Maximum `n`: choices of one request.
     pub const CHOICES_MAX: u32 = 16;
@@ -172,6 +176,9 @@ impl SamplingSpec {
         within_integers("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
         let logprobs = self.logprobs.unwrap_or(0);
         within_integers("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
+        let prompt_logprobs = self.prompt_logprobs.unwrap_or(0);
+        let most = Self::LOGPROBS_MAX.into();
+        within_integers("prompt_logprobs", prompt_logprobs.into(), 0, most, "[0, 20]")?;
         let check_len = |name, len, most| {
             if len <= most { Ok(()) } else { Err(SamplingError::TooMany { name, len, most }) }
         };
@@ -292,6 +299,7 @@ mod tests {
         assert_eq!(refused(SamplingSpec { allowed_token_ids, ..d() }), "allowed_token_ids");
         assert_eq!(refused(SamplingSpec { n: 0, ..d() }), "n");
         assert_eq!(refused(SamplingSpec { logprobs: Some(21), ..d() }), "logprobs");
+        assert_eq!(refused(SamplingSpec { prompt_logprobs: Some(21), ..d() }), "prompt_logprobs");
     }
 
     proptest! {

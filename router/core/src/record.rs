@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Command, Dispatcher, DispatcherOptions, Event, PlacementKind};
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrou1";
+const MAGIC: &[u8; 8] = b"inflrou2";
 
 /// Configuration of the recorded dispatcher.
 #[derive(Debug, Serialize, Deserialize)]

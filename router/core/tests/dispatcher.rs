@@ -256,6 +256,7 @@ impl Cluster {
             max_tokens,
             choices,
             logprobs: None,
+            prompt_logprobs: None,
             deadline: deadline.map(|left| self.now + left),
             require_fingerprint: size.is_multiple_of(7).then(|| "one".to_owned()),
             chains: Vec::new(),

@@ -1,6 +1,6 @@
 //! Generation request and events of the API's core, which every protocol maps to its own messages.
 
-use inflight_contract::{FinishReason, PositionLogprobs, SamplingSpec};
+use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec};
 
 use crate::text::Message;
 
@@ -34,6 +34,8 @@ pub(crate) struct SamplingOverrides {
     pub(crate) bad_word_token_ids: Vec<Vec<u32>>,
     /// Number of top alternatives reported with each token; `None`: no log probabilities.
     pub(crate) logprobs: Option<u32>,
+    /// Number of top alternatives reported with each prompt token; `None`: no log probabilities of the prompt.
+    pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) seed: Option<u64>,
     /// Number of choices.
     pub(crate) n: Option<u32>,
@@ -54,6 +56,7 @@ impl SamplingOverrides {
             allowed_token_ids: self.allowed_token_ids,
             bad_word_token_ids: self.bad_word_token_ids,
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,
             stop_token_ids: stop.stop_token_ids.clone(),
@@ -66,7 +69,7 @@ impl SamplingOverrides {
 /// Conditions that end a choice.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct StopConditions {
-    /// Maximum generated tokens; `None`: the router's default.
+    /// Maximum generated tokens; `None`: the router's default. 0 with log probabilities of the prompt only.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) min_tokens: u32,
     /// Stop strings.
@@ -116,11 +119,18 @@ impl GenerationRequest {
     }
 }
 
-/// Event of a response stream: `Started`, then `Delta`s, one `Finished` for each choice, and `Completed`.
+/// Event of a response stream: `Started`, then `PromptLogprobs` if requested, then `Delta`s, one `Finished` for each choice, and `Completed`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum GenerationEvent {
     /// The request was dispatched to a worker.
     Started(Started),
+    /// Log probabilities of the next prompt tokens, in the order of the prompt from its second token on.
+    PromptLogprobs {
+        /// Position of the first of these tokens in the prompt.
+        first: u32,
+        /// One entry per token.
+        positions: Vec<PromptLogprobs>,
+    },
     /// New output of one choice.
     Delta(Delta),
     /// A choice has finished.

@@ -75,8 +75,8 @@ fn at_path(outcome: Outcome) -> Outcome {
     let Outcome::InvalidField { field, reason } = outcome else { return outcome };
     let parent = match field.as_str() {
         "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
-        | "repetition_penalty" | "logit_bias" | "logprobs" | "n" | "allowed_token_ids" | "bad_words"
-        | "bad_word_token_ids" => "sampling.",
+        | "repetition_penalty" | "logit_bias" | "logprobs" | "prompt_logprobs" | "n"
+        | "allowed_token_ids" | "bad_words" | "bad_word_token_ids" => "sampling.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
     };
@@ -99,7 +99,7 @@ fn timings_message(timings: Timings) -> v1::Timings {
 
 /// Returns the response in one piece.
 fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
-    let Collected { choices, started, changes, usage, timings } = collected;
+    let Collected { choices, started, prompt_logprobs, changes, usage, timings } = collected;
     let change = |(fingerprint, tokens)| v1::FingerprintChanged { fingerprint, tokens };
     v1::GenerateUnaryResponse {
         request_id: started.request_id,
@@ -110,6 +110,7 @@ fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
         usage: Some(usage_message(usage)),
         timings: Some(timings_message(timings)),
         fingerprint_changes: changes.into_iter().map(change).collect(),
+        prompt_logprobs: prompt_logprobs.into_iter().map(Into::into).collect(),
     }
 }
 
@@ -127,6 +128,10 @@ fn message(event: GenerationEvent) -> v1::GenerateResponse {
         GenerationEvent::Started(started) => {
             let Started { request_id, model, prompt_tokens, seed, fingerprint } = started;
             Event::Started(v1::GenerationStarted { request_id, model, prompt_tokens, seed, fingerprint })
+        }
+        GenerationEvent::PromptLogprobs { first, positions } => {
+            let positions = positions.into_iter().map(Into::into).collect();
+            Event::PromptLogprobs(v1::PromptLogprobs { first_position: first, positions })
         }
         GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs }) => {
             let logprobs = logprobs.into_iter().map(Into::into).collect();
@@ -189,6 +194,7 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         bad_words: message.bad_words,
         bad_word_token_ids: message.bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
         logprobs: message.logprobs,
+        prompt_logprobs: message.prompt_logprobs,
         seed: message.seed,
         n: message.n,
     }

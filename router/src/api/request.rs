@@ -61,8 +61,10 @@ pub(crate) fn prepare(
     let mut sampling = request.sampling;
     add_bad_words(&mut sampling, served)?;
     let sampling = sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
-    if stop.max_tokens == Some(0) {
-        return Err(Outcome::field("max_tokens", "max_tokens is 0; ask for at least one token"));
+    let discard_output = stop.max_tokens == Some(0);
+    if discard_output && sampling.prompt_logprobs.is_none() {
+        let reason = "max_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
+        return Err(Outcome::field("max_tokens", reason));
     }
     let chat = matches!(request.input, Input::Chat(_));
     let truncation = request
@@ -77,7 +79,7 @@ pub(crate) fn prepare(
     let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
     // A prompt that leaves no room is rejected below.
-    let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room).max(1));
+    let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room)).max(1);
     served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(invalid_request)?;
     if stop.min_tokens > max_tokens {
         let reason = format!("min_tokens is {}, more than max_tokens = {max_tokens}", stop.min_tokens);
@@ -99,6 +101,7 @@ pub(crate) fn prepare(
         arrived,
         deadline,
         return_token_ids: request.return_token_ids,
+        discard_output,
         require_fingerprint: Some(request.require_fingerprint).filter(|required| !required.is_empty()),
         chat,
         trace: TraceContext::default(),

@@ -83,6 +83,7 @@ const INVALID: &[(Change, &str)] = &[
         |r| (sampling(r).allowed_token_ids, sampling(r).bad_word_token_ids) = (vec![7], vec![word(&[7])]),
         "every allowed token is a bad word",
     ),
+    (|r| sampling(r).prompt_logprobs = Some(21), "prompt_logprobs is 21"),
     (|r| r.truncate_prompt_tokens = Some(0), "truncate_prompt_tokens is 0"),
     (|r| r.truncate_prompt_tokens = Some(-2), "in [1, 256], or -1"),
     (|r| r.truncate_prompt_tokens = Some(257), "truncate_prompt_tokens is 257"),

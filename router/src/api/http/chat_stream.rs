@@ -134,6 +134,8 @@ impl Encoder for ChatStream {
                 (self.fingerprint, self.prompt_tokens) = (started.fingerprint, started.prompt_tokens);
             }
             GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            // Refused with `stream`.
+            GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
                 self.open(finished.choice, out);

@@ -47,7 +47,10 @@ pub(super) const EXTENSIONS: &[Field] = &[
     ignored("return_token_ids", "Use `/tokenize` or gRPC for token ids."),
     honoured("best_of", "Only 1; use `n` for more choices."),
     refused("use_beam_search", "beam search is not supported; use sampling"),
-    refused("prompt_logprobs", "log probabilities of the prompt are not supported"),
+    honoured(
+        "prompt_logprobs",
+        "Extension: in [0, 20]; log probability, rank and this many alternatives of each prompt token. Not with `stream`.",
+    ),
     honoured("allowed_token_ids", "Extension: 1 to 65536 token ids; no others are generated."),
     honoured("bad_words", "Extension: at most 256 words of 1 to 128 bytes that the output does not contain."),
     honoured(
@@ -83,6 +86,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         bad_words: fields.get("bad_words", "an array of strings")?.unwrap_or_default(),
         bad_word_token_ids: Vec::new(),
         logprobs: None,
+        prompt_logprobs: prompt_logprobs(fields)?,
         seed: seed(fields)?,
         n: fields.count("n")?,
     };
@@ -107,6 +111,15 @@ fn logit_bias(fields: &Fields<'_>) -> Result<Vec<(u32, f32)>, Outcome> {
         }
     };
     biases.unwrap_or_default().into_iter().map(entry).collect()
+}
+
+fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Outcome> {
+    let alternatives = fields.count("prompt_logprobs")?;
+    if alternatives.is_some() && fields.flag("stream")? {
+        let reason = "prompt_logprobs with stream is refused; use stream = false, or gRPC";
+        return Err(Outcome::field("prompt_logprobs", reason));
+    }
+    Ok(alternatives)
 }
 
 /// Returns the allowed token ids; none if the field is absent.

@@ -2,6 +2,7 @@
 
 use inflight_kernels::cuda::{KvStore, SamplingResult};
 use inflight_models::ModelConfig;
+use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
 
 use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, recent_bytes, words_bytes};
@@ -119,6 +120,7 @@ impl ModelShapes {
             samples * self.gathered * 4,
             samples * self.hidden * 2,
             samples * size_of::<SamplingResult>() as u64,
+            u64::from(SCORES_MAX) * size_of::<SamplingResult>() as u64,
             samples * 4,
         ];
         // Of the padded vocabulary, slightly more than needed.
