@@ -207,7 +207,7 @@ impl Grpc {
                     };
                     return failure.unwrap_or(RequestOutcome::Completed(served));
                 }
-                Some(Event::FingerprintChanged(_)) => {}
+                Some(Event::FingerprintChanged(_) | Event::PromptLogprobs(_)) => {}
                 None => {
                     return RequestOutcome::failed("protocol", "a message of the stream is empty");
                 }

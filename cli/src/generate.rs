@@ -68,9 +68,16 @@ pub struct Args {
     /// Report the log probability of each token and of this many top alternatives
     #[arg(long, value_name = "N")]
     pub logprobs: Option<u32>,
+    /// Report the log probability of each prompt token and of this many top alternatives
+    #[arg(long, value_name = "N")]
+    pub prompt_logprobs: Option<u32>,
     /// Number of choices to generate [default: 1]
     #[arg(long, value_name = "N")]
     pub n: Option<u32>,
+    /// Keep at most this many tokens of the prompt, the last ones; -1: as many as the context takes
+    /// [default: reject a prompt that is too long]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub truncate_prompt_tokens: Option<i32>,
     /// Run only on workers with this numerics fingerprint (shown by --json)
     #[arg(long, value_name = "FINGERPRINT")]
     pub require_fingerprint: Option<String>,
@@ -336,13 +343,19 @@ fn request_message(args: &Args, input: Input) -> GenerateRequest {
     GenerateRequest {
         model: args.model.clone().unwrap_or_default(),
         input: Some(input),
-        sampling: Some(SamplingParams { logprobs: args.logprobs, n: args.n, ..args.sampling.params() }),
+        sampling: Some(SamplingParams {
+            logprobs: args.logprobs,
+            prompt_logprobs: args.prompt_logprobs,
+            n: args.n,
+            ..args.sampling.params()
+        }),
         stop: Some(args.sampling.stop_conditions()),
         return_token_ids: args.return_token_ids,
         tenant: args.tenant.clone().unwrap_or_default(),
         weight: args.weight,
         priority: args.priority,
         request_id: args.request_id.clone().unwrap_or_default(),
+        truncate_prompt_tokens: args.truncate_prompt_tokens,
         require_fingerprint: args.require_fingerprint.clone().unwrap_or_default(),
         ..GenerateRequest::default()
     }

@@ -38,6 +38,12 @@ pub struct SamplingArgs {
     /// Add BIAS to the logit of token ID, as ID=BIAS; repeatable
     #[arg(long, value_name = "ID=BIAS", value_parser = parse_bias)]
     pub logit_bias: Vec<(u32, f32)>,
+    /// Generate only these token ids, separated by commas
+    #[arg(long, value_name = "ID", value_delimiter = ',')]
+    pub allowed_token_ids: Vec<u32>,
+    /// Word that the output does not contain; repeatable
+    #[arg(long, value_name = "WORD")]
+    pub bad_word: Vec<String>,
     /// Random seed: the same request and seed yield the same tokens on workers with the same fingerprint
     /// [default: drawn by the router]
     #[arg(long, value_name = "N")]
@@ -65,6 +71,8 @@ impl SamplingArgs {
             frequency_penalty: self.frequency_penalty,
             repetition_penalty: self.repetition_penalty,
             logit_bias: self.logit_bias.iter().copied().collect::<HashMap<_, _>>().into_iter().collect(),
+            allowed_token_ids: self.allowed_token_ids.clone(),
+            bad_words: self.bad_word.clone(),
             seed: self.seed,
             ..SamplingParams::default()
         }

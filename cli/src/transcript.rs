@@ -3,8 +3,8 @@
 use std::io::{self, Write};
 
 use inflight_proto::v1::{
-    ChoiceFinished, FinishReason, GenerateResponse, GenerationCompleted, PositionLogprobs, TokenLogprob,
-    generate_response::Event,
+    ChoiceFinished, FinishReason, GenerateResponse, GenerationCompleted, PositionLogprobs,
+    PromptTokenLogprobs, TokenLogprob, generate_response::Event,
 };
 use serde_json::{Value, json};
 
@@ -31,6 +31,10 @@ impl<W: Write> Transcript for JsonTranscript<W> {
             }),
             Event::FingerprintChanged(changed) => json!({
                 "event": "fingerprint_changed", "fingerprint": changed.fingerprint, "tokens": changed.tokens,
+            }),
+            Event::PromptLogprobs(prompt) => json!({
+                "event": "prompt_logprobs", "first_position": prompt.first_position,
+                "positions": prompt.positions.iter().map(prompt_json).collect::<Vec<_>>(),
             }),
             Event::Delta(delta) => {
                 let mut value = json!({ "event": "delta", "choice": delta.choice, "text": delta.text });
@@ -73,6 +77,14 @@ impl<W: Write> Transcript for JsonTranscript<W> {
         writeln!(self.0, "{value}")?;
         self.0.flush()
     }
+}
+
+fn prompt_json(position: &PromptTokenLogprobs) -> Value {
+    let token = |token: &TokenLogprob| json!({ "token_id": token.token_id, "logprob": token.logprob });
+    json!({
+        "token": position.token.as_ref().map(token), "rank": position.rank,
+        "top": position.top.iter().map(token).collect::<Vec<_>>(),
+    })
 }
 
 fn logprobs_json(position: &PositionLogprobs) -> Value {
@@ -173,6 +185,10 @@ impl<O: Write, N: Write> Transcript for TextTranscript<O, N> {
     fn show(&mut self, response: &GenerateResponse) -> io::Result<()> {
         match &response.event {
             Some(Event::Started(_)) => self.heading(),
+            Some(Event::PromptLogprobs(prompt)) => {
+                let mut lines = (prompt.first_position..).zip(&prompt.positions);
+                lines.try_for_each(|(at, position)| writeln!(self.notes, "{}", prompt_line(at, position)))
+            }
             Some(Event::Delta(delta)) => {
                 let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return Ok(()) };
                 choice.buffered.push_str(&delta.text);
@@ -195,6 +211,13 @@ impl<O: Write, N: Write> Transcript for TextTranscript<O, N> {
             None => Ok(()),
         }
     }
+}
+
+fn prompt_line(at: u32, position: &PromptTokenLogprobs) -> String {
+    let pair = |token: &TokenLogprob| format!("{}:{:.4}", token.token_id, token.logprob);
+    let token = position.token.as_ref().map(pair).unwrap_or_default();
+    let top: Vec<String> = position.top.iter().map(pair).collect();
+    format!("logprob prompt={at} token={token} rank={} top={}", position.rank, top.join(" "))
 }
 
 fn logprob_line(choice: u32, position: &PositionLogprobs) -> String {

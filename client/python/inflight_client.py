@@ -70,7 +70,7 @@ def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, tim
     payload = json.dumps({**body, "stream": True}).encode()
     headers = {"content-type": "application/json", **(headers or {})}
     attempts = _Attempts(len(urls), patience)
-    last_id = None
+    last_id, begun = None, False
     for url in itertools.cycle(urls):
         connection = None
         try:
@@ -96,12 +96,14 @@ def stream_events(urls, path, body, headers=None, patience=PATIENCE_SECONDS, tim
                 last_id = event_id or last_id
                 if event.data.startswith('{"error"') and _retries(event.data):
                     raise ConnectionError(event.data)
+                begun = True
                 yield event
                 if _is_last(event):
                     return
             raise ConnectionError("the stream ended before it was complete")
         except (OSError, http.client.HTTPException):
-            if not attempts.failed():
+            # Without an id the stream cannot be resumed, as that of several prompts.
+            if (begun and not last_id) or not attempts.failed():
                 raise
         finally:
             if connection is not None:
@@ -197,7 +199,8 @@ def generate(stubs, request, patience=PATIENCE_SECONDS, timeout=None, metadata=N
             failure = error
         finally:
             call.cancel()
-        if not attempts.failed():
+        # Without a cursor the router cannot resume it, as with log probabilities of the prompt.
+        if (started and not cursor) or not attempts.failed():
             raise failure
 
 

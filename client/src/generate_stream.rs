@@ -154,7 +154,9 @@ where
         let pause = self.policy.backoff(self.failures);
         let late = now + pause > since + self.policy.patience
             || self.deadline.is_some_and(|deadline| now + pause > deadline);
-        if !ResumePolicy::retries(&status, begun) || late {
+        // Without a cursor the router cannot resume it, as with log probabilities of the prompt.
+        let lost = self.started && !begun;
+        if !ResumePolicy::retries(&status, begun) || late || lost {
             return Err(status);
         }
         self.clients.rotate_left(1);
@@ -189,7 +191,7 @@ where
             }
             Event::Finished(finished) => self.cursor.clone_from(&finished.cursor),
             Event::Completed(_) => self.completed = true,
-            Event::FingerprintChanged(_) => {}
+            Event::FingerprintChanged(_) | Event::PromptLogprobs(_) => {}
         }
         Some(response)
     }

@@ -99,6 +99,9 @@ struct CopyParams {
 struct SamplingRow {
     uint32_t *history; // [vocabulary]: how often generated, top bit: in the prompt; or null
     const uint32_t *adjustments; // [biases + masked, (token, bias as bits)]
+    const uint32_t *allowed;     // [vocabulary / 32] bits of the tokens allowed; or null: all
+    const uint32_t *words;       // bad words: [word_count + 1] starts, then their tokens; or null
+    uint32_t *recent;            // [RECENT_TOKENS]: the last tokens generated, as a ring; or null
     uint64_t seed;
     uint32_t biases, masked;
     uint32_t choice, position;
@@ -107,16 +110,20 @@ struct SamplingRow {
     float repetition, frequency, presence;
     uint32_t logprobs; // 0: none; else one more than the number of alternatives
     uint32_t active;   // 0: the row is padding
-    uint32_t unused[3];
+    uint32_t word_count;
+    uint32_t generated; // tokens generated before
+    uint32_t fallback;  // chosen where all tokens are masked; ~0: none
 };
+
+constexpr uint32_t RECENT_TOKENS = 32;
 
 constexpr uint32_t TOP_MAX = 20;
 
 struct SamplingResult {
     uint32_t token;
     float logprob;
-    uint32_t top; // entries of the two lists
-    uint32_t unused;
+    uint32_t top;  // entries of the two lists
+    uint32_t rank; // the token's place among all, from 1; only of `score`
     uint32_t tokens[TOP_MAX];
     float logprobs[TOP_MAX];
 };
@@ -126,6 +133,19 @@ struct SamplingParams {
     const SamplingRow *rows;
     SamplingResult *results; // [rows]
     uint32_t *sampled;       // [rows]
+    uint32_t vocabulary;
+    uint32_t stride;         // a multiple of 4
+};
+
+// Token whose log probability is wanted of a row of logits.
+struct ScoreRow {
+    uint32_t token, top; // alternatives
+};
+
+struct ScoreParams {
+    const float *logits;     // [rows, stride]
+    const ScoreRow *rows;
+    SamplingResult *results; // [rows]
     uint32_t vocabulary;
     uint32_t stride;         // a multiple of 4
 };

@@ -1,4 +1,4 @@
-// Choosing a token from each row of logits: penalties, biases, masks, then the most probable token or a draw after
+// Log probabilities of given tokens, and choosing a token from each row of logits: penalties, biases, masks, then the most probable token or a draw after
 // temperature, top-k, top-p and min-p; log probabilities where asked for. No sort: what is kept is found by counting.
 //
 // The rules are those of the CPU's kernels, and so are the random numbers. Weights e^((logit - best) / temperature) have
@@ -407,6 +407,25 @@ DEVICE void adjust(const SamplingRow &row, float *logits, uint32_t vocabulary) {
             logits[token] = -INFINITE;
         }
     }
+    if (row.allowed) {
+        for (uint32_t i = thread_index(); i < vocabulary; i += SAMPLING_THREADS) {
+            if (!(row.allowed[i / 32] >> (i % 32) & 1)) {
+                logits[i] = -INFINITE;
+            }
+        }
+    }
+    // A bad word's last token is masked where the output ends with the others.
+    for (uint32_t i = thread_index(); i < row.word_count; i += SAMPLING_THREADS) {
+        const uint32_t *tokens = row.words + row.word_count + 1 + row.words[i];
+        uint32_t before = row.words[i + 1] - row.words[i] - 1;
+        bool ends = before <= row.generated;
+        for (uint32_t j = 0; ends && j < before; j++) {
+            ends = row.recent[(row.generated - before + j) % RECENT_TOKENS] == tokens[j];
+        }
+        if (ends && tokens[before] < vocabulary) {
+            logits[tokens[before]] = -INFINITE;
+        }
+    }
     barrier();
 }
 
@@ -417,9 +436,9 @@ DEVICE float logprob_of(float logit, double total) {
     return logprob == logprob ? logprob : 0.0f;
 }
 
-DEVICE void report(SamplingShared &shared, const SamplingRow &row, const float *logits, uint32_t vocabulary, float best,
+DEVICE void report(SamplingShared &shared, uint32_t alternatives, const float *logits, uint32_t vocabulary, float best,
                    uint32_t token, SamplingResult &result) {
-    uint32_t wanted = smaller(smaller(row.logprobs - 1, TOP_MAX), vocabulary);
+    uint32_t wanted = smaller(smaller(alternatives, TOP_MAX), vocabulary);
     uint64_t sum = 0;
     each_logit(logits, vocabulary,
                [&](uint32_t, float logit) { sum += mass_of(weight_of(logit, best, 1.0f)); });
@@ -467,13 +486,15 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     }
     uint32_t vocabulary = p.vocabulary;
     float *logits = p.logits + (uint64_t)block_index() * p.stride;
-    if (row.history || row.biases || row.masked) {
+    if (row.history || row.biases || row.masked || row.allowed || row.word_count) {
         adjust(row, logits, vocabulary);
     }
     uint64_t top = best_of(shared, logits, vocabulary);
     uint32_t token = ~(uint32_t)top;
     float best = clean(logits[token]);
-    if (row.temperature > 0.0f) {
+    if (best == -INFINITE && row.fallback < vocabulary) {
+        token = row.fallback;
+    } else if (row.temperature > 0.0f) {
         Cut cut = {0, ~0u};
         if (row.top_k > 0 && row.top_k < vocabulary) {
             cut = cut_at(shared, logits, vocabulary, cut, Measure{false, best, row.temperature}, row.top_k);
@@ -494,7 +515,7 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
     }
     SamplingResult &result = p.results[block_index()];
     if (row.logprobs) {
-        report(shared, row, logits, vocabulary, best, token, result);
+        report(shared, row.logprobs - 1, logits, vocabulary, best, token, result);
     }
     if (thread_index() == 0) {
         result.token = token;
@@ -502,6 +523,30 @@ KERNEL(sample, SamplingParams, SAMPLING_THREADS, 1) {
         if (row.history) {
             row.history[token] += 1;
         }
+        if (row.recent) {
+            row.recent[row.generated % RECENT_TOKENS] = token;
+        }
+    }
+}
+
+// The log probability and the rank of a given token. One block a row.
+KERNEL(score, ScoreParams, SAMPLING_THREADS, 1) {
+    SamplingShared &shared = *(SamplingShared *)shared_memory();
+    const ScoreRow row = p.rows[block_index()];
+    const float *logits = p.logits + (uint64_t)block_index() * p.stride;
+    float best = clean(logits[~(uint32_t)best_of(shared, logits, p.vocabulary)]);
+    uint32_t order = order_of(clean(logits[row.token]));
+    uint64_t before = 0;
+    each_logit(logits, p.vocabulary, [&](uint32_t i, float logit) {
+        uint32_t other = order_of(logit);
+        before += other > order || (other == order && i < row.token);
+    });
+    before = block_sum(shared, before);
+    SamplingResult &result = p.results[block_index()];
+    report(shared, row.top, logits, p.vocabulary, best, row.token, result);
+    if (thread_index() == 0) {
+        result.token = row.token;
+        result.rank = (uint32_t)before + 1;
     }
 }
 

@@ -1,6 +1,8 @@
 //! Conversions between generated message types and the types of `inflight-contract`.
 
-use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, SamplingSpec, TokenLogprob};
+use inflight_contract::{
+    CostCoefficients, FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec, TokenLogprob,
+};
 
 use crate::v1;
 
@@ -86,8 +88,22 @@ impl v1::PositionLogprobs {
     }
 }
 
+impl From<PromptLogprobs> for v1::PromptTokenLogprobs {
+    fn from(PromptLogprobs { token, rank, top }: PromptLogprobs) -> Self {
+        Self { token: Some(token.into()), rank, top: top.into_iter().map(Into::into).collect() }
+    }
+}
+
+impl v1::PromptTokenLogprobs {
+    /// The contract's type; `None` without a token.
+    pub fn to_contract(self) -> Option<PromptLogprobs> {
+        let (token, rank) = (self.token?.into(), self.rank);
+        Some(PromptLogprobs { token, rank, top: self.top.into_iter().map(Into::into).collect() })
+    }
+}
+
 impl v1::SamplingParams {
-    /// Returns the contract's sampling parameters. Absent fields are taken from `defaults`; `min_tokens`,
+    /// Returns the contract's sampling parameters, without `bad_words`, which the router tokenizes. Absent fields are taken from `defaults`; `min_tokens`,
     /// `stop_token_ids` and `ignore_eos` from `stop`.
     pub fn to_spec(&self, stop: &v1::StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {
@@ -99,7 +115,10 @@ impl v1::SamplingParams {
             frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             logit_bias: self.logit_bias.iter().map(|(id, bias)| (*id, *bias)).collect(),
+            allowed_token_ids: self.allowed_token_ids.clone(),
+            bad_word_token_ids: self.bad_word_token_ids.iter().map(|word| word.token_ids.clone()).collect(),
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,
             stop_token_ids: stop.stop_token_ids.clone(),
@@ -108,7 +127,7 @@ impl v1::SamplingParams {
         }
     }
 
-    /// Returns the message of `spec`, with every optional field set except `logprobs` where it is `None`.
+    /// Returns the message of `spec`, with every optional field set except `logprobs` and `prompt_logprobs` where they are `None`.
     pub fn from_spec(spec: &SamplingSpec) -> Self {
         Self {
             temperature: Some(spec.temperature),
@@ -120,10 +139,18 @@ impl v1::SamplingParams {
             repetition_penalty: Some(spec.repetition_penalty),
             logit_bias: spec.logit_bias.iter().copied().collect(),
             logprobs: spec.logprobs,
+            prompt_logprobs: spec.prompt_logprobs,
             seed: Some(spec.seed),
             n: Some(spec.n),
+            allowed_token_ids: spec.allowed_token_ids.clone(),
+            bad_words: Vec::new(),
+            bad_word_token_ids: spec.bad_word_token_ids.iter().map(sequence).collect(),
         }
     }
+}
+
+fn sequence(token_ids: &Vec<u32>) -> v1::TokenSequence {
+    v1::TokenSequence { token_ids: token_ids.clone() }
 }
 
 impl v1::StopConditions {
@@ -155,7 +182,10 @@ mod tests {
             frequency_penalty: -0.5,
             repetition_penalty: 1.1,
             logit_bias: vec![(3, 1.0), (9, -2.0)],
+            allowed_token_ids: vec![5, 6],
+            bad_word_token_ids: vec![vec![5], vec![6, 7]],
             logprobs: Some(0),
+            prompt_logprobs: Some(2),
             n: 3,
             min_tokens: 4,
             stop_token_ids: vec![7],

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use inflight_worker_core::{
-    Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler, SequenceId, Time,
-    TokenVerdict, TransferId,
+    Chunk, CommitError, IterationOutcome, NewSequence, Preempted, Preemption, Scheduler, ScoredRange,
+    SequenceId, Time, TokenVerdict, TransferId,
 };
 
 use crate::{BatchWork, Device, Observer, Request, RequestEvent, StepSample};
@@ -189,6 +189,7 @@ impl<D: Device> Simulation<D> {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         match self.scheduler.submit(new, self.now) {
             Ok(id) => {

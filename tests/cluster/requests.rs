@@ -60,6 +60,7 @@ impl GenerationResult {
                 self.text.push_str(&delta.text);
                 self.tokens.extend(delta.token_ids);
             }
+            Event::PromptLogprobs(_) => ensure!(self.text.is_empty(), "the prompt after its output"),
             Event::Finished(finished) => self.reasons.push(finished.reason()),
             Event::Completed(completed) => {
                 let Usage { prompt_tokens, completion_tokens, .. } = completed.usage.context("no usage")?;

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use inflight_runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
+use inflight_runtime::{
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TransferDone,
+};
 use inflight_worker_core::Transfer;
 
 pub const VOCAB: u32 = 285;
@@ -26,6 +28,11 @@ pub fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
     ((hash >> 20) % TEXT_TOKENS) as u32
 }
 
+/// Returns the rank of a prompt token: a hash of the context and the token.
+pub fn rank(context: &[u32], token: u32) -> u32 {
+    1 + next_token(context, u64::from(token), 0)
+}
+
 /// Runtime whose KV cache holds token ids; it reads each context back through the block table and hashes it.
 pub struct ContextHashRuntime {
     capabilities: Capabilities,
@@ -34,6 +41,8 @@ pub struct ContextHashRuntime {
     /// Seed and choice of each attached slot.
     slots: Vec<Option<(u64, u32)>>,
     in_flight: VecDeque<Batch>,
+    /// Scores of the step completed last.
+    scores: Vec<PromptLogprobs>,
 }
 
 impl ContextHashRuntime {
@@ -50,7 +59,8 @@ impl ContextHashRuntime {
             fingerprint: "remembering".to_owned(),
         };
         let memory = vec![None; (BLOCKS * BLOCK_TOKENS) as usize];
-        Self { capabilities, memory, slots: vec![None; SLOTS as usize], in_flight: VecDeque::new() }
+        let slots = vec![None; SLOTS as usize];
+        Self { capabilities, memory, slots, in_flight: VecDeque::new(), scores: Vec::new() }
     }
 }
 
@@ -84,6 +94,10 @@ impl Runtime for ContextHashRuntime {
         Ok(())
     }
 
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
+    }
+
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error> {
         let missing = |what: &str| Error::Malformed(what.to_owned());
         let batch = self.in_flight.pop_front().ok_or_else(|| missing("nothing was launched"))?;
@@ -101,6 +115,16 @@ impl Runtime for ContextHashRuntime {
             for row in batch.starts[sequence] as usize..batch.starts[sequence + 1] as usize {
                 self.memory[address(sequence, batch.positions[row] as usize)] = Some(batch.tokens[row]);
             }
+        }
+        self.scores.clear();
+        for score in &batch.scores {
+            let sequence = batch.starts.partition_point(|start| *start <= score.row) - 1;
+            let read = |position| self.memory[address(sequence, position)];
+            let context: Option<Vec<u32>> =
+                (0..=batch.positions[score.row as usize] as usize).map(read).collect();
+            let rank = rank(&context.ok_or_else(|| missing("a position was never computed"))?, score.token);
+            let token = TokenLogprob { token: score.token, logprob: -(rank as f32) };
+            self.scores.push(PromptLogprobs { token, rank, top: vec![token; score.top as usize] });
         }
         for sample in &batch.samples {
             let sequence = batch.starts.partition_point(|start| *start <= sample.row) - 1;

@@ -127,7 +127,12 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
     let request = v1::GenerateRequest {
         request_id: format!("call-{}", call.id),
         input: Some(Input::TokenIds(v1::TokenIds { ids: call.prompt.clone() })),
-        sampling: Some(v1::SamplingParams { n: Some(call.n), seed: Some(call.seed), ..Default::default() }),
+        sampling: Some(v1::SamplingParams {
+            n: Some(call.n),
+            seed: Some(call.seed),
+            prompt_logprobs: call.prompt_logprobs,
+            ..Default::default()
+        }),
         stop: Some(v1::StopConditions {
             max_tokens: Some(call.max_tokens),
             ignore_eos: call.ignore_eos,
@@ -153,7 +158,7 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
             }
         }
     };
-    let mut completed = None;
+    let (mut completed, mut ranks) = (None, Vec::new());
     let mut ends = vec![None; call.n as usize];
     let mut messages = 0;
     while let Some(message) = stream.message().await.unwrap_or_else(|s| panic!("call {}: {s}", call.id)) {
@@ -165,6 +170,14 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
         }
         match event {
             StreamEvent::Delta(delta) => choices[delta.choice as usize].extend(delta.token_ids),
+            StreamEvent::PromptLogprobs(prompt) => {
+                assert!(choices.iter().all(Vec::is_empty), "call {}: output before it", call.id);
+                assert_eq!(prompt.first_position as usize, ranks.len() + 1, "call {}", call.id);
+                assert!(
+                    prompt.positions.iter().all(|one| Some(one.top.len() as u32) == call.prompt_logprobs)
+                );
+                ranks.extend(prompt.positions.iter().map(|one| one.rank));
+            }
             StreamEvent::Completed(end) => completed = end.usage,
             StreamEvent::Finished(end) => {
                 let before = ends[end.choice as usize].replace((end.reason(), end.stop_token_id));
@@ -180,6 +193,11 @@ async fn run_call(call: &ClientCall, channels: &[Channel], record: impl Fn(Strin
             break;
         }
     }
+    let first = if call.prompt_logprobs.is_some() { 1 } else { call.prompt.len() };
+    let scored = first..call.prompt.len();
+    let expected: Vec<u32> = scored.map(|at| device::rank(&call.prompt[..at], call.prompt[at])).collect();
+    assert!(expected.starts_with(&ranks), "call {}: ranks {ranks:?}, not {expected:?}", call.id);
+    assert!(call.cancel_after.is_some() || ranks.len() == expected.len(), "call {}: {ranks:?}", call.id);
     for (choice, tokens) in choices.iter().enumerate() {
         let (expected, stop) = expected_output(call, choice as u32);
         let reason = if stop.is_some() { v1::FinishReason::Stop } else { v1::FinishReason::Length };

@@ -49,6 +49,8 @@ pub struct ClientCall {
     pub stop_ids: Vec<u32>,
     /// Ignores the EOS tokens.
     pub ignore_eos: bool,
+    /// Alternatives to each prompt token, if the prompt's log probabilities are requested.
+    pub prompt_logprobs: Option<u32>,
     /// Number of messages after which the client cancels.
     pub cancel_after: Option<usize>,
 }
@@ -85,6 +87,7 @@ impl Scenario {
             seed: random.random(),
             stop_ids: (0..random.random_range(0..4)).map(|_| random.random_range(0..250)).collect(),
             ignore_eos: random.random(),
+            prompt_logprobs: random.random_bool(0.4).then(|| random.random_range(0..=20)),
             cancel_after: random.random_bool(0.15).then(|| random.random_range(0..20)),
         });
         let calls = calls.collect();

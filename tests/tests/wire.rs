@@ -124,6 +124,7 @@ fn check_request(request: &v1::GenerateRequest) -> Result<()> {
             logprobs: Some(2),
             seed: Some(7),
             n: Some(2),
+            ..v1::SamplingParams::default()
         }),
         stop: Some(v1::StopConditions {
             max_tokens: Some(24),

@@ -17,7 +17,7 @@ use inflight_fixtures::{Arch, BenchmarkShape, Checkpoint, Dtype, TempDir};
 use inflight_harness::SimulatedGpu;
 use inflight_kernels::cpu::Isa;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::Runtime;
+use inflight_runtime::{PromptLogprobs, Runtime};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, kv_bytes_per_token};
 use inflight_runtime_cuda::{CudaOptions, CudaRuntime, KvStore};
 use inflight_worker::PolicyKind;
@@ -40,6 +40,10 @@ struct RequestSpec {
     seed: u64,
     temperature: f32,
     presence_penalty: f32,
+    /// Few allowed tokens, and bad words of several of them.
+    masked: bool,
+    /// Alternatives to each prompt token, if the prompt's log probabilities are wanted.
+    prompt_logprobs: Option<u32>,
     priority: i32,
     tenant: bool,
     at: usize,
@@ -52,12 +56,14 @@ struct RequestSpec {
 fn spec() -> impl Strategy<Value = RequestSpec> {
     let sizes = (0u32..3, 1u32..70, 1u32..40, 1u32..=3);
     let choice = (any::<u64>(), prop_oneof![Just(0.0f32), Just(0.9)], prop_oneof![Just(0.0f32), Just(0.7)]);
+    let extras = (prop::bool::weighted(0.3), prop::option::weighted(0.3, 0u32..=20));
     let rarely = |steps| prop::option::weighted(0.15, 1usize..steps);
     let events = (0usize..40, rarely(60), rarely(60), prop::option::weighted(0.4, 1usize..60));
-    (sizes, choice, -1i32..=1, any::<bool>(), events).prop_map(
+    (sizes, choice, extras, -1i32..=1, any::<bool>(), events).prop_map(
         |(
             (text, prompt, max_tokens, n),
             (seed, temperature, presence_penalty),
+            (masked, prompt_logprobs),
             priority,
             tenant,
             (at, cancel_after, deadline_after, preempt_after),
@@ -69,6 +75,8 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
             seed,
             temperature,
             presence_penalty,
+            masked,
+            prompt_logprobs,
             priority,
             tenant,
             at,
@@ -86,9 +94,19 @@ fn sampling(spec: &RequestSpec) -> SamplingParams {
         seed: spec.seed,
         n: spec.n,
         logprobs: Some(8),
+        allowed_token_ids: if spec.masked { (20..26).collect() } else { Vec::new() },
+        bad_word_token_ids: if spec.masked { bad_words() } else { Vec::new() },
+        prompt_logprobs: spec.prompt_logprobs,
         ..SamplingSpec::default()
     };
     sampling.validate().unwrap()
+}
+
+/// No token twice in a row, and few triples.
+fn bad_words() -> Vec<Vec<u32>> {
+    let pairs = (20..26).map(|token| vec![token, token]);
+    let triples = (20..26).map(|token| vec![token, 45 - token, token]);
+    pairs.chain(triples).collect()
 }
 
 fn request(spec: &RequestSpec, id: u64, vocab: u32) -> Request {
@@ -99,6 +117,7 @@ fn request(spec: &RequestSpec, id: u64, vocab: u32) -> Request {
         max_tokens: spec.max_tokens,
         sampling: Arc::new(sampling(spec)),
         choices: vec![ResumedChoice::default(); spec.n as usize],
+        prompt_logprobs_received: 0,
         tenant: (if spec.tenant { "a" } else { "b" }).into(),
         weight: Weight::try_from(if spec.tenant { 1.0 } else { 3.0 }).unwrap(),
         virtual_start_time: None,
@@ -203,6 +222,8 @@ fn on_cpu(
 #[derive(Debug, Default)]
 struct Output {
     steps: Vec<TokenBits>,
+    /// Each prompt token but the first, its rank, and the bits of its log probability and of the top ones.
+    prompt: Vec<(u32, u32, Vec<u32>)>,
     /// Ended early, by cancellation or deadline.
     cut_short: bool,
 }
@@ -221,6 +242,8 @@ struct Coverage {
     cut_short: u64,
     /// Blocks that groups of several ranks copied back.
     group_swapped_in: u64,
+    /// Prompt tokens scored.
+    scored: usize,
 }
 
 impl Coverage {
@@ -260,6 +283,11 @@ fn run(engine: &mut Engine, specs: &[RequestSpec], coverage: &mut Coverage) -> B
         coverage.overlapped += u64::from(report.tokens > 0 && engine.in_flight() > 0);
         for event in events.drain(..) {
             let output = outputs.entry((event.key.request, event.choice)).or_default();
+            for PromptLogprobs { token, rank, top } in event.prompt_logprobs {
+                assert!(output.steps.is_empty(), "log probabilities of the prompt after its output");
+                let bits = std::iter::once(&token).chain(&top).map(|one| one.logprob.to_bits());
+                output.prompt.push((token.token, rank, bits.collect()));
+            }
             if let Some(token) = event.token {
                 let logprobs = event.logprobs.expect("log probabilities were requested");
                 let bits = std::iter::once(&logprobs.chosen).chain(&logprobs.top);
@@ -339,7 +367,7 @@ fn check(
             ..spec.clone()
         };
         let outputs = run(&mut engine, &[undisturbed], &mut Coverage::default());
-        alone.extend(outputs.into_iter().map(|((_, choice), output)| ((id as u64, choice), output.steps)));
+        alone.extend(outputs.into_iter().map(|((_, choice), output)| ((id as u64, choice), output)));
     }
     let copy_block = if workload.cheap_copies { 1e-9 } else { 1.0 };
     let prior = CostPrior { trust: 1e-6, ..CostPrior::default().with_copies(0.0, copy_block) };
@@ -351,8 +379,17 @@ fn check(
     let before = coverage.swapped_in;
     let together = run(&mut engine, &workload.specs, coverage);
     coverage.group_swapped_in += if ranks > 1 { coverage.swapped_in - before } else { 0 };
-    for (key, steps) in &alone {
-        let output = &together[key];
+    for (key, expected) in &alone {
+        let (output, steps, spec) = (&together[key], &expected.steps, &workload.specs[key.0 as usize]);
+        let scored = if spec.prompt_logprobs.is_some() && key.1 == 0 { spec.prompt as usize - 1 } else { 0 };
+        prop_assert_eq!(expected.prompt.len(), scored);
+        let same = expected.prompt == output.prompt
+            || (output.cut_short && expected.prompt.starts_with(&output.prompt));
+        prop_assert!(same, "{:?}: {:?} got {:?} and alone {:?}", device, key, output.prompt, expected.prompt);
+        for (token, before) in steps.iter().skip(1).zip(steps).filter(|_| spec.masked) {
+            prop_assert!((20..26).contains(&token.0) && token.0 != before.0, "{:?}", steps);
+        }
+        coverage.scored += output.prompt.len();
         coverage.cut_short += u64::from(output.cut_short);
         let same = if output.cut_short { steps.starts_with(&output.steps) } else { *steps == output.steps };
         prop_assert!(same, "{:?}: {:?} got {:?} and alone {:?}", device, key, output, steps);
@@ -403,7 +440,7 @@ fn scarcity_never_changes_the_answer() {
     assert!(coverage.recomputed > 10 && coverage.swapped > 10 && coverage.swapped_in > 10, "{coverage:?}");
     assert!(coverage.cached > 100 && coverage.host_cached > 10, "{coverage:?}");
     assert!(coverage.forced > 10 && coverage.overlapped > 100 && coverage.cut_short > 10, "{coverage:?}");
-    assert!(coverage.group_swapped_in > 0, "{coverage:?}");
+    assert!(coverage.group_swapped_in > 0 && coverage.scored > 1000, "{coverage:?}");
 }
 
 /// Smaller workloads with more preemptions.
@@ -447,5 +484,5 @@ fn scarcity_never_changes_the_answer_of_a_gpu() {
     let coverage = coverage.into_inner();
     println!("seeds {:?}: {coverage:?}", seeds());
     assert!(coverage.swapped > 0 && coverage.group_swapped_in > 0 && coverage.forced > 0, "{coverage:?}");
-    assert!(coverage.cached > 0 && coverage.overlapped > 30, "{coverage:?}");
+    assert!(coverage.cached > 0 && coverage.overlapped > 30 && coverage.scored > 0, "{coverage:?}");
 }

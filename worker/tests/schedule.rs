@@ -12,7 +12,7 @@ use inflight_fixtures::{Arch, Checkpoint, Dtype, TempDir, skipped};
 use inflight_kernels::cpu::{Isa, KvDtype};
 use inflight_kernels::philox4x32;
 use inflight_models::{ModelDir, ModelSource};
-use inflight_runtime::{Batch, BlockCopy, Runtime, Sampled, SlotSetup};
+use inflight_runtime::{Batch, BlockCopy, PromptLogprobs, Runtime, Sampled, ScoreRow, SlotSetup};
 use inflight_runtime_cpu::{CpuOptions, CpuRuntime, Quantization};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -260,7 +260,9 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
     let cut = (prop_oneof![Just(0), 1i32..200], prop_oneof![Just(1.0f32), 0.05f32..1.0], 0.0f32..0.3);
     let rest =
         (prop_oneof![3 => Just(None), 1 => (0u32..6).prop_map(Some)], 0u32..8, any::<u64>(), any::<bool>());
-    (temperature, cut, penalties, rest).prop_map(|(temperature, (top_k, top_p, min_p), penalties, rest)| {
+    (temperature, cut, penalties, rest, masks()).prop_map(|(temperature, cut, penalties, rest, masks)| {
+        let (top_k, top_p, min_p) = cut;
+        let (allowed_token_ids, bad_word_token_ids) = masks;
         let (presence_penalty, frequency_penalty, repetition_penalty) = penalties;
         let (logprobs, min_tokens, seed, bias) = rest;
         SamplingSpec {
@@ -275,10 +277,41 @@ fn sampling() -> impl Strategy<Value = SamplingSpec> {
             min_tokens,
             seed,
             logit_bias: if bias { vec![(17, 1.5), (100, -3.0)] } else { Vec::new() },
+            allowed_token_ids,
+            bad_word_token_ids,
             stop_token_ids: vec![42],
             ..SamplingSpec::default()
         }
     })
+}
+
+/// Allowed tokens and bad words of few tokens, so that words of several tokens occur.
+fn masks() -> impl Strategy<Value = (Vec<u32>, Vec<Vec<u32>>)> {
+    let word = prop::collection::vec(39u32..45, 1..4);
+    let words = prop::collection::vec(word, 1..12);
+    prop_oneof![
+        3 => Just((Vec::new(), Vec::new())),
+        1 => prop::collection::vec(0u32..200, 1..100).prop_map(|allowed| (allowed, Vec::new())),
+        1 => prop::collection::vec(prop::collection::vec(0u32..200, 1..3), 1..400).prop_map(|words| (Vec::new(), words)),
+        2 => words.prop_map(|words| ((38..45).collect(), words)),
+    ]
+}
+
+/// Checks that a request's output has allowed tokens only, and no bad word but for want of another token.
+fn check_masks(request: &Request, vocab_size: u32, output: &[StepBits]) -> Result<(), TestCaseError> {
+    let sampling = request.sampling.clone().validate().unwrap();
+    let tokens: Vec<u32> = output.iter().map(|step| step.sampled.token).collect();
+    let allowed = &sampling.allowed_token_ids;
+    prop_assert!(allowed.is_empty() || tokens.iter().all(|token| allowed.binary_search(token).is_ok()));
+    for word in &sampling.bad_word_token_ids {
+        let found = tokens.windows(word.len()).any(|window| window == word.as_slice());
+        let last = word.last().copied();
+        prop_assert!(
+            !found || (word.len() > 1 && last == sampling.fallback_token(vocab_size)),
+            "{word:?} in {tokens:?}"
+        );
+    }
+    Ok(())
 }
 
 fn workload(ranks: &'static [usize]) -> impl Strategy<Value = Workload> {
@@ -326,6 +359,9 @@ fn one(
     let mut single = load(folder.path().to_path_buf(), isa, format, 1, ranks, 16);
     let expected: Vec<Vec<StepBits>> =
         workload.requests.iter().map(|request| alone(&mut single, request)).collect();
+    for (request, output) in workload.requests.iter().zip(&expected) {
+        check_masks(request, single.capabilities().vocab_size, output)?;
+    }
     let mut runtime =
         load(folder.path().to_path_buf(), isa, format, workload.threads, ranks, workload.block_tokens);
     together(&mut runtime, workload, |request, step, got| {
@@ -395,6 +431,49 @@ fn the_schedule_never_changes_the_answer_of_a_group_of_ranks() {
         for (weights, kv) in [("int8:8", None), ("int4:8", None), ("int8:8", Some(KvDtype::Int8))] {
             let format = StorageFormat { weights: Some(weights.parse().unwrap()), kv };
             check(isa, Dtype::Bf16, format, &[2], &archs, 2);
+        }
+    }
+}
+
+/// Scores every token of a sequence but the first, in chunks of `chunk` tokens, with five alternatives.
+fn scores(runtime: &mut CpuRuntime, tokens: &[u32], chunk: usize) -> Vec<PromptLogprobs> {
+    let block_tokens = runtime.capabilities().block_tokens as usize;
+    let blocks: Vec<u32> = (0..tokens.len().div_ceil(block_tokens) as u32).collect();
+    let (mut batch, mut sampled, mut scores) = (Batch::default(), Vec::new(), Vec::new());
+    for (nth, part) in tokens.chunks(chunk).enumerate() {
+        let first = nth * chunk;
+        batch.clear();
+        batch.push_sequence(part, first as u32, &blocks);
+        let row = |(row, token): (usize, &u32)| ScoreRow { row: row as u32, token: *token, top: 5 };
+        batch.scores.extend(tokens[first + 1..].iter().take(part.len()).enumerate().map(row));
+        runtime.execute(&mut batch, &mut sampled).unwrap();
+        runtime.take_scores(&mut scores);
+    }
+    scores
+}
+
+#[test]
+fn prompt_logprobs_equal_those_of_the_same_tokens_when_they_are_generated() {
+    let _serial = SERIAL.lock();
+    let sampling = SamplingSpec { temperature: 1.0, seed: 4, logprobs: Some(5), ..SamplingSpec::default() };
+    for (dtype, ranks) in [(Dtype::F32, 1), (Dtype::Bf16, 1), (Dtype::F16, 2)] {
+        let folder = checkpoint(Arch::Llama32, dtype);
+        let mut runtime =
+            load(folder.path().to_path_buf(), Isa::detect(), StorageFormat::default(), 2, ranks, 16);
+        let request = Request { prompt: 9, output: 400, content: 3, sampling: sampling.clone() };
+        let generated = alone(&mut runtime, &request);
+        let mut tokens = prompt(&request, runtime.capabilities().vocab_size);
+        tokens.extend(generated.iter().map(|step| step.sampled.token));
+        // The longest chunk has more rows than the logits that are held at once.
+        for chunk in [1, 7, 64, tokens.len()] {
+            let scores = scores(&mut runtime, &tokens, chunk);
+            assert_eq!(scores.len(), tokens.len() - 1);
+            for (score, step) in scores[request.prompt - 1..].iter().zip(&generated) {
+                let logprobs = step.sampled.logprobs.as_ref().unwrap();
+                assert_eq!((score.token, &score.top), (logprobs.chosen, &logprobs.top), "chunks of {chunk}");
+                let place = logprobs.top.iter().position(|one| one.token == score.token.token);
+                assert!(place.map_or(score.rank > 5, |place| place + 1 == score.rank as usize), "{score:?}");
+            }
         }
     }
 }

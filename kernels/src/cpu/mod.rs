@@ -21,4 +21,6 @@ pub use matrix::{GROUP_MAX, GROUP_STEP, PackedMatrix, WeightFormat, WeightRows};
 pub use pool::Pool;
 pub use rope::{QkvShape, RopeScaling, RopeTable, finish_qkv, inverse_frequencies};
 pub use rows::{rms_norm, swiglu};
-pub use sampling::{Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+pub use sampling::{
+    Score, Truncation, Workspace, argmax, log_sum_exp, logprob, mask_nan, sample, score, top,
+};

@@ -66,6 +66,36 @@ pub fn top<'a>(
     workspace.keys.iter().map(|key| (*key as u32, logits[*key as u32 as usize]))
 }
 
+/// Log probability of a given token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Score {
+    /// Natural logarithm of the token's probability.
+    pub logprob: f32,
+    /// Place of the token among all, the most probable first, ties by lower id; from 1.
+    pub rank: u32,
+    /// Most probable tokens with their log probabilities, in the same order.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Returns the log probability of a token by its logit and [`log_sum_exp`].
+pub fn logprob(logit: f32, log_sum_exp: f64) -> f32 {
+    match (f64::from(logit) - log_sum_exp) as f32 {
+        // Infinity minus infinity: the token has all the probability mass, or there is none.
+        logprob if logprob.is_nan() => 0.0,
+        logprob => logprob,
+    }
+}
+
+/// Scores `token`, which is in the vocabulary, with `count` alternatives.
+pub fn score(isa: Isa, logits: &[f32], token: u32, count: usize, workspace: &mut Workspace) -> Score {
+    let total = log_sum_exp(isa, logits, workspace);
+    let logit = logits[token as usize];
+    let own = key(token as usize, logit);
+    let before = logits.iter().enumerate().filter(|(id, logit)| key(*id, **logit) < own).count();
+    let top = top(logits, count, workspace).map(|(id, logit)| (id, logprob(logit, total))).collect();
+    Score { logprob: logprob(logit, total), rank: before as u32 + 1, top }
+}
+
 /// Samples a token by inverse transform over the kept tokens in order of id; `uniform` is in [0, 1).
 pub fn sample(
     isa: Isa,

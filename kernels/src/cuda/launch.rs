@@ -3,7 +3,7 @@
 use super::device::{Device, DeviceError, HalfDtype, KvStore, Launch, Profile};
 use super::params::{
     AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams, Plain, QkvParams,
-    SamplingParams, SwigluParams, as_bytes,
+    SamplingParams, ScoreParams, SwigluParams, as_bytes,
 };
 
 /// Head dimensions for which attention kernels exist: those of the supported models (Llama 1/2/3.x, Mistral,
@@ -223,7 +223,7 @@ fn attention_kernel(half: HalfDtype, store: KvStore, head_dim: u32, mixed: bool)
 
 /// Returns the names of all kernels, so that a device can look them up at load.
 pub fn kernel_names() -> Vec<&'static str> {
-    let mut names = vec!["copy_blocks", "sample", "count_history"];
+    let mut names = vec!["copy_blocks", "sample", "score", "count_history"];
     for half in [HalfDtype::Bf16, HalfDtype::F16] {
         for (bf16, f16) in [
             ("embedding_bf16", "embedding_f16"),
@@ -369,6 +369,17 @@ pub unsafe fn copy_blocks<D: Device>(device: &D, pairs: u32, p: &CopyParams) -> 
 /// As [`Device::launch`].
 pub unsafe fn sample<D: Device>(device: &D, rows: u32, p: &SamplingParams) -> Result<(), DeviceError> {
     enqueue(device, "sample", (rows, 1), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p)
+}
+
+/// Computes log probability, rank and alternatives of a given token for each of `rows` rows of logits.
+///
+/// # Errors
+/// Those of [`Device::launch`].
+///
+/// # Safety
+/// As [`Device::launch`].
+pub unsafe fn score<D: Device>(device: &D, rows: u32, p: &ScoreParams) -> Result<(), DeviceError> {
+    enqueue(device, "score", (rows, 1), SAMPLING_THREADS, SAMPLING_SHARED_BYTES, p)
 }
 
 /// Counts the tokens of a sequence's prompt and output, for penalties.

@@ -25,9 +25,10 @@ pub use image::{Image, Images, KERNELS, Target, family_of};
 pub use launch::{
     ATTENTION_ROWS, ATTENTION_SPLIT, ATTENTION_SPLIT_ROWS, HEAD_DIMS, SKINNY_ROWS, attention,
     attention_blocks, copy_blocks, count_history, embedding, finish_qkv, gemm, kernel_names, norm, sample,
-    skinny_gemm, skinny_supports, swiglu,
+    score, skinny_gemm, skinny_supports, swiglu,
 };
 pub use params::{
     AttentionItem, AttentionParams, CopyParams, EmbeddingParams, GemmParams, HistoryParams, NormParams,
-    Plain, QkvParams, SamplingParams, SamplingResult, SamplingRow, SwigluParams, TOP_MAX, as_bytes,
+    Plain, QkvParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams, ScoreRow,
+    SwigluParams, TOP_MAX, as_bytes,
 };

@@ -1,7 +1,8 @@
 use inflight_kernels::RandomKey;
 use inflight_kernels::cpu::{self, Isa, Truncation, Workspace};
 use inflight_kernels::cuda::{
-    HistoryParams, SamplingParams, SamplingResult, SamplingRow, count_history, sample,
+    HistoryParams, RECENT_TOKENS, SamplingParams, SamplingResult, SamplingRow, ScoreParams, ScoreRow,
+    count_history, sample, score,
 };
 use proptest::prelude::*;
 
@@ -18,6 +19,10 @@ struct Row {
     penalties: Option<(f32, f32, f32)>,
     biases: usize,
     masked: usize,
+    /// Number of allowed tokens; `None`: all.
+    allowed: Option<usize>,
+    /// Number of bad words.
+    words: usize,
     logprobs: Option<u32>,
     /// Distribution of the logits, see [`logits_of`].
     kind: u32,
@@ -30,19 +35,39 @@ fn row() -> impl Strategy<Value = Row> {
     let min_p = prop_oneof![2 => Just(0.0f32), 1 => 0.0f32..0.5, 1 => Just(1.0f32)];
     let penalties = prop::option::of((0.5f32..2.0, -1.0f32..1.0, -1.0f32..1.0));
     let lists = (0usize..6, 0usize..4, prop::option::of(0u32..=20));
-    (temperature, top_k, top_p, min_p, penalties, lists, 0u32..6).prop_map(
-        |(temperature, top_k, top_p, min_p, penalties, (biases, masked, logprobs), kind)| Row {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            penalties,
-            biases,
-            masked,
-            logprobs,
-            kind,
+    let masks = (prop::option::of(1usize..2000), prop_oneof![Just(0usize), 1usize..40]);
+    (temperature, top_k, top_p, min_p, penalties, lists, masks, 0u32..6).prop_map(
+        |(temperature, top_k, top_p, min_p, penalties, lists, (allowed, words), kind)| {
+            let (biases, masked, logprobs) = lists;
+            Row {
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                penalties,
+                biases,
+                masked,
+                allowed,
+                words,
+                logprobs,
+                kind,
+            }
         },
     )
+}
+
+/// Bad words of up to three tokens, every other one of several tokens ending the output.
+fn words_of(count: usize, vocabulary: usize, generated: &[u32], rng: &mut SeededRng) -> Vec<Vec<u32>> {
+    let word = |_| {
+        let mut word: Vec<u32> = (0..rng.below(3)).map(|_| rng.below(vocabulary) as u32).collect();
+        if rng.below(2) == 0 {
+            let kept = rng.below(generated.len());
+            word = generated[generated.len() - kept..].to_vec();
+        }
+        word.push(rng.below(vocabulary + 3) as u32);
+        word
+    };
+    (0..count).map(word).collect()
 }
 
 fn logits_of(kind: u32, vocabulary: usize, rng: &mut SeededRng) -> Vec<f32> {
@@ -129,6 +154,27 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
             for token in masked.iter().filter(in_range) {
                 logits[*token as usize] = f32::NEG_INFINITY;
             }
+            let allowed: Option<Vec<u32>> = row.allowed.map(|count| random_tokens(&mut rng, count));
+            let mut bits = vec![0u32; vocabulary.div_ceil(32)];
+            allowed
+                .iter()
+                .flatten()
+                .filter(in_range)
+                .for_each(|id| bits[*id as usize / 32] |= 1 << (id % 32));
+            if let Some(allowed) = &allowed {
+                let masked = |id: &usize| !allowed.contains(&(*id as u32));
+                (0..vocabulary).filter(masked).for_each(|id| logits[id] = f32::NEG_INFINITY);
+            }
+            let words = words_of(row.words, vocabulary, &generated, &mut rng);
+            for word in &words {
+                let (last, before) = word.split_last().unwrap();
+                if generated.ends_with(before) && (*last as usize) < vocabulary {
+                    logits[*last as usize] = f32::NEG_INFINITY;
+                }
+            }
+            let masks = allowed.is_some() || !words.is_empty();
+            let fallback = if masks { rng.below(vocabulary) as u32 } else { u32::MAX };
+            let none_left = logits.iter().all(|logit| *logit == f32::NEG_INFINITY);
             let truncation = Truncation {
                 temperature: row.temperature,
                 top_k: row.top_k as usize,
@@ -136,6 +182,7 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 min_p: row.min_p,
             };
             let token = match row.temperature {
+                _ if masks && none_left => fallback,
                 0.0 => cpu::argmax(isa, &logits),
                 _ => cpu::sample(isa, &logits, &truncation, draw.uniform(), &mut workspace),
             };
@@ -148,7 +195,13 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 .map(|(token, logit)| (token, logprob(logit)))
                 .collect();
             counts[token as usize] += 1;
-            expected.push((token, logprob(logits[token as usize]), top, counts.clone()));
+            let mut recent = [0u32; RECENT_TOKENS];
+            for (at, token) in generated.iter().enumerate() {
+                recent[at % RECENT_TOKENS] = *token;
+            }
+            let recent_at = device.upload(&recent);
+            recent[generated.len() % RECENT_TOKENS] = token;
+            expected.push((token, logprob(logits[token as usize]), top, counts.clone(), recent));
             // Builds the kernel's parameters.
             let tokens: Vec<u32> = prompt.iter().chain(&generated).copied().collect();
             let (history, tokens_at) = (device.alloc(vocabulary * 4), device.upload(&tokens));
@@ -165,6 +218,14 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 biases.iter().flat_map(|(token, bias)| [*token, bias.to_bits()]).collect();
             list.extend(masked.iter().flat_map(|token| [*token, 0]));
             let adjustments = device.upload(&list);
+            let mut entries = vec![0];
+            let mut end = 0;
+            for word in &words {
+                end += word.len() as u32;
+                entries.push(end);
+            }
+            entries.extend(words.iter().flatten());
+            let (bits, entries) = (device.upload(&bits), device.upload(&entries));
             let (repetition, frequency, presence) = row.penalties.unwrap_or((1.0, 0.0, 0.0));
             table.push(SamplingRow {
                 history: if row.penalties.is_some() { history.address() } else { 0 },
@@ -183,9 +244,14 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                 presence,
                 logprobs: row.logprobs.map_or(0, |count| count + 1),
                 active: 1,
-                unused: [0; 3],
+                allowed: if allowed.is_some() { bits.address() } else { 0 },
+                words: entries.address(),
+                recent: recent_at.address(),
+                word_count: words.len() as u32,
+                generated: generated.len() as u32,
+                fallback,
             });
-            kept.push((history, tokens_at, adjustments));
+            kept.push((history, recent_at, tokens_at, adjustments, bits, entries));
         }
         table.push(SamplingRow::default()); // padding
         all.extend(vec![f32::NAN; stride]);
@@ -203,10 +269,11 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
         unsafe { sample(&device, table.len() as u32, &p) }.unwrap();
         let results = results.read::<SamplingResult>(table.len());
         let sampled = sampled.read::<u32>(table.len());
-        for (r, (token, logprob, top, counts)) in expected.iter().enumerate() {
+        for (r, (token, logprob, top, counts, recent)) in expected.iter().enumerate() {
             let result = &results[r];
             prop_assert_eq!(result.token, *token, "row {} of {:?}", r, rows[r]);
             prop_assert_eq!(sampled[r], *token);
+            prop_assert_eq!(&kept[r].1.read::<u32>(RECENT_TOKENS), recent);
             if rows[r].penalties.is_some() {
                 prop_assert_eq!(&kept[r].0.read::<u32>(vocabulary), counts);
             }
@@ -218,6 +285,48 @@ pub(crate) fn tokens_and_logprobs_equal_those_of_the_cpu() {
                     prop_assert_eq!(result.tokens[i], *token, "alternative {}", i);
                     prop_assert!(close(result.logprobs[i], *logprob));
                 }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn scores_equal_those_of_the_cpu() {
+    let row = (0u32..6, any::<u32>(), 0u32..=20);
+    let shape = (any::<u32>(), 1usize..2500, prop::collection::vec(row, 1..5));
+    on_harness(40, shape, |(seed, vocabulary, rows)| {
+        let (device, mut rng) = (TestDevice::new(), SeededRng::new(seed));
+        let stride = vocabulary.next_multiple_of(4) + 4 * rng.below(2);
+        let mut workspace = Workspace::default();
+        let mut all = vec![f32::NAN; rows.len() * stride];
+        let (mut table, mut expected) = (Vec::new(), Vec::new());
+        for (r, (kind, token, top)) in rows.iter().enumerate() {
+            let mut logits = logits_of(*kind, vocabulary, &mut rng);
+            all[r * stride..][..vocabulary].copy_from_slice(&logits);
+            cpu::mask_nan(&mut logits);
+            let token = token % vocabulary as u32;
+            table.push(ScoreRow { token, top: *top });
+            expected.push(cpu::score(Isa::detect(), &logits, token, *top as usize, &mut workspace));
+        }
+        let (logits, table_at) = (device.upload(&all), device.upload(&table));
+        let results = device.alloc(table.len() * size_of::<SamplingResult>());
+        let p = ScoreParams {
+            logits: logits.address(),
+            rows: table_at.address(),
+            results: results.address(),
+            vocabulary: vocabulary as u32,
+            stride: stride as u32,
+        };
+        unsafe { score(&device, table.len() as u32, &p) }.unwrap();
+        for (result, expected) in results.read::<SamplingResult>(table.len()).iter().zip(&expected) {
+            let close = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-6 * b.abs().max(1.0);
+            prop_assert_eq!(result.rank, expected.rank);
+            prop_assert!(close(result.logprob, expected.logprob));
+            prop_assert_eq!(result.top as usize, expected.top.len());
+            for (i, (token, logprob)) in expected.top.iter().enumerate() {
+                prop_assert_eq!(result.tokens[i], *token);
+                prop_assert!(close(result.logprobs[i], *logprob));
             }
         }
         Ok(())

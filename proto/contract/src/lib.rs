@@ -19,7 +19,7 @@ pub use block_hash::BlockHash;
 pub use cost::CostCoefficients;
 pub use finish::FinishReason;
 pub use limits::{ModelLimits, PRIORITY_MAX, Priority, RequestError, RequestShape};
-pub use logprobs::{PositionLogprobs, TokenLogprob};
+pub use logprobs::{PositionLogprobs, PromptLogprobs, TokenLogprob};
 pub use sampling::{SamplingError, SamplingParams, SamplingSpec};
 pub use service_table::{ExpiredService, SERVICE_COUNTER_MAX, ServiceTable, plausible_growth};
 pub use virtual_token_counters::{

@@ -61,6 +61,9 @@ pub enum RequestError {
         /// Tokens in the vocabulary.
         vocab_size: u32,
     },
+    /// Bad words of one token mask every allowed token.
+    #[error("every allowed token is a bad word by itself, so no token could be generated; allow another one")]
+    NothingAllowed,
 }
 
 /// Priority of a request, in [-100, 100]; higher goes first.
@@ -122,23 +125,31 @@ impl ModelLimits {
         Ok(())
     }
 
-    /// Checks that all token ids of the prompt, the stop tokens and the logit biases are in the vocabulary.
+    /// Checks that all token ids of the prompt, the stop tokens, the logit biases and the masks are in the
+    /// vocabulary, and that the masks leave a token.
     ///
     /// # Errors
-    /// [`RequestError::TokenOutOfVocabulary`] for the first id that is not.
+    /// [`RequestError::TokenOutOfVocabulary`] for the first id that is not, [`RequestError::NothingAllowed`].
     pub fn check_tokens(&self, prompt: &[u32], sampling: &SamplingParams) -> Result<(), RequestError> {
         let vocab_size = self.vocab_size;
         let bias_ids = sampling.logit_bias.iter().map(|(id, _)| *id).enumerate();
         let stop_ids = sampling.stop_token_ids.iter().copied().enumerate();
+        let allowed_ids = sampling.allowed_token_ids.iter().copied().enumerate();
+        let word_ids = sampling.bad_word_token_ids.iter().flat_map(|word| word.iter().copied().enumerate());
         match prompt
             .iter()
             .copied()
             .enumerate()
             .chain(stop_ids)
             .chain(bias_ids)
+            .chain(allowed_ids)
+            .chain(word_ids)
             .find(|(_, id)| *id >= vocab_size)
         {
             Some((position, id)) => Err(RequestError::TokenOutOfVocabulary { id, position, vocab_size }),
+            None if sampling.masks_tokens() && sampling.fallback_token(vocab_size).is_none() => {
+                Err(RequestError::NothingAllowed)
+            }
             None => Ok(()),
         }
     }
@@ -147,6 +158,7 @@ impl ModelLimits {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::SamplingSpec;
 
     const LIMITS: ModelLimits = ModelLimits { vocab_size: 100, context_tokens: 64, kv_tokens: 48 };
 
@@ -157,6 +169,28 @@ mod tests {
         }
         for bad in [i32::MIN, -PRIORITY_MAX - 1, PRIORITY_MAX + 1, i32::MAX] {
             assert_eq!(Priority::try_from(bad), Err(RequestError::Priority(bad)));
+        }
+    }
+
+    #[test]
+    fn masks_must_leave_a_token_of_the_vocabulary() {
+        let check = |allowed: &[u32], words: &[&[u32]]| {
+            let spec = SamplingSpec {
+                allowed_token_ids: allowed.to_vec(),
+                bad_word_token_ids: words.iter().map(|word| word.to_vec()).collect(),
+                ..SamplingSpec::default()
+            };
+            let params = spec.validate().unwrap();
+            LIMITS.check_tokens(&[0], &params).map(|()| params.fallback_token(LIMITS.vocab_size))
+        };
+        assert_eq!(check(&[], &[&[0], &[1, 2]]), Ok(Some(1)));
+        assert_eq!(check(&[9, 4], &[&[4], &[9, 9]]), Ok(Some(9)));
+        assert_eq!(check(&[4], &[&[4]]), Err(RequestError::NothingAllowed));
+        let all: Vec<[u32; 1]> = (0..LIMITS.vocab_size).map(|id| [id]).collect();
+        let all: Vec<&[u32]> = all.iter().map(|id| &id[..]).collect();
+        assert_eq!(check(&[], &all), Err(RequestError::NothingAllowed));
+        for outside in [check(&[100], &[]), check(&[1], &[&[1, u32::MAX]])] {
+            assert!(matches!(outside, Err(RequestError::TokenOutOfVocabulary { .. })));
         }
     }
 

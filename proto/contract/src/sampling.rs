@@ -4,8 +4,8 @@ use std::ops::Deref;
 
 /// Sampling parameters as requested, not validated; see [`SamplingSpec::validate`].
 ///
-/// Logits are processed in a fixed order: repetition, frequency and presence penalties; logit bias;
-/// `min_tokens`, which masks end tokens; then argmax if `temperature` is 0, else division by the temperature,
+/// Logits are processed in a fixed order: repetition, frequency and presence penalties; logit bias; masks
+/// (`min_tokens`, which masks end tokens, `allowed_token_ids`, `bad_word_token_ids`); then argmax if `temperature` is 0, else division by the temperature,
 /// top-k, top-p and min-p, each on the distribution left by the previous one, and a random draw.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingSpec {
@@ -25,9 +25,17 @@ pub struct SamplingSpec {
     pub repetition_penalty: f32,
     /// Pairs of token id and bias added to its logit, in [-100, 100]; sorted by id once validated.
     pub logit_bias: Vec<(u32, f32)>,
+    /// Token ids that may be generated, sorted once validated; empty: all.
+    pub allowed_token_ids: Vec<u32>,
+    /// Sequences of token ids that the output does not contain, sorted once validated. The last token of a
+    /// sequence is masked where the output ends with the tokens before it.
+    pub bad_word_token_ids: Vec<Vec<u32>>,
     /// Number of top alternatives whose log probabilities are reported beside the chosen token's; `None`:
     /// none.
     pub logprobs: Option<u32>,
+    /// Number of top alternatives whose log probabilities are reported for each prompt token but the first;
+    /// `None`: no log probabilities of the prompt.
+    pub prompt_logprobs: Option<u32>,
     /// Number of independent choices to generate, in [1, 16].
     pub n: u32,
     /// Minimum number of generated tokens before an end token.
@@ -51,7 +59,10 @@ impl Default for SamplingSpec {
             frequency_penalty: 0.0,
             repetition_penalty: 1.0,
             logit_bias: Vec::new(),
+            allowed_token_ids: Vec::new(),
+            bad_word_token_ids: Vec::new(),
             logprobs: None,
+            prompt_logprobs: None,
             n: 1,
             min_tokens: 0,
             stop_token_ids: Vec::new(),
@@ -84,14 +95,53 @@ pub enum SamplingError {
         /// Maximum number of entries.
         most: usize,
     },
+    /// A bad word has no or too many tokens.
+    #[error("{name}[{index}] has {len} tokens; each must have 1 to {most}", name = Self::BAD_WORDS)]
+    BadWord {
+        /// Index of the word.
+        index: usize,
+        /// Number of its tokens.
+        len: usize,
+        /// Maximum number of tokens.
+        most: usize,
+    },
+    /// The bad words have too many tokens together.
+    #[error("bad_words have {tokens} tokens together; at most {most} are allowed")]
+    BadWordTokens {
+        /// Number of their tokens.
+        tokens: usize,
+        /// Maximum number of tokens.
+        most: usize,
+    },
+}
+
+impl SamplingError {
+    const BAD_WORDS: &str = "bad_word_token_ids";
+
+    /// Returns the name of the field in the API.
+    pub fn field(&self) -> &'static str {
+        match self {
+            Self::OutOfRange { name, .. } | Self::TooMany { name, .. } => name,
+            Self::BadWord { .. } => Self::BAD_WORDS,
+            Self::BadWordTokens { .. } => "bad_words",
+        }
+    }
 }
 
 impl SamplingSpec {
     /// Maximum entries of `logit_bias`.
     pub const LOGIT_BIAS_MAX: usize = 1024;
+    /// Maximum entries of `allowed_token_ids`.
+    pub const ALLOWED_TOKEN_IDS_MAX: usize = 65_536;
+    /// Maximum entries of `bad_word_token_ids`.
+    pub const BAD_WORDS_MAX: usize = 512;
+    /// Maximum tokens of an entry of `bad_word_token_ids`.
+    pub const BAD_WORD_TOKENS_MAX: usize = 32;
+    /// Maximum tokens over all entries of `bad_word_token_ids`.
+    pub const BAD_WORDS_TOKENS_MAX: usize = 4096;
     /// Maximum entries of `stop_token_ids`.
     pub const STOP_TOKEN_IDS_MAX: usize = 128;
-    /// Maximum `logprobs`: top alternatives reported with each token.
+    /// Maximum `logprobs` and `prompt_logprobs`: top alternatives reported with each token.
     pub const LOGPROBS_MAX: u32 = 20;
     /// Maximum `n`: choices of one request.
     pub const CHOICES_MAX: u32 = 16;
@@ -126,6 +176,9 @@ impl SamplingSpec {
         within_integers("n", self.n.into(), 1, Self::CHOICES_MAX.into(), "[1, 16]")?;
         let logprobs = self.logprobs.unwrap_or(0);
         within_integers("logprobs", logprobs.into(), 0, Self::LOGPROBS_MAX.into(), "[0, 20]")?;
+        let prompt_logprobs = self.prompt_logprobs.unwrap_or(0);
+        let most = Self::LOGPROBS_MAX.into();
+        within_integers("prompt_logprobs", prompt_logprobs.into(), 0, most, "[0, 20]")?;
         let check_len = |name, len, most| {
             if len <= most { Ok(()) } else { Err(SamplingError::TooMany { name, len, most }) }
         };
@@ -134,11 +187,36 @@ impl SamplingSpec {
         for (_, bias) in &self.logit_bias {
             within("logit_bias", *bias, -100.0, 100.0, "[-100, 100]")?;
         }
+        check_len("allowed_token_ids", self.allowed_token_ids.len(), Self::ALLOWED_TOKEN_IDS_MAX)?;
+        self.check_bad_words()?;
         self.logit_bias.sort_by_key(|(id, _)| *id);
         self.logit_bias.dedup_by_key(|(id, _)| *id);
         self.stop_token_ids.sort_unstable();
         self.stop_token_ids.dedup();
+        self.allowed_token_ids.sort_unstable();
+        self.allowed_token_ids.dedup();
+        self.bad_word_token_ids.sort_unstable();
+        self.bad_word_token_ids.dedup();
         Ok(SamplingParams(self))
+    }
+
+    fn check_bad_words(&self) -> Result<(), SamplingError> {
+        let words = &self.bad_word_token_ids;
+        let most = Self::BAD_WORD_TOKENS_MAX;
+        if let Some((index, word)) =
+            words.iter().enumerate().find(|(_, word)| word.is_empty() || word.len() > most)
+        {
+            return Err(SamplingError::BadWord { index, len: word.len(), most });
+        }
+        if words.len() > Self::BAD_WORDS_MAX {
+            let (name, len, most) = (SamplingError::BAD_WORDS, words.len(), Self::BAD_WORDS_MAX);
+            return Err(SamplingError::TooMany { name, len, most });
+        }
+        let (tokens, most) = (words.iter().map(Vec::len).sum(), Self::BAD_WORDS_TOKENS_MAX);
+        if tokens > most {
+            return Err(SamplingError::BadWordTokens { tokens, most });
+        }
+        Ok(())
     }
 }
 
@@ -158,7 +236,23 @@ impl SamplingParams {
         self.0.temperature == 0.0
     }
 
-    /// Returns whether sampling depends on earlier tokens: a penalty is set.
+    /// Returns whether `allowed_token_ids` or bad words mask tokens.
+    pub fn masks_tokens(&self) -> bool {
+        !self.0.allowed_token_ids.is_empty() || !self.0.bad_word_token_ids.is_empty()
+    }
+
+    /// Returns the lowest token of a vocabulary that is allowed and no bad word by itself; `None` if there is
+    /// none. It is generated where bad words of several tokens, or the mask of end tokens, leave no other.
+    pub fn fallback_token(&self, vocab_size: u32) -> Option<u32> {
+        let is_bad = |id: &u32| self.0.bad_word_token_ids.binary_search(&vec![*id]).is_ok();
+        let allowed = &self.0.allowed_token_ids;
+        if allowed.is_empty() {
+            return (0..vocab_size).find(|id| !is_bad(id));
+        }
+        allowed.iter().copied().find(|id| *id < vocab_size && !is_bad(id))
+    }
+
+    /// Returns whether sampling depends on the counts of earlier tokens: a penalty is set.
     pub fn needs_history(&self) -> bool {
         self.0.presence_penalty != 0.0 || self.0.frequency_penalty != 0.0 || self.0.repetition_penalty != 1.0
     }
@@ -179,7 +273,7 @@ mod tests {
 
     fn refused(spec: SamplingSpec) -> &'static str {
         match spec.validate() {
-            Err(SamplingError::OutOfRange { name, .. } | SamplingError::TooMany { name, .. }) => name,
+            Err(error) => error.field(),
             Ok(params) => panic!("accepted {params:?}"),
         }
     }
@@ -196,8 +290,16 @@ mod tests {
         assert_eq!(refused(SamplingSpec { repetition_penalty: 0.0, ..d() }), "repetition_penalty");
         assert_eq!(refused(SamplingSpec { logit_bias: vec![(1, f32::INFINITY)], ..d() }), "logit_bias");
         assert_eq!(refused(SamplingSpec { stop_token_ids: vec![1; 10_000], ..d() }), "stop_token_ids");
+        let words = |bad_word_token_ids| refused(SamplingSpec { bad_word_token_ids, ..d() });
+        for bad in [vec![vec![]], vec![vec![1; 33]], vec![vec![1]; 513]] {
+            assert_eq!(words(bad), "bad_word_token_ids");
+        }
+        assert_eq!(words(vec![vec![1; 32]; 129]), "bad_words");
+        let allowed_token_ids = vec![1; SamplingSpec::ALLOWED_TOKEN_IDS_MAX + 1];
+        assert_eq!(refused(SamplingSpec { allowed_token_ids, ..d() }), "allowed_token_ids");
         assert_eq!(refused(SamplingSpec { n: 0, ..d() }), "n");
         assert_eq!(refused(SamplingSpec { logprobs: Some(21), ..d() }), "logprobs");
+        assert_eq!(refused(SamplingSpec { prompt_logprobs: Some(21), ..d() }), "prompt_logprobs");
     }
 
     proptest! {

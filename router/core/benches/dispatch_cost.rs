@@ -59,6 +59,7 @@ impl Cluster {
             max_tokens: 1_000_000,
             choices: 1,
             logprobs: None,
+            prompt_logprobs: None,
             deadline: None,
             require_fingerprint: None,
             resumed: Vec::new(),

@@ -57,6 +57,19 @@ pub enum JournalError {
         /// Log probabilities in the update.
         logprobs: usize,
     },
+    /// Log probabilities of more prompt tokens than requested, or output before they are complete.
+    #[error(
+        "the worker sent {received} log probabilities of the prompt of {expected} before the output of choice \
+         {choice}"
+    )]
+    PromptLogprobs {
+        /// Index of the choice.
+        choice: u32,
+        /// Log probabilities received, with this update.
+        received: u32,
+        /// Number of those requested.
+        expected: u32,
+    },
 }
 
 /// Output of earlier attempts of one choice.
@@ -85,24 +98,36 @@ pub struct Journal {
     attempt: u32,
     max_tokens: u32,
     with_logprobs: bool,
+    /// Prompt tokens whose log probabilities are requested.
+    scored_tokens: u32,
+    /// Prompt tokens whose log probabilities were received.
+    scored: u32,
     choices: Vec<Choice>,
 }
 
 impl Journal {
-    /// Creates an empty journal at attempt 1.
-    pub fn new(choices: u32, max_tokens: u32, with_logprobs: bool) -> Self {
+    /// Creates an empty journal at attempt 1; log probabilities of `scored_tokens` prompt tokens are requested.
+    pub fn new(choices: u32, max_tokens: u32, with_logprobs: bool, scored_tokens: u32) -> Self {
         Self {
             attempt: 1,
             max_tokens,
             with_logprobs,
+            scored_tokens,
+            scored: 0,
             choices: (0..choices).map(|_| Choice::default()).collect(),
         }
     }
 
     /// Creates a journal at attempt 1 with the output that a client has received in an earlier call: tokens
     /// of each choice by index, at most `max_tokens` each. Further ones are dropped.
-    pub fn resume(choices: u32, max_tokens: u32, with_logprobs: bool, resumed: &[Vec<u32>]) -> Self {
-        let mut journal = Self::new(choices, max_tokens, with_logprobs);
+    pub fn resume(
+        choices: u32,
+        max_tokens: u32,
+        with_logprobs: bool,
+        scored_tokens: u32,
+        resumed: &[Vec<u32>],
+    ) -> Self {
+        let mut journal = Self::new(choices, max_tokens, with_logprobs, scored_tokens);
         for (choice, tokens) in journal.choices.iter_mut().zip(resumed) {
             choice.tokens.extend(tokens.iter().take(max_tokens as usize));
         }
@@ -114,7 +139,13 @@ impl Journal {
         self.attempt
     }
 
-    /// Appends a worker's output of one choice, which came with `logprobs` log probabilities.
+    /// Returns the number of prompt tokens whose log probabilities were received.
+    pub fn scored(&self) -> u32 {
+        self.scored
+    }
+
+    /// Appends a worker's output of one choice, which came with `logprobs` log probabilities, and with those of
+    /// `scored` prompt tokens.
     ///
     /// # Errors
     /// [`JournalError`] for a protocol violation; the journal is unchanged.
@@ -124,6 +155,7 @@ impl Journal {
         choice: u32,
         tokens: &[u32],
         logprobs: usize,
+        scored: usize,
         finish: Option<FinishReason>,
     ) -> Result<AppendOutcome, JournalError> {
         if attempt != self.attempt {
@@ -145,6 +177,12 @@ impl Journal {
         if self.with_logprobs && logprobs != tokens.len() {
             return Err(JournalError::UnpairedLogprobs { choice, tokens: tokens.len(), logprobs });
         }
+        let received = self.scored.saturating_add(u32::try_from(scored).unwrap_or(u32::MAX));
+        let incomplete = received < self.scored_tokens && scored > 0 && !tokens.is_empty();
+        if received > self.scored_tokens || incomplete {
+            return Err(JournalError::PromptLogprobs { choice, received, expected: self.scored_tokens });
+        }
+        self.scored = received;
         entry.tokens.extend_from_slice(tokens);
         entry.end = finish.map(ChoiceEnd::Worker);
         Ok(AppendOutcome::Appended)
@@ -228,7 +266,7 @@ mod tests {
         #[test]
         fn the_journal_holds_the_tokens_of_the_current_attempts_once_and_in_order(
             steps in proptest::collection::vec((0u32..3, 0usize..4, 0u8..8), 0..80)) {
-            let mut journal = Journal::new(3, 40, true);
+            let mut journal = Journal::new(3, 40, true, 0);
             let mut sent = vec![Vec::new(); 3];
             let mut next = 0;
             for (choice, count, action) in steps {
@@ -243,14 +281,14 @@ mod tests {
                         prop_assert_eq!(complete, running & full);
                     }
                     1 => {
-                        let old = journal.append(journal.attempt() - 1, choice, &tokens, count, None);
+                        let old = journal.append(journal.attempt() - 1, choice, &tokens, count, 0, None);
                         prop_assert_eq!(old, Ok(AppendOutcome::Stale));
                     }
                     2 if count > 0 => {
-                        let unpaired = journal.append(journal.attempt(), choice, &tokens, count - 1, None);
+                        let unpaired = journal.append(journal.attempt(), choice, &tokens, count - 1, 0, None);
                         prop_assert!(unpaired.is_err(), "one log probability is missing");
                     }
-                    _ => match journal.append(journal.attempt(), choice, &tokens, count, None) {
+                    _ => match journal.append(journal.attempt(), choice, &tokens, count, 0, None) {
                         Ok(_) => sent[at].extend(tokens),
                         Err(error) => {
                             let over = sent[at].len() + count > 40;
@@ -269,13 +307,29 @@ mod tests {
 
     #[test]
     fn a_choice_ends_once_and_is_not_run_again() {
-        let mut journal = Journal::new(2, 4, false);
-        assert_eq!(journal.append(1, 0, &[7, 8], 0, Some(FinishReason::Stop)), Ok(AppendOutcome::Appended));
+        let mut journal = Journal::new(2, 4, false, 0);
+        assert_eq!(
+            journal.append(1, 0, &[7, 8], 0, 0, Some(FinishReason::Stop)),
+            Ok(AppendOutcome::Appended)
+        );
         assert_eq!(journal.running(), 0b10);
-        assert!(matches!(journal.append(1, 0, &[9], 0, None), Err(JournalError::TokensAfterEnd { .. })));
+        assert!(matches!(journal.append(1, 0, &[9], 0, 0, None), Err(JournalError::TokensAfterEnd { .. })));
         assert!(journal.withdraw(1) && !journal.withdraw(1) && journal.ended());
-        assert_eq!(journal.append(1, 1, &[9], 0, None), Ok(AppendOutcome::AfterEnd));
+        assert_eq!(journal.append(1, 1, &[9], 0, 0, None), Ok(AppendOutcome::AfterEnd));
         let resumed: Vec<_> = journal.resumed().map(|r| (r.choice, r.tokens.to_vec(), r.finished)).collect();
         assert_eq!(resumed, [(0, vec![7, 8], true), (1, vec![], true)]);
+    }
+
+    #[test]
+    fn log_probabilities_of_the_prompt_are_received_once_over_all_attempts() {
+        let mut journal = Journal::new(2, 4, false, 5);
+        assert_eq!(journal.append(1, 0, &[], 0, 3, None), Ok(AppendOutcome::Appended));
+        assert!(journal.append(1, 0, &[7], 0, 1, None).is_err(), "output before they are complete");
+        journal.next_attempt();
+        assert_eq!(journal.append(1, 0, &[], 0, 2, None), Ok(AppendOutcome::Stale));
+        assert_eq!(journal.scored(), 3);
+        assert!(journal.append(2, 0, &[], 0, 3, None).is_err(), "more than there are");
+        assert_eq!(journal.append(2, 0, &[7], 0, 2, None), Ok(AppendOutcome::Appended));
+        assert_eq!((journal.scored(), journal.tokens()), (5, 1));
     }
 }

@@ -26,7 +26,7 @@ impl LossStreak {
     /// Consecutive losses after which a request is quarantined.
     pub const LOSSES_MAX: u32 = 2;
 
-    /// Records a new token.
+    /// Records new output: a token, or log probabilities of the prompt.
     pub fn record_token(&mut self) {
         *self = Self { losses: 0, progressed: true };
     }

@@ -1,6 +1,8 @@
 //! What a worker reports in a session, free of the wire format.
 
-use inflight_contract::{CostCoefficients, FinishReason, PositionLogprobs, Service, ServiceCounter};
+use inflight_contract::{
+    CostCoefficients, FinishReason, PositionLogprobs, PromptLogprobs, Service, ServiceCounter,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{CacheChange, Credits, SubmissionId, WorkerLoad};
@@ -47,6 +49,8 @@ pub struct SequenceUpdate {
     pub tokens: Vec<u32>,
     /// One entry per token if requested, else empty.
     pub logprobs: Vec<PositionLogprobs>,
+    /// Log probabilities of the next prompt tokens, if requested.
+    pub prompt_logprobs: Vec<PromptLogprobs>,
     /// Set once, with the last tokens of the choice.
     pub end: Option<SequenceEnd>,
     /// Prompt and resumed tokens that were not found in the prefix cache; set with the first token.

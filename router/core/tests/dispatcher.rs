@@ -258,6 +258,7 @@ impl Cluster {
             max_tokens,
             choices,
             logprobs: None,
+            prompt_logprobs: None,
             deadline: deadline.map(|left| self.now + left),
             require_fingerprint: size.is_multiple_of(7).then(|| "one".to_owned()),
             resumed: if had > 0 { vec![vec![7; had as usize]; of_choices] } else { Vec::new() },

@@ -1,6 +1,6 @@
 //! Output of a response stream, collected for a response in one piece.
 
-use inflight_contract::{FinishReason, PositionLogprobs};
+use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs};
 
 use crate::api::generation::{Completed, Finished, GenerationEvent, Started, Timings, Usage};
 
@@ -9,6 +9,8 @@ use crate::api::generation::{Completed, Finished, GenerationEvent, Started, Timi
 pub(crate) struct Collected {
     pub(crate) choices: Vec<CollectedChoice>,
     pub(crate) started: Started,
+    /// Log probabilities of the prompt tokens from the second one on, if requested.
+    pub(crate) prompt_logprobs: Vec<PromptLogprobs>,
     /// Changes of the fingerprint after the start, each with the tokens of each choice before it.
     pub(crate) changes: Vec<(String, Vec<u32>)>,
     pub(crate) usage: Usage,
@@ -51,6 +53,7 @@ impl Collected {
             GenerationEvent::FingerprintChanged { fingerprint, tokens } => {
                 self.changes.push((fingerprint, tokens));
             }
+            GenerationEvent::PromptLogprobs { positions, .. } => self.prompt_logprobs.extend(positions),
             GenerationEvent::Delta(delta) => {
                 let choice = self.choice(delta.choice);
                 choice.text.push_str(&delta.text);

@@ -265,7 +265,9 @@ impl CursorTracker {
                     *choice = ChoicePosition { finished: true, ..finished.position };
                 }
             }
-            GenerationEvent::Delta(_) | GenerationEvent::Completed(_) => {}
+            GenerationEvent::PromptLogprobs { .. }
+            | GenerationEvent::Delta(_)
+            | GenerationEvent::Completed(_) => {}
         }
     }
 

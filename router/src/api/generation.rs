@@ -1,6 +1,6 @@
 //! Generation request and events of the API's core, which every protocol maps to its own messages.
 
-use inflight_contract::{FinishReason, PositionLogprobs, SamplingSpec};
+use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, SamplingSpec};
 
 use crate::api::cursor::ChoicePosition;
 use crate::text::Message;
@@ -29,15 +29,21 @@ pub(crate) struct SamplingOverrides {
     pub(crate) frequency_penalty: Option<f32>,
     pub(crate) repetition_penalty: Option<f32>,
     pub(crate) logit_bias: Vec<(u32, f32)>,
+    pub(crate) allowed_token_ids: Vec<u32>,
+    /// Words that the output does not contain.
+    pub(crate) bad_words: Vec<String>,
+    pub(crate) bad_word_token_ids: Vec<Vec<u32>>,
     /// Number of top alternatives reported with each token; `None`: no log probabilities.
     pub(crate) logprobs: Option<u32>,
+    /// Number of top alternatives reported with each prompt token; `None`: no log probabilities of the prompt.
+    pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) seed: Option<u64>,
     /// Number of choices.
     pub(crate) n: Option<u32>,
 }
 
 impl SamplingOverrides {
-    /// Returns the sampling parameters of a request.
+    /// Returns the sampling parameters of a request. Its bad words must be tokenized.
     pub(crate) fn apply(self, stop: &StopConditions, defaults: &SamplingSpec) -> SamplingSpec {
         SamplingSpec {
             temperature: self.temperature.unwrap_or(defaults.temperature),
@@ -48,7 +54,10 @@ impl SamplingOverrides {
             frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             logit_bias: self.logit_bias,
+            allowed_token_ids: self.allowed_token_ids,
+            bad_word_token_ids: self.bad_word_token_ids,
             logprobs: self.logprobs,
+            prompt_logprobs: self.prompt_logprobs,
             n: self.n.unwrap_or(defaults.n),
             min_tokens: stop.min_tokens,
             stop_token_ids: stop.stop_token_ids.clone(),
@@ -61,7 +70,7 @@ impl SamplingOverrides {
 /// Conditions that end a choice.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct StopConditions {
-    /// Maximum generated tokens; `None`: the router's default.
+    /// Maximum generated tokens; `None`: the router's default. 0 with log probabilities of the prompt only.
     pub(crate) max_tokens: Option<u32>,
     pub(crate) min_tokens: u32,
     /// Stop strings.
@@ -76,6 +85,8 @@ pub(crate) struct GenerationRequest {
     /// Model name; empty: the only one served.
     pub(crate) model: String,
     pub(crate) input: Input,
+    /// Maximum tokens kept of the prompt, its last ones; -1: what the context leaves.
+    pub(crate) truncate_prompt_tokens: Option<i32>,
     pub(crate) sampling: SamplingOverrides,
     pub(crate) stop: StopConditions,
     /// Whether deltas carry token ids.
@@ -109,6 +120,7 @@ impl GenerationRequest {
         Self {
             model,
             input,
+            truncate_prompt_tokens: None,
             sampling: SamplingOverrides::default(),
             stop: StopConditions::default(),
             return_token_ids: false,
@@ -123,11 +135,18 @@ impl GenerationRequest {
     }
 }
 
-/// Event of a response stream: `Started`, then `Delta`s, one `Finished` for each choice, and `Completed`.
+/// Event of a response stream: `Started`, then `PromptLogprobs` if requested, then `Delta`s, one `Finished` for each choice, and `Completed`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum GenerationEvent {
     /// The request was dispatched to a worker.
     Started(Started),
+    /// Log probabilities of the next prompt tokens, in the order of the prompt from its second token on.
+    PromptLogprobs {
+        /// Position of the first of these tokens in the prompt.
+        first: u32,
+        /// One entry per token.
+        positions: Vec<PromptLogprobs>,
+    },
     /// New output of one choice.
     Delta(Delta),
     /// A choice has finished.
@@ -149,6 +168,7 @@ impl GenerationEvent {
         match self {
             Self::Delta(delta) => !delta.replayed,
             Self::Finished(finished) => !finished.replayed,
+            Self::PromptLogprobs { .. } => true,
             Self::Started(_) | Self::FingerprintChanged { .. } | Self::Completed(_) => false,
         }
     }

@@ -95,7 +95,8 @@ fn at_path(outcome: Outcome) -> Outcome {
     let Outcome::InvalidField { field, reason } = outcome else { return outcome };
     let parent = match field.as_str() {
         "temperature" | "top_p" | "top_k" | "min_p" | "presence_penalty" | "frequency_penalty"
-        | "repetition_penalty" | "logit_bias" | "logprobs" | "n" => "sampling.",
+        | "repetition_penalty" | "logit_bias" | "logprobs" | "prompt_logprobs" | "n"
+        | "allowed_token_ids" | "bad_words" | "bad_word_token_ids" => "sampling.",
         "cursor" => "resume.",
         "max_tokens" | "min_tokens" | "stop" | "stop_token_ids" => "stop.",
         _ => "",
@@ -119,7 +120,7 @@ fn timings_message(timings: Timings) -> v1::Timings {
 
 /// Returns the response in one piece.
 fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
-    let Collected { choices, started, changes, usage, timings } = collected;
+    let Collected { choices, started, prompt_logprobs, changes, usage, timings } = collected;
     let change = |(fingerprint, tokens)| v1::FingerprintChanged { fingerprint, tokens };
     v1::GenerateUnaryResponse {
         request_id: started.request_id,
@@ -130,6 +131,7 @@ fn unary(collected: Collected) -> v1::GenerateUnaryResponse {
         usage: Some(usage_message(usage)),
         timings: Some(timings_message(timings)),
         fingerprint_changes: changes.into_iter().map(change).collect(),
+        prompt_logprobs: prompt_logprobs.into_iter().map(Into::into).collect(),
     }
 }
 
@@ -155,6 +157,10 @@ fn message(event: GenerationEvent, cursor: Vec<u8>) -> v1::GenerateResponse {
                 fingerprint,
                 cursor,
             })
+        }
+        GenerationEvent::PromptLogprobs { first, positions } => {
+            let positions = positions.into_iter().map(Into::into).collect();
+            Event::PromptLogprobs(v1::PromptLogprobs { first_position: first, positions })
         }
         GenerationEvent::Delta(Delta { choice, text, token_ids, logprobs, .. }) => {
             let logprobs = logprobs.into_iter().map(Into::into).collect();
@@ -187,6 +193,7 @@ fn generation_request(message: v1::GenerateRequest) -> Result<GenerationRequest,
     Ok(GenerationRequest {
         model: message.model,
         input,
+        truncate_prompt_tokens: message.truncate_prompt_tokens,
         sampling: sampling(message.sampling.unwrap_or_default()),
         stop: stop_conditions(message.stop.unwrap_or_default()),
         return_token_ids: message.return_token_ids || resumable,
@@ -220,7 +227,11 @@ fn sampling(message: v1::SamplingParams) -> SamplingOverrides {
         frequency_penalty: message.frequency_penalty,
         repetition_penalty: message.repetition_penalty,
         logit_bias: message.logit_bias.into_iter().collect(),
+        allowed_token_ids: message.allowed_token_ids,
+        bad_words: message.bad_words,
+        bad_word_token_ids: message.bad_word_token_ids.into_iter().map(|word| word.token_ids).collect(),
         logprobs: message.logprobs,
+        prompt_logprobs: message.prompt_logprobs,
         seed: message.seed,
         n: message.n,
     }

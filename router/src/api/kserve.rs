@@ -83,6 +83,8 @@ impl InferResult {
                 self.finish[choice] = Some(finished.reason);
                 None
             }
+            // No parameter of KServe asks for them.
+            GenerationEvent::PromptLogprobs { .. } => None,
             GenerationEvent::FingerprintChanged { .. } => {
                 self.mixed = true;
                 None

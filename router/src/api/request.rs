@@ -8,7 +8,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::api::admission;
 use crate::api::cursor::{ChoicePosition, Cursor, RequestDigest, stream_id};
-use crate::api::generation::{GenerationRequest, Input, StopConditions};
+use crate::api::generation::{GenerationRequest, Input, SamplingOverrides, StopConditions};
 use crate::dispatcher::ServedModel;
 use crate::dispatcher::request::AdmittedCall;
 use crate::options::Options;
@@ -21,6 +21,8 @@ use crate::trace::TraceContext;
 const NAME_BYTES_MAX: usize = 128;
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 256;
+const BAD_WORDS_MAX: usize = 256;
+const BAD_WORD_BYTES_MAX: usize = 128;
 
 /// Whether tokenizing the input needs a blocking thread.
 pub(crate) fn is_large(input: &Input) -> bool {
@@ -77,23 +79,39 @@ pub(crate) fn prepare(
     let stop = request.stop;
     check_stops(&stop)?;
     let defaults = SamplingSpec { seed, ..served.model.defaults.clone() };
-    let sampling = request.sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
-    if stop.max_tokens == Some(0) {
-        return Err(Outcome::field("max_tokens", "max_tokens is 0; ask for at least one token"));
+    let mut sampling = request.sampling;
+    add_bad_words(&mut sampling, served)?;
+    let sampling = sampling.apply(&stop, &defaults).validate().map_err(invalid_sampling)?;
+    let discard_output = stop.max_tokens == Some(0);
+    if discard_output && sampling.prompt_logprobs.is_none() {
+        let reason = "max_tokens is 0; ask for at least one token, or for log probabilities of the prompt";
+        return Err(Outcome::field("max_tokens", reason));
     }
     let chat = matches!(request.input, Input::Chat(_));
-    let prompt = encode(served, request.input)?;
+    let truncation = request
+        .truncate_prompt_tokens
+        .map(|tokens| Truncation::new(tokens, stop.max_tokens, served))
+        .transpose()?;
+    let mut prompt = encode_within(served, request.input, truncation)?;
     served.limits.check_tokens(&prompt, &sampling).map_err(invalid_request)?;
+    if let Some(Truncation { tokens }) = truncation {
+        prompt.drain(..prompt.len().saturating_sub(tokens));
+    }
     let prompt_tokens = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
     let room = served.limits.sequence_tokens().saturating_sub(prompt_tokens);
     // A prompt that leaves no room is rejected below.
-    let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room).max(1));
+    let max_tokens = stop.max_tokens.unwrap_or(options.default_max_tokens.min(room)).max(1);
     served.limits.check_shape(RequestShape { prompt_tokens, max_tokens }).map_err(invalid_request)?;
     if stop.min_tokens > max_tokens {
         let reason = format!("min_tokens is {}, more than max_tokens = {max_tokens}", stop.min_tokens);
         return Err(Outcome::field("min_tokens", reason));
     }
-    let (resumable, resume) = (request.resumable || resumed.is_some(), request.resume);
+    let scored = sampling.prompt_logprobs.is_some();
+    if scored && resumed.is_some() {
+        let reason = "a stream with log probabilities of the prompt cannot be resumed; start over";
+        return Err(Outcome::CursorRejected(reason.to_owned()));
+    }
+    let (resumable, resume) = (!scored && (request.resumable || resumed.is_some()), request.resume);
     let stream = resumed.as_ref().map_or(stream, |cursor| cursor.stream);
     let mut call = AdmittedCall {
         request_id: Some(request.request_id).filter(|id| !id.is_empty()).unwrap_or_else(|| stream_id(stream)),
@@ -111,6 +129,7 @@ pub(crate) fn prepare(
         arrived,
         deadline,
         return_token_ids: request.return_token_ids,
+        discard_output,
         require_fingerprint: Some(request.require_fingerprint).filter(|required| !required.is_empty()),
         chat,
         cursor: None,
@@ -192,6 +211,10 @@ fn digest(call: &AdmittedCall) -> RequestDigest {
     };
     list(&mut sampling.stop_token_ids.iter().copied());
     list(&mut sampling.logit_bias.iter().flat_map(|(id, bias)| [*id, bias.to_bits()]));
+    list(&mut sampling.allowed_token_ids.iter().copied());
+    for word in &sampling.bad_word_token_ids {
+        list(&mut word.iter().copied());
+    }
     list(&mut call.prompt.iter().copied());
     numbers.iter().for_each(|number| hash.update(number.to_le_bytes()));
     for stop in &call.stop {
@@ -233,44 +256,122 @@ fn check_stops(stop: &StopConditions) -> Result<(), Outcome> {
     Ok(())
 }
 
+/// Tokenizes the bad words of a request: each with and without a leading space, as it may begin the output or
+/// follow other text.
+fn add_bad_words(sampling: &mut SamplingOverrides, served: &ServedModel) -> Result<(), Outcome> {
+    let words = std::mem::take(&mut sampling.bad_words);
+    let invalid = |reason: String| Err(Outcome::field("bad_words", reason));
+    if words.len() > BAD_WORDS_MAX {
+        return invalid(format!("bad_words has {} words; at most {BAD_WORDS_MAX} are allowed", words.len()));
+    }
+    for (index, word) in words.iter().enumerate() {
+        let bare = word.trim_start();
+        if bare.is_empty() || word.len() > BAD_WORD_BYTES_MAX {
+            let bytes = word.len();
+            return invalid(format!(
+                "bad_words[{index}] has {bytes} bytes; each must have 1 to {BAD_WORD_BYTES_MAX}, not only spaces"
+            ));
+        }
+        for text in [bare.to_owned(), format!(" {bare}")] {
+            let tokens = served.model.tokenizer.encode_rendered(&text).map_err(encoding)?;
+            let (len, most) = (tokens.len(), SamplingSpec::BAD_WORD_TOKENS_MAX);
+            if !(1..=most).contains(&len) {
+                return invalid(format!("bad_words[{index}] has {len} tokens; each must have 1 to {most}"));
+            }
+            sampling.bad_word_token_ids.push(tokens);
+        }
+    }
+    Ok(())
+}
+
+/// Truncation of a prompt.
+#[derive(Debug, Clone, Copy)]
+struct Truncation {
+    /// Maximum tokens kept, the last ones.
+    tokens: usize,
+}
+
+impl Truncation {
+    /// Multiple of the context up to which a text is tokenized to keep its end.
+    const CONTEXTS_MAX: usize = 8;
+
+    /// Returns the truncation that `truncate_prompt_tokens` asks for.
+    fn new(requested: i32, max_tokens: Option<u32>, served: &ServedModel) -> Result<Self, Outcome> {
+        let most = served.limits.sequence_tokens();
+        match u32::try_from(requested) {
+            Err(_) if requested == -1 => {
+                let tokens = most.saturating_sub(max_tokens.unwrap_or(1)) as usize;
+                // Without any room, `max_tokens` is rejected with the whole prompt.
+                Ok(Self { tokens: if tokens == 0 { usize::MAX } else { tokens } })
+            }
+            Ok(tokens) if (1..=most).contains(&tokens) => Ok(Self { tokens: tokens as usize }),
+            _ => {
+                let reason =
+                    format!("truncate_prompt_tokens is {requested}; it must be in [1, {most}], or -1");
+                Err(Outcome::field("truncate_prompt_tokens", reason))
+            }
+        }
+    }
+}
+
 /// Returns the tokens of a prompt.
 pub(crate) fn encode(served: &ServedModel, input: Input) -> Result<Vec<u32>, Outcome> {
+    encode_within(served, input, None)
+}
+
+/// Returns the tokens of a prompt, of which `truncation` will keep the last ones.
+fn encode_within(
+    served: &ServedModel,
+    input: Input,
+    truncation: Option<Truncation>,
+) -> Result<Vec<u32>, Outcome> {
     match input {
         Input::TokenIds(ids) => Ok(ids),
         Input::Text(text) => {
-            check_text(served, &text)?;
+            check_text(served, &text, truncation)?;
             served.model.tokenizer.encode(&text).map_err(encoding)
         }
         Input::RawText(text) => {
-            check_text(served, &text)?;
+            check_text(served, &text, truncation)?;
             served.model.tokenizer.encode_rendered(&text).map_err(encoding)
         }
-        Input::Chat(messages) => encode_chat(served, &messages),
+        Input::Chat(messages) => encode_chat(served, &messages, truncation),
     }
 }
 
 /// Checks plain text before it is tokenized.
-fn check_text(served: &ServedModel, text: &str) -> Result<(), Outcome> {
+fn check_text(served: &ServedModel, text: &str, truncation: Option<Truncation>) -> Result<(), Outcome> {
     if text.is_empty() {
         return Err(Outcome::invalid("the prompt is empty; text must have at least one character"));
     }
-    check_size(served, text)
+    check_size(served, text, truncation)
 }
 
 /// Rejects text that cannot fit the context before tokenizing it, which would take seconds.
-fn check_size(served: &ServedModel, text: &str) -> Result<(), Outcome> {
+fn check_size(served: &ServedModel, text: &str, truncation: Option<Truncation>) -> Result<(), Outcome> {
     let (tokens, most) = (served.model.tokenizer.min_tokens(text), served.limits.sequence_tokens());
-    if tokens <= most as usize {
+    let contexts = if truncation.is_some() { Truncation::CONTEXTS_MAX } else { 1 };
+    if tokens <= contexts * most as usize {
         return Ok(());
     }
     let bytes = text.len();
+    if truncation.is_some() {
+        return Err(Outcome::ContextExceeded(format!(
+            "the prompt's {bytes} bytes of text are at least {tokens} tokens; at most {contexts} times the \
+             model's {most} are truncated: send the end of the text only"
+        )));
+    }
     Err(Outcome::ContextExceeded(format!(
         "the prompt's {bytes} bytes of text are at least {tokens} tokens; the model takes {most} for prompt and output together"
     )))
 }
 
 /// Renders and tokenizes a conversation.
-fn encode_chat(served: &ServedModel, messages: &[Message]) -> Result<Vec<u32>, Outcome> {
+fn encode_chat(
+    served: &ServedModel,
+    messages: &[Message],
+    truncation: Option<Truncation>,
+) -> Result<Vec<u32>, Outcome> {
     let Some(template) = &served.model.template else {
         return Err(Outcome::NoChatTemplate { model: served.name.clone() });
     };
@@ -278,13 +379,12 @@ fn encode_chat(served: &ServedModel, messages: &[Message]) -> Result<Vec<u32>, O
         return Err(Outcome::invalid("the prompt is empty; chat must have at least one message"));
     }
     let text = template.render(messages).map_err(Outcome::invalid)?;
-    check_size(served, &text)?;
+    check_size(served, &text, truncation)?;
     served.model.tokenizer.encode_rendered(&text).map_err(encoding)
 }
 
 fn invalid_sampling(error: SamplingError) -> Outcome {
-    let (SamplingError::OutOfRange { name, .. } | SamplingError::TooMany { name, .. }) = &error;
-    Outcome::field(*name, &error)
+    Outcome::field(error.field(), &error)
 }
 
 fn invalid_request(error: RequestError) -> Outcome {

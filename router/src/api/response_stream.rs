@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use futures::Stream;
+use inflight_contract::{FinishReason, PromptLogprobs};
 use tokio::sync::oneshot;
 use tokio::time::Sleep;
 use tracing::Span;
@@ -25,6 +26,9 @@ use crate::outcome::Outcome;
 use crate::usage::log::UsageSlot;
 use crate::usage::{UsageRecord, timestamp};
 
+/// Maximum entries of one event with log probabilities of the prompt.
+const PROMPT_LOGPROBS_MAX: usize = 512;
+
 /// Client side of a request: reads the journal when there is new output and the client has room, detokenizes
 /// it and ends the call. Runs in the task that writes the client's stream, so a slow client delays no other.
 pub(crate) struct ResponseStream {
@@ -35,6 +39,11 @@ pub(crate) struct ResponseStream {
     over: bool,
     /// Failure to report once `ready` is delivered.
     failure: Option<Outcome>,
+    /// Log probabilities of prompt tokens delivered so far.
+    scored: u32,
+    /// Output that came before the last log probabilities of the prompt: of a choice that had to compute the
+    /// prompt itself.
+    held: Vec<(u32, UnreadOutput)>,
     /// Deadline timer, created at the first poll.
     expiry: Option<Pin<Box<Sleep>>>,
     ready: VecDeque<GenerationEvent>,
@@ -68,6 +77,8 @@ impl ResponseStream {
             started: false,
             over: false,
             failure: None,
+            scored: 0,
+            held: Vec::new(),
             expiry: None,
             ready: VecDeque::new(),
             span,
@@ -124,13 +135,54 @@ impl ResponseStream {
             let fingerprint = fingerprint.to_string();
             self.ready.push_back(GenerationEvent::FingerprintChanged { fingerprint, tokens });
         }
+        self.take_prompt(read.prompt_logprobs);
+        self.held.extend(read.fresh);
+        let call = &self.ticket.active.call;
+        let scored = call.sampling.prompt_logprobs.map_or(0, |_| call.prompt.len() - 1);
+        // The first choice computes what is missing, so after its end nothing follows.
+        let ended = self.held.iter().any(|(choice, fresh)| *choice == 0 && fresh.end.is_some());
+        if self.scored as usize >= scored || ended || read.failure.is_some() {
+            self.take_output()?;
+        }
+        if self.choices.iter().all(ChoiceOutput::ended) {
+            self.complete();
+            return Ok(());
+        }
+        match read.failure {
+            Some(failure) if self.ready.is_empty() => Err(failure),
+            // Output before the failure is delivered first.
+            failure => {
+                self.failure = failure;
+                Ok(())
+            }
+        }
+    }
+
+    /// Converts log probabilities of the prompt to events.
+    fn take_prompt(&mut self, mut fresh: Vec<PromptLogprobs>) {
+        while !fresh.is_empty() {
+            let rest = fresh.split_off(fresh.len().min(PROMPT_LOGPROBS_MAX));
+            let first = self.scored + 1;
+            self.scored += fresh.len() as u32;
+            self.ready.push_back(GenerationEvent::PromptLogprobs { first, positions: fresh });
+            fresh = rest;
+        }
+    }
+
+    /// Converts the output of the choices to events.
+    fn take_output(&mut self) -> Result<(), Outcome> {
         let mut withdrawn = Vec::new();
-        for (index, fresh) in read.fresh {
+        for (index, mut fresh) in std::mem::take(&mut self.held) {
             let call = &self.ticket.active.call;
             let choice = &mut self.choices[index as usize];
             if choice.ended() {
                 self.ticket.active.count_unbilled(fresh.tokens.len());
                 continue;
+            }
+            if call.discard_output {
+                self.ticket.active.count_unbilled(fresh.tokens.len());
+                fresh =
+                    UnreadOutput { end: fresh.end.map(|_| FinishReason::Length), ..UnreadOutput::default() };
             }
             let worker_ended = fresh.end.is_some();
             let received = fresh.tokens.len();
@@ -149,18 +201,7 @@ impl ResponseStream {
         for choice in withdrawn {
             self.ticket.withdraw(choice);
         }
-        if self.choices.iter().all(ChoiceOutput::ended) {
-            self.complete();
-            return Ok(());
-        }
-        match read.failure {
-            Some(failure) if self.ready.is_empty() => Err(failure),
-            // Output before the failure is delivered first.
-            failure => {
-                self.failure = failure;
-                Ok(())
-            }
-        }
+        Ok(())
     }
 
     /// Takes the output that a worker continues from.

@@ -81,6 +81,12 @@ fn sequence(update: v1::SequenceUpdate) -> SequenceUpdate {
         tokens: update.token_ids,
         // Entries without a chosen token are dropped; the journal then reports the wrong number.
         logprobs: update.logprobs.into_iter().filter_map(v1::PositionLogprobs::to_contract).collect(),
+        // Likewise, the others then do not add up.
+        prompt_logprobs: update
+            .prompt_logprobs
+            .into_iter()
+            .filter_map(v1::PromptTokenLogprobs::to_contract)
+            .collect(),
         end,
         computed_tokens: update.computed_tokens,
     }
@@ -147,6 +153,7 @@ fn submit(submission: Submission, call: &AdmittedCall) -> v1::Submit {
         request_id: call.request_id.clone(),
         prompt_token_ids: call.prompt.clone(),
         resumed: resumed.collect(),
+        prompt_logprobs_received: submission.prompt_logprobs_received,
         sampling: Some(v1::SamplingParams::from_spec(&call.sampling)),
         stop: Some(v1::StopConditions::from_spec(&call.sampling, call.max_tokens)),
         tenant: call.tenant.clone(),

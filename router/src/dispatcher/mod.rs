@@ -201,7 +201,9 @@ impl SharedDispatcher {
     ) -> Result<Ticket, Outcome> {
         // Hashing is slow, so it happens outside the lock. Each block size has its own chain.
         let sizes = self.lock().core.block_sizes(call.lane);
-        let chains = prompt_chains(&call.tenant, &call.prompt, &sizes);
+        // A prompt whose log probabilities are requested is computed without the prefix cache.
+        let cacheable = if call.sampling.prompt_logprobs.is_some() { &[] } else { &call.prompt[..] };
+        let chains = prompt_chains(&call.tenant, cacheable, &sizes);
         let spec = Box::new(call.spec(chains, |deadline| self.since_epoch(deadline)));
         let mut state = self.lock();
         let request =

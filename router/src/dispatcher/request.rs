@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use inflight_contract::{FinishReason, PositionLogprobs, Priority, SamplingParams, Weight};
+use inflight_contract::{FinishReason, PositionLogprobs, Priority, PromptLogprobs, SamplingParams, Weight};
 use inflight_router_core::{
     BlockHashChain, ChoiceOutput, LaneId, QueueLimits, RequestId, RequestPlaced, RequestSpec,
 };
@@ -36,6 +36,8 @@ pub(crate) struct AdmittedCall {
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) return_token_ids: bool,
+    /// Whether its output, of one token, is dropped: only the log probabilities of its prompt are wanted.
+    pub(crate) discard_output: bool,
     /// The only numerics fingerprint it may run on, if requested.
     pub(crate) require_fingerprint: Option<String>,
     pub(crate) chat: bool,
@@ -76,6 +78,7 @@ impl AdmittedCall {
             max_tokens: self.max_tokens,
             choices: self.sampling.n,
             logprobs: self.sampling.logprobs,
+            prompt_logprobs: self.sampling.prompt_logprobs,
             deadline: self.deadline.map(since_epoch),
             require_fingerprint: self.require_fingerprint.clone(),
             resumed: self.resumed.clone(),
@@ -128,6 +131,8 @@ pub(crate) struct StreamRead {
     /// Fingerprint of the worker of the latest attempt.
     pub(crate) fingerprint: Option<Arc<str>>,
     pub(crate) changes: Vec<FingerprintChange>,
+    /// Log probabilities of the next prompt tokens.
+    pub(crate) prompt_logprobs: Vec<PromptLogprobs>,
     pub(crate) fresh: Vec<(u32, UnreadOutput)>,
     pub(crate) failure: Option<Outcome>,
 }
@@ -147,6 +152,9 @@ pub(crate) struct ActiveRequest {
 struct StreamState {
     /// Unread output by choice; bounded by n * max_tokens.
     unread: Vec<UnreadOutput>,
+    /// Unread log probabilities of prompt tokens; bounded by the prompt.
+    prompt_logprobs: Vec<PromptLogprobs>,
+    /// Number of unread tokens, and of log probabilities of prompt tokens.
     unread_tokens: usize,
     times: RequestTimes,
     rejection: Option<Outcome>,
@@ -198,6 +206,7 @@ impl ActiveRequest {
     ) -> Self {
         let state = StreamState {
             unread: (0..call.sampling.n).map(|_| UnreadOutput::default()).collect(),
+            prompt_logprobs: Vec::new(),
             unread_tokens: 0,
             times: RequestTimes::default(),
             rejection: None,
@@ -263,7 +272,8 @@ impl ActiveRequest {
         now: Instant,
         readers: &mut Vec<Waker>,
     ) -> DeliveryEffect {
-        let ChoiceOutput { choice, mut tokens, mut logprobs, finish, computed_prompt } = output;
+        let ChoiceOutput { choice, mut tokens, mut logprobs, prompt_logprobs, finish, computed_prompt } =
+            output;
         let mut state = self.lock();
         if !tokens.is_empty() {
             state.times.first_token.get_or_insert(now);
@@ -271,7 +281,8 @@ impl ActiveRequest {
         }
         state.computed_prompt = state.computed_prompt.or(computed_prompt);
         state.unread_since.get_or_insert(now);
-        state.unread_tokens += tokens.len();
+        state.unread_tokens += tokens.len() + prompt_logprobs.len();
+        state.prompt_logprobs.extend(prompt_logprobs);
         let Some(unread) = state.unread.get_mut(choice as usize) else { return DeliveryEffect::Taken };
         if unread.tokens.is_empty() {
             (unread.tokens, unread.logprobs) = (tokens, logprobs);
@@ -332,6 +343,7 @@ impl ActiveRequest {
             paused: std::mem::take(&mut state.paused),
             fingerprint: state.fingerprint.clone(),
             changes: state.changes.drain(..).collect(),
+            prompt_logprobs: std::mem::take(&mut state.prompt_logprobs),
             fresh,
             failure: state.failure.clone(),
         })
@@ -394,6 +406,7 @@ mod tests {
             arrived: now,
             deadline: None,
             return_token_ids: false,
+            discard_output: false,
             require_fingerprint: None,
             chat: false,
             cursor: None,
@@ -407,6 +420,7 @@ mod tests {
             choice: 0,
             tokens: vec![5],
             logprobs: Vec::new(),
+            prompt_logprobs: Vec::new(),
             finish: None,
             computed_prompt: None,
         };

@@ -122,6 +122,7 @@ pub struct Generated {
     pub text: Vec<String>,
     pub token_ids: Vec<Vec<u32>>,
     pub logprobs: Vec<v1::PositionLogprobs>,
+    pub prompt_logprobs: Vec<v1::PromptLogprobs>,
     pub started: Option<v1::GenerationStarted>,
     pub changes: Vec<v1::FingerprintChanged>,
     pub finished: Vec<v1::ChoiceFinished>,
@@ -135,6 +136,7 @@ impl From<Streaming<v1::GenerateResponse>> for Generated {
             text: vec![String::new(); 16],
             token_ids: vec![Vec::new(); 16],
             logprobs: Vec::new(),
+            prompt_logprobs: Vec::new(),
             started: None,
             changes: Vec::new(),
             finished: Vec::new(),
@@ -158,6 +160,10 @@ impl Generated {
                 self.text[choice].push_str(&delta.text);
                 self.token_ids[choice].extend(delta.token_ids);
                 self.logprobs.extend(delta.logprobs);
+            }
+            Event::PromptLogprobs(prompt) => {
+                assert!(self.token_ids.iter().all(Vec::is_empty), "they come before the output");
+                self.prompt_logprobs.push(prompt);
             }
             Event::Finished(finished) => self.finished.push(finished),
             Event::FingerprintChanged(changed) => self.changes.push(changed),

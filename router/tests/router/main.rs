@@ -15,6 +15,7 @@ mod http_streams;
 mod kserve;
 mod lifecycle;
 mod prefix;
+mod prompt_logprobs;
 mod quarantine;
 mod recovery;
 mod requests;

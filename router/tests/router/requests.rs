@@ -32,6 +32,10 @@ fn stop(request: &mut v1::GenerateRequest) -> &mut v1::StopConditions {
     request.stop.as_mut().unwrap()
 }
 
+fn word(token_ids: &[u32]) -> v1::TokenSequence {
+    v1::TokenSequence { token_ids: token_ids.to_vec() }
+}
+
 /// Invalid field, and words that the message must have.
 const INVALID: &[(Change, &str)] = &[
     (|r| r.input = None, "input is missing"),
@@ -64,6 +68,27 @@ const INVALID: &[(Change, &str)] = &[
     (|r| sampling(r).logit_bias = (0..1025).map(|id| (id, 0.0)).collect(), "logit_bias"),
     (|r| sampling(r).logit_bias = [(285, 1.0)].into(), "token id 285"),
     (|r| sampling(r).logit_bias = [(1, 101.0)].into(), "logit_bias"),
+    (|r| sampling(r).allowed_token_ids = vec![285], "token id 285"),
+    (|r| sampling(r).allowed_token_ids = vec![1; 65_537], "allowed_token_ids has 65537 entries"),
+    (|r| sampling(r).bad_words = vec!["x".to_owned(); 257], "bad_words has 257 words"),
+    (|r| sampling(r).bad_words = vec!["x".to_owned(), "  ".to_owned()], "bad_words[1] has 2 bytes"),
+    (|r| sampling(r).bad_words = vec!["x".repeat(129)], "bad_words[0] has 129 bytes"),
+    (|r| sampling(r).bad_words = vec!["\u{1f642}".repeat(20)], "each must have 1 to 32"),
+    (|r| sampling(r).bad_words = vec!["\u{1f642}".repeat(7); 200], "tokens together; at most 4096"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[])], "bad_word_token_ids[0] has 0 tokens"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[1; 33])], "bad_word_token_ids[0] has 33 tokens"),
+    (|r| sampling(r).bad_word_token_ids = vec![word(&[1, 285])], "token id 285 at position 1"),
+    (|r| sampling(r).bad_word_token_ids = (0..513).map(|_| word(&[1])).collect(), "has 513 entries"),
+    (
+        |r| (sampling(r).allowed_token_ids, sampling(r).bad_word_token_ids) = (vec![7], vec![word(&[7])]),
+        "every allowed token is a bad word",
+    ),
+    (|r| sampling(r).prompt_logprobs = Some(21), "prompt_logprobs is 21"),
+    (|r| r.truncate_prompt_tokens = Some(0), "truncate_prompt_tokens is 0"),
+    (|r| r.truncate_prompt_tokens = Some(-2), "in [1, 256], or -1"),
+    (|r| r.truncate_prompt_tokens = Some(257), "truncate_prompt_tokens is 257"),
+    (|r| r.truncate_prompt_tokens = Some(i32::MIN), "truncate_prompt_tokens"),
+    (|r| (r.truncate_prompt_tokens, stop(r).max_tokens) = (Some(-1), Some(256)), "context is 256"),
     (|r| r.weight = Some(0.0), "weight is 0"),
     (|r| r.weight = Some(f32::NAN), "weight is NaN"),
     (|r| r.weight = Some(1000.5), "weight is 1000.5"),
@@ -88,6 +113,68 @@ async fn every_field_out_of_range_is_rejected_by_name_before_dispatch() {
         // The worker receives the first valid request only.
         let _stream = cluster.generate(text("right")).await.unwrap();
         assert_eq!(session.submit().await.prompt_token_ids[1..], tokens("right"));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn bad_words_reach_the_worker_with_and_without_a_leading_space() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let request = changed(|r| {
+            sampling(r).bad_words = vec![" word".to_owned()];
+            sampling(r).bad_word_token_ids = vec![word(&[9, 8])];
+            sampling(r).allowed_token_ids = vec![7, 3, 7];
+        });
+        let _stream = cluster.generate(request).await.unwrap();
+        let submitted = session.submit().await.sampling.unwrap();
+        let mut expected = vec![word(&tokens("word")), word(&tokens(" word")), word(&[9, 8])];
+        expected.sort_by(|a, b| a.token_ids.cmp(&b.token_ids));
+        assert_eq!(submitted.bad_word_token_ids, expected);
+        assert_eq!((submitted.allowed_token_ids, submitted.bad_words), (vec![3, 7], vec![]));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_truncated_prompt_keeps_its_last_tokens() {
+    bounded(async {
+        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let mut cluster = Cluster::start(&[&worker], Options::default()).await;
+        let mut session = worker.granted().await;
+        cluster.handle.ready().await;
+        let long = "word ".repeat(300);
+        let all = tokens(&long);
+        let chat =
+            v1::Chat { messages: vec![v1::ChatMessage { role: "user".to_owned(), content: long.clone() }] };
+        let ids = |ids| Input::TokenIds(v1::TokenIds { ids });
+        let mut streams = Vec::new();
+        let cases = [
+            (Input::Text(long.clone()), Some(7), Some(3), 7),
+            (ids(all.clone()), Some(256 - 3), Some(3), 253),
+            (ids(all.clone()), Some(-1), Some(3), 253),
+            (ids(all.clone()), Some(-1), None, 255),
+            (ids(all[..5].to_vec()), Some(100), None, 5),
+            (Input::Chat(chat), Some(20), None, 20),
+        ];
+        for (input, truncate_prompt_tokens, max_tokens, kept) in cases {
+            let is_chat = matches!(input, Input::Chat(_));
+            let whole = if let Input::TokenIds(ids) = &input { ids.ids.clone() } else { all.clone() };
+            let stop = Some(v1::StopConditions { max_tokens, ..Default::default() });
+            let input = Some(input);
+            let request = v1::GenerateRequest { input, truncate_prompt_tokens, stop, ..Default::default() };
+            // Dropping a stream would cancel its request.
+            streams.push(cluster.generate(request).await.unwrap());
+            let submitted = session.submit().await.prompt_token_ids;
+            assert_eq!(submitted.len(), kept);
+            assert!(is_chat || whole.ends_with(&submitted), "{truncate_prompt_tokens:?}");
+        }
+        let endless = v1::GenerateRequest { truncate_prompt_tokens: Some(7), ..text(&long.repeat(200)) };
+        let refused = cluster.generate(endless).await.err().unwrap();
+        assert!(refused.message().contains("send the end of the text only"), "{refused}");
     })
     .await;
 }

@@ -82,6 +82,7 @@ impl SimulatedRouter {
             max_tokens: request.output_tokens,
             choices: 1,
             logprobs: None,
+            prompt_logprobs: None,
             deadline: None,
             require_fingerprint: None,
             resumed: Vec::new(),

@@ -11,7 +11,8 @@ use inflight_router_core::{
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockHash, CacheEvent, CacheTier, Capacity, Chunk, CostModel, DeviceProfile, Grant, Grants,
-    IterationOutcome, NewSequence, Scheduler, SequenceId, StepWork, Time, TokenVerdict, TransferId,
+    IterationOutcome, NewSequence, Scheduler, ScoredRange, SequenceId, StepWork, Time, TokenVerdict,
+    TransferId,
 };
 
 use super::{ClusterError, ClusterOptions, ClusterRequest};
@@ -149,6 +150,7 @@ impl SimulatedWorker {
                 group: None,
                 virtual_start_time: None,
                 charged_tokens: 0,
+                scored: ScoredRange::default(),
             },
             now,
         );
@@ -201,6 +203,7 @@ impl SimulatedWorker {
                     choice: 0,
                     tokens: vec![0],
                     logprobs: Vec::new(),
+                    prompt_logprobs: Vec::new(),
                     end: stop.then_some(SequenceEnd::Finished(FinishReason::Length)),
                     computed_tokens: 0,
                 });

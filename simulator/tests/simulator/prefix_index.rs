@@ -8,7 +8,7 @@ use inflight_router_core::{CacheChange, IndexStatus, PrefixIndex, SnapshotPiece,
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits,
-    Time, TokenVerdict,
+    ScoredRange, Time, TokenVerdict,
 };
 use proptest::prelude::*;
 
@@ -77,6 +77,7 @@ impl CacheSource {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         // Prompts too long for the pool are rejected.
         let _ = self.scheduler.submit(new, self.now);

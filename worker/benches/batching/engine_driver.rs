@@ -95,6 +95,7 @@ impl EngineDriver {
             max_tokens,
             sampling: self.sampling.clone(),
             choices: vec![ResumedChoice::default()],
+            prompt_logprobs_received: 0,
             tenant: "benchmark".into(),
             weight: Weight::default(),
             virtual_start_time: None,

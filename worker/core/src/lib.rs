@@ -36,5 +36,5 @@ pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
 pub use scheduler_limits::{LimitsError, SchedulerLimits};
-pub use sequence::{NewSequence, SequenceId, Slot};
+pub use sequence::{NewSequence, ScoredRange, SequenceId, Slot};
 pub use time::Time;

@@ -8,12 +8,12 @@ use inflight_contract::{BlockHash, CostCoefficients, Service, TokenCost, Virtual
 
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Iteration, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId,
-    StepWork, Time, TokenVerdict, TransferId,
+    CostModel, CostPrior, Iteration, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange,
+    SequenceId, StepWork, Time, TokenVerdict, TransferId,
 };
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrec2";
+const MAGIC: &[u8; 8] = b"inflrec3";
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +65,7 @@ impl RecordLog {
             depth,
             bypass_max,
             limits.preemption_threshold,
+            limits.iteration_scores,
         ] {
             log.number(value.into());
         }
@@ -102,6 +103,8 @@ impl RecordLog {
         self.option(new.group);
         self.option(new.virtual_start_time.map(Service::thousandths));
         self.number(new.charged_tokens.into());
+        self.number(new.scored.start.into());
+        self.number(new.scored.end.into());
     }
 
     pub fn cancel(&mut self, id: SequenceId) {
@@ -291,6 +294,7 @@ impl RecordReader<'_> {
             depth: self.small()?,
             bypass_max: self.small()?,
             preemption_threshold: self.small()?,
+            iteration_scores: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
             step_target: self.option()?.map(Duration::from_nanos),
@@ -386,6 +390,7 @@ impl RecordReader<'_> {
         let group = self.option()?;
         let virtual_start_time = self.option()?.map(Service::from_thousandths);
         let charged_tokens = self.small()?;
+        let scored = ScoredRange { start: self.small()?, end: self.small()? };
         let new = NewSequence {
             known_tokens,
             max_tokens,
@@ -397,6 +402,7 @@ impl RecordReader<'_> {
             group,
             virtual_start_time,
             charged_tokens,
+            scored,
         };
         // A submission that was rejected at recording time is rejected again.
         let _ = scheduler.submit(new, now);

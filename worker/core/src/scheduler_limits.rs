@@ -17,6 +17,8 @@ pub struct SchedulerLimits {
     pub waiting_max: u32,
     /// Token budget of an iteration.
     pub iteration_tokens: u32,
+    /// Maximum positions of an iteration whose logits are computed beside the sampled ones.
+    pub iteration_scores: u32,
     /// Maximum length of a sequence in tokens, prompt and output.
     pub sequence_tokens: u32,
     /// Blocks that admission keeps free for the growth of running sequences.
@@ -70,6 +72,7 @@ impl SchedulerLimits {
             running_max,
             waiting_max: 1024,
             iteration_tokens,
+            iteration_scores: 512,
             sequence_tokens: u32::MAX,
             // One block in a hundred absorbs the growth of running sequences before any must be preempted.
             watermark_blocks: blocks / 100,
@@ -94,6 +97,7 @@ impl SchedulerLimits {
             ("running_max", self.running_max),
             ("waiting_max", self.waiting_max),
             ("iteration_tokens", self.iteration_tokens),
+            ("iteration_scores", self.iteration_scores),
             ("sequence_tokens", self.sequence_tokens),
             ("preemption_threshold", self.preemption_threshold),
         ] {

@@ -48,6 +48,42 @@ pub struct NewSequence<'a> {
     pub virtual_start_time: Option<Service>,
     /// Known tokens already charged to the tenant by another worker.
     pub charged_tokens: u32,
+    /// Positions whose logits are wanted; none beyond the last known token but one.
+    pub scored: ScoredRange,
+}
+
+/// Positions of a sequence whose logits are wanted, for log probabilities of the prompt. Each is computed,
+/// also where its keys and values are in the prefix cache, and an iteration computes the logits of a bounded
+/// number of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ScoredRange {
+    /// First position.
+    pub start: u32,
+    /// Position behind the last one.
+    pub end: u32,
+}
+
+impl ScoredRange {
+    /// Returns true if no position is left.
+    pub fn is_empty(self) -> bool {
+        self.start >= self.end
+    }
+
+    /// Returns the part in a chunk of `len` tokens at `start`.
+    pub fn within(self, start: u32, len: u32) -> Self {
+        Self { start: self.start.max(start), end: self.end.min(start + len) }
+    }
+
+    /// Returns the number of positions.
+    pub fn len(self) -> u32 {
+        self.end.saturating_sub(self.start)
+    }
+
+    /// Returns the length of the longest chunk at `start` with at most `most` of the positions.
+    pub(crate) fn chunk_max(self, start: u32, most: u32) -> u32 {
+        let first = self.start.max(start);
+        if self.end.saturating_sub(first) <= most { u32::MAX } else { first - start + most }
+    }
 }
 
 /// State of a sequence. Only `scheduler/` makes the transitions:
@@ -111,6 +147,8 @@ pub(crate) struct Sequence {
     /// Leading blocks of the table that are in the prefix cache.
     pub sealed_blocks: u32,
     pub group: Option<u64>,
+    /// Positions whose logits are wanted and not committed.
+    pub scored: ScoredRange,
     /// Number of iterations in flight that use its slot or blocks.
     pub in_flight: u32,
     /// Beneficiary of a pending preemption, which happens when no iteration uses this sequence any more.
@@ -145,6 +183,13 @@ impl Sequence {
     /// Returns true if its preemption is pending.
     pub fn is_marked(&self) -> bool {
         self.preempt_for.is_some()
+    }
+
+    /// Returns the number of leading tokens that may be taken from the prefix cache. The last known token is
+    /// always computed, since the next token is sampled from it.
+    pub fn reusable_tokens(&self) -> u32 {
+        let most = self.known_tokens - 1;
+        if self.scored.is_empty() { most } else { most.min(self.scored.start) }
     }
 
     /// Returns the number of known tokens without computed KV.

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use inflight_contract::{BlockHash, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, Time, TokenVerdict,
-    TransferId,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange, Time,
+    TokenVerdict, TransferId,
 };
 
 thread_local! {
@@ -60,6 +60,7 @@ fn busy(running: u32, waiting: u32) -> Scheduler {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         scheduler.submit(new, Time::ZERO).unwrap();
     }
@@ -135,6 +136,7 @@ fn crowded() -> Scheduler {
                     group: None,
                     virtual_start_time: None,
                     charged_tokens: 0,
+                    scored: ScoredRange::default(),
                 };
                 scheduler.submit(new, Time::ZERO).unwrap();
             }

@@ -13,6 +13,20 @@ pub struct SampleRow {
     pub position: u32,
 }
 
+/// Maximum rows of a batch to score.
+pub const SCORES_MAX: u32 = 512;
+
+/// Row of the batch whose logits give the log probability of a known token: the next one of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScoreRow {
+    /// Index into [`Batch::tokens`].
+    pub row: u32,
+    /// Token to score.
+    pub token: u32,
+    /// Number of top alternatives.
+    pub top: u32,
+}
+
 /// Row whose token is sampled by the previous step and filled in by the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Feedback {
@@ -50,6 +64,8 @@ pub struct Batch {
     pub block_starts: Vec<u32>,
     /// Rows to sample from, ascending.
     pub samples: Vec<SampleRow>,
+    /// Rows to score, ascending; at most [`SCORES_MAX`].
+    pub scores: Vec<ScoreRow>,
     /// Block copies to make before the forward pass.
     pub copies: Vec<BlockCopy>,
     /// Rows whose tokens the device fills in.
@@ -67,6 +83,7 @@ impl Batch {
         self.block_starts.clear();
         self.block_starts.push(0);
         self.samples.clear();
+        self.scores.clear();
         self.copies.clear();
         self.feedback.clear();
     }
@@ -166,6 +183,11 @@ impl Batch {
         ensure(
             self.samples.iter().all(|s| (s.row as usize) < rows && s.slot < bounds.slots),
             "a sample row or slot is out of range",
+        )?;
+        ensure(self.scores.len() <= SCORES_MAX as usize, "it has more rows to score than SCORES_MAX")?;
+        ensure(
+            self.scores.iter().all(|s| (s.row as usize) < rows && s.token < bounds.vocab_size),
+            "a scored row or token is out of range",
         )?;
         ensure(
             self.copies.iter().all(|c| c.from < bounds.blocks && c.to < bounds.blocks && c.from != c.to),

@@ -8,16 +8,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_contract::SamplingParams;
-pub use inflight_contract::{PositionLogprobs, TokenLogprob};
+pub use inflight_contract::{PositionLogprobs, PromptLogprobs, TokenLogprob};
 use inflight_worker_core::{Transfer, TransferId};
 
 mod batch;
 pub mod collective;
 mod command_thread;
+mod recent_tokens;
 pub mod sharding;
 
-pub use batch::{Batch, BlockCopy, Feedback, SampleRow};
+pub use batch::{Batch, BlockCopy, Feedback, SCORES_MAX, SampleRow, ScoreRow};
 pub use command_thread::{CommandQueue, CommandThread, CommandThreadOptions, ThreadEnded};
+pub use recent_tokens::{RECENT_TOKENS, RecentTokens};
 
 /// Name of the gauge of commands queued for a GPU's device thread.
 pub const DEVICE_COMMANDS: &str = "inflight_worker_device_queue_commands";
@@ -170,6 +172,10 @@ pub trait Runtime: Send {
     /// # Errors
     /// [`Error::Malformed`] if no step is launched, [`Error::Device`] if the step failed.
     fn complete(&mut self, sampled: &mut Vec<Sampled>) -> Result<Duration, Error>;
+
+    /// Moves the results of the scored rows of the step completed last to `scores`, in order. They are those
+    /// of the model's logits, without penalties, biases and masks.
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>);
 
     /// Launches a step and waits for it.
     ///

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use inflight_contract::{BlockHash, SamplingParams};
-use inflight_worker_core::{Grant, Preemption};
+use inflight_worker_core::{Chunk, Grant, Preemption, ScoredRange};
 use tracing::Span;
 
 use super::{ChoiceEvent, Failure, Request, RequestKey};
@@ -23,6 +23,8 @@ pub(super) struct LiveChoice {
     chain: Vec<BlockHash>,
     /// Share of the session's grant in use by this choice.
     pub cost: Grant,
+    /// Positions of the prompt to score that no launched iteration has scored.
+    pub scored: ScoredRange,
     /// Tokens computed since submission.
     pub computed_tokens: u32,
     /// Error to report at the end instead of the finish reason.
@@ -35,7 +37,7 @@ pub(super) struct LiveChoice {
 
 impl LiveChoice {
     /// Creates a waiting choice. `tokens` is prompt and resumed output, `chain` the hashes of its full blocks
-    /// from `root`.
+    /// from `root`, `scored` the positions of the prompt to score.
     pub fn new(
         request: &Request,
         choice: u32,
@@ -43,6 +45,7 @@ impl LiveChoice {
         root: BlockHash,
         chain: Vec<BlockHash>,
         cost: Grant,
+        scored: ScoredRange,
     ) -> Self {
         let span = request.span.clone();
         let phase = tracing::info_span!(parent: &span, "wait", choice);
@@ -56,6 +59,7 @@ impl LiveChoice {
             root,
             chain,
             cost,
+            scored,
             computed_tokens: 0,
             failure: None,
             computed_reported: false,
@@ -78,6 +82,13 @@ impl LiveChoice {
             }
             Preemption::Swap => tracing::info_span!(parent: &self.span, "swapped", choice = self.choice),
         };
+    }
+
+    /// Takes the positions to score in a chunk, which is about to be launched.
+    pub fn take_scored(&mut self, chunk: &Chunk) -> ScoredRange {
+        let part = self.scored.within(chunk.start, chunk.len);
+        self.scored.start = self.scored.start.max(chunk.start + chunk.len);
+        part
     }
 
     /// Appends a token. Returns the block hash if the token completes a block.
@@ -110,6 +121,7 @@ impl LiveChoice {
             choice: self.choice,
             token: None,
             logprobs: None,
+            prompt_logprobs: Vec::new(),
             computed_tokens: 0,
             finish: None,
         }

@@ -16,7 +16,10 @@ use inflight_contract::{
     AdmissionCost, BlockHash, CostCoefficients, ModelLimits, Service, ServiceCounter, TokenCost,
     VirtualTokenCounters,
 };
-use inflight_runtime::{self as runtime, Batch, BlockCopy, Runtime, Sampled, SlotSetup, TransferDone};
+use inflight_runtime::{
+    self as runtime, Batch, BlockCopy, PromptLogprobs, Runtime, SCORES_MAX, Sampled, ScoreRow, SlotSetup,
+    TransferDone,
+};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CacheEvent, CacheTier, Capacity, Chunk, CostModel, CostPrior, DispatchAhead, Ended, Grant, Grants,
@@ -79,6 +82,8 @@ pub struct StepReport {
 struct LaunchedIteration {
     number: u64,
     chunks: Vec<Chunk>,
+    /// Number of scored positions by chunk; chunks behind the last scored one are left out.
+    scored: Vec<u32>,
 }
 
 /// Fatal device failure: running sequences have ended with an error, and the engine can't be used any more.
@@ -109,6 +114,7 @@ pub struct Engine {
     /// Index of the sequence's sample in the batch launched last, by `SequenceId::index`.
     sample_of: Vec<u32>,
     sampled: Vec<Sampled>,
+    scores: Vec<PromptLogprobs>,
     verdicts: Vec<TokenVerdict>,
     ended: Vec<Ended>,
     transfers_done: Vec<TransferDone>,
@@ -137,6 +143,7 @@ impl Engine {
             sequence_tokens: capabilities.context_tokens,
             prefix_cache: options.prefix_cache,
             step_target: options.step_target,
+            iteration_scores: SCORES_MAX,
             ..SchedulerLimits::new(
                 capabilities.block_tokens,
                 capabilities.blocks,
@@ -176,6 +183,7 @@ impl Engine {
             spare: Vec::new(),
             sample_of: Vec::new(),
             sampled: Vec::new(),
+            scores: Vec::new(),
             verdicts: Vec::new(),
             ended: Vec::new(),
             transfers_done: Vec::new(),
@@ -386,8 +394,22 @@ impl Engine {
         self.batch.clear();
         let copies = plan.copies.iter().map(|copy| BlockCopy { from: copy.from, to: copy.to });
         self.batch.copies.extend(copies);
-        for chunk in &plan.chunks {
+        let mut launched = self.spare.pop().unwrap_or_default();
+        launched.scored.clear();
+        for (at, chunk) in plan.chunks.iter().enumerate() {
             let live = live_mut(&mut self.live, chunk.id);
+            let scored = live.take_scored(chunk);
+            if !scored.is_empty() {
+                let first_row = self.batch.rows() as u32;
+                let top = live.sampling.prompt_logprobs.unwrap_or(0);
+                self.batch.scores.extend((scored.start..scored.end).map(|position| ScoreRow {
+                    row: first_row + position - chunk.start,
+                    token: live.tokens[position as usize + 1],
+                    top,
+                }));
+                launched.scored.resize(at, 0);
+                launched.scored.push(scored.len());
+            }
             let (start, end) = (chunk.start as usize, (chunk.start + chunk.len) as usize);
             let table = self.scheduler.block_table(chunk.id);
             if end <= live.tokens.len() {
@@ -404,7 +426,6 @@ impl Engine {
         if self.sample_of.len() < self.live.len() {
             self.sample_of.resize(self.live.len(), 0);
         }
-        let mut launched = self.spare.pop().unwrap_or_default();
         launched.number = plan.number;
         launched.chunks.clear();
         launched.chunks.extend_from_slice(&plan.chunks);
@@ -425,6 +446,8 @@ impl Engine {
             Err(error) => return Err(self.fail(&error, events)),
         };
         let Some(launched) = self.launched.pop_front() else { return Ok(StepReport::default()) };
+        self.scores.clear();
+        self.runtime.take_scores(&mut self.scores);
         let sampled = self.sampled.len() as u32;
         let tokens = launched.chunks.iter().map(|chunk| chunk.len).sum();
         self.take_samples(&launched, events);
@@ -465,13 +488,16 @@ impl Engine {
         EngineFailed(error.to_string())
     }
 
-    /// Appends each sampled token to its choice, checks stop conditions and pushes an event.
+    /// Appends each sampled token to its choice, checks stop conditions and pushes an event; before it, one with
+    /// the log probabilities of the prompt tokens that the chunk has scored.
     fn take_samples(&mut self, launched: &LaunchedIteration, events: &mut Vec<ChoiceEvent>) {
         self.verdicts.clear();
         let block_tokens = self.scheduler.limits().block_tokens as usize;
-        let mut sampled = self.sampled.drain(..);
-        for chunk in &launched.chunks {
+        let (mut sampled, mut scores) = (self.sampled.drain(..), self.scores.drain(..));
+        for (at, chunk) in launched.chunks.iter().enumerate() {
             let sample = if chunk.samples { sampled.next() } else { None };
+            let scored = launched.scored.get(at).map_or(0, |scored| *scored as usize);
+            let prompt_logprobs: Vec<_> = scores.by_ref().take(scored).collect();
             // The index is not reused while the iteration is in flight: the entry is this sequence, or empty
             // if it has ended.
             let Some(live) = &mut self.live[chunk.id.index()] else {
@@ -479,6 +505,9 @@ impl Engine {
                 continue;
             };
             live.computed_tokens += chunk.len;
+            if !prompt_logprobs.is_empty() {
+                events.push(ChoiceEvent { prompt_logprobs, ..live.event() });
+            }
             let Some(Sampled { token, logprobs }) = sample else { continue };
             let hash = live.push(token, block_tokens);
             let stop = live.ends_with(token, &self.eos_token_ids);
@@ -549,6 +578,7 @@ fn empty_event(request: &Request, choice: u32) -> ChoiceEvent {
         choice,
         token: None,
         logprobs: None,
+        prompt_logprobs: Vec::new(),
         computed_tokens: 0,
         finish: None,
     }

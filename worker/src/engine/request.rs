@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use inflight_contract::{FinishReason, SamplingParams, Service, Weight};
-use inflight_runtime::PositionLogprobs;
+use inflight_runtime::{PositionLogprobs, PromptLogprobs};
 use inflight_worker_core::Time;
 
 /// Id of a session, unique within the worker process.
@@ -34,6 +34,8 @@ pub struct Request {
     pub sampling: Arc<SamplingParams>,
     /// Output of earlier attempts by choice; `n` entries.
     pub choices: Vec<ResumedChoice>,
+    /// Prompt tokens whose log probabilities earlier attempts have delivered.
+    pub prompt_logprobs_received: u32,
     /// Tenant that the service is accounted to and whose prefix cache is used.
     pub tenant: Arc<str>,
     /// Weight of the tenant.
@@ -95,6 +97,8 @@ pub struct ChoiceEvent {
     pub token: Option<u32>,
     /// Log probabilities of `token`, if requested.
     pub logprobs: Option<Box<PositionLogprobs>>,
+    /// Log probabilities of the next prompt tokens, if requested; they precede the first token.
+    pub prompt_logprobs: Vec<PromptLogprobs>,
     /// Tokens computed before the first new token; set with that token, else 0.
     pub computed_tokens: u32,
     /// End of the choice; set in the last event.

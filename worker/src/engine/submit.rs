@@ -1,7 +1,7 @@
 //! Submission: validates a request and submits a sequence per choice to the scheduler.
 
 use inflight_contract::{BlockHash, FinishReason, Priority, RequestShape};
-use inflight_worker_core::{Grant, NewSequence, SequenceId, SubmitError, Time};
+use inflight_worker_core::{Grant, NewSequence, ScoredRange, SequenceId, SubmitError, Time};
 
 use super::live_choice::{self, LiveChoice};
 use super::{ChoiceEvent, Engine, Failure, Finish, Request, empty_event};
@@ -88,6 +88,8 @@ impl Engine {
                 finished.push(ChoiceEvent { finish, ..empty_event(request, choice as u32) });
                 continue;
             }
+            // The lowest unfinished choice delivers the log probabilities of the prompt.
+            let scored = if lives.is_empty() { scored_range(request) } else { ScoredRange::default() };
             let mut tokens = Vec::with_capacity(request.prompt.len() + request.max_tokens as usize);
             tokens.extend_from_slice(&request.prompt);
             tokens.extend_from_slice(&resumed.tokens);
@@ -106,6 +108,7 @@ impl Engine {
                     virtual_start_time: request.virtual_start_time,
                     // A resumed choice was charged for its prompt by the worker that generated its tokens.
                     charged_tokens: if resumed.tokens.is_empty() { 0 } else { tokens.len() as u32 },
+                    scored,
                 },
                 now,
             );
@@ -113,7 +116,8 @@ impl Engine {
                 Ok(id) => {
                     let cost =
                         Grant { sequences: 1, blocks: self.admission_cost().choice(resumed.tokens.len()) };
-                    lives.push((id, LiveChoice::new(request, choice as u32, tokens, root, chain, cost)));
+                    let live = LiveChoice::new(request, choice as u32, tokens, root, chain, cost, scored);
+                    lives.push((id, live));
                 }
                 Err(error) => {
                     lives.iter().for_each(|(id, _)| self.scheduler.cancel(*id));
@@ -145,5 +149,15 @@ impl Engine {
         self.grants.charge(request.key.session, prompt);
         self.requests.insert(request.key, ids);
         Ok(())
+    }
+}
+
+/// Returns the positions of a request's prompt to score: each gives the log probability of the token behind
+/// it.
+fn scored_range(request: &Request) -> ScoredRange {
+    let end = request.prompt.len() as u32 - 1;
+    match request.sampling.prompt_logprobs {
+        Some(_) => ScoredRange { start: request.prompt_logprobs_received.min(end), end },
+        None => ScoredRange::default(),
     }
 }

@@ -31,7 +31,7 @@ struct OutboxState {
     sequences: Vec<v1::SequenceUpdate>,
     /// Index in `sequences` by submission, attempt and choice.
     open: HashMap<(u64, u32, u32), usize>,
-    /// Events merged since the last update was taken.
+    /// Events merged since the last update was taken, and log probabilities of prompt tokens.
     pending: usize,
     cache: CacheFeed,
     /// Cost coefficients not sent yet.
@@ -275,7 +275,7 @@ impl OutboxState {
                 index
             }
         };
-        self.pending += 1;
+        self.pending += 1 + event.prompt_logprobs.len();
         self.changed = true;
         let update = &mut self.sequences[index];
         if let Some(token) = event.token {
@@ -284,6 +284,7 @@ impl OutboxState {
         if let Some(logprobs) = event.logprobs {
             update.logprobs.push((*logprobs).into());
         }
+        update.prompt_logprobs.extend(event.prompt_logprobs.into_iter().map(Into::into));
         update.computed_tokens += event.computed_tokens;
         match event.finish {
             None => {}
@@ -318,6 +319,7 @@ mod tests {
             choice: 0,
             token: Some(token),
             logprobs: None,
+            prompt_logprobs: Vec::new(),
             computed_tokens: 0,
             finish: None,
         }

@@ -27,6 +27,7 @@ pub(crate) fn decode(submit: v1::Submit, session: SessionId, now: Time) -> Resul
             choice,
             token: None,
             logprobs: None,
+            prompt_logprobs: Vec::new(),
             computed_tokens: 0,
             finish: Some(Finish::Failed(Failure::Invalid(what.clone()))),
         };
@@ -54,6 +55,7 @@ fn request(submit: v1::Submit, key: RequestKey, now: Time) -> Result<Request, St
         max_tokens: stop.max_tokens.unwrap_or(0),
         sampling: Arc::new(sampling),
         choices,
+        prompt_logprobs_received: submit.prompt_logprobs_received,
         tenant: submit.tenant.into(),
         weight: Weight::try_from(submit.weight).map_err(|error| error.to_string())?,
         priority: submit.priority,

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use inflight_contract::{AdmissionCost, CostCoefficients, FinishReason, SamplingSpec, Weight};
-use inflight_runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
+use inflight_runtime::{
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TokenLogprob, TransferDone,
+};
 use inflight_worker::engine::{
     ChoiceEvent, Command, Engine, EngineOptions, Failure, Finish, Request, RequestKey, ResumedChoice,
     SessionId,
@@ -26,6 +28,12 @@ fn next_token(context: &[u32], seed: u64, choice: u32) -> u32 {
         hash = (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
     }
     (hash >> 20) as u32 % VOCAB
+}
+
+/// Score of a token: its rank is a hash of the whole context.
+fn score_of(context: &[u32], token: u32) -> PromptLogprobs {
+    let rank = next_token(context, u64::from(token), 0) + 1;
+    PromptLogprobs { token: TokenLogprob { token, logprob: -(rank as f32) }, rank, top: Vec::new() }
 }
 
 /// Expected output of a choice and its finish reason.
@@ -58,6 +66,8 @@ struct RecordingRuntime {
     in_flight: VecDeque<(Batch, AttachedSlots)>,
     /// Samples of the last completed step.
     last: Vec<Sampled>,
+    /// Scores of the last completed step.
+    scores: Vec<PromptLogprobs>,
     fail_after: Option<usize>,
     /// Reads positions that were never computed as 0, for calibration.
     lenient: bool,
@@ -88,6 +98,7 @@ impl RecordingRuntime {
             attached,
             in_flight: VecDeque::new(),
             last: Vec::new(),
+            scores: Vec::new(),
             fail_after: None,
             lenient: false,
             copies_dead: false,
@@ -142,6 +153,10 @@ impl Runtime for RecordingRuntime {
         if self.copies_dead { Err(Error::Device("no copies any more".to_owned())) } else { Ok(()) }
     }
 
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
+    }
+
     fn launch(&mut self, batch: &mut Batch) -> Result<(), Error> {
         batch.check(&self.capabilities)?;
         assert!(
@@ -189,6 +204,19 @@ impl Runtime for RecordingRuntime {
             sampled.push(Sampled { token: next_token(&context, seed, choice), logprobs: None });
         }
         self.last.clone_from(sampled);
+        self.scores = batch
+            .scores
+            .iter()
+            .map(|score| {
+                let sequence = batch.starts.partition_point(|start| *start <= score.row) - 1;
+                let read = |position| {
+                    self.memory[address(sequence, position)].expect("a position was never computed")
+                };
+                let context: Vec<u32> =
+                    (0..=batch.positions[score.row as usize] as usize).map(read).collect();
+                score_of(&context, score.token)
+            })
+            .collect();
         // Linear, like the cost model.
         Ok(Duration::from_micros(200 + 50 * batch.rows() as u64 + 3 * batch.sequences() as u64))
     }
@@ -210,6 +238,8 @@ struct RequestSpec {
     /// Tokens of an earlier attempt that it resumes from.
     resumed: usize,
     session: u64,
+    /// Prompt tokens whose log probabilities an earlier attempt has delivered, if they are wanted.
+    scored: Option<u32>,
 }
 
 fn spec() -> impl Strategy<Value = RequestSpec> {
@@ -219,9 +249,15 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
             .prop_map(|(text, len)| (0..len).map(|i| (i * i + text / 40) % VOCAB).collect()),
         (1u32..40, 1u32..=3, any::<u64>(), any::<bool>(), -1i32..=1),
         (0usize..60, prop::option::weighted(0.2, 0usize..80), 0usize..6, 0u64..3),
+        prop::option::weighted(0.3, prop_oneof![Just(0u32), 0u32..50]),
     )
         .prop_map(
-            |(prompt, (max_tokens, n, seed, ignore_eos, priority), (at, cancel_at, resumed, session))| {
+            |(
+                prompt,
+                (max_tokens, n, seed, ignore_eos, priority),
+                (at, cancel_at, resumed, session),
+                scored,
+            )| {
                 RequestSpec {
                     prompt,
                     max_tokens,
@@ -233,14 +269,20 @@ fn spec() -> impl Strategy<Value = RequestSpec> {
                     cancel_at,
                     resumed,
                     session,
+                    scored,
                 }
             },
         )
 }
 
 fn request(spec: &RequestSpec, id: u64) -> Request {
-    let sampling =
-        SamplingSpec { n: spec.n, seed: spec.seed, ignore_eos: spec.ignore_eos, ..SamplingSpec::default() };
+    let sampling = SamplingSpec {
+        n: spec.n,
+        seed: spec.seed,
+        ignore_eos: spec.ignore_eos,
+        prompt_logprobs: spec.scored.map(|_| 0),
+        ..SamplingSpec::default()
+    };
     let mut request = Request {
         key: RequestKey { session: SessionId(spec.session), request: id },
         attempt: 1,
@@ -251,6 +293,7 @@ fn request(spec: &RequestSpec, id: u64) -> Request {
         max_tokens: spec.max_tokens,
         sampling: Arc::new(sampling.validate().unwrap()),
         choices: Vec::new(),
+        prompt_logprobs_received: spec.scored.unwrap_or(0),
         priority: spec.priority,
         deadline: None,
         span: tracing::Span::none(),
@@ -300,6 +343,7 @@ proptest! {
             specs.iter().enumerate().map(|(id, spec)| request(spec, id as u64)).collect();
         let mut closed = None;
         let mut outputs: BTreeMap<(u64, u32), (Vec<u32>, Option<Finish>)> = BTreeMap::new();
+        let mut scores: BTreeMap<u64, Vec<PromptLogprobs>> = BTreeMap::new();
         let mut steps_run = 0;
         loop {
             for (spec, request) in specs.iter().zip(&requests) {
@@ -325,6 +369,8 @@ proptest! {
             for event in events.drain(..) {
                 let output = outputs.get_mut(&(event.key.request, event.choice)).expect("an unknown choice");
                 prop_assert!(output.1.is_none(), "an event after the end");
+                prop_assert!(event.prompt_logprobs.is_empty() || event.choice == 0);
+                scores.entry(event.key.request).or_default().extend(event.prompt_logprobs);
                 output.0.extend(event.token);
                 if event.finish.is_some() && let Some((_, own)) = ledger.get_mut(&event.key) {
                     own.remove(&event.choice);
@@ -351,6 +397,14 @@ proptest! {
                     prop_assert_eq!(closed, Some(spec.session));
                     continue;
                 };
+                let got = scores.get(&request.key.request).cloned().unwrap_or_default();
+                let first = spec.scored.map_or(usize::MAX, |received| received as usize + 1);
+                let expected: Vec<_> =
+                    (first..spec.prompt.len()).map(|at| score_of(&spec.prompt[..at], spec.prompt[at])).collect();
+                match &finish {
+                    Some(Finish::Ended(FinishReason::Cancelled)) => prop_assert!(expected.starts_with(&got)),
+                    _ => prop_assert_eq!(got, expected),
+                }
                 let (expected, reason) = expected_output(request, choice);
                 match finish.expect("every choice ends") {
                     Finish::Ended(FinishReason::Cancelled) => {
@@ -387,6 +441,7 @@ fn simple(id: u64) -> RequestSpec {
         cancel_at: None,
         resumed: 0,
         session: 0,
+        scored: None,
     }
 }
 

@@ -40,7 +40,8 @@ fn engine(options: &SimOptions) -> Engine {
 type RequestSpec = (u32, u32, u64, u32);
 
 fn request(id: u64, (prompt, max_tokens, seed, n): RequestSpec, resumed: Vec<ResumedChoice>) -> Request {
-    let spec = SamplingSpec { seed, n, logprobs: Some(2), ..SamplingSpec::default() };
+    let spec =
+        SamplingSpec { seed, n, logprobs: Some(2), prompt_logprobs: Some(3), ..SamplingSpec::default() };
     Request {
         key: RequestKey { session: SESSION, request: id },
         attempt: 1,
@@ -48,6 +49,7 @@ fn request(id: u64, (prompt, max_tokens, seed, n): RequestSpec, resumed: Vec<Res
         max_tokens,
         sampling: Arc::new(spec.validate().unwrap()),
         choices: if resumed.is_empty() { vec![ResumedChoice::default(); n as usize] } else { resumed },
+        prompt_logprobs_received: 0,
         tenant: "a".into(),
         weight: Weight::default(),
         virtual_start_time: None,
@@ -56,6 +58,9 @@ fn request(id: u64, (prompt, max_tokens, seed, n): RequestSpec, resumed: Vec<Res
         span: tracing::Span::none(),
     }
 }
+
+/// Choice under which [`run`] returns the ranks of a prompt's tokens.
+const RANKS: u32 = u32::MAX;
 
 /// Runs requests until the engine is idle; returns tokens by request and choice.
 fn run(engine: &mut Engine, requests: Vec<Request>) -> BTreeMap<(u64, u32), Vec<u32>> {
@@ -68,6 +73,10 @@ fn run(engine: &mut Engine, requests: Vec<Request>) -> BTreeMap<(u64, u32), Vec<
         now = now.after(Duration::from_micros(10));
         let idle = engine.step(now, &mut events).unwrap().idle;
         for event in events.drain(..) {
+            for scored in event.prompt_logprobs {
+                assert_eq!((event.choice, scored.top.len()), (0, 3));
+                tokens.entry((event.key.request, RANKS)).or_default().push(scored.rank);
+            }
             let entry = tokens.entry((event.key.request, event.choice)).or_default();
             if let Some(token) = event.token {
                 assert_eq!(event.logprobs.unwrap().top.len(), 2);
@@ -114,6 +123,10 @@ proptest! {
         });
         for (key, rest) in run(&mut scarce, resumed.collect()) {
             let whole = &expected[&key];
+            if key.1 == RANKS {
+                prop_assert_eq!(&rest, whole);
+                continue;
+            }
             prop_assert_eq!(&rest, &whole[cut.min(whole.len() - 1)..]);
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use inflight_contract::{FinishReason, PositionLogprobs, Service};
+use inflight_contract::{FinishReason, PositionLogprobs, PromptLogprobs, Service};
 use serde::Serialize;
 
 use crate::{
@@ -85,6 +85,8 @@ pub struct Submission {
     pub attempt: u32,
     /// Output of earlier attempts, one entry per choice; empty in a first attempt.
     pub resumed: Vec<ResumedChoice>,
+    /// Prompt tokens whose log probabilities earlier attempts have delivered.
+    pub prompt_logprobs_received: u32,
     /// Time left until the deadline.
     pub deadline: Option<Duration>,
     /// Virtual start time of the request in the router's fair queue.
@@ -140,6 +142,8 @@ pub struct ChoiceOutput {
     pub tokens: Vec<u32>,
     /// Log probabilities, one entry per token; empty if not requested.
     pub logprobs: Vec<PositionLogprobs>,
+    /// Log probabilities of the prompt tokens that follow those delivered before.
+    pub prompt_logprobs: Vec<PromptLogprobs>,
     /// Finish reason; set with the last tokens of the choice.
     pub finish: Option<FinishReason>,
     /// Prompt tokens that were not found in a prefix cache; set with the request's first tokens.

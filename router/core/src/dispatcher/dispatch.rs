@@ -302,6 +302,7 @@ impl Dispatcher {
             request: id,
             attempt: request.journal.attempt(),
             resumed: resumed.collect(),
+            prompt_logprobs_received: request.journal.scored(),
             deadline: request.spec.deadline.map(|deadline| deadline.saturating_sub(self.now)),
             virtual_start_time,
             min_waiting_virtual_time,

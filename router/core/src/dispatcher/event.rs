@@ -142,6 +142,8 @@ pub struct RequestSpec {
     pub choices: u32,
     /// Number of top log probabilities per token; `None` without log probabilities.
     pub logprobs: Option<u32>,
+    /// Number of top log probabilities per prompt token; `None` without log probabilities of the prompt.
+    pub prompt_logprobs: Option<u32>,
     /// Deadline, as time since the epoch.
     pub deadline: Option<Duration>,
     /// The only numerics fingerprint it may run on, if requested: all of it, or its first
@@ -165,6 +167,11 @@ impl RequestSpec {
     /// Returns the maximum tokens of its longest sequence.
     pub fn sequence_tokens(&self) -> u64 {
         u64::from(self.prompt_tokens) + u64::from(self.max_tokens)
+    }
+
+    /// Returns the number of prompt tokens whose log probabilities are requested: all but the first.
+    pub fn scored_tokens(&self) -> u32 {
+        self.prompt_logprobs.map_or(0, |_| self.prompt_tokens.saturating_sub(1))
     }
 
     /// Whether it may run on a worker with this fingerprint.

@@ -66,7 +66,9 @@ pub(super) struct Request {
 
 impl Request {
     pub(super) fn new(id: RequestId, spec: RequestSpec, position: QueuePosition<LaneId>) -> Self {
-        let journal = Journal::resume(spec.choices, spec.max_tokens, spec.logprobs.is_some(), &spec.resumed);
+        let scored = spec.scored_tokens();
+        let with_logprobs = spec.logprobs.is_some();
+        let journal = Journal::resume(spec.choices, spec.max_tokens, with_logprobs, scored, &spec.resumed);
         Self {
             id,
             spec,
@@ -95,7 +97,8 @@ impl Request {
     /// returns the tokens of each choice before the change.
     pub(super) fn set_fingerprint(&mut self, fingerprint: &Arc<str>) -> Option<Vec<u32>> {
         let before = self.fingerprint.replace(fingerprint.clone());
-        let changed = self.journal.tokens() > 0 && before.is_some_and(|before| before != *fingerprint);
+        let begun = self.journal.tokens() > 0 || self.journal.scored() > 0;
+        let changed = begun && before.is_some_and(|before| before != *fingerprint);
         changed.then(|| self.journal.resumed().map(|choice| choice.tokens.len() as u32).collect())
     }
 
@@ -113,8 +116,14 @@ impl Request {
         let complete = self.journal.next_attempt();
         for choice in (0..self.spec.choices).filter(|choice| complete & (1 << choice) != 0) {
             let finish = Some(FinishReason::Length);
-            let (tokens, logprobs) = (Vec::new(), Vec::new());
-            let output = ChoiceOutput { choice, tokens, logprobs, finish, computed_prompt: None };
+            let output = ChoiceOutput {
+                choice,
+                tokens: Vec::new(),
+                logprobs: Vec::new(),
+                prompt_logprobs: Vec::new(),
+                finish,
+                computed_prompt: None,
+            };
             self.send(ClientCommand::Deliver(output), commands);
         }
         self.alone = false;
@@ -141,11 +150,19 @@ impl Request {
             return Ok(UpdateEffect::Stale);
         }
         let request = submission;
-        if let Some(token) = update.tokens.iter().copied().find(|token| *token >= vocab_size) {
+        let scored =
+            update.prompt_logprobs.iter().flat_map(|one| std::iter::once(&one.token).chain(&one.top));
+        let scored = scored.map(|one| one.token);
+        if let Some(token) = update.tokens.iter().copied().chain(scored).find(|token| *token >= vocab_size) {
             return Err(Violation::UnknownToken { request, token, vocab_size });
         }
         let most = self.spec.logprobs.unwrap_or(0) as usize;
         if let Some(entries) = update.logprobs.iter().map(|one| one.top.len()).find(|top| *top > most) {
+            return Err(Violation::Alternatives { request, entries, most });
+        }
+        let most = self.spec.prompt_logprobs.unwrap_or(0) as usize;
+        if let Some(entries) = update.prompt_logprobs.iter().map(|one| one.top.len()).find(|top| *top > most)
+        {
             return Err(Violation::Alternatives { request, entries, most });
         }
         if self.journal.withdrawn(update.choice) {
@@ -167,8 +184,10 @@ impl Request {
             Some(SequenceEnd::Finished(reason)) => Some(reason),
             None => None,
         };
-        let SequenceUpdate { attempt, choice, tokens, logprobs, computed_tokens, .. } = update;
-        let appended = self.journal.append(attempt, choice, &tokens, logprobs.len(), finish);
+        let SequenceUpdate { attempt, choice, tokens, logprobs, prompt_logprobs, computed_tokens, .. } =
+            update;
+        let scored = prompt_logprobs.len();
+        let appended = self.journal.append(attempt, choice, &tokens, logprobs.len(), scored, finish);
         match appended.map_err(|error| Violation::Journal { request, error })? {
             AppendOutcome::Appended => {}
             AppendOutcome::AfterEnd | AppendOutcome::Stale => return Ok(UpdateEffect::Stale),
@@ -176,11 +195,11 @@ impl Request {
         // One of several choices computes the prompt and the others share it.
         let first = !tokens.is_empty() && !std::mem::replace(&mut self.reported_cached, true);
         let computed_prompt = first.then_some(computed_tokens);
-        if !tokens.is_empty() {
+        if !tokens.is_empty() || scored > 0 {
             self.losses.record_token();
         }
         let logprobs = if self.spec.logprobs.is_some() { logprobs } else { Vec::new() };
-        let output = ChoiceOutput { choice, tokens, logprobs, finish, computed_prompt };
+        let output = ChoiceOutput { choice, tokens, logprobs, prompt_logprobs, finish, computed_prompt };
         self.send(ClientCommand::Deliver(output), commands);
         if self.journal.ended() {
             self.phase = Phase::Ended;

@@ -11,7 +11,7 @@ use tonic::codegen::http::Response;
 
 use super::chat_stream::ChatStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, is_empty, parse, refused};
-use super::logprobs::ChatLogprobs;
+use super::logprobs::{ChatLogprobs, PromptBody};
 use super::sampling::{self, STRUCTURED, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, content, json, sse};
@@ -35,7 +35,7 @@ pub(super) static FIELDS: FieldTable = FieldTable {
             ),
             honoured(
                 "max_completion_tokens",
-                "At least 1; absent: what the context leaves, at most the router's default.",
+                "At least 1, or 0 with `prompt_logprobs`; absent: what the context leaves, at most the router's default.",
             ),
             honoured("max_tokens", "The older name of `max_completion_tokens`, which counts first."),
             honoured("logprobs", "Log probabilities of the output."),
@@ -123,6 +123,8 @@ struct Output {
     stream: bool,
     stream_options: StreamOptions,
     logprobs: bool,
+    /// Alternatives beside each prompt token, if the prompt's log probabilities are wanted.
+    prompt_logprobs: Option<u32>,
 }
 
 fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
@@ -140,7 +142,8 @@ fn read(body: &[u8]) -> Result<(GenerationRequest, Output), Outcome> {
     request.sampling.logprobs = logprobs.then_some(top_logprobs.unwrap_or(0));
     request.return_token_ids = stream_options.continuous();
     check_text_only(&fields)?;
-    Ok((request, Output { stream: fields.flag("stream")?, stream_options, logprobs }))
+    let (stream, prompt_logprobs) = (fields.flag("stream")?, request.sampling.prompt_logprobs);
+    Ok((request, Output { stream, stream_options, logprobs, prompt_logprobs }))
 }
 
 /// Checks the fields that ask for something other than text.
@@ -187,6 +190,8 @@ struct Completion<'a> {
     choices: Vec<Choice<'a>>,
     usage: UsageBody,
     #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptBody>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     timings: Option<TimingsBody>,
 }
 
@@ -214,10 +219,10 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
         let encoder = ChatStream::new(&started, output.stream_options, output.logprobs, api.http.timings);
         return sse::respond(started, encoder, api.http.keepalive).await;
     }
-    complete(&api, started, output.logprobs).await
+    complete(&api, started, output).await
 }
 
-async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Response<Body>, Outcome> {
+async fn complete(api: &HttpApi, started: Started, output: Output) -> Result<Response<Body>, Outcome> {
     let (id, model, created) = (started.id("chatcmpl-"), started.model.clone(), started.created);
     let bundle = started.bundle();
     let prompts = started.generations().collect().await?;
@@ -225,7 +230,7 @@ async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Res
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
     let choices = prompts.iter().flat_map(|prompt| prompt.choices.iter().enumerate());
     let choice = |(index, choice): (usize, &CollectedChoice)| {
-        let logprobs = bundle.as_ref().filter(|_| logprobs);
+        let logprobs = bundle.as_ref().filter(|_| output.logprobs);
         (index, logprobs.map(|model| ChatLogprobs::new(&choice.logprobs, model.tokenizer.vocabulary())))
     };
     let logprobs: Vec<_> = choices.clone().map(choice).collect();
@@ -236,6 +241,10 @@ async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Res
         finish_reason: finish_reason(choice.reason()),
     });
     let first = prompts.first();
+    let scored = first.zip(output.prompt_logprobs).zip(bundle.as_ref());
+    let prompt_logprobs = scored.map(|((prompt, alternatives), model)| {
+        PromptBody::new(&prompt.prompt_logprobs, alternatives, model.tokenizer.vocabulary())
+    });
     json(&Completion {
         id,
         object: "chat.completion",
@@ -244,6 +253,7 @@ async fn complete(api: &HttpApi, started: Started, logprobs: bool) -> Result<Res
         system_fingerprint: first.map_or("", |prompt| prompt.fingerprint()),
         choices: choices.collect(),
         usage,
+        prompt_logprobs,
         timings: first.filter(|_| api.http.timings).map(|prompt| prompt.timings.into()),
     })
 }

@@ -131,6 +131,8 @@ impl Encoder for ChatStream {
                 self.open(out);
             }
             GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            // Refused with `stream`.
+            GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
                 let (index, finish_reason) = (finished.choice, Some(finish_reason(finished.reason)));

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use inflight_contract::PromptLogprobs;
 use serde::Serialize;
 
 use super::Started;
@@ -28,6 +29,8 @@ pub(super) struct CompletionStream {
     /// Choices of each prompt.
     choices_per_prompt: u32,
     choices: Vec<ChoiceState>,
+    /// Prompts that are echoed with log probabilities.
+    prompts: Vec<EchoedPrompt>,
     prompt_tokens: u32,
     completion_tokens: u32,
     usage: UsageBody,
@@ -37,9 +40,15 @@ pub(super) struct CompletionStream {
 /// State of a choice.
 #[derive(Default)]
 struct ChoiceState {
-    /// Text of the prompt that is still to be sent.
-    echo: String,
+    /// Text of the prompt, until it is sent.
+    echo: Option<String>,
     offset: TextOffset,
+}
+
+/// Prompt that is echoed with log probabilities.
+struct EchoedPrompt {
+    tokens: Vec<u32>,
+    logprobs: Vec<PromptLogprobs>,
 }
 
 #[derive(Serialize)]
@@ -70,19 +79,21 @@ impl CompletionStream {
         let choices_per_prompt = started.choices();
         let count = started.streams.len() * choices_per_prompt as usize;
         let choice = |index: usize| {
-            let echo = echoed.get(index / choices_per_prompt as usize).cloned().unwrap_or_default();
-            ChoiceState { offset: TextOffset::after(&echo), echo }
+            let echo = echoed.get(index / choices_per_prompt as usize).cloned();
+            ChoiceState { offset: TextOffset::after(echo.as_deref().unwrap_or_default()), echo }
         };
+        let prompts = started.scored_prompts(output).into_iter();
         Self {
             id: started.id("cmpl-"),
             created: started.created,
             model: started.model.clone(),
             fingerprint: String::new(),
-            bundle: started.bundle().filter(|_| output.logprobs),
+            bundle: started.bundle().filter(|_| output.logprobs.is_some()),
             output,
             with_timings: timings,
             choices_per_prompt,
             choices: (0..count).map(choice).collect(),
+            prompts: prompts.map(|tokens| EchoedPrompt { tokens, logprobs: Vec::new() }).collect(),
             prompt_tokens: 0,
             completion_tokens: 0,
             usage: UsageBody::default(),
@@ -115,12 +126,17 @@ impl CompletionStream {
         prompt as u32 * self.choices_per_prompt + choice
     }
 
-    /// Takes the text of the prompt that precedes the first output of a choice.
-    fn take_echo(&mut self, index: u32) -> String {
-        self.choices
-            .get_mut(index as usize)
-            .map(|choice| std::mem::take(&mut choice.echo))
-            .unwrap_or_default()
+    /// Takes the text of the prompt that precedes the first output of a choice, with its log probabilities if
+    /// they are wanted.
+    fn take_echo(&mut self, prompt: usize, index: u32) -> (String, Option<TextLogprobs>) {
+        let echo = self.choices.get_mut(index as usize).and_then(|choice| choice.echo.take());
+        let Some(text) = echo else { return (String::new(), None) };
+        let scored = self.prompts.get(prompt).zip(self.bundle.as_ref());
+        let logprobs = scored.map(|(EchoedPrompt { tokens, logprobs }, model)| {
+            let alternatives = self.output.logprobs.unwrap_or(0);
+            TextLogprobs::echo(tokens, logprobs, alternatives, model.tokenizer.vocabulary())
+        });
+        (text, logprobs)
     }
 }
 
@@ -132,14 +148,21 @@ impl Encoder for CompletionStream {
                 self.prompt_tokens += started.prompt_tokens;
             }
             GenerationEvent::FingerprintChanged { fingerprint, .. } => self.fingerprint = fingerprint,
+            GenerationEvent::PromptLogprobs { positions, .. } => {
+                if let Some(prompt) = self.prompts.get_mut(prompt) {
+                    prompt.logprobs.extend(positions);
+                }
+            }
             GenerationEvent::Delta(delta) => {
                 let index = self.index(prompt, delta.choice);
                 self.completion_tokens += delta.token_ids.len() as u32;
-                let mut text = self.take_echo(index);
+                let (mut text, echoed) = self.take_echo(prompt, index);
                 text.push_str(&delta.text);
                 let state = self.choices.get_mut(index as usize);
                 let logprobs = self.bundle.as_ref().zip(state).map(|(model, state)| {
-                    TextLogprobs::new(&delta.logprobs, model.tokenizer.vocabulary(), &mut state.offset)
+                    let mut body = echoed.unwrap_or_default();
+                    body.extend(&delta.logprobs, model.tokenizer.vocabulary(), &mut state.offset);
+                    body
                 });
                 if !text.is_empty() || logprobs.is_some() {
                     self.choice(Choice { index, text: &text, logprobs, finish_reason: None }, out);
@@ -147,9 +170,9 @@ impl Encoder for CompletionStream {
             }
             GenerationEvent::Finished(finished) => {
                 let index = self.index(prompt, finished.choice);
-                let text = self.take_echo(index);
+                let (text, logprobs) = self.take_echo(prompt, index);
                 let finish_reason = Some(finish_reason(finished.reason));
-                self.choice(Choice { index, text: &text, logprobs: None, finish_reason }, out);
+                self.choice(Choice { index, text: &text, logprobs, finish_reason }, out);
             }
             GenerationEvent::Completed(completed) => {
                 self.usage.add(&completed.usage);

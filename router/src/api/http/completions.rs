@@ -11,7 +11,7 @@ use tonic::codegen::http::Response;
 use super::chat::finish_reason;
 use super::completion_stream::CompletionStream;
 use super::fields::{FieldTable, Fields, honoured, ignored, parse, refused};
-use super::logprobs::{TextLogprobs, TextOffset};
+use super::logprobs::{PromptBody, TextLogprobs, TextOffset};
 use super::sampling::{self, STRUCTURED, StreamOptions};
 use super::usage::{TimingsBody, UsageBody};
 use super::{Call, HttpApi, Started, json, sse};
@@ -28,9 +28,15 @@ pub(super) static FIELDS: FieldTable = FieldTable {
                 "prompt",
                 "A string, an array of strings, an array of token ids, or an array of such arrays; at most 128 prompts.",
             ),
-            honoured("max_tokens", "At least 1; absent: 16."),
-            honoured("echo", "The prompt before its output; not with `logprobs`."),
-            honoured("logprobs", "In [0, 20]: number of alternatives beside each token of the output."),
+            honoured(
+                "max_tokens",
+                "At least 1; 0 if only log probabilities of the prompt are wanted; absent: 16.",
+            ),
+            honoured("echo", "The prompt before its output; with `logprobs`, with its log probabilities."),
+            honoured(
+                "logprobs",
+                "In [0, 20]: number of alternatives beside each token of the output, and with `echo` of the prompt.",
+            ),
             honoured(
                 "add_special_tokens",
                 "Extension: the model's special tokens around a text; true by default.",
@@ -98,23 +104,24 @@ fn check_count(prompts: usize) -> Result<(), Outcome> {
 pub(super) struct Output {
     stream: bool,
     pub(super) stream_options: StreamOptions,
-    pub(super) logprobs: bool,
+    /// Alternatives beside each token, if log probabilities are wanted.
+    pub(super) logprobs: Option<u32>,
     pub(super) echo: bool,
+    /// Alternatives beside each prompt token, if they are wanted in a field of their own.
+    prompt_logprobs: Option<u32>,
 }
 
 fn read(body: &[u8]) -> Result<(Vec<GenerationRequest>, Output), Outcome> {
     let fields = FIELDS.read(body)?;
     let logprobs = fields.count("logprobs")?;
     let echo = fields.flag("echo")?;
-    if echo && logprobs.is_some() {
-        let reason = "echo with logprobs is refused: log probabilities of the prompt are not supported";
-        return Err(Outcome::field("echo", reason));
-    }
     let stream_options = StreamOptions::read(&fields)?;
-    let output =
-        Output { stream: fields.flag("stream")?, stream_options, logprobs: logprobs.is_some(), echo };
     let mut template = GenerationRequest::new(fields.model()?, Input::TokenIds(Vec::new()));
     sampling::read(&fields, &mut template)?;
+    let prompt_logprobs = template.sampling.prompt_logprobs;
+    // Absent is less than 0.
+    template.sampling.prompt_logprobs = prompt_logprobs.max(logprobs.filter(|_| echo));
+    let output = Output { stream: fields.flag("stream")?, stream_options, logprobs, echo, prompt_logprobs };
     template.stop.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(MAX_TOKENS));
     template.sampling.logprobs = logprobs;
     template.return_token_ids = stream_options.continuous();
@@ -141,17 +148,15 @@ struct Choice {
     text: String,
     logprobs: Option<TextLogprobs>,
     finish_reason: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptBody>,
 }
 
 /// Answers a text completion.
 pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result<Response<Body>, Outcome> {
     let (requests, output) = read(&body).map_err(rejected)?;
     drop(body);
-    let echoed = if output.echo {
-        requests.iter().map(|request| text_of(&request.input)).collect()
-    } else {
-        Vec::new()
-    };
+    let echoed = if output.echo { requests.iter().map(text_of).collect() } else { Vec::new() };
     let started = Box::pin(api.start(requests, output.stream, call)).await.map_err(rejected)?;
     let echoed = started.prompt_texts(echoed);
     if output.stream {
@@ -161,11 +166,13 @@ pub(super) async fn create(api: Arc<HttpApi>, call: Call, body: Bytes) -> Result
     complete(&api, started, output, &echoed).await
 }
 
-/// Returns the text of a prompt that is given as text.
-fn text_of(input: &Input) -> Option<String> {
-    match input {
-        Input::Text(text) | Input::RawText(text) => Some(text.clone()),
-        Input::TokenIds(_) | Input::Chat(_) => None,
+/// Returns the text of a prompt that is given as text and used whole.
+fn text_of(request: &GenerationRequest) -> Option<String> {
+    match &request.input {
+        Input::Text(text) | Input::RawText(text) if request.truncate_prompt_tokens.is_none() => {
+            Some(text.clone())
+        }
+        _ => None,
     }
 }
 
@@ -176,7 +183,8 @@ async fn complete(
     echoed: &[String],
 ) -> Result<Response<Body>, Outcome> {
     let (id, model, created) = (started.id("cmpl-"), started.model.clone(), started.created);
-    let bundle = started.bundle().filter(|_| output.logprobs);
+    let bundle = started.bundle();
+    let given = started.scored_prompts(output);
     let prompts = started.generations().collect().await?;
     let mut usage = UsageBody::default();
     prompts.iter().for_each(|prompt| usage.add(&prompt.usage));
@@ -185,16 +193,28 @@ async fn complete(
     let mut choices = Vec::new();
     for (at, prompt) in prompts.into_iter().enumerate() {
         for choice in prompt.choices {
-            let logprobs = bundle.as_ref().map(|model| {
-                let vocabulary = model.tokenizer.vocabulary();
-                TextLogprobs::new(&choice.logprobs, vocabulary, &mut TextOffset::default())
+            let vocabulary = bundle.as_ref().map(|model| model.tokenizer.vocabulary());
+            let logprobs = vocabulary.zip(output.logprobs).map(|(vocabulary, alternatives)| {
+                let mut body = match given.get(at) {
+                    Some(given) => {
+                        TextLogprobs::echo(given, &prompt.prompt_logprobs, alternatives, vocabulary)
+                    }
+                    None => TextLogprobs::default(),
+                };
+                let mut offset =
+                    echoed.get(at).map_or_else(TextOffset::default, |text| TextOffset::after(text));
+                body.extend(&choice.logprobs, vocabulary, &mut offset);
+                body
+            });
+            let prompt_logprobs = vocabulary.zip(output.prompt_logprobs).map(|(vocabulary, alternatives)| {
+                PromptBody::new(&prompt.prompt_logprobs, alternatives, vocabulary)
             });
             let finish_reason = finish_reason(choice.reason());
             let text = match echoed.get(at) {
                 Some(prompt) => format!("{prompt}{}", choice.text),
                 None => choice.text,
             };
-            choices.push(Choice { index: choices.len(), text, logprobs, finish_reason });
+            choices.push(Choice { index: choices.len(), text, logprobs, finish_reason, prompt_logprobs });
         }
     }
     json(&Completion {
@@ -244,6 +264,6 @@ mod tests {
         let refused =
             |more: &str| read(format!("{{\"prompt\": \"a\"{more}}}").as_bytes()).unwrap_err().message();
         assert!(refused(", \"suffix\": \"b\"").starts_with("suffix is refused"));
-        assert!(refused(", \"echo\": true, \"logprobs\": 1").starts_with("echo with logprobs is refused"));
+        assert!(refused(", \"prompt_logprobs\": 1, \"stream\": true").contains("with stream is refused"));
     }
 }

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use inflight_contract::{PositionLogprobs, TokenLogprob};
+use inflight_contract::{PositionLogprobs, PromptLogprobs, TokenLogprob};
 use serde::{Serialize, Serializer};
 
-use crate::text::Vocabulary;
+use crate::text::{Detokenizer, Vocabulary};
 
 /// Log probability that stands for minus infinity, which JSON cannot express.
 const MINUS_INFINITY: f32 = -9999.0;
@@ -64,12 +64,53 @@ impl ChatLogprobs {
 }
 
 /// Log probabilities of a text completion's choice.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(super) struct TextLogprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<BTreeMap<String, f32>>,
+    /// Null for the first token of an echoed prompt.
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
     text_offset: Vec<usize>,
+}
+
+/// Log probability of a token with its rank, by token id.
+#[derive(Debug)]
+struct RankedLogprobs(Vec<(u32, RankedBody)>);
+
+#[derive(Debug, Serialize)]
+struct RankedBody {
+    #[serde(serialize_with = "finite")]
+    logprob: f32,
+    rank: u32,
+    decoded_token: String,
+}
+
+impl Serialize for RankedLogprobs {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(token, body)| (token, body)))
+    }
+}
+
+/// Log probabilities of a prompt in the format of vLLM: null for the first token, then an object for each, with
+/// the token first and then the alternatives.
+#[derive(Debug, Serialize)]
+pub(super) struct PromptBody(Vec<Option<RankedLogprobs>>);
+
+impl PromptBody {
+    /// Converts the log probabilities of a prompt, with `alternatives` of those of each token.
+    pub(super) fn new(positions: &[PromptLogprobs], alternatives: u32, vocabulary: &Vocabulary) -> Self {
+        let body = |TokenLogprob { token, logprob }: TokenLogprob, rank| {
+            let decoded_token = String::from_utf8_lossy(vocabulary.bytes(token)).into_owned();
+            (token, RankedBody { logprob, rank, decoded_token })
+        };
+        let position = |PromptLogprobs { token, rank, top }: &PromptLogprobs| {
+            let top = top.iter().zip(1..).take(alternatives as usize);
+            let others = top.filter(|(one, _)| one.token != token.token);
+            let others = others.map(|(one, rank)| body(*one, rank));
+            Some(RankedLogprobs(std::iter::once(body(*token, *rank)).chain(others).collect()))
+        };
+        Self(std::iter::once(None).chain(positions.iter().map(position)).collect())
+    }
 }
 
 /// Offsets of tokens in the text of a choice, in characters; accumulates over deltas.
@@ -97,29 +138,50 @@ impl TextOffset {
 }
 
 impl TextLogprobs {
-    /// Converts positions. The chosen token is among the top ones, with the same number.
-    pub(super) fn new(
+    /// Converts an echoed prompt, with `alternatives` of those of each token. Special tokens are not in its
+    /// text.
+    pub(super) fn echo(
+        prompt: &[u32],
+        positions: &[PromptLogprobs],
+        alternatives: u32,
+        vocabulary: &Vocabulary,
+    ) -> Self {
+        let mut body = Self::default();
+        let (mut detokenizer, mut text, mut characters) =
+            (Detokenizer::new(vocabulary, &[]), String::new(), 0);
+        for (at, id) in prompt.iter().enumerate() {
+            body.text_offset.push(characters);
+            text.clear();
+            detokenizer.push(vocabulary, *id, &mut text);
+            characters += text.chars().count();
+            body.tokens.push(name(vocabulary.bytes(*id)));
+            let position = at.checked_sub(1).and_then(|before| positions.get(before));
+            body.token_logprobs.push(position.map(|one| in_json(one.token.logprob)));
+            body.top_logprobs.push(position.map(|PromptLogprobs { token, top, .. }| {
+                let named = |one: &TokenLogprob| (name(vocabulary.bytes(one.token)), in_json(one.logprob));
+                top.iter().take(alternatives as usize).chain([token]).map(named).collect()
+            }));
+        }
+        body
+    }
+
+    /// Appends positions. The chosen token is among the top ones, with the same number.
+    pub(super) fn extend(
+        &mut self,
         positions: &[PositionLogprobs],
         vocabulary: &Vocabulary,
         offset: &mut TextOffset,
-    ) -> Self {
-        let mut body = Self {
-            tokens: Vec::new(),
-            token_logprobs: Vec::new(),
-            top_logprobs: Vec::new(),
-            text_offset: Vec::new(),
-        };
+    ) {
         for PositionLogprobs { chosen, top } in positions {
             let named = |one: &TokenLogprob| (name(vocabulary.bytes(one.token)), in_json(one.logprob));
             let (token, logprob) = named(chosen);
             let mut alternatives: BTreeMap<String, f32> = top.iter().map(named).collect();
             alternatives.insert(token.clone(), logprob);
-            body.text_offset.push(offset.next(vocabulary.bytes(chosen.token)));
-            body.tokens.push(token);
-            body.token_logprobs.push(logprob);
-            body.top_logprobs.push(alternatives);
+            self.text_offset.push(offset.next(vocabulary.bytes(chosen.token)));
+            self.tokens.push(token);
+            self.token_logprobs.push(Some(logprob));
+            self.top_logprobs.push(Some(alternatives));
         }
-        body
     }
 }
 

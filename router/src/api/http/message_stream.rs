@@ -119,7 +119,9 @@ impl Encoder for MessageStream {
                 let kind = "content_block_delta";
                 out.event(kind, &BlockDelta { kind, index: 0, delta });
             }
-            GenerationEvent::Delta(_) | GenerationEvent::FingerprintChanged { .. } => {}
+            GenerationEvent::Delta(_)
+            | GenerationEvent::FingerprintChanged { .. }
+            | GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Finished(finished) => self.finished = Some(finished),
             GenerationEvent::Completed(completed) => {
                 self.usage = UsageBody::from(&completed.usage);

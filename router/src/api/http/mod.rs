@@ -186,6 +186,12 @@ impl Started {
         given.into_iter().zip(&self.streams).map(text).collect()
     }
 
+    /// Returns the token ids of the prompts, if they are echoed with log probabilities; else none.
+    fn scored_prompts(&self, output: completions::Output) -> Vec<Vec<u32>> {
+        let scored = output.echo && output.logprobs.is_some();
+        self.streams.iter().filter(|_| scored).map(|stream| stream.call().prompt.clone()).collect()
+    }
+
     fn generations(self) -> Generations {
         Generations::new(self.streams)
     }

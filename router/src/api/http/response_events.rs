@@ -147,7 +147,7 @@ impl Encoder for ResponseEvents {
     fn event(&mut self, _: usize, event: GenerationEvent, out: &mut EventWriter) {
         match event {
             GenerationEvent::Started(_) => self.open(out),
-            GenerationEvent::FingerprintChanged { .. } => {}
+            GenerationEvent::FingerprintChanged { .. } | GenerationEvent::PromptLogprobs { .. } => {}
             GenerationEvent::Delta(delta) => self.delta(delta, out),
             GenerationEvent::Finished(finished) => {
                 self.end.truncated = finished.reason == FinishReason::Length;

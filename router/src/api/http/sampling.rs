@@ -47,10 +47,16 @@ pub(super) const EXTENSIONS: &[Field] = &[
     ignored("return_token_ids", "Use `/tokenize` or gRPC for token ids."),
     honoured("best_of", "Only 1; use `n` for more choices."),
     refused("use_beam_search", "beam search is not supported; use sampling"),
-    refused("prompt_logprobs", "log probabilities of the prompt are not supported"),
-    refused("allowed_token_ids", "restricting the vocabulary is not supported; use logit_bias"),
-    refused("bad_words", "restricting the vocabulary is not supported; use logit_bias"),
-    refused("truncate_prompt_tokens", "prompts are not truncated; shorten the prompt"),
+    honoured(
+        "prompt_logprobs",
+        "Extension: in [0, 20]; log probability, rank and this many alternatives of each prompt token. Not with `stream`.",
+    ),
+    honoured("allowed_token_ids", "Extension: 1 to 65536 token ids; no others are generated."),
+    honoured("bad_words", "Extension: at most 256 words of 1 to 128 bytes that the output does not contain."),
+    honoured(
+        "truncate_prompt_tokens",
+        "Extension: number of last tokens kept of the prompt, or -1 for what the context leaves beside `max_tokens`.",
+    ),
     refused("guided_json", STRUCTURED),
     refused("guided_regex", STRUCTURED),
     refused("guided_choice", STRUCTURED),
@@ -76,7 +82,11 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         frequency_penalty: fields.number("frequency_penalty")?,
         repetition_penalty: fields.number("repetition_penalty")?,
         logit_bias: logit_bias(fields)?,
+        allowed_token_ids: allowed_token_ids(fields)?,
+        bad_words: fields.get("bad_words", "an array of strings")?.unwrap_or_default(),
+        bad_word_token_ids: Vec::new(),
         logprobs: None,
+        prompt_logprobs: prompt_logprobs(fields)?,
         seed: seed(fields)?,
         n: fields.count("n")?,
     };
@@ -87,6 +97,7 @@ pub(super) fn read(fields: &Fields<'_>, request: &mut GenerationRequest) -> Resu
         stop_token_ids: token_ids("stop_token_ids")?.unwrap_or_default(),
         ignore_eos: fields.flag("ignore_eos")?,
     };
+    request.truncate_prompt_tokens = fields.get("truncate_prompt_tokens", "an integer")?;
     request.require_fingerprint = fields.text("require_fingerprint")?.unwrap_or_default();
     Ok(())
 }
@@ -100,6 +111,27 @@ fn logit_bias(fields: &Fields<'_>) -> Result<Vec<(u32, f32)>, Outcome> {
         }
     };
     biases.unwrap_or_default().into_iter().map(entry).collect()
+}
+
+fn prompt_logprobs(fields: &Fields<'_>) -> Result<Option<u32>, Outcome> {
+    let alternatives = fields.count("prompt_logprobs")?;
+    if alternatives.is_some() && fields.flag("stream")? {
+        let reason = "prompt_logprobs with stream is refused; use stream = false, or gRPC";
+        return Err(Outcome::field("prompt_logprobs", reason));
+    }
+    Ok(alternatives)
+}
+
+/// Returns the allowed token ids; none if the field is absent.
+fn allowed_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, Outcome> {
+    let allowed: Option<Vec<u32>> = fields.get("allowed_token_ids", "an array of token ids")?;
+    match allowed {
+        Some(allowed) if allowed.is_empty() => {
+            let reason = "allowed_token_ids is empty; allow at least one token, or leave the field out";
+            Err(Outcome::field("allowed_token_ids", reason))
+        }
+        allowed => Ok(allowed.unwrap_or_default()),
+    }
 }
 
 /// Returns the seed. Negative ones are valid in OpenAI's API.

@@ -49,6 +49,7 @@ pub fn serve(runtime: CudaRuntime, task: &Serve) -> JobResult<Value> {
             max_tokens: *output,
             sampling: sampling.clone(),
             choices: vec![ResumedChoice::default()],
+            prompt_logprobs_received: 0,
             tenant: "benchmark".into(),
             weight: Weight::default(),
             virtual_start_time: None,

@@ -123,7 +123,7 @@ fn long_request() -> v1::GenerateRequest {
     }
 }
 
-/// Returns a request with every field of 0.1.0 set except `model` and `require_fingerprint`.
+/// Returns a request with every field of 0.1.0 set except `model`.
 fn every_field(input: Input) -> v1::GenerateRequest {
     v1::GenerateRequest {
         model: String::new(),
@@ -140,6 +140,7 @@ fn every_field(input: Input) -> v1::GenerateRequest {
             logprobs: Some(2),
             seed: Some(7),
             n: Some(2),
+            ..v1::SamplingParams::default()
         }),
         stop: Some(v1::StopConditions {
             max_tokens: Some(24),

@@ -258,14 +258,13 @@ impl Scheduler {
         self.sequence(index).bypass_count < self.limits.bypass_max.max(1)
     }
 
-    /// Looks up the cached prefix of a sequence. At least the last known token is always computed, since the
-    /// next token is sampled from it.
+    /// Looks up the cached prefix of a sequence.
     fn match_prefix(&self, index: u32) -> Result<PrefixMatch, BlockedBy> {
         if let Some(prefix) = self.match_sibling(index)? {
             return Ok(prefix);
         }
         let sequence = self.sequence(index);
-        let max = ((sequence.known_tokens - 1) / self.limits.block_tokens) as usize;
+        let max = (sequence.reusable_tokens() / self.limits.block_tokens) as usize;
         let hashes = &sequence.hashes[..sequence.hashes.len().min(max)];
         let (mut next, mut unowned) = (0, 0);
         for block in hashes.iter().map_while(|hash| self.device.lookup(*hash)) {
@@ -295,7 +294,7 @@ impl Scheduler {
     /// the partial block that both will write to is copied.
     fn match_sibling(&self, index: u32) -> Result<Option<PrefixMatch>, BlockedBy> {
         let sequence = self.sequence(index);
-        let fresh = sequence.known_tokens == sequence.input_tokens;
+        let fresh = sequence.known_tokens == sequence.input_tokens && sequence.scored.is_empty();
         let Some(group) = sequence.group.filter(|_| fresh) else { return Ok(None) };
         let is_sibling = |other: &&u32| {
             let other = self.sequence(**other);

@@ -149,6 +149,7 @@ impl Scheduler {
         let Some(sequence) = self.sequences[index as usize].as_mut() else { return };
         sequence.committed_tokens = chunk.start + chunk.len;
         sequence.without_progress = false;
+        sequence.scored.start = sequence.scored.start.max(sequence.committed_tokens);
         let inputs = sequence.committed_tokens.min(sequence.input_tokens);
         let charged = inputs.saturating_sub(sequence.charged_tokens);
         sequence.charged_tokens = sequence.charged_tokens.max(inputs);

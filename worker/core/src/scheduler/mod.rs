@@ -24,7 +24,7 @@ use crate::record::RecordLog;
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
     Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence,
-    SchedulerLimits, SequenceId, Slot, Time, TransferId,
+    SchedulerLimits, ScoredRange, SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillEstimate};
@@ -336,6 +336,7 @@ impl Scheduler {
             hashes,
             sealed_blocks: 0,
             group: new.group,
+            scored: ScoredRange { end: new.scored.end.min(new.known_tokens - 1), ..new.scored },
             in_flight: 0,
             preempt_for: None,
             forced: false,

@@ -29,6 +29,8 @@ const PREFILL_TIME_FACTOR_MAX: f64 = 3.0;
 pub(super) struct PlanDraft {
     /// Remaining token budget.
     pub budget: u32,
+    /// Remaining positions whose logits may be computed beside the sampled ones.
+    pub scores: u32,
     /// Work planned so far.
     pub work: StepWork,
     /// Start position and tokens reserved for the first prefill in policy order.
@@ -56,7 +58,8 @@ impl Scheduler {
         assert!(self.launched.len() < self.limits.depth as usize, "plan was called while a commit was due");
         self.iteration.clear();
         self.expire(now);
-        let mut draft = PlanDraft { budget: self.limits.iteration_tokens, ..PlanDraft::default() };
+        let (budget, scores) = (self.limits.iteration_tokens, self.limits.iteration_scores);
+        let mut draft = PlanDraft { budget, scores, ..PlanDraft::default() };
         self.preempt_marked(now, &mut draft);
         draft.incoming = self.incoming_blocks();
         self.plan_decodes(now, &mut draft);
@@ -65,6 +68,7 @@ impl Scheduler {
         if let Some((index, reserved)) = first {
             // The reserved tokens and the rest of the budget go to the first prefill.
             draft.budget += reserved;
+            draft.scores += self.scores(index, reserved);
             draft.reserved_prefill = None;
             let len = self.prefill_len(index, &draft).max(reserved);
             self.push_prefill(index, len, &mut draft);
@@ -177,11 +181,11 @@ impl Scheduler {
             self.limits.step_target.map(|target| if draft.tight { target.max(min_time) } else { target });
         let reservation = first.map(|(index, _)| {
             let len = self.prefill_len(index, draft);
-            let sequence = self.sequence(index);
-            let (start, max) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+            let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
             let len = len.max(self.cost.chunk_within(&draft.work, start, max, min_time)).max(1);
             let reserved = len.min(draft.budget.div_ceil(2));
             draft.budget -= reserved;
+            draft.scores -= self.scores(index, reserved);
             draft.reserved_prefill = Some((start, reserved));
             (index, reserved)
         });
@@ -195,10 +199,22 @@ impl Scheduler {
         reservation
     }
 
-    /// Returns the chunk length of a prefill within token budget and step target.
-    pub(super) fn prefill_len(&self, index: u32, draft: &PlanDraft) -> u32 {
+    /// Returns the maximum chunk length of a prefill, regardless of the step target.
+    fn chunk_max(&self, index: u32, draft: &PlanDraft) -> u32 {
         let sequence = self.sequence(index);
-        let (start, max) = (sequence.computed_tokens, sequence.uncomputed().min(draft.budget));
+        let scored = sequence.scored.chunk_max(sequence.computed_tokens, draft.scores);
+        sequence.uncomputed().min(draft.budget).min(scored)
+    }
+
+    /// Returns the positions scored in the next chunk of a prefill, of `len` tokens.
+    fn scores(&self, index: u32, len: u32) -> u32 {
+        let sequence = self.sequence(index);
+        sequence.scored.within(sequence.computed_tokens, len).len()
+    }
+
+    /// Returns the chunk length of a prefill within budgets and step target.
+    pub(super) fn prefill_len(&self, index: u32, draft: &PlanDraft) -> u32 {
+        let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
         let target = match draft.target {
             Some(target) if self.iteration.decodes > 0 => target,
             _ => return max, // no decode whose inter-token latency would suffer
@@ -247,6 +263,7 @@ impl Scheduler {
         let (Some(slot), true) = (sequence.slot(), len > 0) else { return };
         draft.budget -= len;
         draft.work.add(sequence.computed_tokens, len);
+        draft.scores -= self.scores(index, len);
         self.push_chunk(index, slot, len);
     }
 

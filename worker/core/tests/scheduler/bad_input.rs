@@ -6,7 +6,7 @@ use inflight_contract::{FinishReason, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     CommitError, CostModel, CostPrior, IterationOutcome, LimitsError, NewSequence, Scheduler,
-    SchedulerLimits, SubmitError, Time, TokenVerdict, TransferId,
+    SchedulerLimits, ScoredRange, SubmitError, Time, TokenVerdict, TransferId,
 };
 
 fn scheduler(limits: SchedulerLimits) -> Result<Scheduler, LimitsError> {
@@ -26,6 +26,7 @@ fn sequence(known_tokens: u32, max_tokens: u32) -> NewSequence<'static> {
         group: None,
         virtual_start_time: None,
         charged_tokens: 0,
+        scored: ScoredRange::default(),
     }
 }
 

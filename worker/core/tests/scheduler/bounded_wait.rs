@@ -22,8 +22,8 @@ use std::time::Duration;
 use inflight_contract::{TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId, Time,
-    TokenVerdict, TransferId,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange, SequenceId,
+    Time, TokenVerdict, TransferId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
@@ -123,6 +123,7 @@ impl FloodDriver {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         let id = self.scheduler.submit(new, self.now()).ok()?;
         self.sizes.insert(id, size);

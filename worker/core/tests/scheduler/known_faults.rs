@@ -31,7 +31,7 @@ use inflight_contract::{BlockHash, CostCoefficients, FinishReason, TokenCost, Vi
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
     BlockedBy, CostModel, CostPrior, Direction, Ended, Iteration, IterationOutcome, NewSequence, Preemption,
-    Scheduler, SchedulerLimits, SequenceId, Time, TokenVerdict, Transfer,
+    Scheduler, SchedulerLimits, ScoredRange, SequenceId, Time, TokenVerdict, Transfer,
 };
 
 /// Scheduler whose iterations and transfers are completed by the test.
@@ -77,6 +77,7 @@ impl Bench {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         self.scheduler.submit(new, Time::from_nanos(self.clock)).unwrap()
     }
@@ -337,6 +338,7 @@ fn a_cold_request_is_bypassed_a_bounded_number_of_times() {
             group: None,
             virtual_start_time: None,
             charged_tokens: 0,
+            scored: ScoredRange::default(),
         };
         bench.scheduler.submit(new, Time::from_nanos(bench.clock)).unwrap()
     };

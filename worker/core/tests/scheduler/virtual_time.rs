@@ -5,8 +5,8 @@ use std::time::Duration;
 use inflight_contract::{Service, TokenCost, VirtualTokenCounters, Weight};
 use inflight_worker_core::policy::PolicyKind;
 use inflight_worker_core::{
-    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, SequenceId, Time,
-    TokenVerdict,
+    CostModel, CostPrior, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange, SequenceId,
+    Time, TokenVerdict,
 };
 
 /// Returns a scheduler with one slot.
@@ -29,6 +29,7 @@ fn submit(scheduler: &mut Scheduler, tenant: &str, order: u64, charged_tokens: u
         group: None,
         virtual_start_time: Some(Service::from_thousandths(order)),
         charged_tokens,
+        scored: ScoredRange::default(),
     };
     scheduler.submit(new, Time::ZERO).unwrap()
 }

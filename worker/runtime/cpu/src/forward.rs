@@ -7,8 +7,9 @@ use inflight_kernels::cpu::{
 use inflight_models::ModelConfig;
 use inflight_runtime::collective::{Collective, GroupFailed};
 use inflight_runtime::sharding::Shard;
-use inflight_runtime::{Batch, Capabilities, Error};
+use inflight_runtime::{Batch, Capabilities, Error, PromptLogprobs};
 
+use super::scorer::{SCORE_ROWS, Scorer};
 use super::weights::{Linear, Weights};
 
 /// Rows per pass through the MLP.
@@ -44,6 +45,9 @@ pub(super) struct Forward {
     /// This rank's columns of the logits, if the group has several ranks.
     own_logits: Vec<f32>,
     samples: usize,
+    scorer: Scorer,
+    /// Scores of the last step, on rank 0.
+    pub(super) scores: Vec<PromptLogprobs>,
 }
 
 impl Forward {
@@ -74,6 +78,8 @@ impl Forward {
             logits: Vec::new(),
             own_logits: Vec::new(),
             samples: 0,
+            scorer: Scorer::default(),
+            scores: Vec::new(),
             config: config.clone(),
         }
     }
@@ -109,7 +115,7 @@ impl Forward {
         Ok(())
     }
 
-    /// Computes the logits of the sample rows and writes keys and values of all rows. Requires
+    /// Computes the scores, then the logits of the sample rows, and writes keys and values of all rows. Requires
     /// [`Batch::check`] and [`Forward::place`].
     ///
     /// # Errors
@@ -167,35 +173,61 @@ impl Forward {
             collective.all_reduce(hidden)?;
         }
 
-        // Only sampled rows go through the LM head.
-        let (samples, vocab, own) = (batch.samples.len(), config.vocab_size, self.vocabulary);
-        self.samples = samples;
-        if samples == 0 {
+        // Only scored and sampled rows go through the LM head.
+        self.scores.clear();
+        for rows in batch.scores.chunks(SCORE_ROWS) {
+            let picked: Vec<u32> = rows.iter().map(|score| score.row).collect();
+            self.head(&picked, weights, pool, isa, collective)?;
+            if leads {
+                let logits = &self.logits[..rows.len() * self.config.vocab_size];
+                self.scorer.run(pool, isa, rows, logits, &mut self.scores);
+            }
+        }
+        let picked: Vec<u32> = batch.samples.iter().map(|sample| sample.row).collect();
+        self.samples = picked.len();
+        self.head(&picked, weights, pool, isa, collective)
+    }
+
+    /// Computes the logits of these rows of the hidden state, on rank 0.
+    ///
+    /// # Errors
+    /// Another rank failed.
+    fn head(
+        &mut self,
+        rows: &[u32],
+        weights: &Weights,
+        pool: &Pool,
+        isa: Isa,
+        collective: &dyn Collective,
+    ) -> Result<(), GroupFailed> {
+        let Self { config, activations, leads, .. } = self;
+        let (count, vocab, own, width) = (rows.len(), config.vocab_size, self.vocabulary, config.hidden_size);
+        if count == 0 {
             return Ok(());
         }
-        if leads && self.logits.len() < samples * vocab {
-            self.logits.resize(samples * vocab, 0.0);
+        if *leads && self.logits.len() < count * vocab {
+            self.logits.resize(count * vocab, 0.0);
         }
-        if own < vocab && self.own_logits.len() < samples * own {
-            self.own_logits.resize(samples * own, 0.0);
+        if own < vocab && self.own_logits.len() < count * own {
+            self.own_logits.resize(count * own, 0.0);
         }
-        if self.normed.len() < samples * width {
-            self.normed.resize(samples * width, 0.0);
+        if self.normed.len() < count * width {
+            self.normed.resize(count * width, 0.0);
         }
-        for (sample, normed) in batch.samples.iter().zip(self.normed.chunks_exact_mut(width)) {
-            let row = &self.hidden[sample.row as usize * width..][..width];
-            rms_norm(pool, isa, row, &weights.norm, eps, normed);
+        for (row, normed) in rows.iter().zip(self.normed.chunks_exact_mut(width)) {
+            let row = &self.hidden[*row as usize * width..][..width];
+            rms_norm(pool, isa, row, &weights.norm, config.norm_eps, normed);
         }
-        let normed = &self.normed[..samples * width];
+        let normed = &self.normed[..count * width];
         if own == vocab {
-            let logits = &mut self.logits[..samples * vocab];
-            gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, logits, activations);
+            let logits = &mut self.logits[..count * vocab];
+            gemm(pool, &weights.head, normed, count, AccumulatorInit::Zero, logits, activations);
             return Ok(());
         }
-        let part = &mut self.own_logits[..samples * own];
-        gemm(pool, &weights.head, normed, samples, AccumulatorInit::Zero, part, activations);
-        let whole = if leads { Some(&mut self.logits[..samples * vocab]) } else { None };
-        collective.gather(part, samples, whole)
+        let part = &mut self.own_logits[..count * own];
+        gemm(pool, &weights.head, normed, count, AccumulatorInit::Zero, part, activations);
+        let whole = if *leads { Some(&mut self.logits[..count * vocab]) } else { None };
+        collective.gather(part, count, whole)
     }
 }
 

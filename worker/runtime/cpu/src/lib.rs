@@ -11,6 +11,7 @@ mod quantization;
 mod rank_group;
 mod sampler;
 mod sampling_slots;
+mod scorer;
 mod weights;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +23,7 @@ use inflight_models::{self as models, ModelConfig, ModelDir};
 use inflight_runtime::collective::{Collective, host_group};
 use inflight_runtime::sharding::{self, Indivisible, RANKS_MAX, Shard};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -168,6 +169,8 @@ pub struct CpuRuntime {
     copies: CopyThread,
     /// Samples of the step launched last.
     last: Vec<Sampled>,
+    /// Scores of the step launched last.
+    scores: Vec<PromptLogprobs>,
     /// Duration of a launched step that is not completed.
     took: Option<Duration>,
 }
@@ -277,7 +280,7 @@ impl CpuRuntime {
         let copies = CopyThread::start(copiers, blocks, host_blocks)?;
         let slots = SamplingSlots::new(options.slots as usize);
         let compute = Compute { isa, group, slots, sampler: Sampler::default(), capabilities };
-        Ok(Self { compute, copies, last: Vec::new(), took: None })
+        Ok(Self { compute, copies, last: Vec::new(), scores: Vec::new(), took: None })
     }
 
     /// Converts to a runtime that runs steps on a dedicated thread, so that the caller can plan the next one
@@ -380,13 +383,20 @@ fn check(options: &CpuOptions, config: &ModelConfig) -> Result<u32, Error> {
 
 impl Compute {
     /// Runs one step of a checked batch and returns its duration. `last` holds the samples of the previous
-    /// step and is replaced by those of this one.
-    fn step(&mut self, batch: &mut Batch, last: &mut Vec<Sampled>) -> Result<Duration, runtime::Error> {
+    /// step and is replaced by those of this one, as is `scores`.
+    fn step(
+        &mut self,
+        batch: &mut Batch,
+        last: &mut Vec<Sampled>,
+        scores: &mut Vec<PromptLogprobs>,
+    ) -> Result<Duration, runtime::Error> {
         let begun = Instant::now();
         batch.feed(last)?;
         last.clear();
         self.slots.check(batch)?;
+        scores.clear();
         self.group.step(batch, &self.capabilities)?;
+        self.group.take_scores(scores);
         self.sampler.run(batch, &mut self.slots, &self.group, self.isa, last);
         Ok(begun.elapsed())
     }
@@ -407,7 +417,7 @@ impl Runtime for CpuRuntime {
 
     fn launch(&mut self, batch: &mut Batch) -> Result<(), runtime::Error> {
         batch.check(&self.compute.capabilities)?;
-        self.took = Some(self.compute.step(batch, &mut self.last)?);
+        self.took = Some(self.compute.step(batch, &mut self.last, &mut self.scores)?);
         Ok(())
     }
 
@@ -417,6 +427,10 @@ impl Runtime for CpuRuntime {
             self.took.take().ok_or_else(|| runtime::Error::Malformed("no step was launched".to_owned()))?;
         sampled.append(&mut self.last);
         Ok(took)
+    }
+
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {

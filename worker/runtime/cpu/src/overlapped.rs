@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use inflight_runtime::{
-    Batch, Capabilities, CommandThread, CommandThreadOptions, Error, OwnedSlotSetup, Runtime, Sampled, Slot,
-    SlotSetup, ThreadEnded, TransferDone,
+    Batch, Capabilities, CommandThread, CommandThreadOptions, Error, OwnedSlotSetup, PromptLogprobs, Runtime,
+    Sampled, Slot, SlotSetup, ThreadEnded, TransferDone,
 };
 use inflight_worker_core::Transfer;
 use metrics::Gauge;
@@ -28,6 +28,7 @@ enum StepCommand {
 struct StepResult {
     outcome: Result<Duration, Error>,
     sampled: Vec<Sampled>,
+    scores: Vec<PromptLogprobs>,
     batch: Batch,
 }
 
@@ -41,6 +42,8 @@ pub struct Overlapped {
     copies: CopyThread,
     in_flight: u32,
     spare: Vec<Batch>,
+    /// Scores of the step completed last.
+    scores: Vec<PromptLogprobs>,
 }
 
 impl Overlapped {
@@ -62,8 +65,9 @@ impl Overlapped {
                     }
                     StepCommand::Detach(slot) => compute.slots.detach(slot),
                     StepCommand::Step(mut batch) => {
-                        let outcome = compute.step(&mut batch, &mut last);
-                        let done = StepResult { outcome, sampled: last.clone(), batch };
+                        let mut scores = Vec::new();
+                        let outcome = compute.step(&mut batch, &mut last, &mut scores);
+                        let done = StepResult { outcome, sampled: last.clone(), scores, batch };
                         if results.send(done).is_err() {
                             return; // the runtime was dropped
                         }
@@ -71,7 +75,7 @@ impl Overlapped {
                 }
             }
         })?;
-        Ok(Self { capabilities, thread, copies, in_flight: 0, spare: Vec::new() })
+        Ok(Self { capabilities, thread, copies, in_flight: 0, spare: Vec::new(), scores: Vec::new() })
     }
 
     fn send(&self, command: StepCommand) -> Result<(), Error> {
@@ -114,12 +118,17 @@ impl Runtime for Overlapped {
             return Err(Error::Malformed("no step was launched".to_owned()));
         }
         let done = self.thread.results().recv().map_err(|_| thread_ended())?;
-        let StepResult { outcome, sampled: mut got, batch } = done;
+        let StepResult { outcome, sampled: mut got, scores, batch } = done;
+        self.scores = scores;
         self.in_flight -= 1;
         self.spare.push(batch);
         sampled.clear();
         sampled.append(&mut got);
         outcome
+    }
+
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_kernels::cpu::{Isa, KvPool, Pool};
 use inflight_runtime::collective::{Collective, GroupFailed};
-use inflight_runtime::{Batch, Capabilities, Error};
+use inflight_runtime::{Batch, Capabilities, Error, PromptLogprobs};
 
 use super::forward::Forward;
 use super::weights::Weights;
@@ -53,7 +53,7 @@ impl RankGroup {
         threads.each(world, work);
     }
 
-    /// Runs a step on all ranks: logits of the sample rows, keys and values of all rows. The batch must be
+    /// Runs a step on all ranks: scores, logits of the sample rows, keys and values of all rows. The batch must be
     /// checked.
     ///
     /// # Errors
@@ -117,6 +117,11 @@ impl RankGroup {
     /// Logits of the last step; [samples, vocab_size].
     pub(super) fn logits(&self) -> &[f32] {
         self.lead.forward.logits()
+    }
+
+    /// Moves the scores of the last step to `scores`.
+    pub(super) fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.lead.forward.scores);
     }
 
     /// Bytes of the packed weights of all ranks.

@@ -4,7 +4,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inflight_contract::SamplingParams;
 use inflight_kernels::RandomKey;
-use inflight_kernels::cpu::{Isa, Truncation, Workspace, argmax, log_sum_exp, mask_nan, sample, top};
+use inflight_kernels::cpu::{
+    Isa, Truncation, Workspace, argmax, log_sum_exp, logprob, mask_nan, sample, top,
+};
 use inflight_runtime::{Batch, PositionLogprobs, SampleRow, Sampled, TokenLogprob};
 
 use super::rank_group::RankGroup;
@@ -83,7 +85,11 @@ fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch:
     adjusted.extend_from_slice(logits);
     mask_nan(adjusted);
     state.adjust(adjusted);
-    let token = if sampling.is_greedy() {
+    let fallback = state.fallback_token(adjusted.len());
+    let fallback = fallback.filter(|_| adjusted.iter().all(|logit| *logit == f32::NEG_INFINITY));
+    let token = if let Some(fallback) = fallback {
+        fallback
+    } else if sampling.is_greedy() {
         argmax(isa, adjusted)
     } else {
         let draw = RandomKey { seed: sampling.seed, choice: state.choice, position: row.position, draw: 0 };
@@ -91,14 +97,7 @@ fn choose(state: &SlotState, row: &SampleRow, logits: &[f32], isa: Isa, scratch:
     };
     let logprobs = sampling.logprobs.map(|count| {
         let total = log_sum_exp(isa, adjusted, workspace);
-        let entry = |token: u32, logit: f32| {
-            let logprob = match (f64::from(logit) - total) as f32 {
-                // Infinity minus infinity: the token has all the probability mass, or there is none.
-                logprob if logprob.is_nan() => 0.0,
-                logprob => logprob,
-            };
-            TokenLogprob { token, logprob }
-        };
+        let entry = |token: u32, logit: f32| TokenLogprob { token, logprob: logprob(logit, total) };
         let top =
             top(adjusted, count as usize, workspace).map(|(token, logit)| entry(token, logit)).collect();
         Box::new(PositionLogprobs { chosen: entry(token, adjusted[token as usize]), top })

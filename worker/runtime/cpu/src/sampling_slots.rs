@@ -1,9 +1,9 @@
-//! Sampling state of the running sequences: penalties, logit bias, masks of ending tokens.
+//! Sampling state of the running sequences: penalties, logit bias, masks.
 
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
-use inflight_runtime::{Batch, Error, Slot, SlotSetup};
+use inflight_runtime::{Batch, Error, RecentTokens, Slot, SlotSetup};
 
 /// Slot table.
 pub(super) struct SamplingSlots {
@@ -20,6 +20,8 @@ pub(super) struct SlotState {
     /// Tokens of prompt and output, if penalties need them, sorted by id; at most as many as the context has
     /// tokens.
     history: Vec<TokenCount>,
+    /// Last generated tokens, if bad words need them.
+    recent: Option<RecentTokens>,
 }
 
 /// Token of a sequence and the number of times that it was generated.
@@ -84,13 +86,15 @@ impl SlotState {
             prompt.dedup();
             history.extend(prompt.into_iter().map(|token| TokenCount { token, generated: 0 }));
         }
-        let mut state = Self { sampling, choice: setup.choice, ending, generated: 0, history };
+        let recent = (!sampling.bad_word_token_ids.is_empty()).then(|| RecentTokens::new(&[]));
+        let mut state = Self { sampling, choice: setup.choice, ending, generated: 0, history, recent };
         setup.generated.iter().for_each(|token| state.count(*token));
         state
     }
 
     fn count(&mut self, token: u32) {
         self.generated += 1;
+        self.recent.iter_mut().for_each(|recent| recent.push(token));
         if self.sampling.needs_history() {
             match self.history.binary_search_by_key(&token, |entry| entry.token) {
                 Ok(at) => self.history[at].generated += 1,
@@ -106,11 +110,20 @@ impl SlotState {
 
     /// Returns whether [`SlotState::adjust`] changes logits.
     pub(super) fn adjusts(&self) -> bool {
-        !self.history.is_empty() || !self.sampling.logit_bias.is_empty() || self.masks()
+        !self.history.is_empty()
+            || !self.sampling.logit_bias.is_empty()
+            || self.sampling.masks_tokens()
+            || self.masks()
     }
 
-    /// Applies penalties, then biases, then the mask of ending tokens, to the logits of one row;
-    /// [vocab_size].
+    /// Returns the token that is generated where masks leave no other; `None` if the sequence has no masks
+    /// but that of ending tokens.
+    pub(super) fn fallback_token(&self, vocab_size: usize) -> Option<u32> {
+        let sampling = &*self.sampling;
+        if sampling.masks_tokens() { sampling.fallback_token(vocab_size as u32) } else { None }
+    }
+
+    /// Applies penalties, then biases, then masks, to the logits of one row; [vocab_size].
     pub(super) fn adjust(&self, logits: &mut [f32]) {
         let sampling = &*self.sampling;
         for entry in &self.history {
@@ -132,6 +145,28 @@ impl SlotState {
                 if let Some(logit) = logits.get_mut(*token as usize) {
                     *logit = f32::NEG_INFINITY;
                 }
+            }
+        }
+        self.mask_tokens(logits);
+    }
+
+    /// Masks all but the allowed tokens, and the last token of each bad word whose other tokens the output
+    /// ends with.
+    fn mask_tokens(&self, logits: &mut [f32]) {
+        let mut next = 0;
+        for id in &self.sampling.allowed_token_ids {
+            let id = (*id as usize).min(logits.len());
+            logits[next..id].fill(f32::NEG_INFINITY);
+            next = (id + 1).min(logits.len());
+        }
+        if next > 0 {
+            logits[next..].fill(f32::NEG_INFINITY);
+        }
+        let Some(recent) = &self.recent else { return };
+        for word in &self.sampling.bad_word_token_ids {
+            let Some((last, before)) = word.split_last() else { continue };
+            if let Some(logit) = logits.get_mut(*last as usize).filter(|_| recent.end_with(before)) {
+                *logit = f32::NEG_INFINITY;
             }
         }
     }

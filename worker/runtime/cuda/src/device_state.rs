@@ -123,6 +123,7 @@ impl DeviceState {
                 layout,
                 rows: bucket,
                 samples: bucket,
+                scores: 0,
                 copies: Vec::new(),
                 mixed: false,
                 bucket: Some(bucket),
@@ -150,7 +151,7 @@ impl DeviceState {
     ) -> Result<(), runtime::Error> {
         let step = self.runner.prepare(batch, &mut self.packed)?;
         self.runner.logprobs_requested(logprobs);
-        let ResultSlot { results, begin, done } = &self.result_slots[result_slot];
+        let ResultSlot { results, scores, begin, done } = &self.result_slots[result_slot];
         if step.bytes > self.metadata.bytes() {
             return Err(runtime::Error::Malformed(format!(
                 "it needs {} bytes of metadata; there is room for {}",
@@ -168,14 +169,18 @@ impl DeviceState {
                 Some((_, graph)) => self.device.replay(graph)?,
                 None => self.runner.forward.run(&self.device, &step, at)?,
             }
-            let bytes = batch.samples.len() * size_of::<SamplingResult>();
-            if bytes > 0 {
-                // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's
-                // previous results were read before this launch, since fewer steps are in flight than there
-                // are slots.
-                unsafe {
-                    stream.copy_to_host(results.as_ptr(), self.runner.forward.results().address(), bytes)
-                }?;
+            let forward = &self.runner.forward;
+            for (host, device, count) in [
+                (results, forward.results(), batch.samples.len()),
+                (scores, forward.scores(), batch.scores.len()),
+            ] {
+                let bytes = count * size_of::<SamplingResult>();
+                if bytes > 0 {
+                    // SAFETY: the range is within both allocations. The host reads it after `done`; the slot's
+                    // previous results were read before this launch, since fewer steps are in flight than there
+                    // are slots.
+                    unsafe { stream.copy_to_host(host.as_ptr(), device.address(), bytes) }?;
+                }
             }
             done.record(stream)
         };

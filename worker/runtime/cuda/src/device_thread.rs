@@ -37,6 +37,8 @@ pub(super) struct LaunchedStep {
     pub(super) result_slot: usize,
     /// Whether log probabilities are requested, by sample.
     pub(super) logprobs: Vec<bool>,
+    /// Number of scored rows.
+    pub(super) scores: usize,
     /// The step's batch, returned so that its buffers can be reused once no rank holds it.
     pub(super) batch: Arc<Batch>,
 }
@@ -152,7 +154,8 @@ fn serve(
                 if let Err(error @ runtime::Error::Device(_)) = &outcome {
                     job.fail(&error.to_string());
                 }
-                if outbox.send(LaunchedStep { outcome, result_slot, logprobs, batch }).is_err() {
+                let scores = batch.scores.len();
+                if outbox.send(LaunchedStep { outcome, result_slot, logprobs, scores, batch }).is_err() {
                     return; // the runtime is gone
                 }
                 result_slot = (result_slot + 1) % state.result_slots.len();

@@ -3,10 +3,11 @@
 use inflight_kernels::cpu::inverse_frequencies;
 use inflight_kernels::cuda::{
     AttentionParams, CopyParams, DeviceError, EmbeddingParams, HalfDtype, KvStore, NormParams, QkvParams,
-    SamplingParams, SamplingResult, SwigluParams, attention, attention_blocks, copy_blocks, embedding,
-    finish_qkv, norm, sample, swiglu,
+    SamplingParams, SamplingResult, ScoreParams, ScoreRow, SwigluParams, attention, attention_blocks,
+    copy_blocks, embedding, finish_qkv, norm, sample, score, swiglu,
 };
 use inflight_models::ModelConfig;
+use inflight_runtime::SCORES_MAX;
 
 use super::gpu::{ColumnCopy, Gpu, GpuMemory, Matmul, bytes_of};
 use super::memory_plan::{ModelShapes, PARTIALS};
@@ -41,6 +42,10 @@ pub(super) struct CudaForward<G: Gpu> {
     /// Each rank's logits, [ranks, samples, stride], before they are merged.
     gathered: Option<G::Memory>,
     results: G::Memory,
+    /// Results of the scored rows, [SCORES_MAX].
+    scores: G::Memory,
+    /// Rows of logits that are held at once.
+    logits_rows: u32,
     sampled: G::Memory,
     partial_sums: G::Memory,
     partial_tops: G::Memory,
@@ -122,6 +127,8 @@ impl<G: Gpu> CudaForward<G> {
                 stride => Some(zeroed(samples as u64 * stride * 4)?),
             },
             results: gpu.alloc(samples * size_of::<SamplingResult>())?,
+            scores: gpu.alloc(SCORES_MAX as usize * size_of::<SamplingResult>())?,
+            logits_rows: capacity.samples,
             sampled: zeroed(samples as u64 * 4)?,
             partial_sums: gpu.alloc(partial.0 as usize)?,
             partial_tops: gpu.alloc(partial.1 as usize)?,
@@ -139,6 +146,11 @@ impl<G: Gpu> CudaForward<G> {
     /// Sampling results of the last step, one per sample.
     pub(super) fn results(&self) -> &G::Memory {
         &self.results
+    }
+
+    /// Results of the last step's scored rows.
+    pub(super) fn scores(&self) -> &G::Memory {
+        &self.scores
     }
 
     /// Logits of the last step, [samples, stride], and the stride in elements.
@@ -265,10 +277,13 @@ impl<G: Gpu> CudaForward<G> {
             self.mlp(gpu, layer, step.rows)?;
             self.sum_delta(gpu, step.rows)?;
         }
+        // Only scored and sampled rows go through the LM head.
+        for first in (0..step.scores).step_by(self.logits_rows as usize) {
+            self.score(gpu, step, metadata, first, self.logits_rows.min(step.scores - first))?;
+        }
         if step.samples == 0 {
             return Ok(());
         }
-        // Only sampled rows go through the LM head.
         let sampled_rows = metadata + step.layout.sampled_rows as u64;
         self.norm(gpu, &self.weights.norm, step.samples, true, Some(sampled_rows))?;
         self.head(gpu, step.samples)?;
@@ -382,6 +397,30 @@ impl<G: Gpu> CudaForward<G> {
         // SAFETY: buffers have room for the largest batch.
         unsafe { swiglu(gpu, self.half, &p) }?;
         self.linear(gpu, &layer.down, &self.gated, &self.delta, rows, shapes.hidden, shapes.inner)
+    }
+
+    /// Scores `count` rows from the `first` scored one on.
+    fn score(
+        &self,
+        gpu: &G,
+        step: &StepShape,
+        metadata: u64,
+        first: u32,
+        count: u32,
+    ) -> Result<(), DeviceError> {
+        let at = |section: usize, size: usize| metadata + section as u64 + u64::from(first) * size as u64;
+        self.norm(gpu, &self.weights.norm, count, true, Some(at(step.layout.scored_rows, size_of::<u32>())))?;
+        self.head(gpu, count)?;
+        let p = ScoreParams {
+            logits: self.logits.address(),
+            rows: at(step.layout.scores, size_of::<ScoreRow>()),
+            results: self.scores.address() + u64::from(first) * size_of::<SamplingResult>() as u64,
+            vocabulary: self.config.vocab_size as u32,
+            stride: self.shapes.logits as u32,
+        };
+        // SAFETY: there are at most `logits_rows` rows of logits and SCORES_MAX results, and tokens are below
+        // the vocabulary size.
+        unsafe { score(gpu, count, &p) }
     }
 
     /// Samples a token from the logits of each sampled row.

@@ -58,7 +58,7 @@ use inflight_kernels::cuda::SamplingResult;
 use inflight_models::{self as models, ModelDir};
 use inflight_runtime::sharding::{self, RANKS_MAX};
 use inflight_runtime::{
-    self as runtime, Batch, Capabilities, Runtime, Sampled, Slot, SlotSetup, TransferDone,
+    self as runtime, Batch, Capabilities, PromptLogprobs, Runtime, Sampled, Slot, SlotSetup, TransferDone,
 };
 use inflight_worker_core::Transfer;
 
@@ -123,6 +123,8 @@ pub struct CudaRuntime {
     swap: Option<GroupSwap<GpuCopyEngine>>,
     ranks: Ranks,
     in_flight: u32,
+    /// Scores of the step completed last.
+    scores: Vec<PromptLogprobs>,
     tuned: Vec<GemmTuning>,
 }
 
@@ -210,7 +212,7 @@ impl CudaRuntime {
             "model loaded on the GPU"
         );
         let tuned = std::mem::take(&mut loaded[0].tuned);
-        Ok(Self { capabilities, swap, ranks, in_flight: 0, tuned })
+        Ok(Self { capabilities, swap, ranks, in_flight: 0, scores: Vec::new(), tuned })
     }
 
     /// Autotuning results of rank 0; empty if nothing was timed.
@@ -309,18 +311,25 @@ impl Runtime for CudaRuntime {
         }
         self.in_flight -= 1;
         sampled.clear();
-        let CompletedStep { result_slot, logprobs } = self.ranks.complete()?;
+        let CompletedStep { result_slot, logprobs, scores } = self.ranks.complete()?;
         let result_slot = self.ranks.result_slot(result_slot);
-        // SAFETY: the copy into this result slot has completed, and the next one into it is enqueued by a
+        let size = size_of::<SamplingResult>();
+        // SAFETY: the copies into this result slot have completed, and the next ones into it are enqueued by a
         // later launch.
-        let bytes = unsafe { result_slot.results.as_slice() };
-        for (chunk, with_logprobs) in bytes.chunks_exact(size_of::<SamplingResult>()).zip(logprobs) {
-            // SAFETY: `SamplingResult` is plain data valid for any bytes, and the chunk has its size.
-            let result = unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
-            sampled.push(model_runner::sampled(&result, with_logprobs));
-        }
+        let (samples, scored) = unsafe { (result_slot.results.as_slice(), result_slot.scores.as_slice()) };
+        // SAFETY: `SamplingResult` is plain data valid for any bytes, and the chunk has its size.
+        let read = |chunk: &[u8]| unsafe { chunk.as_ptr().cast::<SamplingResult>().read_unaligned() };
+        let samples = samples.chunks_exact(size).zip(logprobs);
+        sampled.extend(samples.map(|(chunk, logprobs)| model_runner::sampled(&read(chunk), logprobs)));
+        let scored = scored.chunks_exact(size).take(scores).map(|chunk| model_runner::scored(&read(chunk)));
+        self.scores.clear();
+        self.scores.extend(scored);
         let milliseconds = result_slot.done.milliseconds_since(&result_slot.begin);
         Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
+    }
+
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), runtime::Error> {

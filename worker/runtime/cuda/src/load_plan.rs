@@ -1,7 +1,7 @@
 //! Load plan of a rank: sizes of its buffers and of the KV pool, from the model, the options and the memory
 //! that is free when loading begins.
 
-use inflight_runtime::Capabilities;
+use inflight_runtime::{Capabilities, SCORES_MAX};
 
 use super::error::Error as LoadError;
 use super::forward::windows;
@@ -44,6 +44,7 @@ impl LoadPlan {
         let capacity = MetadataCapacity {
             rows: rows as usize,
             samples: samples as usize,
+            scores: SCORES_MAX as usize,
             items: (rows + PARTIALS) as usize,
             copies: options.slots as usize,
             plans: windows(config).0.len(),

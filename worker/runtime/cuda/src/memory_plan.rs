@@ -2,9 +2,10 @@
 
 use inflight_kernels::cuda::{KvStore, SamplingResult};
 use inflight_models::ModelConfig;
+use inflight_runtime::SCORES_MAX;
 use inflight_runtime::sharding::Shard;
 
-use super::slots::{adjustment_bytes, history_bytes};
+use super::slots::{adjustment_bytes, allowed_bytes, history_bytes, recent_bytes, words_bytes};
 
 /// Row counts for which decode steps are captured as CUDA graphs.
 const BUCKETS: [u32; 13] = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256];
@@ -119,9 +120,13 @@ impl ModelShapes {
             samples * self.gathered * 4,
             samples * self.hidden * 2,
             samples * size_of::<SamplingResult>() as u64,
+            u64::from(SCORES_MAX) * size_of::<SamplingResult>() as u64,
             samples * 4,
         ];
-        let sampling = [adjustment_bytes(slots), context * 4];
+        // Of the padded vocabulary, slightly more than needed.
+        let allowed = allowed_bytes(slots, self.logits);
+        let sampling =
+            [adjustment_bytes(slots), allowed, words_bytes(slots), recent_bytes(slots), context * 4];
         let attention = [partial.0, partial.1, u64::from(PARTIALS) * self.kv_heads * 4];
         let component = |name, option, allocations: &[u64]| MemoryComponent {
             name,

@@ -2,7 +2,7 @@
 //! one upload.
 
 use inflight_kernels::cuda::{
-    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, as_bytes,
+    AttentionItem, AttentionPlan, PlanShape, PlannedSequence, SamplingRow, ScoreRow, as_bytes,
 };
 use inflight_runtime::{Batch, Error};
 
@@ -20,6 +20,7 @@ const ALIGN: usize = 256;
 pub(super) struct MetadataCapacity {
     pub(super) rows: usize,
     pub(super) samples: usize,
+    pub(super) scores: usize,
     /// Attention items per plan.
     pub(super) items: usize,
     pub(super) copies: usize,
@@ -35,6 +36,8 @@ pub(super) struct MetadataLayout {
     pub(super) kv_indices: usize,
     pub(super) sampled_rows: usize,
     pub(super) sampling: usize,
+    pub(super) scored_rows: usize,
+    pub(super) scores: usize,
     pub(super) copies: usize,
     item_counts: usize,
     items: usize,
@@ -57,6 +60,8 @@ impl MetadataLayout {
             kv_indices: section(capacity.rows * 4),
             sampled_rows: section(capacity.samples * 4),
             sampling: section(capacity.samples * size_of::<SamplingRow>()),
+            scored_rows: section(capacity.scores * 4),
+            scores: section(capacity.scores * size_of::<ScoreRow>()),
             copies: section(capacity.copies * 8),
             item_counts: section(capacity.plans * 4),
             items: section(capacity.plans * item_bytes),
@@ -87,6 +92,8 @@ pub(super) struct StepShape {
     pub(super) rows: u32,
     /// Rows of logits, including padding.
     pub(super) samples: u32,
+    /// Rows to score.
+    pub(super) scores: u32,
     /// Ranges (first, end) of block copies that are independent of each other.
     pub(super) copies: Vec<(u32, u32)>,
     /// Whether some attention plan has prefill items, of many rows.
@@ -176,6 +183,7 @@ impl MetadataPacker {
         let decodes = batch.sequences() == rows
             && batch.samples.len() == rows
             && batch.copies.is_empty()
+            && batch.scores.is_empty()
             && batch.samples.iter().enumerate().all(|(i, sample)| sample.row as usize == i);
         let bucket = if decodes { bucket_for(rows as u32) } else { None };
         let (padded_rows, samples) = match bucket {
@@ -190,6 +198,7 @@ impl MetadataPacker {
         let capacity = MetadataCapacity {
             rows: padded_rows,
             samples,
+            scores: batch.scores.len(),
             items,
             copies: batch.copies.len(),
             plans: config.windows.len(),
@@ -224,6 +233,11 @@ impl MetadataPacker {
         for (i, row) in sampling.iter().enumerate() {
             put(layout.sampling + i * size_of::<SamplingRow>(), as_bytes(row));
         }
+        for (i, score) in batch.scores.iter().enumerate() {
+            put(layout.scored_rows + i * 4, &score.row.to_ne_bytes());
+            let row = ScoreRow { token: score.token, top: score.top };
+            put(layout.scores + i * size_of::<ScoreRow>(), as_bytes(&row));
+        }
         for (i, copy) in batch.copies.iter().enumerate() {
             put(layout.copies + i * 8, &copy.from.to_ne_bytes());
             put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
@@ -241,6 +255,7 @@ impl MetadataPacker {
             layout,
             rows: padded_rows as u32,
             samples: samples as u32,
+            scores: batch.scores.len() as u32,
             copies: copy_groups(batch),
             mixed: self.plans.iter().any(AttentionPlan::is_mixed),
             bucket,
@@ -255,6 +270,7 @@ pub(super) fn bucket_layout(bucket: u32, plans: usize) -> MetadataLayout {
     MetadataLayout::new(&MetadataCapacity {
         rows,
         samples: rows,
+        scores: 0,
         items: bucket_items(bucket),
         copies: 0,
         plans,

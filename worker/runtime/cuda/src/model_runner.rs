@@ -5,7 +5,7 @@ use inflight_kernels::cuda::{
 };
 use inflight_models::{self as models, ModelConfig};
 use inflight_runtime::{
-    Batch, Capabilities, Error, PositionLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
+    Batch, Capabilities, Error, PositionLogprobs, PromptLogprobs, Sampled, Slot, SlotSetup, TokenLogprob,
 };
 
 use super::forward::{CudaForward, ForwardCapacity, windows};
@@ -177,16 +177,23 @@ impl<G: Gpu> ModelRunner<G> {
 
 /// Converts a row's sampling result, with log probabilities if `with_logprobs`.
 pub(super) fn sampled(result: &SamplingResult, with_logprobs: bool) -> Sampled {
-    let entry = |token, logprob| TokenLogprob { token, logprob };
     let logprobs = with_logprobs.then(|| {
-        let top = result.top.min(result.tokens.len() as u32) as usize;
-        let pairs = result.tokens.iter().zip(&result.logprobs).take(top);
-        Box::new(PositionLogprobs {
-            chosen: entry(result.token, result.logprob),
-            top: pairs.map(|(token, logprob)| entry(*token, *logprob)).collect(),
-        })
+        let chosen = TokenLogprob { token: result.token, logprob: result.logprob };
+        Box::new(PositionLogprobs { chosen, top: alternatives(result) })
     });
     Sampled { token: result.token, logprobs }
+}
+
+/// Converts the result of a scored row.
+pub(super) fn scored(result: &SamplingResult) -> PromptLogprobs {
+    let token = TokenLogprob { token: result.token, logprob: result.logprob };
+    PromptLogprobs { token, rank: result.rank, top: alternatives(result) }
+}
+
+fn alternatives(result: &SamplingResult) -> Vec<TokenLogprob> {
+    let top = result.top.min(result.tokens.len() as u32) as usize;
+    let pairs = result.tokens.iter().zip(&result.logprobs).take(top);
+    pairs.map(|(token, logprob)| TokenLogprob { token: *token, logprob: *logprob }).collect()
 }
 
 impl<G: Gpu> ModelRunner<G> {

@@ -27,6 +27,8 @@ pub(super) struct CompletedStep {
     pub(super) result_slot: usize,
     /// Whether log probabilities are requested, by sample.
     pub(super) logprobs: Vec<bool>,
+    /// Number of scored rows.
+    pub(super) scores: usize,
 }
 
 /// Handles to the device threads of all ranks.
@@ -117,20 +119,21 @@ impl Ranks {
         let (mut first, mut last) = (None, None);
         self.outcomes.clear();
         for thread in &self.threads {
-            let LaunchedStep { outcome, result_slot, logprobs, batch } = self.receive_launched(thread)?;
+            let launched = self.receive_launched(thread)?;
+            let LaunchedStep { outcome, result_slot, logprobs, scores, batch } = launched;
             self.outcomes.push(outcome);
-            first.get_or_insert((result_slot, logprobs));
+            first.get_or_insert((result_slot, logprobs, scores));
             last = Some(batch);
         }
         // The references of the other ranks are dropped.
         self.spare_batches.extend(last.filter(|_| self.spare_batches.len() < DEPTH as usize));
         combine_outcomes(&mut self.outcomes, self.group.as_ref())?;
-        let (result_slot, logprobs) = first.ok_or_else(thread_ended)?;
+        let (result_slot, logprobs, scores) = first.ok_or_else(thread_ended)?;
         match &self.group {
             Some(group) => wait_for_step(&self.result_slots, result_slot, group)?,
             None => self.result_slots[0][result_slot].done.synchronize().map_err(device_error)?,
         }
-        Ok(CompletedStep { result_slot, logprobs })
+        Ok(CompletedStep { result_slot, logprobs, scores })
     }
 
     /// Receives a rank's next launched step. It arrives even if other ranks fail, once the collectives it

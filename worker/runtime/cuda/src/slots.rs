@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use inflight_contract::{SamplingParams, SamplingSpec};
-use inflight_kernels::cuda::{DeviceError, HistoryParams, SamplingRow, TOP_MAX, count_history};
-use inflight_runtime::{Batch, Error, SampleRow, Slot, SlotSetup};
+use inflight_kernels::cuda::{
+    DeviceError, HistoryParams, RECENT_TOKENS, SamplingRow, TOP_MAX, count_history,
+};
+use inflight_runtime::{Batch, Error, RecentTokens, SampleRow, Slot, SlotSetup};
 
 use super::gpu::{Gpu, GpuMemory, bytes_of};
 
@@ -17,17 +19,46 @@ pub(super) fn adjustment_bytes(slots: u64) -> u64 {
     slots * ADJUSTMENTS_MAX as u64 * 8
 }
 
+/// Entries of a slot's bad words: the start of each and the end of the last, then their tokens.
+const WORDS_ENTRIES: usize = SamplingSpec::BAD_WORDS_MAX + 1 + SamplingSpec::BAD_WORDS_TOKENS_MAX;
+/// Fallback of a row without one.
+const NO_FALLBACK: u32 = u32::MAX;
+const _: () = assert!(RECENT_TOKENS == inflight_runtime::RECENT_TOKENS, "the kernel has another ring");
+
+/// Returns the bytes of the masks of allowed tokens of `slots` slots.
+pub(super) fn allowed_bytes(slots: u64, vocabulary: u64) -> u64 {
+    slots * vocabulary.div_ceil(32) * 4
+}
+
+/// Returns the bytes of the bad words of `slots` slots.
+pub(super) fn words_bytes(slots: u64) -> u64 {
+    slots * WORDS_ENTRIES as u64 * 4
+}
+
+/// Returns the bytes of the last generated tokens of `slots` slots.
+pub(super) fn recent_bytes(slots: u64) -> u64 {
+    slots * RECENT_TOKENS as u64 * 4
+}
+
 /// Returns the bytes of the token histories of `slots` slots.
 pub(super) fn history_bytes(slots: u64, vocabulary: u64) -> u64 {
     slots * vocabulary * 4
 }
 
-/// Sampling state by slot: parameters on the host; biases, masks and token counts on the device.
+/// Sampling state by slot: parameters on the host; biases, masks, token counts and the last generated tokens on
+/// the device.
 pub(super) struct GpuSlots<G: Gpu> {
     slots: Vec<Option<GpuSlot>>,
     vocabulary: u32,
     /// Logit biases and masks by slot, [slots, ADJUSTMENTS_MAX, 2].
     adjustments: G::Memory,
+    /// Bits of the allowed tokens by slot, [slots, vocabulary / 32].
+    allowed: G::Memory,
+    /// Bad words by slot, [slots, WORDS_ENTRIES].
+    words: G::Memory,
+    /// Last generated tokens by slot, [slots, RECENT_TOKENS]. They stay on the device, as the next step may be
+    /// launched before the host knows the token of this one.
+    recent: G::Memory,
     /// Staging for the tokens of a history while they are counted.
     tokens: G::Memory,
     context: usize,
@@ -46,6 +77,11 @@ struct GpuSlot {
     masked: u32,
     /// Device address of its token history; 0: none.
     history: u64,
+    /// Device address of its mask of allowed tokens; 0: none.
+    allowed: u64,
+    /// Number of its bad words.
+    words: u32,
+    fallback: u32,
 }
 
 impl<G: Gpu> GpuSlots<G> {
@@ -54,6 +90,9 @@ impl<G: Gpu> GpuSlots<G> {
             slots: (0..slots).map(|_| None).collect(),
             vocabulary,
             adjustments: gpu.alloc(adjustment_bytes(slots.into()) as usize)?,
+            allowed: gpu.alloc(allowed_bytes(slots.into(), vocabulary.into()) as usize)?,
+            words: gpu.alloc(words_bytes(slots.into()) as usize)?,
+            recent: gpu.alloc(recent_bytes(slots.into()) as usize)?,
             tokens: gpu.alloc(context as usize * 4)?,
             context: context as usize,
             histories: gpu.alloc(history_bytes(slots.into(), vocabulary.into()) as usize)?,
@@ -103,8 +142,23 @@ impl<G: Gpu> GpuSlots<G> {
             // SAFETY: the history has an entry per vocabulary token, and the token list was just uploaded.
             unsafe { count_history(gpu, &p) }.map_err(device_error)?;
         }
-        let generated = setup.generated.len() as u32;
-        *entry = Some(GpuSlot { sampling, choice: setup.choice, generated, biases, masked, history });
+        let mut state = GpuSlot {
+            choice: setup.choice,
+            generated: setup.generated.len() as u32,
+            biases,
+            masked,
+            history,
+            allowed: 0,
+            words: sampling.bad_word_token_ids.len() as u32,
+            fallback: NO_FALLBACK,
+            sampling,
+        };
+        if state.sampling.masks_tokens() {
+            state.fallback = state.sampling.fallback_token(self.vocabulary).unwrap_or(NO_FALLBACK);
+            let masks = TokenMasks { allowed: &self.allowed, words: &self.words, recent: &self.recent };
+            state.allowed = masks.upload(gpu, slot, self.vocabulary, setup).map_err(device_error)?;
+        }
+        *entry = Some(state);
         Ok(())
     }
 
@@ -163,8 +217,60 @@ impl<G: Gpu> GpuSlots<G> {
             presence: sampling.presence_penalty,
             logprobs: sampling.logprobs.map_or(0, |count| count.min(TOP_MAX as u32) + 1),
             active: 1,
-            unused: [0; 3],
+            allowed: state.allowed,
+            words: if state.words > 0 { self.words.address() + words_bytes(sample.slot.into()) } else { 0 },
+            recent: if state.words > 0 {
+                self.recent.address() + recent_bytes(sample.slot.into())
+            } else {
+                0
+            },
+            word_count: state.words,
+            generated: state.generated - 1,
+            fallback: state.fallback,
         }
+    }
+}
+
+/// Device memory of all slots' masks.
+struct TokenMasks<'a, M> {
+    allowed: &'a M,
+    words: &'a M,
+    recent: &'a M,
+}
+
+impl<M: GpuMemory> TokenMasks<'_, M> {
+    /// Uploads the masks of a slot. Returns the device address of its mask of allowed tokens; 0 if all are.
+    fn upload<G: Gpu<Memory = M>>(
+        &self,
+        gpu: &G,
+        slot: Slot,
+        vocabulary: u32,
+        setup: &SlotSetup<'_>,
+    ) -> Result<u64, DeviceError> {
+        let sampling = &*setup.sampling;
+        let words = &sampling.bad_word_token_ids;
+        if !words.is_empty() {
+            let mut entries = vec![0];
+            let mut end = 0;
+            entries.extend(words.iter().map(|word| {
+                end += word.len() as u32;
+                end
+            }));
+            entries.extend(words.iter().flatten());
+            gpu.upload(self.words, words_bytes(slot.into()) as usize, bytes_of(&entries))?;
+            let recent = RecentTokens::new(setup.generated);
+            gpu.upload(self.recent, recent_bytes(slot.into()) as usize, bytes_of(recent.ring()))?;
+        }
+        if sampling.allowed_token_ids.is_empty() {
+            return Ok(0);
+        }
+        let mut bits = vec![0u32; vocabulary.div_ceil(32) as usize];
+        for id in sampling.allowed_token_ids.iter().filter(|id| **id < vocabulary) {
+            bits[*id as usize / 32] |= 1 << (id % 32);
+        }
+        let at = allowed_bytes(slot.into(), vocabulary.into());
+        gpu.upload(self.allowed, at as usize, bytes_of(&bits))?;
+        Ok(self.allowed.address() + at)
     }
 }
 

@@ -11,7 +11,9 @@ mod tokens;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use inflight_runtime::{Batch, Capabilities, Error, Runtime, Sampled, Slot, SlotSetup, TransferDone};
+use inflight_runtime::{
+    Batch, Capabilities, Error, PromptLogprobs, Runtime, Sampled, ScoreRow, Slot, SlotSetup, TransferDone,
+};
 use inflight_worker_core::{DeviceProfile, StepWork, Transfer, TransferId};
 use sha2::{Digest as _, Sha256};
 
@@ -42,6 +44,7 @@ struct PendingStep {
     took: Duration,
     ends: Instant,
     sampled: Vec<Sampled>,
+    scores: Vec<PromptLogprobs>,
 }
 
 /// Started transfer and the time at which it finishes.
@@ -62,6 +65,8 @@ pub struct SimRuntime {
     steps: VecDeque<PendingStep>,
     spare: Vec<Vec<Sampled>>,
     copies: VecDeque<PendingCopy>,
+    /// Scores of the step completed last.
+    scores: Vec<PromptLogprobs>,
 }
 
 impl SimRuntime {
@@ -100,6 +105,7 @@ impl SimRuntime {
             steps: VecDeque::new(),
             spare: Vec::new(),
             copies: VecDeque::new(),
+            scores: Vec::new(),
             capabilities,
         })
     }
@@ -173,7 +179,10 @@ impl Runtime for SimRuntime {
         let mut sampled = self.spare.pop().unwrap_or_default();
         sampled.clear();
         self.sample(batch, &mut sampled)?;
-        self.steps.push_back(PendingStep { took, ends: begins + took, sampled });
+        let vocab_size = self.capabilities.vocab_size;
+        let score = |row: &ScoreRow| tokens::score(row, batch.positions[row.row as usize], vocab_size);
+        let scores = batch.scores.iter().map(score).collect();
+        self.steps.push_back(PendingStep { took, ends: begins + took, sampled, scores });
         Ok(())
     }
 
@@ -184,8 +193,13 @@ impl Runtime for SimRuntime {
         };
         std::thread::sleep(step.ends.saturating_duration_since(Instant::now()));
         sampled.append(&mut step.sampled);
+        self.scores = step.scores;
         self.spare.push(step.sampled);
         Ok(step.took)
+    }
+
+    fn take_scores(&mut self, scores: &mut Vec<PromptLogprobs>) {
+        scores.append(&mut self.scores);
     }
 
     fn start_transfer(&mut self, transfer: &Transfer) -> Result<(), Error> {

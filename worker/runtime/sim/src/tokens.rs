@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use inflight_contract::SamplingParams;
-use inflight_runtime::{PositionLogprobs, Sampled, SlotSetup, TokenLogprob};
+use inflight_runtime::{PositionLogprobs, PromptLogprobs, Sampled, ScoreRow, SlotSetup, TokenLogprob};
 
 /// Generator of a sequence's tokens.
 ///
@@ -65,6 +65,19 @@ impl TokenChain {
         }
         Box::new(PositionLogprobs { chosen: TokenLogprob { token, logprob: logprob(0) }, top })
     }
+}
+
+/// Returns a made-up score of a prompt token by its position and id: its rank is from 1 to 32, and the tokens
+/// before it are those that follow its id.
+pub(super) fn score(row: &ScoreRow, position: u32, vocab_size: u32) -> PromptLogprobs {
+    let logprob = |rank: u32| -0.25 * rank as f32;
+    let ranks = vocab_size.min(32);
+    let rank = 1 + (mix(u64::from(position), u64::from(row.token)) % u64::from(ranks)) as u32;
+    let at = |place: u32| {
+        let token = (u64::from(row.token) + u64::from(vocab_size + place - rank)) % u64::from(vocab_size);
+        TokenLogprob { token: token as u32, logprob: logprob(place) }
+    };
+    PromptLogprobs { token: at(rank), rank, top: (1..=row.top.min(vocab_size)).map(at).collect() }
 }
 
 /// Mixes `value` into `hash` with the finalizer of SplitMix64.

@@ -12,8 +12,8 @@ use inflight_contract::{BlockHash, FinishReason, TokenCost, VirtualTokenCounters
 use inflight_worker_core::policy::{PolicyKind, SchedulingPolicy};
 use inflight_worker_core::{
     CacheEvent, CacheTier, Chunk, Copy, CostModel, CostPrior, Direction, Iteration, IterationOutcome,
-    NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, SequenceId, SubmitError, Time,
-    TokenVerdict, Transfer, replay,
+    NewSequence, Preempted, Preemption, Scheduler, SchedulerLimits, ScoredRange, SequenceId, SubmitError,
+    Time, TokenVerdict, Transfer, replay,
 };
 use proptest::prelude::*;
 
@@ -54,11 +54,15 @@ pub struct TestRequest {
     tenant: u8,
     deadline_ms: Option<u64>,
     choices: u32,
+    /// Whether the logits of the first choice's prompt are wanted.
+    scored: bool,
 }
 
 fn request() -> impl Strategy<Value = TestRequest> {
-    (0u64..3, 1u32..60, 1u32..40, -1i32..=1, 0u8..3, prop::option::weighted(0.2, 0u64..50), 1u32..=3)
-        .prop_map(|(text, known, max, priority, tenant, deadline_ms, choices)| TestRequest {
+    let lengths = (1u32..60, 1u32..40);
+    let deadline = prop::option::weighted(0.2, 0u64..50);
+    (0u64..3, lengths, -1i32..=1, 0u8..3, deadline, 1u32..=3, prop::bool::weighted(0.25)).prop_map(
+        |(text, (known, max), priority, tenant, deadline_ms, choices, scored)| TestRequest {
             text,
             known,
             max,
@@ -66,7 +70,9 @@ fn request() -> impl Strategy<Value = TestRequest> {
             tenant,
             deadline_ms,
             choices,
-        })
+            scored,
+        },
+    )
 }
 
 /// Generates operations.
@@ -87,6 +93,7 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
     (
         (1u32..=4, 2u32..40, 0u32..30, 1u32..6, 1u32..16, 0u32..24),
         (0u32..4, 0u32..20, 1u32..=2, 0u32..4, 0u64..6, any::<bool>(), prop::option::of(1u64..40)),
+        1u32..30,
     )
         .prop_map(
             |(
@@ -100,7 +107,9 @@ pub fn limits() -> impl Strategy<Value = SchedulerLimits> {
                     prefix_cache,
                     target,
                 ),
+                iteration_scores,
             )| SchedulerLimits {
+                iteration_scores,
                 host_blocks,
                 waiting_max,
                 sequence_tokens: 200,
@@ -158,6 +167,8 @@ struct SequenceModel {
     forced: bool,
     /// Number of admissions past it while it was the head of its flow.
     bypass_count: u32,
+    /// Positions that are still to be scored.
+    scored: ScoredRange,
 }
 
 /// Iteration in flight, with the block tables at its planning.
@@ -260,6 +271,10 @@ impl Harness {
                 marked: false,
                 forced: false,
                 bypass_count: 0,
+                scored: match request.scored && choice == 0 {
+                    true => ScoredRange { start: 0, end: request.known - 1 },
+                    false => ScoredRange::default(),
+                },
             };
             for position in 0..request.known {
                 Self::append(
@@ -281,6 +296,7 @@ impl Harness {
                 group: (request.choices > 1).then_some(self.groups),
                 virtual_start_time: None,
                 charged_tokens: 0,
+                scored: model.scored,
             };
             match self.scheduler.submit(new, self.now) {
                 Ok(id) => {
@@ -398,7 +414,7 @@ impl Harness {
             };
             self.transfers.push((transfer.clone(), eager, owner));
         }
-        let mut seen = BTreeMap::new();
+        let (mut seen, mut scores) = (BTreeMap::new(), 0);
         for chunk in &plan.chunks {
             assert!(seen.insert(chunk.id, ()).is_none(), "a sequence has two chunks");
             assert_eq!(self.slots.get(&chunk.slot), Some(&chunk.id), "a chunk in another sequence's slot");
@@ -407,7 +423,12 @@ impl Harness {
             let model = self.live.get_mut(&chunk.id).unwrap();
             assert!(chunk.start >= model.planned, "recomputed without a preemption");
             model.planned = chunk.start + chunk.len;
+            let left = model.scored;
+            assert!(left.is_empty() || chunk.start <= left.start, "positions to be scored are skipped");
+            scores += left.within(chunk.start, chunk.len).len();
+            model.scored.start = left.start.max(model.planned);
         }
+        assert!(scores <= limits.iteration_scores, "the budget of scored positions is exceeded");
         let moved = !plan.transfers.is_empty() || !plan.preempted.is_empty();
         if plan.chunks.is_empty() {
             assert!(plan.copies.is_empty(), "copies without an iteration");
