@@ -167,7 +167,7 @@ async fn read(
                 last = Some(cursor);
             }
             Event::Completed(completed) => received.usage = completed.usage,
-            Event::FingerprintChanged(changed) => panic!("{changed:?}"),
+            other => panic!("{other:?}"),
         }
     }
     Ok(last)
