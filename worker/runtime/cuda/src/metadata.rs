@@ -233,15 +233,7 @@ impl MetadataPacker {
         for (i, row) in sampling.iter().enumerate() {
             put(layout.sampling + i * size_of::<SamplingRow>(), as_bytes(row));
         }
-        for (i, score) in batch.scores.iter().enumerate() {
-            put(layout.scored_rows + i * 4, &score.row.to_ne_bytes());
-            let row = ScoreRow { token: score.token, top: score.top };
-            put(layout.scores + i * size_of::<ScoreRow>(), as_bytes(&row));
-        }
-        for (i, copy) in batch.copies.iter().enumerate() {
-            put(layout.copies + i * 8, &copy.from.to_ne_bytes());
-            put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
-        }
+        put_scores_and_copies(batch, &layout, &mut put);
         for (i, plan) in self.plans.iter().enumerate() {
             put(layout.item_count(i), &(plan.items().len() as u32).to_ne_bytes());
             for (j, item) in plan.items().iter().enumerate() {
@@ -261,6 +253,19 @@ impl MetadataPacker {
             bucket,
             bytes,
         })
+    }
+}
+
+/// Writes the rows to score and the block copies.
+fn put_scores_and_copies(batch: &Batch, layout: &MetadataLayout, put: &mut impl FnMut(usize, &[u8])) {
+    for (i, score) in batch.scores.iter().enumerate() {
+        put(layout.scored_rows + i * 4, &score.row.to_ne_bytes());
+        let row = ScoreRow { token: score.token, top: score.top };
+        put(layout.scores + i * size_of::<ScoreRow>(), as_bytes(&row));
+    }
+    for (i, copy) in batch.copies.iter().enumerate() {
+        put(layout.copies + i * 8, &copy.from.to_ne_bytes());
+        put(layout.copies + i * 8 + 4, &copy.to.to_ne_bytes());
     }
 }
 

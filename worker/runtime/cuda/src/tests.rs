@@ -21,7 +21,9 @@ use super::shard_plan::ShardPlan;
 use super::weights::find;
 
 mod gemm;
+mod masks;
 mod memory;
+mod prompts;
 mod ranks;
 mod recording_device;
 
