@@ -16,18 +16,19 @@ import background
 def configuration(url: str, model: str) -> str:
     """The proxy's configuration, in YAML, of which JSON is a part."""
 
-    def served(name: str, provider: str, base: str) -> dict:
-        return {"model_name": name, "litellm_params": {"model": f"{provider}/{model}", "api_base": base, "api_key": "none"}}
+    def served(name: str, behind: str, base: str) -> dict:
+        return {"model_name": name, "litellm_params": {"model": behind, "api_base": base, "api_key": "none"}}
 
     models = [
-        served("chat", "openai", f"{url}/v1"),
-        served("text", "text-completion-openai", f"{url}/v1"),
-        served("messages", "anthropic", url),
-        {"model_name": "missing", "litellm_params": {"model": "openai/no-such-model", "api_base": f"{url}/v1", "api_key": "none"}},
+        served("chat", f"openai/{model}", f"{url}/v1"),
+        served("text", f"text-completion-openai/{model}", f"{url}/v1"),
+        served("messages", f"anthropic/{model}", url),
+        served("missing", "openai/no-such-model", f"{url}/v1"),
     ]
-    # A failure is seen by the client as it is, at once.
+    # A failure reaches the client as it is, at once.
     router = {"num_retries": 0, "disable_cooldowns": True}
-    return json.dumps({"model_list": models, "router_settings": router, "litellm_settings": {"num_retries": 0, "telemetry": False}})
+    settings = {"num_retries": 0, "telemetry": False}
+    return json.dumps({"model_list": models, "router_settings": router, "litellm_settings": settings})
 
 
 def chat(client, model: str, arguments) -> dict:

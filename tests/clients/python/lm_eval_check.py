@@ -104,7 +104,8 @@ def samples(folder: pathlib.Path, name: str, model: str, settings: dict, tasks: 
 
 def requests(sample: dict) -> list[tuple[list, object]]:
     """The arguments of each request of a document, and its result."""
-    arguments = [list(one.values()) for _, one in sorted(sample["arguments"].items(), key=lambda item: int(item[0].rsplit("_", 1)[1]))]
+    # Named gen_args_0, gen_args_1, …, each with arg_0, arg_1, …
+    arguments = [list(sample["arguments"][f"gen_args_{at}"].values()) for at in range(len(sample["arguments"]))]
     return list(zip(arguments, [result[0] for result in sample["resps"]], strict=True))
 
 
@@ -122,7 +123,9 @@ class Check:
 
     def score(self, what: str, context: list[int], continuation: list[int], result) -> None:
         expected, greedy = self.model.score(context, continuation)
-        found, found_greedy = (float(result[0]), str(result[1]) == "True") if isinstance(result, list) else (float(result), greedy)
+        # A pair for a continuation; for a whole document the log-likelihood alone.
+        pair = isinstance(result, list)
+        found, found_greedy = (float(result[0]), str(result[1]) == "True") if pair else (float(result), greedy)
         self.compared += 1
         self.largest = max(self.largest, abs(found - expected))
         if not abs(found - expected) <= TOLERANCE or found_greedy != greedy:
