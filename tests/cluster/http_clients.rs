@@ -1,5 +1,5 @@
-//! Third-party HTTP clients: openai for Python and Node, anthropic, LangChain, LlamaIndex, and the `curl` line
-//! of `up`.
+//! Third-party HTTP clients: openai for Python and Node, anthropic, LangChain, LlamaIndex, LiteLLM's proxy, and
+//! the `curl` line of `up`.
 
 use std::path::Path;
 
@@ -17,6 +17,8 @@ async fn client(script: &str, cluster: &LocalCluster, more: &[&str]) -> Result<O
     // LangChain and LlamaIndex need an older openai than the client that is tested on its own.
     let (variable, packages) = match script {
         "frameworks.py" => ("INFLIGHT_TEST_FRAMEWORKS_PYTHON", "requirements-frameworks.txt"),
+        // Too large for every run: .ci/nightly installs it.
+        "litellm_proxy.py" => ("INFLIGHT_TEST_LITELLM_PYTHON", "requirements-litellm.txt"),
         _ => ("INFLIGHT_TEST_PYTHON", "requirements.txt"),
     };
     let Ok(python) = std::env::var(variable) else {
@@ -133,6 +135,42 @@ async fn langchain_and_llamaindex_hold_a_conversation() -> Result<()> {
     ensure!(answer["llama_index"] == text && answer["llama_index_streamed"] == text, "{answer}");
     let tokens = &answer["langchain_tokens"];
     ensure!(tokens[0].is_u64() && tokens[0] == tokens[1], "{answer}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn litellm_as_a_proxy_in_front_changes_no_output_usage_or_status() -> Result<()> {
+    let cluster = LocalCluster::start(program(), &["--model-name=demo"]).await?;
+    let expected = generate(&mut cluster.client().await?, sampled(PROMPT, 24, 42)).await?;
+    let Some(answer) = client("litellm_proxy.py", &cluster, &["--seed=42"]).await? else { return Ok(()) };
+    let (proxied, direct) = (&answer["proxied"], &answer["direct"]);
+    for part in ["chat", "completions", "messages", "refusals"] {
+        ensure!(direct[part].is_object(), "no {part} in {answer}");
+        ensure!(proxied[part] == direct[part], "{part}: {}, direct {}", proxied[part], direct[part]);
+    }
+
+    let completions = &proxied["completions"];
+    ensure!(completions["text"] == expected.text.as_str(), "{completions}, expected {expected:?}");
+    ensure!(completions["streamed"] == completions["text"], "{completions}");
+    ensure!(
+        completions["usage"] == completions["streamed_usage"] && completions["usage"][1] == 24,
+        "{completions}"
+    );
+
+    let chat = &proxied["chat"];
+    ensure!(chat["indices"] == json!([0, 1, 2]) && chat["ids"] == 1, "{chat}");
+    ensure!(chat["streamed"] == chat["texts"][0] && chat["streamed_reason"] == chat["reasons"][0], "{chat}");
+    ensure!(chat["streamed_usage"][0] == chat["usage"][0], "{chat}");
+    let (whole, stop) = (chat["texts"][0].as_str().context("text")?, chat["stop"].as_str().context("stop")?);
+    ensure!(chat["stopped"] == json!([whole[..whole.find(stop).context("no stop")?], "stop"]), "{chat}");
+
+    let refused = json!({
+        "model": ["NotFoundError", 404],
+        "temperature": ["BadRequestError", 400],
+        "streamed": ["BadRequestError", 400],
+        "context": ["BadRequestError", 400],
+    });
+    ensure!(proxied["refusals"] == refused, "{}", proxied["refusals"]);
     Ok(())
 }
 
