@@ -1,20 +1,26 @@
 //! TLS, client certificates, and connection limits.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use inflight_net::{ClientTls, ConnectionLimits, ServerTlsFiles};
 use inflight_proto::v1;
 use inflight_proto::v1::inference_client::InferenceClient;
-use inflight_router::Options;
+use inflight_router::{HttpOptions, Options};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request};
 
 use crate::cluster::{Cluster, bounded, text};
+use crate::http_client::with_http;
 use crate::tenants::{Folder, digest, with_key};
 use crate::worker::{ScriptedWorker, WorkerProfile};
 
@@ -159,6 +165,48 @@ async fn a_renewed_certificate_is_served_and_an_invalid_one_is_not() {
             tokio::task::yield_now().await;
         }
         assert_eq!(call(old, None).await, Ok(()), "connections that are there stay");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn http_over_tls_has_the_version_that_alpn_selects() {
+    bounded(async {
+        let (authority, folder) = (Authority::new(), Folder::new());
+        let tls = files(&folder, &authority, &authority.issue("router.test"));
+        let worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        let options = Options { tls: Some(tls), ..with_http(HttpOptions::default()) };
+        let cluster = Cluster::start(&[&worker], options).await;
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(authority.pem().as_bytes()).unwrap()).unwrap();
+        for (offered, selected) in [
+            (vec!["http/1.1"], Some("http/1.1")),
+            (vec![], None),
+            (vec!["h2", "http/1.1"], Some("h2")),
+            (vec!["http/1.1", "h2"], Some("h2")),
+        ] {
+            let provider = Arc::new(tokio_rustls::rustls::crypto::ring::default_provider());
+            let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+            let mut config = builder.unwrap().with_root_certificates(roots.clone()).with_no_client_auth();
+            config.alpn_protocols = offered.iter().map(|name| name.as_bytes().to_vec()).collect();
+            let stream = TcpStream::connect(cluster.http.unwrap()).await.unwrap();
+            let name = ServerName::try_from("router.test").unwrap();
+            let mut stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap();
+            let found = stream.get_ref().1.alpn_protocol().map(<[u8]>::to_vec);
+            assert_eq!(found.as_deref(), selected.map(str::as_bytes), "{offered:?}");
+            let mut answer = vec![0; 9];
+            if selected == Some("h2") {
+                // The preface and empty settings; the server's first frame is its settings.
+                let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+                stream.write_all(preface).await.unwrap();
+                stream.read_exact(&mut answer).await.unwrap();
+                assert_eq!(answer[3], 4, "{answer:?}");
+            } else {
+                stream.write_all(b"GET /livez HTTP/1.1\r\nhost: router.test\r\n\r\n").await.unwrap();
+                stream.read_exact(&mut answer).await.unwrap();
+                assert_eq!(answer, b"HTTP/1.1 ");
+            }
+        }
     })
     .await;
 }
