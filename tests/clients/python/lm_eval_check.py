@@ -143,21 +143,24 @@ class Check:
 def scores(check: Check, folder: pathlib.Path, url: str, checkpoint: pathlib.Path) -> None:
     endpoint = {"model": "tiny", "base_url": f"{url}/v1/completions", "max_length": 256}
     # One prompt or several, one request at a time or several, the tokenizer of the folder or of the server.
+    local = {"tokenizer": checkpoint, "tokenizer_backend": "huggingface"}
     variants = {
-        "ids": {"tokenizer": checkpoint, "tokenizer_backend": "huggingface"},
-        "batches": {"tokenizer": checkpoint, "tokenizer_backend": "huggingface", "batch_size": 4},
-        "remote": {"num_concurrent": 4},
+        "one by one": (local, []),
+        "batches": (local, ["--batch_size", "4"]),
+        "remote": ({"num_concurrent": 4}, []),
     }
-    for name, variant in variants.items():
+    for name, (variant, more) in variants.items():
         settings = {**endpoint, **variant}
-        found = samples(folder, name, "local-completions", settings, ["tiny_choices", "tiny_rolling"])
+        found = samples(folder, name, "local-completions", settings, ["tiny_choices", "tiny_rolling"], *more)
         for sample in found["tiny_choices"]:
             for (context, continuation), result in requests(sample):
                 whole, start = check.encode(context + continuation), check.encode(context)
                 check.score(f"{name}: {context!r} + {continuation!r}", start, whole[len(start) :], result)
         for sample in found["tiny_rolling"]:
             for (document,), result in requests(sample):
-                check.score(f"{name}: {document!r}", [check.tokenizer.eos_token_id], check.encode(document), result)
+                # A document follows the beginning of a text.
+                start = [check.tokenizer.bos_token_id]
+                check.score(f"{name}: {document!r}", start, check.encode(document), result)
 
 
 def text(check: Check, folder: pathlib.Path, url: str, checkpoint: pathlib.Path) -> None:
