@@ -144,13 +144,13 @@ impl v1::SamplingParams {
             n: Some(spec.n),
             allowed_token_ids: spec.allowed_token_ids.clone(),
             bad_words: Vec::new(),
-            bad_word_token_ids: spec.bad_word_token_ids.iter().map(sequence).collect(),
+            bad_word_token_ids: spec.bad_word_token_ids.iter().map(|word| sequence(word)).collect(),
         }
     }
 }
 
-fn sequence(token_ids: &Vec<u32>) -> v1::TokenSequence {
-    v1::TokenSequence { token_ids: token_ids.clone() }
+fn sequence(token_ids: &[u32]) -> v1::TokenSequence {
+    v1::TokenSequence { token_ids: token_ids.to_vec() }
 }
 
 impl v1::StopConditions {
