@@ -144,7 +144,7 @@ impl v1::SamplingParams {
             n: Some(spec.n),
             allowed_token_ids: spec.allowed_token_ids.clone(),
             bad_words: Vec::new(),
-            bad_word_token_ids: spec.bad_word_token_ids.iter().map(|ids| sequence(ids)).collect(),
+            bad_word_token_ids: spec.bad_word_token_ids.iter().map(|word| sequence(word)).collect(),
         }
     }
 }
