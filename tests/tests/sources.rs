@@ -87,6 +87,7 @@ fn protobuf_types_appear_only_in_the_apis_and_the_session_modules() -> Result<()
         "worker/src/worker.rs",
         "cli/src/",
         "bench/src/grpc.rs",
+        "client/src/",
         "tests/support/harness/src/",
     ];
     let wrong: Vec<String> = sources()?
