@@ -2,6 +2,7 @@
 
 use std::io::{self, BufRead as _, IsTerminal as _, Write as _};
 
+use inflight_client::GenerateStream;
 use inflight_proto::v1::{
     Chat, FinishReason, GenerateRequest, ListModelsRequest, Model, generate_request::Input,
     generate_response::Event, inference_client::InferenceClient,
@@ -201,7 +202,7 @@ impl ChatLoop {
         let request = self.request(self.conversation.with(text));
         let mut answer = String::new();
         let ended = {
-            let streaming = stream_answer(&mut self.client, request, &mut answer);
+            let streaming = stream_answer(&self.client, request, &mut answer);
             tokio::select! {
                 ended = streaming => ended,
                 // Dropping the call cancels it.
@@ -262,11 +263,12 @@ impl ChatLoop {
 
 /// Prints an answer while it arrives, and appends it to `answer`.
 async fn stream_answer(
-    client: &mut AuthenticatedClient,
+    client: &AuthenticatedClient,
     request: GenerateRequest,
     answer: &mut String,
 ) -> Result<Ending, AnswerError> {
-    let mut stream = client.generate(request).await?.into_inner();
+    // An answer that breaks off continues when the router is back.
+    let mut stream = GenerateStream::new(vec![client.clone()], request);
     let mut ending = Ending::Complete;
     while let Some(response) = stream.message().await? {
         match response.event {

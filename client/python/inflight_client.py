@@ -188,7 +188,8 @@ def generate(stubs, request, patience=PATIENCE_SECONDS, timeout=None, metadata=N
                 yield response
                 if event == "completed":
                     return
-            failure = ConnectionError("the stream ended before it was complete")
+            if (started and not cursor) or not attempts.failed():
+                raise ConnectionError("the stream ended before it was complete")
         except grpc.RpcError as error:
             retried = {grpc.StatusCode.UNAVAILABLE}
             if cursor:
@@ -196,12 +197,14 @@ def generate(stubs, request, patience=PATIENCE_SECONDS, timeout=None, metadata=N
             # Errors of the connection, which no router has sent.
             if error.code() not in retried and not _is_broken(error):
                 raise
-            failure = error
+            # Without a cursor the router cannot resume it, as with log probabilities of the prompt.
+            if (started and not cursor) or not attempts.failed():
+                raise
         finally:
             call.cancel()
-        # Without a cursor the router cannot resume it, as with log probabilities of the prompt.
-        if (started and not cursor) or not attempts.failed():
-            raise failure
+            # The error is the call, and its traceback holds this frame. A call in a cycle may be collected at the end of the
+            # process, where grpcio waits for a lock that nobody releases.
+            del call
 
 
 def _is_broken(error):

@@ -22,18 +22,22 @@ pub fn with_http(http: HttpOptions) -> Options {
 pub struct HttpCluster {
     pub cluster: Cluster,
     pub session: ScriptedSession,
-    _worker: ScriptedWorker,
+    pub worker: ScriptedWorker,
     pub address: SocketAddr,
 }
 
 impl HttpCluster {
     pub async fn start(options: Options) -> Self {
-        let mut worker = ScriptedWorker::start(WorkerProfile::default()).await;
+        Self::over(WorkerProfile::default(), options).await
+    }
+
+    pub async fn over(profile: WorkerProfile, options: Options) -> Self {
+        let mut worker = ScriptedWorker::start(profile).await;
         let cluster = Cluster::start(&[&worker], options).await;
         let session = worker.granted().await;
         cluster.handle.ready().await;
         let address = cluster.http.unwrap();
-        Self { cluster, session, _worker: worker, address }
+        Self { cluster, session, worker, address }
     }
 
     pub async fn post(&self, path: &str, body: &str) -> Call {

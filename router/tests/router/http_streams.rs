@@ -1,14 +1,16 @@
 //! Streams of the HTTP APIs: keep-alive comments, failures, disconnects, slow clients, drain.
 
+use std::time::Duration;
+
 use inflight_proto::v1;
 use inflight_router::{HttpOptions, Options};
 use serde_json::json;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpSocket;
 
 use crate::cluster::{bounded, tokens};
 use crate::http_client::{Call, HttpCluster, SHORT, parse_events, with_http};
-use crate::worker::Command;
+use crate::worker::{Command, WorkerProfile};
 
 const LENGTH: v1::FinishReason = v1::FinishReason::Length;
 const ASK: &str = r#"{"messages":[{"role":"user","content":"hello"}]"#;
@@ -27,7 +29,7 @@ fn short() -> Options {
 }
 
 #[tokio::test]
-async fn comments_keep_a_stream_alive_while_queued_in_prefill_and_between_tokens() {
+async fn comments_keep_a_stream_alive_while_queued_in_prefill_between_tokens_and_without_a_worker() {
     bounded(async {
         let mut http = HttpCluster::start(short()).await;
         // No grant: requests queue.
@@ -58,6 +60,15 @@ async fn comments_keep_a_stream_alive_while_queued_in_prefill_and_between_tokens
                 chunk => body.push_str(&chunk),
             }
         }
+        // Its worker is lost, and no other has room.
+        http.session.break_stream();
+        http.session = http.worker.session().await;
+        for _ in 0..3 {
+            assert_eq!(call.chunk().await.unwrap(), KEEP_ALIVE, "without a worker");
+        }
+        http.session.grant(64, 1 << 16);
+        let submit = http.session.submit().await;
+        assert_eq!(submit.resumed[0].token_ids, tokens("a"));
         http.session.finish(&submit, 0, &tokens("b"), LENGTH);
         while let Some(chunk) = call.chunk().await {
             body.push_str(&chunk);
@@ -217,6 +228,58 @@ async fn a_client_that_reads_slowly_is_paused_and_loses_nothing() {
             finish(&http, &submit, &sent);
             check(&call.response().await.body);
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_client_that_reads_nothing_is_ended_and_frees_its_place() {
+    bounded(async {
+        let options = Options {
+            client_buffer_tokens: 512,
+            streams_max: 1,
+            stall_timeout: Duration::from_millis(300),
+            ..with_http(HttpOptions::default())
+        };
+        let profile = WorkerProfile { context_tokens: 1 << 20, ..WorkerProfile::default() };
+        let mut http = HttpCluster::over(profile, options).await;
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        let mut stream = socket.connect(http.address).await.unwrap();
+        let body = r#"{"prompt":"a","max_tokens":900000,"stream":true}"#;
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let submit = http.session.submit().await;
+        let (status, error) = http.refused("/v1/completions", r#"{"prompt":"b"}"#).await;
+        assert_eq!((status, &error["code"]), (503, &json!("overloaded")), "one stream is open");
+        // More than the sockets hold.
+        let piece = tokens("stall stall stall ");
+        while http.session.try_command().is_none() {
+            http.session.tokens(&submit, 0, &piece);
+            tokio::task::yield_now().await;
+        }
+        http.session.finish(&submit, 0, &[], v1::FinishReason::Cancelled);
+        let (response, second) = loop {
+            let mut response = Box::pin(http.post("/v1/completions", r#"{"prompt":"b"}"#).await.response());
+            tokio::select! {
+                submit = http.session.submit() => break (response, submit),
+                refused = &mut response => assert_eq!(refused.status, 503),
+            }
+        };
+        http.session.finish(&second, 0, &tokens("quick"), LENGTH);
+        assert_eq!(response.await.json()["choices"][0]["text"], "quick");
+        // What it reads afterwards is cut by a closed connection, or ends with an error.
+        let mut rest = Vec::new();
+        while !rest.ends_with(b"\r\n0\r\n\r\n") {
+            match stream.read_buf(&mut rest).await {
+                Ok(0) | Err(_) => break,
+                Ok(_) => {}
+            }
+        }
+        assert!(!String::from_utf8_lossy(&rest).contains("[DONE]"));
     })
     .await;
 }

@@ -8,6 +8,7 @@ mod chaos;
 mod cluster;
 mod connections;
 mod failover;
+mod foreign_clients;
 mod http;
 mod http_client;
 mod http_limits;

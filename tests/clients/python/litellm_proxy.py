@@ -1,9 +1,9 @@
 """Runs LiteLLM's proxy in front of a router, and calls both with openai and anthropic, all as they come from PyPI."""
 
 import argparse
+import contextlib
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -29,6 +29,28 @@ def configuration(url: str, model: str) -> str:
     router = {"num_retries": 0, "disable_cooldowns": True}
     settings = {"num_retries": 0, "telemetry": False}
     return json.dumps({"model_list": models, "router_settings": router, "litellm_settings": settings})
+
+
+#: The proxy's own key.
+KEY = "sk-proxy"
+
+
+@contextlib.contextmanager
+def running(url: str, model: str):
+    """Runs the proxy in front of the router at `url`; yields the proxy's URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        config, log, port = folder / "config.yaml", folder / "litellm.log", background.free_port()
+        config.write_text(configuration(url, model), encoding="utf-8")
+        litellm = pathlib.Path(sys.executable).parent / "litellm"
+        command = [str(litellm), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+        # Prices come with the package instead of from the network.
+        environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
+        with open(log.with_suffix(".out"), "w", encoding="utf-8") as output:
+            with background.process(command, log, environment, stdout=output) as child:
+                proxied = f"http://127.0.0.1:{port}"
+                background.wait_ready(f"{proxied}/health/readiness", child, log)
+                yield proxied
 
 
 def chat(client, model: str, arguments) -> dict:
@@ -145,20 +167,9 @@ def main() -> None:
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--seed", type=int, required=True)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
-        config, log, port = folder / "config.yaml", folder / "litellm.log", background.free_port()
-        config.write_text(configuration(arguments.url, arguments.model), encoding="utf-8")
-        litellm = pathlib.Path(sys.executable).parent / "litellm"
-        command = [str(litellm), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-        # Prices come with the package instead of from the network.
-        environment = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": "sk-proxy"}
-        with open(log.with_suffix(".out"), "w", encoding="utf-8") as output:
-            with background.process(command, log, environment, stdout=output) as child:
-                url = f"http://127.0.0.1:{port}"
-                background.wait_ready(f"{url}/health/readiness", child, log)
-                names = {name: name for name in ("chat", "text", "messages", "missing")}
-                proxied = calls(url, "sk-proxy", names, arguments)
+    names = {name: name for name in ("chat", "text", "messages", "missing")}
+    with running(arguments.url, arguments.model) as url:
+        proxied = calls(url, KEY, names, arguments)
     names = {name: arguments.model for name in ("chat", "text", "messages")}
     direct = calls(arguments.url, "none", {**names, "missing": "no-such-model"}, arguments)
     print(json.dumps({"direct": direct, "proxied": proxied}))

@@ -39,7 +39,7 @@ def completion(task, request):
 
 
 def generator(task):
-    """Returns the function that generates over gRPC."""
+    """Returns the function that generates over gRPC, and its channels."""
     import grpc
     from grpc_tools import protoc
 
@@ -68,13 +68,13 @@ def generator(task):
                 usage = response.completed.usage
         return text, usage.completion_tokens
 
-    return generate
+    return generate, channels
 
 
 def main():
     task = json.load(sys.stdin)
     failures, complete, lock = [], [0] * len(task["requests"]), threading.Lock()
-    run = generator(task) if task.get("targets") else lambda request: completion(task, request)
+    run, channels = generator(task) if task.get("targets") else (lambda request: completion(task, request), [])
 
     def stream(number):
         turn = number
@@ -97,6 +97,8 @@ def main():
         thread.start()
     for thread in threads:
         thread.join()
+    for channel in channels:
+        channel.close()
     if failures:
         sys.exit("\n".join(failures[:3]))
     print(json.dumps({"complete": complete}))
