@@ -123,6 +123,8 @@ impl KvUsage {
 pub struct Records {
     records: Vec<RequestRecord>,
     kv: KvUsage,
+    /// Gaps between consecutive tokens of all requests.
+    gaps: Vec<Duration>,
     steps: u64,
     makespan: Time,
     /// Sum of the relative prediction errors of all steps.
@@ -147,6 +149,7 @@ impl Records {
         Self {
             records: requests.iter().map(record).collect(),
             kv: KvUsage::default(),
+            gaps: Vec::new(),
             steps: 0,
             makespan: Time::ZERO,
             prediction_error: 0.0,
@@ -196,6 +199,11 @@ impl Records {
         sorted(self.records.iter().filter_map(RequestRecord::time_to_first_token))
     }
 
+    /// Returns the gaps between consecutive tokens of all requests in seconds, ascending.
+    pub fn gaps(&self) -> Vec<f64> {
+        sorted(self.gaps.iter().copied())
+    }
+
     /// Returns the TPOTs in seconds, ascending.
     pub fn times_per_token(&self) -> Vec<f64> {
         sorted(self.records.iter().filter_map(RequestRecord::time_per_token))
@@ -218,7 +226,9 @@ impl Observer for Records {
     fn request(&mut self, at: Time, index: usize, _: &Request, event: &RequestEvent) {
         let record = &mut self.records[index];
         match event {
-            RequestEvent::Arrived | RequestEvent::Served { output_tokens: 0, .. } => {}
+            // In a closed loop the time is not known before.
+            RequestEvent::Arrived => record.request.arrival = at,
+            RequestEvent::Served { output_tokens: 0, .. } => {}
             RequestEvent::Refused(_) => record.refused = true,
             RequestEvent::Started => {
                 record.started.get_or_insert(at);
@@ -227,7 +237,9 @@ impl Observer for Records {
             RequestEvent::Served { output_tokens, .. } => {
                 record.first_token.get_or_insert(at);
                 if let Some(last) = record.last_token.replace(at) {
-                    record.longest_gap = record.longest_gap.max(at.since(last));
+                    let gap = at.since(last);
+                    record.longest_gap = record.longest_gap.max(gap);
+                    self.gaps.push(gap);
                 }
                 record.output_tokens += output_tokens;
             }

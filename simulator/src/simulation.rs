@@ -87,6 +87,8 @@ pub struct Simulation<D> {
     /// Live requests by [`SequenceId::index`].
     live: Vec<Option<LiveRequest>>,
     live_count: usize,
+    /// Requests ended since a closed loop last looked.
+    ended: usize,
     tenant_names: BTreeMap<u32, String>,
     steps: VecDeque<SimulatedStep>,
     recycled: Vec<Vec<Chunk>>,
@@ -109,6 +111,7 @@ impl<D: Device> Simulation<D> {
             horizon: None,
             live: Vec::new(),
             live_count: 0,
+            ended: 0,
             tenant_names: BTreeMap::new(),
             steps: VecDeque::new(),
             recycled: Vec::new(),
@@ -136,21 +139,59 @@ impl<D: Device> Simulation<D> {
         self.now
     }
 
-    /// Runs until all requests have ended or the horizon is reached. To be called once.
+    /// Runs an open loop, in which each request arrives at its time, until all requests have ended or the
+    /// horizon is reached. To be called once.
     ///
     /// # Errors
     /// [`SimulationError`]; the events reported before are valid.
     pub fn run(&mut self, requests: &[Request], observer: &mut impl Observer) -> Result<(), SimulationError> {
-        check(requests)?;
-        let mut arrivals = requests.iter().enumerate().peekable();
+        check(requests, true)?;
+        let arrivals = requests.iter().map(|request| request.arrival).zip(0..).collect();
+        self.serve(requests, arrivals, None, observer)
+    }
+
+    /// Runs a closed loop of `streams` clients, each of which sends the next request of the list `think`
+    /// after the end of its last one, until all requests have ended or the horizon is reached. Arrival times
+    /// of the requests have no effect. To be called once.
+    ///
+    /// # Errors
+    /// [`SimulationError`]; the events reported before are valid.
+    pub fn run_closed(
+        &mut self,
+        requests: &[Request],
+        streams: usize,
+        think: Duration,
+        observer: &mut impl Observer,
+    ) -> Result<(), SimulationError> {
+        check(requests, false)?;
+        let arrivals = (0..requests.len().min(streams)).map(|index| (Time::ZERO, index)).collect();
+        self.serve(requests, arrivals, Some(think), observer)
+    }
+
+    /// Serves the requests at `arrivals`; with a think time, each end is followed by the next request.
+    fn serve(
+        &mut self,
+        requests: &[Request],
+        mut arrivals: VecDeque<(Time, usize)>,
+        think: Option<Duration>,
+        observer: &mut impl Observer,
+    ) -> Result<(), SimulationError> {
+        let mut next_request = arrivals.len();
         loop {
-            while let Some((index, request)) = arrivals.next_if(|(_, request)| request.arrival <= self.now) {
-                self.submit(index, request, observer);
+            while let Some((_, index)) = arrivals.pop_front_if(|(arrival, _)| *arrival <= self.now) {
+                self.submit(index, &requests[index], observer);
             }
             while self.steps.len() < self.scheduler.limits().depth as usize
                 && self.plan(requests, observer) != PlanOutcome::Idle
             {}
-            let arrival = arrivals.peek().map(|(_, request)| request.arrival);
+            if let Some(think) = think {
+                let ended = std::mem::take(&mut self.ended);
+                for index in (next_request..requests.len()).take(ended) {
+                    arrivals.push_back((self.now.after(think), index));
+                    next_request += 1;
+                }
+            }
+            let arrival = arrivals.front().map(|(arrival, _)| *arrival);
             let step = self.steps.front().map(|step| step.ends);
             let transfer = self.transfers.front().map(|transfer| transfer.ends);
             let Some(next) = [arrival, step, transfer].into_iter().flatten().min() else {
@@ -207,7 +248,10 @@ impl<D: Device> Simulation<D> {
                 self.live_count += 1;
                 observer.request(self.now, index, request, &RequestEvent::Arrived);
             }
-            Err(error) => observer.request(self.now, index, request, &RequestEvent::Refused(error)),
+            Err(error) => {
+                self.ended += 1;
+                observer.request(self.now, index, request, &RequestEvent::Refused(error));
+            }
         }
     }
 
@@ -351,6 +395,7 @@ impl<D: Device> Simulation<D> {
             let Some(mut live) = entry.and_then(Option::take) else { continue };
             leave(&mut live, &mut self.stored_tokens, &mut self.known_tokens);
             self.live_count -= 1;
+            self.ended += 1;
             let event = RequestEvent::Ended(ended.reason);
             observer.request(self.now, live.index, &requests[live.index], &event);
         }
@@ -367,9 +412,9 @@ fn leave(live: &mut LiveRequest, stored_tokens: &mut u64, known_tokens: &mut u64
     }
 }
 
-fn check(requests: &[Request]) -> Result<(), SimulationError> {
+fn check(requests: &[Request], by_arrival: bool) -> Result<(), SimulationError> {
     for (index, request) in requests.iter().enumerate() {
-        if index > 0 && request.arrival < requests[index - 1].arrival {
+        if by_arrival && index > 0 && request.arrival < requests[index - 1].arrival {
             return Err(SimulationError::Unsorted(index));
         }
         let Request { output_tokens, max_tokens, .. } = *request;

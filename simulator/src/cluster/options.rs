@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use inflight_router_core::Policy;
-use inflight_worker_core::{DeviceProfile, SchedulerLimits};
+use inflight_worker_core::{DeviceProfile, SchedulerLimits, StepTarget};
 
 /// Configuration of a simulated cluster.
 #[derive(Debug, Clone, Copy)]
@@ -31,7 +31,7 @@ impl ClusterOptions {
         let limits = SchedulerLimits {
             host_blocks: profile.host_tokens / block_tokens,
             waiting_max: 4096,
-            step_target: Some(Duration::from_millis(50)),
+            step_target: StepTarget::adaptive(),
             ..SchedulerLimits::new(block_tokens, profile.pool_tokens / block_tokens, 256, 2048)
         };
         Self {

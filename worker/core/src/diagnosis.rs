@@ -224,33 +224,29 @@ impl<'a, I: Iterator<Item = &'a IterationSummary> + Clone> DiagnosisWindow<'_, I
     }
 
     fn prefill_starves_decode(&self) -> Option<Finding> {
-        let target = self.limits.step_target?;
-        // Where decodes alone come near the target, mixed steps may exceed it: see
-        // `Scheduler::min_step_time`.
-        let decode_only = self.steps.clone().filter(|step| step.decodes > 0 && step.prefills == 0);
-        let (count, sum) =
-            decode_only.filter_map(|step| step.took).fold((0, Duration::ZERO), |(n, s), t| (n + 1, s + t));
-        let decode_time = sum / count.max(1);
-        let target = if target < decode_time * 2 { target.max(decode_time * 4) } else { target };
-        let over = self.share(|step| {
-            step.decodes > 0 && step.prefills > 0 && step.took.is_some_and(|t| t > target * 5 / 4)
-        });
+        let late = |step: &&IterationSummary| {
+            let bound = step.bound.filter(|_| step.prefills > 0);
+            bound.is_some_and(|bound| step.took.is_some_and(|took| took > bound * 5 / 4))
+        };
+        let over = self.share(|step| late(&step));
         if over <= 0.05 {
             return None;
         }
+        let bounds = self.steps.clone().filter(late).filter_map(|step| step.bound);
+        let (count, sum) = bounds.fold((0, Duration::ZERO), |(count, sum), bound| (count + 1, sum + bound));
         let figure = format!(
-            "{:.0} % of mixed iterations took more than 1.25x the step target of {target:?}",
-            over * 100.0
+            "{:.0} % of iterations had prefills and took more than 1.25x the step target, {:.0} ms on average",
+            over * 100.0,
+            1e3 * (sum / count.max(1)).as_secs_f64()
         );
         Finding::new(Bottleneck::PrefillStarvesDecode, over, figure)
     }
 
     fn chunk_budget(&self) -> Option<Finding> {
         // Without a step target, chunks are limited by the token budget alone.
-        self.limits.step_target?;
         let crawling = self.share(|step| {
             step.prefills > 0
-                && step.decodes > 0
+                && step.bound.is_some()
                 && step.load.waiting > 0
                 && step.prefill_tokens < 2 * self.limits.block_tokens
         });

@@ -16,6 +16,8 @@ pub struct IterationSummary {
     pub took: Option<Duration>,
     /// Duration predicted by the cost model.
     pub predicted: Duration,
+    /// Duration up to which prefill chunks were planned; `None`: unbounded.
+    pub bound: Option<Duration>,
     /// Number of decodes.
     pub decodes: u32,
     /// Number of prefill chunks.

@@ -14,11 +14,13 @@ mod history;
 mod iteration;
 mod least_squares;
 pub mod policy;
+mod prefill_load;
 mod profile;
 mod record;
 mod scheduler;
 mod scheduler_limits;
 mod sequence;
+mod step_target;
 mod time;
 
 pub use block_pool::{Block, BlockPool, CacheEvent, CacheTier};
@@ -32,9 +34,11 @@ pub use iteration::{
     Blocked, BlockedBy, Chunk, Copy, Direction, Iteration, IterationOutcome, Preempted, Preemption,
     TokenVerdict, Transfer, TransferId,
 };
+pub use prefill_load::PrefillLoad;
 pub use profile::{DeviceProfile, ProfileError};
 pub use record::{ReplayError, replay};
 pub use scheduler::{CommitError, Ended, Load, PrefillEstimate, Scheduler, SubmitError};
 pub use scheduler_limits::{LimitsError, SchedulerLimits};
 pub use sequence::{NewSequence, ScoredRange, SequenceId, Slot};
+pub use step_target::{LatencyObjectives, StepTarget};
 pub use time::Time;

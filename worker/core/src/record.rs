@@ -8,12 +8,12 @@ use inflight_contract::{BlockHash, CostCoefficients, Service, TokenCost, Virtual
 
 use crate::policy::PolicyKind;
 use crate::{
-    CostModel, CostPrior, Iteration, IterationOutcome, NewSequence, Scheduler, SchedulerLimits, ScoredRange,
-    SequenceId, StepWork, Time, TokenVerdict, TransferId,
+    CostModel, CostPrior, Iteration, IterationOutcome, LatencyObjectives, NewSequence, Scheduler,
+    SchedulerLimits, ScoredRange, SequenceId, StepTarget, StepWork, Time, TokenVerdict, TransferId,
 };
 
 /// First bytes of a log, including the format version.
-const MAGIC: &[u8; 8] = b"inflrec3";
+const MAGIC: &[u8; 8] = b"inflrec4";
 
 /// Record type: one scheduler input. The values are part of the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl RecordLog {
         }
         log.number(limits.cooldown_steps);
         log.number(limits.prefix_cache.into());
-        log.option(limits.step_target.map(nanos));
+        log.step_target(limits.step_target);
         log.text(&policy.to_string());
         let CostPrior { cost, trust } = *prior;
         let CostCoefficients {
@@ -186,6 +186,21 @@ impl RecordLog {
         value.into_iter().for_each(|value| self.number(value));
     }
 
+    fn step_target(&mut self, target: StepTarget) {
+        match target {
+            StepTarget::Unbounded => self.number(0),
+            StepTarget::Fixed(target) => {
+                self.number(1);
+                self.number(nanos(target));
+            }
+            StepTarget::Adaptive(LatencyObjectives { first_token, gap }) => {
+                self.number(2);
+                self.option(first_token.map(nanos));
+                self.option(gap.map(nanos));
+            }
+        }
+    }
+
     fn text(&mut self, text: &str) {
         self.number(text.len() as u64);
         self.bytes.extend_from_slice(text.as_bytes());
@@ -297,7 +312,7 @@ impl RecordReader<'_> {
             iteration_scores: self.small()?,
             cooldown_steps: self.number()?,
             prefix_cache: self.number()? != 0,
-            step_target: self.option()?.map(Duration::from_nanos),
+            step_target: self.step_target()?,
         };
         let policy: PolicyKind = self.text()?.parse().map_err(|_| self.malformed("the name of a policy"))?;
         let mut real = || self.number().map(f64::from_bits);
@@ -444,6 +459,19 @@ impl RecordReader<'_> {
 
     fn small(&mut self) -> Result<u32, ReplayError> {
         u32::try_from(self.number()?).map_err(|_| self.malformed("a number of at most 32 bits"))
+    }
+
+    fn step_target(&mut self) -> Result<StepTarget, ReplayError> {
+        match self.number()? {
+            0 => Ok(StepTarget::Unbounded),
+            1 => self.duration().map(StepTarget::Fixed),
+            2 => {
+                let first_token = self.option()?.map(Duration::from_nanos);
+                let gap = self.option()?.map(Duration::from_nanos);
+                Ok(StepTarget::Adaptive(LatencyObjectives { first_token, gap }))
+            }
+            _ => Err(self.malformed("a step target")),
+        }
     }
 
     fn option(&mut self) -> Result<Option<u64>, ReplayError> {

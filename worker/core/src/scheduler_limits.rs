@@ -1,6 +1,6 @@
 //! Configuration of the scheduler: pool sizes, budgets and thresholds.
 
-use std::time::Duration;
+use crate::StepTarget;
 
 /// Hard limits of a scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,8 +34,8 @@ pub struct SchedulerLimits {
     pub cooldown_steps: u64,
     /// Enables prefix caching.
     pub prefix_cache: bool,
-    /// Target duration of a step with decodes; bounds the prefill chunks beside them. `None`: no target.
-    pub step_target: Option<Duration>,
+    /// Bound of the duration of a step with decodes, and so of the prefill chunks beside them.
+    pub step_target: StepTarget,
     /// Minimum priority difference for a waiting sequence to preempt a running one.
     pub preemption_threshold: u32,
 }
@@ -81,7 +81,7 @@ impl SchedulerLimits {
             bypass_max: 16,
             cooldown_steps: 32,
             prefix_cache: true,
-            step_target: None,
+            step_target: StepTarget::Unbounded,
             preemption_threshold: 1,
         }
     }

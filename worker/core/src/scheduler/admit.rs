@@ -164,8 +164,8 @@ impl Scheduler {
         }
     }
 
-    /// Admits a waiting sequence: assigns a slot, shares its cached prefix, reserves the other blocks and
-    /// plans its first chunk.
+    /// Admits a waiting sequence: assigns a slot, shares its cached prefix, reserves the other blocks and adds
+    /// it to the prefills of this step.
     fn admit(&mut self, index: u32, now: Time, draft: &mut PlanDraft) -> Result<(), BlockedBy> {
         if self.free_slots.is_empty() && !self.outranks_any(index) {
             return Err(BlockedBy::Slots);
@@ -232,7 +232,8 @@ impl Scheduler {
         sequence.state = SequenceState::Prefilling { slot };
         self.running.push(index);
         let len = self.prefill_len(index, draft);
-        self.push_prefill(index, len, draft);
+        self.take_budget(index, len, draft);
+        self.prefills.push((index, self.sequence(index).uncomputed()));
         Ok(())
     }
 

@@ -23,6 +23,7 @@ impl Scheduler {
         let Some(mut launched) = self.launched.pop_front() else { return Ok(()) };
         self.history.finish(launched.number, outcome.took);
         self.cost.observe_step(&launched.work, outcome.took);
+        self.prefill_load.observe(outcome.took, launched.prefill_share);
         let mut verdicts = outcome.verdicts.iter();
         for index in launched.sources.drain(..) {
             self.release_from_iteration(index);

@@ -35,6 +35,10 @@ pub struct Load {
     pub blocks_swapped_out: u64,
     /// Total blocks swapped in.
     pub blocks_swapped_in: u64,
+    /// Total steps whose decodes alone took too long for the objective for gaps.
+    pub gap_objective_unmet: u64,
+    /// Total steps at which the prompts could not all meet the objective for first tokens.
+    pub first_token_objective_unmet: u64,
 }
 
 /// Predicted prefill delay of a prompt submitted now, by the cost model.

@@ -10,6 +10,7 @@ mod plan;
 mod preempt;
 mod prefill_backlog;
 mod resumption_estimator;
+mod step_bound;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,7 +25,7 @@ use crate::record::RecordLog;
 use crate::sequence::{Sequence, SequenceState};
 use crate::{
     Block, BlockPool, CacheEvent, CacheTier, Chunk, Direction, Iteration, LimitsError, NewSequence,
-    SchedulerLimits, ScoredRange, SequenceId, Slot, Time, TransferId,
+    PrefillLoad, SchedulerLimits, ScoredRange, SequenceId, Slot, Time, TransferId,
 };
 pub use error::{CommitError, SubmitError};
 pub use load::{Load, PrefillEstimate};
@@ -47,6 +48,8 @@ struct LaunchedIteration {
     /// Sequences whose blocks are used by the iteration's block copies, once per copy.
     sources: Vec<u32>,
     work: StepWork,
+    /// Share of prefills in the predicted duration.
+    prefill_share: f64,
 }
 
 /// Transfer between device and host that has not reached its fence. It owns its blocks.
@@ -128,11 +131,14 @@ pub struct Scheduler {
     totals: Load,
     history: History,
     resumption: ResumptionEstimator,
+    prefill_load: PrefillLoad,
     /// Set if the last step stopped admitting only because its token budget was used up.
     group_open: bool,
     log: Option<RecordLog>,
     // Scratch buffers, kept to avoid allocation.
     scratch: Vec<(u32, u32)>,
+    /// Prefills of the step that is planned, with their uncomputed tokens.
+    prefills: Vec<(u32, u32)>,
     heads: Vec<admit::FlowHead>,
     bypassed: Vec<u32>,
     swap_order: Vec<u32>,
@@ -186,9 +192,11 @@ impl Scheduler {
             totals: Load::default(),
             history: History::new(Self::HISTORY),
             resumption: ResumptionEstimator::default(),
+            prefill_load: PrefillLoad::default(),
             group_open: false,
             log: None,
             scratch: Vec::new(),
+            prefills: Vec::new(),
             heads: Vec::new(),
             bypassed: Vec::new(),
             swap_order: Vec::new(),

@@ -1,28 +1,24 @@
-//! Planning of an iteration: decodes, running prefills (chunked), swap-ins, admissions, in this order.
+//! Planning of an iteration: decodes, swap-ins, admissions, prefill chunks.
 //!
 //! 1. Sequences past their deadline end.
 //! 2. Each decoding sequence gets one token, subtracted from the token budget.
-//! 3. Half of the rest is reserved for the first running prefill; the others follow, the shortest first.
-//! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens.
+//! 3. Up to half of the rest is reserved for the first running prefill in policy order, so that it always
+//!    makes progress.
+//! 4. Swapped sequences are resumed, waiting ones admitted by reservation of all blocks of their known tokens,
+//!    while the token budget lasts.
+//! 5. The other prefills share the rest, the shortest first, so that short prompts do not wait behind long
+//!    ones; what they leave goes to the first.
 //!
-//! With decodes in a step, the cost model bounds the prefill tokens beside them so that the step keeps its
-//! target duration. Where decodes alone take more than half of the target, prefills together get up to three
-//! times the decodes' time, in proportion to the number of waiting prompts per decoding sequence; what the
-//! first prefill leaves is given to the others.
+//! With decodes in a step, the cost model bounds the prefill tokens beside them: see [`super::step_bound`].
 
 use std::time::Duration;
 
 use super::Scheduler;
+use super::step_bound::StepBound;
 use crate::cost::StepWork;
 use crate::history::IterationSummary;
 use crate::sequence::SequenceState;
 use crate::{Chunk, Iteration, Time};
-
-/// Ratio of decodes to prefilling prompts at which, under a tight step target, both get equal time.
-const DECODES_PER_PREFILL: u32 = 24;
-/// Maximum prefill time under a tight step target, as a multiple of the decode time. Larger values lower TTFT
-/// and raise the longest gaps.
-const PREFILL_TIME_FACTOR_MAX: f64 = 3.0;
 
 /// Plan under construction.
 #[derive(Debug, Default)]
@@ -35,11 +31,8 @@ pub(super) struct PlanDraft {
     pub work: StepWork,
     /// Start position and tokens reserved for the first prefill in policy order.
     pub reserved_prefill: Option<(u32, u32)>,
-    /// Maximum duration of the step with prefills; `None`: unbounded.
-    pub target: Option<Duration>,
-    /// Set if the step target is tight, see [`Scheduler::is_tight`]. Then `target` bounds all prefills
-    /// together; else the first prefill may take as much time again as the others.
-    pub tight: bool,
+    /// Bound of the step's duration; `None`: unbounded.
+    pub bound: Option<StepBound>,
     /// Blocks that become free at fences, less those that stalled sequences wait for.
     pub incoming: u32,
     /// Highest priority preempted in this step; sequences up to this priority are not admitted.
@@ -63,16 +56,8 @@ impl Scheduler {
         self.preempt_marked(now, &mut draft);
         draft.incoming = self.incoming_blocks();
         self.plan_decodes(now, &mut draft);
-        let first = self.plan_prefills(now, &mut draft);
-        self.start_waiting(now, &mut draft);
-        if let Some((index, reserved)) = first {
-            // The reserved tokens and the rest of the budget go to the first prefill.
-            draft.budget += reserved;
-            draft.scores += self.scores(index, reserved);
-            draft.reserved_prefill = None;
-            let len = self.prefill_len(index, &draft).max(reserved);
-            self.push_prefill(index, len, &mut draft);
-        }
+        let decodes = draft.work;
+        self.plan_prefills(now, &mut draft);
         // The search for cold blocks costs time, so it runs only every few iterations while there is work.
         if self.iteration.chunks.is_empty() || self.iterations.is_multiple_of(8) {
             self.offload();
@@ -82,8 +67,11 @@ impl Scheduler {
             self.iteration.number = self.iterations;
             let mut launched = self.recycled.pop().unwrap_or_default();
             launched.number = self.iterations;
-            self.push_history(now, &draft);
+            let predicted = self.cost.step(&draft.work);
+            self.push_history(now, predicted, &draft);
             launched.work = draft.work;
+            launched.prefill_share = self.prefill_share(&decodes, predicted);
+            self.count_unmet_objectives(&decodes, now);
             launched.sources.append(&mut draft.sources);
             launched.chunks.extend_from_slice(&self.iteration.chunks);
             self.launched.push_back(launched);
@@ -95,7 +83,7 @@ impl Scheduler {
     }
 
     /// Adds the planned iteration to the history.
-    fn push_history(&mut self, now: Time, draft: &PlanDraft) {
+    fn push_history(&mut self, now: Time, predicted: Duration, draft: &PlanDraft) {
         let plan = &self.iteration;
         // The head of a flow has waited longest; `start_waiting` visits all heads anyway.
         let heads = self.flows.values().filter_map(|flow| flow.first_key_value());
@@ -106,7 +94,8 @@ impl Scheduler {
             number: plan.number,
             planned: now,
             took: None,
-            predicted: self.cost.step(&draft.work),
+            predicted,
+            bound: draft.bound.map(|bound| bound.all),
             decodes: plan.decodes,
             prefills: plan.chunks.len() as u32 - plan.decodes,
             prefill_tokens: plan.tokens() - plan.decodes,
@@ -158,45 +147,79 @@ impl Scheduler {
         self.running.iter().filter(grows).count() as u32
     }
 
-    /// Plans chunks for the running prefills. Reserves up to half of the budget for the first one in policy
-    /// order, so that it always makes progress; the others share the rest, shortest first, so that short
-    /// prompts do not wait behind long ones. Returns the first prefill and its reserved tokens, which the
-    /// caller plans last.
-    fn plan_prefills(&mut self, now: Time, draft: &mut PlanDraft) -> Option<(u32, u32)> {
-        let mut prefilling = std::mem::take(&mut self.scratch);
-        prefilling.clear();
+    /// Returns the share of prefills in the predicted duration of a step with these decodes.
+    fn prefill_share(&self, decodes: &StepWork, predicted: Duration) -> f64 {
+        if decodes.sequences == 0 {
+            return 1.0;
+        }
+        let decodes = self.cost.step(decodes).as_secs_f64();
+        (1.0 - decodes / predicted.as_secs_f64().max(1e-9)).clamp(0.0, 1.0)
+    }
+
+    /// Starts waiting sequences and plans the prefill chunks.
+    fn plan_prefills(&mut self, now: Time, draft: &mut PlanDraft) {
+        let mut prefills = std::mem::take(&mut self.prefills);
+        prefills.clear();
         for &index in &self.running {
             let sequence = self.sequence(index);
             if matches!(sequence.state, SequenceState::Prefilling { .. }) && !sequence.is_marked() {
-                prefilling.push((index, sequence.uncomputed()));
+                prefills.push((index, sequence.uncomputed()));
             }
         }
-        let first = prefilling
-            .iter()
-            .copied()
-            .min_by(|a, b| self.policy.compare(&self.view(a.0, now), &self.view(b.0, now)));
-        let min_time = self.min_step_time(&draft.work, prefilling.len() as u32);
-        draft.tight = self.is_tight(&draft.work);
-        draft.target =
-            self.limits.step_target.map(|target| if draft.tight { target.max(min_time) } else { target });
-        let reservation = first.map(|(index, _)| {
+        draft.bound = self.step_bound(&draft.work, prefills.len() as u32 + self.waiting, Some(now));
+        let first = self.reserve_first(&mut prefills, now, draft);
+        // The running prefills use the budget before waiting sequences are admitted; then all share it by
+        // length.
+        let (budget, work, scores) = (draft.budget, draft.work, draft.scores);
+        self.shortest_first(&mut prefills);
+        for &(index, _) in &prefills {
             let len = self.prefill_len(index, draft);
-            let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
-            let len = len.max(self.cost.chunk_within(&draft.work, start, max, min_time)).max(1);
-            let reserved = len.min(draft.budget.div_ceil(2));
-            draft.budget -= reserved;
-            draft.scores -= self.scores(index, reserved);
-            draft.reserved_prefill = Some((start, reserved));
-            (index, reserved)
-        });
-        prefilling.retain(|(index, _)| Some(*index) != reservation.map(|(first, _)| first));
-        prefilling.sort_by_key(|&(index, uncomputed)| (uncomputed, self.sequence(index).arrival));
-        for &(index, _) in &prefilling {
+            self.take_budget(index, len, draft);
+        }
+        self.prefills = prefills;
+        self.start_waiting(now, draft);
+        let mut prefills = std::mem::take(&mut self.prefills);
+        (draft.budget, draft.work, draft.scores) = (budget, work, scores);
+        self.shortest_first(&mut prefills);
+        for &(index, _) in &prefills {
             let len = self.prefill_len(index, draft);
             self.push_prefill(index, len, draft);
         }
-        self.scratch = prefilling;
-        reservation
+        self.prefills = prefills;
+        if let Some((index, reserved)) = first {
+            draft.budget += reserved;
+            draft.scores += self.scores(index, reserved);
+            draft.reserved_prefill = None;
+            let len = self.prefill_len(index, draft).max(reserved);
+            self.push_prefill(index, len, draft);
+        }
+    }
+
+    fn shortest_first(&self, prefills: &mut [(u32, u32)]) {
+        prefills.sort_unstable_by_key(|&(index, uncomputed)| (uncomputed, self.sequence(index).arrival));
+    }
+
+    /// Takes the first prefill in policy order out of the list and reserves up to half of the budget for it.
+    /// Returns it and its reserved tokens.
+    fn reserve_first(
+        &self,
+        prefills: &mut Vec<(u32, u32)>,
+        now: Time,
+        draft: &mut PlanDraft,
+    ) -> Option<(u32, u32)> {
+        let order = |a: &(usize, u32), b: &(usize, u32)| {
+            self.policy.compare(&self.view(a.1, now), &self.view(b.1, now))
+        };
+        let indices = prefills.iter().map(|(index, _)| *index).enumerate();
+        let (position, index) = indices.min_by(order)?;
+        prefills.swap_remove(position);
+        let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
+        let len = draft.bound.map_or(max, |bound| self.cost.chunk_within(&draft.work, start, max, bound.first));
+        let reserved = len.max(1).min(draft.budget.div_ceil(2));
+        draft.budget -= reserved;
+        draft.scores -= self.scores(index, reserved);
+        draft.reserved_prefill = Some((start, reserved));
+        Some((index, reserved))
     }
 
     /// Returns the maximum chunk length of a prefill, regardless of the step target.
@@ -215,55 +238,37 @@ impl Scheduler {
     /// Returns the chunk length of a prefill within budgets and step target.
     pub(super) fn prefill_len(&self, index: u32, draft: &PlanDraft) -> u32 {
         let (start, max) = (self.sequence(index).computed_tokens, self.chunk_max(index, draft));
-        let target = match draft.target {
-            Some(target) if self.iteration.decodes > 0 => target,
-            _ => return max, // no decode whose inter-token latency would suffer
-        };
+        let Some(bound) = draft.bound else { return max };
         let mut work = draft.work;
-        if let (true, Some((start, len))) = (draft.tight, draft.reserved_prefill) {
+        if let (true, Some((start, len))) = (bound.shared, draft.reserved_prefill) {
             work.add(start, len);
         }
-        self.cost.chunk_within(&work, start, max, target)
-    }
-
-    /// Returns true if the step target leaves prefills less time than the decodes take.
-    fn is_tight(&self, decodes: &StepWork) -> bool {
-        self.limits.step_target.is_some_and(|target| target < 2 * self.cost.step(decodes))
-    }
-
-    /// Returns the step duration allowed beside these decodes regardless of the target, so that prefills make
-    /// progress: 1.25 times the decode time for the first prompt. Under a tight target it grows with the
-    /// ratio of prompts to decodes, to at most `1 + PREFILL_TIME_FACTOR_MAX` times the decode time for all
-    /// prompts together; otherwise a target close to the decode time, as with large models, would leave the
-    /// device half empty while prompts wait. The bound is in time, not tokens, since tokens at the end of a
-    /// long prompt are expensive.
-    fn min_step_time(&self, decodes: &StepWork, prompts: u32) -> Duration {
-        let contention =
-            f64::from(DECODES_PER_PREFILL * prompts.max(1)) / f64::from(decodes.sequences.max(1));
-        let slack =
-            if self.is_tight(decodes) { contention.clamp(0.25, PREFILL_TIME_FACTOR_MAX) } else { 0.25 };
-        self.cost.target_with_slack(decodes, slack)
+        self.cost.chunk_within(&work, start, max, bound.all)
     }
 
     /// Returns the chunk length of a new prompt in a step with these decodes, while `prompts` prompts share
     /// the steps; at least 1.
     pub(super) fn chunk_beside(&self, decodes: &StepWork, prompts: u32) -> u32 {
         let max = self.limits.iteration_tokens.saturating_sub(decodes.tokens).max(1);
-        let min = self.cost.chunk_within(decodes, 0, max, self.min_step_time(decodes, prompts));
-        let within = match self.limits.step_target {
-            Some(target) if decodes.tokens > 0 => self.cost.chunk_within(decodes, 0, max, target),
-            _ => max,
-        };
-        within.max(min).max(1)
+        let bound = self.step_bound(decodes, prompts, None);
+        let within = |bound: StepBound| self.cost.chunk_within(decodes, 0, max, bound.all.max(bound.first));
+        bound.map_or(max, within).max(1)
+    }
+
+    /// Takes a prefill chunk of `len` tokens out of the budget.
+    pub(super) fn take_budget(&self, index: u32, len: u32, draft: &mut PlanDraft) {
+        if len > 0 {
+            draft.budget -= len;
+            draft.work.add(self.sequence(index).computed_tokens, len);
+            draft.scores -= self.scores(index, len);
+        }
     }
 
     /// Adds a prefill chunk of `len` tokens to the plan; no-op for 0.
     pub(super) fn push_prefill(&mut self, index: u32, len: u32, draft: &mut PlanDraft) {
         let sequence = self.sequence(index);
         let (Some(slot), true) = (sequence.slot(), len > 0) else { return };
-        draft.budget -= len;
-        draft.work.add(sequence.computed_tokens, len);
-        draft.scores -= self.scores(index, len);
+        self.take_budget(index, len, draft);
         self.push_chunk(index, slot, len);
     }
 

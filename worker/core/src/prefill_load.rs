@@ -1,0 +1,53 @@
+//! Prefill load: the device time that prompts take per device time of decodes.
+
+use std::time::Duration;
+
+/// Estimator of the ratio of prefill time to decode time, from decayed sums over recent steps, and of the
+/// prefill time that a step with decodes should have.
+///
+/// Let `r` be the ratio: prompts need `r` seconds for each second of decodes, whatever the schedule. If a
+/// step adds up to `k` times its decode time of prefill, a share `r / k` of the steps must be mixed, and
+/// prompts wait as at a server with that utilization. So `k` must exceed `r`, and with `k` at several times
+/// `r` prompts hardly wait for each other; larger values only lengthen the gaps. A prompt that computes takes
+/// `1 + 1 / k` times as long as alone, which is little from `k = 3` on. So `k` is the larger of 3 and
+/// `HEADROOM * r`. A single long prompt raises `r` although nobody waits for it, so beyond 3, `k` is bounded
+/// by the number of prompts.
+#[derive(Debug, Clone, Default)]
+pub struct PrefillLoad {
+    /// Decayed time of prefills in seconds.
+    prefill_s: f64,
+    /// Decayed time of decodes in seconds.
+    decode_s: f64,
+}
+
+impl PrefillLoad {
+    /// Prefill time per decode time of a step at low load.
+    pub const FACTOR_MIN: f64 = 3.0;
+    /// Maximum prefill time per decode time of a step.
+    pub const FACTOR_MAX: f64 = 16.0;
+    /// Prefill time per decode time over the ratio of both on average: mixed steps are then at most a share of
+    /// `1 / HEADROOM` of all.
+    pub const HEADROOM: f64 = 3.3;
+    /// Prefill time per decode time that each prompt beyond the second may add.
+    pub const FACTOR_PER_PROMPT: f64 = 1.5;
+    /// Time constant in steps.
+    const WINDOW: f64 = 256.0;
+
+    /// Observes a step, of which `prefill_share` was the share of its prefills.
+    pub fn observe(&mut self, took: Duration, prefill_share: f64) {
+        let (took, keep) = (took.as_secs_f64(), 1.0 - 1.0 / Self::WINDOW);
+        self.prefill_s = keep * self.prefill_s + took * prefill_share;
+        self.decode_s = keep * self.decode_s + took * (1.0 - prefill_share);
+    }
+
+    /// Returns the prefill time per decode time.
+    pub fn ratio(&self) -> f64 {
+        if self.prefill_s > 0.0 { self.prefill_s / self.decode_s.max(1e-9) } else { 0.0 }
+    }
+
+    /// Returns the prefill time per decode time for a step while `prompts` prompts compute or wait.
+    pub fn factor(&self, prompts: u32) -> f64 {
+        let needed = (Self::HEADROOM * self.ratio()).min(Self::FACTOR_PER_PROMPT * f64::from(prompts));
+        needed.clamp(Self::FACTOR_MIN, Self::FACTOR_MAX)
+    }
+}

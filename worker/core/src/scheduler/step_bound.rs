@@ -1,0 +1,136 @@
+//! Bound of the duration of a step with decodes, from the step target, the cost model and the load.
+
+use std::time::Duration;
+
+use super::Scheduler;
+use crate::cost::StepWork;
+use crate::sequence::SequenceState;
+use crate::{LatencyObjectives, StepTarget, Time};
+
+/// Ratio of decodes to prefilling prompts at which, under a tight fixed target, both get equal time.
+const DECODES_PER_PREFILL: u32 = 24;
+/// Maximum prefill time under a tight fixed target, as a multiple of the decode time. Larger values lower
+/// TTFT and raise the longest gaps.
+const PREFILL_TIME_FACTOR_MAX: f64 = 3.0;
+/// Minimum prefill time as a multiple of the decode time, whatever the target, so that prompts make progress.
+const PREFILL_TIME_FACTOR_MIN: f64 = 0.25;
+
+/// Durations up to which a step with decodes may be filled with prefill chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StepBound {
+    /// Bound for the chunks of all prompts.
+    pub all: Duration,
+    /// Bound for the chunk that is reserved for the first prompt in policy order.
+    pub first: Duration,
+    /// Whether the reserved chunk counts towards `all`; else the first prompt may take as much time again as
+    /// the others.
+    pub shared: bool,
+}
+
+/// Prompts and the time to prefill them.
+#[derive(Debug, Clone, Copy, Default)]
+struct Backlog {
+    time: Duration,
+    /// Longest time since the submission of one of them.
+    age: Duration,
+}
+
+impl Scheduler {
+    /// Returns the bound for a step with these decodes while `prompts` prompts compute or wait; `None` without
+    /// one. Without `now`, the objective for first tokens has no effect.
+    pub(super) fn step_bound(
+        &self,
+        decodes: &StepWork,
+        prompts: u32,
+        now: Option<Time>,
+    ) -> Option<StepBound> {
+        if decodes.sequences == 0 {
+            return None; // no sequence whose inter-token latency would suffer
+        }
+        match self.limits.step_target {
+            StepTarget::Unbounded => None,
+            StepTarget::Fixed(target) => {
+                let min = self.cost.target_with_slack(decodes, self.fixed_slack(target, decodes, prompts));
+                let tight = is_tight(target, self.cost.step(decodes));
+                let all = if tight { target.max(min) } else { target };
+                Some(StepBound { all, first: all.max(min), shared: tight })
+            }
+            StepTarget::Adaptive(objectives) => {
+                let mut factor = self.prefill_load.factor(prompts);
+                if let (Some(objective), Some(now)) = (objectives.first_token, now) {
+                    factor = factor.max(self.factor_for_first_token(objective, now));
+                }
+                let decode = self.cost.target_with_slack(decodes, 0.0);
+                let min = self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN);
+                let target = self.cost.target_with_slack(decodes, factor);
+                let all = objectives.gap.map_or(target, |gap| gap.min(target)).max(min);
+                // Half of the prefill time is for the first prompt in policy order; the rest goes to the
+                // shortest.
+                let first = (decode + (all - decode) / 2).max(min);
+                Some(StepBound { all, first, shared: true })
+            }
+        }
+    }
+
+    /// Returns the prefill time allowed beside decodes regardless of a fixed target, as a multiple of the
+    /// decode time: [`PREFILL_TIME_FACTOR_MIN`] for the first prompt. Under a tight target it grows with the
+    /// ratio of prompts to decodes, to at most [`PREFILL_TIME_FACTOR_MAX`] for all prompts together; otherwise
+    /// a target close to the decode time, as with large models, would leave the device half empty while
+    /// prompts wait. The bound is in time, not tokens, since tokens at the end of a long prompt are expensive.
+    fn fixed_slack(&self, target: Duration, decodes: &StepWork, prompts: u32) -> f64 {
+        let contention =
+            f64::from(DECODES_PER_PREFILL * prompts.max(1)) / f64::from(decodes.sequences.max(1));
+        if is_tight(target, self.cost.step(decodes)) {
+            contention.clamp(PREFILL_TIME_FACTOR_MIN, PREFILL_TIME_FACTOR_MAX)
+        } else {
+            PREFILL_TIME_FACTOR_MIN
+        }
+    }
+
+    /// Returns the prefill time per decode time with which the backlog is computed before its oldest prompt
+    /// exceeds the objective for first tokens.
+    fn factor_for_first_token(&self, objective: Duration, now: Time) -> f64 {
+        let backlog = self.backlog(now);
+        let left = objective.saturating_sub(backlog.age).as_secs_f64();
+        let time = backlog.time.as_secs_f64();
+        if left > time {
+            // With a factor `k`, prefills take `1 + 1 / k` times their time alone.
+            time / (left - time)
+        } else {
+            crate::PrefillLoad::FACTOR_MAX
+        }
+    }
+
+    fn backlog(&self, now: Time) -> Backlog {
+        let mut backlog = Backlog::default();
+        for sequence in self.sequences.iter().flatten() {
+            if matches!(sequence.state, SequenceState::Prefilling { .. } | SequenceState::Waiting) {
+                backlog.time += self.cost.prefill(sequence.computed_tokens, sequence.uncomputed());
+                backlog.age = backlog.age.max(now.since(sequence.queued));
+            }
+        }
+        backlog
+    }
+
+    /// Counts the objectives that a step of these decodes cannot meet.
+    pub(super) fn count_unmet_objectives(&mut self, decodes: &StepWork, now: Time) {
+        let StepTarget::Adaptive(LatencyObjectives { first_token, gap }) = self.limits.step_target else {
+            return;
+        };
+        if let Some(gap) = gap
+            && decodes.sequences > 0
+            && self.cost.target_with_slack(decodes, PREFILL_TIME_FACTOR_MIN) > gap
+        {
+            self.totals.gap_objective_unmet += 1;
+        }
+        if let Some(objective) = first_token {
+            let backlog = self.backlog(now);
+            self.totals.first_token_objective_unmet += u64::from(backlog.age + backlog.time > objective);
+        }
+    }
+}
+
+/// Returns true if a fixed target leaves prefills less time than the decodes take.
+fn is_tight(target: Duration, decodes: Duration) -> bool {
+    target < 2 * decodes
+}
